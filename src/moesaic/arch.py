@@ -1,0 +1,192 @@
+"""Where each architecture keeps its parts: one table entry a ``model_type``.
+
+Methods never name an architecture. They see a *view*, :class:`DenseFFN`, whose tensors are the
+module's own (no copies).
+
+Shape suffixes used across the package::
+
+    T tokens    D hidden size    M intermediate size    R petals (routed experts)    K top-k
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.errors import MoesaicError
+
+
+@dataclass(frozen=True)
+class FFNNames:
+    """Attribute names inside a feed-forward module.
+
+    ``gate=None`` means not gated. ``gate == up`` means one fused projection, gate rows first.
+    """
+
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate: str | None = "gate_proj"
+    act: str = "act_fn"
+
+    @property
+    def fused(self) -> bool:
+        return self.gate == self.up
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The linear submodules, each once."""
+        return tuple(dict.fromkeys(n for n in (self.gate, self.up, self.down) if n))
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One architecture: where its decoder layers, attention and FFN live."""
+
+    model_type: str
+    ffn: FFNNames = FFNNames()
+    ffn_path: str = "mlp"
+    layers_path: str = "model.layers"
+    attention: tuple[str, ...] = field(
+        default=tuple(f"self_attn.{p}_proj" for p in ("q", "k", "v", "o"))
+    )
+
+    def layers(self, model: nn.Module) -> nn.ModuleList:
+        """The decoder layers of a causal language model."""
+        return attrgetter(self.layers_path)(model)
+
+    def ffn_of(self, layer: nn.Module) -> nn.Module:
+        """The feed-forward module of one decoder layer."""
+        return attrgetter(self.ffn_path)(layer)
+
+    def layer_prefix(self, index: int) -> str:
+        """The start of the names of layer ``index``'s tensors on disk."""
+        return f"{self.layers_path}.{index}."
+
+    def ffn_prefix(self, index: int) -> str:
+        """The start of the names of layer ``index``'s FFN tensors on disk."""
+        return f"{self.layer_prefix(index)}{self.ffn_path}."
+
+
+DENSE: dict[str, Arch] = {
+    arch.model_type: arch
+    for arch in (
+        Arch("llama"),
+        Arch("mistral"),
+        Arch("qwen2"),
+        Arch("qwen3"),
+        Arch("gemma2"),
+        Arch("gemma3_text"),
+        Arch("olmo2"),
+        Arch("granite"),
+        Arch(
+            "phi3",
+            ffn=FFNNames(up="gate_up_proj", gate="gate_up_proj", act="activation_fn"),
+            attention=("self_attn.qkv_proj", "self_attn.o_proj"),
+        ),
+        Arch(
+            "phi",
+            ffn=FFNNames(up="fc1", down="fc2", gate=None, act="activation_fn"),
+            attention=(*(f"self_attn.{p}_proj" for p in "qkv"), "self_attn.dense"),
+        ),
+    )
+}
+
+PREFIX = "moesaic_"
+"""A converted checkpoint's model_type is this and the base's."""
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Config attributes by which a mixture of experts gives itself away."""
+
+
+def dense_arch(config: Any) -> Arch:
+    """The table entry of a dense model's config.
+
+    Raises:
+        MoesaicError: the model is a mixture of experts, was converted already, or is unknown.
+    """
+    model_type = config.model_type
+    if model_type in DENSE:
+        return DENSE[model_type]
+    if model_type.startswith(PREFIX):
+        raise MoesaicError(f"{model_type} is already carved; start from the dense original.")
+    if any(getattr(config, name, None) for name in EXPERT_COUNTS):
+        raise MoesaicError(
+            f"{model_type} is already a mixture of experts; carve takes a dense model."
+        )
+    raise MoesaicError(
+        f"Architecture {model_type!r} is not supported. Supported: {', '.join(sorted(DENSE))}."
+    )
+
+
+def base_arch(config: Any) -> Arch:
+    """The table entry of a config, converted or not."""
+    base = DENSE.get(config.model_type.removeprefix(PREFIX))
+    return base if base is not None else dense_arch(config)
+
+
+@dataclass(frozen=True)
+class DenseFFN:
+    """A feed-forward block as three matrices: ``y = act(x Wg^T) * (x Wu^T) Wd^T``.
+
+    ``gate_MD`` is None for a block that is not gated: ``y = act(x Wu^T) Wd^T``.
+    Row ``j`` of gate and up, and column ``j`` of down, are neuron ``j``.
+    """
+
+    up_MD: Tensor
+    down_DM: Tensor
+    gate_MD: Tensor | None
+    act: Callable[[Tensor], Tensor]
+    up_bias_M: Tensor | None = None
+    gate_bias_M: Tensor | None = None
+    down_bias_D: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return self.up_MD.shape[0]
+
+    def hidden(self, x_TD: Tensor) -> Tensor:
+        """The input of the down projection, h (T, M)."""
+        up_TM = F.linear(x_TD, self.up_MD, self.up_bias_M)
+        if self.gate_MD is None:
+            return self.act(up_TM)
+        return self.act(F.linear(x_TD, self.gate_MD, self.gate_bias_M)) * up_TM
+
+    def output(self, h_TM: Tensor) -> Tensor:
+        """The block's output (T, D) for hidden activations h."""
+        return F.linear(h_TM, self.down_DM, self.down_bias_D)
+
+    def neurons(self, start: int, stop: int) -> DenseFFN:
+        """Neurons ``start`` to ``stop`` as a block of their own: views, and no output bias."""
+        rows = slice(start, stop)
+        return DenseFFN(
+            up_MD=self.up_MD[rows],
+            down_DM=self.down_DM[:, rows],
+            gate_MD=None if self.gate_MD is None else self.gate_MD[rows],
+            act=self.act,
+            up_bias_M=None if self.up_bias_M is None else self.up_bias_M[rows],
+            gate_bias_M=None if self.gate_bias_M is None else self.gate_bias_M[rows],
+        )
+
+
+def dense_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
+    """The view of a feed-forward module; its tensors share the module's storage."""
+    up, down, act = (getattr(module, n) for n in (names.up, names.down, names.act))
+    if names.fused:
+        gate_MD, up_MD = up.weight.chunk(2)
+        gate_bias, up_bias = (None, None) if up.bias is None else up.bias.chunk(2)
+        return DenseFFN(up_MD, down.weight, gate_MD, act, up_bias, gate_bias, down.bias)
+    gate = getattr(module, names.gate) if names.gate else None
+    return DenseFFN(
+        up_MD=up.weight,
+        down_DM=down.weight,
+        gate_MD=None if gate is None else gate.weight,
+        act=act,
+        up_bias_M=up.bias,
+        gate_bias_M=None if gate is None else gate.bias,
+        down_bias_D=down.bias,
+    )

@@ -1,0 +1,113 @@
+"""Parameters and active ratio, counted one way for all methods, and solvers for a target.
+
+*Active ratio*: parameters used per token over total parameters, counting only the linear
+projections of attention and FFN in the decoder layers. Embeddings, head, norms, biases and
+routers are left out (MoRE Eq. 16: APR; PR = 1 - APR).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from torch import nn
+
+from moesaic.arch import Arch
+from moesaic.errors import MoesaicError
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Projection weights of one dense decoder layer."""
+
+    attention: int
+    ffn: int
+    width: int
+    """Intermediate size: neurons of the FFN."""
+
+
+def layer_sizes(model: nn.Module, arch: Arch) -> list[LayerSize]:
+    """Count each layer of a dense model; a skeleton on the meta device will do."""
+    sizes = []
+    for layer in arch.layers(model):
+        ffn = arch.ffn_of(layer)
+        sizes.append(
+            LayerSize(
+                attention=sum(attrgetter(name)(layer).weight.numel() for name in arch.attention),
+                ffn=sum(getattr(ffn, name).weight.numel() for name in arch.ffn.projections),
+                width=getattr(ffn, arch.ffn.down).weight.shape[1],
+            )
+        )
+    return sizes
+
+
+def active_ratio(sizes: Sequence[LayerSize], active_width: Mapping[int, float]) -> float:
+    """The share of the projections' parameters that one token uses.
+
+    Args:
+        sizes: the dense layers.
+        active_width: neurons used per token, for the layers where that is not all of them.
+    """
+    total = sum(s.attention + s.ffn for s in sizes)
+    idle = sum(sizes[i].ffn * (1 - width / sizes[i].width) for i, width in active_width.items())
+    return 1 - idle / total
+
+
+def ffn_share(sizes: Sequence[LayerSize], layers: Sequence[int], active: float) -> float:
+    """The share a of each chosen layer's neurons that a token may use: PR = f (1 - a).
+
+    Every chosen layer gets the same share. May be negative where the target is out of reach.
+    """
+    total = sum(s.attention + s.ffn for s in sizes)
+    chosen = sum(sizes[i].ffn for i in layers)
+    return 1 - (1 - active) * total / chosen
+
+
+@dataclass(frozen=True)
+class Split:
+    """One layer's neurons: a backbone and ``experts`` petals of equal ``petal`` size."""
+
+    backbone: int
+    petal: int
+    experts: int
+    top_k: int
+
+    @property
+    def active_width(self) -> int:
+        return self.backbone + self.top_k * self.petal
+
+
+def split_for_target(
+    sizes: Sequence[LayerSize], layers: Sequence[int], active: float, experts: int, top_k: int
+) -> dict[int, Split]:
+    """Backbone and petal sizes that meet an active ratio, in closed form.
+
+    A token idles ``experts - top_k`` petals, so the petal is ``(1 - a) m / (experts - top_k)``,
+    and the backbone is what the petals leave.
+
+    Raises:
+        MoesaicError: the target is out of reach; the message says what is within it.
+    """
+    if not 0 < active <= 1:
+        raise MoesaicError(f"--active {active:g} is not a ratio; it must be above 0, at most 1.")
+    if not layers:
+        raise MoesaicError("No layer is chosen to be carved.")
+    if not 0 < top_k < experts:
+        raise MoesaicError(f"--top-k {top_k} must be at least 1 and below --experts {experts}.")
+    share = ffn_share(sizes, layers, active)
+    if share < top_k / experts:
+        lowest = {i: sizes[i].width * top_k / experts for i in layers}
+        everywhere = {i: s.width * top_k / experts for i, s in enumerate(sizes)}
+        raise MoesaicError(
+            f"--active {active:g} is out of reach: {len(layers)} of {len(sizes)} layers with "
+            f"{experts} experts, top-{top_k}, can go down to {active_ratio(sizes, lowest):.3f} "
+            f"({active_ratio(sizes, everywhere):.3f} with --layers all). "
+            "Carve more layers or use more experts."
+        )
+    splits = {}
+    for i in layers:
+        width = sizes[i].width
+        petal = min(round((1 - share) * width / (experts - top_k)), width // experts)
+        splits[i] = Split(width - experts * petal, petal, experts, top_k)
+    return splits

@@ -1,0 +1,194 @@
+"""Text to token windows, with a fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import MoesaicError
+
+DOMAINS = ("prose", "reference", "code")
+"""Domains of the text that ships with the package; each can be named instead of a file."""
+
+TEXT_KEYS = ("text", "content", "instruction", "input", "question", "output", "answer", "response")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token windows ready for a model."""
+
+    input_ids: Tensor
+    """int64 (N, L)."""
+    attention_mask: Tensor | None = None
+    """bool (N, L), False on padding; None where there is no padding."""
+
+    @property
+    def count(self) -> int:
+        """Tokens, padding left out."""
+        mask = self.attention_mask
+        return self.input_ids.numel() if mask is None else int(mask.sum())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Changes when any token changes."""
+        digest = hashlib.sha256(repr(tuple(self.input_ids.shape)).encode())
+        digest.update(self.input_ids.numpy().tobytes())
+        if self.attention_mask is not None:
+            digest.update(self.attention_mask.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def batches(self, tokens_per_batch: int = 2048) -> Iterator[Tokens]:
+        """Consecutive groups of windows of at most about ``tokens_per_batch`` tokens."""
+        rows = max(1, tokens_per_batch // self.input_ids.shape[1])
+        masks = None if self.attention_mask is None else self.attention_mask.split(rows)
+        for i, ids in enumerate(self.input_ids.split(rows)):
+            yield Tokens(ids, None if masks is None else masks[i])
+
+
+def shipped_texts(split: Literal["calibration", "evaluation"], domain: str = "") -> list[str]:
+    """Documents that ship with the package, of one domain or all in turn."""
+    lines = files("moesaic").joinpath(f"assets/{split}.jsonl").read_text("utf-8").splitlines()
+    documents = map(json.loads, lines)
+    return [d["text"] for d in documents if domain in ("", d["domain"])]
+
+
+def load_texts(source: str, split: Literal["calibration", "evaluation"]) -> list[str]:
+    """Documents of a source: a file, a hub dataset id, or text that ships.
+
+    Args:
+        source: ``""`` for all the text that ships, one of :data:`DOMAINS`, a ``.txt``, ``.jsonl``,
+            ``.json`` or ``.parquet`` file, or a hub dataset id, ``name`` or ``name:config``.
+        split: which part of the shipped text.
+
+    Raises:
+        MoesaicError: the source does not exist or cannot be read.
+    """
+    if source == "" or source in DOMAINS:
+        return shipped_texts(split, source)
+    path = Path(source)
+    if not path.is_file():
+        if path.suffix or path.exists() or source.startswith((".", "/")):
+            raise MoesaicError(f"No text file at {source}.")
+        return _hub_texts(source)
+    try:
+        if path.suffix == ".jsonl":
+            rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line]
+            return [_text_of(row) for row in rows]
+        if path.suffix == ".json":
+            rows = json.loads(path.read_text("utf-8"))
+            return [_text_of(row) for row in (rows if isinstance(rows, list) else [rows])]
+        if path.suffix == ".parquet":
+            return [_text_of(row) for row in _datasets().Dataset.from_parquet(str(path))]
+        return [path.read_text("utf-8")]
+    except (ValueError, OSError) as error:
+        raise MoesaicError(f"{source} cannot be read as {path.suffix or 'text'}: {error}") from error
+
+
+def _text_of(row: Any) -> str:
+    if isinstance(row, str):
+        return row
+    parts = [row[k] for k in TEXT_KEYS if isinstance(row.get(k), str)] if hasattr(row, "get") else []
+    if not parts:
+        raise MoesaicError(f"A row has no text under any of {', '.join(TEXT_KEYS)}: {row!r:.80}")
+    return parts[0] if "text" in row else "\n".join(parts)
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MoesaicError("This source needs: pip install 'moesaic[datasets]'") from error
+    return datasets
+
+
+def _hub_texts(source: str, limit: int = 10_000) -> list[str]:
+    name, _, config = source.partition(":")
+    try:
+        rows = _datasets().load_dataset(name, config or None, split="train", streaming=True)
+        return [_text_of(row) for row in rows.take(limit)]
+    except MoesaicError:
+        raise
+    except Exception as error:
+        raise MoesaicError(
+            f"{source!r} is neither a file nor a data set that can be reached "
+            f"({type(error).__name__}). Pass a local .txt, .jsonl, .json or .parquet file."
+        ) from error
+
+
+def windows(texts: Sequence[str], tokenizer: Any, length: int) -> Tensor:
+    """Non-overlapping windows (N, length) of the texts joined by blank lines.
+
+    No BOS or other special token is added; the last partial window is dropped.
+    """
+    ids = tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    whole = len(ids) // length
+    return torch.tensor(ids[: whole * length], dtype=torch.int64).view(whole, length)
+
+
+def evaluation_tokens(
+    source: str | Sequence[str], tokenizer: Any, length: int = 512, max_tokens: int | None = None
+) -> Tokens:
+    """The first windows of a text, in order.
+
+    Raises:
+        MoesaicError: the text does not fill one window.
+    """
+    if isinstance(source, str) and source.endswith(".safetensors"):
+        return _tokenised(Path(source))
+    texts = load_texts(source, "evaluation") if isinstance(source, str) else source
+    ids = windows(texts, tokenizer, length)
+    if max_tokens is not None:
+        ids = ids[: max(1, max_tokens // length)]
+    if len(ids) == 0:
+        raise MoesaicError(
+            f"The evaluation text is shorter than one window of {length} tokens; lower --length."
+        )
+    return Tokens(ids)
+
+
+def calibration_tokens(
+    source: str | Sequence[str], tokenizer: Any, samples: int = 100, length: int = 256, seed: int = 0
+) -> Tokens:
+    """``samples`` windows of ``length`` tokens, drawn without replacement.
+
+    Raises:
+        MoesaicError: the text is empty or does not fill that many windows.
+    """
+    if isinstance(source, str) and source.endswith(".safetensors"):
+        return _tokenised(Path(source))
+    texts = load_texts(source, "calibration") if isinstance(source, str) else source
+    ids = windows(texts, tokenizer, length)
+    if len(ids) < samples:
+        remedy = f"pass --samples {len(ids)}" if len(ids) else "lower --length"
+        raise MoesaicError(
+            f"The calibration text fills {len(ids)} windows of {length} tokens, {samples} were "
+            f"asked for; {remedy}, or give more text."
+        )
+    chosen = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))[:samples]
+    return Tokens(ids[chosen])
+
+
+def _tokenised(path: Path) -> Tokens:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise MoesaicError(f"No file at {path}.")
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise MoesaicError(f"{path} is not a safetensors file: {error}") from error
+    ids = tensors.get("input_ids")
+    if ids is None or ids.dtype != torch.int64 or ids.dim() != 2 or ids.numel() == 0:
+        raise MoesaicError(f"{path} must hold input_ids, int64 of shape (N, T), not empty.")
+    mask = tensors.get("attention_mask")
+    return Tokens(ids, None if mask is None else mask.bool())

@@ -1,0 +1,268 @@
+"""Measurements: quality, size and speed of models by name, and of a result beside its original."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic import hub
+from moesaic.checkpoint import skeleton
+from moesaic.data import Tokens, evaluation_tokens, shipped_texts
+from moesaic.errors import MoesaicError
+from moesaic.hub import Source, resolve
+from moesaic.metrics.routing import trace
+from moesaic.metrics.score import Score, score
+from moesaic.metrics.size import model_size
+from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratio
+from moesaic.progress import Track, silent
+from moesaic.recipe import Evaluation
+
+
+def evaluate(
+    model: Any,
+    *,
+    data: str | Sequence[str] | Tokens = "",
+    length: int = 512,
+    max_tokens: int | None = None,
+    tokenizer: Any = None,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    track: Track = silent,
+) -> Score:
+    """Perplexity, size and routing of a model, by name or loaded, on a text."""
+    if isinstance(model, str | Path):
+        source = resolve(str(model))
+        tokenizer = tokenizer or source.tokenizer
+        model = source.load(device, dtype)
+    if isinstance(data, Tokens):
+        tokens = data
+    else:
+        tokens = evaluation_tokens(data, tokenizer, length, max_tokens)
+    return score(model, tokens, track)
+
+
+def bench(
+    models: dict[str, str],
+    *,
+    length: int = 512,
+    new_tokens: int = 32,
+    rounds: int = 5,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    track: Track = silent,
+) -> dict[str, dict[str, Any]]:
+    """Speed of models in one interleaved run, and the peak memory of each in its own process."""
+    sources = {name: resolve(model) for name, model in models.items()}
+    loaded = {name: source.load(device, dtype) for name, source in sources.items()}
+    first = next(iter(sources.values()))
+    prompt = evaluation_tokens("", first.tokenizer, length, length).input_ids
+    speeds = compare_speed(loaded, prompt, new_tokens, rounds, track)
+    active = {name: _size(model) for name, model in loaded.items()}
+    loaded.clear()
+    return {
+        name: {
+            **speed_json(speeds[name]),
+            "peak_memory_bytes": _memory(source, length, new_tokens, device, dtype),
+            "active_parameters": active[name],
+        }
+        for name, source in sources.items()
+    }
+
+
+def _size(model: Any) -> int:
+    if hub.base_arch_or_any(model.config) is None:
+        return sum(p.numel() for p in model.parameters())
+    return model_size(model).active_parameters
+
+
+def speed_json(speed: Speed) -> dict[str, Any]:
+    """Medians under the names that programs rely on, and the spread."""
+    return {
+        "prefill_tokens_per_second": speed.prefill.median,
+        "prefill_spread": list(speed.prefill.spread),
+        "decode_tokens_per_second": speed.decode.median,
+        "decode_spread": list(speed.decode.spread),
+        "first_token_seconds": speed.first_token.median,
+    }
+
+
+def inspect(model: str) -> dict[str, Any]:
+    """What a checkpoint is made of, read from its config alone."""
+    source = resolve(model)
+    size = model_size(skeleton(source.config))
+    return {
+        "model_type": source.config.model_type,
+        "layers": [
+            {
+                "kind": use.kind,
+                "experts": use.experts,
+                "top_k": use.top_k,
+                "width": use.width,
+                "active_width": use.active_width,
+            }
+            for use in size.layers
+        ],
+        "total_parameters": size.total_parameters,
+        "active_parameters": size.active_parameters,
+        "active_ratio": size.active_ratio,
+        "router_parameters": size.router_parameters,
+    }
+
+
+@torch.inference_mode()
+def generate(
+    model: Any, tokenizer: Any, prompt: str, new_tokens: int = 64, chat: bool = False
+) -> str:
+    """The greedy continuation of a prompt."""
+    if chat:
+        turns = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    ids = inputs["input_ids"].to(model.device)
+    if ids.numel() == 0:
+        raise MoesaicError("The prompt is empty.")
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=padding,
+    )
+    text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def measure(
+    folder: Path,
+    original: Source,
+    comparisons: Mapping[str, Callable[[], Any]],
+    settings: Evaluation,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    track: Track = silent,
+) -> dict[str, Any]:
+    """A saved result beside its original and comparisons: same text, one after another; speed.
+
+    Args:
+        folder: the result, as saved: what is measured is what a user will load.
+        original: what it was made from.
+        comparisons: other models by name, each built when its turn comes.
+    """
+    result = Source("result", folder)
+    loaders: dict[str, Callable[[], Any]] = {
+        "original": lambda: original.load(device, dtype),
+        "result": lambda: result.load(device, dtype),
+        **comparisons,
+    }
+    tokenizer = original.tokenizer
+    tokens = evaluation_tokens(settings.data, tokenizer, settings.length, settings.max_tokens)
+    scores: dict[str, Score] = {}
+    generations: dict[str, str] = {}
+    samples: list[dict[str, Any]] = []
+    timed: dict[str, Any] = {}
+    for name, load in loaders.items():
+        model = load()
+        scores[name] = score(model, tokens, _named(track, name))
+        generations[name] = generate(model, tokenizer, settings.prompt, settings.new_tokens)
+        if name == "result":
+            samples = colour_samples(model, tokenizer)
+        if name not in comparisons and settings.rounds:
+            timed[name] = model
+    record: dict[str, Any] = {
+        "evaluation": {"data": settings.data or "shipped", "length": settings.length},
+        "scores": {name: s.as_json() for name, s in scores.items()},
+        "routing": {
+            str(i): {"share": r.share, "jsd": r.jsd, "active_width": r.active_width}
+            for i, r in scores["result"].routing.items()
+        },
+        "generation": {"prompt": settings.prompt, **generations},
+        "samples": samples,
+    }
+    if settings.rounds:
+        prompt = tokens.input_ids[:1, :512]
+        speeds = compare_speed(timed, prompt, 32, settings.rounds, track)
+        timed.clear()
+        record["speed"] = {
+            name: speed_json(speeds[name])
+            | {"peak_memory_bytes": _memory(source, prompt.shape[1], 8, device, dtype)}
+            for name, source in (("original", original), ("result", result))
+        }
+        record["speed_ratio"] = {
+            "prefill": ratio(speeds["result"].prefill, speeds["original"].prefill).median,
+            "decode": ratio(speeds["result"].decode, speeds["original"].decode).median,
+        }
+    return record
+
+
+def _memory(
+    source: Source, length: int, new_tokens: int, device: str, dtype: torch.dtype | None
+) -> int:
+    name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+    return peak_memory(source.folder, length, new_tokens, device, name)
+
+
+def _named(track: Track, name: str) -> Track:
+    return lambda items, label, total=None: track(items, f"{label}, {name}", total)
+
+
+def colour_samples(model: Any, tokenizer: Any, tokens: int = 160) -> list[dict[str, Any]]:
+    """The start of one document a domain, token by token, with the petal of each in every layer."""
+    samples = []
+    for domain in ("prose", "reference", "code"):
+        ids = tokenizer(shipped_texts("evaluation", domain)[0], add_special_tokens=False)
+        ids = torch.tensor(ids["input_ids"][:tokens])
+        chosen = trace(model, ids)
+        pieces = [tokenizer.decode([i]) for i in ids.tolist()]
+        samples.append(
+            {
+                "domain": domain,
+                "tokens": pieces,
+                "experts": {str(layer): petals for layer, petals in chosen.items()},
+            }
+        )
+    return samples
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Versions and machine, for every figure that is kept."""
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def parse_dtype(name: str) -> torch.dtype | None:
+    """``auto`` for the checkpoint's own, else float32, bfloat16 or float16."""
+    known = {
+        "auto": None,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    if name not in known:
+        raise MoesaicError(f"--dtype {name!r} is none of {', '.join(known)}.")
+    return known[name]

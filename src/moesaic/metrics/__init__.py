@@ -1,0 +1,1 @@
+"""Quality, routing, speed and memory, measured."""

@@ -1,0 +1,40 @@
+"""Run as a process of its own: load a checkpoint, read a prompt, decode, print the peak in bytes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+
+def main(request: str) -> None:
+    """``request`` is the JSON list that :func:`moesaic.metrics.speed.peak_memory` sends."""
+    folder, length, new_tokens, device, dtype = json.loads(request)
+    from transformers import AutoModelForCausalLM
+
+    import moesaic  # noqa: F401  (registers the converted model types)
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    prompt = torch.arange(length).view(1, -1).to(device) % model.config.vocab_size
+    with torch.inference_mode():
+        model.generate(prompt, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    if torch.device(device).type == "cuda":
+        print(torch.cuda.max_memory_allocated())
+    else:
+        print(_peak_resident())
+
+
+def _peak_resident() -> int:
+    """Linux counts ``ru_maxrss`` from before exec, the parent's memory included; VmHWM does not."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

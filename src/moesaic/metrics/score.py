@@ -1,0 +1,57 @@
+"""A model's score: quality, size and routing of one text, measured together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.data import Tokens
+from moesaic.metrics.perplexity import perplexity
+from moesaic.metrics.routing import Routing
+from moesaic.metrics.size import model_size
+from moesaic.progress import Track, silent
+
+
+@dataclass(frozen=True)
+class Score:
+    """What ``eval`` reports of one model."""
+
+    perplexity: float
+    tokens: int
+    total_parameters: int
+    active_parameters: int
+    """What one token runs on this text, embeddings and head included."""
+    active_ratio: float
+    """Measured on this text's routed tokens."""
+    nominal_active_ratio: float
+    """Under uniform routing."""
+    router_parameters: int
+    routing: dict[int, Routing]
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures under the names that programs rely on."""
+        return {
+            "perplexity": self.perplexity,
+            "tokens": self.tokens,
+            "total_parameters": self.total_parameters,
+            "active_parameters": self.active_parameters,
+            "active_ratio": self.active_ratio,
+            "nominal_active_ratio": self.nominal_active_ratio,
+            "router_parameters": self.router_parameters,
+        }
+
+
+def score(model: Any, tokens: Tokens, track: Track = silent) -> Score:
+    """Measure a model on a text."""
+    quality = perplexity(model, tokens, track)
+    measured = model_size(model, quality.routing)
+    return Score(
+        perplexity=quality.perplexity,
+        tokens=quality.tokens,
+        total_parameters=measured.total_parameters,
+        active_parameters=measured.active_parameters,
+        active_ratio=measured.active_ratio,
+        nominal_active_ratio=model_size(model).active_ratio,
+        router_parameters=measured.router_parameters,
+        routing=quality.routing,
+    )

@@ -1,0 +1,101 @@
+"""Parameters: total, active per token, and the active ratio of the projections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from moesaic.arch import base_arch
+from moesaic.metrics.routing import Routing
+from moesaic.nn import CarvedFFN
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """One decoder layer's projections and what a token uses of them."""
+
+    kind: str
+    """dense or carved."""
+    experts: int
+    """Routed experts; 0 for a dense layer."""
+    top_k: int
+    width: int
+    """Intermediate size of the whole layer as stored."""
+    active_width: float
+    """Neurons a token runs."""
+    attention: int
+    ffn: int
+    """Projection weights stored."""
+    router: int
+    dropped: int = 0
+    """Projection weights that the dense original had and this layer has not."""
+
+    @property
+    def active_ffn(self) -> float:
+        return self.ffn * self.active_width / self.width if self.width else 0.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's parameters, counted."""
+
+    total_parameters: int
+    active_parameters: int
+    """What one token runs: embeddings, head and routers included."""
+    active_ratio: float
+    """Of the projections of the dense original (see :mod:`moesaic.budget`)."""
+    router_parameters: int
+    layers: tuple[LayerUse, ...]
+
+
+def model_size(model: Any, routing: Mapping[int, Routing] | None = None) -> Size:
+    """Count a model, live or a skeleton.
+
+    Args:
+        model: a dense or converted causal language model.
+        routing: measured routing; None counts nominally, as under uniform routing.
+    """
+    arch = base_arch(model.config)
+    header = getattr(model.config, "moesaic", None)
+    layers = []
+    for i, layer in enumerate(arch.layers(model)):
+        ffn = arch.ffn_of(layer)
+        attention = sum(attrgetter(name)(layer).weight.numel() for name in arch.attention)
+        stored = sum(getattr(ffn, name).weight.numel() for name in arch.ffn.projections)
+        width = getattr(ffn, arch.ffn.down).weight.shape[1]
+        if not isinstance(ffn, CarvedFFN):
+            layers.append(LayerUse("dense", 0, 0, width, width, attention, stored, 0))
+            continue
+        assert header is not None
+        petals = len(ffn.petals)
+        if routing is not None and ffn.router is not None:
+            active = routing[i].active_width
+        else:
+            active = ffn.backbone + (ffn.top_k * sum(ffn.petals) / petals if petals else 0)
+        original = header["base"]["widths"][i]
+        layers.append(
+            LayerUse(
+                "carved",
+                petals,
+                ffn.top_k,
+                width,
+                active,
+                attention,
+                stored,
+                router=0 if ffn.router is None else ffn.router.weight.numel(),
+                dropped=stored * (original - width) // width,
+            )
+        )
+    total = sum(p.numel() for p in model.parameters())
+    idle = sum(use.ffn - use.active_ffn for use in layers)
+    projections = sum(use.attention + use.ffn + use.dropped for use in layers)
+    used = sum(use.attention + use.active_ffn for use in layers)
+    return Size(
+        total_parameters=total,
+        active_parameters=round(total - idle),
+        active_ratio=used / projections,
+        router_parameters=sum(use.router for use in layers),
+        layers=tuple(layers),
+    )

@@ -1,0 +1,118 @@
+"""Prefill and decode speed of models side by side, and peak memory in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.errors import MoesaicError
+from moesaic.progress import Track, silent
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Repeated measurements of one figure, in seconds or tokens a second."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        return min(self.values), max(self.values)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens a second over the rounds of one interleaved run."""
+
+    prefill: Timing
+    decode: Timing
+    first_token: Timing
+    """Seconds from prompt to first new token."""
+
+
+def _clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+@torch.inference_mode()
+def _round(model: Any, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+    """Seconds for the prompt, and for ``new_tokens`` greedy steps after it."""
+    start = _clock(prompt.device)
+    out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+    token = out.logits[:, -1:].argmax(-1)
+    prefilled = _clock(prompt.device)
+    for _ in range(new_tokens):
+        out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+    return prefilled - start, _clock(prompt.device) - prefilled
+
+
+def compare_speed(
+    models: Mapping[str, Any],
+    prompt: torch.Tensor,
+    new_tokens: int = 32,
+    rounds: int = 5,
+    track: Track = silent,
+) -> dict[str, Speed]:
+    """Time models in turn, round by round, after one round of warm-up.
+
+    Args:
+        models: by name.
+        prompt: int64 (1, L).
+        new_tokens: greedy decoding steps a round.
+        rounds: counted rounds.
+    """
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    for number in track(range(rounds + 1), "Speed", rounds + 1):
+        for name, model in models.items():
+            took = _round(model, prompt.to(model.device), new_tokens)
+            if number:
+                seconds[name].append(took)
+    return {
+        name: Speed(
+            prefill=Timing(tuple(prompt.shape[1] / p for p, _ in pairs)),
+            decode=Timing(tuple(new_tokens / d for _, d in pairs)),
+            first_token=Timing(tuple(p for p, _ in pairs)),
+        )
+        for name, pairs in seconds.items()
+    }
+
+
+def ratio(ours: Timing, theirs: Timing) -> Timing:
+    """Round by round, ours over theirs: what to quote, since machines drift."""
+    return Timing(tuple(a / b for a, b in zip(ours.values, theirs.values, strict=True)))
+
+
+def peak_memory(folder: Path, length: int, new_tokens: int, device: str, dtype: str) -> int:
+    """Bytes at the peak of loading a checkpoint, one prompt and some decoding.
+
+    Measured in a fresh process: its resident set, or the accelerator's allocations.
+
+    Raises:
+        MoesaicError: the process did not finish.
+    """
+    request = json.dumps([str(folder), length, new_tokens, device, dtype])
+    run = subprocess.run(
+        [sys.executable, "-m", "moesaic.metrics.memory", request], capture_output=True, text=True
+    )
+    if run.returncode:
+        last = run.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise MoesaicError(f"Measuring the memory of {folder} failed: {last[0]}")
+    return int(run.stdout.strip().splitlines()[-1])
+
+

@@ -1,0 +1,232 @@
+"""What was decided, layer by layer: everything needed to rebuild the result, nothing else.
+
+A plan is also the slim patch: ``moesaic apply BASE PLAN OUT``. On disk it is ``plan.json`` (the
+header, readable) and ``plan.safetensors`` (index lists and routers).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moesaic.errors import MoesaicError
+
+FORMAT = 1
+JSON_NAME, TENSORS_NAME = "plan.json", "plan.safetensors"
+
+
+@dataclass(frozen=True)
+class CarvedLayer:
+    """A dense FFN cut into a backbone that every token runs and petals of which it runs top-k.
+
+    Neurons are reordered so that the backbone and every petal are contiguous. An ``order_M``
+    shorter than the original width drops neurons (static pruning does, MoRE never).
+    """
+
+    kind: ClassVar[str] = "carved"
+
+    order_M: Tensor
+    """int64: the original neuron at each new place: backbone first, then petal after petal."""
+    backbone: int
+    petals: tuple[int, ...] = ()
+    top_k: int = 0
+    routing: str = "cosine"
+    router_RD: Tensor | None = None
+    """float32: one row a petal."""
+
+    def __post_init__(self) -> None:
+        width = self.backbone + sum(self.petals)
+        if self.order_M.numel() != width:
+            raise ValueError(f"{self.order_M.numel()} neurons are ordered, {width} are placed")
+        if self.order_M.unique().numel() != width:
+            raise ValueError("a neuron is placed twice")
+        if not 0 <= self.top_k <= len(self.petals):
+            raise ValueError(f"top_k {self.top_k} of {len(self.petals)} petals")
+        if (self.router_RD is None) != (not self.petals):
+            raise ValueError("a router is needed for petals, and only for petals")
+
+    @property
+    def active_width(self) -> float:
+        """Mean neurons a token runs under uniform routing (MoRE, App. F.2)."""
+        if not self.petals:
+            return self.backbone
+        return self.backbone + self.top_k * sum(self.petals) / len(self.petals)
+
+    def header(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "backbone": self.backbone,
+            "petals": list(self.petals),
+            "top_k": self.top_k,
+            "routing": self.routing,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        router = {} if self.router_RD is None else {"router": self.router_RD}
+        return {"order": self.order_M, **router}
+
+    @classmethod
+    def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CarvedLayer:
+        return cls(
+            order_M=tensors["order"],
+            backbone=header["backbone"],
+            petals=tuple(header["petals"]),
+            top_k=header["top_k"],
+            routing=header["routing"],
+            router_RD=tensors.get("router"),
+        )
+
+
+KINDS = {kind.kind: kind for kind in (CarvedLayer,)}
+
+
+@dataclass(frozen=True)
+class BaseShape:
+    """What a plan needs its source to be."""
+
+    model_type: str
+    hidden_size: int
+    widths: tuple[int, ...]
+    """The FFN width of every decoder layer."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A frozen, complete, deterministic decision about a whole model."""
+
+    method: str
+    base: BaseShape
+    layers: dict[int, CarvedLayer]
+    config: dict[str, Any] = field(default_factory=dict)
+    """The method's options, as given."""
+    calibration: str = ""
+    """Fingerprint of the calibration tokens."""
+
+    def active_widths(self) -> dict[int, float]:
+        """Nominal neurons per token of each converted layer."""
+        return {i: layer.active_width for i, layer in self.layers.items()}
+
+    def header(self) -> dict[str, Any]:
+        """The part that fits in ``config.json``."""
+        return {
+            "format": FORMAT,
+            "method": self.method,
+            "base": asdict(self.base),
+            "config": self.config,
+            "calibration": self.calibration,
+            "layers": {str(i): layer.header() for i, layer in sorted(self.layers.items())},
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write ``plan.json`` and ``plan.safetensors`` into an existing folder."""
+        tensors = {
+            f"{i}.{name}": tensor.contiguous()
+            for i, layer in self.layers.items()
+            for name, tensor in layer.tensors().items()
+        }
+        save_file(tensors, folder / TENSORS_NAME)
+        (folder / JSON_NAME).write_text(json.dumps(self.header(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Read a plan from its folder or its ``plan.json``.
+
+        Raises:
+            MoesaicError: there is no plan, or it is not whole.
+        """
+        file = path / JSON_NAME if path.is_dir() else path
+        if not file.is_file():
+            raise MoesaicError(f"No plan at {path}: expected a folder with {JSON_NAME}.")
+        try:
+            header = json.loads(file.read_text())
+            if header["format"] != FORMAT:
+                raise MoesaicError(
+                    f"{file} has plan format {header['format']}; this version reads {FORMAT}."
+                )
+            tensors = load_file(file.with_name(TENSORS_NAME))
+            layers = {
+                int(i): KINDS[h["kind"]].load(
+                    h,
+                    {
+                        name.removeprefix(f"{i}."): tensor
+                        for name, tensor in tensors.items()
+                        if name.startswith(f"{i}.")
+                    },
+                )
+                for i, h in header["layers"].items()
+            }
+            base = BaseShape(**{**header["base"], "widths": tuple(header["base"]["widths"])})
+            return cls(header["method"], base, layers, header["config"], header["calibration"])
+        except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+            raise MoesaicError(f"The plan at {path} cannot be read: {error}") from error
+
+
+def same(a: CarvedLayer, b: CarvedLayer) -> bool:
+    """Whether two layers' decisions are identical, tensors bitwise."""
+    ta, tb = a.tensors(), b.tensors()
+    return (
+        a.header() == b.header()
+        and ta.keys() == tb.keys()
+        and all(torch.equal(ta[k], tb[k]) for k in ta)
+    )
+
+
+class Progress:
+    """Finished layers of a run, on disk as soon as they are decided, so that it can be resumed.
+
+    Args:
+        folder: where they are kept; created with the first layer.
+        request: identifies the run; a resumed run must ask for the same.
+    """
+
+    def __init__(self, folder: Path, request: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self.request = json.loads(json.dumps(request))
+
+    def finished(self) -> dict[tuple[str, int], tuple[CarvedLayer, dict[str, Any]]]:
+        """What is on disk, by name and layer: the plan and what was seen on the way.
+
+        Raises:
+            MoesaicError: the folder holds another run.
+        """
+        note = self.folder / "request.json"
+        if not note.is_file():
+            return {}
+        if json.loads(note.read_text()) != self.request:
+            raise MoesaicError(
+                f"{self.folder} holds layers of another request; repeat that one's options, "
+                "or pass --overwrite to start anew."
+            )
+        done = {}
+        for file in sorted(self.folder.glob("layer-*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                record = json.loads(opened.metadata()["moesaic"])
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+            layer = KINDS[record["header"]["kind"]].load(record["header"], tensors)
+            done[record["name"], record["layer"]] = (layer, record["analysis"])
+        return done
+
+    def add(self, name: str, index: int, layer: CarvedLayer, analysis: dict[str, Any]) -> None:
+        """Keep a finished layer; it is there whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        note = self.folder / "request.json"
+        if not note.exists():
+            note.write_text(json.dumps(self.request))
+        record = {"name": name, "layer": index, "header": layer.header(), "analysis": analysis}
+        file = self.folder / f"layer-{index:04d}-{name}.safetensors"
+        partial = file.with_suffix(".writing")
+        tensors = {key: tensor.contiguous() for key, tensor in layer.tensors().items()}
+        save_file(tensors, partial, metadata={"moesaic": json.dumps(record)})
+        partial.replace(file)
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,19 @@
+"""How long jobs show themselves: the library is silent, the command line draws bars."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class Track(Protocol):
+    """Wraps an iterable so that passing through it is shown."""
+
+    def __call__(self, items: Iterable[T], label: str, total: int | None = None) -> Iterable[T]: ...
+
+
+def silent(items: Iterable[T], label: str, total: int | None = None) -> Iterable[T]:
+    """Show nothing."""
+    return items

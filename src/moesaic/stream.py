@@ -1,0 +1,289 @@
+"""One decoder layer at a time, with the tokens that reach its FFN.
+
+The blocks' own keyword arguments (masks, rotary embeddings) are recorded once with every block
+replaced by the identity, then the layers are replayed one by one: bitwise the full forward, with
+one layer's weights in memory when the model is read from disk.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch import Arch, DenseFFN, dense_ffn
+from moesaic.checkpoint import Checkpoint, cast, skeleton
+from moesaic.data import Tokens
+from moesaic.errors import MoesaicError
+
+
+class Spill:
+    """A list of tensors that go to memory-mapped files once they fill ``limit`` bytes of memory."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._tensors: list[Tensor] = []
+        self._mapped: set[int] = set()
+        self._in_memory = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self._tensors[i]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._tensors)
+
+    def append(self, tensor: Tensor) -> None:
+        if self._in_memory + tensor.nbytes <= self.limit:
+            self._in_memory += tensor.nbytes
+            self._tensors.append(tensor)
+            return
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="moesaic-")
+        mapped = torch.from_file(
+            str(Path(self._folder.name) / str(len(self))),
+            shared=True,
+            size=tensor.numel(),
+            dtype=tensor.dtype,
+        ).view(tensor.shape)
+        self._mapped.add(len(self))
+        self._tensors.append(mapped.copy_(tensor))
+
+    def replace(self, i: int, tensor: Tensor) -> None:
+        """Put a tensor of the same shape in place ``i``, where the old one lived."""
+        if i in self._mapped:
+            self._tensors[i].copy_(tensor)
+        else:
+            self._tensors[i] = tensor
+
+    def clear(self) -> None:
+        self._tensors, self._mapped, self._in_memory = [], set(), 0
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+@dataclass
+class Site:
+    """One decoder layer, its weights present, and the tokens that reach its FFN."""
+
+    index: int
+    layer: nn.Module
+    ffn: nn.Module
+    view: DenseFFN
+    _inputs: Spill
+    _cache_bytes: int
+    _hidden: list[Tensor] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Calibration tokens, padding left out."""
+        return sum(x.shape[0] for x in self._inputs)
+
+    def inputs(self) -> Iterator[Tensor]:
+        """Batches of x (T, D): the FFN's input, padding left out."""
+        device = self.view.up_MD.device
+        for x_TD in self._inputs:
+            yield x_TD.to(device)
+
+    def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of x (T, D) and h (T, M). h is computed once where memory allows."""
+        if self._hidden is not None:
+            yield from zip(self.inputs(), self._hidden, strict=True)
+            return
+        size = self.view.width * self.view.up_MD.element_size()
+        hidden: list[Tensor] | None = [] if self.tokens * size <= self._cache_bytes else None
+        for x_TD in self.inputs():
+            h_TM = self.view.hidden(x_TD)
+            if hidden is not None:
+                hidden.append(h_TM)
+            yield x_TD, h_TM
+        self._hidden = hidden
+
+
+class LayerStream:
+    """Iterating yields a :class:`Site` for each wanted layer, in order.
+
+    Args:
+        model: the model, live; or a skeleton whose layers ``open_layer`` fills.
+        tokens: what to run through it.
+        layers: the layers to yield; the others are only passed through. Nothing behind the last
+            one is run.
+        spill_bytes: hidden states above this size go to a memory-mapped file.
+        cache_bytes: a layer's FFN activations are kept between passes up to this size.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        arch: Arch,
+        tokens: Tokens,
+        layers: Collection[int] | None = None,
+        *,
+        tokens_per_batch: int = 2048,
+        spill_bytes: int = 4 << 30,
+        cache_bytes: int = 2 << 30,
+        open_rest: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        open_layer: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    ) -> None:
+        self.model = model
+        self.arch = arch
+        self.count = len(arch.layers(model))
+        self.layers = range(self.count) if layers is None else sorted(layers)
+        self._batches = list(tokens.batches(tokens_per_batch))
+        self._spill_bytes = spill_bytes
+        self._cache_bytes = cache_bytes
+        self._open_rest = open_rest
+        self._open_layer = open_layer
+
+    @classmethod
+    def from_disk(
+        cls,
+        checkpoint: Checkpoint,
+        config: Any,
+        arch: Arch,
+        tokens: Tokens,
+        layers: Collection[int] | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> LayerStream:
+        """Read each layer from a checkpoint folder when its turn comes."""
+        model = skeleton(config, dtype)
+        dtype = next(model.parameters()).dtype
+
+        @contextmanager
+        def opened(module: nn.Module, prefix: str, skip: str = "\0") -> Iterator[None]:
+            state = {
+                name: cast(checkpoint.tensor(prefix + name), dtype).to(device)
+                for name in _parameters(module, skip)
+            }
+            module.load_state_dict(state, assign=True, strict=False)
+            for name, buffer in module.named_buffers():
+                if not name.startswith(skip):
+                    buffer.data = buffer.data.to(device)
+            try:
+                yield
+            finally:
+                for name in state:
+                    owner, _, leaf = name.rpartition(".")
+                    parent = module.get_submodule(owner)
+                    meta = getattr(parent, leaf).to("meta")
+                    setattr(parent, leaf, nn.Parameter(meta, requires_grad=False))
+
+        prefix, _, layers_name = arch.layers_path.rpartition(".")
+        return cls(
+            model,
+            arch,
+            tokens,
+            layers,
+            open_rest=lambda: opened(
+                model.get_submodule(prefix), f"{prefix}.", skip=f"{layers_name}."
+            ),
+            open_layer=lambda i: opened(arch.layers(model)[i], arch.layer_prefix(i)),
+            **options,
+        )
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @torch.inference_mode()
+    def __iter__(self) -> Iterator[Site]:
+        hidden, kwargs = self._record()
+        inputs = Spill(self._spill_bytes // 2)
+        try:
+            for i in range(max(self.layers, default=-1) + 1):
+                with self._open_layer(i):
+                    layer = self.arch.layers(self.model)[i]
+                    ffn = self.arch.ffn_of(layer)
+                    wanted = i in self.layers
+                    with _captured(ffn, inputs, self._masks()) if wanted else nullcontext():
+                        for b, states in enumerate(hidden):
+                            with _finite(inputs, i, b, wanted):
+                                hidden.replace(b, layer(states, **kwargs[b][i]))
+                    if wanted:
+                        view = dense_ffn(ffn, self.arch.ffn)
+                        yield Site(i, layer, ffn, view, inputs, self._cache_bytes)
+                        inputs.clear()
+        finally:
+            hidden.clear()
+            inputs.clear()
+
+    def _masks(self) -> Iterator[Tensor | None]:
+        return (batch.attention_mask for batch in self._batches)
+
+    def _record(self) -> tuple[Spill, list[list[dict[str, Any]]]]:
+        """Embeddings of every batch, and the keyword arguments of every block for it."""
+        layers = self.arch.layers(self.model)
+        hidden = Spill(self._spill_bytes // 2)
+        kwargs: list[list[dict[str, Any]]] = []
+        first: list[Tensor] = []
+
+        def identity(index: int) -> Callable[..., Tensor]:
+            def forward(hidden_states: Tensor, **given: Any) -> Tensor:
+                if index == 0:
+                    first.append(hidden_states)
+                kwargs[-1].append(given)
+                return hidden_states
+
+            return forward
+
+        with self._open_rest():
+            device = self.model.get_input_embeddings().weight.device
+            for index, layer in enumerate(layers):
+                layer.forward = identity(index)  # shadows the class's forward
+            try:
+                for batch in self._batches:
+                    kwargs.append([])
+                    mask = batch.attention_mask
+                    self.model.base_model(
+                        input_ids=batch.input_ids.to(device),
+                        attention_mask=None if mask is None else mask.to(device),
+                        use_cache=False,
+                    )
+                    hidden.append(first.pop())
+            finally:
+                for layer in layers:
+                    del layer.forward
+        return hidden, kwargs
+
+
+def _parameters(module: nn.Module, skip: str) -> list[str]:
+    """Names of a module's saved tensors, tied ones once, those starting with ``skip`` left out."""
+    return [name for name in module.state_dict() if not name.startswith(skip)]
+
+
+@contextmanager
+def _captured(ffn: nn.Module, inputs: Spill, masks: Iterator[Tensor | None]) -> Iterator[None]:
+    """Collect what enters ``ffn``, padding dropped, one entry a batch."""
+
+    def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x_TD = args[0].flatten(0, -2)
+        mask = next(masks)
+        inputs.append(x_TD if mask is None else x_TD[mask.flatten().to(x_TD.device)])
+
+    handle = ffn.register_forward_pre_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _finite(inputs: Spill, layer: int, batch: int, captured: bool) -> Iterator[None]:
+    yield
+    if captured and not torch.isfinite(inputs[batch]).all():
+        raise MoesaicError(
+            f"Layer {layer} meets a value that is not finite in calibration batch {batch}. "
+            "The checkpoint may be damaged, or its dtype too narrow: try --dtype float32."
+        )
