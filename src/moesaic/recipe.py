@@ -6,7 +6,7 @@ Unknown keys, wrong types and unknown methods are refused with the place and wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -110,7 +110,7 @@ def _checked(cls: Any, data: Any, where: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join([where, *map(str, first["loc"])]).strip(".")
-        known = getattr(cls, "__dataclass_fields__", {})
+        known = [f.name for f in fields(cls)]
         if first["type"] == "unexpected_keyword_argument":
             raise MoesaicError(f"{place} is not an option; known: {', '.join(known)}.") from None
         raise MoesaicError(f"{place}: {first['msg']} (got {first['input']!r:.60}).") from None

@@ -95,6 +95,7 @@ class Site:
         for x_TD in self._inputs:
             yield x_TD.to(device)
 
+    @torch.no_grad()
     def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of x (T, D) and h (T, M). h is computed once where memory allows."""
         if self._hidden is not None:
@@ -197,7 +198,7 @@ class LayerStream:
     def __len__(self) -> int:
         return len(self.layers)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __iter__(self) -> Iterator[Site]:
         hidden, kwargs = self._record()
         inputs = Spill(self._spill_bytes // 2)

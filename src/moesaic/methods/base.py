@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
+import torch
+
 from moesaic.budget import LayerSize
 from moesaic.plan import CarvedLayer
 from moesaic.stream import Site
@@ -35,6 +37,7 @@ class Carver(Protocol):
 Finished = Callable[[str, int, CarvedLayer, dict[str, Any]], None]
 
 
+@torch.no_grad()
 def carve_layers(
     methods: Mapping[str, Carver],
     budgets: Mapping[str, Mapping[int, Any]],

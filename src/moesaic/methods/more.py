@@ -168,29 +168,32 @@ class MoREStats:
 # --- Petals: spectral clustering of the residual co-activation -----------------------------------
 
 
+def affinity_degree(affinity_MM: Tensor, members: Tensor) -> Tensor:
+    """How strongly each member is tied to the other members: row sums without the diagonal."""
+    on_M = torch.zeros(len(affinity_MM), device=affinity_MM.device)
+    on_M[members] = 1
+    return (affinity_MM @ on_M - affinity_MM.diagonal())[members].double()
+
+
 def spectral_embedding(affinity_MM: Tensor, members: Tensor, dims: int, seed: int) -> np.ndarray:
     """Leading eigenvectors of D^-1/2 C D^-1/2, rows of norm one (len(members), dims).
 
-    Ng, Jordan & Weiss (2001), on the zero-diagonal sub-matrix of ``members``. The matrix is only
-    multiplied with, by Lanczos iteration: no copy of it, normalised or restricted, is made. Rows
-    without any affinity are zero.
+    Ng, Jordan & Weiss (2001), on the zero-diagonal sub-matrix of ``members``, each of which has
+    some affinity. The matrix is only multiplied with, by Lanczos iteration: no copy of it,
+    normalised or restricted, is made.
     """
     from scipy.sparse.linalg import LinearOperator, eigsh
 
+    device, whole, count = affinity_MM.device, len(affinity_MM), len(members)
     diagonal = affinity_MM.diagonal()[members].double()
-    device, whole = affinity_MM.device, affinity_MM.shape[0]
-
-    def times(v: Tensor) -> Tensor:
-        padded = torch.zeros(whole, dtype=affinity_MM.dtype, device=device)
-        padded[members] = v.to(affinity_MM.dtype)
-        return (affinity_MM @ padded)[members].double() - diagonal * v
-
-    count = len(members)
-    degree = times(torch.ones(count, dtype=torch.float64, device=device))
-    scale = torch.where(degree > 0, degree.clamp(min=1e-12).rsqrt(), 0.0)
+    scale = affinity_degree(affinity_MM, members).rsqrt()
 
     def matvec(v: np.ndarray) -> np.ndarray:
-        return (scale * times(scale * torch.from_numpy(v.ravel()).to(device))).cpu().numpy()
+        scaled = scale * torch.from_numpy(v.ravel()).to(device)
+        padded = torch.zeros(whole, dtype=affinity_MM.dtype, device=device)
+        padded[members] = scaled.to(affinity_MM.dtype)
+        product = (affinity_MM @ padded)[members].double() - diagonal * scaled
+        return np.asarray((scale * product).cpu())
 
     if count <= 2 * dims + 2:  # too small for Lanczos
         columns = [matvec(unit) for unit in np.eye(count)]
@@ -200,8 +203,7 @@ def spectral_embedding(affinity_MM: Tensor, members: Tensor, dims: int, seed: in
         operator = LinearOperator((count, count), matvec=matvec, dtype=np.float64)
         vectors = eigsh(operator, k=dims, which="LA", v0=start, tol=1e-6)[1]
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    isolated = (scale == 0).cpu().numpy()[:, None]
-    return np.where(isolated, 0.0, vectors / np.maximum(norms, 1e-12))
+    return np.asarray(vectors / np.maximum(norms, 1e-12))
 
 
 def cluster(points: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -250,8 +252,7 @@ def petals_of(
     """S_1 ... S_r: a partition of ``members`` by how often channels are activated together."""
     if experts == 1:
         return [members]
-    points = spectral_embedding(coactivation_MM, members, experts, seed)
-    connected = np.linalg.norm(points, axis=1) > 0
+    connected = (affinity_degree(coactivation_MM, members) > 0).cpu().numpy()
     label = np.full(len(members), -1)
     mean = len(members) / experts
     if balanced:
@@ -259,7 +260,9 @@ def petals_of(
     else:
         least, most = np.full(experts, int(0.5 * mean)), np.full(experts, int(1.5 * mean))
     if connected.sum() >= experts:
-        labels, distance = cluster(points[connected], experts, seed)
+        tied = members[torch.from_numpy(connected).to(members.device)]
+        points = spectral_embedding(coactivation_MM, tied, experts, seed)
+        labels, distance = cluster(points, experts, seed)
         fits = np.bincount(labels, minlength=experts)
         within = not balanced and (fits >= least).all() and (fits <= most).all()
         none = np.zeros(experts, dtype=int)

@@ -1,0 +1,273 @@
+"""Train one of the tiny models from nothing, on the text of gather_text.py.
+
+    python scripts/train_tiny.py tiny-moe [--corpus build/corpus] [--assets src/moesaic/assets]
+
+One core is enough; the script says at its start how long it expects to take. It leaves a checkpoint
+every few minutes and continues from the last one when started again.
+"""
+
+import argparse
+import json
+import math
+import platform
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from tiny_report import WINDOW, held_out_losses, machine, read_jsonl, write_report
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+DOMAINS = ("prose", "reference", "code")
+END = "<|endoftext|>"
+VOCABULARY = 4096
+SEED = 20
+PER_DOMAIN = 4  # windows of each domain in a batch
+WARMUP, COOLDOWN = 0.03, 0.6  # shares of the steps: linear up, and a cosine down to a tenth
+REPORT, KEEP = 50, 400  # steps between two lines, and between two checkpoints
+BALANCE = 0.01  # weight of the load-balancing loss, weak enough to let experts specialise
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.03,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+RECIPES = {
+    "tiny-dense": {"steps": 2600, "rate": 3e-3},
+    "tiny-moe": {"steps": 2600, "rate": 3e-3},
+    "tiny-shared-moe": {"steps": 2600, "rate": 3e-3},
+}
+
+
+def build(name: str) -> PreTrainedModel:
+    """The untrained model, of one of transformers' own classes."""
+    if name == "tiny-dense":
+        return LlamaForCausalLM(LlamaConfig(**COMMON, intermediate_size=768))
+    if name == "tiny-moe":
+        config = MixtralConfig(
+            **COMMON,
+            intermediate_size=96,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            router_aux_loss_coef=BALANCE,
+        )
+        return MixtralForCausalLM(config)
+    narrow = {"hidden_size": 192, "num_attention_heads": 6}
+    config = Qwen2MoeConfig(
+        **{**COMMON, **narrow},
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=32,
+        intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        decoder_sparse_step=1,
+        norm_topk_prob=True,
+        router_aux_loss_coef=BALANCE,
+    )
+    return Qwen2MoeForCausalLM(config)
+
+
+def all_experts_at_once(
+    experts: nn.Module, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Every expert on every token as one wide MLP, unchosen ones weighted zero.
+
+    The same result as running the chosen experts alone; with experts this narrow it is faster.
+    """
+    count = experts.num_experts
+    share = x.new_zeros(len(x), count, dtype=weights.dtype).scatter(1, index, weights)
+    gate_up = F.linear(x, experts.gate_up_proj.flatten(0, 1)).view(len(x), count, 2, -1)
+    hidden = experts.act_fn(gate_up[:, :, 0]) * gate_up[:, :, 1]
+    hidden = hidden * share.unsqueeze(-1).to(hidden.dtype)
+    return F.linear(hidden.flatten(1), experts.down_proj.transpose(0, 1).flatten(1)).to(x.dtype)
+
+
+def get_tokenizer(corpus: Path) -> PreTrainedTokenizerFast:
+    """The byte-level BPE shared by the models, trained on the training split once."""
+    folder = corpus / "tokenizer"
+    if not folder.exists():
+        texts = []
+        for domain in DOMAINS:
+            chosen = [
+                d["text"] for d in read_jsonl(corpus / "train.jsonl") if d["domain"] == domain
+            ]
+            random.Random(SEED).shuffle(chosen)
+            sizes = np.cumsum([len(text) for text in chosen])
+            texts += chosen[: int(np.searchsorted(sizes, 8_000_000)) + 1]
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=VOCABULARY, special_tokens=[END], initial_alphabet=alphabet
+        )
+        bpe.train_from_iterator(texts, trainer)
+        PreTrainedTokenizerFast(
+            tokenizer_object=bpe,
+            bos_token=END,
+            eos_token=END,
+            model_max_length=COMMON["max_position_embeddings"],
+            clean_up_tokenization_spaces=False,
+        ).save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def get_tokens(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> list[np.ndarray]:
+    """Each domain's training documents as one stream of tokens, an end token after each."""
+    streams = []
+    for domain in DOMAINS:
+        path = corpus / f"train-{domain}.npy"
+        if not path.exists():
+            texts = [d["text"] for d in read_jsonl(corpus / "train.jsonl") if d["domain"] == domain]
+            random.Random(SEED).shuffle(texts)
+            rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            np.save(path, np.concatenate([np.array([*row, 0], dtype=np.uint16) for row in rows]))
+        streams.append(np.load(path))
+    return streams
+
+
+def batches(streams: list[np.ndarray], step: int, steps: int) -> Iterator[torch.Tensor]:
+    """Windows of one domain each, as many of every domain; a function of the seed and the step."""
+    for current in range(step, steps):
+        draw = np.random.default_rng((SEED, current))
+        windows = []
+        for stream in streams:
+            starts = draw.integers(0, len(stream) - WINDOW - 1, PER_DOMAIN)
+            windows += [stream[start : start + WINDOW + 1] for start in starts]
+        yield torch.from_numpy(np.stack(windows).astype(np.int64))
+
+
+def rate(step: int, steps: int) -> float:
+    """The learning rate as a share of its peak: up, level, and a cosine down to a tenth."""
+    up = (step + 1) / (WARMUP * steps)
+    down = max(0.0, step / steps - (1 - COOLDOWN)) / COOLDOWN
+    return min(1.0, up) * (0.55 + 0.45 * math.cos(math.pi * down))
+
+
+def balance(model: PreTrainedModel, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The load-balancing loss, layer by layer: pooled over them, a layer may starve an expert."""
+    gate = model.model.layers[0].mlp.gate
+    losses = [load_balancing_loss_func((x,), gate.num_experts, gate.top_k) for x in router_logits]
+    return torch.stack(losses).mean()
+
+
+def train(name: str, corpus: Path, assets: Path) -> dict:
+    """Train the model, save it as bf16 into the assets, and return what there is to say of it."""
+    torch.manual_seed(SEED)
+    tokenizer = get_tokenizer(corpus)
+    streams = get_tokens(corpus, tokenizer)
+    evaluation = read_jsonl(assets / "evaluation.jsonl")
+    model = build(name)
+    sparse = name != "tiny-dense"
+    ALL_EXPERTS_FUNCTIONS.register("all_at_once", all_experts_at_once)
+    if sparse:
+        model.config._experts_implementation = "all_at_once"
+    steps, peak = RECIPES[name]["steps"], RECIPES[name]["rate"]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
+
+    step, seconds = 0, 0.0  # the seconds leave out the held-out checks
+    checkpoint = corpus / f"{name}.pt"
+    if checkpoint.exists():
+        state = torch.load(checkpoint)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step, seconds = state["step"], state["seconds"]
+    size = sum(p.numel() for p in model.parameters())
+    per_step = len(DOMAINS) * PER_DOMAIN * WINDOW
+    print(f"{name}: {size / 1e6:.2f} M parameters; steps {step} to {steps} of {per_step} tokens")
+
+    begun, forward = step, torch.compile(model)
+    model.train()
+    since, last_step, losses = time.time(), step, []
+    for batch in batches(streams, step, steps):
+        for group in optimizer.param_groups:
+            group["lr"] = peak * rate(step, steps)
+        with torch.autocast("cpu", torch.bfloat16):
+            options = {"output_router_logits": True} if sparse else {}
+            output = forward(input_ids=batch[:, :-1], use_cache=False, **options)
+        loss = F.cross_entropy(output.logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        penalty = balance(model, output.router_logits) if sparse else 0.0
+        (loss + BALANCE * penalty).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        losses.append(loss.item())
+
+        if step - last_step == (10 if step <= begun + 20 else REPORT) or step == steps:
+            passed = time.time() - since
+            seconds += passed
+            speed = (step - last_step) * per_step / passed
+            left = (steps - step) * per_step / speed / 60
+            print(
+                f"step {step} of {steps}, loss {np.mean(losses):.3f}, balance {float(penalty):.3f}, "
+                f"{speed:.0f} tokens/s, {left:.0f} minutes left",
+                flush=True,
+            )
+            since, last_step, losses = time.time(), step, []
+        if step % KEEP == 0 or step == steps:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state | {"step": step, "seconds": seconds}, checkpoint)
+            held_out = held_out_losses(model.eval(), tokenizer, evaluation, windows=40)
+            print("held out", {k: round(v, 3) for k, v in held_out.items()}, flush=True)
+            model.train()
+            since = time.time()
+
+    folder = assets / "models" / name
+    model.eval().to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return {
+        "seed": SEED,
+        "steps": steps,
+        "tokens": steps * per_step,
+        "tokens_of_text": {d: len(s) for d, s in zip(DOMAINS, streams, strict=True)},
+        "batch": f"{len(DOMAINS)} x {PER_DOMAIN} windows of {WINDOW} tokens",
+        "peak_learning_rate": peak,
+        "balance_weight": BALANCE if sparse else None,
+        "seconds": round(seconds),
+        "machine": machine(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("name", choices=RECIPES)
+    parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
+    parser.add_argument("--assets", type=Path, default=Path("src/moesaic/assets"))
+    options = parser.parse_args()
+    training = train(options.name, options.corpus, options.assets)
+    write_report(options.assets / "models" / options.name, training)
+
+
+if __name__ == "__main__":
+    main()

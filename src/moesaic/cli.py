@@ -1,0 +1,417 @@
+"""The commands. Text for people goes through rich; ``--json`` puts one JSON object on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from moesaic import report, run
+from moesaic import measure as measuring
+from moesaic.checkpoint import disk_full
+from moesaic.errors import MoesaicError
+from moesaic.methods import MoREConfig
+from moesaic.recipe import Calibration, Evaluation, Recipe, load_recipe, step_config
+from moesaic.version import __version__
+
+T = TypeVar("T")
+out_console = Console()
+err_console = Console(stderr=True)
+
+app = typer.Typer(
+    help="Rebuild pretrained language models out of experts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+# --- options that commands share -------------------------------------------------------------------
+
+MODELS = "A hub id, a folder, a .gguf file, smollm2, or a model that ships (tiny-dense ...)."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS, show_default=False)]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of the same.")]
+CalibrationText = Annotated[
+    str,
+    typer.Option(
+        "--calibration",
+        help="Text to calibrate on: a .txt, .jsonl, .json or .parquet file, a .safetensors file of "
+        "input_ids, a hub dataset id, or prose, reference, code. Default: all text that ships.",
+    ),
+]
+Samples = Annotated[int, typer.Option(min=1, help="Calibration windows.")]
+CalibrationLength = Annotated[int, typer.Option("--length", min=2, help="Tokens a window.")]
+Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
+EvalData = Annotated[
+    str, typer.Option("--data", help="Text to measure on; as for --calibration. Default: ships.")
+]
+EvalLength = Annotated[int, typer.Option("--length", min=2, help="Tokens a window.")]
+MaxTokens = Annotated[int | None, typer.Option(min=2, help="Use at most this much of the text.")]
+
+
+def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+    """Draw a bar with the time left on stderr while the items pass."""
+    columns = (
+        TextColumn("{task.description:<26}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err_console) as progress:
+        yield from progress.track(items, total=total, description=label)
+
+
+def emit(as_json: bool, data: Any, view: Any) -> None:
+    """Print ``data`` as JSON, or the view for people."""
+    if as_json:
+        sys.stdout.write(json.dumps(data) + "\n")
+    else:
+        out_console.print(view)
+
+
+def example(line: str) -> str:
+    """The example at the end of a help text."""
+    return f"Example: [bold]{line}[/bold]"
+
+
+# --- commands --------------------------------------------------------------------------------------
+
+
+@app.command(epilog=example("moesaic carve smollm2 out --active 0.8 --experts 4"))
+def carve(
+    model: Model,
+    out: Out,
+    method: Annotated[str, typer.Option(help="more")] = "more",
+    active: Annotated[
+        float, typer.Option(help="Share of the projections' parameters a token may use.")
+    ] = 0.8,
+    experts: Annotated[int, typer.Option(help="Petals a layer.")] = 4,
+    top_k: Annotated[int, typer.Option(help="Petals a token runs beside the backbone.")] = 1,
+    layers: Annotated[
+        str, typer.Option(help="last-half, all, uniform, early-middle, or numbers such as 4,5,6.")
+    ] = "last-half",
+    variant: Annotated[
+        str, typer.Option(help="full, or a comparison: backbone, random, naive, static.")
+    ] = "full",
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(help="Also measure this variant at the same active width. Repeatable."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", help="key=value: any other option of the method's config."),
+    ] = None,
+    calibration: CalibrationText = "",
+    samples: Samples = 100,
+    length: CalibrationLength = 256,
+    seed: Seed = 0,
+    evaluate: Annotated[
+        bool, typer.Option("--eval/--no-eval", help="Measure result and original.")
+    ] = True,
+    data: EvalData = "",
+    max_tokens: MaxTokens = 16_384,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a dense model into a mixture of experts."""
+    given: dict[str, Any] = {
+        "method": method,
+        "active": active,
+        "experts": experts,
+        "top_k": top_k,
+        "layers": layers,
+        "variant": variant,
+        "seed": seed,
+    }
+    for pair in option or []:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise MoesaicError(f"--option {pair!r} is not key=value.")
+        given[key] = value
+    recipe = Recipe(
+        model=model,
+        out=str(out),
+        steps=(step_config("carve", given),),
+        calibration=Calibration(calibration, samples, length, seed),
+        evaluation=Evaluation(data, max_tokens=max_tokens, compare=tuple(compare or ()))
+        if evaluate
+        else None,
+        device=device,
+        dtype=dtype,
+    )
+    carry_out(recipe, overwrite, resume, as_json)
+
+
+def carry_out(recipe: Recipe, overwrite: bool, resume: bool, as_json: bool) -> None:
+    """Run a recipe and show what came of it."""
+    record = run.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
+    emit(as_json, record, report.terminal(record))
+    err_console.print(f"Checkpoint in {recipe.out}, report in {recipe.out}/report.html")
+
+
+@app.command("run", epilog=example("moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder"))
+def run_file(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="A recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Places to change.")
+    ] = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Carry out a recipe, one complete run."""
+    carry_out(load_recipe(recipe, overrides or ()), overwrite, resume, as_json)
+
+
+@app.command(epilog=example("moesaic demo --out moesaic-demo"))
+def demo(
+    out: Annotated[Path, typer.Option(help="The folder to make.")] = Path("moesaic-demo"),
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """The whole story on SmolLM2-135M: carve it, and show what that cost."""
+    recipe = Recipe(
+        model="smollm2",
+        out=str(out),
+        steps=(MoREConfig(),),
+        evaluation=Evaluation(compare=("static",)),
+    )
+    carry_out(recipe, overwrite, overwrite, as_json)
+
+
+@app.command("eval", epilog=example("moesaic eval out --against smollm2 --max-tokens 16384"))
+def evaluate(
+    model: Model,
+    against: Annotated[str | None, typer.Option(metavar="MODEL", help="Measured beside it.")] = None,
+    data: EvalData = "",
+    length: EvalLength = 512,
+    max_tokens: MaxTokens = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Perplexity, parameters and active ratio, measured on routed tokens."""
+    names = {"model": model} | ({"against": against} if against else {})
+    scores = {
+        key: measuring.evaluate(
+            name,
+            data=data,
+            length=length,
+            max_tokens=max_tokens,
+            device=device,
+            dtype=measuring.parse_dtype(dtype),
+            track=bars,
+        ).as_json()
+        for key, name in names.items()
+    }
+    figures = dict(scores["model"])
+    if against:
+        figures["against"] = scores["against"]
+    emit(as_json, figures, columns({names[key]: scores[key] for key in names}))
+
+
+@app.command(epilog=example("moesaic bench out --against smollm2 --rounds 5"))
+def bench(
+    model: Model,
+    against: Annotated[str | None, typer.Option(metavar="MODEL", help="Timed in turn with it.")] = None,
+    length: Annotated[int, typer.Option(min=2, help="Prompt tokens.")] = 512,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Decoding steps a round.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Counted rounds, after one of warm-up.")] = 5,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Prefill and decode speed in interleaved rounds, and peak memory."""
+    names = {"model": model} | ({"against": against} if against else {})
+    figures = measuring.bench(
+        names,
+        length=length,
+        new_tokens=new_tokens,
+        rounds=rounds,
+        device=device,
+        dtype=measuring.parse_dtype(dtype),
+        track=bars,
+    )
+    result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
+    emit(as_json, result, columns({names.get(key, key): figures[key] for key in figures}))
+
+
+@app.command(epilog=example("moesaic inspect out"))
+def inspect(model: Model, as_json: AsJson = False) -> None:
+    """What a checkpoint is made of, layer by layer; reads no weights."""
+    figures = measuring.inspect(model)
+    table = Table(title=f"{model}: {figures['model_type']}", title_justify="left")
+    for name in ("layer", "kind", "width", "active", "experts", "top-k"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    for i, layer in enumerate(figures["layers"]):
+        routed = (str(layer["experts"]), str(layer["top_k"])) if layer["experts"] else ("", "")
+        active = f"{layer['active_width']:,.0f}"
+        table.add_row(str(i), layer["kind"], f"{layer['width']:,}", active, *routed)
+    table.caption = (
+        f"{figures['total_parameters']:,} parameters, {figures['active_parameters']:,} active; "
+        f"active ratio {figures['active_ratio']:.3f}"
+    )
+    emit(as_json, figures, table)
+
+
+@app.command(epilog=example('moesaic generate out "The capital of France is"'))
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask as a user would.")] = False,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Continue a text greedily."""
+    source = run.resolve(model)
+    loaded = source.load(device, measuring.parse_dtype(dtype))
+    text = measuring.generate(loaded, source.tokenizer, prompt, new_tokens, chat)
+    if as_json:
+        emit(True, {"prompt": prompt, "text": text}, None)
+    else:
+        out_console.print(prompt, style="dim", end="\n" if chat else "", markup=False)
+        out_console.print(text, markup=False)
+
+
+@app.command(epilog=example("moesaic apply smollm2 out/plan.json rebuilt"))
+def apply(
+    base: Annotated[str, typer.Argument(metavar="BASE", help=MODELS)],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json or its folder.")],
+    out: Out,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild a result from its base and its plan."""
+    run.apply(base, plan, out, overwrite)
+    emit(as_json, {"out": str(out)}, f"Checkpoint in {out}")
+
+
+@app.command("report", epilog=example("moesaic report out-0.8 out-0.7 --out compare.html"))
+def write_report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Result folders.")],
+    out: Annotated[Path, typer.Option(help="The HTML file to make.")] = Path("report.html"),
+    as_json: AsJson = False,
+) -> None:
+    """One HTML file about one or more results."""
+    records = []
+    for folder in runs:
+        file = folder / "result.json" if folder.is_dir() else folder
+        try:
+            records.append(json.loads(file.read_text("utf-8")))
+        except (OSError, ValueError) as error:
+            raise MoesaicError(f"{folder} has no readable result.json: {error}") from error
+    out.write_text(report.html(records), "utf-8")
+    emit(as_json, {"report": str(out)}, f"Report in {out}")
+
+
+def columns(figures: dict[str, dict[str, Any]]) -> Table:
+    """Figures as rows, models as columns."""
+    table = Table()
+    table.add_column("")
+    for name in figures:
+        table.add_column(name, justify="right")
+    keys = dict.fromkeys(key for column in figures.values() for key in column)
+    for key in keys:
+        label = key.replace("_", " ")
+        table.add_row(label, *(_figure(column.get(key)) for column in figures.values()))
+    return table
+
+
+def _figure(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return " - ".join(_figure(v) for v in value)
+    if isinstance(value, float):
+        return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+# --- errors ----------------------------------------------------------------------------------------
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn exceptions into one message and an exit code: 2 the request, 1 ourselves."""
+    try:
+        yield
+    except MoesaicError as error:
+        fail(str(error), 2)
+    except KeyboardInterrupt:
+        fail("Interrupted. Finished layers are kept; --resume continues from them.", 130)
+    except BrokenPipeError:
+        sys.exit(1)
+    except Exception as error:
+        if os.environ.get("MOESAIC_DEBUG"):
+            raise
+        if disk_full(error):
+            fail(f"The disk is full: {error}. Nothing was left at OUT; free some space.", 2)
+        if type(error).__name__ == "OutOfMemoryError":
+            fail("Out of memory on the device; try --device cpu or a narrower --dtype.", 1)
+        fail(
+            f"{type(error).__name__}: {error}\n"
+            "This is a fault of moesaic, not of your request; MOESAIC_DEBUG=1 shows where.",
+            1,
+        )
+
+
+def fail(message: str, code: int) -> None:
+    """Say what is wrong on stderr and leave."""
+    err_console.print(f"[bold red]Error:[/bold red] {message}", highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+def quiet_libraries() -> None:
+    """Keep other libraries' bars and notices out of the output."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def main() -> None:
+    """Entry point of the ``moesaic`` command."""
+    quiet_libraries()
+    with explained():
+        app()
+
+
+if __name__ == "__main__":
+    main()

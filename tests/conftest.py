@@ -1,0 +1,103 @@
+"""Tiny random models of every dense architecture, and a tiny tokenizer. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from moesaic.arch import DENSE
+from moesaic.data import Tokens, shipped_texts
+
+logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+VOCAB = 384
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 8, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8},
+    "qwen3": {"head_dim": 8},
+    "llama": {"mlp_bias": True},
+    "granite": {"residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+}
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    return CONFIG_MAPPING[model_type](**{**SMALL, **EXTRA.get(model_type, {}), **changes})
+
+
+def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
+    """A random model whose weights are large enough for neurons to differ."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+@pytest.fixture(params=sorted(DENSE))
+def model_type(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def tokens() -> Tokens:
+    ids = torch.randint(1, VOCAB, (6, 24), generator=torch.Generator().manual_seed(1))
+    return Tokens(ids)
+
+
+@pytest.fixture
+def padded(tokens: Tokens) -> Tokens:
+    mask = torch.ones_like(tokens.input_ids, dtype=torch.bool)
+    mask[1, 15:] = False
+    mask[4, 3:] = False
+    return Tokens(tokens.input_ids.masked_fill(~mask, 0), mask)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(shipped_texts("calibration", "prose")[:5], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|endoftext|>")
+
+
+@pytest.fixture(scope="session")
+def llama_folder(
+    tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    """A tiny llama as a user would have it: sharded safetensors and a tokenizer."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    tiny_model("llama").save_pretrained(folder, max_shard_size="60KB")
+    tokenizer.save_pretrained(folder)
+    return folder

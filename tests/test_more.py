@@ -1,0 +1,327 @@
+"""MoRE against its paper, equation by equation."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moesaic.arch import dense_arch, dense_ffn
+from moesaic.budget import LayerSize, active_ratio, layer_sizes, split_for_target
+from moesaic.errors import MoesaicError
+from moesaic.methods.more import (
+    MoRE,
+    MoREConfig,
+    activated,
+    add_coactivation,
+    chosen_layers,
+    energies,
+    fill,
+    frequency,
+    importance,
+    memberships,
+    mirror,
+    petals_of,
+    prototypes,
+    spectral_embedding,
+)
+from moesaic.metrics.routing import jsd
+from moesaic.stream import LayerStream
+
+
+def site_of(tokens, index=2, **options):
+    model = tiny_model("llama")
+    stream = LayerStream(model, dense_arch(model.config), tokens, [index], **options)
+    iterator = iter(stream)
+    site = next(iterator)
+    site.stream = iterator  # keeps the tokens alive with the site
+    return site
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def observed(tokens, config=None, **options):
+    site = site_of(tokens, **options)
+    method = MoRE(config or MoREConfig())
+    return site, method, method.observe(site)
+
+
+def test_frequency_and_coactivation(tokens):
+    """Sum f = k_act; C symmetric with diagonal f; both equal the plain definition."""
+    site, _, stats = observed(tokens)
+    h_TM = torch.cat([h for _, h in site.activations()])
+    k_act = int(0.1 * 64)
+    on_TM = torch.zeros_like(h_TM)
+    for t, row in enumerate(h_TM.abs()):
+        on_TM[t, row.argsort(descending=True)[:k_act]] = 1
+    assert stats.tokens == tokens.count
+    assert torch.equal(stats.coactivation_MM, on_TM.T @ on_TM)
+    assert torch.equal(stats.coactivation_MM.diagonal().long(), stats.frequency_M)
+    assert stats.frequency_M.sum() == k_act * tokens.count
+    torch.testing.assert_close(stats.h_square_M, h_TM.double().square().sum(0))
+
+
+@pytest.mark.parametrize("block", [3, 7, 64])
+def test_coactivation_by_blocks(block):
+    channels = activated(torch.randn(40, 17), 0.3)
+    whole, blocked = torch.zeros(17, 17), torch.zeros(17, 17)
+    add_coactivation(whole, channels, 17)
+    add_coactivation(blocked, channels, block)
+    assert torch.equal(whole, mirror(blocked, block))
+    assert torch.equal(whole.diagonal().long(), frequency(channels, 17))
+
+
+def test_importance_is_equation_7(tokens):
+    site, _, stats = observed(tokens)
+    ffn = site.view
+    x_TD = torch.cat(list(site.inputs())).double()
+    h_TM = torch.cat([h for _, h in site.activations()]).double()
+    found = importance(ffn, stats.x_square_D / stats.tokens, stats.h_square_M / stats.tokens)
+    for j in (0, 13, 63):
+        up = sum(abs(float(ffn.up_MD[j, i])) * float((x_TD[:, i] ** 2).mean()) for i in range(32))
+        down = sum(abs(float(ffn.down_DM[k, j])) for k in range(32)) * float((h_TM[:, j] ** 2).mean())
+        assert found[j].item() == pytest.approx(up + down, rel=1e-6)
+
+
+def test_merged_statistics_are_those_of_all_tokens(tokens):
+    from moesaic.data import Tokens
+
+    _, _, whole = observed(tokens, tokens_per_batch=24)
+    _, _, first = observed(Tokens(tokens.input_ids[:2]), tokens_per_batch=24)
+    _, _, second = observed(Tokens(tokens.input_ids[2:]), tokens_per_batch=24)
+    merged = first.merge(second)
+    assert merged.tokens == whole.tokens
+    assert torch.equal(merged.coactivation_MM, whole.coactivation_MM)
+    torch.testing.assert_close(merged.h_square_M, whole.h_square_M)
+    for share, seen in whole.covered.items():
+        assert torch.equal(merged.covered[share], seen)
+
+
+@pytest.mark.parametrize("balanced", [True, False])
+def test_planted_coactivation_is_recovered(balanced):
+    """Channels that fire in three separate groups are found again, in a shuffled order."""
+    generator = torch.Generator().manual_seed(0)
+    groups = torch.randperm(30, generator=generator).view(3, 10)
+    counts = torch.ones(34, 34)
+    for group in groups:
+        counts[group[:, None], group] += 50
+    petals = petals_of(counts, torch.arange(30), 3, balanced, seed=0)
+    assert {frozenset(p.tolist()) for p in petals} == {frozenset(g.tolist()) for g in groups}
+
+
+def test_iterative_eigenvectors_span_what_dense_ones_do():
+    torch.manual_seed(0)
+    counts = torch.rand(60, 60) ** 4
+    counts = counts + counts.T
+    members = torch.arange(5, 60)
+    embedded = spectral_embedding(counts, members, 3, seed=0)
+    sub = counts[5:, 5:].double().numpy().copy()
+    np.fill_diagonal(sub, 0)
+    scale = sub.sum(1) ** -0.5
+    vectors = np.linalg.eigh(scale[:, None] * sub * scale)[1][:, -3:]
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    np.testing.assert_allclose(embedded @ embedded.T, vectors @ vectors.T, atol=1e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    width=st.integers(12, 40),
+    experts=st.integers(1, 5),
+    balanced=st.booleans(),
+    isolated=st.integers(0, 6),
+    seed=st.integers(0, 5),
+)
+def test_petals_partition_their_members(width, experts, balanced, isolated, seed):
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.rand(width, width, generator=generator)
+    counts = counts + counts.T
+    counts[:isolated] = counts[:, :isolated] = 0
+    members = torch.randperm(width, generator=generator)[: width - 2].sort().values
+    petals = petals_of(counts, members, experts, balanced, seed)
+    assert len(petals) == experts
+    assert torch.equal(torch.cat(petals).sort().values, members)
+    sizes = [len(p) for p in petals]
+    mean = len(members) / experts
+    if balanced:
+        assert max(sizes) - min(sizes) <= 1
+    else:
+        assert min(sizes) >= int(0.5 * mean)
+
+
+def test_nothing_is_activated_together():
+    petals = petals_of(torch.zeros(12, 12), torch.arange(12), 4, True, 0)
+    assert [len(p) for p in petals] == [3, 3, 3, 3]
+
+
+@settings(max_examples=40, deadline=None)
+@given(count=st.integers(4, 40), clusters=st.integers(1, 6), seed=st.integers(0, 99))
+def test_fill_keeps_its_bounds(count, clusters, seed):
+    distance = np.random.default_rng(seed).random((count, clusters))
+    least = np.full(clusters, count // clusters)
+    most = np.full(clusters, -(-count // clusters))
+    sizes = np.bincount(fill(distance, least, most), minlength=clusters)
+    assert (sizes >= least).all()
+    assert (sizes <= most).all()
+
+
+def test_prototypes_are_equations_9_to_11(tokens):
+    site = site_of(tokens)
+    backbone, petals = torch.arange(10), [torch.arange(10, 30), torch.arange(30, 64)]
+    x_TD = torch.cat(list(site.inputs()))
+    h_TM = torch.cat([h for _, h in site.activations()])
+    members = memberships(backbone, petals, 64)
+    found = prototypes(site, members, alpha=0.5)
+    energy = torch.stack(
+        [h_TM[:, torch.cat([backbone, p])].norm(dim=1) / (10 + len(p)) ** 0.5 for p in petals], 1
+    )
+    torch.testing.assert_close(energies(h_TM, members, 0.5), energy)
+    for i in range(2):
+        mean = x_TD[energy.argmax(1) == i].double().mean(0)
+        torch.testing.assert_close(found[i], (mean / mean.norm()).float())
+
+
+def test_expert_without_tokens_takes_its_highest_energy_ones(tokens):
+    site = site_of(tokens)
+    h_TM = torch.cat([h for _, h in site.activations()])
+    weakest = h_TM.square().sum(0).argsort()
+    petals = [weakest[:1], weakest[1:]]  # the first can never win
+    members = memberships(weakest[:0], petals, 64)
+    found = prototypes(site, members, alpha=0.0)
+    x_TD = torch.cat(list(site.inputs()))
+    assert (energies(h_TM, members, 0.0).argmax(1) == 1).all()
+    best = x_TD[h_TM[:, weakest[0]].abs().argmax()].double()
+    torch.testing.assert_close(found[0], (best / best.norm()).float())
+
+
+@pytest.mark.parametrize("config", [MoREConfig(), MoREConfig(balanced=False, alpha=1.0)])
+def test_sunflower(tokens, config):
+    """Experts meet in the backbone only, and together they are all neurons."""
+    site, method, stats = observed(tokens, config)
+    sizes = [LayerSize(1000, 64 * 96, 64)] * 4
+    plan = method.decide(stats, site, method.choose(sizes)[2])
+    ends = np.cumsum([plan.backbone, *plan.petals])
+    order = plan.order_M.tolist()
+    core = set(order[: plan.backbone])
+    experts = [core | set(order[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    for i, one in enumerate(experts):
+        for other in experts[:i]:
+            assert one & other == core
+    assert set().union(*experts) == set(range(64))
+    score_M = importance(
+        site.view, stats.x_square_D / stats.tokens, stats.h_square_M / stats.tokens
+    )
+    assert min(score_M[list(core)]) >= max(score_M[list(set(range(64)) - core)])
+
+
+def test_same_seed_same_plan(tokens):
+    from moesaic.plan import same
+
+    plans = []
+    for _ in range(2):
+        site, method, stats = observed(tokens)
+        plans.append(method.decide(stats, site, method.choose([LayerSize(1000, 6144, 64)] * 4)[2]))
+    assert same(*plans)
+
+
+def test_variants_share_backbone_and_budget(tokens):
+    site, _, stats = observed(tokens)
+    sizes = [LayerSize(1000, 6144, 64)] * 4
+    plans = {}
+    for variant in ("full", "backbone", "random", "static", "naive"):
+        method = MoRE(MoREConfig(variant=variant))
+        plans[variant] = method.decide(stats, site, method.choose(sizes)[2])
+    full = plans["full"]
+    assert torch.equal(plans["random"].order_M, full.order_M)
+    assert plans["random"].routing == "random"
+    assert set(plans["backbone"].order_M.tolist()) == set(full.order_M[: full.backbone].tolist())
+    assert plans["static"].active_width == full.active_width
+    assert not plans["static"].petals
+    assert plans["naive"].backbone < 64 % len(plans["naive"].petals) + 1
+    assert abs(plans["naive"].active_width - full.active_width) < 8
+
+
+# --- budget ----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    width=st.integers(512, 4096),
+    experts=st.integers(2, 16),
+    data=st.data(),
+    active=st.floats(0.5, 0.99),
+)
+def test_budget_round_trip(width, experts, data, active):
+    top_k = data.draw(st.integers(1, experts - 1))
+    sizes = [LayerSize(attention=width * 100, ffn=width * 300, width=width)] * 8
+    try:
+        splits = split_for_target(sizes, range(2, 8), active, experts, top_k)
+    except MoesaicError:
+        floor = active_ratio(sizes, {i: width * top_k / experts for i in range(2, 8)})
+        assert active < floor + 1e-9
+        return
+    found = active_ratio(sizes, {i: s.active_width for i, s in splits.items()})
+    step = 0.75 * 0.75 * (experts - top_k) / width
+    assert found == pytest.approx(active, abs=step + 1e-9)
+    for split in splits.values():
+        assert split.backbone + experts * split.petal == width
+        assert split.backbone >= 0
+
+
+def test_budget_counts_the_models_own_projections():
+    model = tiny_model("llama")
+    sizes = layer_sizes(model, dense_arch(model.config))
+    assert sizes[0] == LayerSize(attention=2 * 32 * 32 + 2 * 32 * 16, ffn=3 * 32 * 64, width=64)
+    assert active_ratio(sizes, {}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"active": 0.2}, "out of reach.*can go down to"),
+        ({"active": 1.5}, "not a ratio"),
+        ({"top_k": 4}, "below --experts 4"),
+        ({"layers": "9"}, "from 0 to 3"),
+        ({"layers": "some"}, "none of all, last-half"),
+    ],
+)
+def test_impossible_requests_say_what_would_work(options, message):
+    with pytest.raises(MoesaicError, match=message):
+        MoRE(MoREConfig(**options)).choose([LayerSize(1000, 6144, 64)] * 4)
+
+
+def test_unknown_variant():
+    with pytest.raises(MoesaicError, match="Unknown variant 'best'"):
+        MoREConfig(variant="best")
+
+
+def test_layer_choices():
+    assert chosen_layers("last-half", 5) == [2, 3, 4]
+    assert chosen_layers("all", 3) == [0, 1, 2]
+    assert chosen_layers("uniform", 6) == [1, 3, 5]
+    assert chosen_layers("early-middle", 6) == [0, 1, 2]
+    assert chosen_layers("4,1,4", 6) == [1, 4]
+
+
+def test_jsd_bounds():
+    assert jsd([0.25] * 4, [0.25] * 4) == 0
+    assert 0 < jsd([0.7, 0.1, 0.1, 0.1], [0.25] * 4) < 1
+
+
+def test_full_width_is_dense(tokens):
+    """rho_share = 1: the backbone is everything, in another order of summation."""
+    site, _, stats = observed(tokens)
+    method = MoRE(MoREConfig(active=1.0))
+    budget = method.choose([LayerSize(1000, 6144, 64)] * 4)[2]
+    assert (budget.backbone, budget.petal) == (64, 0)
+    ffn = dense_ffn(site.ffn, dense_arch(tiny_model("llama").config).ffn)
+    plan = MoRE(MoREConfig(active=1.0, variant="static")).decide(stats, site, budget)
+    x_TD = next(iter(site.inputs()))
+    torch.testing.assert_close(
+        ffn.neurons(0, 64).output(ffn.hidden(x_TD)[:, : plan.backbone]),
+        ffn.neurons(0, 64).output(ffn.hidden(x_TD)),
+    )

@@ -1,0 +1,136 @@
+"""Layer by layer is the whole forward, bitwise, from memory and from disk."""
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from moesaic.arch import dense_arch
+from moesaic.checkpoint import Checkpoint
+from moesaic.data import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.stream import LayerStream, Spill
+
+
+def seen_by_full_forward(model, arch, batches):
+    """What enters each FFN in an ordinary forward, padding dropped."""
+    inputs = {i: [] for i in range(len(arch.layers(model)))}
+    for batch in batches:
+        handles = [
+            arch.ffn_of(layer).register_forward_pre_hook(
+                lambda _, args, i=i: inputs[i].append(args[0].flatten(0, -2))
+            )
+            for i, layer in enumerate(arch.layers(model))
+        ]
+        with torch.inference_mode():
+            model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False)
+        for handle in handles:
+            handle.remove()
+        if batch.attention_mask is not None:
+            for rows in inputs.values():
+                rows[-1] = rows[-1][batch.attention_mask.flatten()]
+    return {i: torch.cat(rows) for i, rows in inputs.items()}
+
+
+def streamed(stream):
+    return {site.index: torch.cat(list(site.inputs())) for site in stream}
+
+
+@pytest.mark.parametrize("kind", ["tokens", "padded"])
+def test_layerwise_is_the_full_forward(model_type, kind, request):
+    tokens: Tokens = request.getfixturevalue(kind)
+    model = tiny_model(model_type)
+    arch = dense_arch(model.config)
+    expected = seen_by_full_forward(model, arch, tokens.batches(48))
+    found = streamed(LayerStream(model, arch, tokens, tokens_per_batch=48))
+    assert found.keys() == expected.keys()
+    for i in expected:
+        assert torch.equal(found[i], expected[i]), f"layer {i}"
+
+
+def test_from_disk_is_from_memory(model_type, padded, tmp_path):
+    model = tiny_model(model_type)
+    arch = dense_arch(model.config)
+    model.save_pretrained(tmp_path)
+    live = streamed(LayerStream(model, arch, padded))
+    stream = LayerStream.from_disk(Checkpoint(tmp_path), model.config, arch, padded)
+    disk = streamed(stream)
+    for i in live:
+        assert torch.equal(live[i], disk[i])
+    assert all(p.is_meta for p in stream.model.parameters()), "a layer's weights were kept"
+
+
+def test_one_layer_at_a_time_is_in_memory(tokens, tmp_path):
+    model = tiny_model("llama")
+    arch = dense_arch(model.config)
+    model.save_pretrained(tmp_path)
+    stream = LayerStream.from_disk(Checkpoint(tmp_path), model.config, arch, tokens)
+    for site in stream:
+        real = {n.split(".")[2] for n, p in stream.model.named_parameters() if not p.is_meta}
+        assert real == {str(site.index)}
+
+
+def test_spilling_changes_nothing(tokens):
+    model = tiny_model("gemma2")
+    arch = dense_arch(model.config)
+    kept = streamed(LayerStream(model, arch, tokens, tokens_per_batch=24))
+    spilled = streamed(LayerStream(model, arch, tokens, tokens_per_batch=24, spill_bytes=5000))
+    for i in kept:
+        assert torch.equal(kept[i], spilled[i])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_spill_keeps_values_and_lives_on_disk(dtype):
+    spill = Spill(limit=100)
+    first, second = torch.randn(4, 4).to(dtype), torch.randn(50, 3).to(dtype)
+    spill.append(first)
+    spill.append(second)
+    assert spill._folder is not None
+    assert spill._mapped == {1}
+    assert torch.equal(spill[1], second)
+    spill.replace(1, second * 2)
+    assert torch.equal(spill[1], second * 2)
+    spill.clear()
+    assert len(spill) == 0
+
+
+def test_only_wanted_layers_are_run(tokens):
+    model = tiny_model("llama")
+    arch = dense_arch(model.config)
+    ran = []
+    for i, layer in enumerate(arch.layers(model)):
+        layer.register_forward_hook(lambda *_, i=i: ran.append(i))
+    sites = [site.index for site in LayerStream(model, arch, tokens, [0, 2], tokens_per_batch=999)]
+    assert sites == [0, 2]
+    assert 3 not in ran[len(arch.layers(model)) :], "the layer behind the last wanted one ran"
+
+
+def test_activations_are_the_down_projections_input(tokens):
+    model = tiny_model("phi3")
+    arch = dense_arch(model.config)
+    for cache in (0, 1 << 20):
+        for site in LayerStream(model, arch, tokens, [2], cache_bytes=cache):
+            caught = []
+            handle = site.ffn.down_proj.register_forward_pre_hook(lambda _, a: caught.append(a[0]))  # noqa: B023
+            for x_TD, h_TM in site.activations():
+                site.ffn(x_TD)
+                torch.testing.assert_close(h_TM, caught.pop())
+            again = [h for _, h in site.activations()]
+            handle.remove()
+            assert (site._hidden is not None) == (cache > 0)
+            assert sum(len(h) for h in again) == tokens.count
+
+
+def test_the_model_is_left_as_it_was(tokens):
+    model = tiny_model("llama")
+    before = model(tokens.input_ids).logits
+    list(LayerStream(model, dense_arch(model.config), tokens))
+    assert torch.equal(before, model(tokens.input_ids).logits)
+    assert not any("forward" in vars(m) or m._forward_pre_hooks for m in model.modules())
+
+
+def test_value_that_is_not_finite_is_named(tokens):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 3] = float("inf")
+    with pytest.raises(MoesaicError, match="Layer 2 .* not finite in calibration batch 0"):
+        list(LayerStream(model, dense_arch(model.config), tokens))
