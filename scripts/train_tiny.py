@@ -7,7 +7,6 @@ every few minutes and continues from the last one when started again.
 """
 
 import argparse
-import json
 import math
 import platform
 import random

@@ -1,5 +1,7 @@
 """MoRE against its paper, equation by equation."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -84,7 +86,9 @@ def test_importance_is_equation_7(tokens):
     found = importance(ffn, stats.x_square_D / stats.tokens, stats.h_square_M / stats.tokens)
     for j in (0, 13, 63):
         up = sum(abs(float(ffn.up_MD[j, i])) * float((x_TD[:, i] ** 2).mean()) for i in range(32))
-        down = sum(abs(float(ffn.down_DM[k, j])) for k in range(32)) * float((h_TM[:, j] ** 2).mean())
+        down = sum(abs(float(ffn.down_DM[k, j])) for k in range(32)) * float(
+            (h_TM[:, j] ** 2).mean()
+        )
         assert found[j].item() == pytest.approx(up + down, rel=1e-6)
 
 
@@ -207,7 +211,7 @@ def test_sunflower(tokens, config):
     ends = np.cumsum([plan.backbone, *plan.petals])
     order = plan.order_M.tolist()
     core = set(order[: plan.backbone])
-    experts = [core | set(order[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    experts = [core | set(order[a:b]) for a, b in itertools.pairwise(ends)]
     for i, one in enumerate(experts):
         for other in experts[:i]:
             assert one & other == core
@@ -245,7 +249,7 @@ def test_variants_share_backbone_and_budget(tokens):
     assert abs(plans["naive"].active_width - full.active_width) < 8
 
 
-# --- budget ----------------------------------------------------------------------------------------
+# --- budget --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -261,7 +265,7 @@ def test_budget_round_trip(width, experts, data, active):
     try:
         splits = split_for_target(sizes, range(2, 8), active, experts, top_k)
     except MoesaicError:
-        floor = active_ratio(sizes, {i: width * top_k / experts for i in range(2, 8)})
+        floor = active_ratio(sizes, dict.fromkeys(range(2, 8), width * top_k / experts))
         assert active < floor + 1e-9
         return
     found = active_ratio(sizes, {i: s.active_width for i, s in splits.items()})

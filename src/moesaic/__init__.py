@@ -3,7 +3,8 @@
 Importing it registers the converted model types with ``AutoModelForCausalLM``.
 
 >>> import moesaic
->>> result = moesaic.carve(model, moesaic.MoREConfig(active=0.8), calibration=texts)  # doctest: +SKIP
+>>> config = moesaic.MoREConfig(active=0.8)
+>>> result = moesaic.carve("smollm2", config)  # doctest: +SKIP
 """
 
 from moesaic.data import Tokens

@@ -147,7 +147,9 @@ def check_out(out: Path, overwrite: bool = False) -> None:
     """Refuse an output that exists, before any work is done."""
     if out.exists() and not overwrite:
         raise MoesaicError(f"{out} exists. Choose another name or pass --overwrite.")
-    if out.exists() and not (out.is_dir() and ((out / "config.json").exists() or not any(out.iterdir()))):
+    if out.exists() and not (
+        out.is_dir() and ((out / "config.json").exists() or not any(out.iterdir()))
+    ):
         raise MoesaicError(f"{out} is not a model folder; --overwrite will not replace it.")
 
 

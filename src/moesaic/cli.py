@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -22,10 +22,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from moesaic import report, run
 from moesaic import measure as measuring
+from moesaic import report, run
 from moesaic.checkpoint import disk_full
 from moesaic.errors import MoesaicError
+from moesaic.hub import resolve
+from moesaic.measure import check_device, parse_dtype
 from moesaic.methods import MoREConfig
 from moesaic.recipe import Calibration, Evaluation, Recipe, load_recipe, step_config
 from moesaic.version import __version__
@@ -42,7 +44,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-# --- options that commands share -------------------------------------------------------------------
+# --- options that commands share -----------------------------------------------------------------
 
 MODELS = "A hub id, a folder, a .gguf file, smollm2, or a model that ships (tiny-dense ...)."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS, show_default=False)]
@@ -97,7 +99,7 @@ def example(line: str) -> str:
     return f"Example: [bold]{line}[/bold]"
 
 
-# --- commands --------------------------------------------------------------------------------------
+# --- commands ------------------------------------------------------------------------------------
 
 
 @app.command(epilog=example("moesaic carve smollm2 out --active 0.8 --experts 4"))
@@ -170,7 +172,10 @@ def carve(
 
 def carry_out(recipe: Recipe, overwrite: bool, resume: bool, as_json: bool) -> None:
     """Run a recipe and show what came of it."""
-    record = run.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
+    try:
+        record = run.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
+    except KeyboardInterrupt:
+        fail("Interrupted. Finished layers are kept; --resume continues from them.", 130)
     emit(as_json, record, report.terminal(record))
     err_console.print(f"Checkpoint in {recipe.out}, report in {recipe.out}/report.html")
 
@@ -208,7 +213,9 @@ def demo(
 @app.command("eval", epilog=example("moesaic eval out --against smollm2 --max-tokens 16384"))
 def evaluate(
     model: Model,
-    against: Annotated[str | None, typer.Option(metavar="MODEL", help="Measured beside it.")] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Measured beside it.")
+    ] = None,
     data: EvalData = "",
     length: EvalLength = 512,
     max_tokens: MaxTokens = None,
@@ -224,8 +231,8 @@ def evaluate(
             data=data,
             length=length,
             max_tokens=max_tokens,
-            device=device,
-            dtype=measuring.parse_dtype(dtype),
+            device=check_device(device),
+            dtype=parse_dtype(dtype),
             track=bars,
         ).as_json()
         for key, name in names.items()
@@ -239,7 +246,9 @@ def evaluate(
 @app.command(epilog=example("moesaic bench out --against smollm2 --rounds 5"))
 def bench(
     model: Model,
-    against: Annotated[str | None, typer.Option(metavar="MODEL", help="Timed in turn with it.")] = None,
+    against: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Timed in turn with it.")
+    ] = None,
     length: Annotated[int, typer.Option(min=2, help="Prompt tokens.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, help="Decoding steps a round.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds, after one of warm-up.")] = 5,
@@ -254,8 +263,8 @@ def bench(
         length=length,
         new_tokens=new_tokens,
         rounds=rounds,
-        device=device,
-        dtype=measuring.parse_dtype(dtype),
+        device=check_device(device),
+        dtype=parse_dtype(dtype),
         track=bars,
     )
     result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
@@ -291,8 +300,8 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Continue a text greedily."""
-    source = run.resolve(model)
-    loaded = source.load(device, measuring.parse_dtype(dtype))
+    source = resolve(model)
+    loaded = source.load(check_device(device), parse_dtype(dtype))
     text = measuring.generate(loaded, source.tokenizer, prompt, new_tokens, chat)
     if as_json:
         emit(True, {"prompt": prompt, "text": text}, None)
@@ -355,7 +364,7 @@ def _figure(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-# --- errors ----------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 @app.callback(invoke_without_command=True)
@@ -374,8 +383,6 @@ def explained() -> Iterator[None]:
         yield
     except MoesaicError as error:
         fail(str(error), 2)
-    except KeyboardInterrupt:
-        fail("Interrupted. Finished layers are kept; --resume continues from them.", 130)
     except BrokenPipeError:
         sys.exit(1)
     except Exception as error:
@@ -392,7 +399,7 @@ def explained() -> Iterator[None]:
         )
 
 
-def fail(message: str, code: int) -> None:
+def fail(message: str, code: int) -> NoReturn:
     """Say what is wrong on stderr and leave."""
     err_console.print(f"[bold red]Error:[/bold red] {message}", highlight=False, soft_wrap=True)
     sys.exit(code)

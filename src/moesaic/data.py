@@ -78,7 +78,7 @@ def load_texts(source: str, split: Literal["calibration", "evaluation"]) -> list
     if not path.is_file():
         if path.suffix or path.exists() or source.startswith((".", "/")):
             raise MoesaicError(f"No text file at {source}.")
-        return _hub_texts(source)
+        return _hub_texts(source, split)
     try:
         if path.suffix == ".jsonl":
             rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line]
@@ -90,13 +90,17 @@ def load_texts(source: str, split: Literal["calibration", "evaluation"]) -> list
             return [_text_of(row) for row in _datasets().Dataset.from_parquet(str(path))]
         return [path.read_text("utf-8")]
     except (ValueError, OSError) as error:
-        raise MoesaicError(f"{source} cannot be read as {path.suffix or 'text'}: {error}") from error
+        raise MoesaicError(
+            f"{source} cannot be read as {path.suffix or 'text'}: {error}"
+        ) from error
 
 
 def _text_of(row: Any) -> str:
     if isinstance(row, str):
         return row
-    parts = [row[k] for k in TEXT_KEYS if isinstance(row.get(k), str)] if hasattr(row, "get") else []
+    parts = (
+        [row[k] for k in TEXT_KEYS if isinstance(row.get(k), str)] if hasattr(row, "get") else []
+    )
     if not parts:
         raise MoesaicError(f"A row has no text under any of {', '.join(TEXT_KEYS)}: {row!r:.80}")
     return parts[0] if "text" in row else "\n".join(parts)
@@ -110,10 +114,15 @@ def _datasets() -> Any:
     return datasets
 
 
-def _hub_texts(source: str, limit: int = 10_000) -> list[str]:
+def _hub_texts(source: str, use: str, limit: int = 10_000) -> list[str]:
+    """The first documents of a hub dataset: of its train split, or its test split to evaluate."""
     name, _, config = source.partition(":")
     try:
-        rows = _datasets().load_dataset(name, config or None, split="train", streaming=True)
+        datasets = _datasets()
+        splits = datasets.get_dataset_split_names(name, config or None)
+        order = ("test", "validation") if use == "evaluation" else ("train",)
+        split = next((s for s in order if s in splits), splits[0])
+        rows = datasets.load_dataset(name, config or None, split=split, streaming=True)
         return [_text_of(row) for row in rows.take(limit)]
     except MoesaicError:
         raise
@@ -156,7 +165,11 @@ def evaluation_tokens(
 
 
 def calibration_tokens(
-    source: str | Sequence[str], tokenizer: Any, samples: int = 100, length: int = 256, seed: int = 0
+    source: str | Sequence[str],
+    tokenizer: Any,
+    samples: int = 100,
+    length: int = 256,
+    seed: int = 0,
 ) -> Tokens:
     """``samples`` windows of ``length`` tokens, drawn without replacement.
 

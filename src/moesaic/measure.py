@@ -250,7 +250,9 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.processor()
 
@@ -266,3 +268,18 @@ def parse_dtype(name: str) -> torch.dtype | None:
     if name not in known:
         raise MoesaicError(f"--dtype {name!r} is none of {', '.join(known)}.")
     return known[name]
+
+
+def check_device(name: str) -> str:
+    """The device's name, if this machine has it.
+
+    Raises:
+        MoesaicError: it has not.
+    """
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise MoesaicError(
+            f"--device {name!r} cannot be used here: {str(error).splitlines()[0]:.100}"
+        ) from None
+    return name

@@ -19,7 +19,7 @@ from moesaic.checkpoint import ShardWriter, check_out, skeleton, whole_folder
 from moesaic.data import Tokens, calibration_tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.hub import Source, resolve
-from moesaic.measure import environment, measure, parse_dtype
+from moesaic.measure import check_device, environment, measure, parse_dtype
 from moesaic.methods import CARVERS, MoREConfig, carve_layers
 from moesaic.metrics.score import Score, score
 from moesaic.plan import Plan, Progress
@@ -157,7 +157,7 @@ def carve(
         MoesaicError: the request cannot be met.
     """
     config = config if config is not None else MoREConfig()
-    original = resolve(model) if isinstance(model, str | Path) else model
+    original: Any = resolve(str(model)) if isinstance(model, str | Path) else model
     arch = dense_arch(original.config)
     on_disk = isinstance(original, Source)
     if tokenizer is None and on_disk:
@@ -188,7 +188,13 @@ def carve(
     if len(done) < len(wanted):
         if on_disk:
             stream = LayerStream.from_disk(
-                original.checkpoint, original.config, arch, tokens, wanted, device=device, dtype=dtype
+                original.checkpoint,
+                original.config,
+                arch,
+                tokens,
+                wanted,
+                device=device,
+                dtype=dtype,
             )
         else:
             original.eval()
@@ -224,7 +230,7 @@ def _tokens(given: Any, tokenizer: Any, samples: int, length: int, seed: int) ->
     return calibration_tokens(given, tokenizer, samples, length, seed)
 
 
-# --- apply -----------------------------------------------------------------------------------------
+# --- apply ---------------------------------------------------------------------------------------
 
 
 def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False) -> None:
@@ -237,7 +243,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
         decided.save(folder)
 
 
-# --- a whole recipe --------------------------------------------------------------------------------
+# --- a whole recipe ------------------------------------------------------------------------------
 
 
 def partial_folder(out: Path) -> Path:
@@ -266,6 +272,7 @@ def run_recipe(
     if len(recipe.steps) > 1:
         raise MoesaicError("A recipe can have one step for now.")
     settings, dtype = recipe.evaluation, parse_dtype(recipe.dtype)
+    check_device(recipe.device)
     result = carve(
         recipe.model,
         recipe.steps[0],

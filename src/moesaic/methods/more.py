@@ -302,16 +302,17 @@ def prototypes(site: Site, member_MR: Tensor, alpha: float) -> Tensor:
     """mu_i, Eqs. 10 and 11, of norm one: what the router compares x with (R, D)."""
     experts = member_MR.shape[1]
     keep = max(1, site.tokens // (100 * experts))
-    sum_RD, count_R = 0, 0
+    hidden_size = site.view.up_MD.shape[1]
+    sum_RD = torch.zeros(experts, hidden_size, dtype=torch.float64, device=member_MR.device)
+    count_R = torch.zeros(experts, device=member_MR.device)
     best: list[tuple[Tensor, Tensor]] = []  # energies and inputs of each expert's top tokens
     for x_TD, h_TM in site.activations():
         energy_TR = energies(h_TM, member_MR, alpha)
         assigned_TR = F.one_hot(energy_TR.argmax(1), experts).double()
-        sum_RD = sum_RD + assigned_TR.T @ x_TD.double()
-        count_R = count_R + assigned_TR.sum(0)
+        sum_RD += assigned_TR.T @ x_TD.double()
+        count_R += assigned_TR.sum(0)
         top = energy_TR.topk(min(keep, len(energy_TR)), dim=0)
         best.append((top.values, x_TD[top.indices]))
-    assert isinstance(sum_RD, Tensor) and isinstance(count_R, Tensor)
     for i in torch.nonzero(count_R == 0).flatten().tolist():
         values = torch.cat([v[:, i] for v, _ in best])
         candidates = torch.cat([x[:, i] for _, x in best]).double()

@@ -1,4 +1,4 @@
-"""Run as a process of its own: load a checkpoint, read a prompt, decode, print the peak in bytes."""
+"""A process of its own: load a checkpoint, read a prompt, decode, print the peak in bytes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ def main(request: str) -> None:
     """``request`` is the JSON list that :func:`moesaic.metrics.speed.peak_memory` sends."""
     folder, length, new_tokens, device, dtype = json.loads(request)
     from transformers import AutoModelForCausalLM
-
-    import moesaic  # noqa: F401  (registers the converted model types)
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     prompt = torch.arange(length).view(1, -1).to(device) % model.config.vocab_size

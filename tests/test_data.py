@@ -1,0 +1,109 @@
+"""Text to windows: every source, no special tokens, a fingerprint, clear refusals."""
+
+import functools
+import json
+import operator
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from moesaic.data import (
+    DOMAINS,
+    Tokens,
+    calibration_tokens,
+    evaluation_tokens,
+    load_texts,
+    shipped_texts,
+    windows,
+)
+from moesaic.errors import MoesaicError
+
+
+def test_shipped_text_has_every_domain_apart():
+    everything = shipped_texts("calibration")
+    parts = [shipped_texts("calibration", d) for d in DOMAINS]
+    assert all(parts)
+    assert sorted(everything) == sorted(functools.reduce(operator.iadd, parts, []))
+    assert not set(everything) & set(shipped_texts("evaluation"))
+
+
+def test_files_of_every_kind(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"question": "q", "answer": "a"}\n')
+    (tmp_path / "a.json").write_text(json.dumps([{"instruction": "i", "output": "o"}, "plain"]))
+    assert load_texts(str(tmp_path / "a.txt"), "calibration") == ["one\n\ntwo"]
+    assert load_texts(str(tmp_path / "a.jsonl"), "calibration") == ["one", "q\na"]
+    assert load_texts(str(tmp_path / "a.json"), "calibration") == ["i\no", "plain"]
+
+
+def test_parquet(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
+    assert load_texts(str(tmp_path / "a.parquet"), "calibration") == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["none.txt", "/no/such.jsonl", "./nothing"])
+def test_missing_file(name):
+    with pytest.raises(MoesaicError, match="No text file"):
+        load_texts(name, "calibration")
+
+
+def test_broken_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{nope")
+    with pytest.raises(MoesaicError, match=r"cannot be read as \.jsonl"):
+        load_texts(str(tmp_path / "a.jsonl"), "calibration")
+
+
+def test_row_without_text(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"label": 3}\n')
+    with pytest.raises(MoesaicError, match="no text under any of text"):
+        load_texts(str(tmp_path / "a.jsonl"), "calibration")
+
+
+def test_windows_are_the_text_and_nothing_else(tokenizer):
+    texts = ["Fellow citizens, it is done.", "And so on."]
+    ids = windows(texts, tokenizer, 4)
+    assert (
+        tokenizer.decode(ids.flatten())
+        == "\n\n".join(texts)[: len(tokenizer.decode(ids.flatten()))]
+    )
+    assert tokenizer.eos_token_id not in ids
+
+
+def test_calibration_is_drawn_without_replacement_and_seeded(tokenizer):
+    one = calibration_tokens("prose", tokenizer, 20, 32, seed=1)
+    assert one.input_ids.shape == (20, 32)
+    assert one.fingerprint == calibration_tokens("prose", tokenizer, 20, 32, seed=1).fingerprint
+    assert one.fingerprint != calibration_tokens("prose", tokenizer, 20, 32, seed=2).fingerprint
+    assert len({tuple(row) for row in one.input_ids.tolist()}) == 20
+
+
+def test_too_little_text_says_how_much_there_is(tokenizer):
+    with pytest.raises(MoesaicError, match=r"fills \d windows of 8 tokens.*--samples \d"):
+        calibration_tokens(["A short text of a few words only."], tokenizer, 100, 8)
+    with pytest.raises(MoesaicError, match="fills 0 windows.*lower --length"):
+        calibration_tokens([""], tokenizer, 100, 8)
+    with pytest.raises(MoesaicError, match="shorter than one window"):
+        evaluation_tokens([""], tokenizer, 8)
+
+
+def test_tokenised_file_is_used_as_it_is(tmp_path, tokenizer):
+    ids = torch.arange(12).view(3, 4)
+    save_file({"input_ids": ids}, tmp_path / "ids.safetensors")
+    assert torch.equal(calibration_tokens(str(tmp_path / "ids.safetensors"), None).input_ids, ids)
+    save_file({"input_ids": ids.int()}, tmp_path / "bad.safetensors")
+    with pytest.raises(MoesaicError, match="int64 of shape"):
+        calibration_tokens(str(tmp_path / "bad.safetensors"), None)
+
+
+def test_fingerprint_sees_the_mask():
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    assert Tokens(ids).fingerprint != Tokens(ids, torch.ones(2, 3, dtype=torch.bool)).fingerprint
+
+
+def test_batches_cover_all_rows():
+    ids = torch.arange(40).view(10, 4)
+    batches = list(Tokens(ids).batches(12))
+    assert [len(b.input_ids) for b in batches] == [3, 3, 3, 1]
+    assert torch.equal(torch.cat([b.input_ids for b in batches]), ids)

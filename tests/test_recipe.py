@@ -1,0 +1,85 @@
+"""Recipes are strict, and every one that ships parses."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moesaic.errors import MoesaicError
+from moesaic.methods import STEPS
+from moesaic.recipe import load_recipe, parse_recipe, step_config
+
+SHIPPED = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+TEXT = "model: smollm2\nout: out\nsteps:\n- carve: {active: 0.7, layers: [1, 2]}\n"
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda f: f.stem)
+def test_every_recipe_that_ships_parses_and_round_trips(file):
+    recipe = load_recipe(file)
+    assert parse_recipe(recipe.to_yaml()) == recipe
+
+
+def test_every_method_ships_a_recipe():
+    used = {
+        (verb, options.get("method", next(iter(STEPS[verb]))))
+        for file in SHIPPED
+        for step in yaml.safe_load(file.read_text())["steps"]
+        for verb, options in step.items()
+    }
+    assert used == {(verb, method) for verb, methods in STEPS.items() for method in methods}
+
+
+def test_values_arrive():
+    recipe = parse_recipe(TEXT)
+    assert recipe.steps[0].active == 0.7
+    assert recipe.steps[0].layers == (1, 2)
+
+
+def test_overrides():
+    recipe = parse_recipe(TEXT, ["steps.0.carve.active=0.9", "out=there", "calibration.samples=5"])
+    assert (recipe.steps[0].active, recipe.out, recipe.calibration.samples) == (0.9, "there", 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: [", "not valid YAML"),
+        ("- 1", "must be a mapping"),
+        ("model: a\nout: b", "steps must be a list"),
+        (TEXT + "color: red", r"color is not an option; known: model, out"),
+        (
+            TEXT + "calibration: {sample: 3}",
+            r"calibration\.sample is not an option|calibration\.sample",
+        ),
+        (TEXT + "calibration: {samples: many}", r"calibration\.samples: .*integer.*'many'"),
+        (TEXT.replace("carve", "curve"), r"steps\.0\.curve: unknown step 'curve'; known: carve"),
+        (
+            TEXT.replace("active", "activ"),
+            r"steps\.0\.carve\.activ is not an option; known: active",
+        ),
+        (TEXT.replace("0.7", "much"), r"steps\.0\.carve\.active: .*number"),
+        (TEXT.replace("active: 0.7", "method: moe"), "unknown method 'moe'; known: more"),
+        (TEXT.replace("active: 0.7", "variant: best"), r"variant: .*'full', 'backbone'.*'best'"),
+    ],
+)
+def test_mistakes_are_named_with_their_place(text, message):
+    with pytest.raises(MoesaicError, match=message):
+        parse_recipe(text)
+
+
+@pytest.mark.parametrize(
+    "override", ["nonsense", "steps.7.carve.active=1", "steps.x=1", "model.a=1"]
+)
+def test_bad_overrides(override):
+    with pytest.raises(MoesaicError, match="key=value|does not name a place"):
+        parse_recipe(TEXT, [override])
+
+
+def test_missing_file():
+    with pytest.raises(MoesaicError, match="No recipe at"):
+        load_recipe(Path("nowhere.yaml"))
+
+
+def test_step_needs_options():
+    with pytest.raises(MoesaicError, match="expected options"):
+        step_config("carve", 3)

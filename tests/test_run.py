@@ -1,0 +1,268 @@
+"""The story from end to end on tiny models: carve, save, load, measure, fail, resume."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import moesaic
+from moesaic import MoesaicError, MoREConfig, run
+from moesaic.data import evaluation_tokens
+from moesaic.methods import MoRE
+from moesaic.metrics.routing import carved_layers
+from moesaic.plan import Plan, same
+from moesaic.recipe import Calibration, Evaluation, Recipe
+
+CONFIG = MoREConfig(active=0.8, layers="all")
+QUICK = {"samples": 12, "length": 32}
+
+
+def weights(folder):
+    checkpoint = moesaic.hub.Source("x", folder).checkpoint
+    return {name: checkpoint.tensor(name) for name in checkpoint.names()}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def recipe(folder, out, **changes):
+    settings = {
+        "model": str(folder),
+        "out": str(out),
+        "steps": (CONFIG,),
+        "calibration": Calibration(**QUICK),
+        "evaluation": Evaluation(length=64, max_tokens=512, rounds=0, new_tokens=4),
+    }
+    return Recipe(**{**settings, **changes})
+
+
+def test_from_disk_is_from_memory_bitwise(llama_folder, tokenizer, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
+    live = moesaic.carve(model, CONFIG, tokenizer=tokenizer, **QUICK)
+    disk = moesaic.carve(str(llama_folder), CONFIG, **QUICK)
+    assert all(same(live.plan.layers[i], disk.plan.layers[i]) for i in range(4))
+    live.save(tmp_path / "live")
+    disk.save(tmp_path / "disk")
+    assert equal(weights(tmp_path / "live"), weights(tmp_path / "disk"))
+    assert equal(weights(tmp_path / "disk"), dict(disk.model.state_dict()))
+
+
+def test_the_callers_model_is_left_alone_unless_asked(llama_folder, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
+    result = moesaic.carve(model, CONFIG, tokenizer=tokenizer, **QUICK)
+    assert result.model is not model
+    assert not carved_layers(model)
+    result = moesaic.carve(model, CONFIG, tokenizer=tokenizer, inplace=True, **QUICK)
+    assert result.model is model
+    assert len(carved_layers(model)) == 4
+
+
+def test_calibration_as_texts_tokens_or_tensor(llama_folder, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
+    tokens = moesaic.data.calibration_tokens("", tokenizer, **QUICK)
+    plans = [
+        moesaic.carve(model, CONFIG, calibration=given, tokenizer=tokenizer, **QUICK).plan
+        for given in ("", tokens, tokens.input_ids)
+    ]
+    assert len({p.calibration for p in plans}) == 1
+    with pytest.raises(MoesaicError, match="needs a tokenizer"):
+        moesaic.carve(model, CONFIG, calibration=["some text"])
+
+
+def test_apply_rebuilds_the_result_from_the_plan(llama_folder, tmp_path):
+    moesaic.carve(str(llama_folder), CONFIG, **QUICK).save(tmp_path / "out")
+    moesaic.apply(str(llama_folder), tmp_path / "out" / "plan.json", tmp_path / "again")
+    assert equal(weights(tmp_path / "out"), weights(tmp_path / "again"))
+    assert Plan.load(tmp_path / "again").header() == Plan.load(tmp_path / "out").header()
+
+
+def test_apply_refuses_another_model(llama_folder, tmp_path):
+    moesaic.carve(str(llama_folder), CONFIG, **QUICK).save(tmp_path / "out")
+    tiny_model("llama", intermediate_size=48).save_pretrained(tmp_path / "other")
+    with pytest.raises(MoesaicError, match="made for a llama of 4 layers.*this is"):
+        moesaic.apply(str(tmp_path / "other"), tmp_path / "out", tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+def test_recipe_run_leaves_everything(llama_folder, tmp_path):
+    record = run.run_recipe(
+        recipe(
+            llama_folder,
+            tmp_path / "out",
+            evaluation=Evaluation(
+                length=64, max_tokens=512, rounds=1, new_tokens=4, compare=("static", "random")
+            ),
+        )
+    )
+    names = {p.name for p in (tmp_path / "out").iterdir()}
+    assert names >= {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "modeling_moesaic.py",
+        "plan.json",
+        "plan.safetensors",
+        "recipe.yaml",
+        "report.html",
+        "result.json",
+        "tokenizer.json",
+    }
+    assert record == json.loads((tmp_path / "out" / "result.json").read_text())
+    assert not (tmp_path / "out.partial").exists()
+    assert set(record["scores"]) == {"original", "result", "static", "random"}
+    result, static = record["scores"]["result"], record["scores"]["static"]
+    assert result["nominal_active_ratio"] == pytest.approx(0.8, abs=0.02)
+    assert static["active_ratio"] == pytest.approx(result["nominal_active_ratio"])
+    assert record["speed"]["result"]["peak_memory_bytes"] > 50e6
+    again = moesaic.load_recipe(tmp_path / "out" / "recipe.yaml")
+    assert again == recipe(
+        llama_folder,
+        tmp_path / "out",
+        evaluation=Evaluation(
+            length=64, max_tokens=512, rounds=1, new_tokens=4, compare=("static", "random")
+        ),
+    )
+
+
+def test_perplexity_agrees_with_a_plain_loop(llama_folder, tmp_path):
+    moesaic.carve(str(llama_folder), CONFIG, **QUICK).save(tmp_path / "out")
+    found = moesaic.evaluate(str(tmp_path / "out"), length=32, max_tokens=640)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "\n\n".join(moesaic.data.shipped_texts("evaluation"))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"][:640]
+    losses = []
+    for start in range(0, 640, 32):
+        window = torch.tensor([ids[start : start + 32]])
+        with torch.no_grad():
+            log = model(window).logits[0].log_softmax(-1)
+        losses += [-log[t, window[0, t + 1]].item() for t in range(31)]
+    assert found.tokens == len(losses) == 620
+    assert found.perplexity == pytest.approx(math.exp(sum(losses) / 620), rel=1e-5)
+
+
+def test_measured_ratio_counts_routed_tokens(llama_folder, tokenizer):
+    result = moesaic.carve(str(llama_folder), MoREConfig(balanced=False, layers="all"), **QUICK)
+    tokens = evaluation_tokens("", tokenizer, 32, 640)
+    found = moesaic.evaluate(result.model, data=tokens)
+    wanted = 0.0
+    for i, ffn in carved_layers(result.model).items():
+        seen = []
+        handle = ffn.register_forward_pre_hook(lambda _, a, s=seen: s.append(a[0].flatten(0, 1)))
+        with torch.no_grad():
+            for batch in tokens.batches(1024):
+                result.model(batch.input_ids)
+        handle.remove()
+        chosen = ffn.router(torch.cat(seen)).flatten()
+        width = ffn.backbone + torch.tensor(ffn.petals)[chosen].float().mean().item()
+        assert found.routing[i].active_width == pytest.approx(width)
+        assert sum(found.routing[i].counts) == 640
+        wanted += 3 * 32 * width
+    attention = 4 * (2 * 32 * 32 + 2 * 32 * 16)
+    assert found.active_ratio == pytest.approx((attention + wanted) / (attention + 4 * 3 * 32 * 64))
+
+
+def test_scores_beside_the_original(llama_folder):
+    result = moesaic.carve(str(llama_folder), CONFIG, **QUICK)
+    result.evaluation = evaluation_tokens("", result.tokenizer, 32, 320)
+    assert set(result.scores) == {"result", "original"}
+    assert result.scores["original"].active_ratio == 1.0
+
+
+class Breaks(MoRE):
+    """Fails at the third layer, once."""
+
+    def decide(self, stats, site, budget):
+        if site.index == 2:
+            raise RuntimeError("power cut")
+        return super().decide(stats, site, budget)
+
+
+def test_resume_after_a_failure_gives_the_identical_plan(llama_folder, tmp_path, monkeypatch):
+    run.run_recipe(recipe(llama_folder, tmp_path / "whole", evaluation=None))
+    monkeypatch.setitem(run.CARVERS, MoREConfig, Breaks)
+    broken = recipe(llama_folder, tmp_path / "out", evaluation=None)
+    with pytest.raises(RuntimeError, match="power cut"):
+        run.run_recipe(broken)
+    assert not (tmp_path / "out").exists()
+    assert len(list((tmp_path / "out.partial").glob("layer-*"))) == 2
+    monkeypatch.setitem(run.CARVERS, MoREConfig, MoRE)
+    with pytest.raises(MoesaicError, match="--resume to continue"):
+        run.run_recipe(broken)
+    other = recipe(llama_folder, tmp_path / "out", evaluation=None, steps=(MoREConfig(active=0.9),))
+    with pytest.raises(MoesaicError, match="another request"):
+        run.run_recipe(other, resume=True)
+    observed = []
+    plain = MoRE.observe
+    monkeypatch.setattr(
+        MoRE, "observe", lambda s, site: observed.append(site.index) or plain(s, site)
+    )
+    run.run_recipe(broken, resume=True)
+    assert observed == [2, 3]
+    assert equal(weights(tmp_path / "out"), weights(tmp_path / "whole"))
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_killed_run_leaves_nothing_at_out_and_resumes(llama_folder, tmp_path):
+    code = (
+        "import sys, time\nfrom moesaic import run, MoREConfig\nfrom moesaic.methods import MoRE\n"
+        "from test_run import recipe\n"
+        "plain = MoRE.decide\n"
+        "def slow(self, stats, site, budget):\n"
+        "    if site.index == 2: time.sleep(60)\n"
+        "    return plain(self, stats, site, budget)\n"
+        "MoRE.decide = slow\n"
+        "run.run_recipe(recipe(sys.argv[1], sys.argv[2], evaluation=None))\n"
+    )
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(llama_folder), str(out)],
+        env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)},
+    )
+    partial = tmp_path / "out.partial"
+    for _ in range(600):
+        if len(list(partial.glob("layer-*.safetensors"))) == 2 or process.poll() is not None:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(list(partial.glob("layer-*.safetensors"))) == 2
+    assert not out.exists()
+    run.run_recipe(recipe(llama_folder, out, evaluation=None), resume=True)
+    run.run_recipe(recipe(llama_folder, tmp_path / "whole", evaluation=None))
+    assert equal(weights(out), weights(tmp_path / "whole"))
+
+
+def test_a_failure_while_writing_leaves_nothing(llama_folder, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("moesaic.checkpoint.ShardWriter.close", full)
+    with pytest.raises(OSError, match="No space"):
+        run.run_recipe(recipe(llama_folder, tmp_path / "out", evaluation=None))
+    assert [p.name for p in tmp_path.iterdir()] == ["out.partial"]
+
+
+def test_existing_out_is_refused_before_any_work(llama_folder, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(run, "carve", None)
+    with pytest.raises(MoesaicError, match="exists"):
+        run.run_recipe(recipe(llama_folder, tmp_path / "out"))
+
+
+def test_dtype_is_applied_on_the_way(llama_folder, tmp_path):
+    result = moesaic.carve(str(llama_folder), CONFIG, dtype=torch.bfloat16, **QUICK)
+    result.save(tmp_path / "out")
+    saved = weights(tmp_path / "out")
+    kinds = {t.dtype for n, t in saved.items() if not n.endswith("router.weight")}
+    assert kinds == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
