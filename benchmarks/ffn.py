@@ -2,8 +2,8 @@
 
     python benchmarks/ffn.py            writes benchmarks/ffn.json
 
-d = 2048, d_mid = 8192, a backbone of a third and four petals of a sixth, so that a token runs
-half of the neurons; at 512 tokens and at one; float32 and bfloat16. The ratio is taken round by
+d = 2048, d_mid = 8192, a backbone of about a third and four petals of a sixth, so that a token
+runs half of the neurons; at 512 tokens and at one; float32 and bfloat16. The ratio is taken round by
 round, carved over dense; its median is what counts. The bound is 0.65.
 """
 
@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from moesaic.arch import DENSE
+from moesaic.budget import LayerSize, split_for_target
 from moesaic.measure import environment
 from moesaic.nn import carved_like
 from moesaic.plan import CarvedLayer
@@ -29,12 +30,12 @@ HIDDEN, WIDTH, ROUNDS = 2048, 8192, 15
 
 def carve(dense: LlamaMLP, petals: int) -> torch.nn.Module:
     """The dense block in four petals, with a router that spreads random tokens evenly."""
-    petal = WIDTH // 2 // (petals - 1)
-    backbone = WIDTH - petals * petal
+    size = LayerSize(attention=0, ffn=3 * HIDDEN * WIDTH, width=WIDTH)
+    split = split_for_target([size], [0], active=0.5, experts=petals, top_k=1)[0]
     layer = CarvedLayer(
         order_M=torch.arange(WIDTH),
-        backbone=backbone,
-        petals=(petal,) * petals,
+        backbone=split.backbone,
+        petals=(split.petal,) * petals,
         top_k=1,
         router_RD=torch.randn(petals, HIDDEN),
     )

@@ -160,6 +160,19 @@ class DenseFFN:
         """The block's output (T, D) for hidden activations h."""
         return F.linear(h_TM, self.down_DM, self.down_bias_D)
 
+    def of_few(self, x_TD: Tensor) -> Tensor:
+        """``output(hidden(x))`` with the weights as left operands.
+
+        For tens to hundreds of tokens, CPU kernels then run in up to half the time.
+        """
+        x_DT = x_TD.T
+        h_MT = _times(self.up_MD, x_DT, self.up_bias_M)
+        if self.gate_MD is None:
+            h_MT = self.act(h_MT)
+        else:
+            h_MT = self.act(_times(self.gate_MD, x_DT, self.gate_bias_M)) * h_MT
+        return self.output(h_MT.T)
+
     def neurons(self, start: int, stop: int) -> DenseFFN:
         """Neurons ``start`` to ``stop`` as a block of their own: views, and no output bias."""
         rows = slice(start, stop)
@@ -171,6 +184,11 @@ class DenseFFN:
             up_bias_M=None if self.up_bias_M is None else self.up_bias_M[rows],
             gate_bias_M=None if self.gate_bias_M is None else self.gate_bias_M[rows],
         )
+
+
+def _times(weight_MD: Tensor, x_DT: Tensor, bias_M: Tensor | None) -> Tensor:
+    product_MT = weight_MD @ x_DT
+    return product_MT if bias_M is None else product_MT + bias_M[:, None]
 
 
 def dense_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:

@@ -107,7 +107,21 @@ def split_for_target(
         )
     splits = {}
     for i in layers:
-        width = sizes[i].width
-        petal = min(round((1 - share) * width / (experts - top_k)), width // experts)
+        width, idle = sizes[i].width, experts - top_k
+        step = alignment(width, idle)
+        petal = step * round((1 - share) * width / idle / step)
+        petal = min(petal, width // experts // step * step)
         splits[i] = Split(width - experts * petal, petal, experts, top_k)
     return splits
+
+
+def alignment(width: int, idle: int) -> int:
+    """What petal sizes are a multiple of: kernels and native formats like 32, 16 or 8.
+
+    The largest of them whose rounding, times the ``idle`` petals of a token, stays within 1 % of
+    the layer's width.
+
+    >>> alignment(14_336, 3), alignment(1536, 3), alignment(1536, 32)
+    (32, 8, 1)
+    """
+    return next((step for step in (32, 16, 8) if idle * step / 2 <= 0.01 * width), 1)

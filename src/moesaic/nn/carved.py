@@ -116,13 +116,18 @@ class CarvedFFN(nn.Module):
                 y_TD = y_TD + petal.output(petal.hidden(x_TD))
             return y_TD
         flat = chosen_TK.flatten()
+        order = flat.argsort(stable=True)  # token-choice pairs, petal by petal
         counts = torch.bincount(flat, minlength=len(self.petals)).tolist()
-        assigned = (flat.argsort(stable=True) // self.top_k).split(counts)
-        for (start, stop), rows in zip(self.slices, assigned, strict=True):
-            if len(rows):
-                petal = ffn.neurons(start, stop)
-                y_TD = y_TD.index_add(0, rows, petal.output(petal.hidden(x_TD[rows])))
-        return y_TD
+        groups = x_TD.index_select(0, order // self.top_k).split(counts)
+        parts = [
+            ffn.neurons(start, stop).of_few(group)
+            for (start, stop), group in zip(self.slices, groups, strict=True)
+        ]
+        back = torch.empty_like(order).scatter_(
+            0, order, torch.arange(len(order), device=order.device)
+        )
+        routed_TKD = torch.cat(parts).index_select(0, back).view(tokens, self.top_k, -1)
+        return y_TD + (routed_TKD[:, 0] if self.top_k == 1 else routed_TKD.sum(1))
 
     def _sliceable(self) -> bool:
         """Whether the projections are plain: not quantised, not wrapped by an adapter."""
