@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moesaic.arch import dense_arch, dense_ffn
 from moesaic.budget import LayerSize, active_ratio, layer_sizes, split_for_target
+from moesaic.clustering import fill, spectral_embedding
 from moesaic.errors import MoesaicError
 from moesaic.methods.more import (
     MoRE,
@@ -19,14 +20,12 @@ from moesaic.methods.more import (
     add_coactivation,
     chosen_layers,
     energies,
-    fill,
     frequency,
     importance,
     memberships,
     mirror,
     petals_of,
     prototypes,
-    spectral_embedding,
 )
 from moesaic.metrics.routing import jsd
 from moesaic.stream import LayerStream

@@ -8,7 +8,3 @@ class MoesaicError(Exception):
 
     The command line prints it without a traceback and exits with code 2.
     """
-
-
-class UnfinishedRun(MoesaicError):
-    """A run that stopped half-way and left finished layers on disk for ``--resume``."""

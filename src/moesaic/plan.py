@@ -210,7 +210,7 @@ class Progress:
         for file in sorted(self.folder.glob("layer-*.safetensors")):
             with safe_open(file, framework="pt") as opened:
                 record = json.loads(opened.metadata()["moesaic"])
-                tensors = {name: opened.get_tensor(name) for name in opened}
+                tensors = {name: opened.get_tensor(name) for name in opened.keys()}
             layer = KINDS[record["header"]["kind"]].load(record["header"], tensors)
             done[record["name"], record["layer"]] = (layer, record["analysis"])
         return done

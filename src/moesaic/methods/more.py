@@ -39,6 +39,7 @@ from torch import Tensor
 
 from moesaic.arch import DenseFFN
 from moesaic.budget import LayerSize, Split, ffn_share, split_for_target
+from moesaic.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.errors import MoesaicError
 from moesaic.plan import CarvedLayer
 from moesaic.stream import Site
@@ -166,84 +167,6 @@ class MoREStats:
 
 
 # --- Petals: spectral clustering of the residual co-activation -----------------------------------
-
-
-def affinity_degree(affinity_MM: Tensor, members: Tensor) -> Tensor:
-    """How strongly each member is tied to the other members: row sums without the diagonal."""
-    on_M = torch.zeros(len(affinity_MM), device=affinity_MM.device)
-    on_M[members] = 1
-    return (affinity_MM @ on_M - affinity_MM.diagonal())[members].double()
-
-
-def spectral_embedding(affinity_MM: Tensor, members: Tensor, dims: int, seed: int) -> np.ndarray:
-    """Leading eigenvectors of D^-1/2 C D^-1/2, rows of norm one (len(members), dims).
-
-    Ng, Jordan & Weiss (2001), on the zero-diagonal sub-matrix of ``members``, each of which has
-    some affinity. The matrix is only multiplied with, by Lanczos iteration: no copy of it,
-    normalised or restricted, is made.
-    """
-    from scipy.sparse.linalg import LinearOperator, eigsh
-
-    device, whole, count = affinity_MM.device, len(affinity_MM), len(members)
-    diagonal = affinity_MM.diagonal()[members].double()
-    scale = affinity_degree(affinity_MM, members).rsqrt()
-
-    def matvec(v: np.ndarray) -> np.ndarray:
-        scaled = scale * torch.from_numpy(v.ravel()).to(device)
-        padded = torch.zeros(whole, dtype=affinity_MM.dtype, device=device)
-        padded[members] = scaled.to(affinity_MM.dtype)
-        product = (affinity_MM @ padded)[members].double() - diagonal * scaled
-        return np.asarray((scale * product).cpu())
-
-    if count <= 2 * dims + 2:  # too small for Lanczos
-        columns = [matvec(unit) for unit in np.eye(count)]
-        vectors = np.linalg.eigh(np.stack(columns, axis=1))[1][:, -dims:]
-    else:
-        start = np.random.default_rng(seed).standard_normal(count)
-        operator = LinearOperator((count, count), matvec=matvec, dtype=np.float64)
-        vectors = eigsh(operator, k=dims, which="LA", v0=start, tol=1e-6)[1]
-    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return np.asarray(vectors / np.maximum(norms, 1e-12))
-
-
-def cluster(points: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """k-means labels and squared distances to every centre (points, count)."""
-    from sklearn.cluster import KMeans
-
-    fitted = KMeans(count, n_init=10, random_state=seed).fit(points)
-    return fitted.labels_, fitted.transform(points) ** 2
-
-
-def fill(distance_NR: np.ndarray, least: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Assign each point to a near cluster so that cluster sizes stay within bounds.
-
-    Points choose in the order of what a second choice would cost them; then clusters below
-    ``least`` take the points that lose least.
-
-    >>> d = np.array([[0.0, 1.0], [0.0, 5.0], [0.0, 3.0], [2.0, 0.0]])
-    >>> fill(d, np.array([2, 2]), np.array([2, 2])).tolist()
-    [1, 0, 0, 1]
-    """
-    count, clusters = distance_NR.shape
-    if clusters == 1:
-        return np.zeros(count, dtype=np.int64)
-    ranked = np.sort(distance_NR, axis=1)
-    room = most.copy()
-    label = np.full(count, -1)
-    for point in np.argsort(ranked[:, 0] - ranked[:, 1], kind="stable"):
-        choice = np.where(room > 0, distance_NR[point], np.inf).argmin()
-        label[point] = choice
-        room[choice] -= 1
-    sizes = np.bincount(label, minlength=clusters)
-    for needy in np.flatnonzero(sizes < least):
-        while sizes[needy] < least[needy]:
-            spare = sizes[label] > least[label]
-            loss = distance_NR[:, needy] - distance_NR[np.arange(count), label]
-            point = np.where(spare, loss, np.inf).argmin()
-            sizes[label[point]] -= 1
-            sizes[needy] += 1
-            label[point] = needy
-    return label
 
 
 def petals_of(

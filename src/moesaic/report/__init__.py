@@ -1,6 +1,11 @@
-def html(records):
-    return "x"
+"""What a run's ``result.json`` says, for people: a page, a model card, a terminal, a picture.
 
+Nothing here measures or computes beyond formatting: what is not in the record is left out.
+"""
 
-def model_card(record, recipe):
-    return "x"
+from moesaic.report.card import model_card
+from moesaic.report.console import terminal
+from moesaic.report.page import html
+from moesaic.report.picture import picture
+
+__all__ = ["html", "model_card", "picture", "terminal"]

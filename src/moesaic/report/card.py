@@ -1,0 +1,121 @@
+"""The README of a converted checkpoint: a Hugging Face model card."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+from moesaic.report import figures, read, words
+from moesaic.report.read import Cell, Figures, Record, by_layer, part
+
+HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+TAGS = ["moesaic", "mixture-of-experts"]
+
+
+def model_card(record: Mapping[str, Any], recipe_yaml: str) -> str:
+    """The card: what it is, how to load it, what was measured, how it was made.
+
+    Args:
+        record: what ``result.json`` holds.
+        recipe_yaml: the recipe that made it.
+    """
+    model = read.model_name(record)
+    front = {
+        "base_model": HUB_IDS.get(model, model),
+        "library_name": "transformers",
+        "tags": TAGS,
+        "pipeline_tag": "text-generation",
+    }
+    parts = [
+        f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
+        f"# {_inline(read.title(record))}",
+        _what(record),
+        _loading(record),
+        *_measured(record),
+        "## How it was made",
+        _fence(recipe_yaml, "yaml"),
+        "`plan.json` in this folder holds every decision; `moesaic apply BASE plan.json OUT` "
+        "rebuilds the checkpoint from the base model.",
+        "The base model's licence applies to its weights.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _what(record: Record) -> str:
+    model, method = _inline(read.model_name(record)), read.method_name(record)
+    layers = [i for i, _ in by_layer(part(record, "layers"))]
+    where = f" in layers {figures.ranges(layers)}" if layers else ""
+    what = (
+        f"{model}, its feed-forward networks{where} rebuilt as a backbone that every token runs "
+        "and petals of which a router picks a few"
+        if read.petals(record)
+        else f"{model}, its feed-forward networks{where} cut down"
+    )
+    by = f" by {method}" if method else ""
+    return (
+        f"{what}{by}. The weights are the base model's own, rearranged: nothing was trained, and "
+        "quality is lost. What was lost is below; measure it on your own text before relying on it."
+    )
+
+
+def _loading(record: Record) -> str:
+    folder = PurePath(str(record.get("out") or "")).name or "path/to/this/folder"
+    load = f'AutoModelForCausalLM.from_pretrained("{folder}"'
+    code = (
+        "import moesaic  # registers the model type\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"model = {load})\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")'
+    )
+    return (
+        f"## Loading it\n\nNeeds `pip install moesaic`.\n\n{_fence(code, 'python')}\n\n"
+        f"Without the import: `{load}, trust_remote_code=True)`."
+    )
+
+
+def _measured(record: Record) -> list[str]:
+    sentences = words.summary(record)
+    parts = ["## What it costs and what it brings", "\n".join(f"- {s.text}" for s in sentences)]
+    for table in (read.score_table(record), read.speed_table(record)):
+        if table.rows:
+            parts.append(_table(table))
+    on = part(record, "evaluation").get("data")
+    machine = part(record, "environment")
+    notes = []
+    if on and part(record, "scores"):
+        text = "text that ships with Moesaic" if on == "shipped" else f"`{on}`"
+        notes.append(f"Perplexity on {text}, in windows of {part(record, 'evaluation')['length']}.")
+    if part(record, "speed") and machine:
+        known = [machine.get("processor"), machine.get("device")]
+        where = " · ".join(str(m) for m in known if m)
+        notes.append(
+            f"Speed on {where}, {machine.get('threads', 'some')} threads, torch "
+            f"{machine.get('torch', figures.NONE)}; medians, with the least and the greatest round."
+        )
+    return [*parts, " ".join(notes)] if notes else parts
+
+
+def _table(table: Figures) -> str:
+    def written(cell: Cell) -> str:
+        return f"{cell.text} ({cell.note})" if cell.note else cell.text
+
+    head = ["", *map(_inline, table.columns)]
+    lines = [head, ["---", *["---:"] * len(table.columns)]]
+    lines += [[label, *map(written, cells)] for label, cells in table.rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+
+
+def _fence(code: str, language: str) -> str:
+    """A code block whose fence is longer than any run of backticks inside."""
+    longest = max((len(run) for run in re.findall("`+", code)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{code.rstrip()}\n{fence}"
+
+
+def _inline(text: str) -> str:
+    """Text that means itself in Markdown."""
+    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", text)

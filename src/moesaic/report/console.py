@@ -1,0 +1,97 @@
+"""The closing words of a run on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from moesaic.report import figures, read, words
+from moesaic.report.read import Figures, part
+
+
+def terminal(record: Mapping[str, Any]) -> RenderableType:
+    """Tables of figures, what they say in plain words, and the continuations side by side."""
+    parts: list[RenderableType] = [Text(read.title(record), style="bold")]
+    for table in (read.score_table(record), read.speed_table(record)):
+        if table.rows:
+            parts.append(_table(table))
+    said = Table.grid(padding=(0, 1))
+    for sentence in words.summary(record):
+        style = "yellow" if sentence.against else ""
+        said.add_row(Text("-" if sentence.against else "+", style=style), Text(sentence.text))
+    parts.append(Padding(said, (0, 1, 1, 1)))
+    generated = dict(part(record, "generation"))
+    prompt = generated.pop("prompt", None)
+    if generated:
+        if prompt:
+            parts.append(Text.assemble(" ", (figures.printable(str(prompt)), "bold")))
+        parts.append(Beside([(name, str(generated[name])) for name in read.names(generated)]))
+    return Group(*parts)
+
+
+def _table(of: Figures) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=True)
+    table.add_column("", style="dim", no_wrap=True)
+    for name in of.columns:
+        table.add_column(
+            name,
+            justify="right",
+            style="bold" if name == "result" else "",
+            header_style="bold cyan" if name == "result" else "bold",
+        )
+    for label, cells in of.rows:
+        table.add_row(label, *(_cell(cell) for cell in cells))
+    return table
+
+
+def _cell(cell: read.Cell) -> Text:
+    text = Text(cell.text, style="yellow" if cell.slow else "")
+    if cell.note:
+        text.append(
+            f" {cell.note}" if cell.note.isalpha() else f" ({cell.note})",
+            style="not bold" if cell.slow else "dim not bold",
+        )
+    return text
+
+
+@dataclass
+class Beside:
+    """Texts in panels, as many beside each other as can be read."""
+
+    texts: Sequence[tuple[str, str]]
+    least: int = 34
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Lay the panels out for a width."""
+        across = max(1, min(len(self.texts), options.max_width // self.least, 3))
+        for start in range(0, len(self.texts), across):
+            row = self.texts[start : start + across]
+            grid = Table.grid(expand=True, padding=(0, 0))
+            for _ in range(across):
+                grid.add_column(ratio=1)
+            tallest = max(
+                len(console.render_lines(p, options.update(width=options.max_width // across)))
+                for p in map(_panel, row)
+            )
+            grid.add_row(*(_panel(pair, tallest) for pair in row))
+            yield grid
+
+
+def _panel(pair: tuple[str, str], height: int | None = None) -> Panel:
+    name, text = pair
+    return Panel(
+        Text(figures.printable(text).strip() or "(nothing)"),
+        title=Text(name, style="bold cyan" if name == "result" else ""),
+        title_align="left",
+        box=box.ROUNDED,
+        border_style="dim",
+        height=height,
+    )

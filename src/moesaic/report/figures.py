@@ -1,0 +1,163 @@
+"""How figures are written, the same everywhere. What is missing is written as a dash."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+NONE = "–"
+NBSP = "\u00a0"
+
+
+def perplexity(value: float | None) -> str:
+    """Two decimals, fewer as it grows.
+
+    >>> [perplexity(v) for v in (12.7856, 412.06, 30_412.4, 4.2e9, float("inf"), None)]
+    ['12.79', '412.1', '30,412', '4.2e+09', '∞', '–']
+    """
+    if (odd := _odd(value)) is not None:
+        return odd
+    assert value is not None
+    if value >= 1e6:
+        return f"{value:.1e}"
+    return f"{value:,.{2 if value < 100 else 1 if value < 1000 else 0}f}"
+
+
+def count(value: float | None) -> str:
+    """Counts to four digits: exact below ten thousand.
+
+    >>> [count(v) for v in (0, 8176, 34_560, 134_515_008, 8_030_261_248)]
+    ['0', '8,176', '34.6k', '134.5M', '8.03B']
+    """
+    if (odd := _odd(value)) is not None:
+        return odd
+    assert value is not None
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size and value >= 10_000:
+            scaled = value / size
+            return f"{scaled:,.{2 if scaled < 10 else 1}f}{unit}"
+    return f"{value:,.0f}"
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """A share in percent.
+
+    >>> percent(0.80004, 1).replace(NBSP, " "), percent(None)
+    ('80.0 %', '–')
+    """
+    odd = _odd(share)
+    return odd if odd is not None else f"{100 * (share or 0):.{digits}f}{NBSP}%"
+
+
+def times(ratio: float | None) -> str:
+    """A ratio.
+
+    >>> times(1.2744)
+    '1.27×'
+    """
+    odd = _odd(ratio)
+    return odd if odd is not None else f"{ratio:.2f}×"
+
+
+def rate(value: float | None) -> str:
+    """A speed to three digits.
+
+    >>> [rate(v) for v in (1031.18, 24.75, 3.456)]
+    ['1,031', '24.8', '3.46']
+    """
+    if (odd := _odd(value)) is not None:
+        return odd
+    assert value is not None
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds, or milliseconds below one.
+
+    >>> [duration(s).replace(NBSP, " ") for s in (0.4969, 0.0042, 12.3)]
+    ['497 ms', '4.2 ms', '12.30 s']
+    """
+    if (odd := _odd(seconds)) is not None:
+        return odd
+    assert seconds is not None
+    if seconds >= 1:
+        return f"{seconds:.2f}{NBSP}s"
+    return f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f}{NBSP}ms"
+
+
+def memory(size: float | None) -> str:
+    """Bytes, in binary units.
+
+    >>> memory(4_195_250_176).replace(NBSP, " "), memory(734_003_200).replace(NBSP, " ")
+    ('3.91 GiB', '700 MiB')
+    """
+    if (odd := _odd(size)) is not None:
+        return odd
+    assert size is not None
+    gib, mib = size / 2**30, size / 2**20
+    return f"{gib:.2f}{NBSP}GiB" if gib >= 1 else f"{mib:,.0f}{NBSP}MiB"
+
+
+def spread(values: Any) -> str:
+    """The least and the greatest of repeated measurements.
+
+    >>> spread([782.2, 829.3]), spread(None)
+    ('782–829', '')
+    """
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != 2:
+        return ""
+    least, most = values
+    if not all(isinstance(v, int | float) for v in values):
+        return ""
+    return f"{rate(least)}–{rate(most)}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Layer numbers, runs of them drawn together.
+
+    >>> ranges([4, 5, 6, 9, 11, 12])
+    '4–6, 9, 11–12'
+    """
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and n == parts[-1][-1] + 1:
+            parts[-1].append(n)
+        else:
+            parts.append([n])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts)
+
+
+def plain(value: Any) -> str:
+    """An option as text.
+
+    >>> plain(True), plain(""), plain([1, 2]), plain(None), plain(0.8)
+    ('yes', '–', '1, 2', '–', '0.8')
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or value == "":
+        return NONE
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(plain(v) for v in value) or NONE
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer a terminal: control characters other than newline and tab replaced.
+
+    >>> printable("a\\x1b[31mb\\n")
+    'a�[31mb\\n'
+    """
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+
+
+def _odd(value: float | None) -> str | None:
+    """How a value is written that is no finite number."""
+    if value is None:
+        return NONE
+    if math.isnan(value):
+        return "not a number"
+    return ("∞" if value > 0 else "-∞") if math.isinf(value) else None

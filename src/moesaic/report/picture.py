@@ -1,0 +1,64 @@
+"""One SVG of a run for a README: readable on light and on dark pages, since it brings its card."""
+
+from __future__ import annotations
+
+from markupsafe import escape
+
+from moesaic.report import charts, figures
+from moesaic.report.read import Record, by_layer, figure, names, part, title
+
+STYLE = """
+text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
+fill:#1d2126}
+.title{font-size:19px;font-weight:600}
+.head{font-size:12.5px;font-weight:600}
+.quiet{fill:#666d75;font-size:11px}
+.cell{font-size:10px}
+.name.result,.value.result{font-weight:600}
+.bar{fill:#b9bdb8}
+.bar.original{fill:#7d858c}
+.bar.result{fill:#0072b2}
+.heat{fill:#0072b2}
+.break{stroke:#fcfbf8;stroke-width:2;fill:none}
+"""
+
+
+def picture(record: Record) -> str:
+    """Perplexity beside the original and comparisons at the left, routing shares at the right."""
+    width, height, edge = 900, 420, 36
+    scores = part(record, "scores")
+    models = [
+        (name, figure(scores, name, "perplexity"), figure(scores, name, "active_ratio"))
+        for name in names(scores)
+    ]
+    routing = [(i, r) for i, r in by_layer(part(record, "routing")) if r.get("share")]
+    body = [
+        f"<style>{STYLE}</style>",
+        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10" fill="#fcfbf8" '
+        'stroke="#dedbd2"/>',
+        charts.text(edge, 50, title(record), "title"),
+    ]
+    tokens = figure(scores, "result", "tokens")
+    if models:
+        row = min(48.0, 284 / len(models))
+        drawn, _ = charts.bars(models, 440, row, min(20, row * 0.5), 80)
+        told = f"Perplexity on {figures.count(tokens)} tokens" if tokens else "Perplexity"
+        body += [
+            charts.text(edge, 92, f"{told}, lower is better", "head"),
+            charts.text(edge + 440, 92, "active", "quiet", "end"),
+            f'<g transform="translate({edge} 106)">{"".join(drawn)}</g>',
+        ]
+    if routing:
+        row = min(17.5, 262 / len(routing))
+        count = max(len(r["share"]) for _, r in routing)
+        drawn, wide, _ = charts.heat(routing, row, min(44.0, 190 / count), 64)
+        x = width - edge - wide + 6
+        body += [
+            charts.text(x + 6, 92, "Tokens by layer and petal, %", "head"),
+            f'<g transform="translate({x:.0f} 106)">{"".join(drawn)}</g>',
+        ]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" role="img">'
+        f"<title>{escape(title(record))}</title>{''.join(body)}</svg>\n"
+    )

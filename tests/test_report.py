@@ -1,0 +1,392 @@
+"""Reports of synthetic records: nothing lost, nothing run, nothing glossed over."""
+
+import copy
+import io
+import json
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+from rich.console import Console
+
+from moesaic import report
+from moesaic.report import words
+from moesaic.report.charts import colours
+
+EVIL = '<script>alert("x")</script>&amp;'
+
+
+def score(perplexity, ratio, total=1_000_000, active=None):
+    return {
+        "perplexity": perplexity,
+        "tokens": 8176,
+        "total_parameters": total,
+        "active_parameters": active or round(total * ratio),
+        "active_ratio": ratio,
+        "nominal_active_ratio": ratio,
+        "router_parameters": 0,
+    }
+
+
+def speed(prefill, decode, width=0.01):
+    return {
+        "prefill_tokens_per_second": prefill,
+        "prefill_spread": [prefill * (1 - width), prefill * (1 + width)],
+        "decode_tokens_per_second": decode,
+        "decode_spread": [decode * (1 - width), decode * (1 + width)],
+        "first_token_seconds": 0.5,
+        "peak_memory_bytes": 2**30,
+    }
+
+
+def make(petals=4, layers=(2, 3, 7), result=19.57, static=20.41, prefill=1.27, decode=0.96):
+    share = [(j + 1) / (petals * (petals + 1) / 2) for j in range(petals)]
+    tokens = ["def", " f", "(", "\n", "   ", "\tx", "<b>", "é"]
+    return {
+        "moesaic": "0.1.0",
+        "model": "org/model",
+        "out": "/home/someone/out-folder",
+        "method": "more",
+        "config": {"active": 0.8, "experts": petals, "top_k": 1, "variant": "full"},
+        "calibration": {"source": "", "samples": 100},
+        "environment": {"torch": "2.9.0", "threads": 2, "device": "cpu", "processor": "a chip"},
+        "layers": {
+            str(i): {
+                "width": 100,
+                "backbone": 36,
+                "petals": [64 // petals] * petals,
+                "top_k": 1,
+                "active_width": 36 + 64 / petals,
+                "never_activated": {"0.1": 0.0, "0.01": 0.02, "0.001": 0.25},
+                "activation_mass": [j / 20 for j in range(21)],
+            }
+            for i in layers
+        },
+        "evaluation": {"data": "shipped", "length": 512},
+        "scores": {
+            "static": score(static, 0.8, total=842_000),
+            "result": score(result, 0.8, total=1_000_500, active=842_000),
+            "original": score(12.79, 1.0),
+        },
+        "routing": {str(i): {"share": share, "jsd": 0.041} for i in layers},
+        "generation": {"prompt": "Once", "original": " upon a time", "result": " a day"},
+        "samples": [
+            {
+                "domain": "code",
+                "tokens": tokens,
+                "experts": {str(i): [(i + j) % petals for j in range(len(tokens))] for i in layers},
+            }
+        ],
+        "speed": {"original": speed(800, 25), "result": speed(800 * prefill, 25 * decode)},
+        "speed_ratio": {"prefill": prefill, "decode": decode},
+    }
+
+
+class Page(HTMLParser):
+    """Elements that are open must close in order; attributes and text are kept."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.words = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+    def all(self, tag, kind=""):
+        return [a for t, a in self.elements if t == tag and kind in (a.get("class") or "")]
+
+
+def said(record):
+    return " ".join(s.text for s in words.summary(record)).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def printed(record, width=80):
+    console = Console(width=width, file=io.StringIO())
+    console.print(report.terminal(record))
+    return console.file.getvalue()
+
+
+# --- one run -------------------------------------------------------------------------------------
+
+
+def test_page_shows_what_the_record_holds():
+    page = Page(report.html([make()]))
+    for shown in ("12.79", "19.57", "20.41", "8,176", "80.0 %", "1.27×", "0.96×", "500 ms"):
+        assert shown in page.text, shown
+    for shown in ("842.0k", "1.00M", "1.00 GiB", "792–808", "upon a time", "a chip", "2–3, 7"):
+        assert shown in page.text, shown
+    assert len(page.all("rect", "heat")) == 3 * 4
+    assert "0.041" in page.text
+
+
+def test_original_stands_before_result_whatever_the_records_order():
+    head = re.search(r"<thead>(.*?)</thead>", report.html([make()]), re.S).group(1)
+    assert re.findall(r">(\w+)</th>", head) == ["original", "result", "static"]
+
+
+def test_tokens_carry_their_petal_in_every_layer():
+    text = report.html([make()])
+    page = Page(text)
+    (data,) = [a["data-experts"] for a in page.all("p", "text")]
+    assert {k: len(v) for k, v in json.loads(data).items()} == {"2": 8, "3": 8, "7": 8}
+    spans = [a for a in page.all("span") if "petal" in (a.get("title") or "")]
+    assert [a["class"] for a in spans] == [f"p{(2 + j) % 4}" for j in range(8)]
+    assert spans[0]["title"] == "petal 2, layer 2"
+    assert '<i class="nl">\n</i>' in text
+    assert '<i class="tab">\t</i>x' in text
+    assert '">   </span>' in text
+
+
+def test_everything_is_escaped():
+    record = make()
+    record["model"] = record["moesaic"] = EVIL
+    record["generation"] = {"prompt": EVIL, "original": EVIL, "result": EVIL}
+    record["samples"][0]["tokens"] = [EVIL] * 8
+    record["samples"][0]["domain"] = EVIL
+    record["environment"] = {EVIL: EVIL}
+    record["scores"][EVIL] = score(15.0, 0.8)
+    for text in (report.html([record]), report.html([record, record])):
+        assert "alert(" in text
+        assert "<script>alert" not in text
+        assert len(Page(text).all("script")) == 1
+    ET.fromstring(report.picture(record))
+
+
+def test_page_needs_no_network():
+    page_text = report.html([make(), make(petals=2)])
+    assert "http" not in page_text
+    assert not re.search(r"@import|url\(|//\w", page_text)
+    for tag, attrs in Page(page_text).elements:
+        assert tag not in {"link", "img", "iframe", "object"}
+        assert "src" not in attrs
+        assert attrs.get("href", "#").startswith("#")
+
+
+def test_page_says_nothing_of_where_the_result_lies():
+    assert "someone" not in report.html([make()])
+    local = {**make(), "model": "/home/someone/llama"}
+    assert "someone" not in report.html([local])
+    assert Page(report.html([local])).text.count("llama")
+
+
+@pytest.mark.parametrize("key", sorted(make()))
+def test_any_part_may_be_missing(key):
+    record = make()
+    del record[key]
+    Page(report.html([record]))
+    Page(report.html([record, make()]))
+    assert printed(record)
+    assert report.model_card(record, "a: 1").startswith("---\n")
+    ET.fromstring(report.picture(record))
+
+
+@pytest.mark.parametrize("record", [{}, {"scores": {}, "routing": {}, "layers": {}, "samples": []}])
+def test_an_empty_record_is_no_failure(record):
+    assert "Nothing was measured" in Page(report.html([record])).text
+    assert "Nothing was measured" in printed(record)
+    ET.fromstring(report.picture(record))
+
+
+def test_without_evaluation_the_cut_is_still_shown():
+    record = make()
+    for key in ("scores", "routing", "generation", "samples", "speed", "speed_ratio", "evaluation"):
+        del record[key]
+    page = Page(report.html([record]))
+    assert "Layers 2–3, 7" in page.text
+    assert "80 % active" in page.text  # what was asked for
+    assert "Perplexity" not in page.text
+
+
+def test_static_variant_has_no_petals():
+    record = make()
+    record["config"]["variant"] = "static"
+    record["routing"] = {}
+    for layer in record["layers"].values():
+        layer.update(petals=[], backbone=52, top_k=0)
+    record["samples"][0]["experts"] = {}
+    page = Page(report.html([record]))
+    assert "static pruning" in page.text
+    assert "the same 52; 48 are gone" in page.text
+    assert "Token by token" not in page.text
+    assert not page.all("rect", "heat")
+    assert "a router picks" not in report.model_card(record, "")
+
+
+def test_perplexities_that_are_no_numbers():
+    record = make(result=float("inf"), static=float("nan"))
+    assert "∞" in Page(report.html([record, record])).text
+    assert "12.79 → ∞" in said(record)
+    ET.fromstring(report.picture(record))
+    printed(record)
+
+
+def test_sixty_four_petals():
+    text = report.html([make(petals=64)])
+    page = Page(text)
+    assert len(set(colours(64))) == 64
+    assert text.count("{--c:") == 64
+    assert len(page.all("button")) == 64
+    assert len(page.all("rect", "heat")) == 3 * 64
+    assert len(set(colours(8))) == 8
+
+
+# --- plain words ---------------------------------------------------------------------------------
+
+
+def test_words_say_what_it_cost_and_brought():
+    text = said(make())
+    assert "Runs 84 % of the original's parameters per token" in text
+    assert "Perplexity 12.79 → 19.57" in text
+    assert "Prefill 1.27×: faster than the original." in text
+    assert "Decode 0.96×: slower than the original." in text
+    assert "no fewer than the original" in text
+    assert "Static pruning at the same active ratio does worse" in text
+
+
+@pytest.mark.parametrize(
+    ("ratio", "word"),
+    [(0.5, "slower"), (0.99, "slower"), (0.997, "as fast"), (1.004, "as fast"), (1.01, "faster")],
+)
+def test_pace_is_what_the_written_figure_says(ratio, word):
+    assert f"{ratio:.2f}×: {word}" in said(make(decode=ratio))
+
+
+def test_a_difference_within_the_rounds_is_said_to_be_one():
+    record = make(decode=0.96)
+    assert "spread" not in said(record)
+    record["speed"]["result"]["decode_spread"] = [20.0, 30.0]
+    assert "Decode 0.96×: slower than the original, but within the spread" in said(record)
+
+
+@pytest.mark.parametrize(
+    ("static", "verdict"),
+    [(18.0, "does better"), (19.57, "does as well"), (19.6, "does as well"), (25, "does worse")],
+)
+def test_static_pruning_that_does_better_is_not_hidden(static, verdict):
+    record = make(static=static)
+    assert f"Static pruning at the same active ratio {verdict}" in said(record)
+    assert ("Routing did not pay here." in said(record)) == (verdict != "does worse")
+    for shown in (Page(report.html([record])).text, report.model_card(record, ""), printed(record)):
+        assert verdict in re.sub(r"\s+", " ", shown)
+
+
+def test_other_comparisons_are_named_only_when_they_shame_the_result():
+    record = make()
+    record["scores"]["random"] = score(25.0, 0.8)
+    assert "andom routing" not in said(record)
+    record["scores"]["random"] = score(17.0, 0.75)
+    assert "Random routing at 75.0 % active does better" in said(record)
+
+
+def test_costs_stand_under_costs():
+    text = report.html([make(decode=0.5, static=15.0)])
+    costs = text[text.index("What it costs") : text.index("Quality and size")]
+    for cost in ("Perplexity", "slower", "Static pruning", "no fewer"):
+        assert cost in costs, cost
+    assert "84" not in costs
+
+
+# --- several runs --------------------------------------------------------------------------------
+
+
+def test_several_runs():
+    other = make(result=31.2)
+    other["model"] = "org/other"
+    unmeasured = copy.deepcopy(other)
+    del unmeasured["scores"], unmeasured["speed_ratio"]
+    page = Page(report.html([make(), other, unmeasured]))
+    assert [a["id"] for a in page.all("details")] == ["run-1", "run-2", "run-3"]
+    assert [a["href"] for a in page.all("a")] == ["#run-1", "#run-2", "#run-3"]
+    marks = page.all("path", "mark")
+    assert len(marks) == 2 * 3 + 3  # two runs' original, result, static; and the legend
+    assert "31.20" in page.text
+    assert "3 runs" in page.text
+
+
+def test_runs_far_apart_are_drawn_on_a_logarithmic_scale():
+    far = make(result=4000.0)
+    assert "logarithmic" in report.html([make(), far])
+    assert "logarithmic" not in report.html([make(), make(result=30.0)])
+
+
+# --- terminal, card, picture ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_terminal_fits(width):
+    record = make()
+    for name in ("backbone", "random", "naive"):
+        record["scores"][name] = score(30.1, 0.8)
+        record["generation"][name] = "word " * 40
+    text = printed(record, width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    for shown in ("12.79", "naive", "0.96× slower", "Once", "upon a time", "1.00"):
+        assert shown in text, shown
+
+
+def test_terminal_takes_text_as_it_is():
+    record = make()
+    record["generation"]["result"] = "[bold]x[/bold] \x1b[31mred"
+    text = printed(record)
+    assert "[bold]x[/bold]" in text
+    assert "\x1b" not in text
+
+
+def test_model_card():
+    recipe = "model: org/model\nnote: '```'\n"
+    card = report.model_card(make(), recipe)
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "base_model": "org/model",
+        "library_name": "transformers",
+        "tags": ["moesaic", "mixture-of-experts"],
+        "pipeline_tag": "text-generation",
+    }
+    assert "````yaml\n" + recipe + "````" in body
+    assert "import moesaic" in body
+    assert "trust_remote_code=True" in body
+    assert "quality is lost" in body
+    assert 'from_pretrained("out-folder")' in body
+    assert "| perplexity | 12.79 | 19.57 | 20.41 |" in body
+    assert "/home" not in body.replace(recipe, "")
+
+
+@pytest.mark.parametrize("name", ["a: b", "'quoted'", "- x", "smollm2", "/data/llama"])
+def test_card_front_matter_parses_for_any_model(name):
+    front = report.model_card({**make(), "model": name}, "").split("---\n")[1]
+    expected = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct", "/data/llama": "llama"}
+    assert yaml.safe_load(front)["base_model"] == expected.get(name, name)
+
+
+@pytest.mark.parametrize("petals", [2, 64])
+def test_picture(petals):
+    root = ET.fromstring(report.picture(make(petals=petals, layers=range(32))))
+    assert (root.get("width"), root.get("height")) == ("900", "420")
+    name = "{http://www.w3.org/2000/svg}"
+    assert len([r for r in root.iter(f"{name}rect") if r.get("class") == "heat"]) == 32 * petals
+    assert {"12.79", "19.57", "20.41"} <= {t.text for t in root.iter(f"{name}text")}
+    for r in root.iter(f"{name}rect"):  # groups start within, so their content must not overflow
+        assert float(r.get("x")) + float(r.get("width")) <= 900
+        assert float(r.get("y")) + float(r.get("height")) <= 420
