@@ -3,8 +3,8 @@
     python benchmarks/ffn.py            writes benchmarks/ffn.json
 
 d = 2048, d_mid = 8192, a backbone of about a third and four petals of a sixth, so that a token
-runs half of the neurons; at 512 tokens and at one; float32 and bfloat16. The ratio is taken round by
-round, carved over dense; its median is what counts. The bound is 0.65.
+runs half of the neurons; at 512 tokens and at one; float32 and bfloat16. The ratio is taken round
+by round, carved over dense; its median is what counts. The bound is 0.65.
 """
 
 from __future__ import annotations

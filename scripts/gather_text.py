@@ -188,7 +188,7 @@ def clean(documents: Iterable[Document]) -> list[Document]:
 
 
 def excerpts(document: Document) -> list[Document]:
-    """The document in pieces of at most EXCERPT characters, cut at a paragraph, line or sentence."""
+    """The document in pieces of at most EXCERPT characters, cut at a paragraph, line, sentence."""
     pieces, text = [], document.text
     while text:
         end = len(text)

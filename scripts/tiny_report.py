@@ -149,8 +149,9 @@ pipeline_tag: text-generation
 
 # {name}
 
-{what} A fixture for tests and demonstrations: really trained, so that routing, experts and
-domains mean something, and far too small to be of use as a language model.
+{what}
+A fixture for tests and demonstrations: really trained, so that routing, experts and domains mean
+something, and far too small to be of use as a language model.
 
 | | |
 |---|---|
@@ -158,7 +159,8 @@ domains mean something, and far too small to be of use as a language model.
 | parameters | {parameters:,} |
 | shape | {shape} |
 | tokens seen | {tokens:,} in {steps:,} steps of {batch}, as many of each domain |
-| recipe | AdamW, peak rate {peak_learning_rate}, seed {seed}, bf16 autocast{balance} |
+| optimizers | Muon for matrices, AdamW for the rest, peak rates {rates} |
+| besides | seed {seed}, bf16 autocast{balance} |
 | time | {minutes:.0f} minutes on {machine} |
 | versions | Python {python}, torch {torch}, transformers {transformers} |
 
@@ -179,8 +181,8 @@ ROUTING = """
 ## Specialisation
 
 Jensen-Shannon divergence (bits) between the routing shares of the domains, by layer:
-{divergence}. The least used expert of any layer has {least:.1%} of the choices; an even share
-would be {even:.1%}.
+{divergence}.
+The least used expert of any layer has {least:.1%} of the choices; an even share is {even:.1%}.
 
 Removing, in one layer, the expert that a domain uses most: its share of each domain's choices,
 and what each domain's loss rises by.
@@ -217,6 +219,7 @@ def card(name: str, model: PreTrainedModel, training: dict[str, Any]) -> str:
         parameters=model.num_parameters(),
         shape=shape,
         balance=f", load-balancing weight {weight} on each layer" if weight else "",
+        rates=" and ".join(map(str, training["peak_learning_rates"].values())),
         minutes=training["seconds"] / 60,
         window=WINDOW,
         losses="\n".join(

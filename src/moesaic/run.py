@@ -304,6 +304,7 @@ def run_recipe(
         (folder / "result.json").write_text(json.dumps(record, indent=1), "utf-8")
         (folder / "README.md").write_text(report.model_card(record, recipe.to_yaml()), "utf-8")
         (folder / "report.html").write_text(report.html([record]), "utf-8")
+        (folder / "picture.svg").write_text(report.picture(record), "utf-8")
     Progress(unfinished, {}).discard()
     return record
 
