@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ def write_stub(config: Any, folder: Path) -> None:
     names = sorted(value.rpartition(".")[2] for value in config.auto_map.values())
     (folder / STUB_NAME).write_text(
         '"""Loads this checkpoint with trust_remote_code=True. Needs: pip install moesaic"""\n\n'
-        f"from moesaic.hub import {', '.join(names)}\n\n__all__ = {names!r}\n"
+        f"from moesaic.hub import {', '.join(names)}\n\n__all__ = {json.dumps(names)}\n"
     )
 
 
