@@ -389,7 +389,7 @@ def explained() -> Iterator[None]:
         if os.environ.get("MOESAIC_DEBUG"):
             raise
         if disk_full(error):
-            fail(f"The disk is full ({error}). Nothing is left at OUT; free space, then --resume.", 2)
+            fail(f"The disk is full ({error}). OUT was not made; free space, then --resume.", 2)
         if type(error).__name__ == "OutOfMemoryError":
             fail("Out of memory on the device; try --device cpu or a narrower --dtype.", 1)
         fail(
