@@ -94,40 +94,43 @@ class CarvedFFN(nn.Module):
             return self._masked(x_TD).view_as(x)
         ffn = self.view()
         if self.router is None or self.top_k == 0:
-            start = ffn.neurons(0, self.backbone)
-            y_TD = start.output(start.hidden(x_TD))
+            y_TD = self._backbone(ffn, x_TD)
         else:
             y_TD = self._grouped(ffn, x_TD, self.router(x_TD))
         if ffn.down_bias_D is not None:
             y_TD = y_TD + ffn.down_bias_D
         return y_TD.view_as(x)
 
+    def _backbone(self, ffn: DenseFFN, x_TD: Tensor) -> Tensor:
+        if not self.backbone:
+            return torch.zeros_like(x_TD)
+        backbone = ffn.neurons(0, self.backbone)
+        return backbone.output(backbone.hidden(x_TD))
+
     def _grouped(self, ffn: DenseFFN, x_TD: Tensor, chosen_TK: Tensor) -> Tensor:
-        """Each petal once, over its own tokens."""
-        tokens = x_TD.shape[0]
-        if self.backbone:
-            backbone = ffn.neurons(0, self.backbone)
-            y_TD = backbone.output(backbone.hidden(x_TD))
-        else:
-            y_TD = torch.zeros_like(x_TD)
-        if tokens == 1:  # no sorting, no gathering: most of the time of a decoding step
+        """The backbone once over all tokens, each petal once over its own."""
+        if len(x_TD) == 1:  # no sorting, no gathering: most of the time of a decoding step
+            y_TD = self._backbone(ffn, x_TD)
             for e in chosen_TK[0].tolist():
                 petal = ffn.neurons(*self.slices[e])
                 y_TD = y_TD + petal.output(petal.hidden(x_TD))
             return y_TD
         flat = chosen_TK.flatten()
         order = flat.argsort(stable=True)  # token-choice pairs, petal by petal
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
         counts = torch.bincount(flat, minlength=len(self.petals)).tolist()
-        groups = x_TD.index_select(0, order // self.top_k).split(counts)
+        sorted_x = x_TD.index_select(0, order // self.top_k)
+        alone = self.top_k == 1  # then the backbone runs in petal order and petals add onto it
+        onto = self._backbone(ffn, sorted_x).split(counts) if alone else [None] * len(counts)
         parts = [
-            ffn.neurons(start, stop).of_few(group)
-            for (start, stop), group in zip(self.slices, groups, strict=True)
+            ffn.neurons(*place).of_few(group, base)
+            for place, group, base in zip(self.slices, sorted_x.split(counts), onto, strict=True)
         ]
-        back = torch.empty_like(order).scatter_(
-            0, order, torch.arange(len(order), device=order.device)
-        )
-        routed_TKD = torch.cat(parts).index_select(0, back).view(tokens, self.top_k, -1)
-        return y_TD + (routed_TKD[:, 0] if self.top_k == 1 else routed_TKD.sum(1))
+        y_TD = torch.cat(parts).index_select(0, back)
+        if alone:
+            return y_TD
+        return self._backbone(ffn, x_TD) + y_TD.view(len(x_TD), self.top_k, -1).sum(1)
 
     def _sliceable(self) -> bool:
         """Whether the projections are plain: not quantised, not wrapped by an adapter."""
