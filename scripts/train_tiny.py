@@ -39,10 +39,10 @@ DOMAINS = ("prose", "reference", "code")
 END = "<|endoftext|>"
 VOCABULARY = 4096
 SEED = 20
-STEPS = 2400
+STEPS = {"tiny-dense": 1440, "tiny-moe": 2400, "tiny-shared-moe": 2400}
 MATRIX_RATE, OTHER_RATE = 0.02, 0.003
 PER_DOMAIN = 4  # windows of each domain in a batch
-WARMUP, COOLDOWN = 72, 1440  # steps: linear up, and at the end a cosine down to a tenth
+WARMUP, COOLDOWN = 72, 0.6  # steps linear up; share of them in a cosine down to a tenth
 REPORT, KEEP = 50, 400  # steps between two lines, and between two checkpoints
 BALANCE = 0.01  # weight of the load-balancing loss, weak enough to let experts specialise
 
@@ -190,9 +190,9 @@ def get_tokens(corpus: Path, tokenizer: PreTrainedTokenizerFast) -> list[np.ndar
     return streams
 
 
-def batches(streams: list[np.ndarray], step: int) -> Iterator[torch.Tensor]:
+def batches(streams: list[np.ndarray], step: int, steps: int) -> Iterator[torch.Tensor]:
     """Windows of one domain each, as many of every domain; a function of the seed and the step."""
-    for current in range(step, STEPS):
+    for current in range(step, steps):
         draw = np.random.default_rng((SEED, current))
         windows = []
         for stream in streams:
@@ -201,10 +201,10 @@ def batches(streams: list[np.ndarray], step: int) -> Iterator[torch.Tensor]:
         yield torch.from_numpy(np.stack(windows).astype(np.int64))
 
 
-def rate(step: int) -> float:
+def rate(step: int, steps: int) -> float:
     """The learning rate as a share of its peak: up, level, and a cosine down to a tenth."""
     up = (step + 1) / WARMUP
-    down = max(0.0, 1 - (STEPS - step) / COOLDOWN)
+    down = max(0.0, 1 - (steps - step) / (COOLDOWN * steps))
     return min(1.0, up) * (0.55 + 0.45 * math.cos(math.pi * down))
 
 
@@ -237,14 +237,14 @@ def train(name: str, corpus: Path, assets: Path, compiled: bool) -> dict[str, An
             optimizer.load_state_dict(kept)
         step, seconds = state["step"], state["seconds"]
     size = sum(p.numel() for p in model.parameters())
-    per_step = len(DOMAINS) * PER_DOMAIN * WINDOW
-    print(f"{name}: {size / 1e6:.2f} M parameters; steps {step} to {STEPS} of {per_step} tokens")
+    steps, per_step = STEPS[name], len(DOMAINS) * PER_DOMAIN * WINDOW
+    print(f"{name}: {size / 1e6:.2f} M parameters; steps {step} to {steps} of {per_step} tokens")
     print("Some 40 minutes on one core with AMX; the line of the 20th step says it for yours.")
 
     begun, forward = step, torch.compile(model) if compiled else model
     model.train()
     since, last_step, losses = time.time(), step, []
-    for batch in batches(streams, step):
+    for batch in batches(streams, step, steps):
         with torch.autocast("cpu", torch.bfloat16):
             options = {"output_router_logits": True} if sparse else {}
             output = forward(input_ids=batch[:, :-1], use_cache=False, **options)
@@ -254,24 +254,24 @@ def train(name: str, corpus: Path, assets: Path, compiled: bool) -> dict[str, An
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for peak, optimizer in optimizers.items():
             for group in optimizer.param_groups:
-                group["lr"] = peak * rate(step)
+                group["lr"] = peak * rate(step, steps)
             optimizer.step()
             optimizer.zero_grad()
         step += 1
         losses.append(loss.item())
 
-        if step - last_step == (10 if step <= begun + 20 else REPORT) or step == STEPS:
+        if step - last_step == (10 if step <= begun + 20 else REPORT) or step == steps:
             passed = time.time() - since
             seconds += passed
             speed = (step - last_step) * per_step / passed
-            left = (STEPS - step) * per_step / speed / 60
+            left = (steps - step) * per_step / speed / 60
             print(
-                f"step {step} of {STEPS}, loss {np.mean(losses):.3f}, "
+                f"step {step} of {steps}, loss {np.mean(losses):.3f}, "
                 f"balance {penalty.item():.3f}, {speed:.0f} tokens/s, {left:.0f} minutes left",
                 flush=True,
             )
             since, last_step, losses = time.time(), step, []
-        if step % KEEP == 0 or step == STEPS:
+        if step % KEEP == 0 or step == steps:
             pause = time.time()
             state = {"model": model.state_dict(), "step": step, "seconds": seconds}
             state["optimizers"] = [optimizer.state_dict() for optimizer in optimizers.values()]
@@ -287,8 +287,8 @@ def train(name: str, corpus: Path, assets: Path, compiled: bool) -> dict[str, An
     (folder / "model.safetensors").chmod(0o644)
     return {
         "seed": SEED,
-        "steps": STEPS,
-        "tokens": STEPS * per_step,
+        "steps": steps,
+        "tokens": steps * per_step,
         "tokens_of_text": {d: len(s) for d, s in zip(DOMAINS, streams, strict=True)},
         "batch": f"{len(DOMAINS)} x {PER_DOMAIN} windows of {WINDOW} tokens",
         "peak_learning_rates": {"matrices": MATRIX_RATE, "others": OTHER_RATE},
