@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test lint format tiny-models text clean
+.PHONY: help demo test format tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -34,8 +34,12 @@ format: $(VENV)/.dev  ## Put code in form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-text: $(VENV)/.user  ## Rebuild the text that ships, from the package registries
+build/corpus/train.jsonl: | $(VENV)/.user
 	$(BIN)/python scripts/gather_text.py
+
+tiny-models: build/corpus/train.jsonl  ## Gather the text and train the three tiny models
+	for name in tiny-dense tiny-moe tiny-shared-moe; do \
+	  $(BIN)/python scripts/train_tiny.py $$name || exit 1; done
 
 clean:  ## Remove what was built
 	rm -rf $(VENV) build dist moesaic-demo
