@@ -17,7 +17,7 @@ import moesaic
 from moesaic import MoesaicError, MoREConfig, run
 from moesaic.data import evaluation_tokens
 from moesaic.methods import MoRE
-from moesaic.metrics.routing import carved_layers
+from moesaic.metrics.routing import routers
 from moesaic.plan import Plan, same
 from moesaic.recipe import Calibration, Evaluation, Recipe
 
@@ -60,10 +60,10 @@ def test_the_callers_model_is_left_alone_unless_asked(llama_folder, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
     result = moesaic.carve(model, CONFIG, tokenizer=tokenizer, **QUICK)
     assert result.model is not model
-    assert not carved_layers(model)
+    assert not routers(model)
     result = moesaic.carve(model, CONFIG, tokenizer=tokenizer, inplace=True, **QUICK)
     assert result.model is model
-    assert len(carved_layers(model)) == 4
+    assert len(routers(model)) == 4
 
 
 def test_calibration_as_texts_tokens_or_tensor(llama_folder, tokenizer):
@@ -155,7 +155,7 @@ def test_measured_ratio_counts_routed_tokens(llama_folder, tokenizer):
     tokens = evaluation_tokens("", tokenizer, 32, 640)
     found = moesaic.evaluate(result.model, data=tokens)
     wanted = 0.0
-    for i, ffn in carved_layers(result.model).items():
+    for i, ffn in routers(result.model).items():
         seen = []
         handle = ffn.register_forward_pre_hook(lambda _, a, s=seen: s.append(a[0].flatten(0, 1)))
         with torch.no_grad():

@@ -10,18 +10,23 @@ Importing it registers the converted model types with ``AutoModelForCausalLM``.
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.measure import bench, evaluate, generate, inspect
-from moesaic.methods import MoREConfig
+from moesaic.methods import MoREConfig, PruneConfig, SkipConfig
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, load_recipe
-from moesaic.run import Result, apply, carve, run_recipe
+from moesaic.reduction import observe, prune, skip
+from moesaic.result import Result
+from moesaic.run import apply, carve, run_recipe
+from moesaic.statistics import merge_files
 from moesaic.version import __version__
 
 __all__ = [
     "MoREConfig",
     "MoesaicError",
     "Plan",
+    "PruneConfig",
     "Recipe",
     "Result",
+    "SkipConfig",
     "Tokens",
     "__version__",
     "apply",
@@ -31,5 +36,9 @@ __all__ = [
     "generate",
     "inspect",
     "load_recipe",
+    "merge_files",
+    "observe",
+    "prune",
     "run_recipe",
+    "skip",
 ]

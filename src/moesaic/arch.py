@@ -11,7 +11,7 @@ Shape suffixes used across the package::
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -52,9 +52,6 @@ class Arch:
     ffn: FFNNames = FFNNames()
     ffn_path: str = "mlp"
     layers_path: str = "model.layers"
-    attention: tuple[str, ...] = field(
-        default=tuple(f"self_attn.{p}_proj" for p in ("q", "k", "v", "o"))
-    )
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
         """The decoder layers of a causal language model."""
@@ -63,6 +60,15 @@ class Arch:
     def ffn_of(self, layer: nn.Module) -> nn.Module:
         """The feed-forward module of one decoder layer."""
         return attrgetter(self.ffn_path)(layer)
+
+    def attention_size(self, layer: nn.Module) -> int:
+        """Weights of the attention's linear projections, biases left out."""
+        modules = layer.self_attn.modules()
+        return sum(m.weight.numel() for m in modules if isinstance(m, nn.Linear))
+
+    def view(self, layer: nn.Module) -> DenseFFN:
+        """The feed-forward part of one decoder layer, as methods see it."""
+        return dense_ffn(self.ffn_of(layer), self.ffn)
 
     def layer_prefix(self, index: int) -> str:
         """The start of the names of layer ``index``'s tensors on disk."""
@@ -87,12 +93,10 @@ DENSE: dict[str, Arch] = {
         Arch(
             "phi3",
             ffn=FFNNames(up="gate_up_proj", gate="gate_up_proj", act="activation_fn"),
-            attention=("self_attn.qkv_proj", "self_attn.o_proj"),
         ),
         Arch(
             "phi",
             ffn=FFNNames(up="fc1", down="fc2", gate=None, act="activation_fn"),
-            attention=(*(f"self_attn.{p}_proj" for p in "qkv"), "self_attn.dense"),
         ),
     )
 }
@@ -124,12 +128,6 @@ def dense_arch(config: Any) -> Arch:
     )
 
 
-def base_arch(config: Any) -> Arch:
-    """The table entry of a config, converted or not."""
-    base = DENSE.get(config.model_type.removeprefix(PREFIX))
-    return base if base is not None else dense_arch(config)
-
-
 @dataclass(frozen=True)
 class DenseFFN:
     """A feed-forward block as three matrices: ``y = act(x Wg^T) * (x Wu^T) Wd^T``.
@@ -149,6 +147,10 @@ class DenseFFN:
     @property
     def width(self) -> int:
         return self.up_MD.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.up_MD.device
 
     def hidden(self, x_TD: Tensor) -> Tensor:
         """The input of the down projection, h (T, M)."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
 from torch import nn
 
@@ -34,7 +33,7 @@ def layer_sizes(model: nn.Module, arch: Arch) -> list[LayerSize]:
         ffn = arch.ffn_of(layer)
         sizes.append(
             LayerSize(
-                attention=sum(attrgetter(name)(layer).weight.numel() for name in arch.attention),
+                attention=arch.attention_size(layer),
                 ffn=sum(getattr(ffn, name).weight.numel() for name in arch.ffn.projections),
                 width=getattr(ffn, arch.ffn.down).weight.shape[1],
             )

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,18 @@ def disk_full(error: BaseException) -> bool:
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """``tensor`` in ``dtype`` if that is given and it is a floating-point tensor."""
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def narrowed(model: Any) -> Callable[[str], torch.dtype]:
+    """The floating-point type that a model gives each tensor: some stay wide for exactness."""
+    dtype, wide = model.dtype, model._keep_in_fp32_modules_strict or ()
+    types = {name: p.dtype for name, p in model.named_parameters()}
+
+    def of(name: str) -> torch.dtype:
+        strict = any(part in name for part in wide)
+        return torch.float32 if strict else types.get(name, dtype)
+
+    return of
 
 
 def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:

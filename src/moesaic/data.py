@@ -54,6 +54,25 @@ class Tokens:
             yield Tokens(ids, None if masks is None else masks[i])
 
 
+def shared_out(
+    tokens: Tokens, number: int, of: int, tokens_per_batch: int = 2048
+) -> tuple[Tokens, list[int]]:
+    """Every ``of``-th batch from ``number`` on, and the numbers of those batches.
+
+    Raises:
+        MoesaicError: there are fewer batches than processes.
+    """
+    batches = list(tokens.batches(tokens_per_batch))
+    if len(batches) < of:
+        raise MoesaicError(
+            f"{of} processes cannot share {len(batches)} calibration batches; give more text."
+        )
+    mine = list(range(number, len(batches), of))
+    masks = [batches[i].attention_mask for i in mine]
+    ids = torch.cat([batches[i].input_ids for i in mine])
+    return Tokens(ids, None if masks[0] is None else torch.cat(masks)), mine  # type: ignore[arg-type]
+
+
 def shipped_texts(split: Literal["calibration", "evaluation"], domain: str = "") -> list[str]:
     """Documents that ship with the package, of one domain or all in turn."""
     lines = files("moesaic").joinpath(f"assets/{split}.jsonl").read_text("utf-8").splitlines()

@@ -19,12 +19,17 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moesaic.arch import DENSE, PREFIX, Arch, base_arch
+from moesaic.arch import DENSE, PREFIX, Arch
 from moesaic.checkpoint import Checkpoint, whole_folder
 from moesaic.errors import MoesaicError
-from moesaic.plan import Plan
+from moesaic.moe import MOE, MoEArch, base_arch
+from moesaic.plan import Plan, PrunedLayer
 from moesaic.surgery import install
 
 SHIPPED = ("tiny-dense", "tiny-moe", "tiny-shared-moe")
@@ -59,7 +64,10 @@ def _define(arch: Arch) -> tuple[type, type]:
         {
             "config_class": config_class,
             "__init__": __init__,
-            "_keep_in_fp32_modules_strict": ["router"],
+            "_keep_in_fp32_modules_strict": [
+                *(base_model._keep_in_fp32_modules_strict or ()),
+                *(() if isinstance(arch, MoEArch) else ("router",)),
+            ],
             "_can_set_attn_implementation": base_model._can_set_attn_implementation,
             "_can_set_experts_implementation": base_model._can_set_experts_implementation,
             **shared,
@@ -70,7 +78,11 @@ def _define(arch: Arch) -> tuple[type, type]:
 
 def _register() -> dict[str, tuple[type, type]]:
     classes = {}
-    for arch in DENSE.values():
+    for arch in (*DENSE.values(), *MOE.values()):
+        conversions = get_checkpoint_conversion_mapping(arch.model_type)
+        if conversions is not None:
+            name = PREFIX + arch.model_type
+            register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
         config_class, model_class = classes[arch.model_type] = _define(arch)
         AutoConfig.register(PREFIX + arch.model_type, config_class)
         AutoModelForCausalLM.register(config_class, model_class)
@@ -82,8 +94,25 @@ def _register() -> dict[str, tuple[type, type]]:
 CLASSES = _register()
 
 
+def native_experts(plan: Plan) -> int | None:
+    """The number of experts in every routed layer of a result that is of its base's own class."""
+    counts = {
+        layer.kept_E.numel() if isinstance(layer, PrunedLayer) else -1
+        for layer in plan.layers.values()
+    }
+    routed = {i for i, count in enumerate(plan.base.experts) if count}
+    if len(counts) == 1 and -1 not in counts and plan.layers.keys() == routed:
+        return counts.pop()
+    return None
+
+
 def convert_config(config: Any, arch: Arch, plan: Plan) -> None:
     """Turn a base's config into that of the plan's result, in place."""
+    experts = native_experts(plan)
+    if experts is not None:
+        assert isinstance(arch, MoEArch)
+        setattr(config, arch.count, experts)
+        return
     config_class, model_class = CLASSES[arch.model_type]
     config.__class__ = config_class
     config.moesaic = plan.header()
@@ -98,11 +127,19 @@ def convert_config(config: Any, arch: Arch, plan: Plan) -> None:
 def convert_class(model: Any, arch: Arch, plan: Plan) -> None:
     """Make a live model whose layers were converted an instance of ``moesaic_<base>``."""
     convert_config(model.config, arch, plan)
-    model.__class__ = CLASSES[arch.model_type][1]
+    if native_experts(plan) is None:
+        model.__class__ = CLASSES[arch.model_type][1]
+    elif hasattr(model, "num_experts"):
+        model.num_experts = native_experts(plan)
 
 
 def write_stub(config: Any, folder: Path) -> None:
-    """The file through which ``trust_remote_code=True`` finds this package without an import."""
+    """The file through which ``trust_remote_code=True`` finds this package without an import.
+
+    A result of its base's own class needs none.
+    """
+    if not isinstance(config, tuple(config_class for config_class, _ in CLASSES.values())):
+        return
     names = sorted(value.rpartition(".")[2] for value in config.auto_map.values())
     (folder / STUB_NAME).write_text(
         '"""Loads this checkpoint with trust_remote_code=True. Needs: pip install moesaic"""\n\n'

@@ -86,7 +86,78 @@ class CarvedLayer:
         )
 
 
-KINDS = {kind.kind: kind for kind in (CarvedLayer,)}
+PADDING = -1
+"""In a list of kept experts: a place for an expert that can never be routed to."""
+
+
+@dataclass(frozen=True)
+class PrunedLayer:
+    """A mixture of which some experts stay, in their old order, weights untouched."""
+
+    kind: ClassVar[str] = "pruned"
+
+    kept_E: Tensor
+    """int64: the original expert at each new place; PADDING where there is none."""
+
+    def __post_init__(self) -> None:
+        real_E = self.experts
+        if real_E.numel() == 0 or not torch.equal(real_E, real_E.unique()):
+            raise ValueError(f"kept experts must be distinct and in order: {self.kept}")
+
+    @property
+    def kept(self) -> list[int]:
+        """The original experts, padding included."""
+        numbers: list[int] = self.kept_E.tolist()
+        return numbers
+
+    @property
+    def experts(self) -> Tensor:
+        """The original experts, padding left out."""
+        return self.kept_E[self.kept_E != PADDING]
+
+    def padded(self, count: int) -> PrunedLayer:
+        """The same layer with ``count`` places."""
+        missing = count - self.kept_E.numel()
+        return PrunedLayer(torch.cat([self.kept_E, self.kept_E.new_full((missing,), PADDING)]))
+
+    def header(self) -> dict[str, Any]:
+        return {"kind": self.kind, "experts": self.kept_E.numel()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"kept": self.kept_E}
+
+    @classmethod
+    def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PrunedLayer:
+        return cls(tensors["kept"])
+
+
+@dataclass(frozen=True)
+class SkippingLayer:
+    """A mixture whose router leaves out a token's experts of little weight."""
+
+    kind: ClassVar[str] = "skipping"
+
+    beta: float
+    rule: str
+    """top2: compare the second weight with the first; tail: the last ones with the sum."""
+    pruned: PrunedLayer | None = None
+    """Experts that go for good as well."""
+
+    def header(self) -> dict[str, Any]:
+        pruned = {} if self.pruned is None else {"experts": self.pruned.kept_E.numel()}
+        return {"kind": self.kind, "beta": self.beta, "rule": self.rule, **pruned}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.pruned is None else self.pruned.tensors()
+
+    @classmethod
+    def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SkippingLayer:
+        pruned = PrunedLayer(tensors["kept"]) if "experts" in header else None
+        return cls(header["beta"], header["rule"], pruned)
+
+
+LayerPlan = CarvedLayer | PrunedLayer | SkippingLayer
+KINDS: dict[str, Any] = {kind.kind: kind for kind in (CarvedLayer, PrunedLayer, SkippingLayer)}
 
 
 @dataclass(frozen=True)
@@ -96,7 +167,9 @@ class BaseShape:
     model_type: str
     hidden_size: int
     widths: tuple[int, ...]
-    """The FFN width of every decoder layer."""
+    """The FFN width of every decoder layer; of one expert, where it routes."""
+    experts: tuple[int, ...] = ()
+    """Routed experts of every decoder layer, 0 for dense ones; empty for a dense model."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +178,11 @@ class Plan:
 
     method: str
     base: BaseShape
-    layers: dict[int, CarvedLayer]
+    layers: dict[int, LayerPlan]
     config: dict[str, Any] = field(default_factory=dict)
     """The method's options, as given."""
     calibration: str = ""
     """Fingerprint of the calibration tokens."""
-
-    def active_widths(self) -> dict[int, float]:
-        """Nominal neurons per token of each converted layer."""
-        return {i: layer.active_width for i, layer in self.layers.items()}
 
     def header(self) -> dict[str, Any]:
         """The part that fits in ``config.json``."""
@@ -164,13 +233,14 @@ class Plan:
                 )
                 for i, h in header["layers"].items()
             }
-            base = BaseShape(**{**header["base"], "widths": tuple(header["base"]["widths"])})
+            given = header["base"].items()
+            base = BaseShape(**{k: tuple(v) if isinstance(v, list) else v for k, v in given})
             return cls(header["method"], base, layers, header["config"], header["calibration"])
         except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
             raise MoesaicError(f"The plan at {path} cannot be read: {error}") from error
 
 
-def same(a: CarvedLayer, b: CarvedLayer) -> bool:
+def same(a: LayerPlan, b: LayerPlan) -> bool:
     """Whether two layers' decisions are identical, tensors bitwise."""
     ta, tb = a.tensors(), b.tensors()
     return (
@@ -192,7 +262,7 @@ class Progress:
         self.folder = folder
         self.request = json.loads(json.dumps(request))
 
-    def finished(self) -> dict[tuple[str, int], tuple[CarvedLayer, dict[str, Any]]]:
+    def finished(self) -> dict[tuple[str, int], tuple[LayerPlan, dict[str, Any]]]:
         """What is on disk, by name and layer: the plan and what was seen on the way.
 
         Raises:
@@ -215,7 +285,7 @@ class Progress:
             done[record["name"], record["layer"]] = (layer, record["analysis"])
         return done
 
-    def add(self, name: str, index: int, layer: CarvedLayer, analysis: dict[str, Any]) -> None:
+    def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
         """Keep a finished layer; it is there whole or not at all."""
         self.folder.mkdir(parents=True, exist_ok=True)
         note = self.folder / "request.json"

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch import Arch, DenseFFN, dense_ffn
-from moesaic.checkpoint import Checkpoint, cast, skeleton
+from moesaic.arch import PREFIX, Arch, DenseFFN
+from moesaic.checkpoint import Checkpoint, cast, narrowed, skeleton
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
+from moesaic.moe import MoEFFN
+from moesaic.naming import Naming
 
 
 class Spill:
@@ -79,10 +81,18 @@ class Site:
     index: int
     layer: nn.Module
     ffn: nn.Module
-    view: DenseFFN
+    view: DenseFFN | MoEFFN
     _inputs: Spill
     _cache_bytes: int
+    _targets: Spill | None = None
     _hidden: list[Tensor] | None = None
+    change: AbstractContextManager[Any] | None = None
+    """Set by the loop body: entered while this layer passes its tokens on to the next. The stream
+    must ``follow``."""
+
+    def __len__(self) -> int:
+        """Calibration batches."""
+        return len(self._inputs)
 
     @property
     def tokens(self) -> int:
@@ -91,13 +101,22 @@ class Site:
 
     def inputs(self) -> Iterator[Tensor]:
         """Batches of x (T, D): the FFN's input, padding left out."""
-        device = self.view.up_MD.device
         for x_TD in self._inputs:
-            yield x_TD.to(device)
+            yield x_TD.to(self.view.device)
+
+    def targets(self) -> Iterator[Tensor | None]:
+        """Batches of the FFN's output in the model as it was (T, D).
+
+        None where it is what the FFN makes of :meth:`inputs`: where the stream does not
+        ``follow``, and no layer before this one was changed.
+        """
+        for b in range(len(self._inputs)):
+            yield None if self._targets is None else self._targets[b].to(self.view.device)
 
     @torch.no_grad()
     def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches of x (T, D) and h (T, M). h is computed once where memory allows."""
+        """Batches of x (T, D) and of a dense FFN's h (T, M), computed once where memory allows."""
+        assert isinstance(self.view, DenseFFN)
         if self._hidden is not None:
             yield from zip(self.inputs(), self._hidden, strict=True)
             return
@@ -121,6 +140,9 @@ class LayerStream:
             one is run.
         spill_bytes: hidden states above this size go to a memory-mapped file.
         cache_bytes: a layer's FFN activations are kept between passes up to this size.
+        follow: pass two sets of tokens through the layers: one through the model as it is, one
+            through every ``site.change``. Sites show the inputs of the second and, as targets, the
+            outputs of the first. Takes up to three times as long.
     """
 
     def __init__(
@@ -133,6 +155,7 @@ class LayerStream:
         tokens_per_batch: int = 2048,
         spill_bytes: int = 4 << 30,
         cache_bytes: int = 2 << 30,
+        follow: bool = False,
         open_rest: Callable[[], AbstractContextManager[Any]] = nullcontext,
         open_layer: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
     ) -> None:
@@ -143,6 +166,7 @@ class LayerStream:
         self._batches = list(tokens.batches(tokens_per_batch))
         self._spill_bytes = spill_bytes
         self._cache_bytes = cache_bytes
+        self._follow = follow
         self._open_rest = open_rest
         self._open_layer = open_layer
 
@@ -161,14 +185,18 @@ class LayerStream:
     ) -> LayerStream:
         """Read each layer from a checkpoint folder when its turn comes."""
         model = skeleton(config, dtype)
-        dtype = next(model.parameters()).dtype
+        dtype = narrowed(model)
+        naming = Naming(checkpoint, config.model_type.removeprefix(PREFIX))
 
         @contextmanager
         def opened(module: nn.Module, prefix: str, skip: str = "\0") -> Iterator[None]:
-            state = {
-                name: cast(checkpoint.tensor(prefix + name), dtype).to(device)
-                for name in _parameters(module, skip)
-            }
+            state = {}
+            for name in module.state_dict():
+                if not name.startswith(skip):
+                    to = dtype(prefix + name)
+                    read = naming.read(prefix + name, lambda t, to=to: cast(t, to))
+                    state[name] = read.to(device)
+            parameters = {name for name, _ in module.named_parameters() if name in state}
             module.load_state_dict(state, assign=True, strict=False)
             for name, buffer in module.named_buffers():
                 if not name.startswith(skip):
@@ -176,7 +204,7 @@ class LayerStream:
             try:
                 yield
             finally:
-                for name in state:
+                for name in parameters:
                     owner, _, leaf = name.rpartition(".")
                     parent = module.get_submodule(owner)
                     meta = getattr(parent, leaf).to("meta")
@@ -201,24 +229,86 @@ class LayerStream:
     @torch.no_grad()
     def __iter__(self) -> Iterator[Site]:
         hidden, kwargs = self._record()
-        inputs = Spill(self._spill_bytes // 2)
+        followed = self._copied(hidden) if self._follow else None
+        share = self._spill_bytes // (4 if self._follow else 2)
+        inputs, targets = Spill(share), Spill(share)
         try:
             for i in range(max(self.layers, default=-1) + 1):
                 with self._open_layer(i):
                     layer = self.arch.layers(self.model)[i]
                     ffn = self.arch.ffn_of(layer)
                     wanted = i in self.layers
-                    with _captured(ffn, inputs, self._masks()) if wanted else nullcontext():
-                        for b, states in enumerate(hidden):
-                            with _finite(inputs, i, b, wanted):
-                                hidden.replace(b, layer(states, **kwargs[b][i]))
+
+                    def run(states: Spill, write: bool, i: int = i, layer: Any = layer) -> None:
+                        for b, before in enumerate(states):
+                            after = layer(before, **kwargs[b][i])
+                            if write:
+                                states.replace(b, after)
+
+                    with self._seen(ffn, None if followed else inputs, targets, i, wanted):
+                        run(hidden, write=True)
                     if wanted:
-                        view = dense_ffn(ffn, self.arch.ffn)
-                        yield Site(i, layer, ffn, view, inputs, self._cache_bytes)
+                        if followed is not None:
+                            with self._seen(ffn, inputs, None, i, wanted):
+                                run(followed, write=False)
+                        site = Site(
+                            i,
+                            layer,
+                            ffn,
+                            self.arch.view(layer),
+                            inputs,
+                            self._cache_bytes,
+                            targets if self._follow else None,
+                        )
+                        yield site
                         inputs.clear()
+                        targets.clear()
+                    if followed is not None:
+                        changed = wanted and site.change is not None
+                        with site.change if changed and site.change else nullcontext():
+                            run(followed, write=True)
         finally:
-            hidden.clear()
-            inputs.clear()
+            for spill in (hidden, followed, inputs, targets):
+                if spill is not None:
+                    spill.clear()
+
+    def _copied(self, states: Spill) -> Spill:
+        copied = Spill(self._spill_bytes // 4)
+        for tensor in states:
+            copied.append(tensor.clone())
+        return copied
+
+    @contextmanager
+    def _seen(
+        self, ffn: nn.Module, inputs: Spill | None, outputs: Spill | None, layer: int, wanted: bool
+    ) -> Iterator[None]:
+        """Collect what enters and leaves a wanted ``ffn``, padding dropped, one entry a batch."""
+        if not wanted:
+            yield
+            return
+        entering, leaving = self._masks(), self._masks()
+
+        def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if inputs is not None:
+                inputs.append(_tokens(args[0], next(entering)))
+                if not torch.isfinite(inputs[len(inputs) - 1]).all():
+                    raise MoesaicError(
+                        f"Layer {layer} meets a value that is not finite in calibration batch "
+                        f"{len(inputs) - 1}. The checkpoint may be damaged, or its dtype too "
+                        "narrow: try --dtype float32."
+                    )
+
+        def after(_: nn.Module, args: Any, out: Tensor | tuple[Tensor, ...]) -> None:
+            if outputs is not None and self._follow:
+                y = out[0] if isinstance(out, tuple) else out
+                outputs.append(_tokens(y, next(leaving)))
+
+        handles = (ffn.register_forward_pre_hook(before), ffn.register_forward_hook(after))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _masks(self) -> Iterator[Tensor | None]:
         return (batch.attention_mask for batch in self._batches)
@@ -259,32 +349,7 @@ class LayerStream:
         return hidden, kwargs
 
 
-def _parameters(module: nn.Module, skip: str) -> list[str]:
-    """Names of a module's saved tensors, tied ones once, those starting with ``skip`` left out."""
-    return [name for name in module.state_dict() if not name.startswith(skip)]
-
-
-@contextmanager
-def _captured(ffn: nn.Module, inputs: Spill, masks: Iterator[Tensor | None]) -> Iterator[None]:
-    """Collect what enters ``ffn``, padding dropped, one entry a batch."""
-
-    def keep(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        x_TD = args[0].flatten(0, -2)
-        mask = next(masks)
-        inputs.append(x_TD if mask is None else x_TD[mask.flatten().to(x_TD.device)])
-
-    handle = ffn.register_forward_pre_hook(keep)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-@contextmanager
-def _finite(inputs: Spill, layer: int, batch: int, captured: bool) -> Iterator[None]:
-    yield
-    if captured and not torch.isfinite(inputs[batch]).all():
-        raise MoesaicError(
-            f"Layer {layer} meets a value that is not finite in calibration batch {batch}. "
-            "The checkpoint may be damaged, or its dtype too narrow: try --dtype float32."
-        )
+def _tokens(x: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, L, D) to (T, D), padding dropped."""
+    x_TD = x.flatten(0, -2)
+    return x_TD if mask is None else x_TD[mask.flatten().to(x_TD.device)]

@@ -1,26 +1,40 @@
-"""Applies a plan: to a live model, or to a stream of tensors. Both by the same function."""
+"""Applies a plan: to a live model, or to a stream of tensors. Both by the same functions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch import Arch, FFNNames
+from moesaic.arch import PREFIX, Arch, FFNNames
 from moesaic.checkpoint import Checkpoint, ShardWriter, cast
 from moesaic.errors import MoesaicError
-from moesaic.nn import carved_like
-from moesaic.plan import BaseShape, CarvedLayer, Plan
+from moesaic.moe import MoEArch, MoEFFN
+from moesaic.naming import Naming, expert_number, renumbered
+from moesaic.nn import carved_like, make_skipping
+from moesaic.plan import (
+    PADDING,
+    BaseShape,
+    CarvedLayer,
+    LayerPlan,
+    Plan,
+    PrunedLayer,
+    SkippingLayer,
+)
 
 
-def base_shape(model: nn.Module, arch: Arch) -> BaseShape:
-    """What a plan for this dense model will ask of its source."""
-    downs = [getattr(arch.ffn_of(layer), arch.ffn.down) for layer in arch.layers(model)]
+def base_shape(model: Any, arch: Arch) -> BaseShape:
+    """What a plan for this model will ask of its source."""
+    views = [arch.view(layer) for layer in arch.layers(model)]
+    experts = tuple(v.count if isinstance(v, MoEFFN) else 0 for v in views)
     return BaseShape(
-        arch.model_type, downs[0].weight.shape[0], tuple(d.weight.shape[1] for d in downs)
+        arch.model_type,
+        model.get_input_embeddings().weight.shape[1],
+        tuple(v.width for v in views),
+        experts if any(experts) else (),
     )
 
 
@@ -34,11 +48,17 @@ def check_base(plan: Plan, model: nn.Module, arch: Arch) -> None:
 
 
 def _describe(base: BaseShape) -> str:
-    widths = sorted(set(base.widths))
+    def spread(values: tuple[int, ...]) -> str:
+        return "/".join(map(str, sorted(set(values))))
+
+    experts = f", {spread(base.experts)} experts" if base.experts else ""
     return (
         f"a {base.model_type} of {len(base.widths)} layers, hidden size {base.hidden_size}, "
-        f"FFN width {'/'.join(map(str, widths))}"
+        f"FFN width {spread(base.widths)}{experts}"
     )
+
+
+# --- carved layers -------------------------------------------------------------------------------
 
 
 def carve_tensors(
@@ -62,13 +82,120 @@ def carve_tensors(
     return carved
 
 
-def install(model: nn.Module, arch: Arch, headers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Swap in empty carved FFNs of the shapes that a plan's header gives."""
+def _install_carved(layer: nn.Module, arch: Arch, header: Mapping[str, Any]) -> None:
     owner, _, leaf = arch.ffn_path.rpartition(".")
+    parent = attrgetter(owner)(layer) if owner else layer
+    setattr(parent, leaf, carved_like(arch.ffn_of(layer), arch.ffn, header))
+
+
+def _apply_carved(layer: nn.Module, arch: Arch, plan: CarvedLayer) -> None:
+    old = arch.ffn_of(layer)
+    state = carve_tensors(plan, arch.ffn, old.state_dict())
+    _install_carved(layer, arch, plan.header())
+    new = arch.ffn_of(layer)
+    new.load_state_dict(state, assign=True)
+    new.train(old.training)
+
+
+# --- pruned and skipping layers ------------------------------------------------------------------
+
+
+def can_pad(arch: MoEArch, router: nn.Module) -> bool:
+    """Whether a router has a bias, with which it can be told never to choose an expert."""
+    return arch.choice_bias is not None or getattr(router, "bias", None) is not None
+
+
+def _taken(name: str, tensor: Tensor, kept_E: Tensor, axis: int) -> Tensor:
+    """The kept experts' part of a tensor; places of padding are never chosen and hold zeros."""
+    kept_E = kept_E.to(tensor.device)
+    taken = tensor.index_select(axis, kept_E.clamp(min=0))
+    padding = (kept_E == PADDING).nonzero().flatten()
+    if padding.numel():
+        never = name.endswith(("router.bias", "e_score_correction_bias"))
+        taken.index_fill_(axis, padding, torch.finfo(tensor.dtype).min / 4 if never else 0)
+    return taken
+
+
+def keep_experts(layer: nn.Module, arch: MoEArch, kept_E: Tensor) -> None:
+    """Take all other experts out of a live layer, in place."""
+    view = arch.view(layer)
+    assert isinstance(view, MoEFFN)
+    for name, tensor in [*view.block.named_parameters(), *view.block.named_buffers()]:
+        axis = arch.expert_axis(name, tensor, view.count)
+        if axis is not None:
+            owner, _, leaf = name.rpartition(".")
+            new = _taken(name, tensor.detach(), kept_E, axis)
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+            setattr(view.block.get_submodule(owner), leaf, new)
+    for module in (view.block, view.router, view.experts):
+        for count in ("num_experts", "out_features"):
+            if getattr(module, count, None) == view.count:
+                setattr(module, count, kept_E.numel())
+
+
+def _install_reduced(layer: nn.Module, arch: Arch, header: Mapping[str, Any]) -> None:
+    assert isinstance(arch, MoEArch)
+    if "experts" in header:
+        keep_experts(layer, arch, torch.arange(header["experts"]))
+    if "beta" in header:
+        view = arch.view(layer)
+        assert isinstance(view, MoEFFN)
+        make_skipping(view.router, header["beta"], header["rule"], view.experts)
+
+
+def _apply_reduced(layer: nn.Module, arch: Arch, plan: PrunedLayer | SkippingLayer) -> None:
+    assert isinstance(arch, MoEArch)
+    pruned = plan if isinstance(plan, PrunedLayer) else plan.pruned
+    if pruned is not None:
+        keep_experts(layer, arch, pruned.kept_E)
+    if isinstance(plan, SkippingLayer):
+        _install_reduced(layer, arch, {"beta": plan.beta, "rule": plan.rule})
+
+
+def kept_tensors(
+    arch: MoEArch, kept_E: Tensor, count: int, name: str, on_disk: str, tensor: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """What becomes of one tensor on disk of a block of which some experts stay.
+
+    Args:
+        arch: the architecture.
+        kept_E: the experts that stay.
+        count: the experts there were.
+        name: the tensor's name in memory, relative to the block.
+        on_disk: its full name on disk.
+        tensor: its values.
+    """
+    number = expert_number(on_disk)
+    if number is None:
+        axis = arch.expert_axis(name, tensor, count)
+        yield on_disk, tensor if axis is None else _taken(name, tensor, kept_E, axis)
+        return
+    for place, old in enumerate(kept_E.tolist()):
+        if old == number:
+            yield renumbered(on_disk, place), tensor
+        elif old == PADDING and number == 0:
+            yield renumbered(on_disk, place), torch.zeros_like(tensor)
+
+
+# --- whole models --------------------------------------------------------------------------------
+
+_INSTALL: dict[str, Callable[..., None]] = {
+    "carved": _install_carved,
+    "pruned": _install_reduced,
+    "skipping": _install_reduced,
+}
+_APPLY: dict[str, Callable[..., None]] = {
+    "carved": _apply_carved,
+    "pruned": _apply_reduced,
+    "skipping": _apply_reduced,
+}
+
+
+def install(model: nn.Module, arch: Arch, headers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give layers the shapes that a plan's header says, without their values."""
     for i, header in headers.items():
-        layer = arch.layers(model)[int(i)]
-        parent = attrgetter(owner)(layer) if owner else layer
-        setattr(parent, leaf, carved_like(arch.ffn_of(layer), arch.ffn, header))
+        _INSTALL[header["kind"]](arch.layers(model)[int(i)], arch, header)
 
 
 @torch.no_grad()
@@ -76,12 +203,28 @@ def apply_plan(model: nn.Module, arch: Arch, plan: Plan) -> None:
     """Convert a live model's layers in place."""
     check_base(plan, model, arch)
     for i, layer_plan in plan.layers.items():
-        old = arch.ffn_of(arch.layers(model)[i])
-        state = carve_tensors(layer_plan, arch.ffn, old.state_dict())
-        install(model, arch, {str(i): layer_plan.header()})
-        new = arch.ffn_of(arch.layers(model)[i])
-        new.load_state_dict(state, assign=True)
-        new.train(old.training)
+        _APPLY[layer_plan.kind](arch.layers(model)[i], arch, layer_plan)
+
+
+def _rewritten(
+    arch: Arch, plan: Plan, index: int, names: Mapping[str, str], read: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """One FFN's tensors, converted. ``names``: on disk by what they are called in the block."""
+    layer: LayerPlan = plan.layers[index]
+    if isinstance(layer, CarvedLayer):
+        state = {name: read(disk) for disk, name in names.items()}
+        for name, tensor in carve_tensors(layer, arch.ffn, state).items():
+            yield arch.ffn_prefix(index) + name, tensor
+        return
+    pruned = layer if isinstance(layer, PrunedLayer) else layer.pruned
+    for disk, name in names.items():
+        if pruned is None:
+            yield disk, read(disk)
+        else:
+            assert isinstance(arch, MoEArch)
+            count = plan.base.experts[index]
+            if expert_number(disk) in (None, 0, *pruned.kept):
+                yield from kept_tensors(arch, pruned.kept_E, count, name, disk, read(disk))
 
 
 def rewrite(
@@ -89,15 +232,31 @@ def rewrite(
     arch: Arch,
     plan: Plan,
     writer: ShardWriter,
-    dtype: torch.dtype | None = None,
+    dtype: Callable[[str], torch.dtype | None] = lambda _: None,
 ) -> None:
-    """Convert a checkpoint tensor by tensor; at most one FFN's weights are in memory."""
-    prefixes = {arch.ffn_prefix(i): layer for i, layer in plan.layers.items()}
-    for name in checkpoint.names():
-        if not name.startswith(tuple(prefixes)):
-            writer.add(name, cast(checkpoint.tensor(name), dtype))
-    for prefix, layer in prefixes.items():
-        state = {n: cast(t, dtype) for n, t in checkpoint.under(prefix).items()}
-        for name, tensor in carve_tensors(layer, arch.ffn, state).items():
-            writer.add(prefix + name, tensor)
+    """Convert a checkpoint tensor by tensor; at most one FFN's weights are in memory.
+
+    Args:
+        checkpoint: the source.
+        arch: its architecture.
+        plan: what to make of it.
+        writer: takes the tensors.
+        dtype: the floating-point type by name in memory, None for the checkpoint's own.
+    """
+    naming = Naming(checkpoint, plan.base.model_type.removeprefix(PREFIX))
+    prefixes = {arch.ffn_prefix(i): i for i in plan.layers}
+    inside: dict[int, dict[str, str]] = {i: {} for i in plan.layers}
+
+    def read(disk: str) -> Tensor:
+        return cast(checkpoint.tensor(disk), dtype(naming.in_memory[disk]))
+
+    for disk, name in naming.in_memory.items():
+        prefix = next((p for p in prefixes if name.startswith(p)), None)
+        if prefix is None:
+            writer.add(disk, read(disk))
+        else:
+            inside[prefixes[prefix]][disk] = name.removeprefix(prefix)
+    for index, names in inside.items():
+        for disk, tensor in _rewritten(arch, plan, index, names, read):
+            writer.add(disk, tensor)
     writer.close()

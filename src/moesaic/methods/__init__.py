@@ -1,12 +1,31 @@
 """One file a paper, reading like the paper."""
 
+from typing import Any
+
 from moesaic.methods.base import Carver, carve_layers
 from moesaic.methods.more import MoRE, MoREConfig
+from moesaic.methods.naee import PruneConfig, Pruner
+from moesaic.methods.skipping import SkipConfig, Skipper
 
 CARVERS = {MoREConfig: MoRE}
 """A carving method by the class of its config."""
 
-STEPS = {"carve": {"more": MoREConfig}}
+STEPS: dict[str, dict[str, Any]] = {
+    "carve": {"more": MoREConfig},
+    "prune": {"naee": PruneConfig},
+    "skip": {"naee": SkipConfig},
+}
 """The config of every step of a run, by verb and method."""
 
-__all__ = ["CARVERS", "STEPS", "Carver", "MoRE", "MoREConfig", "carve_layers"]
+__all__ = [
+    "CARVERS",
+    "STEPS",
+    "Carver",
+    "MoRE",
+    "MoREConfig",
+    "PruneConfig",
+    "Pruner",
+    "SkipConfig",
+    "Skipper",
+    "carve_layers",
+]

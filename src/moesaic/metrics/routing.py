@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch import base_arch
 from moesaic.errors import MoesaicError
+from moesaic.moe import MoEFFN, base_arch
 from moesaic.nn import CarvedFFN
 
 
@@ -25,6 +25,14 @@ class Routing:
     tokens: int = 0
     counts: list[int] = field(default_factory=list)
     """Tokens that ran each petal."""
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * len(self.petals)
+
+    @property
+    def calls(self) -> float:
+        """Mean petals a token ran."""
+        return sum(self.counts) / max(1, self.tokens)
 
     @property
     def share(self) -> list[float]:
@@ -58,35 +66,52 @@ def jsd(p: Sequence[float], q: Sequence[float]) -> float:
     return (kl(p, m) + kl(q, m)) / 2
 
 
-def carved_layers(model: Any) -> dict[int, CarvedFFN]:
-    """The carved FFNs of a model by decoder layer; empty for a model that has none."""
+def routers(model: Any) -> dict[int, tuple[nn.Module, Routing]]:
+    """The router of every layer that routes, and an empty count for it; none in a dense model."""
     try:
         arch = base_arch(model.config)
     except MoesaicError:
         return {}
-    ffns = {i: arch.ffn_of(layer) for i, layer in enumerate(arch.layers(model))}
-    return {i: ffn for i, ffn in ffns.items() if isinstance(ffn, CarvedFFN)}
+    found: dict[int, tuple[nn.Module, Routing]] = {}
+    for i, layer in enumerate(arch.layers(model)):
+        ffn = arch.ffn_of(layer)
+        if isinstance(ffn, CarvedFFN):
+            if ffn.router is not None:
+                found[i] = (ffn.router, Routing(ffn.backbone, ffn.petals))
+            continue
+        view = arch.view(layer)
+        if isinstance(view, MoEFFN):
+            routing = Routing(view.shared_width, (view.width,) * view.count)
+            found[i] = (view.router, routing)
+    return found
+
+
+def _choice(out: Any) -> Tensor:
+    """The experts that a router chose (T, K): ours returns them alone, others as the last part."""
+    chosen_TK: Tensor = out[-1] if isinstance(out, tuple) else out
+    return chosen_TK
 
 
 @contextmanager
 def counted(model: Any) -> Iterator[dict[int, Routing]]:
     """Count the routing of everything that runs inside."""
-    routing, handles = {}, []
-    for i, ffn in carved_layers(model).items():
-        routing[i] = Routing(ffn.backbone, ffn.petals, counts=[0] * len(ffn.petals))
-        if ffn.router is not None:
-            handles.append(ffn.router.register_forward_hook(_counter(routing[i])))
+    found = routers(model)
+    handles = [
+        router.register_forward_hook(_counter(routing)) for router, routing in found.values()
+    ]
     try:
-        yield routing
+        yield {i: routing for i, (_, routing) in found.items()}
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _counter(layer: Routing) -> Any:
-    def count(_: nn.Module, args: Any, chosen_TK: Tensor) -> None:
+    def count(_: nn.Module, args: Any, out: Any) -> None:
+        chosen_TK = _choice(out)
+        experts = len(layer.petals)
         layer.tokens += chosen_TK.shape[0]
-        new = torch.bincount(chosen_TK.flatten(), minlength=len(layer.petals)).tolist()
+        new = torch.bincount(chosen_TK.flatten(), minlength=experts)[:experts].tolist()
         layer.counts = [a + b for a, b in zip(layer.counts, new, strict=True)]
 
     return count
@@ -97,13 +122,12 @@ def trace(model: Any, input_ids: Tensor) -> dict[int, list[int]]:
     """The first choice of petal for each token of one text, by layer: for token colours."""
     chosen: dict[int, list[int]] = {}
     handles = []
-    for i, ffn in carved_layers(model).items():
-        if ffn.router is not None:
-            handles.append(
-                ffn.router.register_forward_hook(
-                    lambda _, args, out, i=i: chosen.__setitem__(i, out[:, 0].tolist())
-                )
+    for i, (router, _) in routers(model).items():
+        handles.append(
+            router.register_forward_hook(
+                lambda _, args, out, i=i: chosen.__setitem__(i, _choice(out)[:, 0].tolist())
             )
+        )
     try:
         model(input_ids=input_ids.view(1, -1).to(model.device), use_cache=False)
     finally:

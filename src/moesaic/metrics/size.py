@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
-from moesaic.arch import base_arch
+from torch import nn
+
+from moesaic.arch import Arch
 from moesaic.metrics.routing import Routing
+from moesaic.moe import MoEFFN, base_arch
 from moesaic.nn import CarvedFFN
 
 
@@ -17,7 +19,7 @@ class LayerUse:
     """One decoder layer's projections and what a token uses of them."""
 
     kind: str
-    """dense or carved."""
+    """dense, carved or moe."""
     experts: int
     """Routed experts; 0 for a dense layer."""
     top_k: int
@@ -59,35 +61,10 @@ def model_size(model: Any, routing: Mapping[int, Routing] | None = None) -> Size
     """
     arch = base_arch(model.config)
     header = getattr(model.config, "moesaic", None)
-    layers = []
-    for i, layer in enumerate(arch.layers(model)):
-        ffn = arch.ffn_of(layer)
-        attention = sum(attrgetter(name)(layer).weight.numel() for name in arch.attention)
-        stored = sum(getattr(ffn, name).weight.numel() for name in arch.ffn.projections)
-        width = getattr(ffn, arch.ffn.down).weight.shape[1]
-        if not isinstance(ffn, CarvedFFN):
-            layers.append(LayerUse("dense", 0, 0, width, width, attention, stored, 0))
-            continue
-        assert header is not None
-        petals = len(ffn.petals)
-        if routing is not None and ffn.router is not None:
-            active = routing[i].active_width
-        else:
-            active = ffn.backbone + (ffn.top_k * sum(ffn.petals) / petals if petals else 0)
-        original = header["base"]["widths"][i]
-        layers.append(
-            LayerUse(
-                "carved",
-                petals,
-                ffn.top_k,
-                width,
-                active,
-                attention,
-                stored,
-                router=0 if ffn.router is None else ffn.router.weight.numel(),
-                dropped=stored * (original - width) // width,
-            )
-        )
+    layers = [
+        _use(layer, arch, None if routing is None else routing.get(i), header, i)
+        for i, layer in enumerate(arch.layers(model))
+    ]
     total = sum(p.numel() for p in model.parameters())
     idle = sum(use.ffn - use.active_ffn for use in layers)
     projections = sum(use.attention + use.ffn + use.dropped for use in layers)
@@ -98,4 +75,51 @@ def model_size(model: Any, routing: Mapping[int, Routing] | None = None) -> Size
         active_ratio=used / projections,
         router_parameters=sum(use.router for use in layers),
         layers=tuple(layers),
+    )
+
+
+def _use(
+    layer: nn.Module, arch: Arch, routing: Routing | None, header: Any, index: int
+) -> LayerUse:
+    attention, ffn = arch.attention_size(layer), arch.ffn_of(layer)
+    if not isinstance(ffn, CarvedFFN):
+        view = arch.view(layer)
+        if isinstance(view, MoEFFN):
+            return _moe_use(view, attention, routing)
+    stored = sum(getattr(ffn, name).weight.numel() for name in arch.ffn.projections)
+    width = getattr(ffn, arch.ffn.down).weight.shape[1]
+    if not isinstance(ffn, CarvedFFN):
+        return LayerUse("dense", 0, 0, width, width, attention, stored, 0)
+    petals = len(ffn.petals)
+    active = ffn.backbone + (ffn.top_k * sum(ffn.petals) / petals if petals else 0)
+    if routing is not None and ffn.router is not None:
+        active = routing.active_width
+    original = header["base"]["widths"][index]
+    return LayerUse(
+        "carved",
+        petals,
+        ffn.top_k,
+        width,
+        active,
+        attention,
+        stored,
+        router=0 if ffn.router is None else ffn.router.weight.numel(),
+        dropped=stored * (original - width) // width,
+    )
+
+
+def _moe_use(view: MoEFFN, attention: int, routing: Routing | None) -> LayerUse:
+    experts = [view.experts.gate_up_proj, view.experts.down_proj]
+    per_neuron = sum(t.numel() for t in experts) // (view.count * view.width)
+    width = view.shared_width + view.count * view.width
+    nominal = view.shared_width + view.top_k * view.width
+    return LayerUse(
+        "moe",
+        view.count,
+        view.top_k,
+        width,
+        nominal if routing is None else routing.active_width,
+        attention,
+        ffn=per_neuron * width,
+        router=sum(p.numel() for p in view.router.parameters()),
     )

@@ -1,0 +1,126 @@
+"""Which experts stay: all subsets where they can be counted, else greedy removal and swaps.
+
+A set is a row of booleans (E,), True for an expert that stays. ``losses`` scores many sets at
+once: (C, E) to (C,). Groups, where a router has them, are equal runs of neighbouring experts that
+lose equally many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, combinations, islice, product
+from math import comb
+
+import torch
+from torch import Tensor
+
+Losses = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best set that a search saw."""
+
+    kept_E: Tensor
+    """bool."""
+    loss: float
+    """As ``losses`` gave it."""
+    search: str
+    """exhaustive, or greedy+swap."""
+    evaluated: int
+    """Sets that were scored."""
+
+
+def subsets(experts: int, keep: int, groups: int = 1) -> int:
+    """How many sets there are to choose from."""
+    return comb(experts // groups, keep // groups) ** groups
+
+
+def every_set(experts: int, keep: int, groups: int = 1, block: int = 1024) -> Iterator[Tensor]:
+    """All sets in blocks (C, E), in lexicographic order of what they drop.
+
+    >>> [s.int().tolist() for s in every_set(3, 2)]
+    [[[0, 1, 1], [1, 0, 1], [1, 1, 0]]]
+    """
+    size = experts // groups
+    runs = [range(g * size, (g + 1) * size) for g in range(groups)]
+    choices = product(*(combinations(run, size - keep // groups) for run in runs))
+    while dropped := list(islice(choices, block)):
+        kept_CE = torch.ones(len(dropped), experts, dtype=torch.bool)
+        for row, gone in zip(kept_CE, dropped, strict=True):
+            row[list(chain(*gone))] = False
+        yield kept_CE
+
+
+def exhaustive(losses: Losses, experts: int, keep: int, groups: int = 1) -> Found:
+    """The best of all sets; of equal ones, the one that drops the lexicographically first."""
+    best: tuple[float, Tensor] | None = None
+    evaluated = 0
+    for kept_CE in every_set(experts, keep, groups):
+        loss_C = losses(kept_CE).double().cpu().numpy()
+        first = int(loss_C.argmin())  # numpy's is the first of equals
+        evaluated += len(kept_CE)
+        if best is None or loss_C[first] < best[0]:
+            best = (float(loss_C[first]), kept_CE[first])
+    assert best is not None
+    return Found(best[1], best[0], "exhaustive", evaluated)
+
+
+def without_each(kept_E: Tensor, candidates: Tensor) -> Tensor:
+    """The sets that lose one candidate more (C, E)."""
+    kept_CE = kept_E.repeat(len(candidates), 1)
+    kept_CE[torch.arange(len(candidates)), candidates] = False
+    return kept_CE
+
+
+def greedy(losses: Losses, kept_E: Tensor, keep: int, groups: int = 1) -> Found:
+    """Take out the expert whose loss hurts least, again and again."""
+    kept_E, evaluated, loss = kept_E.clone(), 0, 0.0
+    size = len(kept_E) // groups
+    while int(kept_E.sum()) > keep:
+        surplus_G = kept_E.view(groups, size).sum(1) > keep // groups
+        candidates = (kept_E & surplus_G.repeat_interleave(size)).nonzero().flatten()
+        trial_CE = without_each(kept_E, candidates)
+        loss_C = losses(trial_CE).double().cpu().numpy()
+        evaluated += len(trial_CE)
+        kept_E, loss = trial_CE[int(loss_C.argmin())], float(loss_C.min())
+    if not evaluated:
+        loss, evaluated = float(losses(kept_E[None])[0]), 1
+    return Found(kept_E, loss, "greedy", evaluated)
+
+
+def refined(losses: Losses, found: Found, groups: int = 1, rounds: int = 64) -> Found:
+    """Put one expert back and take another out, as long as that makes it better."""
+    kept_E, loss, evaluated = found.kept_E, found.loss, found.evaluated
+    group_E = torch.arange(len(kept_E)) // (len(kept_E) // groups)
+    for _ in range(rounds):
+        gone = (~kept_E).nonzero().flatten()
+        if not len(gone) or not kept_E.any():
+            break
+        back_CE = kept_E.repeat(len(gone), 1)
+        back_CE[torch.arange(len(gone)), gone] = True
+        order = losses(back_CE).double().argsort(stable=True).cpu()
+        evaluated += len(gone)
+        for c in order.tolist():
+            others = (kept_E & (group_E == group_E[gone[c]])).nonzero().flatten()
+            trial_CE = without_each(back_CE[c], others)
+            loss_C = losses(trial_CE).double().cpu().numpy()
+            evaluated += len(trial_CE)
+            if loss_C.min() < loss * (1 - 1e-9):
+                kept_E, loss = trial_CE[int(loss_C.argmin())], float(loss_C.min())
+                break
+        else:
+            break
+    return Found(kept_E, loss, "greedy+swap", evaluated)
+
+
+def best_scores(score_E: Tensor, keep: int, groups: int = 1) -> Tensor:
+    """The set of highest scores, group by group; of equal ones the lower numbers go first.
+
+    >>> best_scores(torch.tensor([1.0, 3.0, 1.0, 2.0]), 2).tolist()
+    [False, True, False, True]
+    """
+    score_GE = score_E.view(groups, -1)
+    gone_GE = score_GE.argsort(dim=1, stable=True)[:, : score_GE.shape[1] - keep // groups]
+    return torch.ones_like(score_GE, dtype=torch.bool).scatter(1, gone_GE, False).flatten()
