@@ -30,6 +30,8 @@ class Calibration:
     samples: int = 100
     length: int = 256
     seed: int = 0
+    stats: str = ""
+    """A file of observe to decide from, instead of running the model over text."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from moesaic.stream import Site
 from moesaic.surgery import can_pad
 
 Calibration = str | Sequence[str] | Tokens | torch.Tensor
+NO_TEXT = Tokens(torch.zeros(1, 1, dtype=torch.int64))
+"""Where weights or a file say everything."""
 ALL = 256
 """MB of Gram matrices a layer that ``observe`` keeps by default, as pruning does."""
 
@@ -220,6 +222,7 @@ def prune(
     length: int = 256,
     seed: int = 0,
     tokenizer: Any = None,
+    compare: Sequence[str] = (),
     inplace: bool = False,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
@@ -238,6 +241,7 @@ def prune(
         length: tokens a window.
         seed: of the draw.
         tokenizer: for texts, when ``model`` is loaded; a name brings its own.
+        compare: criteria to decide by beside it, from the same statistics.
         inplace: prune the caller's model itself.
         device: where layers run, when ``model`` is a name.
         dtype: floating-point type, when ``model`` is a name; None for the checkpoint's own.
@@ -248,13 +252,18 @@ def prune(
         MoesaicError: the request cannot be met.
     """
     config = config or PruneConfig()
+    methods = {name: Pruner(replace(config, criterion=name)) for name in compare}
+    methods["result"] = Pruner(config)
     if stats is not None and config.progressive:
         raise MoesaicError("--progressive must see the model: it cannot decide from --stats.")
-    without_text = stats is not None or config.criterion in DATA_FREE
+    if compare and config.progressive:
+        raise MoesaicError("--progressive follows one criterion: nothing can be decided beside it.")
+    criteria = {method.config.criterion for method in methods.values()}
+    without_text = stats is not None or criteria <= set(DATA_FREE)
     job = Job.open(
         model,
         _original,
-        Tokens(torch.zeros(1, 1, dtype=torch.int64)) if without_text else calibration,
+        NO_TEXT if without_text else calibration,
         samples=samples,
         length=length,
         seed=seed,
@@ -264,48 +273,65 @@ def prune(
     )
     sizes = _sizes(job, config)
     groups = job.arch.group_count(job.shape.config)
-    method = Pruner(config)
-    finished = Finished(progress, job, {"config": asdict(config), "stats": str(stats or "")})
+    request = {"config": asdict(config), "compare": list(compare), "stats": str(stats or "")}
+    finished = Finished(progress, job, request)
 
     def decide(i: int, observed: ExpertStats) -> None:
-        decided = method.decide(observed, _rule(job, i, observed), i, sizes[i], groups)
-        for size, (layer, analysis) in decided.items():
-            finished.add(f"keep-{size}", i, layer, analysis)
+        for name, method in methods.items():
+            rule = _rule(job, i, observed)
+            decided = method.decide(observed, rule, i, sizes[i], groups)
+            for size, (layer, analysis) in decided.items():
+                finished.add(f"{name}-keep-{size}", i, layer, analysis)
 
     def missing(i: int) -> bool:
-        return any((f"keep-{size}", i) not in finished for size in sizes[i])
+        keys = (f"{name}-keep-{size}" for name in methods for size in sizes[i])
+        return any((key, i) not in finished for key in keys)
 
     fingerprint = job.tokens.fingerprint
     if stats is not None:
-        file = _from_file(job, stats, config.criterion == "reconstruction")
+        file = _from_file(job, stats, "reconstruction" in criteria)
         fingerprint = file.header["calibration"]
         for i in track([i for i in sizes if missing(i)], "Deciding layers", len(sizes)):
             decide(i, file.layer(i))
     elif any(missing(i) for i in sizes):
+        gram_bytes = max(method.config.gram_bytes for method in methods.values())
         stream = job.stream(sizes, job.share[0], follow=config.progressive)
         for site in track(stream, "Pruning layers", len(sizes)):
             i = site.index
             if missing(i):
-                ((_, observed),) = _observed(job, iter([site]), config.gram_bytes)
+                ((_, observed),) = _observed(job, iter([site]), gram_bytes)
                 decide(i, observed)
             if config.progressive:
-                kept, _ = finished[f"keep-{sizes[i][0]}", i]
+                kept, _ = finished[f"result-keep-{sizes[i][0]}", i]
+                assert isinstance(site.view, MoEFFN)
                 allowed_E = torch.zeros(site.view.count, dtype=torch.bool)
                 allowed_E[kept.experts] = True
                 site.change = site.view.restricted(allowed_E)
-    counts = {i: options[0] for i, options in sizes.items()}
-    if not config.uniform:
+
+    def counts(name: str) -> dict[int, int]:
+        if config.uniform:
+            return {i: options[0] for i, options in sizes.items()}
         curves = {
-            i: {r: finished[f"keep-{r}", i][1]["relative_loss"] for r in options}
+            i: {r: finished[f"{name}-keep-{r}", i][1]["relative_loss"] for r in options}
             for i, options in sizes.items()
         }
-        counts = allocate(curves, round(config.keep * len(sizes)))
-    layers = {i: finished[f"keep-{r}", i][0] for i, r in counts.items()}
-    if config.padding:
-        layers = {i: layer.padded(max(counts.values())) for i, layer in layers.items()}
-    plan = Plan(method.name, job.base, layers, asdict(config), fingerprint)
-    analyses = {i: finished[f"keep-{r}", i][1] for i, r in counts.items()}
-    return job.result(plan, analyses, inplace=inplace)
+        return allocate(curves, round(config.keep * len(sizes)))
+
+    def plan(name: str) -> Plan:
+        kept = counts(name)
+        layers = {i: finished[f"{name}-keep-{r}", i][0] for i, r in kept.items()}
+        if config.padding:
+            layers = {i: layer.padded(max(kept.values())) for i, layer in layers.items()}
+        options = asdict(methods[name].config)
+        return Plan(Pruner.name, job.base, layers, options, fingerprint)
+
+    decided = counts("result").items()
+    return job.result(
+        plan("result"),
+        {i: finished[f"result-keep-{r}", i][1] for i, r in decided},
+        comparisons={name: plan(name) for name in compare},
+        inplace=inplace,
+    )
 
 
 # --- skip ----------------------------------------------------------------------------------------
@@ -339,7 +365,7 @@ def skip(
     job = Job.open(
         model,
         moe_arch,
-        Tokens(torch.zeros(1, 1, dtype=torch.int64)) if stats is not None else calibration,
+        NO_TEXT if stats is not None else calibration,
         samples=samples,
         length=length,
         seed=seed,

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from moesaic.budget import layer_sizes
 from moesaic.checkpoint import check_out, whole_folder
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.hub import resolve
+from moesaic.hub import native_experts, resolve
 from moesaic.measure import check_device, environment, measure, parse_dtype
-from moesaic.methods import CARVERS, MoREConfig, PruneConfig, SkipConfig, carve_layers
+from moesaic.methods import CARVERS, MoREConfig, PruneConfig, SkipConfig, Skipper, carve_layers
 from moesaic.plan import CarvedLayer, Plan, Progress, PrunedLayer, SkippingLayer
 from moesaic.progress import Track, silent
 from moesaic.recipe import Recipe
@@ -143,23 +144,18 @@ def run_recipe(
                 "or --overwrite to start anew."
             )
         Progress(unfinished, {}).discard()
-    if len(recipe.steps) > 1:
-        raise MoesaicError("A recipe can have one step for now.")
     settings, dtype = recipe.evaluation, parse_dtype(recipe.dtype)
     check_device(recipe.device)
-    result = carve(
-        recipe.model,
-        recipe.steps[0],
-        calibration=recipe.calibration.source,
-        samples=recipe.calibration.samples,
-        length=recipe.calibration.length,
-        seed=recipe.calibration.seed,
-        compare=settings.compare if settings else (),
-        device=recipe.device,
-        dtype=dtype,
-        progress=unfinished,
-        track=track,
-    )
+    model, *names = recipe.model, *(f"step-{i}" for i in range(len(recipe.steps) - 1)), ""
+    for step, name in zip(recipe.steps, names, strict=True):
+        last = step is recipe.steps[-1]
+        compare = settings.compare if settings and last else ()
+        progress = unfinished / f"{name}.layers" if name else unfinished
+        result = _take(step, model, recipe, compare, progress, track)
+        if not last:  # the next step's model: on disk until the run is done
+            model = str(unfinished / name)
+            if not Path(model).exists():
+                result.save(model)
     with whole_folder(out, overwrite) as folder:
         result.write(folder)
         record = _describe(recipe, result)
@@ -167,7 +163,7 @@ def run_recipe(
             plans = result.comparisons.items()
             record |= measure(
                 folder,
-                result.original,
+                resolve(recipe.model),
                 {name: partial(result.build, plan) for name, plan in plans},
                 settings,
                 device=recipe.device,
@@ -183,27 +179,73 @@ def run_recipe(
     return record
 
 
+VERBS: dict[type, Any] = {MoREConfig: carve, PruneConfig: prune, SkipConfig: skip}
+
+
+def _take(
+    step: Any, model: str, recipe: Recipe, compare: Sequence[str], progress: Path, track: Track
+) -> Result:
+    """One step of a recipe."""
+    given = recipe.calibration
+    options: dict[str, Any] = {"compare": compare} if compare else {}
+    if given.stats:
+        options["stats"] = given.stats
+    verb = VERBS[type(step)]
+    unknown = options.keys() - signature(verb).parameters.keys()
+    if unknown:
+        raise MoesaicError(f"{verb.__name__} takes no {', '.join(sorted(unknown))}.")
+    result: Result = verb(
+        model,
+        step,
+        calibration=given.source,
+        samples=given.samples,
+        length=given.length,
+        seed=given.seed,
+        device=recipe.device,
+        dtype=parse_dtype(recipe.dtype),
+        progress=progress,
+        track=track,
+        **options,
+    )
+    return result
+
+
 def _describe(recipe: Recipe, result: Result) -> dict[str, Any]:
     """The part of ``result.json`` that is known before anything is measured."""
     plan = result.plan
+    native = native_experts(plan) is not None
+    described = [
+        _describe_layer(plan, i, result.analyses.get(i, {})) for i in range(len(plan.base.widths))
+    ]
+    carved = any(isinstance(layer, CarvedLayer) for layer in plan.layers.values())
     return {
         "moesaic": __version__,
         "model": recipe.model,
         "out": recipe.out,
-        "model_type": f"moesaic_{plan.base.model_type}",
+        "model_type": plan.base.model_type if native else f"moesaic_{plan.base.model_type}",
         "method": plan.method,
         "config": plan.config,
         "calibration": {**asdict(recipe.calibration), "fingerprint": plan.calibration},
         "environment": environment(recipe.device),
-        "layers": {
-            str(i): {
-                "width": plan.base.widths[i],
-                "backbone": layer.backbone,
-                "petals": list(layer.petals),
-                "top_k": layer.top_k,
-                "active_width": layer.active_width,
-                **result.analyses[i],
-            }
-            for i, layer in sorted(plan.layers.items())
-        },
+        "layers": {str(i): described[i] for i in sorted(plan.layers)} if carved else described,
+        **({"beta": [d.get("beta") for d in described]} if plan.method == Skipper.name else {}),
     }
+
+
+def _describe_layer(plan: Plan, index: int, analysis: dict[str, Any]) -> dict[str, Any]:
+    layer, width = plan.layers.get(index), plan.base.widths[index]
+    if isinstance(layer, CarvedLayer):
+        return {
+            "width": width,
+            "backbone": layer.backbone,
+            "petals": list(layer.petals),
+            "top_k": layer.top_k,
+            "active_width": layer.active_width,
+            **analysis,
+        }
+    if isinstance(layer, PrunedLayer):
+        kept = layer.experts.tolist()
+        return {"kind": layer.kind, "experts": plan.base.experts[index], "kept": kept, **analysis}
+    if isinstance(layer, SkippingLayer):
+        return {"kind": layer.kind, "beta": layer.beta, "rule": layer.rule, **analysis}
+    return {"kind": "dense", "width": width}
