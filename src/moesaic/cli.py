@@ -23,13 +23,15 @@ from rich.progress import (
 from rich.table import Table
 
 from moesaic import measure as measuring
-from moesaic import report, run
+from moesaic import reduction, report, run
 from moesaic.checkpoint import disk_full
 from moesaic.errors import MoesaicError
 from moesaic.hub import resolve
 from moesaic.measure import check_device, parse_dtype
 from moesaic.methods import MoREConfig
+from moesaic.methods.naee import CRITERIA
 from moesaic.recipe import Calibration, Evaluation, Recipe, load_recipe, step_config
+from moesaic.statistics import StatsFile, join_processes, merge_files, process
 from moesaic.version import __version__
 
 T = TypeVar("T")
@@ -59,7 +61,8 @@ CalibrationText = Annotated[
     typer.Option(
         "--calibration",
         help="Text to calibrate on: a .txt, .jsonl, .json or .parquet file, a .safetensors file of "
-        "input_ids, a hub dataset id, or prose, reference, code. Default: all text that ships.",
+        "input_ids, a hub dataset id, prose, reference or code, or a mix such as code=3,prose=1. "
+        "Default: all text that ships.",
     ),
 ]
 Samples = Annotated[int, typer.Option(min=1, help="Calibration windows.")]
@@ -150,12 +153,8 @@ def carve(
         "layers": layers,
         "variant": variant,
         "seed": seed,
+        **options(option),
     }
-    for pair in option or []:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise MoesaicError(f"--option {pair!r} is not key=value.")
-        given[key] = value
     recipe = Recipe(
         model=model,
         out=str(out),
@@ -176,8 +175,175 @@ def carry_out(recipe: Recipe, overwrite: bool, resume: bool, as_json: bool) -> N
         record = run.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
     except KeyboardInterrupt:
         fail("Interrupted. Finished layers are kept; --resume continues from them.", 130)
+    if process()[0]:  # another process wrote the result
+        return
     emit(as_json, record, report.terminal(record))
     err_console.print(f"Checkpoint in {recipe.out}, report in {recipe.out}/report.html")
+
+
+Stats = Annotated[
+    str, typer.Option(metavar="FILE", help="Decide from this file of observe; run nothing.")
+]
+Evaluate = Annotated[bool, typer.Option("--eval/--no-eval", help="Measure result and original.")]
+
+
+@app.command(epilog=example("moesaic prune tiny-moe out --keep 6 --criterion reconstruction"))
+def prune(
+    model: Model,
+    out: Out,
+    keep: Annotated[float, typer.Option(help="Experts that stay a layer; a mean if non-uniform.")],
+    criterion: Annotated[str, typer.Option(help=f"{', '.join(CRITERIA)}.")] = "reconstruction",
+    progressive: Annotated[
+        bool, typer.Option("--progressive", help="Each layer sees what the pruned ones pass on.")
+    ] = False,
+    non_uniform: Annotated[
+        bool, typer.Option("--non-uniform", help="Let counts differ: saved as moesaic_<base>.")
+    ] = False,
+    padding: Annotated[
+        bool, typer.Option("--padding", help="Fill counts up with experts never chosen: native.")
+    ] = False,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(help="Also measure this criterion at the same size. Repeatable."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", help="key=value: any other option of the method's config."),
+    ] = None,
+    stats: Stats = "",
+    calibration: CalibrationText = "",
+    samples: Samples = 100,
+    length: CalibrationLength = 256,
+    seed: Seed = 0,
+    evaluate: Evaluate = True,
+    data: EvalData = "",
+    max_tokens: MaxTokens = 16_384,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take experts out of a mixture of experts; the result loads wherever the original does."""
+    given: dict[str, Any] = {
+        "keep": keep,
+        "criterion": criterion,
+        "progressive": progressive,
+        "uniform": not non_uniform,
+        "padding": padding,
+        "seed": seed,
+        **options(option),
+    }
+    recipe = Recipe(
+        model=model,
+        out=str(out),
+        steps=(step_config("prune", given),),
+        calibration=Calibration(calibration, samples, length, seed, stats),
+        evaluation=Evaluation(data, max_tokens=max_tokens, compare=tuple(compare or ()))
+        if evaluate
+        else None,
+        device=device,
+        dtype=dtype,
+    )
+    carry_out(recipe, overwrite, resume, as_json)
+
+
+@app.command(epilog=example("moesaic skip tiny-moe out --quantile 0.5"))
+def skip(
+    model: Model,
+    out: Out,
+    quantile: Annotated[
+        float, typer.Option(help="Of the ratio beta compares; 0.5 is the paper's median.")
+    ] = 0.5,
+    calls: Annotated[
+        float | None, typer.Option(help="Mean experts a token should run, instead.")
+    ] = None,
+    rule: Annotated[str, typer.Option(help="auto, top2 or tail.")] = "auto",
+    stats: Stats = "",
+    calibration: CalibrationText = "",
+    samples: Samples = 100,
+    length: CalibrationLength = 256,
+    seed: Seed = 0,
+    evaluate: Evaluate = True,
+    data: EvalData = "",
+    max_tokens: MaxTokens = 16_384,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let tokens leave out experts of little weight; beta is calibrated on MODEL as it is."""
+    given = {"quantile": quantile, "calls": calls, "rule": rule}
+    recipe = Recipe(
+        model=model,
+        out=str(out),
+        steps=(step_config("skip", given),),
+        calibration=Calibration(calibration, samples, length, seed, stats),
+        evaluation=Evaluation(data, max_tokens=max_tokens) if evaluate else None,
+        device=device,
+        dtype=dtype,
+    )
+    carry_out(recipe, overwrite, resume, as_json)
+
+
+@app.command(epilog=example("moesaic observe tiny-moe tiny-moe.stats"))
+def observe(
+    model: Model,
+    stats: Annotated[Path, typer.Argument(metavar="STATS", help="The file to make.")],
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option(help="Merge this file of the same model in; MODEL is not run. Repeatable."),
+    ] = None,
+    calibration: CalibrationText = "",
+    samples: Samples = 100,
+    length: CalibrationLength = 256,
+    seed: Seed = 0,
+    gram_mb: Annotated[
+        int, typer.Option(min=0, help="MB a layer for reconstruction; 0 leaves that out.")
+    ] = 256,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Observe a mixture of experts once; prune and skip then decide in seconds with --stats."""
+    if merge:
+        if stats.exists() and not overwrite:
+            raise MoesaicError(f"{stats} exists. Choose another name or pass --overwrite.")
+        merge_files(merge, stats)
+    else:
+        reduction.observe(
+            model,
+            stats,
+            calibration=calibration,
+            samples=samples,
+            length=length,
+            seed=seed,
+            gram_mb=gram_mb,
+            device=check_device(device),
+            dtype=parse_dtype(dtype),
+            overwrite=overwrite,
+            resume=resume,
+            track=bars,
+        )
+    if process()[0]:
+        return
+    header = StatsFile(stats).header
+    figures = {"stats": str(stats), "bytes": stats.stat().st_size, "layers": header["layers"]}
+    emit(as_json, figures, f"Statistics of {len(header['layers'])} layers in {stats}")
+
+
+def options(pairs: list[str] | None) -> dict[str, Any]:
+    """``key=value`` pairs; values are read as in a recipe."""
+    given = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise MoesaicError(f"--option {pair!r} is not key=value.")
+        given[key] = value
+    return given
 
 
 @app.command("run", epilog=example("moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder"))
@@ -417,6 +583,7 @@ def main() -> None:
     """Entry point of the ``moesaic`` command."""
     quiet_libraries()
     with explained():
+        join_processes()
         app()
 
 

@@ -197,6 +197,8 @@ def calibration_tokens(
     """
     if isinstance(source, str) and source.endswith(".safetensors"):
         return _tokenised(Path(source))
+    if isinstance(source, str) and "=" in source and not Path(source).is_file():
+        return _mixed(source, tokenizer, samples, length, seed)
     texts = load_texts(source, "calibration") if isinstance(source, str) else source
     ids = windows(texts, tokenizer, length)
     if len(ids) < samples:
@@ -207,6 +209,43 @@ def calibration_tokens(
         )
     chosen = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))[:samples]
     return Tokens(ids[chosen])
+
+
+def _mixed(source: str, tokenizer: Any, samples: int, length: int, seed: int) -> Tokens:
+    """Windows of several sources in proportion to their weights, such as ``code=3,prose=1``."""
+    weights: dict[str, float] = {}
+    for pair in source.split(","):
+        name, _, weight = pair.rpartition("=")
+        try:
+            weights[name.strip()] = float(weight)
+        except ValueError:
+            weights[name.strip()] = 0.0
+    if "" in weights or min(weights.values()) <= 0:
+        raise MoesaicError(
+            f"--calibration {source!r} is not a mix such as code=3,prose=1: a source and its "
+            "weight, above 0, for each part."
+        )
+    shares = split_evenly(samples, list(weights.values()))
+    parts = [
+        calibration_tokens(name, tokenizer, share, length, seed).input_ids
+        for name, share in zip(weights, shares, strict=True)
+        if share
+    ]
+    return Tokens(torch.cat(parts))
+
+
+def split_evenly(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to ``total``, in proportion to ``weights`` as near as can be.
+
+    >>> split_evenly(10, [2.0, 1.0])
+    [7, 3]
+    """
+    exact = [total * w / sum(weights) for w in weights]
+    parts = [int(e) for e in exact]
+    rest = sorted(range(len(parts)), key=lambda i: parts[i] - exact[i])
+    for i in rest[: total - sum(parts)]:
+        parts[i] += 1
+    return parts
 
 
 def _tokenised(path: Path) -> Tokens:

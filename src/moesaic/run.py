@@ -26,6 +26,7 @@ from moesaic.progress import Track, silent
 from moesaic.recipe import Recipe
 from moesaic.reduction import prune, skip
 from moesaic.result import Finished, Job, Result, save_applied
+from moesaic.statistics import process, wait_for_all
 from moesaic.version import __version__
 
 # --- carve ---------------------------------------------------------------------------------------
@@ -144,6 +145,7 @@ def run_recipe(
                 "or --overwrite to start anew."
             )
         Progress(unfinished, {}).discard()
+    wait_for_all()
     settings, dtype = recipe.evaluation, parse_dtype(recipe.dtype)
     check_device(recipe.device)
     model, *names = recipe.model, *(f"step-{i}" for i in range(len(recipe.steps) - 1)), ""
@@ -154,8 +156,11 @@ def run_recipe(
         result = _take(step, model, recipe, compare, progress, track)
         if not last:  # the next step's model: on disk until the run is done
             model = str(unfinished / name)
-            if not Path(model).exists():
+            if process()[0] == 0 and not Path(model).exists():
                 result.save(model)
+            wait_for_all()
+    if process()[0] != 0:
+        return {}
     with whole_folder(out, overwrite) as folder:
         result.write(folder)
         record = _describe(recipe, result)

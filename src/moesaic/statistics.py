@@ -10,6 +10,7 @@ Shape suffixes: T tokens, E experts, D hidden size, P = E (E + 1) / 2 packed pai
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -235,6 +236,18 @@ def process() -> tuple[int, int]:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
+
+
+def join_processes() -> None:
+    """Meet the processes that torchrun or accelerate launch started beside this one, if any."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and process() == (0, 1):
+        torch.distributed.init_process_group("gloo")
+
+
+def wait_for_all() -> None:
+    """Return when every process has come here."""
+    if process()[1] > 1:
+        torch.distributed.barrier()
 
 
 def gathered(stats: ExpertStats) -> ExpertStats:

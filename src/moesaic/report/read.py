@@ -11,7 +11,7 @@ from moesaic.report import figures
 
 Record = Mapping[str, Any]
 
-METHODS = {"more": "MoRE"}
+METHODS = {"more": "MoRE", "naee": "NAEE", "naee-skipping": "NAEE skipping"}
 VARIANTS = {
     "static": "static pruning",
     "backbone": "the backbone alone",
