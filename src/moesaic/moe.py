@@ -44,6 +44,10 @@ class MoEArch(Arch):
     """A shared path of the decoder layer, beside the block."""
     choice_bias: str | None = None
     """Tensor of the router that is added to the scores only to choose experts."""
+    never: str | None = None
+    """Tensor of the router that, at its lowest, keeps an expert from ever being chosen and changes
+    nothing else; None where there is none. (Ernie's choice bias is none: its softmax would still
+    count the expert.)"""
     groups: str | None = None
     """The config attribute that counts the router's groups."""
     per_group: int = 1
@@ -78,7 +82,12 @@ class MoEArch(Arch):
         return 0 if tensor.shape[0] == count else tensor.dim() - 1
 
 
-_BIASED = {"choice_bias": "e_score_correction_bias", "groups": "n_group", "per_group": 2}
+_BIASED: dict[str, Any] = {
+    "choice_bias": "e_score_correction_bias",
+    "never": "e_score_correction_bias",
+    "groups": "n_group",
+    "per_group": 2,
+}
 
 MOE: dict[str, MoEArch] = {
     arch.model_type: arch
@@ -109,7 +118,7 @@ MOE: dict[str, MoEArch] = {
             router="router",
             beside="shared_mlp",
         ),
-        MoEArch("gpt_oss", count="num_local_experts", router="router"),
+        MoEArch("gpt_oss", count="num_local_experts", router="router", never="bias"),
         MoEArch("phimoe", count="num_local_experts", router="router"),
     )
 }

@@ -31,7 +31,6 @@ from moesaic.statistics import (
     save_layer,
 )
 from moesaic.stream import Site
-from moesaic.surgery import can_pad
 
 Calibration = str | Sequence[str] | Tokens | torch.Tensor
 NO_TEXT = Tokens(torch.zeros(1, 1, dtype=torch.int64))
@@ -199,10 +198,10 @@ def _sizes(job: Job, config: PruneConfig) -> dict[int, list[int]]:
                 f"--keep {config.keep:g} is not a multiple of the {groups} router groups, which "
                 f"must lose equally many; {int(config.keep // groups) * groups} is."
             )
-        if config.padding and not can_pad(arch, view.router):
+        if config.padding and arch.never is None:
             raise MoesaicError(
-                f"--padding needs a router with a bias, by which an expert can be told never to be "
-                f"chosen; {arch.model_type} has none. Without it the result is moesaic_"
+                f"--padding needs a router with a bias that can keep an expert from being chosen; "
+                f"{arch.model_type} has none. Without --padding the result is moesaic_"
                 f"{arch.model_type}."
             )
         every = range(least, view.count + 1, groups)

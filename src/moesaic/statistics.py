@@ -287,7 +287,7 @@ class StatsFile:
     def layer(self, index: int) -> ExpertStats:
         with safe_open(self.path, framework="pt") as opened:
             names = [field.name for field in fields(ExpertStats)]
-            return ExpertStats(**{n: opened.get_tensor(f"{index}.{n}") for n in names})
+            return ExpertStats(**{n: opened.get_tensor(f"{index}.{n}").clone() for n in names})
 
 
 def save_layer(stats: ExpertStats, folder: Path, index: int, header: Mapping[str, Any]) -> None:

@@ -100,19 +100,14 @@ def _apply_carved(layer: nn.Module, arch: Arch, plan: CarvedLayer) -> None:
 # --- pruned and skipping layers ------------------------------------------------------------------
 
 
-def can_pad(arch: MoEArch, router: nn.Module) -> bool:
-    """Whether a router has a bias, with which it can be told never to choose an expert."""
-    return arch.choice_bias is not None or getattr(router, "bias", None) is not None
-
-
-def _taken(name: str, tensor: Tensor, kept_E: Tensor, axis: int) -> Tensor:
-    """The kept experts' part of a tensor; places of padding are never chosen and hold zeros."""
-    kept_E = kept_E.to(tensor.device)
-    taken = tensor.index_select(axis, kept_E.clamp(min=0))
+def _taken(arch: MoEArch, name: str, tensor: Tensor, kept_E: Tensor, axis: int) -> Tensor:
+    """The kept experts' part of a block's tensor; padding is never chosen and holds zeros."""
+    taken = tensor.index_select(axis, kept_E.clamp(min=0).to(tensor.device))
     padding = (kept_E == PADDING).nonzero().flatten()
-    if padding.numel():
-        never = name.endswith(("router.bias", "e_score_correction_bias"))
-        taken.index_fill_(axis, padding, torch.finfo(tensor.dtype).min / 4 if never else 0)
+    if len(padding):
+        never = name == f"{arch.router}.{arch.never}"
+        lowest = torch.finfo(tensor.dtype).min / 4
+        taken.index_fill_(axis, padding.to(tensor.device), lowest if never else 0)
     return taken
 
 
@@ -124,7 +119,7 @@ def keep_experts(layer: nn.Module, arch: MoEArch, kept_E: Tensor) -> None:
         axis = arch.expert_axis(name, tensor, view.count)
         if axis is not None:
             owner, _, leaf = name.rpartition(".")
-            new = _taken(name, tensor.detach(), kept_E, axis)
+            new = _taken(arch, name, tensor.detach(), kept_E, axis)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
             setattr(view.block.get_submodule(owner), leaf, new)
@@ -137,7 +132,7 @@ def keep_experts(layer: nn.Module, arch: MoEArch, kept_E: Tensor) -> None:
 def _install_reduced(layer: nn.Module, arch: Arch, header: Mapping[str, Any]) -> None:
     assert isinstance(arch, MoEArch)
     if "experts" in header:
-        keep_experts(layer, arch, torch.arange(header["experts"]))
+        keep_experts(layer, arch, torch.arange(header["experts"], device="cpu"))
     if "beta" in header:
         view = arch.view(layer)
         assert isinstance(view, MoEFFN)
@@ -169,7 +164,7 @@ def kept_tensors(
     number = expert_number(on_disk)
     if number is None:
         axis = arch.expert_axis(name, tensor, count)
-        yield on_disk, tensor if axis is None else _taken(name, tensor, kept_E, axis)
+        yield on_disk, tensor if axis is None else _taken(arch, name, tensor, kept_E, axis)
         return
     for place, old in enumerate(kept_E.tolist()):
         if old == number:

@@ -1,0 +1,242 @@
+"""Dynamic skipping: Lu et al. (2024), Sec. 3.3 and App. A.2."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_models import tiny_moe
+from transformers import AutoModelForCausalLM
+
+import moesaic
+from moesaic import MoesaicError, PruneConfig, SkipConfig
+from moesaic.methods.skipping import mean_calls, quantile, ratios
+from moesaic.metrics.routing import counted
+from moesaic.moe import MOE
+from moesaic.nn import skip, survivors
+from moesaic.recipe import Calibration, Evaluation, Recipe
+from moesaic.run import run_recipe
+
+
+def falling(tokens, top_k, seed=0):
+    weights = torch.rand(tokens, top_k, generator=torch.Generator().manual_seed(seed)).double()
+    return (weights / weights.sum(-1, keepdim=True)).sort(dim=-1, descending=True).values
+
+
+@torch.no_grad()
+def calls(model, tokens):
+    with counted(model) as routing:
+        model(tokens.input_ids)
+    return {i: layer.calls for i, layer in routing.items()}
+
+
+# --- the rules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", ["top2", "tail"])
+def test_beta_zero_never_skips_and_above_one_leaves_the_first(rule):
+    weights_TK = falling(100, 2)
+    assert survivors(weights_TK, 0.0, rule).all()
+    stays_TK = survivors(weights_TK, 1.01, rule)
+    assert stays_TK[:, 0].all()
+    assert not stays_TK[:, 1:].any()
+
+
+@pytest.mark.parametrize(("rule", "top_k"), [("top2", 2), ("tail", 2), ("tail", 4)])
+def test_the_median_skips_for_half_of_the_tokens(rule, top_k):
+    weights_TK = falling(1000, top_k)
+    beta = quantile(ratios(weights_TK, rule), 0.5)
+    changed = (~survivors(weights_TK, beta, rule)).any(1).double().mean().item()
+    assert changed == pytest.approx(0.5, abs=0.001)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 1000), st.floats(0, 1), st.integers(2, 60))
+def test_at_two_experts_both_rules_are_one(seed, q, tokens):
+    weights_TK = falling(tokens, 2, seed)
+    betas = {rule: quantile(ratios(weights_TK, rule), 0.5) for rule in ("top2", "tail")}
+    if tokens % 2:  # the median is a token's own ratio, in both
+        tail = betas["tail"] / (1 - betas["tail"])
+        assert tail == pytest.approx(betas["top2"])
+    beta = q  # w_2 < b w_1 and w_2 < b / (1 + b) (w_1 + w_2)
+    apart = (ratios(weights_TK, "top2") - beta).abs() > 1e-9
+    a = survivors(weights_TK, beta, "top2")
+    b = survivors(weights_TK, beta / (1 + beta), "tail")
+    assert torch.equal(a[apart], b[apart])
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 1000), st.floats(0, 1.2), st.integers(2, 6))
+def test_the_tail_is_the_smallest_prefix(seed, beta, top_k):
+    """App. A.2 by a plain loop."""
+    for weights_K, stays_K in zip(
+        falling(8, top_k, seed),
+        survivors(falling(8, top_k, seed), beta, "tail"),
+        strict=True,
+    ):
+        total = weights_K.sum()
+        for i in range(1, top_k + 1):
+            if i == top_k or weights_K[i:].sum() < beta * total - 1e-12:
+                break
+        near = abs(float(weights_K[i:].sum() - beta * total)) < 1e-9
+        assert near or int(stays_K.sum()) == i
+        assert stays_K.int().diff().le(0).all()
+
+
+def test_survivors_keep_the_tokens_whole_weight():
+    weights_TK = torch.tensor([[0.5, 0.3], [0.05, 0.4]])
+    left_TK, chosen_TK = skip(weights_TK, torch.tensor([[1, 6], [3, 2]]), 0.5, "top2", 8)
+    assert chosen_TK.tolist() == [[1, 6], [2, 8]]
+    torch.testing.assert_close(left_TK, torch.tensor([[0.5, 0.3], [0.45, 0.0]]))
+
+
+# --- models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moe_type", sorted(MOE))
+@torch.no_grad()
+def test_every_architecture_skips_saved_and_loaded(moe_type, tokens, tmp_path):
+    model = tiny_moe(moe_type)
+    result = moesaic.skip(model, calibration=tokens)
+    result.save(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert loaded.config.model_type == f"moesaic_{moe_type}"
+    ids = tokens.input_ids
+    logits = loaded(ids).logits
+    assert torch.equal(logits, result.model(ids).logits)
+    assert not torch.equal(logits, model(ids).logits)
+    found = calls(loaded, tokens)
+    first = min(found)  # later layers see what skipping did
+    if moe_type != "phimoe":  # its two weights are often equal, so that its median ratio is 1
+        assert found[first] == pytest.approx(1.5, abs=0.02)
+    assert result.analyses[first]["calls_per_token"] == pytest.approx(found[first])
+    assert all(1 < c < 2 for c in found.values())
+    model.save_pretrained(tmp_path / "base")
+    disk = moesaic.skip(tmp_path / "base", calibration=tokens, tokenizer=object())
+    for i, layer in disk.plan.layers.items():
+        assert layer.beta == result.plan.layers[i].beta
+
+
+@torch.no_grad()
+def test_token_by_token_is_the_batch(tokens, tmp_path):
+    model = moesaic.skip(tiny_moe("mixtral"), calibration=tokens).model
+    whole = model(tokens.input_ids[:1]).logits
+    cache, steps = None, []
+    for token in tokens.input_ids[0]:
+        out = model(token.view(1, 1), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_skipped_experts_do_not_run(tokens):
+    """What a skipping model computes is what its survivors alone give."""
+    plain = tiny_moe("mixtral")
+    model = moesaic.skip(plain, SkipConfig(quantile=0.8), calibration=tokens).model
+    beta = model.config.moesaic["layers"]["0"]["beta"]
+    x_TD = torch.randn(40, 32)
+    block, router = plain.model.layers[0].mlp, plain.model.layers[0].mlp.gate
+    _, w_TK, chosen_TK = router(x_TD)
+    y_TD = torch.zeros_like(x_TD)
+    skipped = 0
+    for t in range(40):
+        (w1, w2), (e1, e2) = w_TK[t].tolist(), chosen_TK[t].tolist()
+        one = torch.ones(1, 1)
+        f1, f2 = (block.experts(x_TD[t : t + 1], torch.tensor([[e]]), one)[0] for e in (e1, e2))
+        y_TD[t] = f1 if w2 < beta * w1 else w1 * f1 + w2 * f2
+        skipped += w2 < beta * w1
+    assert 0 < skipped < 40
+    found = model.model.layers[0].mlp(x_TD[None])[0]
+    torch.testing.assert_close(found, y_TD, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_extremes_are_the_original_and_top_1(tokens):
+    plain = tiny_moe("mixtral")
+    never = moesaic.skip(plain, calibration=tokens).model
+    for layer in never.model.layers:
+        layer.mlp.gate.beta = 0.0
+    torch.testing.assert_close(never(tokens.input_ids).logits, plain(tokens.input_ids).logits)
+    for layer in never.model.layers:
+        layer.mlp.gate.beta = 1.01
+    single = tiny_moe("mixtral", top_k=1)
+    torch.testing.assert_close(never(tokens.input_ids).logits, single(tokens.input_ids).logits)
+
+
+def test_a_number_of_calls_can_be_asked_for(tokens):
+    model = tiny_moe("qwen3_moe", top_k=4)
+    result = moesaic.skip(model, SkipConfig(calls=3), calibration=tokens)
+    assert all(layer.rule == "tail" for layer in result.plan.layers.values())
+    assert all(a["calls_per_token"] == pytest.approx(3, abs=0.02) for a in result.analyses.values())
+    assert calls(result.model, tokens)[0] == pytest.approx(3, abs=0.02)
+    assert mean_calls(falling(10, 4), 0.0, "tail") == 4
+
+
+@torch.no_grad()
+def test_pruning_and_skipping_combine_with_beta_of_the_pruned_model(tokens, tokenizer, tmp_path):
+    base = tiny_moe("mixtral")
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    record = run_recipe(
+        Recipe(
+            str(tmp_path / "base"),
+            str(tmp_path / "out"),
+            (PruneConfig(keep=5), SkipConfig()),
+            Calibration("prose", samples=6, length=24),
+            Evaluation("prose", length=32, max_tokens=320, rounds=0, new_tokens=4),
+        )
+    )
+    assert record["beta"] == [layer["beta"] for layer in record["layers"]]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert loaded.model.layers[0].mlp.experts.num_experts == 5
+    assert loaded.config.moesaic["layers"]["0"]["beta"] == record["beta"][0]
+    unpruned = moesaic.skip(str(tmp_path / "base"), calibration="prose", samples=6, length=24)
+    assert unpruned.plan.layers[0].beta != record["beta"][0]
+    scores = record["scores"]
+    assert scores["result"]["active_parameters"] < scores["original"]["active_parameters"]
+
+
+@torch.no_grad()
+def test_unequal_counts_can_skip_too(tokens, tmp_path):
+    config = PruneConfig(keep=4.67, uniform=False)
+    pruned = moesaic.prune(tiny_moe("mixtral"), config, calibration=tokens).model
+    counts = [layer.mlp.experts.num_experts for layer in pruned.model.layers]
+    assert len(set(counts)) > 1
+    result = moesaic.skip(pruned, calibration=tokens)
+    result.save(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert [layer.mlp.experts.num_experts for layer in loaded.model.layers] == counts
+    ids = tokens.input_ids
+    assert torch.equal(loaded(ids).logits, result.model(ids).logits)
+
+
+def test_stats_give_the_same_beta(tokens, tmp_path):
+    model = tiny_moe("deepseek_v3")
+    moesaic.observe(model, tmp_path / "stats", calibration=tokens, gram_mb=0)
+    a = moesaic.skip(model, stats=tmp_path / "stats").plan.layers
+    b = moesaic.skip(model, calibration=tokens).plan.layers
+    assert {i: layer.beta for i, layer in a.items()} == {i: layer.beta for i, layer in b.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "top_k", "message"),
+    [
+        ({}, 1, "nothing to skip"),
+        ({"rule": "top2"}, 4, "for two experts"),
+        ({"calls": 3}, 2, "runs 2 experts now"),
+        ({"calls": 0.5}, 2, "at least one"),
+        ({"quantile": 1.5}, 2, "from 0 to 1"),
+        ({"rule": "best"}, 2, "Unknown rule"),
+    ],
+)
+def test_what_cannot_be_done_is_said(options, top_k, message, tokens):
+    with pytest.raises(MoesaicError, match=message):
+        moesaic.skip(tiny_moe("mixtral", top_k=top_k), SkipConfig(**options), calibration=tokens)
+
+
+def test_skipping_twice_is_refused(tokens):
+    model = moesaic.skip(tiny_moe("mixtral"), calibration=tokens).model
+    with pytest.raises(MoesaicError, match="skips already"):
+        moesaic.skip(model, calibration=tokens)
