@@ -63,11 +63,11 @@ class Arch:
 
     def attention_size(self, layer: nn.Module) -> int:
         """Weights of the attention's linear projections, biases left out."""
-        modules = layer.self_attn.modules()
+        modules = layer.get_submodule("self_attn").modules()
         return sum(m.weight.numel() for m in modules if isinstance(m, nn.Linear))
 
-    def view(self, layer: nn.Module) -> DenseFFN:
-        """The feed-forward part of one decoder layer, as methods see it."""
+    def view(self, layer: nn.Module) -> Any:
+        """The feed-forward part of one decoder layer, as methods see it: a DenseFFN."""
         return dense_ffn(self.ffn_of(layer), self.ffn)
 
     def layer_prefix(self, index: int) -> str:

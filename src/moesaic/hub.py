@@ -138,7 +138,7 @@ def write_stub(config: Any, folder: Path) -> None:
 
     A result of its base's own class needs none.
     """
-    if not isinstance(config, tuple(config_class for config_class, _ in CLASSES.values())):
+    if not config.model_type.startswith(PREFIX):
         return
     names = sorted(value.rpartition(".")[2] for value in config.auto_map.values())
     (folder / STUB_NAME).write_text(

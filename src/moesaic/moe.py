@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch import DENSE, EXPERT_COUNTS, PREFIX, Arch, DenseFFN, dense_arch
+from moesaic.arch import DENSE, EXPERT_COUNTS, PREFIX, Arch, dense_arch
 from moesaic.errors import MoesaicError
 
 
@@ -60,7 +60,8 @@ class MoEArch(Arch):
         """The decoder layers that route."""
         return [i for i, layer in enumerate(self.layers(model)) if self.is_moe(layer)]
 
-    def view(self, layer: nn.Module) -> DenseFFN | MoEFFN:
+    def view(self, layer: nn.Module) -> Any:
+        """A :class:`MoEFFN` for a layer that routes, a DenseFFN for one that does not."""
         return moe_ffn(layer, self) if self.is_moe(layer) else super().view(layer)
 
     def group_count(self, config: Any) -> int:
@@ -172,11 +173,11 @@ class Rule:
         choice_bias: the name of that bias inside the router.
     """
 
-    def __init__(self, router: nn.Module, choice_bias: str | None = None) -> None:
+    def __init__(self, router: Any, choice_bias: str | None = None) -> None:
         self._router = _unbound(router)
         self._forward = type(router).forward
         self._choice_bias = choice_bias
-        self.count = router.weight.shape[0]
+        self.count: int = router.weight.shape[0]
         self.bias_E: Tensor | None = None
         if choice_bias is not None:
             self.bias_E = attrgetter(choice_bias)(router).detach().flatten()
@@ -216,10 +217,10 @@ class Rule:
         owner, _, leaf = name.rpartition(".")
         module = self._router.get_submodule(owner)
         places = module._buffers if leaf in module._buffers else module._parameters
-        places[leaf] = tensor  # type: ignore[assignment]
+        places[leaf] = tensor
 
 
-def _unbound(module: nn.Module) -> nn.Module:
+def _unbound(module: Any) -> Any:
     """A shallow copy with tables of tensors and modules of its own, and no hooks."""
     twin = copy.copy(module)
     for table in ("_parameters", "_buffers", "_modules"):
@@ -227,7 +228,7 @@ def _unbound(module: nn.Module) -> nn.Module:
     for table in ("_forward_hooks", "_forward_pre_hooks"):
         twin.__dict__[table] = OrderedDict()
     if hasattr(twin, "hidden_dim"):
-        twin.hidden_dim = module.weight.shape[0]  # type: ignore[assignment]
+        twin.hidden_dim = module.weight.shape[0]
     return twin
 
 
@@ -240,7 +241,7 @@ class MoEFFN:
 
     arch: MoEArch
     block: nn.Module
-    router: nn.Module
+    router: Any
     experts: Any
     rule: Rule
     shared: Callable[[Tensor], Tensor] | None
@@ -251,12 +252,13 @@ class MoEFFN:
 
     @property
     def top_k(self) -> int:
-        top_k: int = self.router.top_k  # type: ignore[assignment]
+        top_k: int = self.router.top_k
         return top_k
 
     @property
     def device(self) -> torch.device:
-        return self.router.weight.device  # type: ignore[return-value]
+        device: torch.device = self.router.weight.device
+        return device
 
     @property
     def width(self) -> int:

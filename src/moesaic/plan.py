@@ -233,8 +233,10 @@ class Plan:
                 )
                 for i, h in header["layers"].items()
             }
-            given = header["base"].items()
-            base = BaseShape(**{k: tuple(v) if isinstance(v, list) else v for k, v in given})
+            shape: dict[str, Any] = {
+                k: tuple(v) if isinstance(v, list) else v for k, v in header["base"].items()
+            }
+            base = BaseShape(**shape)
             return cls(header["method"], base, layers, header["config"], header["calibration"])
         except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
             raise MoesaicError(f"The plan at {path} cannot be read: {error}") from error

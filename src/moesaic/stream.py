@@ -11,17 +11,17 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch import PREFIX, Arch, DenseFFN
+from moesaic.arch import PREFIX, Arch
 from moesaic.checkpoint import Checkpoint, cast, narrowed, skeleton
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.moe import MoEFFN
 from moesaic.naming import Naming
 
 
@@ -81,7 +81,8 @@ class Site:
     index: int
     layer: nn.Module
     ffn: nn.Module
-    view: DenseFFN | MoEFFN
+    view: Any
+    """A :class:`~moesaic.arch.DenseFFN` or a :class:`~moesaic.moe.MoEFFN`."""
     _inputs: Spill
     _cache_bytes: int
     _targets: Spill | None = None
@@ -116,7 +117,6 @@ class Site:
     @torch.no_grad()
     def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of x (T, D) and of a dense FFN's h (T, M), computed once where memory allows."""
-        assert isinstance(self.view, DenseFFN)
         if self._hidden is not None:
             yield from zip(self.inputs(), self._hidden, strict=True)
             return
@@ -185,7 +185,7 @@ class LayerStream:
     ) -> LayerStream:
         """Read each layer from a checkpoint folder when its turn comes."""
         model = skeleton(config, dtype)
-        dtype = narrowed(model)
+        type_of = narrowed(model)
         naming = Naming(checkpoint, config.model_type.removeprefix(PREFIX))
 
         @contextmanager
@@ -193,8 +193,8 @@ class LayerStream:
             state = {}
             for name in module.state_dict():
                 if not name.startswith(skip):
-                    to = dtype(prefix + name)
-                    read = naming.read(prefix + name, lambda t, to=to: cast(t, to))
+                    to = type_of(prefix + name)
+                    read = naming.read(prefix + name, partial(cast, dtype=to))
                     state[name] = read.to(device)
             parameters = {name for name, _ in module.named_parameters() if name in state}
             module.load_state_dict(state, assign=True, strict=False)
