@@ -29,7 +29,7 @@ from moesaic.arch import DENSE, PREFIX, Arch
 from moesaic.checkpoint import Checkpoint, whole_folder
 from moesaic.errors import MoesaicError
 from moesaic.moe import MOE, MoEArch, base_arch
-from moesaic.plan import Plan, PrunedLayer
+from moesaic.plan import CondensedLayer, Plan, PrunedLayer
 from moesaic.surgery import install
 
 SHIPPED = ("tiny-dense", "tiny-moe", "tiny-shared-moe")
@@ -106,13 +106,38 @@ def native_experts(plan: Plan) -> int | None:
     return None
 
 
-def convert_config(config: Any, arch: Arch, plan: Plan) -> None:
-    """Turn a base's config into that of the plan's result, in place."""
+def native_dense(config: Any, arch: MoEArch, plan: Plan) -> dict[str, Any] | None:
+    """The config attributes by which a base's own class holds a result's condensed layers."""
+    condensed = {i: x for i, x in plan.layers.items() if isinstance(x, CondensedLayer)}
+    if len(condensed) < len(plan.layers) or any(x.gated for x in condensed.values()):
+        return None
+    dense = {i for i, count in enumerate(plan.base.experts) if not count} | condensed.keys()
+    widths = {condensed[i].width if i in condensed else plan.base.widths[i] for i in dense}
+    mix = arch.dense_at(config, dense)
+    if mix is None or len(widths) != 1 or 0 in widths:
+        return None
+    return {**mix, "intermediate_size": widths.pop()}
+
+
+def native_config(config: Any, arch: Arch, plan: Plan) -> dict[str, Any] | None:
+    """What to change in a base's config so that its own class holds the result, if it can."""
+    if not isinstance(arch, MoEArch) or not plan.layers:
+        return None
     experts = native_experts(plan)
-    if experts is not None:
-        assert isinstance(arch, MoEArch)
-        setattr(config, arch.count, experts)
-        return
+    return native_dense(config, arch, plan) if experts is None else {arch.count: experts}
+
+
+def convert_config(config: Any, arch: Arch, plan: Plan) -> bool:
+    """Turn a base's config into that of the plan's result, in place.
+
+    Returns:
+        whether the result is of the base's own class.
+    """
+    native = native_config(config, arch, plan)
+    if native is not None:
+        for name, value in native.items():
+            setattr(config, name, value)
+        return True
     config_class, model_class = CLASSES[arch.model_type]
     config.__class__ = config_class
     config.moesaic = plan.header()
@@ -122,14 +147,14 @@ def convert_config(config: Any, arch: Arch, plan: Plan) -> None:
         "AutoConfig": f"{module}.{config_class.__name__}",
         "AutoModelForCausalLM": f"{module}.{model_class.__name__}",
     }
+    return False
 
 
 def convert_class(model: Any, arch: Arch, plan: Plan) -> None:
-    """Make a live model whose layers were converted an instance of ``moesaic_<base>``."""
-    convert_config(model.config, arch, plan)
-    if native_experts(plan) is None:
+    """Make a live model whose layers were converted an instance of its result's class."""
+    if not convert_config(model.config, arch, plan):
         model.__class__ = CLASSES[arch.model_type][1]
-    elif hasattr(model, "num_experts"):
+    elif hasattr(model, "num_experts") and native_experts(plan) is not None:
         model.num_experts = native_experts(plan)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch import DENSE, EXPERT_COUNTS, PREFIX, Arch, dense_arch
+from moesaic.arch import DENSE, EXPERT_COUNTS, PREFIX, Arch, DenseFFN, FFNNames, dense_arch
 from moesaic.errors import MoesaicError
 
 
@@ -42,6 +42,10 @@ class MoEArch(Arch):
     """A linear module whose sigmoid scales the shared path."""
     beside: str | None = None
     """A shared path of the decoder layer, beside the block."""
+    shared_names: FFNNames = FFNNames()
+    """The projections inside the shared path."""
+    dense: str | None = None
+    """The config attribute that says which layers are dense: a list, or how many of the first."""
     choice_bias: str | None = None
     """Tensor of the router that is added to the scores only to choose experts."""
     never: str | None = None
@@ -64,6 +68,19 @@ class MoEArch(Arch):
         """A :class:`MoEFFN` for a layer that routes, a DenseFFN for one that does not."""
         return moe_ffn(layer, self) if self.is_moe(layer) else super().view(layer)
 
+    @property
+    def shared_at(self) -> str | None:
+        """Where the shared path is, relative to the decoder layer."""
+        return self.beside if self.shared is None else f"{self.ffn_path}.{self.shared}"
+
+    def dense_at(self, config: Any, layers: Collection[int]) -> dict[str, Any] | None:
+        """The config attributes by which exactly these layers are dense; None if it has none."""
+        if self.dense is None:
+            return None
+        if isinstance(getattr(config, self.dense), list):
+            return {self.dense: sorted(layers)}
+        return {self.dense: len(layers)} if set(layers) == set(range(len(layers))) else None
+
     def group_count(self, config: Any) -> int:
         """Groups that must lose equally many experts; 1 where the router has none."""
         if self.groups is None or getattr(config, "topk_method", "") == "greedy":
@@ -83,6 +100,11 @@ class MoEArch(Arch):
         return 0 if tensor.shape[0] == count else tensor.dim() - 1
 
 
+_DEEPSEEK: dict[str, Any] = {
+    "count": "n_routed_experts",
+    "shared": "shared_experts",
+    "dense": "first_k_dense_replace",
+}
 _BIASED: dict[str, Any] = {
     "choice_bias": "e_score_correction_bias",
     "never": "e_score_correction_bias",
@@ -94,16 +116,22 @@ MOE: dict[str, MoEArch] = {
     arch.model_type: arch
     for arch in (
         MoEArch("mixtral", count="num_local_experts"),
-        MoEArch("qwen2_moe", shared="shared_expert", shared_gate="shared_expert_gate"),
-        MoEArch("qwen3_moe"),
+        MoEArch(
+            "qwen2_moe",
+            shared="shared_expert",
+            shared_gate="shared_expert_gate",
+            dense="mlp_only_layers",
+        ),
+        MoEArch("qwen3_moe", dense="mlp_only_layers"),
         MoEArch("olmoe"),
-        MoEArch("deepseek_v2", count="n_routed_experts", shared="shared_experts", groups="n_group"),
-        MoEArch("deepseek_v3", count="n_routed_experts", shared="shared_experts", **_BIASED),
-        MoEArch("glm4_moe", count="n_routed_experts", shared="shared_experts", **_BIASED),
+        MoEArch("deepseek_v2", groups="n_group", **_DEEPSEEK),
+        MoEArch("deepseek_v3", **_DEEPSEEK, **_BIASED),
+        MoEArch("glm4_moe", **_DEEPSEEK, **_BIASED),
         MoEArch(
             "ernie4_5_moe",
             count="moe_num_experts",
             shared="shared_experts",
+            dense="moe_layer_start_index",
             choice_bias="moe_statics.e_score_correction_bias",
         ),
         MoEArch(
@@ -118,6 +146,7 @@ MOE: dict[str, MoEArch] = {
             count="num_local_experts",
             router="router",
             beside="shared_mlp",
+            shared_names=FFNNames("input_linear", "output_linear", "input_linear", "activation"),
         ),
         MoEArch("gpt_oss", count="num_local_experts", router="router", never="bias"),
         MoEArch("phimoe", count="num_local_experts", router="router"),
@@ -245,6 +274,8 @@ class MoEFFN:
     experts: Any
     rule: Rule
     shared: Callable[[Tensor], Tensor] | None
+    scale: float = 1.0
+    """What the decoder layer multiplies the block's output with before it adds it."""
 
     @property
     def count(self) -> int:
@@ -331,7 +362,13 @@ def moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
     block = arch.ffn_of(layer)
     router, experts = getattr(block, arch.router), getattr(block, arch.experts)
     return MoEFFN(
-        arch, block, router, experts, Rule(router, arch.choice_bias), _shared(layer, arch)
+        arch,
+        block,
+        router,
+        experts,
+        Rule(router, arch.choice_bias),
+        _shared(layer, arch),
+        getattr(layer, "residual_multiplier", 1.0),
     )
 
 

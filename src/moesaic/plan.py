@@ -156,8 +156,80 @@ class SkippingLayer:
         return cls(header["beta"], header["rule"], pruned)
 
 
-LayerPlan = CarvedLayer | PrunedLayer | SkippingLayer
-KINDS: dict[str, Any] = {kind.kind: kind for kind in (CarvedLayer, PrunedLayer, SkippingLayer)}
+@dataclass(frozen=True)
+class CondensedLayer:
+    """A mixture turned into one dense MLP (CD-MoE, Eq. 3): shared path and chosen experts.
+
+    Of a layer that is dense already, the MLP itself is the shared path.
+    """
+
+    kind: ClassVar[str] = "condensed"
+
+    experts_K: Tensor
+    """int64: the routed experts that every token runs, in the order they were chosen."""
+    gates_K: Tensor
+    """float32: g_i, their fixed weights, the router's scaling included."""
+    width: int
+    """Neurons, zeros beyond the experts' own included."""
+    shared: bool = True
+    """The shared path stays."""
+    shared_scale: float = 1.0
+    """What the shared path is multiplied with, beside a gate of its own."""
+    gated: int = 0
+    """Neurons of the shared path that keep the base's gate, which scales them token by token."""
+
+    def __post_init__(self) -> None:
+        if self.experts_K.numel() != self.gates_K.numel():
+            raise ValueError(f"{self.experts_K.numel()} experts, {self.gates_K.numel()} weights")
+        if self.experts_K.unique().numel() != self.experts_K.numel():
+            raise ValueError("an expert is chosen twice")
+
+    @property
+    def experts(self) -> list[int]:
+        """The routed experts in the order they were chosen."""
+        numbers: list[int] = self.experts_K.tolist()
+        return numbers
+
+    def header(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "width": self.width,
+            "shared": self.shared,
+            "shared_scale": self.shared_scale,
+            "gated": self.gated,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"experts": self.experts_K, "gates": self.gates_K}
+
+    @classmethod
+    def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CondensedLayer:
+        options = {k: header[k] for k in ("width", "shared", "shared_scale", "gated")}
+        return cls(tensors["experts"], tensors["gates"], **options)
+
+
+@dataclass(frozen=True)
+class DroppedLayer:
+    """A whole decoder layer that is gone, attention included (Layer Drop)."""
+
+    kind: ClassVar[str] = "dropped"
+
+    def header(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    @classmethod
+    def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> DroppedLayer:
+        return cls()
+
+
+LayerPlan = CarvedLayer | PrunedLayer | SkippingLayer | CondensedLayer | DroppedLayer
+KINDS: dict[str, Any] = {
+    kind.kind: kind
+    for kind in (CarvedLayer, PrunedLayer, SkippingLayer, CondensedLayer, DroppedLayer)
+}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moesaic.arch import PREFIX, Arch, FFNNames
 from moesaic.checkpoint import Checkpoint, ShardWriter, cast
 from moesaic.errors import MoesaicError
+from moesaic.folding import condensed_tensors, empty, put, replacement, sources
 from moesaic.moe import MoEArch, MoEFFN
 from moesaic.naming import Naming, expert_number, renumbered
 from moesaic.nn import carved_like, make_skipping
@@ -19,6 +20,8 @@ from moesaic.plan import (
     PADDING,
     BaseShape,
     CarvedLayer,
+    CondensedLayer,
+    DroppedLayer,
     LayerPlan,
     Plan,
     PrunedLayer,
@@ -82,17 +85,20 @@ def carve_tensors(
     return carved
 
 
-def _install_carved(layer: nn.Module, arch: Arch, header: Mapping[str, Any]) -> None:
+def _install_carved(
+    layers: nn.ModuleList, index: int, arch: Arch, header: Mapping[str, Any]
+) -> None:
+    layer = layers[index]
     owner, _, leaf = arch.ffn_path.rpartition(".")
     parent = attrgetter(owner)(layer) if owner else layer
     setattr(parent, leaf, carved_like(arch.ffn_of(layer), arch.ffn, header))
 
 
-def _apply_carved(layer: nn.Module, arch: Arch, plan: CarvedLayer) -> None:
-    old = arch.ffn_of(layer)
+def _apply_carved(layers: nn.ModuleList, index: int, arch: Arch, plan: CarvedLayer) -> None:
+    old = arch.ffn_of(layers[index])
     state = carve_tensors(plan, arch.ffn, old.state_dict())
-    _install_carved(layer, arch, plan.header())
-    new = arch.ffn_of(layer)
+    _install_carved(layers, index, arch, plan.header())
+    new = arch.ffn_of(layers[index])
     new.load_state_dict(state, assign=True)
     new.train(old.training)
 
@@ -129,8 +135,11 @@ def keep_experts(layer: nn.Module, arch: MoEArch, kept_E: Tensor) -> None:
                 setattr(module, count, kept_E.numel())
 
 
-def _install_reduced(layer: nn.Module, arch: Arch, header: Mapping[str, Any]) -> None:
+def _install_reduced(
+    layers: nn.ModuleList, index: int, arch: Arch, header: Mapping[str, Any]
+) -> None:
     assert isinstance(arch, MoEArch)
+    layer = layers[index]
     if "experts" in header:
         keep_experts(layer, arch, torch.arange(header["experts"], device="cpu"))
     if "beta" in header:
@@ -139,13 +148,15 @@ def _install_reduced(layer: nn.Module, arch: Arch, header: Mapping[str, Any]) ->
         make_skipping(view.router, header["beta"], header["rule"], view.experts)
 
 
-def _apply_reduced(layer: nn.Module, arch: Arch, plan: PrunedLayer | SkippingLayer) -> None:
+def _apply_reduced(
+    layers: nn.ModuleList, index: int, arch: Arch, plan: PrunedLayer | SkippingLayer
+) -> None:
     assert isinstance(arch, MoEArch)
     pruned = plan if isinstance(plan, PrunedLayer) else plan.pruned
     if pruned is not None:
-        keep_experts(layer, arch, pruned.kept_E)
+        keep_experts(layers[index], arch, pruned.kept_E)
     if isinstance(plan, SkippingLayer):
-        _install_reduced(layer, arch, {"beta": plan.beta, "rule": plan.rule})
+        _install_reduced(layers, index, arch, {"beta": plan.beta, "rule": plan.rule})
 
 
 def kept_tensors(
@@ -173,24 +184,45 @@ def kept_tensors(
             yield renumbered(on_disk, place), torch.zeros_like(tensor)
 
 
+# --- condensed and dropped layers ----------------------------------------------------------------
+
+
+def _install_condensed(
+    layers: nn.ModuleList, index: int, arch: Arch, header: Mapping[str, Any]
+) -> None:
+    assert isinstance(arch, MoEArch)
+    put(layers, index, arch, empty(layers[index], arch, header))
+
+
+def _apply_condensed(
+    layers: nn.ModuleList, index: int, arch: Arch, plan: CondensedLayer | DroppedLayer
+) -> None:
+    assert isinstance(arch, MoEArch)
+    put(layers, index, arch, replacement(layers[index], arch, plan))
+
+
 # --- whole models --------------------------------------------------------------------------------
 
 _INSTALL: dict[str, Callable[..., None]] = {
     "carved": _install_carved,
     "pruned": _install_reduced,
     "skipping": _install_reduced,
+    "condensed": _install_condensed,
+    "dropped": _install_condensed,
 }
 _APPLY: dict[str, Callable[..., None]] = {
     "carved": _apply_carved,
     "pruned": _apply_reduced,
     "skipping": _apply_reduced,
+    "condensed": _apply_condensed,
+    "dropped": _apply_condensed,
 }
 
 
 def install(model: nn.Module, arch: Arch, headers: Mapping[str, Mapping[str, Any]]) -> None:
     """Give layers the shapes that a plan's header says, without their values."""
     for i, header in headers.items():
-        _INSTALL[header["kind"]](arch.layers(model)[int(i)], arch, header)
+        _INSTALL[header["kind"]](arch.layers(model), int(i), arch, header)
 
 
 @torch.no_grad()
@@ -198,21 +230,56 @@ def apply_plan(model: nn.Module, arch: Arch, plan: Plan) -> None:
     """Convert a live model's layers in place."""
     check_base(plan, model, arch)
     for i, layer_plan in plan.layers.items():
-        _APPLY[layer_plan.kind](arch.layers(model)[i], arch, layer_plan)
+        _APPLY[layer_plan.kind](arch.layers(model), i, arch, layer_plan)
+
+
+def _replaced(layer: LayerPlan, arch: Arch) -> tuple[str, ...]:
+    """The starts of the names, relative to the decoder layer, of what a plan changes."""
+    if isinstance(layer, DroppedLayer):
+        return ("",)
+    if isinstance(layer, CondensedLayer):
+        assert isinstance(arch, MoEArch)
+        return sources(arch)
+    return (f"{arch.ffn_path}.",)
 
 
 def _rewritten(
-    arch: Arch, plan: Plan, index: int, names: Mapping[str, str], read: Callable[[str], Tensor]
+    arch: Arch,
+    plan: Plan,
+    index: int,
+    names: Mapping[str, str],
+    read: Callable[[str], Tensor],
+    fused: Callable[[str], Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """One FFN's tensors, converted. ``names``: on disk by what they are called in the block."""
+    """One layer's tensors that a plan changes, converted.
+
+    Args:
+        arch: the architecture.
+        plan: what to make of it.
+        index: the layer.
+        names: what they are called in the layer, by their names on disk.
+        read: a tensor by its name on disk.
+        fused: a tensor by its name in memory.
+    """
     layer: LayerPlan = plan.layers[index]
+    if isinstance(layer, DroppedLayer):
+        return
+    if isinstance(layer, CondensedLayer):
+        assert isinstance(arch, MoEArch)
+        prefix = arch.layer_prefix(index)
+        state = {name: fused(prefix + name) for name in dict.fromkeys(names.values())}
+        for name, tensor in condensed_tensors(layer, arch, state).items():
+            yield prefix + name, tensor
+        return
+    block = f"{arch.ffn_path}."
     if isinstance(layer, CarvedLayer):
-        state = {name: read(disk) for disk, name in names.items()}
+        state = {name.removeprefix(block): read(disk) for disk, name in names.items()}
         for name, tensor in carve_tensors(layer, arch.ffn, state).items():
             yield arch.ffn_prefix(index) + name, tensor
         return
     pruned = layer if isinstance(layer, PrunedLayer) else layer.pruned
-    for disk, name in names.items():
+    for disk, full in names.items():
+        name = full.removeprefix(block)
         if pruned is None:
             yield disk, read(disk)
         else:
@@ -239,7 +306,11 @@ def rewrite(
         dtype: the floating-point type by name in memory, None for the checkpoint's own.
     """
     naming = Naming(checkpoint, plan.base.model_type.removeprefix(PREFIX))
-    prefixes = {arch.ffn_prefix(i): i for i in plan.layers}
+    prefixes = {
+        arch.layer_prefix(i) + start: i
+        for i, layer in plan.layers.items()
+        for start in _replaced(layer, arch)
+    }
     inside: dict[int, dict[str, str]] = {i: {} for i in plan.layers}
 
     def read(disk: str) -> Tensor:
@@ -250,8 +321,13 @@ def rewrite(
         if prefix is None:
             writer.add(disk, read(disk))
         else:
-            inside[prefixes[prefix]][disk] = name.removeprefix(prefix)
+            index = prefixes[prefix]
+            inside[index][disk] = name.removeprefix(arch.layer_prefix(index))
+
+    def fused(name: str) -> Tensor:
+        return naming.read(name, lambda tensor: cast(tensor, dtype(name)))
+
     for index, names in inside.items():
-        for disk, tensor in _rewritten(arch, plan, index, names, read):
+        for disk, tensor in _rewritten(arch, plan, index, names, read, fused):
             writer.add(disk, tensor)
     writer.close()
