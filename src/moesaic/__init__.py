@@ -7,10 +7,11 @@ Importing it registers the converted model types with ``AutoModelForCausalLM``.
 >>> result = moesaic.carve("smollm2", config)  # doctest: +SKIP
 """
 
+from moesaic.condensing import condense
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.measure import bench, evaluate, generate, inspect
-from moesaic.methods import MoREConfig, PruneConfig, SkipConfig
+from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig, SkipConfig
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.reduction import observe, prune, skip
@@ -20,6 +21,7 @@ from moesaic.statistics import merge_files
 from moesaic.version import __version__
 
 __all__ = [
+    "CondenseConfig",
     "MoREConfig",
     "MoesaicError",
     "Plan",
@@ -32,6 +34,7 @@ __all__ = [
     "apply",
     "bench",
     "carve",
+    "condense",
     "evaluate",
     "generate",
     "inspect",

@@ -27,7 +27,7 @@ from moesaic import reduction, report, run
 from moesaic.checkpoint import disk_full
 from moesaic.errors import MoesaicError
 from moesaic.hub import resolve
-from moesaic.measure import check_device, parse_dtype
+from moesaic.measure import check_device, parse_bytes, parse_dtype
 from moesaic.methods import MoREConfig
 from moesaic.methods.naee import CRITERIA
 from moesaic.recipe import Calibration, Evaluation, Recipe, load_recipe, step_config
@@ -159,6 +159,98 @@ def carve(
         model=model,
         out=str(out),
         steps=(step_config("carve", given),),
+        calibration=Calibration(calibration, samples, length, seed),
+        evaluation=Evaluation(data, max_tokens=max_tokens, compare=tuple(compare or ()))
+        if evaluate
+        else None,
+        device=device,
+        dtype=dtype,
+    )
+    carry_out(recipe, overwrite, resume, as_json)
+
+
+@app.command(epilog=example("moesaic condense tiny-shared-moe out --layers 2"))
+def condense(
+    model: Model,
+    out: Out,
+    layers: Annotated[int | None, typer.Option(help="Layers to condense.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Condense until the weights fit: bytes, 12GB, 800MB.")
+    ] = None,
+    active: Annotated[
+        int | None, typer.Option(help="Condense until a token uses at most this many parameters.")
+    ] = None,
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="What stays of a layer: shared, shared+routed, attention (Block Drop), "
+            "nothing (Layer Drop)."
+        ),
+    ] = "shared",
+    experts: Annotated[
+        int | None, typer.Option(help="Routed experts that stay; default: as many as a token runs.")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="js, kl or ppl.")] = "js",
+    expert_search: Annotated[
+        str, typer.Option(help="greedy, random, l1 or pl_alpha_hill.")
+    ] = "greedy",
+    layer_search: Annotated[
+        str, typer.Option(help="greedy, rank, global-rank, cosine or random.")
+    ] = "greedy",
+    shared_gate: Annotated[
+        str, typer.Option(help="A gate on the shared path: token keeps it, mean fixes it.")
+    ] = "token",
+    candidates: Annotated[
+        str, typer.Option(help="Layers to choose from, such as 1,2,3. Default: all that route.")
+    ] = "",
+    padding: Annotated[
+        bool,
+        typer.Option(help="Fill up with zeros where the architecture itself can then hold it."),
+    ] = True,
+    force: Annotated[
+        bool, typer.Option("--force", help="Keep the shared path even where there is none.")
+    ] = False,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(help="Also measure with this many of the layers condensed. Repeatable."),
+    ] = None,
+    calibration: CalibrationText = "",
+    samples: Samples = 100,
+    length: CalibrationLength = 512,
+    seed: Seed = 0,
+    evaluate: Annotated[
+        bool, typer.Option("--eval/--no-eval", help="Measure result and original.")
+    ] = True,
+    data: EvalData = "",
+    max_tokens: MaxTokens = 16_384,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn some layers of a mixture of experts into small dense layers."""
+    if layers is None and memory is None and active is None:
+        layers = 1
+    given = {
+        "layers": layers,
+        "memory": None if memory is None else parse_bytes(memory),
+        "active": active,
+        "keep": keep,
+        "experts": experts,
+        "metric": metric,
+        "expert_search": expert_search,
+        "layer_search": layer_search,
+        "shared_gate": shared_gate,
+        "candidates": [part.strip() for part in candidates.split(",") if part.strip()],
+        "padding": padding,
+        "force": force,
+        "seed": seed,
+    }
+    recipe = Recipe(
+        model=model,
+        out=str(out),
+        steps=(step_config("condense", given),),
         calibration=Calibration(calibration, samples, length, seed),
         evaluation=Evaluation(data, max_tokens=max_tokens, compare=tuple(compare or ()))
         if evaluate

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch import Arch, FFNNames
+from moesaic.arch import FFNNames
 from moesaic.errors import MoesaicError
 from moesaic.moe import MoEArch, MoEFFN
 from moesaic.nn import CondensedFFN, PassThrough
@@ -22,6 +22,9 @@ from moesaic.plan import CondensedLayer, DroppedLayer
 
 Part = tuple[Tensor, Tensor, Tensor, float]
 """gate (M, D), up (M, D), down (D, M), and what its output is multiplied with."""
+
+NO_FFN = CondensedLayer(torch.empty(0, dtype=torch.int64), torch.empty(0), 0, shared=False)
+"""Nothing of the block stays: Block Drop."""
 
 
 def fold(parts: list[Part], hidden_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +81,9 @@ def condensed_tensors(
     like = state[f"{path}.down_proj.weight" if is_dense else f"{experts}down_proj"]
     hidden_size = like.shape[0 if is_dense else 1]
     tensors = dict(
-        zip(("gate_proj", "up_proj", "down_proj"), fold(parts, hidden_size, plan.width), strict=True)
+        zip(
+            ("gate_proj", "up_proj", "down_proj"), fold(parts, hidden_size, plan.width), strict=True
+        )
     )
     if plan.gated:
         tensors["shared_gate"] = state[f"{path}.{arch.shared_gate}.weight"]
@@ -93,7 +98,7 @@ def _state(layer: nn.Module, arch: MoEArch) -> dict[str, Tensor]:
 
 
 def _hidden_size(layer: nn.Module) -> int:
-    return int(layer.post_attention_layernorm.weight.shape[0])  # type: ignore[union-attr, index]
+    return int(attrgetter("post_attention_layernorm.weight")(layer).shape[0])
 
 
 def empty(layer: nn.Module, arch: MoEArch, header: Mapping[str, Any]) -> nn.Module:
@@ -102,14 +107,12 @@ def empty(layer: nn.Module, arch: MoEArch, header: Mapping[str, Any]) -> nn.Modu
         return PassThrough(_hidden_size(layer), arch.ffn_path)
     view = arch.view(layer)
     act = view.experts.act_fn if isinstance(view, MoEFFN) else view.act
-    norm = layer.post_attention_layernorm.weight
+    norm = attrgetter("post_attention_layernorm.weight")(layer)
     options = {"dtype": norm.dtype, "device": norm.device}
     return CondensedFFN(_hidden_size(layer), header["width"], act, header["gated"], **options)
 
 
-def replacement(
-    layer: nn.Module, arch: MoEArch, plan: CondensedLayer | DroppedLayer
-) -> nn.Module:
+def replacement(layer: nn.Module, arch: MoEArch, plan: CondensedLayer | DroppedLayer) -> nn.Module:
     """What stands in a layer's place, values and all."""
     new = empty(layer, arch, plan.header())
     if isinstance(plan, CondensedLayer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,19 @@ def parse_dtype(name: str) -> torch.dtype | None:
     if name not in known:
         raise MoesaicError(f"--dtype {name!r} is none of {', '.join(known)}.")
     return known[name]
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes, with a decimal unit if it has one.
+
+    >>> parse_bytes("1.5GB"), parse_bytes("300")
+    (1500000000, 300)
+    """
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    if found is None or found[2] not in units:
+        raise MoesaicError(f"{text!r} is not a number of bytes such as 800MB or 12.5GB.")
+    return int(float(found[1]) * units[found[2]])
 
 
 def check_device(name: str) -> str:

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from moesaic.arch import DENSE, EXPERT_COUNTS, PREFIX, Arch, DenseFFN, FFNNames, dense_arch
 from moesaic.errors import MoesaicError
 
+PLAIN = FFNNames()
+
 
 @dataclass(frozen=True)
 class MoEArch(Arch):
@@ -42,7 +44,7 @@ class MoEArch(Arch):
     """A linear module whose sigmoid scales the shared path."""
     beside: str | None = None
     """A shared path of the decoder layer, beside the block."""
-    shared_names: FFNNames = FFNNames()
+    shared_names: FFNNames = PLAIN
     """The projections inside the shared path."""
     dense: str | None = None
     """The config attribute that says which layers are dense: a list, or how many of the first."""
@@ -274,6 +276,8 @@ class MoEFFN:
     experts: Any
     rule: Rule
     shared: Callable[[Tensor], Tensor] | None
+    shared_module: Any
+    """The MLP of the shared path."""
     scale: float = 1.0
     """What the decoder layer multiplies the block's output with before it adds it."""
 
@@ -298,10 +302,10 @@ class MoEFFN:
 
     @property
     def shared_width(self) -> int:
-        """Neurons of the shared path inside the block."""
-        if self.arch.shared is None or getattr(self.block, self.arch.shared) is None:
+        """Neurons of the shared path, inside the block or beside it."""
+        if self.shared_module is None:
             return 0
-        return int(getattr(self.block, self.arch.shared).down_proj.weight.shape[1])
+        return int(getattr(self.shared_module, self.arch.shared_names.down).weight.shape[1])
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """What the router decides on (T, E)."""
@@ -361,25 +365,18 @@ def moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
     """The view of a routed layer."""
     block = arch.ffn_of(layer)
     router, experts = getattr(block, arch.router), getattr(block, arch.experts)
+    module = None if arch.shared_at is None else attrgetter(arch.shared_at)(layer)
+    shared = module
+    if module is not None and arch.shared_gate is not None:
+        gate = getattr(block, arch.shared_gate)
+        shared = lambda x_TD: torch.sigmoid(gate(x_TD)) * module(x_TD)  # noqa: E731
     return MoEFFN(
-        arch,
-        block,
-        router,
-        experts,
-        Rule(router, arch.choice_bias),
-        _shared(layer, arch),
-        getattr(layer, "residual_multiplier", 1.0),
+        arch=arch,
+        block=block,
+        router=router,
+        experts=experts,
+        rule=Rule(router, arch.choice_bias),
+        shared=shared,
+        shared_module=module,
+        scale=getattr(layer, "residual_multiplier", 1.0),
     )
-
-
-def _shared(layer: nn.Module, arch: MoEArch) -> Callable[[Tensor], Tensor] | None:
-    """The path that every token takes: inside the block, or beside it in the layer."""
-    block = arch.ffn_of(layer)
-    if arch.beside is not None:
-        beside: Callable[[Tensor], Tensor] | None = getattr(layer, arch.beside)
-        return beside
-    inside = getattr(block, arch.shared) if arch.shared is not None else None
-    if inside is None or arch.shared_gate is None:
-        return inside
-    gate = getattr(block, arch.shared_gate)
-    return lambda x_TD: torch.sigmoid(gate(x_TD)) * inside(x_TD)

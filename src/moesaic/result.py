@@ -40,6 +40,8 @@ class Result:
     """The caller's model, or the :class:`~moesaic.hub.Source` that was read from disk."""
     comparisons: dict[str, Plan] = field(default_factory=dict)
     """Plans of the variants that were asked for, from the same statistics."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """What the method found of the whole model."""
     tokenizer: Any = None
     inplace: bool = False
     dtype: torch.dtype | None = None

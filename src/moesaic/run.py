@@ -16,12 +16,29 @@ from moesaic import report
 from moesaic.arch import dense_arch
 from moesaic.budget import layer_sizes
 from moesaic.checkpoint import check_out, whole_folder
+from moesaic.condensing import condense
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.hub import native_experts, resolve
+from moesaic.hub import native_config, resolve
 from moesaic.measure import check_device, environment, measure, parse_dtype
-from moesaic.methods import CARVERS, MoREConfig, PruneConfig, SkipConfig, Skipper, carve_layers
-from moesaic.plan import CarvedLayer, Plan, Progress, PrunedLayer, SkippingLayer
+from moesaic.methods import (
+    CARVERS,
+    CondenseConfig,
+    MoREConfig,
+    PruneConfig,
+    SkipConfig,
+    Skipper,
+    carve_layers,
+)
+from moesaic.plan import (
+    CarvedLayer,
+    CondensedLayer,
+    DroppedLayer,
+    Plan,
+    Progress,
+    PrunedLayer,
+    SkippingLayer,
+)
 from moesaic.progress import Track, silent
 from moesaic.recipe import Recipe
 from moesaic.reduction import prune, skip
@@ -184,7 +201,12 @@ def run_recipe(
     return record
 
 
-VERBS: dict[type, Any] = {MoREConfig: carve, PruneConfig: prune, SkipConfig: skip}
+VERBS: dict[type, Any] = {
+    MoREConfig: carve,
+    PruneConfig: prune,
+    SkipConfig: skip,
+    CondenseConfig: condense,
+}
 
 
 def _take(
@@ -218,7 +240,7 @@ def _take(
 def _describe(recipe: Recipe, result: Result) -> dict[str, Any]:
     """The part of ``result.json`` that is known before anything is measured."""
     plan = result.plan
-    native = native_experts(plan) is not None
+    native = native_config(result.original.config, result.arch, plan) is not None
     described = [
         _describe_layer(plan, i, result.analyses.get(i, {})) for i in range(len(plan.base.widths))
     ]
@@ -234,6 +256,7 @@ def _describe(recipe: Recipe, result: Result) -> dict[str, Any]:
         "environment": environment(recipe.device),
         "layers": {str(i): described[i] for i in sorted(plan.layers)} if carved else described,
         **({"beta": [d.get("beta") for d in described]} if plan.method == Skipper.name else {}),
+        **({**result.summary, "condensed": described} if result.summary else {}),
     }
 
 
@@ -253,4 +276,10 @@ def _describe_layer(plan: Plan, index: int, analysis: dict[str, Any]) -> dict[st
         return {"kind": layer.kind, "experts": plan.base.experts[index], "kept": kept, **analysis}
     if isinstance(layer, SkippingLayer):
         return {"kind": layer.kind, "beta": layer.beta, "rule": layer.rule, **analysis}
-    return {"kind": "dense", "width": width}
+    if isinstance(layer, CondensedLayer):
+        fixed = {"chosen": layer.experts, "gates": layer.gates_K.tolist(), "width": layer.width}
+        return {"kind": layer.kind, "experts": plan.base.experts[index], **fixed, **analysis}
+    if isinstance(layer, DroppedLayer):
+        return {"kind": layer.kind, **analysis}
+    kept = plan.base.experts[index] if plan.base.experts else 0
+    return {"kind": "moe" if kept else "dense", "width": width, **analysis}

@@ -260,6 +260,16 @@ def gathered(stats: ExpertStats) -> ExpertStats:
     return reduce(ExpertStats.merge, every)
 
 
+def mean_over_processes(total: Tensor, count: float) -> Tensor:
+    """Sums over this process's tokens, as means over the tokens of all processes; on the CPU."""
+    both = torch.cat([total.double().cpu().flatten(), torch.tensor([float(count)]).double()])
+    if process()[1] > 1:
+        every: list[Any] = [None] * process()[1]
+        torch.distributed.all_gather_object(every, both)
+        both = torch.stack(every).sum(0)
+    return (both[:-1] / both[-1].clamp(min=1)).view(total.shape)
+
+
 # --- one file ------------------------------------------------------------------------------------
 
 

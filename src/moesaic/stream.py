@@ -8,7 +8,7 @@ one layer's weights in memory when the model is read from disk.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -130,6 +130,34 @@ class Site:
         self._hidden = hidden
 
 
+StandIn = Callable[[int, Tensor, dict[str, Any]], Tensor]
+
+
+@dataclass
+class Block:
+    """One decoder layer, its weights present, with its own arguments for every batch."""
+
+    index: int
+    layer: nn.Module
+    _kwargs: list[list[dict[str, Any]]]
+
+    def outputs(self, states: Iterable[Tensor], layer: nn.Module | None = None) -> Iterator[Tensor]:
+        """What the layer makes of each batch's hidden states (B, L, D).
+
+        Args:
+            states: one entry a batch.
+            layer: what stands in the layer's place.
+        """
+        for b, before in enumerate(states):
+            after: Tensor = (layer or self.layer)(before, **self._kwargs[b][self.index])
+            yield after
+
+    def run(self, states: Spill, layer: nn.Module | None = None) -> None:
+        """Pass every batch through the layer, or what stands in its place; ``states`` change."""
+        for b, after in enumerate(self.outputs(states, layer)):
+            states.replace(b, after)
+
+
 class LayerStream:
     """Iterating yields a :class:`Site` for each wanted layer, in order.
 
@@ -157,6 +185,7 @@ class LayerStream:
         cache_bytes: int = 2 << 30,
         follow: bool = False,
         open_rest: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        open_head: Callable[[], AbstractContextManager[Any]] = nullcontext,
         open_layer: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
     ) -> None:
         self.model = model
@@ -168,6 +197,7 @@ class LayerStream:
         self._cache_bytes = cache_bytes
         self._follow = follow
         self._open_rest = open_rest
+        self._open_head = open_head
         self._open_layer = open_layer
 
     @classmethod
@@ -189,12 +219,14 @@ class LayerStream:
         naming = Naming(checkpoint, config.model_type.removeprefix(PREFIX))
 
         @contextmanager
-        def opened(module: nn.Module, prefix: str, skip: str = "\0") -> Iterator[None]:
+        def opened(
+            module: nn.Module, prefix: str, skip: str = "\0", source: str | None = None
+        ) -> Iterator[None]:
             state = {}
             for name in module.state_dict():
                 if not name.startswith(skip):
                     to = type_of(prefix + name)
-                    read = naming.read(prefix + name, partial(cast, dtype=to))
+                    read = naming.read(source or prefix + name, partial(cast, dtype=to))
                     state[name] = read.to(device)
             parameters = {name for name, _ in module.named_parameters() if name in state}
             module.load_state_dict(state, assign=True, strict=False)
@@ -219,6 +251,11 @@ class LayerStream:
             open_rest=lambda: opened(
                 model.get_submodule(prefix), f"{prefix}.", skip=f"{layers_name}."
             ),
+            open_head=lambda: opened(
+                model.get_output_embeddings(),
+                "lm_head.",
+                source=f"{prefix}.embed_tokens.weight" if config.tie_word_embeddings else None,
+            ),
             open_layer=lambda i: opened(arch.layers(model)[i], arch.layer_prefix(i)),
             **options,
         )
@@ -228,49 +265,72 @@ class LayerStream:
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[Site]:
-        hidden, kwargs = self._record()
+        hidden, kwargs = self.record()
         followed = self._copied(hidden) if self._follow else None
         share = self._spill_bytes // (4 if self._follow else 2)
         inputs, targets = Spill(share), Spill(share)
         try:
-            for i in range(max(self.layers, default=-1) + 1):
-                with self._open_layer(i):
-                    layer = self.arch.layers(self.model)[i]
-                    ffn = self.arch.ffn_of(layer)
-                    wanted = i in self.layers
-
-                    def run(states: Spill, write: bool, i: int = i, layer: Any = layer) -> None:
-                        for b, before in enumerate(states):
-                            after = layer(before, **kwargs[b][i])
-                            if write:
-                                states.replace(b, after)
-
-                    with self._seen(ffn, None if followed else inputs, targets, i, wanted):
-                        run(hidden, write=True)
-                    if wanted:
-                        if followed is not None:
-                            with self._seen(ffn, inputs, None, i, wanted):
-                                run(followed, write=False)
-                        site = Site(
-                            i,
-                            layer,
-                            ffn,
-                            self.arch.view(layer),
-                            inputs,
-                            self._cache_bytes,
-                            targets if self._follow else None,
-                        )
-                        yield site
-                        inputs.clear()
-                        targets.clear()
+            for block in self.blocks(kwargs, max(self.layers, default=-1) + 1):
+                i, layer = block.index, block.layer
+                ffn = self.arch.ffn_of(layer)
+                wanted = i in self.layers
+                with self.seen(ffn, None if followed else inputs, targets, i, wanted):
+                    block.run(hidden)
+                if wanted:
                     if followed is not None:
-                        changed = wanted and site.change is not None
-                        with site.change if changed and site.change else nullcontext():
-                            run(followed, write=True)
+                        with self.seen(ffn, inputs, None, i, wanted):
+                            for _ in block.outputs(followed):
+                                pass
+                    site = Site(
+                        i,
+                        layer,
+                        ffn,
+                        self.arch.view(layer),
+                        inputs,
+                        self._cache_bytes,
+                        targets if self._follow else None,
+                    )
+                    yield site
+                    inputs.clear()
+                    targets.clear()
+                if followed is not None:
+                    changed = wanted and site.change is not None
+                    with site.change if changed and site.change else nullcontext():
+                        block.run(followed)
         finally:
             for spill in (hidden, followed, inputs, targets):
                 if spill is not None:
                     spill.clear()
+
+    def blocks(
+        self, kwargs: list[list[dict[str, Any]]], stop: int | None = None
+    ) -> Iterator[Block]:
+        """Every layer in order, each open while its turn lasts.
+
+        Args:
+            kwargs: what :meth:`record` returned.
+            stop: the layer to end before; None for all.
+        """
+        for i in range(self.count if stop is None else stop):
+            with self._open_layer(i):
+                yield Block(i, self.arch.layers(self.model)[i], kwargs)
+
+    @torch.no_grad()
+    def heads(self, states: Iterable[Tensor], logits: bool = False) -> Iterator[tuple[Tensor, Any]]:
+        """What the model makes of the last layer's output: its final norm, or its logits.
+
+        Args:
+            states: the last layer's hidden states (B, L, D), one entry a batch.
+            logits: through the head as well.
+
+        Yields:
+            (B, L, D) or (B, L, vocabulary), and the batch's tokens.
+        """
+        with self._open_rest(), self._open_head() if logits else nullcontext():
+            for batch, last in zip(self._batches, states, strict=True):
+                with self._replaced(lambda index, _, given, last=last: last):
+                    run = self.model if logits else self.model.base_model
+                    yield self._run(run, batch)[0], batch
 
     def _copied(self, states: Spill) -> Spill:
         copied = Spill(self._spill_bytes // 4)
@@ -279,18 +339,18 @@ class LayerStream:
         return copied
 
     @contextmanager
-    def _seen(
+    def seen(
         self, ffn: nn.Module, inputs: Spill | None, outputs: Spill | None, layer: int, wanted: bool
     ) -> Iterator[None]:
         """Collect what enters and leaves a wanted ``ffn``, padding dropped, one entry a batch."""
         if not wanted:
             yield
             return
-        entering, leaving = self._masks(), self._masks()
+        entering, leaving = self.masks(), self.masks()
 
         def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             if inputs is not None:
-                inputs.append(_tokens(args[0], next(entering)))
+                inputs.append(valid(args[0], next(entering)))
                 if not torch.isfinite(inputs[len(inputs) - 1]).all():
                     raise MoesaicError(
                         f"Layer {layer} meets a value that is not finite in calibration batch "
@@ -301,7 +361,7 @@ class LayerStream:
         def after(_: nn.Module, args: Any, out: Tensor | tuple[Tensor, ...]) -> None:
             if outputs is not None and self._follow:
                 y = out[0] if isinstance(out, tuple) else out
-                outputs.append(_tokens(y, next(leaving)))
+                outputs.append(valid(y, next(leaving)))
 
         handles = (ffn.register_forward_pre_hook(before), ffn.register_forward_hook(after))
         try:
@@ -310,46 +370,60 @@ class LayerStream:
             for handle in handles:
                 handle.remove()
 
-    def _masks(self) -> Iterator[Tensor | None]:
+    def masks(self) -> Iterator[Tensor | None]:
+        """The attention mask of every batch (B, L); None where there is no padding."""
         return (batch.attention_mask for batch in self._batches)
 
-    def _record(self) -> tuple[Spill, list[list[dict[str, Any]]]]:
+    @torch.no_grad()
+    def record(self) -> tuple[Spill, list[list[dict[str, Any]]]]:
         """Embeddings of every batch, and the keyword arguments of every block for it."""
-        layers = self.arch.layers(self.model)
         hidden = Spill(self._spill_bytes // 2)
         kwargs: list[list[dict[str, Any]]] = []
         first: list[Tensor] = []
 
-        def identity(index: int) -> Callable[..., Tensor]:
-            def forward(hidden_states: Tensor, **given: Any) -> Tensor:
-                if index == 0:
-                    first.append(hidden_states)
-                kwargs[-1].append(given)
-                return hidden_states
+        def identity(index: int, states: Tensor, given: dict[str, Any]) -> Tensor:
+            if index == 0:
+                first.append(states)
+            kwargs[-1].append(given)
+            return states
 
-            return forward
-
-        with self._open_rest():
-            device = self.model.get_input_embeddings().weight.device
-            for index, layer in enumerate(layers):
-                layer.forward = identity(index)  # shadows the class's forward
-            try:
-                for batch in self._batches:
-                    kwargs.append([])
-                    mask = batch.attention_mask
-                    self.model.base_model(
-                        input_ids=batch.input_ids.to(device),
-                        attention_mask=None if mask is None else mask.to(device),
-                        use_cache=False,
-                    )
-                    hidden.append(first.pop())
-            finally:
-                for layer in layers:
-                    del layer.forward
+        with self._open_rest(), self._replaced(identity):
+            for batch in self._batches:
+                kwargs.append([])
+                self._run(self.model.base_model, batch)
+                hidden.append(first.pop())
         return hidden, kwargs
 
+    def _run(self, model: Any, batch: Tokens) -> Any:
+        device = self.model.get_input_embeddings().weight.device
+        mask = batch.attention_mask
+        return model(
+            input_ids=batch.input_ids.to(device),
+            attention_mask=None if mask is None else mask.to(device),
+            use_cache=False,
+        )
 
-def _tokens(x: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, L, D) to (T, D), padding dropped."""
+    @contextmanager
+    def _replaced(
+        self, stand_in: Callable[[int, Tensor, dict[str, Any]], Tensor]
+    ) -> Iterator[None]:
+        """Inside, every block is ``stand_in(index, hidden states, keyword arguments)``."""
+        layers = self.arch.layers(self.model)
+        for index, layer in enumerate(layers):
+            # shadows the class's forward
+            layer.forward = _standing_in(stand_in, index)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.forward
+
+
+def _standing_in(stand_in: StandIn, index: int) -> Callable[..., Tensor]:
+    return lambda hidden_states, **given: stand_in(index, hidden_states, given)
+
+
+def valid(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The real tokens: (B, L, D) to (T, D), padding dropped."""
     x_TD = x.flatten(0, -2)
     return x_TD if mask is None else x_TD[mask.flatten().to(x_TD.device)]

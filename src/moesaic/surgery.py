@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moesaic.arch import PREFIX, Arch, FFNNames
 from moesaic.checkpoint import Checkpoint, ShardWriter, cast
 from moesaic.errors import MoesaicError
-from moesaic.folding import condensed_tensors, empty, put, replacement, sources
+from moesaic.folding import NO_FFN, condensed_tensors, empty, put, replacement, sources
 from moesaic.moe import MoEArch, MoEFFN
 from moesaic.naming import Naming, expert_number, renumbered
 from moesaic.nn import carved_like, make_skipping
@@ -262,13 +262,13 @@ def _rewritten(
         fused: a tensor by its name in memory.
     """
     layer: LayerPlan = plan.layers[index]
-    if isinstance(layer, DroppedLayer):
-        return
-    if isinstance(layer, CondensedLayer):
+    if isinstance(layer, CondensedLayer | DroppedLayer):
         assert isinstance(arch, MoEArch)
         prefix = arch.layer_prefix(index)
-        state = {name: fused(prefix + name) for name in dict.fromkeys(names.values())}
-        for name, tensor in condensed_tensors(layer, arch, state).items():
+        wanted = dict.fromkeys(n for n in names.values() if n.startswith(sources(arch)))
+        state = {name: fused(prefix + name) for name in wanted}
+        condensed = layer if isinstance(layer, CondensedLayer) else NO_FFN
+        for name, tensor in condensed_tensors(condensed, arch, state).items():
             yield prefix + name, tensor
         return
     block = f"{arch.ffn_path}."

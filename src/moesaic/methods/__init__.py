@@ -3,6 +3,7 @@
 from typing import Any
 
 from moesaic.methods.base import Carver, carve_layers
+from moesaic.methods.condense import CondenseConfig
 from moesaic.methods.more import MoRE, MoREConfig
 from moesaic.methods.naee import PruneConfig, Pruner
 from moesaic.methods.skipping import SkipConfig, Skipper
@@ -14,6 +15,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "carve": {"more": MoREConfig},
     "prune": {"naee": PruneConfig},
     "skip": {"naee": SkipConfig},
+    "condense": {"cd-moe": CondenseConfig},
 }
 """The config of every step of a run, by verb and method."""
 
@@ -21,6 +23,7 @@ __all__ = [
     "CARVERS",
     "STEPS",
     "Carver",
+    "CondenseConfig",
     "MoRE",
     "MoREConfig",
     "PruneConfig",

@@ -1,0 +1,43 @@
+"""How far two sets of hidden states are apart: what CD-MoE's searches minimise.
+
+The released code turns each hidden state into a distribution by a softmax over the hidden
+dimension, in float32, and takes natural logarithms; so do we.
+
+Shape suffixes: N any number of tokens or candidates, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def js(p_ND: Tensor, q_ND: Tensor) -> Tensor:
+    """Jensen-Shannon divergence of softmax(p) and softmax(q) over D (N,); 0 to ln 2.
+
+    JS = (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2. Arguments broadcast.
+
+    >>> js(torch.tensor([[100.0, 0.0]]), torch.tensor([[0.0, 100.0]]))
+    tensor([0.6931])
+    """
+    log_p, log_q = (x.float().log_softmax(-1) for x in (p_ND, q_ND))
+    p, q = log_p.exp(), log_q.exp()
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    return (p * (log_p - log_m) + q * (log_q - log_m)).sum(-1).clamp(min=0) / 2
+
+
+def kl(p_ND: Tensor, q_ND: Tensor) -> Tensor:
+    """Kullback-Leibler divergence KL(softmax(p) || softmax(q)) over D (N,)."""
+    log_p, log_q = (x.float().log_softmax(-1) for x in (p_ND, q_ND))
+    return (log_p.exp() * (log_p - log_q)).sum(-1).clamp(min=0)
+
+
+def cosine(p_ND: Tensor, q_ND: Tensor) -> Tensor:
+    """1 - cos(p, q) (N,): what a module adds to its input, in He et al. (2024), Eq. 3."""
+    return 1 - torch.cosine_similarity(p_ND.float(), q_ND.float(), dim=-1)
+
+
+DIVERGENCES = {"js": js, "kl": kl}
+METRICS = (*DIVERGENCES, "ppl")
