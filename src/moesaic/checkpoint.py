@@ -205,4 +205,6 @@ def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
 
     options = {} if dtype is None else {"dtype": dtype}
     with init_empty_weights(include_buffers=False):
-        return AutoModelForCausalLM.from_config(config, **options).eval()
+        model = AutoModelForCausalLM.from_config(config, **options).eval()
+    model.tie_weights()  # becoming empty broke the ties
+    return model

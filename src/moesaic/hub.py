@@ -121,7 +121,9 @@ def native_dense(config: Any, arch: MoEArch, plan: Plan) -> dict[str, Any] | Non
 
 def native_config(config: Any, arch: Arch, plan: Plan) -> dict[str, Any] | None:
     """What to change in a base's config so that its own class holds the result, if it can."""
-    if not isinstance(arch, MoEArch) or not plan.layers:
+    if not plan.layers:
+        return {}
+    if not isinstance(arch, MoEArch):
         return None
     experts = native_experts(plan)
     return native_dense(config, arch, plan) if experts is None else {arch.count: experts}

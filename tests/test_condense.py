@@ -1,0 +1,504 @@
+"""Laws of condensing: the formulas, both searches against full forwards, files, sizes, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_models import tiny_moe
+from transformers import AutoModelForCausalLM
+
+from moesaic import MoesaicError, Tokens
+from moesaic.condensing import condense
+from moesaic.folding import condensed
+from moesaic.methods.condense import CondenseConfig, pl_alpha_hill, ranked_experts, weight_scores
+from moesaic.methods.divergence import js, kl
+from moesaic.methods.layer_search import ExpertSearch, LayerSearch
+from moesaic.moe import MoEFFN, moe_arch
+from moesaic.plan import CondensedLayer, Plan, same
+from moesaic.recipe import Calibration, parse_recipe
+from moesaic.run import run_recipe
+from moesaic.stream import LayerStream
+
+SHARED = [
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "granitemoeshared",
+]
+UNSHARED = ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "phimoe"]
+CASES = [
+    *[(m, k) for m in SHARED for k in ("shared", "shared+routed", "attention", "nothing")],
+    *[(m, k) for m in UNSHARED for k in ("shared+routed", "nothing")],
+]
+
+
+def routed_layer(model: Any) -> tuple[Any, int, Any]:
+    """The table entry, the number and the module of the last layer that routes."""
+    arch = moe_arch(model.config)
+    i = arch.moe_layers(model)[-1]
+    return arch, i, arch.layers(model)[i]
+
+
+def searched(
+    model: Any, tokens: Tokens, **options: Any
+) -> tuple[dict[int, CondensedLayer], dict[int, Any]]:
+    """Each layer's plan and analysis, without the choice of layers."""
+    arch = moe_arch(model.config)
+    stream = LayerStream(model, arch, tokens)
+    search = ExpertSearch(CondenseConfig(layers=1, **options), stream, arch)
+    found = {}
+    with torch.no_grad():
+        hidden, kwargs = stream.record()
+        for block in stream.blocks(kwargs):
+            if arch.is_moe(block.layer):
+                found[block.index] = search.decide(block, hidden)
+            block.run(hidden)
+    return {i: f[0] for i, f in found.items()}, {i: f[1] for i, f in found.items()}
+
+
+@torch.no_grad()
+def seen(model: Any, index: int, tokens: Tokens) -> tuple[torch.Tensor, Any]:
+    """The real tokens entering a layer's block (T, D), and what runs the layer on its input."""
+    arch = moe_arch(model.config)
+    layer = arch.layers(model)[index]
+    kept: dict[str, Any] = {}
+
+    def note(_: Any, args: Any, kwargs: Any) -> None:
+        kept["args"], kept["kwargs"] = args, kwargs
+
+    hooks = [
+        layer.register_forward_pre_hook(note, with_kwargs=True),
+        arch.ffn_of(layer).register_forward_pre_hook(lambda _, a: kept.update(x=a[0])),
+    ]
+    model(tokens.input_ids, attention_mask=tokens.attention_mask, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    mask = tokens.attention_mask
+    keep = torch.ones_like(tokens.input_ids, dtype=torch.bool) if mask is None else mask
+    return kept["x"][keep], lambda m: m(*kept["args"], **kept["kwargs"])[keep]
+
+
+# --- formulas ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10_000), st.floats(0.01, 30))
+def test_js_is_symmetric_zero_on_equals_and_at_most_ln_2(seed: int, scale: float) -> None:
+    p, q = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(seed)) * scale
+    assert torch.allclose(js(p, q), js(q, p), atol=1e-6)
+    assert js(p, p).abs().max() < 1e-6
+    assert (js(p, q) >= 0).all()
+    assert (js(p, q) <= math.log(2) + 1e-6).all()
+    m = ((p.softmax(-1) + q.softmax(-1)) / 2).log()
+    assert torch.allclose(js(p, q), (kl(p, m) + kl(q, m)) / 2, atol=1e-5)
+
+
+def test_alpha_is_smaller_for_a_heavier_tail() -> None:
+    generator = torch.Generator().manual_seed(0)
+    light = torch.randn(64, 64, generator=generator)
+    heavy = light * torch.linspace(-3, 3, 64).exp()[:, None]
+    assert pl_alpha_hill(heavy) < pl_alpha_hill(light)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v3", "mixtral"])
+def test_gates_are_the_mean_over_real_tokens_that_chose_the_expert(
+    model_type: str, padded: Tokens
+) -> None:
+    model = tiny_moe(model_type)
+    arch, i, layer = routed_layer(model)
+    x_TD, _ = seen(model, i, padded)
+    view = arch.view(layer)
+    w_TE = view.rule.weights(view.logits(x_TD))
+    plans, found = searched(model, padded, keep="shared+routed", experts=3)
+    for expert, gate in zip(plans[i].experts, plans[i].gates_K.tolist(), strict=True):
+        chose = w_TE[:, expert] != 0
+        assert gate == pytest.approx(w_TE[chose, expert].mean().item(), rel=1e-5)
+        assert found[i]["calls"][expert] == int(chose.sum())
+
+
+def test_an_expert_that_no_token_chose_is_left_out(tokens: Tokens) -> None:
+    model = tiny_moe("ernie4_5_moe", experts=4)
+    _, i, layer = routed_layer(model)
+    layer.mlp.gate.moe_statics.e_score_correction_bias.data[0, 2] = -100
+    plans, found = searched(model, tokens, keep="shared+routed", experts=4)
+    assert found[i]["calls"][2] == 0
+    assert sorted(plans[i].experts) == [0, 1, 3]
+    assert not plans[i].gates_K.isnan().any()
+
+
+# --- Alg. 1 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v2", "granitemoeshared", "mixtral"])
+@pytest.mark.parametrize("metric", ["js", "kl"])
+def test_cached_search_is_the_search_by_full_forwards(
+    model_type: str, metric: str, padded: Tokens
+) -> None:
+    """K = 2; its first step is brute force over K = 1."""
+    changes = {"residual_multiplier": 0.5} if model_type == "granitemoeshared" else {}
+    model = tiny_moe(model_type, **changes)
+    arch, i, layer = routed_layer(model)
+    view = arch.view(layer)
+    x_TD, forward = seen(model, i, padded)
+    w_TE = view.rule.weights(view.logits(x_TD))
+    g_E = w_TE.sum(0) / (w_TE != 0).sum(0)
+    gated = view.shared_width if arch.shared_gate else 0
+    divergence = {"js": js, "kl": kl}[metric]
+    chosen: list[int] = []
+    expected: list[float] = []
+    with torch.no_grad():
+        reference = forward(layer)
+        for _ in range(2):
+            losses = {}
+            for e in range(view.count):
+                if e not in chosen and not g_E[e].isnan():
+                    some = torch.tensor([*chosen, e])
+                    width = view.shared_width + len(some) * view.width
+                    shared = view.shared_width > 0
+                    plan = CondensedLayer(some, g_E[some], width, shared, 1.0, gated)
+                    with condensed(layer, arch, plan) as trial:
+                        losses[e] = divergence(reference, forward(trial)).mean().item()
+            best = min(losses, key=lambda e: (losses[e], e))
+            expected.append(losses[best])
+            chosen.append(best)
+    plans, found = searched(model, padded, keep="shared+routed", metric=metric)
+    assert plans[i].experts == chosen
+    assert found[i]["expert_losses"] == pytest.approx(expected, rel=1e-3)
+    assert found[i]["divergence"]["shared+routed"] == pytest.approx(expected[-1], rel=1e-3)
+
+
+def test_no_routed_experts_is_the_shared_path_alone(tokens: Tokens) -> None:
+    model = tiny_moe("deepseek_v2")
+    none, _ = searched(model, tokens, keep="shared+routed", experts=0)
+    shared, _ = searched(model, tokens, keep="shared")
+    assert none.keys() == shared.keys()
+    assert all(same(none[i], shared[i]) for i in none)
+
+
+@pytest.mark.parametrize("search", ["random", "l1", "pl_alpha_hill"])
+def test_experts_by_their_weights_alone(search: str, tokens: Tokens) -> None:
+    model = tiny_moe("olmoe")
+    arch, i, layer = routed_layer(model)
+    view = arch.view(layer)
+    assert isinstance(view, MoEFFN)
+    scores = weight_scores(view, search, i, seed=3)
+    plans, _ = searched(model, tokens, keep="shared+routed", expert_search=search, seed=3)
+    assert plans[i].experts == ranked_experts(scores, torch.ones(8), 2)
+    with torch.no_grad():
+        for weight in view.weights_of(plans[i].experts[0]):
+            weight.mul_(100)
+    again, _ = searched(model, tokens, keep="shared+routed", expert_search=search, seed=3)
+    if search == "l1":
+        assert plans[i].experts[0] not in again[i].experts
+    else:
+        assert again[i].experts == plans[i].experts, "scale changes neither a spectrum nor chance"
+
+
+# --- Alg. 2 --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def last_hidden(model: Any, tokens: Tokens) -> torch.Tensor:
+    out = model.base_model(tokens.input_ids, attention_mask=tokens.attention_mask, use_cache=False)
+    mask = tokens.attention_mask
+    return out[0].flatten(0, 1) if mask is None else out[0][mask]
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "ernie4_5_moe"])
+def test_layer_search_is_the_search_by_full_forwards(
+    model_type: str, padded: Tokens, tmp_path: Path
+) -> None:
+    model = tiny_moe(model_type, num_hidden_layers=4)
+    reference = last_hidden(model, padded)
+    result = condense(model, CondenseConfig(layers=2), calibration=padded)
+    routed = moe_arch(model.config).moe_layers(model)
+    chosen: list[int] = []
+    for step in result.summary["search"]:
+        losses = {}
+        for i in set(routed) - set(chosen):
+            plans, _ = searched(model, padded)
+            some = {j: plans[j] for j in sorted([*chosen, i])}
+            trial = result.build(Plan("cd-moe", result.plan.base, some))
+            losses[i] = js(reference, last_hidden(trial, padded)).mean().item()
+        assert {int(i): x for i, x in step["losses"].items()} == pytest.approx(losses, rel=1e-3)
+        assert step["layer"] == min(losses, key=lambda i: losses[i])
+        chosen.append(step["layer"])
+    assert result.summary["layers"] == chosen
+    model.save_pretrained(tmp_path / "model")
+    disk = condense(
+        tmp_path / "model", CondenseConfig(layers=2), calibration=padded, tokenizer=object()
+    )
+    assert disk.summary == result.summary
+
+
+def test_rankings_and_metrics(tokens: Tokens) -> None:
+    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
+    _, found = searched(model, tokens)
+
+    def order(**options: Any) -> list[int]:
+        result = condense(model, CondenseConfig(layers=4, **options), calibration=tokens)
+        return result.summary["layers"]
+
+    local = {i: f["divergence"]["shared"] for i, f in found.items()}
+    assert order(layer_search="rank") == sorted(local, key=lambda i: local[i])
+    stream = LayerStream(model, moe_arch(model.config), tokens)
+    plans, _ = searched(model, tokens)
+    alone = LayerSearch(stream, moe_arch(model.config), plans).losses((), list(plans))
+    assert order(layer_search="global-rank") == sorted(alone, key=lambda i: alone[i])
+    assert order(layer_search="greedy")[0] == min(alone, key=lambda i: alone[i])
+    cosines = {i: f["cosine"]["attention"] for i, f in found.items()}
+    assert order(layer_search="cosine") == sorted(cosines, key=lambda i: cosines[i])
+    assert order(layer_search="random", seed=1) == order(layer_search="random", seed=1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_perplexity_as_the_metric(tied: bool, padded: Tokens, tmp_path: Path) -> None:
+    model = tiny_moe("granitemoeshared", tie_word_embeddings=tied, logits_scaling=2.0)
+    result = condense(model, CondenseConfig(layers=1, metric="ppl"), calibration=padded)
+
+    @torch.no_grad()
+    def perplexities(model: Any) -> torch.Tensor:
+        found = []
+        for ids, mask in zip(padded.input_ids, padded.attention_mask, strict=True):
+            row = ids[mask][None]
+            found.append(model(row, labels=row).loss.exp())
+        return torch.stack(found)
+
+    i = result.summary["layers"][0]
+    rise = (perplexities(result.model) - perplexities(model)).mean().item()
+    assert result.summary["search"][0]["losses"][str(i)] == pytest.approx(rise, rel=1e-3)
+    model.save_pretrained(tmp_path / "model")
+    disk = condense(
+        tmp_path / "model",
+        CondenseConfig(layers=1, metric="ppl"),
+        calibration=padded,
+        tokenizer=object(),
+    )
+    assert disk.summary == result.summary
+
+
+# --- the result ----------------------------------------------------------------------------------
+
+
+def weight_bytes(folder: Path) -> int:
+    from moesaic.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(folder)
+    return sum(checkpoint.tensor(name).nbytes for name in checkpoint.names())
+
+
+@pytest.mark.parametrize(("model_type", "keep"), CASES)
+def test_files_live_and_from_disk_are_one_and_weigh_what_was_predicted(
+    model_type: str, keep: str, tokens: Tokens, tmp_path: Path
+) -> None:
+    model = tiny_moe(model_type)
+    model.save_pretrained(tmp_path / "model")
+    config = CondenseConfig(layers=1, keep=keep)
+    live = condense(model, config, calibration=tokens)
+    disk = condense(tmp_path / "model", config, calibration=tokens, tokenizer=object())
+    disk.save(tmp_path / "disk")
+    live.save(tmp_path / "live")
+    logits = live.model(tokens.input_ids).logits
+    for name in ("disk", "live"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert type(loaded) is type(live.model)
+        assert torch.equal(loaded(tokens.input_ids).logits, logits)
+    memory = live.summary["memory_bytes"]
+    buffers = sum(b.nbytes for n, b in model.named_buffers() if "correction_bias" in n)
+    left = sum(b.nbytes for n, b in live.model.named_buffers() if "correction_bias" in n)
+    assert weight_bytes(tmp_path / "disk") == memory["result"] + left
+    assert weight_bytes(tmp_path / "model") == memory["original"] + buffers
+    assert memory["result"] < memory["original"]
+    i = live.summary["layers"][0]
+    names = [n for n in live.model.state_dict() if f".layers.{i}." in n]
+    assert not any(".experts." in n or n.endswith((".gate.weight", "router.weight")) for n in names)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2"])
+def test_generation_with_a_cache_is_that_without(model_type: str, tokens: Tokens) -> None:
+    model = tiny_moe(model_type, num_hidden_layers=4)
+    config = CondenseConfig(layers=2, keep="nothing", candidates=(1, 2))
+    dropped = condense(model, config, calibration=tokens).model
+    ids = tokens.input_ids[:2, :6]
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    cached = dropped.generate(ids, **options)
+    assert torch.equal(cached, dropped.generate(ids, use_cache=False, **options))
+
+
+def test_nothing_condensed_is_the_model_itself(tokens: Tokens) -> None:
+    model = tiny_moe("qwen2_moe")
+    result = condense(model, CondenseConfig(layers=0), calibration=tokens)
+    assert result.plan.layers == {}
+    assert type(result.model) is type(model)
+    assert torch.equal(result.model(tokens.input_ids).logits, model(tokens.input_ids).logits)
+
+
+NATIVE = [
+    ("qwen3_moe", {"keep": "shared+routed"}, {}),
+    ("qwen2_moe", {"keep": "shared", "shared_gate": "mean"}, {}),
+    ("qwen2_moe", {"keep": "shared+routed", "shared_gate": "mean"}, {"mlp_only_layers": []}),
+    ("deepseek_v2", {"keep": "shared+routed", "candidates": (1,)}, {}),
+    ("deepseek_v3", {"keep": "shared", "candidates": (1,)}, {"intermediate_size": 40}),
+    ("glm4_moe", {"keep": "shared", "candidates": (1,)}, {}),
+    ("ernie4_5_moe", {"keep": "shared+routed", "candidates": (1,)}, {}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "options", "changes"), NATIVE)
+def test_the_architecture_itself_holds_the_mix_where_it_can(
+    model_type: str, options: Any, changes: Any, tokens: Tokens, tmp_path: Path
+) -> None:
+    model = tiny_moe(model_type, **changes)
+    config = CondenseConfig(layers=1, **options)
+    model.save_pretrained(tmp_path / "model")
+    result = condense(tmp_path / "model", config, calibration=tokens, tokenizer=object())
+    result.save(tmp_path / "out")
+    loaded = type(model).from_pretrained(tmp_path / "out")
+    assert type(loaded) is type(model)
+    narrow = CondenseConfig(layers=1, padding=False, **options)
+    expected = condense(model, narrow, calibration=tokens)
+    got, want = (m(tokens.input_ids).logits for m in (loaded, expected.model))
+    assert torch.allclose(got, want, atol=1e-5)
+    assert weight_bytes(tmp_path / "out") >= result.summary["memory_bytes"]["result"]
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == model_type
+
+
+def test_mean_gate_is_the_shared_path_times_a_number(tokens: Tokens) -> None:
+    model = tiny_moe("qwen2_moe")
+    _, i, layer = routed_layer(model)
+    x_TD, _ = seen(model, i, tokens)
+    plans, _ = searched(model, tokens, shared_gate="mean")
+    mean = torch.sigmoid(layer.mlp.shared_expert_gate(x_TD)).mean().item()
+    assert plans[i].shared_scale == pytest.approx(mean, rel=1e-5)
+    assert plans[i].gated == 0
+
+
+def test_targets_in_bytes_and_active_parameters(tokens: Tokens) -> None:
+    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
+
+    def sizes(**target: int) -> tuple[int, Any]:
+        result = condense(model, CondenseConfig(**target), calibration=tokens)
+        parameters = sum(p.numel() for p in result.model.parameters())
+        memory, active = (result.summary[k] for k in ("memory_bytes", "active_parameters"))
+        assert memory["result"] == 4 * parameters
+        return len(result.summary["layers"]), (memory["result"], active["result"])
+
+    one, (bytes_1, active_1) = sizes(layers=1)
+    two, (bytes_2, active_2) = sizes(layers=2)
+    assert (one, two) == (1, 2)
+    assert bytes_2 < bytes_1
+    assert active_2 < active_1
+    assert sizes(memory=bytes_2)[0] == 2
+    assert sizes(memory=bytes_2 + 1)[0] == 2
+    assert sizes(memory=bytes_2 - 1)[0] == 3
+    assert sizes(active=active_1)[0] == 1
+    with pytest.raises(MoesaicError, match="out of reach: with all 4 layers"):
+        sizes(memory=10)
+
+
+def test_a_sweep_is_the_starts_of_one_search(tokens: Tokens) -> None:
+    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
+    result = condense(model, CondenseConfig(layers=3), calibration=tokens, compare=["1", "2"])
+    for name in ("1", "2"):
+        alone = condense(model, CondenseConfig(layers=int(name)), calibration=tokens)
+        plan = result.comparisons[name]
+        assert plan.layers.keys() == alone.plan.layers.keys()
+        assert all(same(plan.layers[i], alone.plan.layers[i]) for i in plan.layers)
+
+
+# --- resume and errors ---------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stage", ["Choosing experts", "Choosing layers"])
+def test_a_killed_run_goes_on_where_it_was(stage: str, tokens: Tokens, tmp_path: Path) -> None:
+    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
+    config = CondenseConfig(layers=3, keep="shared+routed")
+
+    def track(items: Any, label: str, total: int | None = None) -> Any:
+        for n, item in enumerate(items):
+            if label == stage and n == 3 - 1:
+                raise Stop
+            yield item
+
+    folder = tmp_path / "progress"
+    with pytest.raises(Stop):
+        condense(model, config, calibration=tokens, progress=folder, track=track)
+    kept = {f.name for f in folder.glob("layer-*")}
+    assert kept
+    resumed = condense(model, config, calibration=tokens, progress=folder)
+    whole = condense(model, config, calibration=tokens)
+    assert resumed.summary == whole.summary
+    assert all(same(resumed.plan.layers[i], whole.plan.layers[i]) for i in whole.plan.layers)
+    with pytest.raises(MoesaicError):
+        condense(model, CondenseConfig(layers=2), calibration=tokens, progress=folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "message"),
+    [
+        ("mixtral", {"layers": 1}, "no shared experts"),
+        ("deepseek_v2", {"layers": 9}, "2 layers can be condensed"),
+        ("deepseek_v2", {"layers": 1, "candidates": (0,)}, "not layers that route"),
+        ("deepseek_v2", {"layers": 1, "keep": "shared+routed", "experts": 99}, "has 8"),
+        ("gpt_oss", {"layers": 1, "keep": "shared+routed"}, "cannot be condensed"),
+        ("deepseek_v2", {"memory": 10}, "out of reach"),
+    ],
+)
+def test_requests_that_cannot_be_met(
+    model_type: str, options: Any, message: str, tokens: Tokens
+) -> None:
+    with pytest.raises(MoesaicError, match=message):
+        condense(tiny_moe(model_type), CondenseConfig(**options), calibration=tokens)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layers": 1, "memory": 5},
+        {"layers": -1},
+        {"layers": 1, "keep": "some"},
+        {"layers": 1, "metric": "mse"},
+        {"layers": 1, "experts": 2},
+    ],
+)
+def test_options_that_make_no_sense(options: Any) -> None:
+    with pytest.raises(MoesaicError):
+        CondenseConfig(**options)
+
+
+def test_a_dense_model_is_refused(tokens: Tokens) -> None:
+    with pytest.raises(MoesaicError, match="no routed experts"):
+        condense(tiny_model("llama"), CondenseConfig(layers=1), calibration=tokens)
+
+
+def test_a_recipe_condenses_and_says_what_it_did(tmp_path: Path, tokenizer: Any) -> None:
+    tiny_moe("qwen2_moe").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    recipe = parse_recipe(
+        f"model: {tmp_path}/model\nout: {tmp_path}/out\nsteps:\n- condense: {{layers: 2}}\n"
+        "calibration: {samples: 4, length: 32}\n"
+        "evaluation: {length: 32, max_tokens: 256, rounds: 0, compare: ['1']}\n"
+    )
+    assert recipe.calibration == Calibration(samples=4, length=32)
+    record = run_recipe(recipe)
+    assert sorted(record["layers"]) == [0, 2]
+    assert record["experts"] == {"0": [], "2": []}
+    assert record["condensed"][0]["divergence"].keys() == {"shared", "attention", "nothing"}
+    assert record["memory_bytes"]["result"] < record["memory_bytes"]["original"]
+    assert {"original", "result", "1"} <= record["scores"].keys()
+    assert json.loads((tmp_path / "out/result.json").read_text())["layers"] == record["layers"]
