@@ -81,32 +81,39 @@ def shipped_texts(split: Literal["calibration", "evaluation"], domain: str = "")
 
 
 def load_texts(source: str, split: Literal["calibration", "evaluation"]) -> list[str]:
-    """Documents of a source: a file, a hub dataset id, or text that ships.
+    """Documents of a source; see :func:`load_rows`."""
+    return [_text_of(row) for row in load_rows(source, split)]
+
+
+def load_rows(source: str, split: Literal["calibration", "evaluation"]) -> list[Any]:
+    """Rows of a source: a file, a hub dataset id, or text that ships.
 
     Args:
         source: ``""`` for all the text that ships, one of :data:`DOMAINS`, a ``.txt``, ``.jsonl``,
             ``.json`` or ``.parquet`` file, or a hub dataset id, ``name`` or ``name:config``.
         split: which part of the shipped text.
 
+    Returns:
+        texts, or mappings with texts in them.
+
     Raises:
         MoesaicError: the source does not exist or cannot be read.
     """
     if source == "" or source in DOMAINS:
-        return shipped_texts(split, source)
+        return list(shipped_texts(split, source))
     path = Path(source)
     if not path.is_file():
         if path.suffix or path.exists() or source.startswith((".", "/")):
             raise MoesaicError(f"No text file at {source}.")
-        return _hub_texts(source, split)
+        return _hub_rows(source, split)
     try:
         if path.suffix == ".jsonl":
-            rows = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line]
-            return [_text_of(row) for row in rows]
+            return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line]
         if path.suffix == ".json":
             rows = json.loads(path.read_text("utf-8"))
-            return [_text_of(row) for row in (rows if isinstance(rows, list) else [rows])]
+            return rows if isinstance(rows, list) else [rows]
         if path.suffix == ".parquet":
-            return [_text_of(row) for row in _datasets().Dataset.from_parquet(str(path))]
+            return list(_datasets().Dataset.from_parquet(str(path)))
         return [path.read_text("utf-8")]
     except (ValueError, OSError) as error:
         raise MoesaicError(
@@ -133,8 +140,8 @@ def _datasets() -> Any:
     return datasets
 
 
-def _hub_texts(source: str, use: str, limit: int = 10_000) -> list[str]:
-    """The first documents of a hub dataset: of its train split, or its test split to evaluate."""
+def _hub_rows(source: str, use: str, limit: int = 10_000) -> list[Any]:
+    """The first rows of a hub dataset: of its train split, or its test split to evaluate."""
     name, _, config = source.partition(":")
     try:
         datasets = _datasets()
@@ -142,7 +149,7 @@ def _hub_texts(source: str, use: str, limit: int = 10_000) -> list[str]:
         order = ("test", "validation") if use == "evaluation" else ("train",)
         split = next((s for s in order if s in splits), splits[0])
         rows = datasets.load_dataset(name, config or None, split=split, streaming=True)
-        return [_text_of(row) for row in rows.take(limit)]
+        return list(rows.take(limit))
     except MoesaicError:
         raise
     except Exception as error:
@@ -246,6 +253,59 @@ def split_evenly(total: int, weights: Sequence[float]) -> list[int]:
     for i in rest[: total - sum(parts)]:
         parts[i] += 1
     return parts
+
+
+ANSWER_KEYS = ("output", "answer", "response", "completion")
+PROMPT_KEYS = ("prompt", "instruction", "input", "question")
+
+
+def training_examples(
+    source: str | Sequence[Any], tokenizer: Any, length: int
+) -> list[dict[str, list[int]]]:
+    """Texts to learn from, as input_ids and labels; -100 where nothing is to be predicted.
+
+    Rows with a prompt and an answer (:data:`PROMPT_KEYS`, :data:`ANSWER_KEYS`) are one example
+    each, their prompt not predicted; all other text becomes windows of ``length`` tokens.
+
+    Raises:
+        MoesaicError: there is not enough text for one example.
+    """
+    if isinstance(source, str) and source.endswith(".safetensors"):
+        tokens = _tokenised(Path(source))
+        masks = tokens.attention_mask
+        rows_L = tokens.input_ids if masks is None else tokens.input_ids.where(masks, -100)
+        pairs = zip(tokens.input_ids.tolist(), rows_L.tolist(), strict=True)
+        return [{"input_ids": ids, "labels": labels} for ids, labels in pairs]
+    rows = load_rows(source, "calibration") if isinstance(source, str) else source
+    examples, texts = [], []
+    for row in rows:
+        prompt, answer = _conversation(row)
+        if answer is None:
+            texts.append(_text_of(row))
+            continue
+        asked, told = (
+            tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            for text in (f"{prompt}\n", answer)
+        )
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        ids = (asked + told + end)[:length]
+        labels = ([-100] * len(asked) + told + end)[:length]
+        if any(label != -100 for label in labels[1:]):
+            examples.append({"input_ids": ids, "labels": labels})
+    whole = windows(texts, tokenizer, length).tolist() if texts else []
+    examples += [{"input_ids": ids, "labels": ids} for ids in whole]
+    if not examples:
+        raise MoesaicError(f"The text does not fill one window of {length} tokens; lower --length.")
+    return examples
+
+
+def _conversation(row: Any) -> tuple[str, str | None]:
+    """The prompt and the answer of a row; no answer where the row is plain text."""
+    if isinstance(row, str) or "text" in row:
+        return "", None
+    prompt = "\n".join(row[k] for k in PROMPT_KEYS if isinstance(row.get(k), str) and row[k])
+    answer = next((row[k] for k in ANSWER_KEYS if isinstance(row.get(k), str)), None)
+    return prompt, answer if prompt else None
 
 
 def _tokenised(path: Path) -> Tokens:
