@@ -11,13 +11,14 @@ from moesaic.condensing import condense
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.measure import bench, evaluate, generate, inspect
-from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig, SkipConfig
+from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig, SkipConfig, TuneConfig
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.reduction import observe, prune, skip
 from moesaic.result import Result
 from moesaic.run import apply, carve, run_recipe
 from moesaic.statistics import merge_files
+from moesaic.tuning import tune
 from moesaic.version import __version__
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Result",
     "SkipConfig",
     "Tokens",
+    "TuneConfig",
     "__version__",
     "apply",
     "bench",
@@ -44,4 +46,5 @@ __all__ = [
     "prune",
     "run_recipe",
     "skip",
+    "tune",
 ]

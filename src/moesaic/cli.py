@@ -261,6 +261,69 @@ def condense(
     carry_out(recipe, overwrite, resume, as_json)
 
 
+@app.command(epilog=example("moesaic tune out tuned --data text.jsonl --what condensed"))
+def tune(
+    model: Model,
+    out: Out,
+    data: Annotated[
+        str, typer.Option("--data", help="Text to train on; as for --calibration. Default: ships.")
+    ] = "",
+    what: Annotated[str, typer.Option(help="condensed, routers, lora or all.")] = "condensed",
+    teacher: Annotated[
+        str, typer.Option(metavar="MODEL", help="The original model; for --what routers.")
+    ] = "",
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps; default: --epochs.")] = None,
+    epochs: Annotated[float, typer.Option(help="Times that the text passes.")] = 1.0,
+    batch: Annotated[int, typer.Option(help="Texts a process takes at a time.")] = 8,
+    accumulate: Annotated[int, typer.Option(help="Batches before the weights move.")] = 1,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a text at most.")] = 512,
+    lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-4,
+    warmup: Annotated[float, typer.Option(help="Share of the steps in which it rises.")] = 0.1,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's.")] = 0.0,
+    rank: Annotated[int, typer.Option(help="Of the updates, for --what lora.")] = 8,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    seed: Seed = 0,
+    evaluate: Annotated[
+        bool, typer.Option("--eval/--no-eval", help="Measure result and original.")
+    ] = True,
+    eval_data: Annotated[
+        str, typer.Option("--eval-data", help="Text to measure on. Default: ships.")
+    ] = "",
+    max_tokens: MaxTokens = 16_384,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a converted model a little. Runs under accelerate launch."""
+    given = {
+        "what": what,
+        "data": data,
+        "teacher": teacher,
+        "length": length,
+        "steps": steps,
+        "epochs": epochs,
+        "batch": batch,
+        "accumulate": accumulate,
+        "lr": lr,
+        "warmup": warmup,
+        "weight_decay": weight_decay,
+        "rank": rank,
+        "save_every": save_every,
+        "seed": seed,
+    }
+    recipe = Recipe(
+        model=model,
+        out=str(out),
+        steps=(step_config("tune", given),),
+        evaluation=Evaluation(eval_data, max_tokens=max_tokens) if evaluate else None,
+        device=device,
+        dtype=dtype,
+    )
+    carry_out(recipe, overwrite, resume, as_json)
+
+
 def carry_out(recipe: Recipe, overwrite: bool, resume: bool, as_json: bool) -> None:
     """Run a recipe and show what came of it."""
     try:

@@ -28,6 +28,7 @@ from moesaic.methods import (
     PruneConfig,
     SkipConfig,
     Skipper,
+    TuneConfig,
     carve_layers,
 )
 from moesaic.plan import (
@@ -44,6 +45,7 @@ from moesaic.recipe import Recipe
 from moesaic.reduction import prune, skip
 from moesaic.result import Finished, Job, Result, save_applied
 from moesaic.statistics import process, wait_for_all
+from moesaic.tuning import Tuned, tune
 from moesaic.version import __version__
 
 # --- carve ---------------------------------------------------------------------------------------
@@ -165,12 +167,14 @@ def run_recipe(
     wait_for_all()
     settings, dtype = recipe.evaluation, parse_dtype(recipe.dtype)
     check_device(recipe.device)
+    record: dict[str, Any] = {}
     model, *names = recipe.model, *(f"step-{i}" for i in range(len(recipe.steps) - 1)), ""
     for step, name in zip(recipe.steps, names, strict=True):
         last = step is recipe.steps[-1]
         compare = settings.compare if settings and last else ()
         progress = unfinished / f"{name}.layers" if name else unfinished
         result = _take(step, model, recipe, compare, progress, track)
+        record = _describe(recipe, result, record)
         if not last:  # the next step's model: on disk until the run is done
             model = str(unfinished / name)
             if process()[0] == 0 and not Path(model).exists():
@@ -180,7 +184,6 @@ def run_recipe(
         return {}
     with whole_folder(out, overwrite) as folder:
         result.write(folder)
-        record = _describe(recipe, result)
         if settings is not None:
             plans = result.comparisons.items()
             record |= measure(
@@ -206,28 +209,33 @@ VERBS: dict[type, Any] = {
     PruneConfig: prune,
     SkipConfig: skip,
     CondenseConfig: condense,
+    TuneConfig: tune,
 }
 
 
 def _take(
     step: Any, model: str, recipe: Recipe, compare: Sequence[str], progress: Path, track: Track
-) -> Result:
+) -> Result | Tuned:
     """One step of a recipe."""
     given = recipe.calibration
     options: dict[str, Any] = {"compare": compare} if compare else {}
     if given.stats:
         options["stats"] = given.stats
     verb = VERBS[type(step)]
-    unknown = options.keys() - signature(verb).parameters.keys()
+    takes = signature(verb).parameters.keys()
+    unknown = options.keys() - takes
     if unknown:
         raise MoesaicError(f"{verb.__name__} takes no {', '.join(sorted(unknown))}.")
-    result: Result = verb(
+    text = {
+        "calibration": given.source,
+        "samples": given.samples,
+        "length": given.length,
+        "seed": given.seed,
+    }
+    options |= {name: value for name, value in text.items() if name in takes}
+    result: Result | Tuned = verb(
         model,
         step,
-        calibration=given.source,
-        samples=given.samples,
-        length=given.length,
-        seed=given.seed,
         device=recipe.device,
         dtype=parse_dtype(recipe.dtype),
         progress=progress,
@@ -237,8 +245,26 @@ def _take(
     return result
 
 
-def _describe(recipe: Recipe, result: Result) -> dict[str, Any]:
-    """The part of ``result.json`` that is known before anything is measured."""
+def _describe(recipe: Recipe, result: Result | Tuned, earlier: dict[str, Any]) -> dict[str, Any]:
+    """The part of ``result.json`` that is known before anything is measured.
+
+    Args:
+        recipe: what was asked for.
+        result: of the last step so far.
+        earlier: what the steps before it said.
+    """
+    if isinstance(result, Tuned):
+        known = earlier or {
+            "moesaic": __version__,
+            "model": recipe.model,
+            "out": recipe.out,
+            "model_type": result.model.config.model_type,
+            "method": "tune",
+            "config": asdict(result.config),
+            "environment": environment(recipe.device),
+            "layers": {},
+        }
+        return {**known, "tune": result.summary}
     plan = result.plan
     native = native_config(result.original.config, result.arch, plan) is not None
     described = [

@@ -111,6 +111,7 @@ def tune(
     data: Any = rows if ready else training_examples(rows, tokenizer, config.length)
     if config.teacher and teacher is None:
         teacher = resolve(config.teacher).load("cpu", dtype)
+    total = sum(p.numel() for p in live.parameters())
     if config.what == "lora":
         tuned, chosen = _with_lora(live, config)
     else:
@@ -118,7 +119,6 @@ def tune(
         plan = plan if plan is not None else _plan(original)
         tuned, chosen = live, trainable(live, arch, config.what, plan)  # type: ignore[arg-type]
     count = sum(p.numel() for p in chosen.values())
-    total = sum(p.numel() for p in live.parameters())
     bar = _Bar(track)
     with TemporaryDirectory(prefix="moesaic-") as scratch:
         losses = train(

@@ -7,6 +7,7 @@ from moesaic.methods.condense import CondenseConfig
 from moesaic.methods.more import MoRE, MoREConfig
 from moesaic.methods.naee import PruneConfig, Pruner
 from moesaic.methods.skipping import SkipConfig, Skipper
+from moesaic.methods.tuning import TuneConfig
 
 CARVERS = {MoREConfig: MoRE}
 """A carving method by the class of its config."""
@@ -16,6 +17,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "prune": {"naee": PruneConfig},
     "skip": {"naee": SkipConfig},
     "condense": {"cd-moe": CondenseConfig},
+    "tune": {"sft": TuneConfig},
 }
 """The config of every step of a run, by verb and method."""
 
@@ -30,5 +32,6 @@ __all__ = [
     "Pruner",
     "SkipConfig",
     "Skipper",
+    "TuneConfig",
     "carve_layers",
 ]

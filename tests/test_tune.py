@@ -1,0 +1,286 @@
+"""Laws of training: exactly what should train does, masks, resuming, several processes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, tiny_model
+from moe_models import tiny_moe
+from safetensors.torch import save_file
+
+from moesaic import MoesaicError, Tokens
+from moesaic.condensing import condense
+from moesaic.data import training_examples
+from moesaic.methods import CondenseConfig, TuneConfig
+from moesaic.moe import moe_arch
+from moesaic.recipe import parse_recipe
+from moesaic.run import run_recipe
+from moesaic.training import collate, distillation_loss
+from moesaic.tuning import tune
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours
+)
+
+
+def rows(count: int = 16, length: int = 20) -> list[dict[str, list[int]]]:
+    ids = torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(3))
+    return [{"input_ids": row, "labels": row} for row in ids.tolist()]
+
+
+def condensed_model(model_type: str, tokens: Tokens, keep: str = "shared+routed") -> Any:
+    return condense(tiny_moe(model_type), CondenseConfig(layers=1, keep=keep), calibration=tokens)
+
+
+def changed(before: Any, after: Any) -> set[str]:
+    old, new = before.state_dict(), after.state_dict()
+    assert old.keys() == new.keys()
+    return {name for name in old if not torch.equal(old[name], new[name])}
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v2", "granitemoeshared", "mixtral"])
+def test_only_the_condensed_layers_projections_train(model_type: str, tokens: Tokens) -> None:
+    result = condensed_model(model_type, tokens)
+    arch = moe_arch(result.model.config)
+    (i,) = result.summary["layers"]
+    projections = {
+        f"{arch.ffn_prefix(i)}{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    before = copy.deepcopy(result.model)
+    config = TuneConfig(steps=3, batch=4, lr=1e-2)
+    tuned = tune(result.model, config, examples=rows(), plan=result.plan)
+    assert changed(before, tuned.model) == projections
+    width = result.plan.layers[i].width
+    assert tuned.trained_parameters == 3 * 32 * width
+    assert tuned.total_parameters == sum(p.numel() for p in before.parameters())
+
+
+def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:
+    model = tiny_moe("deepseek_v2", intermediate_size=64)
+    result = condense(model, CondenseConfig(layers=1, candidates=(1,)), calibration=tokens)
+    assert result.plan.layers[1].width == 64
+    tuned = tune(
+        result.model, TuneConfig(steps=3, lr=1e-2), examples=rows(), plan=result.plan
+    ).model
+    ffn = tuned.model.layers[1].mlp
+    assert not ffn.gate_proj.weight[16:].any()
+    assert not ffn.down_proj.weight[:, 16:].any()
+    assert ffn.down_proj.weight[:, :16].any()
+
+
+def test_routers_learn_from_the_original() -> None:
+    original = tiny_moe("deepseek_v3")
+    student = copy.deepcopy(original)
+    gates = {f"model.layers.{i}.mlp.gate.weight" for i in (1, 2)}
+    with torch.no_grad():
+        for name in gates:
+            weight = student.get_parameter(name)
+            weight.mul_(0.2)
+    before = copy.deepcopy(student)
+    config = TuneConfig(what="routers", teacher="given", steps=12, batch=16, lr=2e-2)
+    tuned = tune(student, config, examples=rows(), teacher=original)
+    assert changed(before, tuned.model) == gates
+    losses = [step["loss"] for step in tuned.losses]
+    assert losses[-1] < losses[0]
+    ids = torch.tensor([row["input_ids"] for row in rows()])
+    with torch.no_grad():
+        student, teacher = before(ids).logits, original(ids).logits
+        count = ids[:, 1:].numel()
+        assert losses[0] == pytest.approx(
+            (distillation_loss(student, teacher, ids) / count).item(), rel=1e-4
+        )
+
+
+@pytest.mark.parametrize("what", ["lora", "all"])
+def test_lora_is_merged_and_all_is_all(what: str, tokens: Tokens, tmp_path: Path) -> None:
+    result = condensed_model("qwen2_moe", tokens)
+    before = copy.deepcopy(result.model)
+    tuned = tune(result.model, TuneConfig(what=what, steps=2, lr=1e-2), examples=rows())
+    names = changed(before, tuned.model)
+    assert any(".q_proj." in name for name in names)
+    assert any(".embed_tokens." in name for name in names) == (what == "all")
+    tuned.save(tmp_path / "out")
+    loaded = type(before).from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        got, want = (m(tokens.input_ids).logits for m in (loaded, tuned.model))
+    assert torch.equal(got, want)
+
+
+def test_a_dense_model_trains_by_lora_but_has_no_routers() -> None:
+    model = tiny_model("llama")
+    assert tune(model, TuneConfig(what="all", steps=1), examples=rows()).losses
+    with pytest.raises(MoesaicError, match="mixture of experts"):
+        tune(model, TuneConfig(), examples=rows())
+
+
+def test_bfloat16_trains_in_float32_and_stays_bfloat16(tokens: Tokens) -> None:
+    result = condensed_model("deepseek_v2", tokens)
+    model = result.model.to(torch.bfloat16)
+    before = copy.deepcopy(model)
+    tuned = tune(model, TuneConfig(steps=3, lr=1e-2), examples=rows(), plan=result.plan)
+    assert all(p.dtype == torch.bfloat16 for p in tuned.model.parameters())
+    assert changed(before, tuned.model)
+
+
+# --- what is predicted ---------------------------------------------------------------------------
+
+
+def test_prompts_and_padding_are_not_predicted(tokenizer: Any) -> None:
+    data = [
+        {"instruction": "Add", "input": "one and two", "output": "three"},
+        {"question": "Why?", "answer": "Because of it, I should say."},
+        {"text": "plain text " * 40},
+    ]
+    examples = training_examples(data, tokenizer, 48)
+    for row, example in zip(data[:2], examples[:2], strict=True):
+        answer = tokenizer(row.get("output") or row["answer"])["input_ids"]
+        told = [label for label in example["labels"] if label != -100]
+        assert told == [*answer, tokenizer.eos_token_id]
+        assert example["input_ids"][-len(told) :] == told
+    assert examples[2]["labels"] == examples[2]["input_ids"]
+    assert len(examples[2]["labels"]) == 48
+    batch = collate(examples)
+    assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
+
+
+def test_loss_is_the_mean_over_answers_alone(tokens: Tokens) -> None:
+    """Of two texts of different length, as one batch and as two accumulated."""
+    result = condensed_model("deepseek_v2", tokens)
+    short, long = rows(2, 20)
+    short = {"input_ids": short["input_ids"][:9], "labels": [-100] * 5 + short["input_ids"][5:9]}
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for example in (short, long):
+            ids, labels = (torch.tensor([example[k]]) for k in ("input_ids", "labels"))
+            logits = result.model(ids).logits[0, :-1]
+            kept = labels[0, 1:] != -100
+            loss = torch.nn.functional.cross_entropy(
+                logits[kept], labels[0, 1:][kept], reduction="sum"
+            )
+            total, count = total + loss.item(), count + int(kept.sum())
+    for batch, accumulate in ((2, 1), (1, 2)):
+        config = TuneConfig(steps=1, batch=batch, accumulate=accumulate)
+        model = copy.deepcopy(result.model)
+        (step,) = tune(model, config, examples=[short, long], plan=result.plan).losses
+        assert step["loss"] == pytest.approx(total / count, rel=1e-4)
+
+
+# --- long runs -----------------------------------------------------------------------------------
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(tokens: Tokens, tmp_path: Path) -> None:
+    result = condensed_model("mixtral", tokens)
+    config = TuneConfig(steps=6, batch=4, lr=1e-2, save_every=2)
+
+    class Stop(Exception):
+        pass
+
+    def track(items: Any, label: str, total: int | None = None) -> Any:
+        for n, item in enumerate(items):
+            if n == 4:
+                raise Stop
+            yield item
+
+    whole = tune(copy.deepcopy(result.model), config, examples=rows(), plan=result.plan)
+    folder = tmp_path / "progress"
+    options = {"examples": rows(), "plan": result.plan, "progress": folder}
+    with pytest.raises(Stop):
+        tune(copy.deepcopy(result.model), config, track=track, **options)
+    assert (folder / "checkpoint-4").is_dir()
+    resumed = tune(copy.deepcopy(result.model), config, **options)
+    assert [s["step"] for s in resumed.losses] == [1, 2, 3, 4, 5, 6]
+    assert [s["loss"] for s in resumed.losses] == pytest.approx([s["loss"] for s in whole.losses])
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.allclose(tensor, resumed.model.state_dict()[name], atol=1e-6), name
+
+
+SCRIPT = """
+import json, sys
+from moesaic.methods import TuneConfig
+from moesaic.statistics import process
+from moesaic.tuning import tune
+folder, batch, out = sys.argv[1:]
+found = {}
+for what in ("condensed", "routers"):
+    teacher = folder + "/teacher" if what == "routers" else ""
+    config = TuneConfig(what=what, steps=4, batch=int(batch), lr=1e-2, teacher=teacher,
+                        data=folder + "/data.safetensors")
+    found[what] = tune(folder + "/student", config, tokenizer=object()).losses
+found["world"] = process()[1]
+if process()[0] == 0:
+    json.dump(found, open(out, "w"))
+"""
+
+
+def test_two_processes_give_the_losses_of_one(tokens: Tokens, tmp_path: Path) -> None:
+    """accelerate's launcher, gloo; texts of different lengths, so a mean of means would differ."""
+    tiny_moe("deepseek_v2").save_pretrained(tmp_path / "teacher")
+    condensed_model("deepseek_v2", tokens).save(tmp_path / "student")
+    ids = torch.tensor([row["input_ids"] for row in rows()])
+    mask = torch.ones_like(ids)
+    for i in range(len(ids)):
+        mask[i, 20 - i :] = 0
+    save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / "data.safetensors")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    launch += ["--multi_gpu", "--num_processes", "2"]  # this launcher starts CPU processes too
+    out = tmp_path / "losses.json"
+    script = [str(tmp_path / "script.py"), str(tmp_path), "4", str(out)]
+    subprocess.run([*launch, *script], check=True, env=environment, capture_output=True)
+    found = json.loads(out.read_text())
+    assert found["world"] == 2
+    for what in ("condensed", "routers"):
+        teacher = str(tmp_path / "teacher") if what == "routers" else ""
+        data = str(tmp_path / "data.safetensors")
+        config = TuneConfig(what=what, steps=4, batch=8, lr=1e-2, teacher=teacher, data=data)
+        one = tune(tmp_path / "student", config, tokenizer=object()).losses
+        assert len(one) == 4
+        losses = [step["loss"] for step in found[what]]
+        assert losses == pytest.approx([step["loss"] for step in one], rel=1e-4)
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"what": "some"}, {"what": "routers"}, {"teacher": "x"}, {"warmup": 1.5}, {"batch": 0}],
+)
+def test_options_that_make_no_sense(options: Any) -> None:
+    with pytest.raises(MoesaicError):
+        TuneConfig(**options)
+
+
+def test_nothing_to_train(tokens: Tokens) -> None:
+    with pytest.raises(MoesaicError, match="no condensed layers"):
+        tune(tiny_moe("mixtral"), TuneConfig(), examples=rows())
+
+
+def test_a_recipe_condenses_then_tunes(tmp_path: Path, tokenizer: Any) -> None:
+    tiny_moe("qwen3_moe").save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    recipe = parse_recipe(
+        f"model: {tmp_path}/model\nout: {tmp_path}/out\nsteps:\n"
+        "- condense: {layers: 1, keep: shared+routed}\n"
+        "- tune: {data: prose, steps: 2, length: 32, lr: 0.01}\n"
+        "calibration: {samples: 4, length: 32}\n"
+        "evaluation: {length: 32, max_tokens: 64, rounds: 0}\n"
+    )
+    record = run_recipe(recipe)
+    assert len(record["layers"]) == 1
+    assert [step["step"] for step in record["tune"]["losses"]] == [1, 2]
+    assert record["tune"]["trained_parameters"] == 3 * 32 * 32
+    assert (
+        record["scores"]["result"]["total_parameters"]
+        < record["scores"]["original"]["total_parameters"]
+    )
