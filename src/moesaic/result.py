@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,11 @@ class Result:
         apply_plan(model, self.arch, plan)
         hub.convert_class(model, self.arch, plan)
         return model
+
+    @property
+    def builders(self) -> dict[str, Callable[[], Any]]:
+        """What builds each comparison."""
+        return {name: partial(self.build, plan) for name, plan in self.comparisons.items()}
 
     @cached_property
     def model(self) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -185,11 +184,10 @@ def run_recipe(
     with whole_folder(out, overwrite) as folder:
         result.write(folder)
         if settings is not None:
-            plans = result.comparisons.items()
             record |= measure(
                 folder,
                 resolve(recipe.model),
-                {name: partial(result.build, plan) for name, plan in plans},
+                result.builders,
                 settings,
                 device=recipe.device,
                 dtype=dtype,
@@ -307,5 +305,5 @@ def _describe_layer(plan: Plan, index: int, analysis: dict[str, Any]) -> dict[st
         return {"kind": layer.kind, "experts": plan.base.experts[index], **fixed, **analysis}
     if isinstance(layer, DroppedLayer):
         return {"kind": layer.kind, **analysis}
-    kept = plan.base.experts[index] if plan.base.experts else 0
-    return {"kind": "moe" if kept else "dense", "width": width, **analysis}
+    routes = bool(plan.base.experts and plan.base.experts[index])
+    return {"kind": "moe" if routes else "dense", "width": width, **analysis}

@@ -328,7 +328,11 @@ class LayerStream:
         """
         with self._open_rest(), self._open_head() if logits else nullcontext():
             for batch, last in zip(self._batches, states, strict=True):
-                with self._replaced(lambda index, _, given, last=last: last):
+
+                def given(_: int, states: Tensor, options: Any, last: Tensor = last) -> Tensor:
+                    return last
+
+                with self._replaced(given):
                     run = self.model if logits else self.model.base_model
                     yield self._run(run, batch)[0], batch
 

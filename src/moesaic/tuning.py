@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +33,8 @@ class Tuned:
     trained_parameters: int
     total_parameters: int
     tokenizer: Any = None
-    comparisons: dict[str, Any] = field(default_factory=dict)
+    builders: dict[str, Callable[[], Any]] = field(default_factory=dict)
+    """Comparisons; training has none."""
 
     @property
     def summary(self) -> dict[str, Any]:

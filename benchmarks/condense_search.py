@@ -1,0 +1,140 @@
+"""CD-MoE's two searches as this package runs them, beside the same searches by full forwards.
+
+Alg. 1: expert outputs kept once and added as vectors, against one run of the condensed layer for
+each candidate. Alg. 2: every candidate starts at its own layer, against a forward of the whole
+converted model for each. Both must choose the same; the time of each is what is compared.
+
+    python benchmarks/condense_search.py [MODEL] [--samples 8] [--length 128] [--layers 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.condensing import condense
+from moesaic.data import calibration_tokens
+from moesaic.folding import condensed
+from moesaic.hub import resolve
+from moesaic.measure import environment
+from moesaic.methods.condense import CondenseConfig
+from moesaic.methods.divergence import js
+from moesaic.methods.layer_search import ExpertSearch
+from moesaic.moe import moe_arch
+from moesaic.plan import CondensedLayer, Plan
+from moesaic.stream import LayerStream, Spill
+
+
+@torch.no_grad()
+def experts(model: Any, tokens: Any) -> tuple[dict[str, float], bool]:
+    arch = moe_arch(model.config)
+    stream = LayerStream(model, arch, tokens)
+    search = ExpertSearch(CondenseConfig(layers=1, keep="shared+routed"), stream, arch)
+    seconds = {"cached": 0.0, "full_forwards": 0.0}
+    equal = True
+    hidden, kwargs = stream.record()
+    for block in stream.blocks(kwargs):
+        if arch.is_moe(block.layer):
+            start = time.perf_counter()
+            plan, found = search.decide(block, hidden)
+            seconds["cached"] += time.perf_counter() - start
+            start = time.perf_counter()
+            chosen = by_forwards(block, arch, hidden, plan, found)
+            seconds["full_forwards"] += time.perf_counter() - start
+            equal = equal and chosen == plan.experts
+        block.run(hidden)
+    return seconds, equal
+
+
+def by_forwards(
+    block: Any, arch: Any, hidden: Spill, plan: CondensedLayer, found: dict[str, Any]
+) -> list[int]:
+    view = arch.view(block.layer)
+    inputs: list[torch.Tensor] = []
+    hook = view.block.register_forward_pre_hook(lambda _, a: inputs.append(a[0].flatten(0, 1)))
+    reference = list(block.outputs(hidden))
+    hook.remove()
+    w_TE = torch.cat([view.rule.weights(view.logits(x).float()) for x in inputs])
+    g_E = w_TE.double().sum(0) / (w_TE != 0).sum(0)
+    chosen: list[int] = []
+    for _ in plan.experts:
+        losses = {}
+        for e in range(view.count):
+            if e in chosen or g_E[e].isnan():
+                continue
+            some = torch.tensor([*chosen, e])
+            width = view.shared_width + len(some) * view.width
+            trial = CondensedLayer(
+                some, g_E[some].float(), width, plan.shared, plan.shared_scale, plan.gated
+            )
+            with condensed(block.layer, arch, trial) as layer:
+                outputs = block.outputs(hidden, layer)
+                parts = [js(o, out).mean() for o, out in zip(reference, outputs, strict=True)]
+            losses[e] = torch.stack(parts).mean().item()
+        chosen.append(min(losses, key=lambda e: (losses[e], e)))
+    return chosen
+
+
+@torch.no_grad()
+def layers(model: Any, tokens: Any, count: int) -> tuple[dict[str, float], bool]:
+    start = time.perf_counter()
+    result = condense(model, CondenseConfig(layers=count), calibration=tokens)
+    seconds = {"cached": time.perf_counter() - start}
+    everything = condense(
+        model,
+        CondenseConfig(layers=len(moe_arch(model.config).moe_layers(model))),
+        calibration=tokens,
+    )
+    plans = {i: p for i, p in everything.plan.layers.items() if result.plan.base.experts[i]}
+
+    def last(model: Any) -> torch.Tensor:
+        batches = tokens.batches()
+        return torch.cat([model.base_model(b.input_ids, use_cache=False)[0] for b in batches])
+
+    start = time.perf_counter()
+    reference = last(model)
+    chosen: list[int] = []
+    for _ in range(count):
+        losses = {}
+        for i in plans.keys() - set(chosen):
+            some = {j: plans[j] for j in sorted([*chosen, i])}
+            trial = result.build(Plan("cd-moe", result.plan.base, some))
+            losses[i] = js(reference, last(trial)).mean().item()
+        chosen.append(min(losses, key=lambda i: (losses[i], i)))
+    seconds["full_forwards"] = time.perf_counter() - start
+    return seconds, chosen == result.summary["layers"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="tiny-shared-moe")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
+    given = parser.parse_args()
+    source = resolve(given.model)
+    model = source.load("cpu", torch.float32)
+    tokens = calibration_tokens("", source.tokenizer, given.samples, given.length)
+    record: dict[str, Any] = {
+        "model": given.model,
+        "tokens": tokens.count,
+        "environment": environment(),
+    }
+    for name, (seconds, equal) in (
+        ("experts", experts(model, tokens)),
+        ("layers", layers(model, tokens, given.layers)),
+    ):
+        times = seconds["full_forwards"] / seconds["cached"]
+        record[name] = {"same_choice": equal, "seconds": seconds, "times_faster": times}
+    given.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    main()
