@@ -6,6 +6,7 @@ import math
 import sys
 
 import pytest
+from moe_models import tiny_moe
 
 from moesaic import cli, run
 from moesaic.data import shipped_texts
@@ -208,3 +209,29 @@ def test_version_and_help(moesaic):
         code, out, _ = moesaic(command, "--help")
         assert code == 0
         assert "Example: moesaic" in out, command
+
+
+def test_condense_then_tune(moesaic, tokenizer, tmp_path):
+    model = tmp_path / "model"
+    tiny_moe("qwen2_moe").save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    quick = ["--samples", "4", "--length", "32", "--no-eval", "--json"]
+    small, tuned = tmp_path / "small", tmp_path / "tuned"
+    code, out, err = moesaic("condense", model, small, "--keep", "shared+routed", *quick)
+    assert code == 0, err
+    record = json.loads(out)
+    (i,) = record["layers"]
+    assert len(record["experts"][str(i)]) == 2
+    code, out, err = moesaic("inspect", small, "--json")
+    assert json.loads(out)["layers"][i]["kind"] == "dense"
+    options = ["--steps", "2", "--length", "32", "--no-eval", "--json"]
+    code, out, err = moesaic("tune", small, tuned, "--data", "prose", *options)
+    assert code == 0, err
+    assert len(json.loads(out)["tune"]["losses"]) == 2
+    code, out, err = moesaic("tune", model, tmp_path / "none", "--data", "prose", *options)
+    assert code == 2
+    assert "no condensed layers" in err
+    code, out, err = moesaic("condense", model, tmp_path / "none", "--memory", "much", *quick)
+    assert code == 2
+    assert "not a number of bytes" in err
+    assert not (tmp_path / "none").exists()
