@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch import DENSE, EXPERT_COUNTS, PREFIX, Arch, DenseFFN, FFNNames, dense_arch
+from moesaic.arch import DENSE, EXPERT_COUNTS, PREFIX, Arch, FFNNames, dense_arch
 from moesaic.errors import MoesaicError
 
 PLAIN = FFNNames()
