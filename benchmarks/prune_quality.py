@@ -14,6 +14,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,15 +139,20 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=16_384)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", help="criteria, domains, skipping ...; default all")
     args = parser.parse_args()
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "criteria": lambda: by_criterion(args.coarse, args.sizes, args),
+        "domains": lambda: by_domain(args.coarse, min(args.sizes), args),
+        "skipping": lambda: skipping(args.coarse, args),
+        "gaps_at_12_experts": lambda: gaps(args.fine, args),
+        "skipping_fine": lambda: skipping(args.fine, args),
+    }
     record = {
         "benchmark": "prune_quality",
         "arguments": {k: v for k, v in vars(args).items() if k != "out"},
         "environment": environment(),
-        "criteria": by_criterion(args.coarse, args.sizes, args),
-        "domains": by_domain(args.coarse, min(args.sizes), args),
-        "gaps_at_12_experts": gaps(args.fine, args),
-        "skipping": {name: skipping(name, args) for name in (args.coarse, args.fine)},
+        **{name: parts[name]() for name in args.parts or parts},
     }
     text = json.dumps(record, indent=1)
     print(text)
