@@ -148,16 +148,16 @@ def main() -> None:
         "gaps_at_12_experts": lambda: gaps(args.fine, args),
         "skipping_fine": lambda: skipping(args.fine, args),
     }
-    record = {
+    record: dict[str, Any] = {
         "benchmark": "prune_quality",
         "arguments": {k: v for k, v in vars(args).items() if k != "out"},
         "environment": environment(),
-        **{name: parts[name]() for name in args.parts or parts},
     }
-    text = json.dumps(record, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    for name in args.parts or parts:
+        record[name] = parts[name]()
+        if args.out:
+            args.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":
