@@ -38,7 +38,9 @@ def test_loads_in_a_second(name):
 
 def test_the_cards_losses_are_what_eval_measures(name):
     score = moesaic.evaluate(name, data="code", length=256, dtype=torch.float32)
-    assert math.log(score.perplexity) == pytest.approx(card(name)["held_out_loss"]["code"], abs=1e-3)
+    assert math.log(score.perplexity) == pytest.approx(
+        card(name)["held_out_loss"]["code"], abs=1e-3
+    )
 
 
 def test_held_out_domains_are_all_on_the_card(name):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -118,7 +118,8 @@ class PrunedLayer:
     def padded(self, count: int) -> PrunedLayer:
         """The same layer with ``count`` places."""
         missing = count - self.kept_E.numel()
-        return PrunedLayer(torch.cat([self.kept_E, self.kept_E.new_full((missing,), PADDING)]))
+        kept_E = torch.cat([self.kept_E, self.kept_E.new_full((missing,), PADDING)])
+        return replace(self, kept_E=kept_E)
 
     def header(self) -> dict[str, Any]:
         return {"kind": self.kind, "experts": self.kept_E.numel()}
@@ -129,6 +130,38 @@ class PrunedLayer:
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PrunedLayer:
         return cls(tensors["kept"])
+
+
+@dataclass(frozen=True)
+class MergedLayer(PrunedLayer):
+    """A pruned layer whose experts that stay are means over those that went (M-SMoE)."""
+
+    kind: ClassVar[str] = "merged"
+
+    into_E: Tensor
+    """int64: the expert that each original one joins; a kept one joins itself."""
+    share_E: Tensor
+    """float32: its weight in the mean."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not torch.equal(self.into_E.unique(), self.experts):
+            raise ValueError(f"experts join {self.into_E.unique().tolist()}, {self.kept} are kept")
+        if not torch.equal(self.into_E[self.experts], self.experts):
+            raise ValueError("a kept expert joins another")
+
+    @property
+    def groups(self) -> dict[int, list[int]]:
+        """By kept expert those that become it, itself included."""
+        kept: list[int] = self.experts.tolist()
+        return {i: (self.into_E == i).nonzero().flatten().tolist() for i in kept}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"kept": self.kept_E, "into": self.into_E, "share": self.share_E}
+
+    @classmethod
+    def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> MergedLayer:
+        return cls(tensors["kept"], tensors["into"], tensors["share"])
 
 
 @dataclass(frozen=True)
@@ -228,7 +261,14 @@ class DroppedLayer:
 LayerPlan = CarvedLayer | PrunedLayer | SkippingLayer | CondensedLayer | DroppedLayer
 KINDS: dict[str, Any] = {
     kind.kind: kind
-    for kind in (CarvedLayer, PrunedLayer, SkippingLayer, CondensedLayer, DroppedLayer)
+    for kind in (
+        CarvedLayer,
+        PrunedLayer,
+        MergedLayer,
+        SkippingLayer,
+        CondensedLayer,
+        DroppedLayer,
+    )
 }
 
 

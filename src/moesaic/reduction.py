@@ -13,7 +13,7 @@ import torch
 from moesaic.arch import PREFIX
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.methods.naee import DATA_FREE, PruneConfig, Pruner, allocate
+from moesaic.methods.naee import DATA_FREE, MERGE, PruneConfig, Pruner, allocate
 from moesaic.methods.skipping import SkipConfig, Skipper
 from moesaic.moe import MoEArch, MoEFFN, Rule, moe_arch
 from moesaic.plan import BaseShape, Plan, PrunedLayer, SkippingLayer
@@ -211,6 +211,17 @@ def _sizes(job: Job, config: PruneConfig) -> dict[int, list[int]]:
     return sizes
 
 
+def _check_mergeable(job: Job) -> None:
+    """Refuse experts whose neurons cannot be matched."""
+    for i in job.arch.moe_layers(job.shape):
+        experts = job.arch.view(job.arch.layers(job.shape)[i]).experts
+        if experts.has_bias or experts.is_transposed:
+            raise MoesaicError(
+                f"--criterion {MERGE}: the experts of {job.arch.model_type} have biases and an "
+                "order of weights of their own; only plain gated MLPs are merged."
+            )
+
+
 def prune(
     model: Any,
     config: PruneConfig | None = None,
@@ -271,6 +282,8 @@ def prune(
         dtype=dtype,
     )
     sizes = _sizes(job, config)
+    if MERGE in criteria:
+        _check_mergeable(job)
     groups = job.arch.group_count(job.shape.config)
     request = {"config": asdict(config), "compare": list(compare), "stats": str(stats or "")}
     finished = Finished(progress, job, request)

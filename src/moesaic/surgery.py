@@ -13,6 +13,7 @@ from moesaic.arch import PREFIX, Arch, FFNNames
 from moesaic.checkpoint import Checkpoint, ShardWriter, cast
 from moesaic.errors import MoesaicError
 from moesaic.folding import NO_FFN, condensed_tensors, empty, put, replacement, sources
+from moesaic.merging import DOWN, GATE_UP, averaged_E, orders, reader
 from moesaic.moe import MoEArch, MoEFFN
 from moesaic.naming import Naming, expert_number, renumbered
 from moesaic.nn import carved_like, make_skipping
@@ -23,6 +24,7 @@ from moesaic.plan import (
     CondensedLayer,
     DroppedLayer,
     LayerPlan,
+    MergedLayer,
     Plan,
     PrunedLayer,
     SkippingLayer,
@@ -135,6 +137,18 @@ def keep_experts(layer: nn.Module, arch: MoEArch, kept_E: Tensor) -> None:
                 setattr(module, count, kept_E.numel())
 
 
+def merge_experts(layer: nn.Module, arch: MoEArch, plan: MergedLayer) -> None:
+    """Put the means of a live layer's experts into those that stay, in place."""
+    view = arch.view(layer)
+    assert isinstance(view, MoEFFN)
+    whole = {name: getattr(view.experts, name).detach() for name in (GATE_UP, DOWN)}
+    order_of = orders(plan, *whole.values())
+    for name, tensor in whole.items():
+        grad = getattr(view.experts, name).requires_grad
+        merged = nn.Parameter(averaged_E(plan, name, tensor, order_of), requires_grad=grad)
+        setattr(view.experts, name, merged)
+
+
 def _install_reduced(
     layers: nn.ModuleList, index: int, arch: Arch, header: Mapping[str, Any]
 ) -> None:
@@ -153,6 +167,8 @@ def _apply_reduced(
 ) -> None:
     assert isinstance(arch, MoEArch)
     pruned = plan if isinstance(plan, PrunedLayer) else plan.pruned
+    if isinstance(pruned, MergedLayer):
+        merge_experts(layers[index], arch, pruned)
     if pruned is not None:
         keep_experts(layers[index], arch, pruned.kept_E)
     if isinstance(plan, SkippingLayer):
@@ -206,6 +222,7 @@ def _apply_condensed(
 _INSTALL: dict[str, Callable[..., None]] = {
     "carved": _install_carved,
     "pruned": _install_reduced,
+    "merged": _install_reduced,
     "skipping": _install_reduced,
     "condensed": _install_condensed,
     "dropped": _install_condensed,
@@ -213,6 +230,7 @@ _INSTALL: dict[str, Callable[..., None]] = {
 _APPLY: dict[str, Callable[..., None]] = {
     "carved": _apply_carved,
     "pruned": _apply_reduced,
+    "merged": _apply_reduced,
     "skipping": _apply_reduced,
     "condensed": _apply_condensed,
     "dropped": _apply_condensed,
@@ -278,6 +296,12 @@ def _rewritten(
             yield arch.ffn_prefix(index) + name, tensor
         return
     pruned = layer if isinstance(layer, PrunedLayer) else layer.pruned
+    if isinstance(pruned, MergedLayer):
+        assert isinstance(arch, MoEArch)
+        experts = f"{block}{arch.experts}."
+        whole = [fused(f"{arch.layer_prefix(index)}{experts}{name}") for name in (GATE_UP, DOWN)]
+        inside = {disk: name for disk, name in names.items() if name.startswith(experts)}
+        read = reader(pruned, orders(pruned, *whole), inside, read)
     for disk, full in names.items():
         name = full.removeprefix(block)
         if pruned is None:

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.methods.criteria import SCORES, pairwise_losses, random_scores
+from moesaic.methods.merging import merged_layer
 from moesaic.methods.search import (
     Found,
     Losses,
@@ -55,7 +56,9 @@ from moesaic.plan import PrunedLayer
 from moesaic.statistics import ExpertStats, unpacked
 
 SEARCHED = ("reconstruction", "pairwise")
-CRITERIA = (*SEARCHED, "random", *SCORES)
+MERGE = "merge"
+"""Frequency, and the experts that go are merged into those that stay (M-SMoE)."""
+CRITERIA = (*SEARCHED, "random", *SCORES, MERGE)
 DATA_FREE = ("random", "aimer")
 ELEMENTS = 1 << 22
 """Numbers in one block of candidate sets times tokens times experts."""
@@ -70,7 +73,8 @@ class PruneConfig:
     keep: float = 6
     """Experts that stay in each layer; their mean, if counts may differ."""
     criterion: str = "reconstruction"
-    """reconstruction (Eq. 3), frequency, random, reap, ean, man, msan, gate, aimer or pairwise."""
+    """reconstruction (Eq. 3), frequency, random, reap, ean, man, msan, gate, aimer, pairwise,
+    or merge (M-SMoE)."""
     progressive: bool = False
     """Each layer sees the tokens as the layers pruned before it pass them on."""
     uniform: bool = True
@@ -107,6 +111,11 @@ class PruneConfig:
             )
         if self.progressive and self.criterion in DATA_FREE:
             raise MoesaicError(f"--criterion {self.criterion} sees no tokens: drop --progressive.")
+        if self.progressive and self.criterion == MERGE:
+            raise MoesaicError(
+                "--progressive passes tokens on without the experts that go, not with merged ones: "
+                "--criterion merge decides every layer on the original's tokens."
+            )
 
     @property
     def gram_bytes(self) -> int:
@@ -229,7 +238,7 @@ class Pruner:
         config = self.config
         if config.criterion not in SEARCHED:
             score_E = self._scores(stats, layer)
-            return {r: self._scored(score_E, stats.calls_E, r, groups) for r in sizes}
+            return {r: self._scored(score_E, stats, r, groups) for r in sizes}
         if config.criterion == "pairwise":
             losses, scale = pairwise_losses(stats.pair_EE), stats.pair_EE.sum().item() ** 0.5
         else:
@@ -272,16 +281,20 @@ class Pruner:
     def _scores(self, stats: ExpertStats, layer: int) -> Tensor:
         if self.config.criterion == "random":
             return random_scores(stats.experts, layer, self.config.seed)
-        return SCORES[self.config.criterion](stats)
+        criterion = self.config.criterion
+        return SCORES["frequency" if criterion == MERGE else criterion](stats)
 
     def _scored(
-        self, score_E: Tensor, calls_E: Tensor, r: int, groups: int
+        self, score_E: Tensor, stats: ExpertStats, r: int, groups: int
     ) -> tuple[PrunedLayer, dict[str, Any]]:
         kept_E = best_scores(score_E, r, groups)
-        analysis: dict[str, Any] = {"scores": score_E.tolist(), "calls": calls_E.tolist()}
+        analysis: dict[str, Any] = {"scores": score_E.tolist(), "calls": stats.calls_E.tolist()}
         if self.config.criterion not in DATA_FREE:
             gone = score_E[~kept_E].sum().item()
             analysis |= {"loss": gone, "relative_loss": gone / max(score_E.sum().item(), 1e-300)}
+        if self.config.criterion == MERGE:
+            merged = merged_layer(kept_E, stats.logits_TE, stats.calls_E)
+            return merged, {**analysis, "into": merged.into_E.tolist()}
         return _layer(kept_E), analysis
 
 
