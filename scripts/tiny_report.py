@@ -161,7 +161,7 @@ something, and far too small to be of use as a language model.
 | tokens seen | {tokens:,} in {steps:,} steps of {batch}, as many of each domain |
 | optimizers | Muon for matrices, AdamW for the rest, peak rates {rates} |
 | besides | seed {seed}, bf16 autocast{balance} |
-| time | {minutes:.0f} minutes on {machine} |
+| time | {minutes:.0f} minutes{remark} on {machine} |
 | versions | Python {python}, torch {torch}, transformers {transformers} |
 
 Rebuild it with `python scripts/gather_text.py` and `python scripts/train_tiny.py {name}`. The text
@@ -212,7 +212,7 @@ def card(name: str, model: PreTrainedModel, training: dict[str, Any]) -> str:
     )
     weight = training["balance_weight"]
     text = CARD.format(
-        **training,
+        **{"remark": ""} | training,
         name=name,
         what=WHAT[name],
         architecture=type(model).__name__,

@@ -142,6 +142,7 @@ def convert_config(config: Any, arch: Arch, plan: Plan) -> bool:
         return True
     config_class, model_class = CLASSES[arch.model_type]
     config.__class__ = config_class
+    config.model_type = PREFIX + arch.model_type  # the instance has one of its own
     config.moesaic = plan.header()
     config.architectures = [model_class.__name__]
     module = STUB_NAME.removesuffix(".py")

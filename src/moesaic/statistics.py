@@ -168,10 +168,7 @@ def _batch(
     view: MoEFFN, x_TD: Tensor, target_TD: Tensor | None, number: int, share: float
 ) -> ExpertStats:
     count, rule = view.count, view.rule
-    sums = {
-        name: torch.zeros(count, dtype=torch.float64)
-        for name in ["gate", "norm", "square", "gated"]
-    }
+    sums = {name: torch.zeros(count, dtype=torch.float64) for name in ("norm", "square", "gated")}
     pair_EE = torch.zeros(count, count, dtype=torch.float64)
     logits_TE = view.logits(x_TD).float()
     w_TE = rule.weights(logits_TE)
@@ -187,29 +184,25 @@ def _batch(
         f_BED = view.outputs(x_TD[block], wanted_BE)
         for part in torch.arange(len(block), device=x_TD.device).split(max(1, rows // 8)):
             f, at = f_BED[part].double(), block[part]
-            w_PE, on_PE = w_TE[at].double(), routed_TE[at]
-            norm_PE = f.norm(dim=-1) * on_PE
-            for name, value in (
-                ("gate", w_PE),
-                ("norm", norm_PE),
-                ("square", norm_PE.square()),
-                ("gated", w_PE * norm_PE),
-            ):
-                sums[name] += value.sum(0).cpu()
-            weighted_EX = (w_PE.unsqueeze(-1) * f).transpose(0, 1).flatten(1)
-            pair_EE += (weighted_EX @ weighted_EX.T).cpu()
+            gram_PEE = f @ f.transpose(1, 2)
+            w_PE = w_TE[at].double()
+            square_PE = gram_PEE.diagonal(dim1=1, dim2=2) * routed_TE[at]
+            norm_PE = square_PE.sqrt()
+            sums["norm"] += norm_PE.sum(0).cpu()
+            sums["square"] += square_PE.sum(0).cpu()
+            sums["gated"] += (w_PE * norm_PE).sum(0).cpu()
+            pair_EE += torch.einsum("pi,pij,pj->ij", w_PE, gram_PEE, w_PE).cpu()
             chosen = sampled_T[at]
             if chosen.any():
-                f = f[chosen]
-                grams.append(packed(f @ f.transpose(1, 2)).float().cpu())
+                grams.append(packed(gram_PEE[chosen].float()).cpu())
                 if delta_TD is not None:
                     delta = delta_TD[at[chosen]]
-                    cross = (f @ delta.unsqueeze(-1)).squeeze(-1)
+                    cross = (f[chosen] @ delta.unsqueeze(-1)).squeeze(-1)
                     crosses.append((cross.cpu(), delta.square().sum(-1).cpu()))
     empty = torch.empty(0, dtype=torch.float64)
     return ExpertStats(
         calls_E=routed_TE.sum(0).cpu(),
-        gate_E=sums["gate"],
+        gate_E=w_TE.double().sum(0).cpu(),
         norm_E=sums["norm"],
         square_E=sums["square"],
         gated_E=sums["gated"],

@@ -1,0 +1,138 @@
+"""Prune a checkpoint that is larger than memory: 60 -> 45 experts, its peak resident memory.
+
+A checkpoint with the shapes of Qwen1.5-MoE-A2.7B (28 GB of bfloat16, random weights) is written
+shard by shard, then pruned straight from disk in a process of its own, whose VmHWM is read at the
+end. ``--layers 2`` is a dry run.
+
+    python benchmarks/prune_large.py --work /somewhere/with/60GB --out benchmarks/prune_large.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import Qwen2MoeConfig
+
+from moesaic.checkpoint import Checkpoint, ShardWriter, skeleton
+from moesaic.measure import environment
+
+PRUNE = """
+import json, sys, time
+import torch
+import moesaic
+from moesaic import PruneConfig, Tokens
+
+folder, out, keep, windows, length = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+torch.manual_seed(0)
+ids = torch.randint(moesaic.hub.resolve(folder).config.vocab_size, (windows, length))
+start = time.perf_counter()
+result = moesaic.prune(folder, PruneConfig(keep=keep), calibration=Tokens(ids), tokenizer=object())
+decided = time.perf_counter()
+result.save(out)
+saved = time.perf_counter()
+lines = open("/proc/self/status").read().splitlines()
+peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+print(json.dumps({
+    "peak_resident_bytes": peak,
+    "seconds_deciding": decided - start,
+    "seconds_writing": saved - decided,
+    "analyses": {i: {k: a[k] for k in ("relative_loss", "search", "sets", "tokens")}
+                 for i, a in result.analyses.items()},
+}))
+"""
+
+
+def write_checkpoint(config: Qwen2MoeConfig, folder: Path) -> None:
+    """Random bfloat16 tensors under the names on disk, one at a time."""
+    folder.mkdir(parents=True)
+    writer = ShardWriter(folder, shard_bytes=1 << 30)
+    generator = torch.Generator().manual_seed(0)
+
+    def add(name: str, *shape: int) -> None:
+        if name.endswith(("norm.weight", "layernorm.weight")):
+            writer.add(name, torch.ones(shape, dtype=torch.bfloat16))
+            return
+        values = torch.randn(shape, generator=generator, dtype=torch.float32)
+        writer.add(name, (values * config.initializer_range).bfloat16())
+
+    model = skeleton(config, torch.bfloat16)
+    for name, tensor in model.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            prefix = name.removesuffix("gate_up_proj")
+            for e in range(tensor.shape[0]):
+                for part in ("gate_proj", "up_proj"):
+                    add(f"{prefix}{e}.{part}.weight", tensor.shape[1] // 2, tensor.shape[2])
+        elif name.endswith("experts.down_proj"):
+            for e in range(tensor.shape[0]):
+                add(f"{name.removesuffix('down_proj')}{e}.down_proj.weight", *tensor.shape[1:])
+        else:
+            add(name, *tensor.shape)
+    writer.close()
+    config.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--keep", type=int, default=45)
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--source", action="store_true", help="leave the source in --work")
+    args = parser.parse_args()
+    config = Qwen2MoeConfig(  # Qwen1.5-MoE-A2.7B
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=5632,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        num_hidden_layers=args.layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_experts=60,
+        num_experts_per_tok=4,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        architectures=["Qwen2MoeForCausalLM"],
+    )
+    folder, out = args.work / "prune-large-source", args.work / "prune-large-result"
+    try:
+        if not folder.exists():
+            write_checkpoint(config, folder)
+        source = Checkpoint(folder)
+        shutil.rmtree(out, ignore_errors=True)
+        run = [sys.executable, "-c", PRUNE, str(folder), str(out), str(args.keep)]
+        start = time.perf_counter()
+        done = subprocess.run(
+            [*run, str(args.windows), str(args.length)], check=True, stdout=subprocess.PIPE
+        )
+        record = {
+            "benchmark": "prune_large",
+            "arguments": {k: getattr(args, k) for k in ("layers", "keep", "windows", "length")},
+            "environment": environment(),
+            "source_bytes": source.nbytes(),
+            "result_bytes": Checkpoint(out).nbytes(),
+            "seconds": time.perf_counter() - start,
+            **json.loads(done.stdout.splitlines()[-1]),
+        }
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+        if not args.source:
+            shutil.rmtree(folder, ignore_errors=True)
+    text = json.dumps(record, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

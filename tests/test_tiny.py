@@ -1,0 +1,60 @@
+"""The trained models that ship: they load by name, quickly, and score what their cards say."""
+
+import json
+import math
+import time
+from importlib.resources import files
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import moesaic
+from moesaic.data import DOMAINS
+from moesaic.hub import SHIPPED, resolve
+
+
+@pytest.fixture(params=SHIPPED)
+def name(request):
+    return request.param
+
+
+def card(name):
+    return json.loads(files("moesaic").joinpath(f"assets/models/{name}/training.json").read_text())
+
+
+def test_small_enough_to_ship(name):
+    folder = resolve(name).folder
+    assert (folder / "model.safetensors").stat().st_size <= 12e6
+    assert (folder / "README.md").is_file()
+
+
+def test_loads_in_a_second(name):
+    start = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(resolve(name).folder)
+    assert model.dtype == torch.bfloat16
+    assert time.perf_counter() - start < 10  # loose: a loaded machine is no reason to fail
+
+
+def test_the_cards_losses_are_what_eval_measures(name):
+    score = moesaic.evaluate(name, data="code", length=256, dtype=torch.float32)
+    assert math.log(score.perplexity) == pytest.approx(
+        card(name)["held_out_loss"]["code"], abs=1e-3
+    )
+
+
+def test_held_out_domains_are_all_on_the_card(name):
+    assert set(card(name)["held_out_loss"]) == {*DOMAINS, "all"}
+
+
+@pytest.mark.parametrize("mixture", [n for n in SHIPPED if "moe" in n])
+def test_experts_specialise(mixture):
+    """Routing differs between domains, more in some layer than chance would have it."""
+    shares = {}
+    for domain in ("prose", "code"):
+        score = moesaic.evaluate(mixture, data=domain, length=256, max_tokens=4096)
+        shares[domain] = {i: r.share for i, r in score.routing.items()}
+    divergences = [
+        moesaic.metrics.routing.jsd(shares["prose"][i], shares["code"][i]) for i in shares["prose"]
+    ]
+    assert max(divergences) > 0.2
