@@ -38,39 +38,109 @@ def model_card(record: Mapping[str, Any], recipe_yaml: str) -> str:
         *_measured(record),
         "## How it was made",
         _fence(recipe_yaml, "yaml"),
-        "`plan.json` in this folder holds every decision; `moesaic apply BASE plan.json OUT` "
-        "rebuilds the checkpoint from the base model.",
+        _rebuilding(record, recipe_yaml),
         "The base model's licence applies to its weights.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _what(record: Record) -> str:
-    model, method = _inline(read.model_name(record)), read.method_name(record)
+    method, trained = read.method_name(record), read.trained(record)
+    by = f" by {method}" if method and read.family(record) != "skip" else ""
+    if trained:
+        steps = len(part(record, "tune").get("losses") or ())
+        how = f", {steps} steps" if steps else ""
+        weights = f"It was trained: {trained}{how}."
+    else:
+        weights = KEPT.get(read.family(record), KEPT["carve"])
+    return (
+        f"{_made(record)}{by}. {weights} What it costs is below; measure it on your own text "
+        "before relying on it."
+    )
+
+
+KEPT = {
+    "carve": "The weights are the base model's own, rearranged: nothing was trained, and quality "
+    "is lost.",
+    "prune": "The experts and routers that stay have the base model's own weights: nothing was "
+    "trained, and quality is lost.",
+    "skip": "The weights are the base model's own, all of them: nothing was trained, and quality "
+    "is lost.",
+    "condense": "What stays of the weights is the base model's own, experts scaled by fixed "
+    "weights: nothing was trained, and quality is lost.",
+    "tune": "",
+}
+
+
+def _made(record: Record) -> str:
+    """What was done to the base model, up to the method's name."""
+    model, kind = _inline(read.model_name(record)), read.family(record)
+    if kind == "prune":
+        kept = read.kept_experts(record)
+        return f"{model}, {kept or 'some of its experts'} kept in every layer that routes, chosen"
+    if kind == "skip":
+        return (
+            f"{model}, whose routers leave out experts that weigh little, token by token, by the "
+            "rule of NAEE"
+        )
+    if kind == "condense":
+        numbers = read.chosen_layers(record)
+        which = f"layer{'s' if len(numbers) > 1 else ''} {figures.ranges(numbers)}"
+        where = which if numbers else "some layers"
+        keep = part(record, "config").get("keep")
+        if keep in read.GONE:
+            what = "the feed-forward blocks of " if keep == "attention" else ""
+            return f"{model} without {what}{where}: chosen"
+        return f"{model}, {where} turned from mixtures of experts into small dense layers"
+    if kind == "tune":
+        return f"{model}, trained further"
     layers = [i for i, _ in by_layer(part(record, "layers"))]
     where = f" in layers {figures.ranges(layers)}" if layers else ""
-    what = (
+    return (
         f"{model}, its feed-forward networks{where} rebuilt as a backbone that every token runs "
         "and petals of which a router picks a few"
         if read.petals(record)
         else f"{model}, its feed-forward networks{where} cut down"
     )
-    by = f" by {method}" if method else ""
+
+
+def _rebuilding(record: Record, recipe_yaml: str) -> str:
+    """What ``plan.json`` is good for: a trained result has none, several steps have one each."""
+    if read.trained(record):
+        return "The weights were trained, so no plan can rebuild this checkpoint: keep it whole."
+    if _steps(recipe_yaml) > 1:
+        return "`plan.json` in this folder holds the decisions of the last step."
     return (
-        f"{what}{by}. The weights are the base model's own, rearranged: nothing was trained, and "
-        "quality is lost. What was lost is below; measure it on your own text before relying on it."
+        "`plan.json` in this folder holds every decision; `moesaic apply BASE plan.json OUT` "
+        "rebuilds the checkpoint from the base model."
     )
+
+
+def _steps(recipe_yaml: str) -> int:
+    try:
+        recipe = yaml.safe_load(recipe_yaml)
+    except yaml.YAMLError:
+        return 1
+    steps = recipe.get("steps") if isinstance(recipe, dict) else None
+    return len(steps) if isinstance(steps, list) else 1
 
 
 def _loading(record: Record) -> str:
     folder = PurePath(str(record.get("out") or "")).name or "path/to/this/folder"
     load = f'AutoModelForCausalLM.from_pretrained("{folder}"'
+    native = read.is_native(record)
     code = (
-        "import moesaic  # registers the model type\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        ("" if native else "import moesaic  # registers the model type\n")
+        + "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"model = {load})\n"
         f'tokenizer = AutoTokenizer.from_pretrained("{folder}")'
     )
+    if native:
+        kind = record["model_type"]
+        return (
+            f"## Loading it\n\n{_fence(code, 'python')}\n\n"
+            f"An ordinary {kind} checkpoint: Moesaic is not needed."
+        )
     return (
         f"## Loading it\n\nNeeds `pip install moesaic`.\n\n{_fence(code, 'python')}\n\n"
         f"Without the import: `{load}, trust_remote_code=True)`."

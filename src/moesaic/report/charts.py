@@ -94,7 +94,7 @@ def bars(
     bar: float = 12,
     left: float = 76,
 ) -> tuple[list[str], float]:
-    """Perplexity of models by name, with their active ratio. Returns the drawing and its height.
+    """Perplexity of models by name, with a ratio at the right. Returns the drawing and its height.
 
     What is more than four times as high as the highest of original and result is cut, and marked.
     """
@@ -122,12 +122,14 @@ def bars(
     return out, row * len(models)
 
 
-def perplexity_bars(models: Sequence[tuple[str, float | None, float | None]]) -> Markup:
-    """Perplexity bars as a chart of their own, the active ratio at the right."""
+def perplexity_bars(
+    models: Sequence[tuple[str, float | None, float | None]], ratio: str = "active"
+) -> Markup:
+    """Perplexity bars as a chart of their own, a ratio at the right."""
     body, height = bars(models)
     head = [
         text(76, 11, "perplexity, lower is better", "quiet"),
-        text(340, 11, "active", "quiet", "end"),
+        text(340, 11, ratio, "quiet", "end"),
     ]
     inner = f'<g transform="translate(0 18)">{"".join(body)}</g>'
     return svg(340, height + 20, [*head, inner], "Perplexity of each model")
@@ -141,6 +143,7 @@ def heat(
     row: float = 19,
     cell: float | None = None,
     bar: float = 62,
+    unit: str = "petal",
 ) -> tuple[list[str], float, float]:
     """Routing share by layer and petal, and its divergence from uniform as bars.
 
@@ -153,7 +156,7 @@ def heat(
     most = max((s for _, r in routing for s in r.get("share") or ()), default=0) or 1
     widest = max((r.get("jsd") or 0 for _, r in routing), default=0) or 1
     every = math.ceil(22 / cell)
-    out = [text(left, 10, "petal", "quiet"), text(side, 10, "JSD from uniform", "quiet")]
+    out = [text(left, 10, unit, "quiet"), text(side, 10, "JSD from uniform", "quiet")]
     out += [
         text(left + (j + 0.5) * cell - 1, head - 5, j, "quiet", "middle")
         for j in range(0, count, every)
@@ -167,7 +170,7 @@ def heat(
             out.append(text(left - 8, base, layer, "quiet", "end"))
         for j, share in enumerate(r.get("share") or ()):
             x = left + j * cell
-            tip = f"layer {layer}, petal {j}: {figures.percent(share, 1)}"
+            tip = f"layer {layer}, {unit} {j}: {figures.percent(share, 1)}"
             strength = 0.05 + 0.7 * share / most
             out.append(rect(x, y, cell - gap, row - gap, "heat", strength, tip))
             if numbers:
@@ -181,10 +184,10 @@ def heat(
     return out, side + bar + 38, head + len(routing) * row
 
 
-def heat_map(routing: Sequence[tuple[int, Mapping[str, Any]]]) -> Markup:
+def heat_map(routing: Sequence[tuple[int, Mapping[str, Any]]], unit: str = "petal") -> Markup:
     """The heat map as a chart of its own."""
-    body, width, height = heat(routing)
-    return svg(width, height, body, "Share of routed tokens by layer and petal")
+    body, width, height = heat(routing, unit=unit)
+    return svg(width, height, body, f"Share of routed tokens by layer and {unit}")
 
 
 # --- channels ------------------------------------------------------------------------------------
@@ -225,7 +228,7 @@ def coverage(layers: Sequence[tuple[int, Mapping[str, Any]]]) -> Markup:
             )
         ends.append((at(*points[-1])[1] + 4, f"top {_top(key)}", n))
     floor = height - foot + 4
-    for y, label, n in reversed(_apart(ends, 13, floor)):
+    for y, label, n in reversed(apart(ends, 13, floor)):
         out.append(text(width - right + 8, y, label, f"end s{n % 4}"))
     return svg(width, height, out, "Channels that were never activated, by layer")
 
@@ -234,7 +237,7 @@ def _top(ratio: str) -> str:
     return f"{100 * float(ratio):g}{figures.NBSP}%"
 
 
-def _apart(
+def apart(
     labels: list[tuple[float, str, int]], gap: float, floor: float
 ) -> list[tuple[float, str, int]]:
     """Labels moved up until they stand clear of each other, the lowest first."""
@@ -277,11 +280,15 @@ MARKS: dict[str, Callable[[float, float], str]] = {
     "naive": lambda x, y: f"M{x:.1f} {y + 5:.1f}l5 -9h-10z",
 }
 Point = tuple[str, str, float, float]
-"""Kind, name for the tooltip, active ratio, perplexity."""
+"""Kind, name for the tooltip, ratio, perplexity."""
 
 
-def trade(groups: Mapping[str, Sequence[Point]]) -> Markup:
-    """Perplexity over active ratio: the points of each model, its results joined by a line."""
+def trade(
+    groups: Mapping[str, Sequence[Point]],
+    below: str = "active ratio, measured",
+    ratio: str = "active",
+) -> Markup:
+    """Perplexity over a ratio: the points of each model, its results joined by a line."""
     width, height, left, right, top, foot = 720.0, 340.0, 46.0, 18.0, 14.0, 62.0
     points = [p for group in groups.values() for p in group]
     xs, ys = [p[2] for p in points], [p[3] for p in points]
@@ -299,20 +306,20 @@ def trade(groups: Mapping[str, Sequence[Point]]) -> Markup:
         )
 
     out = []
-    for y in _powers(math.exp(least), math.exp(most)) if log else ticks(least, most):
+    for y in powers(math.exp(least), math.exp(most)) if log else ticks(least, most):
         out.append(line([(left, at(low, y)[1]), (width - right, at(low, y)[1])], "grid"))
         out.append(text(left - 8, at(low, y)[1] + 4, f"{y:,.4g}", "quiet", "end"))
     for x in ticks(low, high, 6):
         here = at(x, ys[0])[0]
         out.append(text(here, height - foot + 16, figures.percent(x), "quiet", "middle"))
     base = height - foot + 34
-    out.append(text(width - right, base, "active ratio, measured", "quiet", "end"))
+    out.append(text(width - right, base, below, "quiet", "end"))
     out.append(text(left, base, f"perplexity{', logarithmic' if log else ''}", "quiet"))
     for n, (model, group) in enumerate(groups.items()):
         ours = sorted((p[2], p[3]) for p in group if p[0] in ("original", "result"))
         out.append(line([at(*p) for p in ours], f"series s{n % 4} thin"))
         for kind, name, x, y in sorted(group, key=lambda p: p[0] in ("original", "result")):
-            tip = f"{name}: {figures.percent(x, 1)} active, perplexity {figures.perplexity(y)}"
+            tip = f"{name}: {figures.percent(x, 1)} {ratio}, perplexity {figures.perplexity(y)}"
             shape = MARKS.get(kind, MARKS["static"])(*at(x, y))
             plain = "mark" if kind in ("original", "result") else "mark other"
             hollow = " hollow" if kind == "original" else ""
@@ -331,10 +338,10 @@ def trade(groups: Mapping[str, Sequence[Point]]) -> Markup:
         out.append(f'<path d="{shape}" class="{plain}{hollow} s0"/>')
         out.append(text(at_x + 15, height - 6, kind, "quiet"))
         at_x += 32 + 6.4 * len(kind)
-    return svg(width, height, out, "Perplexity over active ratio")
+    return svg(width, height, out, f"Perplexity over {below}")
 
 
-def _powers(low: float, high: float) -> list[float]:
+def powers(low: float, high: float) -> list[float]:
     """One, two and five times powers of ten in a range."""
     every = [m * 10.0**e for e in range(-3, 10) for m in (1, 2, 5)]
     return [v for v in every if low <= v <= high]

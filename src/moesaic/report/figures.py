@@ -50,6 +50,16 @@ def percent(share: float | None, digits: int = 0) -> str:
     return odd if odd is not None else f"{100 * (share or 0):.{digits}f}{NBSP}%"
 
 
+def share(value: float | None) -> str:
+    """A loss relative to something, to two digits where it is small.
+
+    >>> share(0.2286), share(0.00012), share(1.5)
+    ('0.229', '0.00012', '1.500')
+    """
+    odd = _odd(value)
+    return odd if odd is not None else f"{value:.3f}" if (value or 0) >= 0.001 else f"{value:.2g}"
+
+
 def times(ratio: float | None) -> str:
     """A ratio.
 

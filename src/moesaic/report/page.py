@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from moesaic.report import charts, figures, read, words
+from moesaic.report import charts, figures, mixtures, read, words
 from moesaic.report.read import Record, by_layer, figure, part
 
 EXPLAINED = {
@@ -20,6 +20,8 @@ EXPLAINED = {
     "random": "the result’s petals, chosen by random directions",
     "naive": "petals alone, without a shared backbone",
 }
+WHOSE = {"carve": "the original’s", "tune": "the"}
+"""Of whose projections the active ratio is the share; of each model's own otherwise."""
 ABOUT = ("config", "calibration", "evaluation", "environment")
 
 
@@ -47,7 +49,7 @@ def html(records: Sequence[Mapping[str, Any]]) -> str:
         runs=runs,
         title=runs[0]["title"] if len(runs) == 1 else f"{len(runs)} runs beside each other",
         overview=_overview(records) if len(runs) > 1 else None,
-        trade=_trade(records) if len(runs) > 1 else "",
+        trades=_trades(records) if len(runs) > 1 else [],
         colours=charts.colours(most),
         versions=sorted({str(r["moesaic"]) for r in records if r.get("moesaic")}),
     )
@@ -59,10 +61,10 @@ def html(records: Sequence[Mapping[str, Any]]) -> str:
 
 def _view(record: Record, anchor: str) -> dict[str, Any]:
     """Everything that the template shows of one run, ready to be written."""
-    scores = part(record, "scores")
+    scores, unit = part(record, "scores"), read.unit(record)
+    what, ratio = read.compared_ratio(record)
     models = [
-        (name, figure(scores, name, "perplexity"), figure(scores, name, "active_ratio"))
-        for name in read.names(scores)
+        (name, figure(scores, name, "perplexity"), ratio(name)) for name in read.names(scores)
     ]
     routing = [(i, r) for i, r in by_layer(part(record, "routing")) if r.get("share")]
     layers = by_layer(part(record, "layers"))
@@ -77,13 +79,17 @@ def _view(record: Record, anchor: str) -> dict[str, Any]:
         "summary": _ledger(record),
         "tiles": _tiles(record),
         "scores": read.score_table(record),
-        "explained": [(name, EXPLAINED[name]) for name in scores if name in EXPLAINED],
-        "bars": charts.perplexity_bars(models) if len(models) > 1 else "",
+        "explained": _explained(record),
+        "whose": WHOSE.get(read.family(record), "each model’s own"),
+        "unit": unit,
+        "mixtures": mixtures.drawings(record),
+        "renumbered": read.family(record) == "prune",
+        "bars": charts.perplexity_bars(models, what) if len(models) > 1 else "",
         "speed": read.speed_table(record),
         "prompt": prompt,
         "generations": [(name, generated[name]) for name in read.names(generated)],
         "structures": _structures(layers),
-        "heat": charts.heat_map(routing) if routing else "",
+        "heat": charts.heat_map(routing, unit) if routing else "",
         "routed_tokens": figures.count(figure(scores, "result", "tokens")),
         "coverage": charts.coverage(covered) if covered else "",
         "spectra": [
@@ -96,15 +102,48 @@ def _view(record: Record, anchor: str) -> dict[str, Any]:
     }
 
 
+def _explained(record: Record) -> list[tuple[str, str]]:
+    """What the compared models are."""
+    scores, kind = part(record, "scores"), read.family(record)
+    if kind == "carve":
+        return [(name, EXPLAINED[name]) for name in scores if name in EXPLAINED]
+    if kind == "condense":
+        numbered = sorted(int(name) for name in scores if name.isdecimal())
+        told = "that many of the result’s layers, the first chosen, condensed"
+        return [(figures.plain(numbered), told)] if numbered else []
+    others = [n for n in read.names(scores) if n not in ("original", "result")]
+    if kind == "prune":
+        named = ((name, read.CRITERIA.get(name, name)) for name in others)
+        return [(name, f"as many experts, chosen by {told}") for name, told in named]
+    return []
+
+
 def _subtitle(record: Record) -> str:
     method, ratio = read.method_name(record), read.active_ratio(record)
-    layers = [i for i, _ in by_layer(part(record, "layers"))]
-    parts = [
-        f"carved with {method}" if method else "",
-        f"{figures.percent(ratio, 1)} of the projections active" if ratio is not None else "",
-        f"layers {figures.ranges(layers)}" if layers else "",
-    ]
-    return " · ".join(p for p in parts if p)
+    layers = [i for i, _ in read.listed(record.get("layers"))]
+    chosen, kind = read.chosen_layers(record), read.family(record)
+    where = f"layers {figures.ranges(layers)}" if layers else ""
+    parts = {
+        "carve": (
+            f"carved with {method}" if method else "",
+            f"{figures.percent(ratio, 1)} of the projections active" if ratio is not None else "",
+            where,
+        ),
+        "prune": (f"pruned with {method}" if method else "pruned", read.kept_experts(record)),
+        "skip": (
+            f"{read.skipped_calls(record) or 'some'} of expert calls skipped",
+            method,
+        ),
+        "condense": (
+            method,
+            read.condensed_layers(record),
+            f"in this order: {figures.plain(chosen)}" if len(chosen) > 1 else "",
+        ),
+        "tune": (),
+    }[kind]
+    trained = read.trained(record)
+    then = f"{'trained' if kind == 'tune' else 'then trained'}: {trained}" if trained else ""
+    return " · ".join(p for p in (*parts, then) if p)
 
 
 def _tiles(record: Record) -> list[tuple[str, str, bool]]:
@@ -115,8 +154,11 @@ def _tiles(record: Record) -> list[tuple[str, str, bool]]:
         before = "" if theirs is None else f"{figures.perplexity(theirs)} → "
         tiles.append((before + figures.perplexity(ours), "perplexity", False))
     active, dense = (figure(scores, n, "active_parameters") for n in ("result", "original"))
-    if active and dense:
+    if active and dense and active / dense < words.ALL:
         tiles.append((figures.percent(active / dense), "of the parameters per token", False))
+    stored = read.stored_ratio(record)
+    if stored is not None and stored < words.ALL:
+        tiles.append((figures.percent(stored), "of the parameters stored", False))
     for what in ("prefill", "decode"):
         cell = read.ratio_cell(figure(record, "speed_ratio", what))
         if cell.note:
@@ -214,13 +256,24 @@ def _about(record: Record) -> list[tuple[str, list[tuple[str, str]]]]:
 
 def _overview(records: Sequence[Record]) -> dict[str, Any]:
     """The runs as rows; columns that no run has a figure for are left out."""
-    columns = ["active", "experts", "original", "result", "static", "parameters", "prefill"]
+    columns = [
+        "active",
+        "stored",
+        "experts",
+        "original",
+        "result",
+        "static",
+        "parameters",
+        "prefill",
+    ]
     columns.append("decode")
+    mixed = any(read.family(record) != "carve" for record in records)
     rows = []
     for n, record in enumerate(records, 1):
         scores = part(record, "scores")
         experts, top_k = figure(record, "config", "experts"), figure(record, "config", "top_k")
-        routed = read.petals(record) and experts is not None
+        carved = read.family(record) == "carve"
+        routed = carved and read.petals(record) and experts is not None
         chosen = f"{figures.plain(top_k)} of {figures.plain(experts)}"
         perplexities = [
             read.Cell(figures.perplexity(figure(scores, name, "perplexity")))
@@ -228,13 +281,14 @@ def _overview(records: Sequence[Record]) -> dict[str, Any]:
         ]
         cells = [
             read.Cell(figures.percent(read.active_ratio(record), 1)),
+            read.Cell(figures.percent(read.stored_ratio(record), 1) if mixed else figures.NONE),
             read.Cell(chosen if routed else figures.NONE),
             *perplexities,
             read.Cell(figures.count(figure(scores, "result", "active_parameters"))),
             read.ratio_cell(figure(record, "speed_ratio", "prefill")),
             read.ratio_cell(figure(record, "speed_ratio", "decode")),
         ]
-        rows.append((f"run-{n}", read.model_name(record), read.method_name(record), cells))
+        rows.append((f"run-{n}", read.model_name(record), read.made(record), cells))
     kept = [j for j in range(len(columns)) if any(row[3][j].text != figures.NONE for row in rows)]
     return {
         "columns": [columns[j] for j in kept],
@@ -242,21 +296,40 @@ def _overview(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _trade(records: Sequence[Record]) -> Markup | str:
-    """Perplexity over active ratio of everything that was scored, by model."""
+def _trades(records: Sequence[Record]) -> list[Markup]:
+    """Perplexity over what was saved: active parameters of dense models, else stored ones."""
+    dense = [r for r in records if read.family(r) == "carve"]
+    mixtures = [r for r in records if read.family(r) in ("prune", "condense")]
+    drawn = []
+    if groups := _groups(dense, lambda r, name: figure(r, "scores", name, "active_ratio")):
+        drawn.append(charts.trade(groups))
+    if groups := _groups(mixtures, read.stored_ratio):
+        drawn.append(charts.trade(groups, "parameters stored, of the original", "stored"))
+    return drawn
+
+
+def _groups(
+    records: Sequence[Record], ratio: Callable[[Record, str], float | None]
+) -> dict[str, list[charts.Point]]:
+    """The points of everything that was scored, by model."""
     groups: dict[str, list[charts.Point]] = {}
     for record in records:
-        model = read.model_name(record)
+        model, kinds = read.model_name(record), read.family(record)
+        model += "" if kinds == "carve" else f", {read.DONE[kinds]}"
         scores = part(record, "scores")
         for name in read.names(scores):
-            x = figure(scores, name, "active_ratio")
-            y = figure(scores, name, "perplexity")
+            x, y = ratio(record, name), figure(scores, name, "perplexity")
             if x is None or y is None or not math.isfinite(y) or y <= 0:
                 continue
             variant = part(record, "config").get("variant") or "full"
             kind = name if name != "result" or variant == "full" else str(variant)
-            point = (kind, f"{model}, {kind}", x, y)
+            told = f"{model}, {kind}"
+            if kinds == "condense" and name == "0":  # the original again
+                continue
+            if kinds == "condense" and name.isdecimal():  # a smaller result
+                kind, told = "result", f"{model}, {name} layers"
+            point = (kind, told, x, y)
             group = groups.setdefault(model, [])
             if point not in group:
                 group.append(point)
-    return charts.trade(groups) if groups else ""
+    return groups

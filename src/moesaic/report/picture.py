@@ -5,7 +5,16 @@ from __future__ import annotations
 from markupsafe import escape
 
 from moesaic.report import charts, figures
-from moesaic.report.read import Record, by_layer, figure, names, part, title
+from moesaic.report.read import (
+    Record,
+    by_layer,
+    compared_ratio,
+    figure,
+    names,
+    part,
+    title,
+    unit,
+)
 
 STYLE = """
 text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
@@ -27,10 +36,8 @@ def picture(record: Record) -> str:
     """Perplexity beside the original and comparisons at the left, routing shares at the right."""
     width, height, edge = 900, 420, 36
     scores = part(record, "scores")
-    models = [
-        (name, figure(scores, name, "perplexity"), figure(scores, name, "active_ratio"))
-        for name in names(scores)
-    ]
+    what, ratio = compared_ratio(record)
+    models = [(name, figure(scores, name, "perplexity"), ratio(name)) for name in names(scores)]
     routing = [(i, r) for i, r in by_layer(part(record, "routing")) if r.get("share")]
     body = [
         f"<style>{STYLE}</style>",
@@ -45,16 +52,16 @@ def picture(record: Record) -> str:
         told = f"Perplexity on {figures.count(tokens)} tokens" if tokens else "Perplexity"
         body += [
             charts.text(edge, 92, f"{told}, lower is better", "head"),
-            charts.text(edge + 440, 92, "active", "quiet", "end"),
+            charts.text(edge + 440, 92, what, "quiet", "end"),
             f'<g transform="translate({edge} 106)">{"".join(drawn)}</g>',
         ]
     if routing:
         row = min(17.5, 262 / len(routing))
         count = max(len(r["share"]) for _, r in routing)
-        drawn, wide, _ = charts.heat(routing, row, min(44.0, 190 / count), 64)
+        drawn, wide, _ = charts.heat(routing, row, min(44.0, 190 / count), 64, unit(record))
         x = width - edge - wide + 6
         body += [
-            charts.text(x + 6, 92, "Tokens by layer and petal, %", "head"),
+            charts.text(x + 6, 92, f"Tokens by layer and {unit(record)}, %", "head"),
             f'<g transform="translate({x:.0f} 106)">{"".join(drawn)}</g>',
         ]
     return (

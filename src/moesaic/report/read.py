@@ -11,7 +11,34 @@ from moesaic.report import figures
 
 Record = Mapping[str, Any]
 
-METHODS = {"more": "MoRE", "naee": "NAEE", "naee-skipping": "NAEE skipping"}
+METHODS = {"more": "MoRE", "naee": "NAEE", "naee-skipping": "NAEE", "cd-moe": "CD-MoE", "tune": ""}
+FAMILIES = {"naee": "prune", "naee-skipping": "skip", "cd-moe": "condense", "tune": "tune"}
+CRITERIA = {
+    "reconstruction": "NAEE",
+    "pairwise": "pairwise reconstruction",
+    "random": "random choice",
+    "frequency": "frequency",
+    "gate": "gate weight",
+    "ean": "EAN",
+    "man": "MAN",
+    "msan": "MSAN",
+    "reap": "REAP",
+    "aimer": "AIMER",
+}
+KEEPS = {
+    "shared": "CD-MoE-S",
+    "shared+routed": "CD-MoE-SR",
+    "attention": "Block Drop",
+    "nothing": "Layer Drop",
+}
+DONE = {"prune": "pruned", "skip": "skipping", "condense": "condensed"}
+GONE = {"attention": "feed-forward blocks dropped", "nothing": "layers dropped"}
+TRAINED = {
+    "condensed": "the condensed layers",
+    "routers": "the routers",
+    "lora": "low-rank updates",
+    "all": "all weights",
+}
 VARIANTS = {
     "static": "static pruning",
     "backbone": "the backbone alone",
@@ -47,8 +74,17 @@ def by_layer(of: Mapping[str, Any]) -> list[tuple[int, Any]]:
     return sorted((int(i), value) for i, value in of.items())
 
 
+def listed(of: Any) -> list[tuple[int, Mapping[str, Any]]]:
+    """The mappings of a list that has one a layer, or of what is kept by layer."""
+    if isinstance(of, Mapping):
+        found = by_layer(of)
+    else:
+        found = list(enumerate(of)) if isinstance(of, list | tuple) else []
+    return [(i, layer) for i, layer in found if isinstance(layer, Mapping)]
+
+
 def petals(record: Record) -> int:
-    """The most petals that a layer has; 0 where nothing is routed."""
+    """The most petals, or experts, that a layer has; 0 where nothing is routed."""
     layers = [len(layer.get("petals") or ()) for _, layer in by_layer(part(record, "layers"))]
     shares = [len(layer.get("share") or ()) for _, layer in by_layer(part(record, "routing"))]
     return max([0, *layers, *shares])
@@ -64,12 +100,57 @@ def model_name(record: Record) -> str:
     return (PurePath(name.replace("\\", "/")).name or name) if looks_like_path else name
 
 
+def family(record: Record) -> str:
+    """carve, prune, skip, condense or tune: by the method, else by what the record holds."""
+    known = FAMILIES.get(str(record.get("method")))
+    if known or record.get("method"):
+        return known or "carve"
+    if record.get("condensed"):
+        return "condense"
+    if record.get("beta"):
+        return "skip"
+    if any("kept" in layer for _, layer in listed(record.get("layers"))):
+        return "prune"
+    return "tune" if record.get("tune") and not record.get("layers") else "carve"
+
+
+def unit(record: Record) -> str:
+    """What the result's routers choose."""
+    return "petal" if family(record) == "carve" else "expert"
+
+
+def trained(record: Record) -> str:
+    """What was trained of the result; empty where nothing was."""
+    if not record.get("tune") and record.get("method") != "tune":
+        return ""
+    what = str(part(record, "tune").get("what") or "")
+    return TRAINED.get(what, what) or "some of it"
+
+
+def is_native(record: Record) -> bool:
+    """Whether transformers knows the result's architecture by itself."""
+    kind = str(record.get("model_type") or "")
+    return bool(kind) and not kind.startswith("moesaic_")
+
+
 def method_name(record: Record) -> str:
     """The method as its paper writes it, with the variant if it was not the full one."""
-    method = str(record.get("method") or "")
-    variant = str(part(record, "config").get("variant") or "full")
+    method, config = str(record.get("method") or ""), part(record, "config")
     known = METHODS.get(method, method)
+    if family(record) == "prune":
+        criterion = str(config.get("criterion") or "")
+        return CRITERIA.get(criterion, criterion) or known
+    if family(record) == "condense":
+        return KEEPS.get(str(config.get("keep") or ""), known)
+    variant = str(config.get("variant") or "full")
     return known if variant == "full" else f"{known}, {VARIANTS.get(variant, variant)}"
+
+
+def made(record: Record) -> str:
+    """What was done, in two or three words."""
+    kind, method = family(record), method_name(record)
+    done = [DONE.get(kind, ""), method, "trained" if trained(record) else ""]
+    return ", ".join(d for d in done if d)
 
 
 def active_ratio(record: Record) -> float | None:
@@ -78,13 +159,83 @@ def active_ratio(record: Record) -> float | None:
     return measured if measured is not None else figure(record, "config", "active")
 
 
+def stored_ratio(record: Record, name: str = "result") -> float | None:
+    """Parameters that a model stores, relative to the original."""
+    ours = figure(record, "scores", name, "total_parameters")
+    theirs = figure(record, "scores", "original", "total_parameters")
+    return ours / theirs if ours is not None and theirs else None
+
+
+def compared_ratio(record: Record) -> tuple[str, Callable[[str], float | None]]:
+    """The ratio that says most of the models of a run, in a word, and how to look it up."""
+    if family(record) in ("prune", "condense"):
+        return "stored", lambda name: stored_ratio(record, name)
+    return "active", lambda name: figure(record, "scores", name, "active_ratio")
+
+
+def chosen_layers(record: Record) -> list[int]:
+    """The layers that were condensed, in the order in which they were chosen."""
+    layers = record.get("layers")
+    if isinstance(layers, list | tuple) and all(isinstance(i, int) for i in layers):
+        return list(layers)
+    placed = [(d["order"], i) for i, d in listed(record.get("condensed")) if "order" in d]
+    return [i for _, i in sorted(placed)]
+
+
+def kept_experts(record: Record) -> str:
+    """How many experts stay of how many, such as 4–6 of 8; empty where that is not known."""
+    layers = [d for _, d in listed(record.get("layers")) if d.get("kept") and d.get("experts")]
+    if not layers:
+        return ""
+    kept, before = (
+        _span(sorted(counts))
+        for counts in ({len(d["kept"]) for d in layers}, {d["experts"] for d in layers})
+    )
+    return f"{kept} of {before} experts"
+
+
+def skipped_calls(record: Record) -> str:
+    """The share of calls that layers skip, such as 20–30 %; empty where that is not known."""
+    shares = [figure(d, "skipped") for _, d in listed(record.get("layers"))]
+    known = sorted(share for share in shares if share is not None)
+    if not known:
+        return ""
+    least, most = figures.percent(known[0]), figures.percent(known[-1])
+    return most if least == most else f"{least.split(figures.NBSP)[0]}–{most}"
+
+
+def condensed_layers(record: Record) -> str:
+    """How many layers were condensed or dropped, in words; empty where that is not known."""
+    chosen, every = chosen_layers(record), len(listed(record.get("condensed")))
+    if not chosen:
+        return ""
+    how = GONE.get(str(part(record, "config").get("keep")), "layers condensed")
+    return f"{len(chosen)} of {every} {how}" if every else f"{len(chosen)} {how}"
+
+
+def _span(values: Sequence[int]) -> str:
+    return f"{values[0]}" if len(values) == 1 else f"{values[0]}–{values[-1]}"
+
+
 def title(record: Record) -> str:
     """One line: what was made of what, how far."""
-    line = model_name(record)
-    if method := method_name(record):
-        line += f", carved with {method}"
-    ratio = active_ratio(record)
-    return line if ratio is None else f"{line} to {figures.percent(ratio)} active"
+    line, method = model_name(record), method_name(record)
+    kind, by = family(record), f" with {method}" if method else ""
+    if kind == "carve":
+        line += f", carved{by}" if method else ""
+        ratio = active_ratio(record)
+        line += "" if ratio is None else f" to {figures.percent(ratio)} active"
+    elif kind == "prune":
+        kept = kept_experts(record)
+        line += f", pruned{by}" + (f" to {kept}" if kept else "")
+    elif kind == "skip":
+        skipped = skipped_calls(record)
+        line += f", {skipped} of expert calls skipped{by}" if skipped else f", skipping{by}"
+    elif kind == "condense":
+        line += f", {condensed_layers(record) or 'condensed'}{by}"
+    if what := trained(record):
+        line += f", {what} trained" if kind == "tune" else f", then {what} trained"
+    return line
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -118,6 +269,7 @@ SCORES: tuple[tuple[str, str, Format], ...] = (
     ("total parameters", "total_parameters", figures.count),
     ("router parameters", "router_parameters", figures.count),
 )
+STORED = "stored, of the original"
 SPEEDS: tuple[tuple[str, str, str, str, Format], ...] = (
     ("prefill, tokens/s", "prefill_tokens_per_second", "prefill_spread", "prefill", figures.rate),
     ("decode, tokens/s", "decode_tokens_per_second", "decode_spread", "decode", figures.rate),
@@ -135,6 +287,9 @@ def score_table(record: Record) -> Figures:
         values = [figure(scores, name, key) for name in columns]
         if any(value is not None for value in values):
             rows.append((label, [Cell(form(value)) for value in values]))
+    ratios = [stored_ratio(record, name) for name in columns]
+    if family(record) != "carve" and any(ratio not in (None, 1.0) for ratio in ratios):
+        rows.append((STORED, [Cell(figures.percent(ratio, 1)) for ratio in ratios]))
     return Figures(columns, rows)
 
 

@@ -5,6 +5,7 @@ for (const section of document.querySelectorAll("section.tokens")) {
   const layers = range.dataset.layers.split(","), buttons = section.querySelectorAll("button");
   const texts = [...section.querySelectorAll(".text")].map((text) => ({
     spans: [...text.children], experts: JSON.parse(text.dataset.experts) }));
+  const unit = section.dataset.unit;
   let only = null;
   const draw = () => {
     const layer = layers[range.value];
@@ -13,7 +14,7 @@ for (const section of document.querySelectorAll("section.tokens")) {
     for (const { spans, experts } of texts) spans.forEach((span, i) => {
       const petal = (experts[layer] || [])[i];
       span.className = "p" + petal + (only !== null && petal !== only ? " off" : "");
-      span.title = "petal " + petal + ", layer " + layer;
+      span.title = unit + " " + petal + ", layer " + layer;
     });
     buttons.forEach((button, i) => button.setAttribute("aria-pressed", i === only));
   };

@@ -5,10 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moesaic.report import figures
-from moesaic.report.read import VARIANTS, Record, figure, names, pace, part, within_spread
+from moesaic.report.read import (
+    CRITERIA,
+    VARIANTS,
+    Record,
+    family,
+    figure,
+    names,
+    pace,
+    part,
+    within_spread,
+)
 
 AS_WELL = 0.01
 """Perplexities that differ by less than this share are called equally good."""
+
+
+ALL = 0.995
+"""Shares above it are called about as many."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +46,17 @@ def _quality(record: Record) -> list[Sentence]:
     active = figure(scores, "result", "active_parameters")
     whole = figure(scores, "original", "total_parameters")
     dense = figure(scores, "original", "active_parameters") or whole
-    if active and dense:
-        sentences.append(
-            Sentence(
-                f"Runs {figures.percent(active / dense)} of the original's parameters per token "
-                f"({figures.count(active)} of {figures.count(dense)})."
-            )
+    if active and dense and family(record) != "tune":
+        share = f"{figures.percent(active / dense)} of the original's parameters per token"
+        saves = active / dense < ALL
+        text = (
+            f"Runs {share} ({figures.count(active)} of {figures.count(dense)})."
+            if saves
+            else f"A token runs {figures.count(active)} parameters, about as many as before."
         )
+        if active / dense > 2 - ALL:
+            text = f"Runs {share}: more than before."
+        sentences.append(Sentence(text, against=not saves))
     ours = figure(scores, "result", "perplexity")
     theirs = figure(scores, "original", "perplexity")
     if ours is not None and theirs is not None:
@@ -49,11 +67,12 @@ def _quality(record: Record) -> list[Sentence]:
     elif ours is not None:
         sentences.append(Sentence(f"Perplexity {figures.perplexity(ours)}."))
     stored = figure(scores, "result", "total_parameters")
-    if stored and whole:
+    if stored and whole and family(record) != "tune":
         fewer = stored < whole
         sentences.append(
             Sentence(
-                f"Stores {figures.count(stored)} parameters, the original {figures.count(whole)}."
+                f"Stores {figures.count(stored)} parameters, the original {figures.count(whole)}"
+                f"{_percent(stored / whole) if family(record) != 'carve' else ''}."
                 if fewer
                 else f"Stores {figures.count(stored)} parameters, no fewer than the original.",
                 against=not fewer,
@@ -80,7 +99,32 @@ def _speed(record: Record) -> list[Sentence]:
     return sentences
 
 
+def _percent(ratio: float) -> str:
+    return f" ({figures.percent(ratio, 1)} of it)"
+
+
+def _criteria(record: Record) -> list[Sentence]:
+    """Other criteria at the same number of experts, whatever they say of the one that was used."""
+    scores = part(record, "scores")
+    ours = figure(scores, "result", "perplexity")
+    sentences = []
+    for name in names(scores):
+        theirs = figure(scores, name, "perplexity")
+        if name in ("original", "result") or ours is None or theirs is None:
+            continue
+        sizes = {figure(scores, n, "total_parameters") for n in (name, "result")}
+        where = " at the same size" if len(sizes) == 1 else ""
+        verdict = _verdict(ours, theirs)
+        text = f"Pruning by {CRITERIA.get(name, name)}{where} {verdict}: {_both(theirs, ours)}."
+        sentences.append(Sentence(text, against=verdict != "does worse"))
+    return sentences
+
+
 def _comparisons(record: Record) -> list[Sentence]:
+    if family(record) == "prune":
+        return _criteria(record)
+    if family(record) == "condense":
+        return []  # other sizes, not other ways: the chart has them
     scores = part(record, "scores")
     ours = figure(scores, "result", "perplexity")
     ratio = figures.percent(figure(scores, "result", "active_ratio"), 1)

@@ -1,0 +1,140 @@
+"""Maps as inline SVG: experts by layer, layers by the round in which they were chosen, rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from moesaic.report import figures
+from moesaic.report.charts import line, rect, svg, text
+
+ROW = 19.0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One layer's experts before the change."""
+
+    layer: int
+    count: int
+    kept: Collection[int] | None
+    """Those that stay; None where the layer is as it was."""
+    calls: Sequence[float] = ()
+    """How often tokens chose each."""
+    note: str = ""
+    """Written at the right."""
+    loss: float | None = None
+    """Drawn as a bar at the right."""
+
+
+def expert_map(layers: Sequence[Experts], side: str = "", outline: bool = False) -> Markup:
+    """Which experts stay, layer by layer, the shade of each its share of the calls.
+
+    Args:
+        layers: from the first.
+        side: what the bars or notes at the right are.
+        outline: set those that stay apart from those of layers that are as they were.
+    """
+    count = max(layer.count for layer in layers)
+    cell = min(40.0, max(7.0, 320 / max(1, count)))
+    left, head, bar = 30.0, 30.0, 62.0
+    gap = 2 if cell >= 14 else 1
+    right = left + count * cell + 14
+    known = [c / sum(e.calls) for e in layers if sum(e.calls) for c in e.calls]
+    most = max(known, default=0) or 1.0
+    widest = max((e.loss for e in layers if e.loss is not None), default=0) or 1.0
+    out = [text(left, 10, "expert", "quiet"), text(right, 10, side, "quiet")]
+    for j in range(0, count, math.ceil(22 / cell)):
+        out.append(text(left + (j + 0.5) * cell - 1, head - 5, j, "quiet", "middle"))
+    for i, e in enumerate(layers):
+        y = head + i * ROW
+        base = y + ROW / 2 + 3
+        total = sum(e.calls)
+        out.append(text(left - 8, base, e.layer, "quiet", "end"))
+        for j in range(e.count):
+            share = e.calls[j] / total if total and j < len(e.calls) else None
+            stays = e.kept is None or j in e.kept
+            fate = "" if e.kept is None else ", kept" if stays else ", dropped"
+            told = "" if share is None else f": {figures.percent(share, 1)} of calls"
+            tip = f"layer {e.layer}, expert {j}{told}{fate}"
+            strength = 0.5 if share is None else 0.06 + 0.8 * share / most
+            x, width, height = left + j * cell, cell - gap, ROW - gap
+            if stays:
+                kind = "heat kept" if outline and e.kept is not None else "heat"
+                out.append(rect(x, y, width, height, kind, strength, tip))
+                continue
+            out.append(rect(x, y, width, height, "gone", strength, tip))
+            cross = [(x + 1, y + height - 1), (x + width - 1, y + 1)]
+            out.append(line(cross, "cross"))
+        if e.loss is not None:
+            long = bar * e.loss / widest if math.isfinite(e.loss) else bar
+            out.append(rect(right, y + ROW * 0.28, long, ROW * 0.36, "bar result"))
+            out.append(text(right + long + 5, base, figures.share(e.loss), "quiet"))
+        elif e.note:
+            out.append(text(right, base, e.note, "quiet"))
+    room = max(bar + 44, 6.2 * max(len(side), *(len(e.note) for e in layers)))
+    return svg(right + room, head + len(layers) * ROW, out, "Experts that stay, by layer")
+
+
+def rounds(steps: Sequence[tuple[int, Mapping[int, float]]]) -> Markup:
+    """A search over layers: a row a round, a column a layer, the layer taken in each outlined."""
+    columns = sorted({j for taken, losses in steps for j in (taken, *losses)})
+    cell = min(44.0, max(14.0, 320 / len(columns)))
+    left, head = 30.0, 30.0
+    every = math.ceil(22 / cell)
+    out = [text(left, 10, "layer", "quiet")]
+    for k, j in enumerate(columns):
+        if k % every == 0:
+            out.append(text(left + (k + 0.5) * cell - 1, head - 5, j, "quiet", "middle"))
+    right = left + len(columns) * cell + 12
+    out.append(text(right, 10, "loss of the layer taken", "quiet"))
+    for i, (taken, losses) in enumerate(steps):
+        y = head + i * ROW
+        base = y + ROW / 2 + 3
+        finite = [v for v in losses.values() if math.isfinite(v)]
+        most = max(finite, default=0) or 1.0
+        out.append(text(left - 8, base, i + 1, "quiet", "end"))
+        for k, j in enumerate(columns):
+            x = left + k * cell
+            loss = losses.get(j)
+            if loss is not None:
+                tip = f"round {i + 1}, layer {j}: {loss:.4g}"
+                strength = 0.05 + 0.7 * (max(0.0, loss) / most if math.isfinite(loss) else 1)
+                out.append(rect(x, y, cell - 2, ROW - 2, "heat", min(1.0, strength), tip))
+            if j == taken:
+                out.append(rect(x + 1, y + 1, cell - 4, ROW - 4, "taken"))
+        if (loss := losses.get(taken)) is not None:
+            out.append(text(right, base, f"{loss:.4g}", "quiet"))
+    return svg(right + 130, head + len(steps) * ROW, out, "Layers in the order of choice")
+
+
+Column = tuple[str, Mapping[int, float], Callable[[float], str]]
+"""A heading, a value a layer, how it is written."""
+
+
+def rows(columns: Sequence[Column], room: float = 110, bar: float = 74) -> Markup:
+    """Figures by layer as bars beside each other, each column on a scale of its own from 0."""
+    layers = sorted({i for _, values, _ in columns for i in values})
+    left, head = 30.0, 22.0
+    out = []
+    for n, (name, values, form) in enumerate(columns):
+        x = left + n * (room + 30)
+        most = max((v for v in values.values() if math.isfinite(v)), default=0) or 1.0
+        out.append(text(x, 10, name, "quiet"))
+        for i, layer in enumerate(layers):
+            if (value := values.get(layer)) is None:
+                continue
+            y = head + i * ROW
+            long = bar * max(0.0, value) / most if math.isfinite(value) else bar
+            kind = "bar result" if n == 0 else "bar original"
+            tip = f"layer {layer}, {name}: {form(value)}"
+            out.append(rect(x, y + ROW * 0.22, long, ROW * 0.46, kind, tip=tip))
+            out.append(text(x + long + 6, y + ROW / 2 + 3, form(value), "quiet"))
+    for i, layer in enumerate(layers):
+        out.append(text(left - 8, head + i * ROW + ROW / 2 + 3, layer, "quiet", "end"))
+    width = left + len(columns) * (room + 30)
+    label = f"{' and '.join(name for name, _, _ in columns)} by layer"
+    return svg(width, head + len(layers) * ROW, out, label)
