@@ -270,7 +270,7 @@ def tune(
     ] = "",
     what: Annotated[str, typer.Option(help="condensed, routers, lora or all.")] = "condensed",
     teacher: Annotated[
-        str, typer.Option(metavar="MODEL", help="The original model; for --what routers.")
+        str, typer.Option(metavar="MODEL", help="Learn from this original, not from the text.")
     ] = "",
     steps: Annotated[int | None, typer.Option(min=1, help="Steps; default: --epochs.")] = None,
     epochs: Annotated[float, typer.Option(help="Times that the text passes.")] = 1.0,
