@@ -19,7 +19,7 @@ from moesaic.methods.tuning import TuneConfig, trainable
 from moesaic.moe import MoEArch, base_arch
 from moesaic.plan import JSON_NAME, Plan
 from moesaic.progress import Track, silent
-from moesaic.training import train
+from moesaic.training import Distillation, train
 
 
 @dataclass
@@ -120,7 +120,7 @@ def tune(
         plan = plan if plan is not None else _plan(original)
         tuned, chosen = live, trainable(live, arch, config.what, plan)  # type: ignore[arg-type]
     count = sum(p.numel() for p in chosen.values())
-    bar = _Bar(track)
+    bar = Bar(track)
     with TemporaryDirectory(prefix="moesaic-") as scratch:
         losses = train(
             tuned,
@@ -128,7 +128,7 @@ def tune(
             config.schedule,
             progress or Path(scratch),
             trainable=chosen,
-            teacher=teacher,
+            objective=None if teacher is None else Distillation(teacher),
             device=device,
             tell=bar.tell,
         )
@@ -149,7 +149,7 @@ def _with_lora(model: Any, config: TuneConfig) -> tuple[Any, dict[str, torch.nn.
     return adapted, {n: p for n, p in adapted.named_parameters() if p.requires_grad}
 
 
-class _Bar:
+class Bar:
     """Turns calls into the passing of items, which is what a progress bar is drawn of."""
 
     def __init__(self, track: Track) -> None:

@@ -87,9 +87,15 @@ def routers(model: Any) -> dict[int, tuple[nn.Module, Routing]]:
 
 
 def _choice(out: Any) -> Tensor:
-    """The experts that a router chose (T, K): ours returns them alone, others as the last part."""
-    chosen_TK: Tensor = out[-1] if isinstance(out, tuple) else out
-    return chosen_TK
+    """The experts that a router chose (T, K): ours returns them alone, others as the last part.
+
+    A router that weighs returns weights (T, R): heaviest first, and the number R where it is zero.
+    """
+    chosen: Tensor = out[-1] if isinstance(out, tuple) else out
+    if not chosen.is_floating_point():
+        return chosen
+    weights_TR, chosen_TR = chosen.sort(dim=-1, descending=True, stable=True)
+    return chosen_TR.masked_fill(weights_TR == 0, chosen.shape[-1])
 
 
 @contextmanager
