@@ -10,8 +10,16 @@ Importing it registers the converted model types with ``AutoModelForCausalLM``.
 from moesaic.condensing import condense
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
+from moesaic.learning import learn
 from moesaic.measure import bench, evaluate, generate, inspect
-from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig, SkipConfig, TuneConfig
+from moesaic.methods import (
+    CondenseConfig,
+    DSMoEConfig,
+    MoREConfig,
+    PruneConfig,
+    SkipConfig,
+    TuneConfig,
+)
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.reduction import observe, prune, skip
@@ -23,6 +31,7 @@ from moesaic.version import __version__
 
 __all__ = [
     "CondenseConfig",
+    "DSMoEConfig",
     "MoREConfig",
     "MoesaicError",
     "Plan",
@@ -40,6 +49,7 @@ __all__ = [
     "evaluate",
     "generate",
     "inspect",
+    "learn",
     "load_recipe",
     "merge_files",
     "observe",

@@ -25,6 +25,8 @@ class Routing:
     tokens: int = 0
     counts: list[int] = field(default_factory=list)
     """Tokens that ran each petal."""
+    idle: int = 0
+    """Tokens that ran no petal."""
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * len(self.petals)
@@ -117,6 +119,7 @@ def _counter(layer: Routing) -> Any:
         chosen_TK = _choice(out)
         experts = len(layer.petals)
         layer.tokens += chosen_TK.shape[0]
+        layer.idle += int((chosen_TK == experts).all(-1).sum())
         new = torch.bincount(chosen_TK.flatten(), minlength=experts)[:experts].tolist()
         layer.counts = [a + b for a, b in zip(layer.counts, new, strict=True)]
 
