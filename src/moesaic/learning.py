@@ -64,7 +64,7 @@ def learn(
     model: Any,
     config: DSMoEConfig | None = None,
     *,
-    calibration: str | Sequence[Any] | Tokens | torch.Tensor | None = None,
+    calibration: str | Sequence[Any] | Tokens | torch.Tensor = "",
     tokenizer: Any = None,
     compare: Sequence[str] = (),
     inplace: bool = False,
@@ -78,7 +78,8 @@ def learn(
     Args:
         model: a loaded PreTrainedModel, or a name for :func:`moesaic.hub.resolve`.
         config: what to make of it, on which text, how long.
-        calibration: to train on instead of ``config.data``: texts, or tokens (N, L).
+        calibration: what to train on, where ``config.data`` names nothing: a source, texts, or
+            tokens (N, L).
         tokenizer: for texts, when ``model`` is loaded.
         compare: variants of the method to train beside it, on the same text.
         inplace: convert the caller's model itself.
@@ -125,13 +126,21 @@ def learn(
         )
 
     live, losses = trained("")
+    count = sum(p.numel() for p in live.parameters())
     return Learned(
         plan=plans[""],
         analyses={},
         arch=arch,
         original=original,
         comparisons={name: plans[name] for name in compare},
-        summary={"training": {"losses": losses}},
+        summary={
+            "tune": {
+                "what": "all",
+                "losses": losses,
+                "trained_parameters": count,
+                "total_parameters": count,
+            }
+        },
         tokenizer=tokenizer,
         inplace=inplace,
         dtype=dtype,
@@ -178,10 +187,16 @@ def _examples(config: DSMoEConfig, given: Any, tokenizer: Any) -> Any:
         given = given.input_ids
     if isinstance(given, torch.Tensor):
         return [{"input_ids": row, "labels": row} for row in given.tolist()]
-    if given is None and config.data.endswith(".safetensors"):
-        return training_examples(config.data, tokenizer, config.length)
+    if config.data or isinstance(given, str):
+        given = config.data or given
+        if not given.endswith(".safetensors"):
+            _need(tokenizer)
+            return PackedText(given, tokenizer, config.length, config.seed)
+    else:
+        _need(tokenizer)
+    return training_examples(given, tokenizer, config.length)
+
+
+def _need(tokenizer: Any) -> None:
     if tokenizer is None:
         raise MoesaicError("Training text needs a tokenizer: pass tokenizer=, or token ids.")
-    if given is None:
-        return PackedText(config.data, tokenizer, config.length, config.seed)
-    return training_examples(given, tokenizer, config.length)

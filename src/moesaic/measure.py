@@ -182,7 +182,12 @@ def measure(
         "evaluation": {"data": settings.data or "shipped", "length": settings.length},
         "scores": {name: s.as_json() for name, s in scores.items()},
         "routing": {
-            str(i): {"share": r.share, "jsd": r.jsd, "active_width": r.active_width}
+            str(i): {
+                "share": r.share,
+                "jsd": r.jsd,
+                "active_width": r.active_width,
+                **({"idle": r.idle / r.tokens} if r.idle else {}),
+            }
             for i, r in scores["result"].routing.items()
         },
         "generation": {"prompt": settings.prompt, **generations},
