@@ -61,8 +61,8 @@ CalibrationText = Annotated[
     typer.Option(
         "--calibration",
         help="Text to calibrate on, or to train on: a .txt, .jsonl, .json or .parquet file, a "
-        ".safetensors file of input_ids, a hub dataset id, prose, reference or code, or a mix such as code=3,prose=1. "
-        "Default: all text that ships.",
+        ".safetensors file of input_ids, a hub dataset id, prose, reference or code, or a mix such "
+        "as code=3,prose=1. Default: all text that ships.",
     ),
 ]
 Samples = Annotated[int, typer.Option(min=1, help="Calibration windows.")]
@@ -509,6 +509,14 @@ def options(pairs: list[str] | None) -> dict[str, Any]:
     return given
 
 
+def numbers(text: str) -> list[float]:
+    """Numbers between commas."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise MoesaicError(f"{text!r} is not a list of numbers such as 0.3,0.5.") from None
+
+
 @app.command("run", epilog=example("moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder"))
 def run_file(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="A recipe.")],
@@ -548,11 +556,34 @@ def evaluate(
     data: EvalData = "",
     length: EvalLength = 512,
     max_tokens: MaxTokens = None,
+    tau: Annotated[
+        str, typer.Option(help="Thresholds of the gates to measure at, such as 0.3,0.5,0.7.")
+    ] = "",
+    draw: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="With --tau: draw what was measured.")
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Perplexity, parameters and active ratio, measured on routed tokens."""
+    if draw and not tau:
+        raise MoesaicError("--draw draws a sweep over thresholds; give them with --tau.")
+    if tau:
+        points = measuring.sweep(
+            model,
+            numbers(tau),
+            data=data,
+            length=length,
+            max_tokens=max_tokens,
+            device=check_device(device),
+            dtype=parse_dtype(dtype),
+            track=bars,
+        )
+        if draw:
+            draw.write_text(report.sweep(points, f"{model}, by threshold"), "utf-8")
+        emit(as_json, {"sweep": points}, columns({f"tau {p['tau']:g}": p for p in points}))
+        return
     names = {"model": model} | ({"against": against} if against else {})
     scores = {
         key: measuring.evaluate(
