@@ -252,7 +252,8 @@ def train(
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
     if schedule.recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=schedule.steps or -1,
@@ -288,7 +289,7 @@ def train(
     last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     loop.train(resume_from_checkpoint=last)
     if schedule.recompute:
-        model.gradient_checkpointing_disable()
+        getattr(model, f"{name}_checkpointing_disable")()
     for name, parameter in trainable.items():
         parameter.data = parameter.data.to(types[name])
     left_out = ("epoch", "grad_norm")

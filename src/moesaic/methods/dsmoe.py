@@ -23,8 +23,8 @@ Where the paper is silent or we depart from it:
 - Gates start at N(0, 0.02). From zero, sigmoid would be 0.5, not above tau, and nothing active.
   ``gate_bias`` adds to every logit, for a start near the dense model.
 - L_sparse is a mean over the tokens that predict one; its weight ``sparsity`` (lambda) is 1.
-- The paper has no target. With ``active``, lambda moves after each step by ``gain`` times the share
-  of active blocks that is too many; below zero it rewards activity.
+- The paper has no target. With ``active``, a controller moves lambda after each step by the share of
+  active blocks that is too many; below zero, lambda rewards activity.
 - ``top-k`` is the comparison with LLaMA-MoE: the same blocks, a fixed number of them by a softmax,
   the scale n / k, and the load-balance loss of Switch. Its noise is left out. ``top_k_scale``
   is the sum of a token's weights: 1 in LLaMA-MoE.
@@ -44,6 +44,9 @@ from moesaic.budget import LayerSize, active_ratio, chosen_layers, ffn_share
 from moesaic.errors import MoesaicError
 from moesaic.plan import CarvedLayer
 from moesaic.training import Schedule, next_token_loss, predicting
+
+SWIFT = 10.0
+"""The controller's proportional gain, relative to the integral one: steps it looks back on."""
 
 Variant = Literal["full", "no-straight-through", "no-piecewise", "top-k"]
 
@@ -66,8 +69,8 @@ class DSMoEConfig:
     """Threshold of the gates."""
     sparsity: float = 1.0
     """lambda: the weight of the sparsity loss."""
-    gain: float = 0.1
-    """What lambda moves by in a step when all blocks are active and none should be."""
+    gain: float = 0.3
+    """What lambda grows by in a step in which all blocks are active and none should be."""
     gate_bias: float = 0.0
     """Added to every gate's logit."""
     force_one: bool = False
@@ -188,7 +191,7 @@ class Objective:
         self.routers = list(routers)
         self.config = config
         self.target = target
-        self.state = {"lambda": config.sparsity}
+        self.state = {"lambda": config.sparsity, "sum": 0.0}
 
     def __call__(
         self, model: nn.Module, inputs: dict[str, Tensor]
@@ -222,13 +225,15 @@ class Objective:
         return self.config.tau if self.config.variant == "no-piecewise" else 0.0
 
     def stepped(self, figures: dict[str, float]) -> dict[str, float]:
-        """The controller: more weight on sparsity while too many blocks are active."""
+        """The controller, proportional and integral: more weight while too many are active."""
         if self.config.variant == "top-k":
             return {}
         used = self.state["lambda"]
         if self.target is not None:
-            excess = figures["active_blocks"] - self.target
-            self.state = {"lambda": used + self.config.gain * excess}
+            gain, excess = self.config.gain, figures["active_blocks"] - self.target
+            total = self.state["sum"] + gain * excess
+            weight = self.config.sparsity + total + SWIFT * gain * excess
+            self.state = {"lambda": weight, "sum": total}
         return {"lambda": used}
 
 
