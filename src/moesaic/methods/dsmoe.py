@@ -23,8 +23,8 @@ Where the paper is silent or we depart from it:
 - Gates start at N(0, 0.02). From zero, sigmoid would be 0.5, not above tau, and nothing active.
   ``gate_bias`` adds to every logit, for a start near the dense model.
 - L_sparse is a mean over the tokens that predict one; its weight ``sparsity`` (lambda) is 1.
-- The paper has no target. With ``active``, a controller moves lambda after each step by the share of
-  active blocks that is too many; below zero, lambda rewards activity.
+- The paper has no target. With ``active``, a controller moves lambda after each step with the share
+  of active blocks that is too many; below zero, lambda rewards activity.
 - ``top-k`` is the comparison with LLaMA-MoE: the same blocks, a fixed number of them by a softmax,
   the scale n / k, and the load-balance loss of Switch. Its noise is left out. ``top_k_scale``
   is the sum of a token's weights: 1 in LLaMA-MoE.
