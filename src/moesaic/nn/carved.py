@@ -127,15 +127,16 @@ class CarvedFFN(nn.Module):
                 y_TD = y_TD + part.output(h_RM.view(1, -1))
             return y_TD
         petal, token = on_RT.nonzero(as_tuple=True)
-        groups = x_TD.index_select(0, token).split(on_RT.sum(1).tolist())
-        parts = [
-            ffn.neurons(*place).of_few(group)
-            for place, group in zip(self.slices, groups, strict=True)
-            if len(group)
-        ]
-        if not parts:
+        if not len(token):
             return y_TD
-        return y_TD.index_add(0, token, torch.cat(parts) * weights_TR[token, petal, None])
+        groups = x_TD.index_select(0, token).T.split(on_RT.sum(1).tolist(), dim=1)
+        parts = [
+            ffn.neurons(*place).by_columns(group_DT)
+            for place, group_DT in zip(self.slices, groups, strict=True)
+            if group_DT.shape[1]
+        ]
+        parts_TD = torch.cat(parts, dim=1).T * weights_TR[token, petal, None]
+        return y_TD.index_add(0, token, parts_TD)
 
     def _sliceable(self) -> bool:
         """Whether the projections are plain: not quantised, not wrapped by an adapter."""
