@@ -293,13 +293,17 @@ def _describe(recipe: Recipe, result: Result | Tuned, earlier: dict[str, Any]) -
         "model_type": plan.base.model_type if native else f"moesaic_{plan.base.model_type}",
         "method": plan.method,
         "config": plan.config,
-        "calibration": {**asdict(recipe.calibration), "fingerprint": plan.calibration},
+        **({"calibration": _calibration(recipe, plan)} if plan.calibration else {}),
         "environment": environment(recipe.device),
         "layers": {str(i): described[i] for i in sorted(plan.layers)} if carved else described,
         **({"beta": [d.get("beta") for d in described]} if plan.method == Skipper.name else {}),
         **result.summary,
         **({"condensed": described} if result.summary and not carved else {}),
     }
+
+
+def _calibration(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    return {**asdict(recipe.calibration), "fingerprint": plan.calibration}
 
 
 def _describe_layer(plan: Plan, index: int, analysis: dict[str, Any]) -> dict[str, Any]:
