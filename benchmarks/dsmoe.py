@@ -30,7 +30,7 @@ from moesaic.measure import environment
 from moesaic.metrics.score import score
 from moesaic.nn import ThresholdRouter
 
-LENGTH, BATCH, ACTIVE, HELD_OUT = 256, 8, 0.625, 32_768
+LENGTH, BATCH, ACTIVE, CHOOSE, HELD_OUT = 256, 8, 0.625, 24, 16_384
 OUT = Path(__file__).with_suffix(".json")
 VARIANTS: dict[str, dict[str, Any]] = {
     "dsmoe": {},
@@ -54,7 +54,7 @@ def choose_tau(model: Any, tokens: Tokens) -> float | None:
     """The threshold at which a model's active ratio on a text is ACTIVE; None without one."""
     gates = [m for m in model.modules() if isinstance(m, ThresholdRouter)]
     low, high = 0.0, 1.0
-    for _ in range(10 if gates else 0):
+    for _ in range(8 if gates else 0):
         for gate in gates:
             gate.tau = (low + high) / 2
         if score(model, tokens).active_ratio > ACTIVE:
@@ -110,18 +110,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(VARIANTS))
     asked = parser.parse_args()
     tokenizer = resolve("tiny-dense").tokenizer
-    ids = training_windows(asked.text, tokenizer, asked.steps * BATCH + 32)
-    train, choose = Tokens(ids[:-32]), Tokens(ids[-32:])
+    ids = training_windows(asked.text, tokenizer, asked.steps * BATCH + CHOOSE)
+    train, choose = Tokens(ids[:-CHOOSE]), Tokens(ids[-CHOOSE:])
     held = evaluation_tokens("", tokenizer, LENGTH, HELD_OUT)
     common = {"lr": asked.lr, "gain": asked.gain, "seed": asked.seed}
     rows = json.loads(OUT.read_text())["results"] if OUT.exists() else []
+    dense = score(resolve("tiny-dense").load(dtype=torch.float32), held)
     for name in asked.only:
         options = {**VARIANTS[name], **common}
         same = {"name": name, "options": options, "train_tokens": train.input_ids.numel()}
         if any(same.items() <= row.items() for row in rows):
             continue
         rows.append(run(name, options, train, choose, held))
-        dense = score(resolve("tiny-dense").load(dtype=torch.float32), held)
         record = {
             "benchmark": "dsmoe",
             "target": ACTIVE,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -334,6 +337,44 @@ def test_bfloat16_keeps_routers_in_float32(tmp_path: Path) -> None:
         types = {n: p.dtype for n, p in live.named_parameters()}
         assert {t for n, t in types.items() if "router" in n} == {torch.float32}
         assert {t for n, t in types.items() if "router" not in n} == {torch.bfloat16}
+
+
+SCRIPT = """
+import json, sys
+from moesaic import DSMoEConfig
+from moesaic.learning import learn
+from moesaic.statistics import process
+folder, batch, out = sys.argv[1:]
+config = DSMoEConfig(experts=4, steps=4, batch=int(batch), lr=1e-2, active=0.6,
+                     data=folder + "/data.safetensors")
+losses = learn(folder + "/model", config, tokenizer=object()).losses
+if process()[0] == 0:
+    json.dump({"world": process()[1], "losses": losses}, open(out, "w"))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """Losses, figures and lambda; texts of different lengths, so a mean of means would differ."""
+    tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    ids, mask = rows(), torch.ones_like(rows())
+    for i in range(len(ids)):
+        mask[i, 24 - i :] = 0
+    save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / "data.safetensors")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    launch += ["--multi_gpu", "--num_processes", "2"]  # this launcher starts CPU processes too
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    script = [str(tmp_path / "script.py"), str(tmp_path), "4", str(tmp_path / "out.json")]
+    subprocess.run([*launch, *script], check=True, env=environment, capture_output=True)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["world"] == 2
+    data = str(tmp_path / "data.safetensors")
+    config = DSMoEConfig(steps=4, batch=8, lr=1e-2, active=0.6, experts=BLOCKS, data=data)
+    one = learn(tmp_path / "model", config, tokenizer=object()).losses
+    for ours, theirs in zip(found["losses"], one, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 # --- results -------------------------------------------------------------------------------------
