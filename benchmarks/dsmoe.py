@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 import moesaic
+from moesaic.continuing import carve_and_train
 from moesaic.data import Tokens, evaluation_tokens, load_texts, windows
 from moesaic.hub import resolve
-from moesaic.learning import learn
 from moesaic.measure import environment
 from moesaic.metrics.score import score
 from moesaic.nn import ThresholdRouter
@@ -84,7 +84,7 @@ def run(name: str, options: dict[str, Any], train: Tokens, choose: Tokens, held:
     )
     base = resolve("tiny-dense").load(dtype=torch.float32)
     start = time.perf_counter()
-    result = learn(base, config, calibration=train, inplace=True)
+    result = carve_and_train(base, config, calibration=train, inplace=True)
     seconds = time.perf_counter() - start
     row = {
         "name": name,

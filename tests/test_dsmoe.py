@@ -25,7 +25,7 @@ from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
 from moesaic.arch import dense_arch
 from moesaic.budget import layer_sizes
 from moesaic.cli import app
-from moesaic.learning import learn
+from moesaic.continuing import carve_and_train
 from moesaic.methods.dsmoe import DSMoE, Objective, imbalance, sparsity
 from moesaic.metrics.score import score
 from moesaic.nn import CarvedFFN
@@ -260,7 +260,7 @@ def test_the_controller_reaches_its_target() -> None:
         model = tiny_model("llama", mlp_bias=False, num_hidden_layers=2)
         arch = dense_arch(model.config)
         target = DSMoE(config).target(layer_sizes(model, arch))
-        result = learn(model, config, calibration=tokens)
+        result = carve_and_train(model, config, calibration=tokens)
         assert target is not None
         last = [step["active_blocks"] for step in result.losses[-10:]]
         assert sum(last) / 10 == pytest.approx(target, abs=0.08)
@@ -294,11 +294,11 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
     config = DSMoEConfig(active=0.6, length=24, **FEW)
     text = {"calibration": "prose=2,code=1", "tokenizer": tokenizer}
     options: dict[str, Any] = text if streamed else {"calibration": rows()}
-    whole = learn(model, config, **options)
+    whole = carve_and_train(model, config, **options)
     with pytest.raises(Stop):
-        learn(model, config, progress=tmp_path, track=stopping, **options)
+        carve_and_train(model, config, progress=tmp_path, track=stopping, **options)
     assert (tmp_path / "checkpoint-4").is_dir()
-    resumed = learn(model, config, progress=tmp_path, **options)
+    resumed = carve_and_train(model, config, progress=tmp_path, **options)
     assert [s["step"] for s in resumed.losses] == [1, 2, 3, 4, 5, 6]
     for ours, theirs in zip(resumed.losses, whole.losses, strict=True):
         assert ours == pytest.approx(theirs)
@@ -309,7 +309,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
 def test_everything_trains_and_the_callers_model_does_not() -> None:
     model = tiny_model("llama")
     before = copy.deepcopy(model.state_dict())
-    result = learn(model, DSMoEConfig(gate_bias=3.0, **FEW), calibration=rows())
+    result = carve_and_train(model, DSMoEConfig(gate_bias=3.0, **FEW), calibration=rows())
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
     after = result.model.state_dict()
     assert not [n for n in before if torch.equal(before[n], after[n])]
@@ -321,7 +321,7 @@ def test_everything_trains_and_the_callers_model_does_not() -> None:
 def test_recomputing_changes_nothing_but_memory() -> None:
     model = tiny_model("llama")
     plain, again = (
-        learn(model, DSMoEConfig(recompute=r, accumulate=2, **FEW), calibration=rows(64))
+        carve_and_train(model, DSMoEConfig(recompute=r, accumulate=2, **FEW), calibration=rows(64))
         for r in (False, True)
     )
     for ours, theirs in zip(again.losses, plain.losses, strict=True):
@@ -330,7 +330,7 @@ def test_recomputing_changes_nothing_but_memory() -> None:
 
 def test_bfloat16_keeps_routers_in_float32(tmp_path: Path) -> None:
     model = tiny_model("qwen2").to(torch.bfloat16)
-    result = learn(model, DSMoEConfig(**FEW), calibration=rows())
+    result = carve_and_train(model, DSMoEConfig(**FEW), calibration=rows())
     result.save(tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     for live in (result.model, loaded):
@@ -342,12 +342,12 @@ def test_bfloat16_keeps_routers_in_float32(tmp_path: Path) -> None:
 SCRIPT = """
 import json, sys
 from moesaic import DSMoEConfig
-from moesaic.learning import learn
+from moesaic.continuing import carve_and_train
 from moesaic.statistics import process
 folder, batch, out = sys.argv[1:]
 config = DSMoEConfig(experts=4, steps=4, batch=int(batch), lr=1e-2, active=0.6,
                      data=folder + "/data.safetensors")
-losses = learn(folder + "/model", config, tokenizer=object()).losses
+losses = carve_and_train(folder + "/model", config, tokenizer=object()).losses
 if process()[0] == 0:
     json.dump({"world": process()[1], "losses": losses}, open(out, "w"))
 """
@@ -372,7 +372,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     assert found["world"] == 2
     data = str(tmp_path / "data.safetensors")
     config = DSMoEConfig(steps=4, batch=8, lr=1e-2, active=0.6, experts=BLOCKS, data=data)
-    one = learn(tmp_path / "model", config, tokenizer=object()).losses
+    one = carve_and_train(tmp_path / "model", config, tokenizer=object()).losses
     for ours, theirs in zip(found["losses"], one, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
@@ -488,7 +488,7 @@ def test_text_that_cannot_be_read(source: str, tmp_path: Path, tokenizer: Any) -
 )
 def test_requests_that_cannot_be_met(options: dict[str, Any], says: str) -> None:
     with pytest.raises(MoesaicError, match=says):
-        learn(tiny_model("llama"), DSMoEConfig(**options), calibration=rows())
+        carve_and_train(tiny_model("llama"), DSMoEConfig(**options), calibration=rows())
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ Importing it registers the converted model types with ``AutoModelForCausalLM``.
 from moesaic.condensing import condense
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.learning import learn
 from moesaic.measure import bench, evaluate, generate, inspect
 from moesaic.methods import (
     CondenseConfig,
@@ -49,7 +48,6 @@ __all__ = [
     "evaluate",
     "generate",
     "inspect",
-    "learn",
     "load_recipe",
     "merge_files",
     "observe",

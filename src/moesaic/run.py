@@ -16,10 +16,10 @@ from moesaic.arch import dense_arch
 from moesaic.budget import layer_sizes
 from moesaic.checkpoint import check_out, whole_folder
 from moesaic.condensing import condense
+from moesaic.continuing import carve_and_train
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.hub import native_config, resolve
-from moesaic.learning import learn
 from moesaic.measure import check_device, environment, measure, parse_dtype
 from moesaic.methods import (
     CARVERS,
@@ -73,8 +73,8 @@ def carve(
     Args:
         model: a loaded PreTrainedModel, or a name for :func:`moesaic.hub.resolve`. From a name the
             model is read from disk layer by layer and never held whole.
-        config: a method's config, such as :class:`~moesaic.methods.more.MoREConfig`. One that
-            learns goes on to :func:`moesaic.learning.learn`.
+        config: a method's config, such as :class:`~moesaic.methods.more.MoREConfig`. With
+            DSMoE's, :func:`moesaic.continuing.carve_and_train` takes over.
         calibration: texts, tokens (N, L), or what ``--calibration`` takes.
         samples: windows drawn from calibration text.
         length: tokens a window.
@@ -92,7 +92,7 @@ def carve(
     """
     config = config if config is not None else MoREConfig()
     if isinstance(config, DSMoEConfig):
-        return learn(
+        return carve_and_train(
             model,
             config,
             calibration=calibration,
@@ -220,7 +220,7 @@ def run_recipe(
 
 VERBS: dict[type, Any] = {
     MoREConfig: carve,
-    DSMoEConfig: learn,
+    DSMoEConfig: carve_and_train,
     PruneConfig: prune,
     SkipConfig: skip,
     CondenseConfig: condense,

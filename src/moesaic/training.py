@@ -22,6 +22,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_utils import get_last_checkpoint
 
 from moesaic.errors import MoesaicError
+from moesaic.progress import Track
 
 IGNORED = -100
 """The label of a token that is not predicted: a prompt's, or padding."""
@@ -214,6 +215,23 @@ class _Told(TrainerCallback):  # type: ignore[misc]
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs and "loss" in logs and state.is_world_process_zero:
             self.tell(state.global_step, state.max_steps, logs)
+
+
+class Bar:
+    """Turns calls into the passing of items, which is what a progress bar is drawn of."""
+
+    def __init__(self, track: Track) -> None:
+        self._track = track
+        self._passing: Any = None
+
+    def tell(self, step: int, of: int, logs: dict[str, float]) -> None:
+        if self._passing is None:
+            self._passing = iter(self._track(range(step, of + 1), "Training", of + 1 - step))
+        next(self._passing, None)
+
+    def close(self) -> None:
+        for _ in self._passing or ():
+            pass
 
 
 def train(

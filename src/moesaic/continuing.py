@@ -1,4 +1,4 @@
-"""Dense to MoE by training: the verb ``carve`` for methods that learn."""
+"""Dense to MoE by continued training: the verb ``carve`` where all weights train."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from moesaic.plan import Plan
 from moesaic.progress import Track, silent
 from moesaic.result import Result
 from moesaic.surgery import apply_plan, base_shape
-from moesaic.training import train
-from moesaic.tuning import Bar
+from moesaic.training import Bar, train
 
 
 @dataclass
-class Learned(Result):
+class Trained(Result):
     """A converted model whose weights were trained as well.
 
     The plan says what training began from. It cannot rebuild the result and is not saved.
@@ -60,7 +59,7 @@ class Learned(Result):
             self.tokenizer.save_pretrained(folder)
 
 
-def learn(
+def carve_and_train(
     model: Any,
     config: DSMoEConfig | None = None,
     *,
@@ -72,7 +71,7 @@ def learn(
     dtype: torch.dtype | None = None,
     progress: Path | None = None,
     track: Track = silent,
-) -> Learned:
+) -> Trained:
     """Carve a dense model into a mixture of experts and train it.
 
     Args:
@@ -127,7 +126,7 @@ def learn(
 
     live, losses = trained("")
     count = sum(p.numel() for p in live.parameters())
-    return Learned(
+    return Trained(
         plan=plans[""],
         analyses={},
         arch=arch,
