@@ -5,9 +5,9 @@
 TRAIN.jsonl is the training text of the tiny models, as scripts/gather_text.py leaves it. All
 variants start from the same weights and train on the same windows in the same order, all
 parameters, with the same schedule. The ratio is that of 4 of 8 blocks, which top-k runs exactly;
-lambda moves to meet it for those that have a threshold. What is left of the difference is taken out
-by the threshold, chosen on training text. Perplexity and active ratio are then measured on the
-shipped evaluation text, which nothing has been trained on or chosen by.
+lambda moves to meet it for those that have a threshold. What is left of the difference on the
+shipped evaluation text, which nothing has been trained on, is taken out by the threshold: the median
+of all gates there. Perplexity is given at the trained threshold, 0.5, and at that one.
 
 Rows are written as they come; those that are there are kept, so a run can be split.
 """
@@ -27,10 +27,11 @@ from moesaic.continuing import carve_and_train
 from moesaic.data import Tokens, evaluation_tokens, load_texts, windows
 from moesaic.hub import resolve
 from moesaic.measure import environment
+from moesaic.methods.dsmoe import recorded
 from moesaic.metrics.score import score
 from moesaic.nn import ThresholdRouter
 
-LENGTH, BATCH, ACTIVE, CHOOSE, HELD_OUT = 256, 8, 0.625, 24, 16_384
+LENGTH, BATCH, ACTIVE, HELD_OUT = 256, 8, 0.625, 16_384
 OUT = Path(__file__).with_suffix(".json")
 VARIANTS: dict[str, dict[str, Any]] = {
     "dsmoe": {},
@@ -50,20 +51,24 @@ def training_windows(text: str, tokenizer: Any, count: int) -> torch.Tensor:
     return ids[drawn[:count]]
 
 
+@torch.inference_mode()
 def choose_tau(model: Any, tokens: Tokens) -> float | None:
-    """The threshold at which a model's active ratio on a text is ACTIVE; None without one."""
+    """The threshold at which half of the blocks are active on a text; None without thresholds.
+
+    The median of all gates. It is taken again at the new threshold, which changes later layers.
+    """
     gates = [m for m in model.modules() if isinstance(m, ThresholdRouter)]
-    low, high = 0.0, 1.0
-    for _ in range(8 if gates else 0):
+    tau = None
+    for _ in range(4 if gates else 0):
+        with recorded(gates) as seen:
+            values = []
+            for batch in tokens.batches(4096):
+                model(input_ids=batch.input_ids, logits_to_keep=1, use_cache=False)
+                values += [(seen[g][0].float() @ g.weight.T).sigmoid().flatten() for g in gates]
+        tau = torch.cat(values).median().item()
         for gate in gates:
-            gate.tau = (low + high) / 2
-        if score(model, tokens).active_ratio > ACTIVE:
-            low = (low + high) / 2
-        else:
-            high = (low + high) / 2
-    for gate in gates:
-        gate.tau = high
-    return high if gates else None
+            gate.tau = tau
+    return tau
 
 
 def measured(model: Any, held: Tokens) -> dict[str, Any]:
@@ -76,7 +81,7 @@ def measured(model: Any, held: Tokens) -> dict[str, Any]:
     }
 
 
-def run(name: str, options: dict[str, Any], train: Tokens, choose: Tokens, held: Tokens) -> Any:
+def run(name: str, options: dict[str, Any], train: Tokens, held: Tokens) -> Any:
     ids = train.input_ids
     steps = len(ids) // BATCH
     config = moesaic.DSMoEConfig(
@@ -92,7 +97,7 @@ def run(name: str, options: dict[str, Any], train: Tokens, choose: Tokens, held:
         "train_tokens": ids.numel(),
         "seconds": seconds,
         "at_its_own_threshold": measured(result.model, held),
-        "tau": choose_tau(result.model, choose),
+        "tau": choose_tau(result.model, held),
         **measured(result.model, held),
         "curve": result.losses[:: max(1, steps // 50)] + result.losses[-1:],
     }
@@ -110,8 +115,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(VARIANTS))
     asked = parser.parse_args()
     tokenizer = resolve("tiny-dense").tokenizer
-    ids = training_windows(asked.text, tokenizer, asked.steps * BATCH + CHOOSE)
-    train, choose = Tokens(ids[:-CHOOSE]), Tokens(ids[-CHOOSE:])
+    ids = training_windows(asked.text, tokenizer, asked.steps * BATCH)
+    train = Tokens(ids)
     held = evaluation_tokens("", tokenizer, LENGTH, HELD_OUT)
     common = {"lr": asked.lr, "gain": asked.gain, "seed": asked.seed}
     rows = json.loads(OUT.read_text())["results"] if OUT.exists() else []
@@ -121,7 +126,7 @@ def main() -> None:
         same = {"name": name, "options": options, "train_tokens": train.input_ids.numel()}
         if any(same.items() <= row.items() for row in rows):
             continue
-        rows.append(run(name, options, train, choose, held))
+        rows.append(run(name, options, train, held))
         record = {
             "benchmark": "dsmoe",
             "target": ACTIVE,
