@@ -6,8 +6,8 @@ TRAIN.jsonl is the training text of the tiny models, as scripts/gather_text.py l
 variants start from the same weights and train on the same windows in the same order, all
 parameters, with the same schedule. The ratio is that of 4 of 8 blocks, which top-k runs exactly;
 lambda moves to meet it for those that have a threshold. What is left of the difference on the
-shipped evaluation text, which nothing has been trained on, is taken out by the threshold: the median
-of all gates there. Perplexity is given at the trained threshold, 0.5, and at that one.
+shipped evaluation text, which nothing has been trained on, is taken out by the threshold: the
+median of all gates there. Perplexity is given at the trained threshold, 0.5, and at that one.
 
 Rows are written as they come; those that are there are kept, so a run can be split.
 """
