@@ -11,7 +11,14 @@ from moesaic.condensing import condense
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.measure import bench, evaluate, generate, inspect
-from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig, SkipConfig, TuneConfig
+from moesaic.methods import (
+    CondenseConfig,
+    DSMoEConfig,
+    MoREConfig,
+    PruneConfig,
+    SkipConfig,
+    TuneConfig,
+)
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.reduction import observe, prune, skip
@@ -23,6 +30,7 @@ from moesaic.version import __version__
 
 __all__ = [
     "CondenseConfig",
+    "DSMoEConfig",
     "MoREConfig",
     "MoesaicError",
     "Plan",

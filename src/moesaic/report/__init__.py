@@ -5,7 +5,8 @@ Nothing here measures or computes beyond formatting: what is not in the record i
 
 from moesaic.report.card import model_card
 from moesaic.report.console import terminal
+from moesaic.report.dynamic import sweep
 from moesaic.report.page import html
 from moesaic.report.picture import picture
 
-__all__ = ["html", "model_card", "picture", "terminal"]
+__all__ = ["html", "model_card", "picture", "sweep", "terminal"]
