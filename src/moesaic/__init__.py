@@ -10,6 +10,7 @@ Importing it registers the converted model types with ``AutoModelForCausalLM``.
 from moesaic.condensing import condense
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
+from moesaic.exporting import export
 from moesaic.measure import bench, evaluate, generate, inspect
 from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig, SkipConfig, TuneConfig
 from moesaic.plan import Plan
@@ -38,6 +39,7 @@ __all__ = [
     "carve",
     "condense",
     "evaluate",
+    "export",
     "generate",
     "inspect",
     "load_recipe",

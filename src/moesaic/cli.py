@@ -22,10 +22,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from moesaic import exporting, reduction, report, run
 from moesaic import measure as measuring
-from moesaic import reduction, report, run
 from moesaic.checkpoint import disk_full
 from moesaic.errors import MoesaicError
+from moesaic.exporting.llamacpp import TYPES
 from moesaic.hub import resolve
 from moesaic.measure import check_device, parse_bytes, parse_dtype
 from moesaic.methods import MoREConfig
@@ -642,6 +643,49 @@ def apply(
     """Rebuild a result from its base and its plan."""
     run.apply(base, plan, out, overwrite)
     emit(as_json, {"out": str(out)}, f"Checkpoint in {out}")
+
+
+@app.command(epilog=example("moesaic export out out-native --to native"))
+def export(
+    model: Model,
+    out: Out,
+    to: Annotated[str, typer.Option(help="native (a checkpoint) or gguf (a file).")] = "native",
+    target: Annotated[
+        str, typer.Option(help="The architecture; default: the one with the least to compute.")
+    ] = "",
+    ep: Annotated[
+        int, typer.Option(min=1, help="Expert-parallel size that the experts must divide by.")
+    ] = 1,
+    untie: Annotated[
+        bool, typer.Option("--untie", help="Write the head as a tensor of its own, for SGLang.")
+    ] = False,
+    type: Annotated[str, typer.Option(help=f"Of a GGUF's weights: {', '.join(TYPES)}.")] = "f32",
+    converter: Annotated[
+        Path | None, typer.Option(help="llama.cpp, or its convert_hf_to_gguf.py; or $LLAMA_CPP.")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
+    given: dict[str, Any] = {"target": target, "ep": ep, "untie": untie, "overwrite": overwrite}
+    if to == "gguf":
+        given |= {"type": type, "converter": converter}
+    record = exporting.export(model, out, to, **given)
+    emit(as_json, record, exported(record))
+
+
+def exported(record: dict[str, Any]) -> Table:
+    """What was written, what it cost, and who loads it."""
+    table = Table(show_header=False)
+    for name in ("out", "model_type", "type", "bytes", "largest_difference"):
+        if name in record:
+            table.add_row(name.replace("_", " "), _figure(record[name]))
+    for name, (before, after) in record.get("costs", {}).items():
+        more = "" if after == before else f", {after / before - 1:+.1%}"
+        table.add_row(name.replace("_", " "), f"{before:,} -> {after:,}{more}")
+    for engine, lacks in record.get("engines", {}).items():
+        table.add_row(engine, "no " + "; no ".join(lacks) if lacks else "limits met, not run here")
+    return table
 
 
 @app.command("report", epilog=example("moesaic report out-0.8 out-0.7 --out compare.html"))
