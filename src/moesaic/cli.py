@@ -684,7 +684,9 @@ def exported(record: dict[str, Any]) -> Table:
         more = "" if after == before else f", {after / before - 1:+.1%}"
         table.add_row(name.replace("_", " "), f"{before:,} -> {after:,}{more}")
     for engine, lacks in record.get("engines", {}).items():
-        table.add_row(engine, "no " + "; no ".join(lacks) if lacks else "limits met, not run here")
+        table.add_row(
+            engine, "lacks " + "; lacks ".join(lacks) if lacks else "limits met, not run here"
+        )
     return table
 
 

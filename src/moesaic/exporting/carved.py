@@ -69,7 +69,7 @@ def as_experts(
         sizes = replace(sizes, experts=ep * -(-sizes.experts // ep))
         lacks = _lacks(candidate, config, sizes)
         if lacks:
-            reasons.append(f"{candidate.model_type} has no {lacks}")
+            reasons.append(f"{candidate.model_type} lacks {lacks}")
         else:
             dense = sum(widths[: sizes.dense])
             active = dense + (len(widths) - sizes.dense) * sizes.active_width

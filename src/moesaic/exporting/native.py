@@ -61,13 +61,7 @@ def export_native(
     check_out(Path(out), overwrite)
     export = decide(source, target, ep)
     with whole_folder(Path(out), overwrite) as folder:
-        writer = ShardWriter(folder)
-        if untie and export.config.tie_word_embeddings:
-            export.config.tie_word_embeddings = False
-            writer.add(HEAD, source.checkpoint.tensor(EMBEDDING))
-        export.write(writer)
-        export.config.save_pretrained(folder)
-        source.checkpoint.copy_side_files(folder)
+        write(source, export, folder, untie)
         difference = verify(source, folder)
     return {
         "out": str(out),
@@ -100,6 +94,17 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
     if target and target != arch.model_type:
         raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
     return narrowed(source, arch, layers)
+
+
+def write(source: Source, export: Export, folder: Path, untie: bool = False) -> None:
+    """Write what was decided into an existing folder, unverified."""
+    writer = ShardWriter(folder)
+    if untie and export.config.tie_word_embeddings:
+        export.config.tie_word_embeddings = False
+        writer.add(HEAD, source.checkpoint.tensor(EMBEDDING).clone())
+    export.write(writer)
+    export.config.save_pretrained(folder)
+    source.checkpoint.copy_side_files(folder)
 
 
 # --- is it the same model? -----------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -70,7 +70,7 @@ class Layer:
         """
         ends = accumulate(self.petals or (0,), initial=self.backbone)
         real = [filled(self.ffn.neurons(*place), sizes.width) for place in pairwise(ends)]
-        return real + real[:1] * (sizes.experts - len(real))
+        return real + [copied(real[0]) for _ in range(sizes.experts - len(real))]
 
     def router(self, sizes: Sizes) -> Tensor:
         """One row an expert (E, D), float32."""
@@ -78,6 +78,12 @@ class Layer:
             return torch.zeros(sizes.experts, self.ffn.up_MD.shape[1])
         missing = sizes.experts - len(self.petals)
         return torch.cat([self.router_RD, self.router_RD[:1].expand(missing, -1)])
+
+
+def copied(ffn: DenseFFN) -> DenseFFN:
+    """The same block in memory of its own: files refuse tensors that share theirs."""
+    found: dict[str, Any] = {k: v.clone() for k, v in vars(ffn).items() if isinstance(v, Tensor)}
+    return replace(ffn, **found)
 
 
 def filled(ffn: DenseFFN, width: int) -> DenseFFN:
@@ -91,14 +97,13 @@ def filled(ffn: DenseFFN, width: int) -> DenseFFN:
 
     up_MD = rows(ffn.up_MD)
     assert up_MD is not None
-    return DenseFFN(
+    return replace(
+        ffn,
         up_MD=up_MD,
         down_DM=F.pad(ffn.down_DM, (0, missing)),
         gate_MD=rows(ffn.gate_MD),
-        act=ffn.act,
         up_bias_M=rows(ffn.up_bias_M),
         gate_bias_M=rows(ffn.gate_bias_M),
-        down_bias_D=ffn.down_bias_D,
     )
 
 
