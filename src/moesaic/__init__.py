@@ -7,11 +7,12 @@ Importing it registers the converted model types with ``AutoModelForCausalLM``.
 >>> result = moesaic.carve("smollm2", config)  # doctest: +SKIP
 """
 
+from moesaic.benching import bench
 from moesaic.condensing import condense
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exporting import export
-from moesaic.measure import bench, evaluate, generate, inspect
+from moesaic.measure import evaluate, generate, inspect
 from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig, SkipConfig, TuneConfig
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, load_recipe

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,7 +22,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from moesaic import exporting, reduction, report, run
+from moesaic import benching, exporting, reduction, report, run
 from moesaic import measure as measuring
 from moesaic.checkpoint import disk_full
 from moesaic.errors import MoesaicError
@@ -574,14 +574,20 @@ def bench(
     length: Annotated[int, typer.Option(min=2, help="Prompt tokens.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, help="Decoding steps a round.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds, after one of warm-up.")] = 5,
+    engine: Annotated[str, typer.Option(help=f"{', '.join(benching.ENGINES)}.")] = "transformers",
+    type: Annotated[
+        str, typer.Option(help=f"Of weights converted for llamacpp: {', '.join(TYPES)}.")
+    ] = "f32",
     device: Device = "cpu",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Prefill and decode speed in interleaved rounds, and peak memory."""
+    """Speed in interleaved rounds beside the ideal one, peak memory and file size."""
     names = {"model": model} | ({"against": against} if against else {})
-    figures = measuring.bench(
+    figures = benching.bench(
         names,
+        engine=engine,
+        type=type,
         length=length,
         new_tokens=new_tokens,
         rounds=rounds,
@@ -590,7 +596,9 @@ def bench(
         track=bars,
     )
     result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
-    emit(as_json, result, columns({names.get(key, key): figures[key] for key in figures}))
+    table = columns({names[key]: figures[key] for key in names})
+    said = report.speed_words(figures.get("ratio", {}))
+    emit(as_json, result, Group(table, *said))
 
 
 @app.command(epilog=example("moesaic inspect out"))

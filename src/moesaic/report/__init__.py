@@ -7,5 +7,6 @@ from moesaic.report.card import model_card
 from moesaic.report.console import terminal
 from moesaic.report.page import html
 from moesaic.report.picture import picture
+from moesaic.report.words import speed_words
 
-__all__ = ["html", "model_card", "picture", "terminal"]
+__all__ = ["html", "model_card", "picture", "speed_words", "terminal"]
