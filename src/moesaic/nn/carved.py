@@ -88,6 +88,8 @@ class CarvedFFN(nn.Module):
         """The whole block as three matrices, in carved order."""
         return dense_ffn(self, self.names)
 
+    # Group sizes differ call by call: traced, each of them would be compiled anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
         if not self._sliceable():
