@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from moesaic.arch import Arch, DenseFFN, FFNNames
+from moesaic.arch import Arch, DenseFFN, FFNNames, assembled
 from moesaic.checkpoint import Checkpoint, Writer, skeleton
 from moesaic.errors import MoesaicError
 from moesaic.exporting.form import Export, base_config
@@ -150,26 +150,9 @@ def source_widths(source: Source) -> list[int]:
 def read_ffn(checkpoint: Checkpoint, prefix: str, names: FFNNames) -> tuple[DenseFFN, Any]:
     """A dense or carved layer's FFN on disk as three matrices, and its router rows if any."""
     state = checkpoint.under(prefix)
-
-    def parts(projection: str | None, kind: str) -> list[Tensor | None]:
-        tensor = state.get(f"{projection}.{kind}")
-        if tensor is None or not names.fused or projection == names.down:
-            return [tensor, tensor]
-        return list(tensor.chunk(2))
-
-    (gate_MD, _), (_, up_MD) = (parts(n, "weight") for n in (names.gate, names.up))
-    (gate_bias, _), (_, up_bias) = (parts(n, "bias") for n in (names.gate, names.up))
-    assert up_MD is not None
-    ffn = DenseFFN(
-        up_MD=up_MD,
-        down_DM=state[f"{names.down}.weight"],
-        gate_MD=gate_MD,
-        act=nn.Identity(),
-        up_bias_M=up_bias,
-        gate_bias_M=gate_bias,
-        down_bias_D=state.get(f"{names.down}.bias"),
-    )
-    return ffn, state.get("router.weight")
+    weights = {name: state[f"{name}.weight"] for name in names.projections}
+    biases = {name: state.get(f"{name}.bias") for name in names.projections}
+    return assembled(names, weights, biases, nn.Identity()), state.get("router.weight")
 
 
 def _write_carved(
