@@ -16,7 +16,7 @@ from moesaic.exporting.engines import limits
 from moesaic.exporting.native import decide, verify, write
 from moesaic.hub import resolve
 from moesaic.moe import base_arch
-from moesaic.plan import CarvedLayer, CondensedLayer, Plan, PrunedLayer, SkippingLayer
+from moesaic.plan import CarvedLayer, CondensedLayer, DroppedLayer, Plan, PrunedLayer, SkippingLayer
 from moesaic.surgery import apply_plan, base_shape
 
 WIDTH, HIDDEN = 64, 32
@@ -158,7 +158,7 @@ def test_routers_stay_in_float32(tmp_path):
 
 REFUSED = {
     "native routers give several experts": ("llama", {"top_k": 2}, {}),
-    "'random', which is no linear router": ("llama", {"routing": "random"}, {}),
+    "'random', which has no native form": ("llama", {"routing": "random"}, {}),
     "lacks biases in experts": ("llama", {}, {"mlp_bias": True}),
     "lacks the attention of gemma2": ("gemma2", {}, {}),
     "lacks sliding-window attention": ("mistral", {}, {"sliding_window": 8}),
@@ -252,9 +252,25 @@ def test_condensed_layers_get_one_width(tmp_path, tokens):
     assert decided.costs["dense_neurons"] == [48, 64]
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3"])
+def test_layers_that_are_gone_are_left_out(model_type, tmp_path, tokens):
+    source = saved(tmp_path / "dropped", tiny_moe(model_type), {1: DroppedLayer()})
+    assert source.config.model_type == f"moesaic_{model_type}"
+    _, model = same_model(source, tmp_path / "native", tokens)
+    assert len(model.model.layers) == model.config.num_hidden_layers == 2
+
+
+def test_blocks_that_are_gone_are_zeros(tmp_path, tokens):
+    layer = condensed_layer([], 0, shared=False)
+    source = saved(tmp_path / "dropped", tiny_moe("qwen3_moe"), {1: layer})
+    _, model = same_model(source, tmp_path / "native", tokens)
+    assert model.config.intermediate_size == 8
+    assert model.model.layers[1].mlp.down_proj.weight.count_nonzero() == 0
+
+
 REFUSED_MIXTURES = {
     "shared-gate mean": ("qwen2_moe", condensed_layer([1], 40, gated=24)),
-    "cannot have dense layers": ("mixtral", condensed_layer([1], 16, shared=False)),
+    "cannot have just these dense layers: 2": ("mixtral", condensed_layer([1], 16, shared=False)),
     "No native router skips": ("mixtral", SkippingLayer(0.5, "top2")),
 }
 

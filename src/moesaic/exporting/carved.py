@@ -96,7 +96,7 @@ def _check_routing(headers: Sequence[Header | None]) -> None:
             )
         if header["routing"] != "cosine":
             raise MoesaicError(
-                f"Layer {index} routes by {header['routing']!r}, which is no linear router."
+                f"Layer {index} routes by {header['routing']!r}, which has no native form yet."
             )
 
 
