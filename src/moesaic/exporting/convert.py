@@ -13,7 +13,7 @@ from pathlib import Path
 def main(request: str) -> None:
     """``request`` is the JSON list that :func:`moesaic.exporting.llamacpp.convert` sends."""
     script, folder, out, outtype = json.loads(request)
-    sys.path[0] = str(Path(script).parent)
+    sys.path.insert(0, str(Path(script).parent))
     converter = importlib.import_module(Path(script).stem)
     split = importlib.util.find_spec("conversion")  # into one file a family, lately
     glm = importlib.import_module("conversion.glm") if split else converter

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from moesaic.arch import PREFIX
 from moesaic.errors import MoesaicError
+from moesaic.exporting.form import run_script
 from moesaic.exporting.native import export_native
 from moesaic.hub import resolve
 
@@ -76,7 +75,8 @@ def export_gguf(
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
         record: dict[str, Any] = {"model_type": source.config.model_type}
         folder = source.folder
-        if source.config.model_type.startswith(PREFIX) or native.get("ep", 1) > 1:
+        asked = native.get("target") or native.get("untie") or native.get("ep", 1) > 1
+        if asked or source.config.model_type.startswith(PREFIX):
             folder = Path(place) / "native"
             record = export_native(model, folder, **native)
         work = Path(place) / "model.gguf"
@@ -87,9 +87,6 @@ def export_gguf(
 
 def convert(script: Path, folder: Path, out: Path, type: str) -> None:
     """Run llama.cpp's converter on a native checkpoint."""
-    driver = Path(__file__).with_name("convert.py")
-    request = json.dumps([str(script), str(folder), str(out), type])
-    run = subprocess.run([sys.executable, str(driver), request], capture_output=True, text=True)
-    if run.returncode or not out.is_file():
-        last = run.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {last[0]}")
+    trouble = run_script("convert.py", json.dumps([str(script), str(folder), str(out), type]))
+    if trouble is not None or not out.is_file():
+        raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")

@@ -55,7 +55,7 @@ def reduced(source: Source, arch: MoEArch, headers: Mapping[str, Header], ep: in
     width = max(dense.values(), default=0) or ALIGNED  # Block Drop leaves no neuron at all
     if gone:
         shorten(config, stay)
-    if condensed or (gone and dense):
+    if condensed or (gone and arch.dense):
         mix = arch.dense_at(config, {numbers[i] for i in dense})
         if any(h["gated"] for h in condensed):
             raise MoesaicError(

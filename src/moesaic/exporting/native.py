@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from moesaic.data import evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exporting.carved import as_experts, narrowed
 from moesaic.exporting.engines import limits
-from moesaic.exporting.form import Export
+from moesaic.exporting.form import Export, run_script
 from moesaic.exporting.mixtures import reduced
 from moesaic.hub import Source, resolve
 from moesaic.moe import MoEArch, base_arch
@@ -124,15 +122,9 @@ def verify(source: Source, folder: Path, tokens: int = 128) -> float:
     with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
         given, found = Path(place) / "ids.safetensors", Path(place) / "logits.safetensors"
         save_file({"input_ids": ids}, given)
-        script = Path(__file__).with_name("plain.py")
-        run = subprocess.run(
-            [sys.executable, str(script), json.dumps([str(folder), str(given), str(found)])],
-            capture_output=True,
-            text=True,
-        )
-        if run.returncode:
-            last = run.stderr.strip().splitlines()[-1:] or ["no message"]
-            raise MoesaicError(f"The export does not load in plain transformers: {last[0]}")
+        trouble = run_script("plain.py", json.dumps([str(folder), str(given), str(found)]))
+        if trouble is not None:
+            raise MoesaicError(f"The export does not load in plain transformers: {trouble}")
         logits = load_file(found)["logits"]
     difference = float((logits - wanted).abs().max() / wanted.abs().max())
     if not difference <= TOLERANCE:
