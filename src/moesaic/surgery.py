@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch import PREFIX, Arch, FFNNames
-from moesaic.checkpoint import Checkpoint, ShardWriter, cast
+from moesaic.checkpoint import Checkpoint, Writer, cast
 from moesaic.errors import MoesaicError
 from moesaic.folding import NO_FFN, condensed_tensors, empty, put, replacement, sources
 from moesaic.merging import DOWN, GATE_UP, averaged_E, orders, reader
@@ -317,7 +317,7 @@ def rewrite(
     checkpoint: Checkpoint,
     arch: Arch,
     plan: Plan,
-    writer: ShardWriter,
+    writer: Writer,
     dtype: Callable[[str], torch.dtype | None] = lambda _: None,
 ) -> None:
     """Convert a checkpoint tensor by tensor; at most one FFN's weights are in memory.

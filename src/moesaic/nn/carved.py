@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch import DenseFFN, FFNNames, dense_ffn
+from moesaic.arch import DenseFFN, FFNNames, assembled, dense_ffn
 from moesaic.nn.routers import WEIGHING, make_router, norm_scale
 
 
@@ -49,6 +49,7 @@ class CarvedFFN(nn.Module):
             self.add_module(name, projection)
         setattr(self, names.act, act)
         self.names = names
+        self._projections = names.projections
         self.backbone = backbone
         self.petals = tuple(petals)
         self.top_k = top_k
@@ -63,11 +64,14 @@ class CarvedFFN(nn.Module):
         """The whole block as three matrices, in carved order."""
         return dense_ffn(self, self.names)
 
+    # Group sizes differ call by call: traced, each of them would be compiled anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
-        if not self._sliceable() or (self.weighs and self.training):  # idle gates learn too
+        # Idle gates learn, too.
+        ffn = None if self.weighs and self.training else self._plain()
+        if ffn is None:
             return self._masked(x_TD).view_as(x)
-        ffn = self.view()
         if self.router is None or self.top_k == 0:
             y_TD = self._backbone(ffn, x_TD)
         elif self.weighs:
@@ -138,12 +142,23 @@ class CarvedFFN(nn.Module):
         parts_TD = torch.cat(parts, dim=1).T * weights_TR[token, petal, None]
         return y_TD.index_add(0, token, parts_TD)
 
-    def _sliceable(self) -> bool:
-        """Whether the projections are plain: not quantised, not wrapped by an adapter."""
-        return all(
-            type(p) is nn.Linear and type(p.weight) in (nn.Parameter, Tensor)
-            for p in (getattr(self, n) for n in self.names.projections)
-        )
+    def _plain(self) -> DenseFFN | None:
+        """The view, or None where a projection is quantised or wrapped by an adapter.
+
+        Looks into the modules' own tables: asking for attributes took as long as the router does.
+        """
+        weights: dict[str, Tensor] = {}
+        biases: dict[str, Tensor | None] = {}
+        for name in self._projections:
+            projection = self._modules[name]
+            if type(projection) is not nn.Linear:
+                return None
+            tensors = projection._parameters
+            weight = tensors["weight"]
+            if weight is None or type(weight) not in (nn.Parameter, Tensor):
+                return None
+            weights[name], biases[name] = weight, tensors["bias"]
+        return assembled(self.names, weights, biases, getattr(self, self.names.act))
 
     def _masked(self, x_TD: Tensor) -> Tensor:
         """The same result through the projections as they are, idle neurons set to zero."""
