@@ -41,7 +41,13 @@ class CarvedLayer:
     top_k: int = 0
     routing: str = "cosine"
     router_RD: Tensor | None = None
-    """float32: one row a petal."""
+    """float32: one row a petal; (R, D + B) where the router sees the backbone's B neurons too."""
+    router_bias_R: Tensor | None = None
+    """float32: added to the scores of a linear router."""
+    down_DM: Tensor | None = None
+    """A down projection in carved order that takes the place of the base's own."""
+    bias_RD: Tensor | None = None
+    """An output bias of every petal; without petals one row."""
 
     def __post_init__(self) -> None:
         width = self.backbone + sum(self.petals)
@@ -68,11 +74,18 @@ class CarvedLayer:
             "petals": list(self.petals),
             "top_k": self.top_k,
             "routing": self.routing,
+            **({} if self.bias_RD is None else {"bias": True}),
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        router = {} if self.router_RD is None else {"router": self.router_RD}
-        return {"order": self.order_M, **router}
+        optional = {
+            "router": self.router_RD,
+            "router_bias": self.router_bias_R,
+            "down": self.down_DM,
+            "bias": self.bias_RD,
+        }
+        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        return {"order": self.order_M, **given}
 
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CarvedLayer:
@@ -83,6 +96,9 @@ class CarvedLayer:
             top_k=header["top_k"],
             routing=header["routing"],
             router_RD=tensors.get("router"),
+            router_bias_R=tensors.get("router_bias"),
+            down_DM=tensors.get("down"),
+            bias_RD=tensors.get("bias"),
         )
 
 

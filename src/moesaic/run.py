@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from inspect import signature
 from pathlib import Path
@@ -44,6 +44,8 @@ from moesaic.recipe import Recipe
 from moesaic.reduction import prune, skip
 from moesaic.result import Finished, Job, Result, save_applied
 from moesaic.statistics import process, wait_for_all
+from moesaic.stream import Site
+from moesaic.surgery import carved
 from moesaic.tuning import Tuned, tune
 from moesaic.version import __version__
 
@@ -108,7 +110,12 @@ def carve(
     wanted = budgets["result"]
     done = {i for i in wanted if all((name, i) in finished for name in methods)}
     if len(done) < len(wanted):
-        sites = track(job.stream(wanted), "Carving layers", len(wanted))
+        propagate = getattr(config, "propagate", False)
+        if propagate and compare:
+            raise MoesaicError("propagate follows one result: nothing can be decided beside it.")
+        sites = track(job.stream(wanted, follow=propagate), "Carving layers", len(wanted))
+        if propagate:
+            sites = _followed(sites, job, finished)
         carve_layers(methods, budgets, sites, finished.add, skip=done)
 
     def plan(name: str) -> Plan:
@@ -122,6 +129,13 @@ def carve(
         comparisons={name: plan(name) for name in compare},
         inplace=inplace,
     )
+
+
+def _followed(sites: Iterable[Site], job: Job, finished: Finished) -> Iterator[Site]:
+    """The same layers, each carved for those behind it once it was decided on."""
+    for site in sites:
+        yield site
+        site.change = carved(site.layer, job.arch, finished["result", site.index][0])
 
 
 # --- apply ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -69,21 +70,30 @@ def _describe(base: BaseShape) -> str:
 def carve_tensors(
     layer: CarvedLayer, names: FFNNames, state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """An FFN's tensors in carved order, the router added. Values are the base's own."""
+    """An FFN's tensors in carved order, the router added.
+
+    Values are the base's own, but for a down projection and biases that the plan brings.
+    """
     carved = {}
     for name, tensor in state.items():
         projection, _, kind = name.rpartition(".")
         order_M = layer.order_M.to(tensor.device)
-        if projection == names.down:
+        if projection == names.down and kind == "weight" and layer.down_DM is not None:
+            carved[name] = layer.down_DM.to(tensor)
+        elif projection == names.down:
             carved[name] = tensor.index_select(1, order_M) if kind == "weight" else tensor
         elif names.fused:
             both = torch.cat([order_M, order_M + tensor.shape[0] // 2])
             carved[name] = tensor.index_select(0, both)
         else:
             carved[name] = tensor.index_select(0, order_M)
+    like = state[f"{names.down}.weight"]
     if layer.router_RD is not None:
-        device = next(iter(state.values())).device
-        carved["router.weight"] = layer.router_RD.to(device)
+        carved["router.weight"] = layer.router_RD.to(like.device)
+    if layer.router_bias_R is not None:
+        carved["router.bias"] = layer.router_bias_R.to(like.device)
+    if layer.bias_RD is not None:
+        carved["petal_bias"] = layer.bias_RD.to(like)
     return carved
 
 
@@ -103,6 +113,18 @@ def _apply_carved(layers: nn.ModuleList, index: int, arch: Arch, plan: CarvedLay
     new = arch.ffn_of(layers[index])
     new.load_state_dict(state, assign=True)
     new.train(old.training)
+
+
+@contextmanager
+def carved(layer: nn.Module, arch: Arch, plan: CarvedLayer) -> Iterator[None]:
+    """Inside, a live decoder layer is as the plan will have it."""
+    owner, _, leaf = arch.ffn_path.rpartition(".")
+    old = arch.ffn_of(layer)
+    _apply_carved(nn.ModuleList([layer]), 0, arch, plan)
+    try:
+        yield
+    finally:
+        setattr(attrgetter(owner)(layer) if owner else layer, leaf, old)
 
 
 # --- pruned and skipping layers ------------------------------------------------------------------

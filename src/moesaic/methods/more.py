@@ -24,6 +24,9 @@ Where the paper is silent or we depart from it:
   k-means sizes, clamped to half and one and a half times the mean. No channel is dropped.
 - Channels that are never activated together with another go to the smallest petal.
 - An expert that no token prefers takes the centroid of its highest-energy tokens.
+- ``weighted``, ``router``, ``refit``, ``bias``, ``propagate`` and ``spread`` go beyond the paper:
+  :mod:`moesaic.methods.routers`, :mod:`moesaic.methods.refit`, docs/beyond.md. Their defaults are
+  the paper's method.
 """
 
 from __future__ import annotations
@@ -41,10 +44,13 @@ from moesaic.arch import DenseFFN
 from moesaic.budget import LayerSize, Split, ffn_share, split_for_target
 from moesaic.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.errors import MoesaicError
+from moesaic.methods.refit import refitted
+from moesaic.methods.routers import fit_router, neuron_weights
 from moesaic.plan import CarvedLayer
 from moesaic.stream import Site
 
 Variant = Literal["full", "backbone", "random", "naive", "static"]
+RouterName = Literal["cosine", "ridge", "backbone"]
 
 COVERAGE = (0.1, 0.01, 0.001)
 """Shares of the channels for which Table 4's never-activated ratio is reported."""
@@ -73,9 +79,24 @@ class MoREConfig:
     """Debiasing of expert energy by expert size (Eq. 9)."""
     balanced: bool = True
     """Petals of equal size."""
+    weighted: bool = False
+    """Neurons count by |h_j| ||W_down[:, j]|| instead of |h_j| in Eqs. 4 and 9. Not the paper's."""
+    router: RouterName = "cosine"
+    """cosine; ridge, fitted to the petals' energies; backbone, which sees the backbone's hidden
+    activations too. The last two are not the paper's."""
+    refit: bool = False
+    """Refit the down projection to the whole layer's output. Not the paper's."""
+    bias: bool = False
+    """An output bias for each petal: the mean of what it leaves out. Not the paper's."""
+    propagate: bool = False
+    """Inputs from the layers carved so far, outputs of the original as targets. Not the paper's."""
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.router not in get_args(RouterName):
+            raise MoesaicError(
+                f"Unknown router {self.router!r}; choose from {', '.join(get_args(RouterName))}."
+            )
         if self.variant not in get_args(Variant):
             raise MoesaicError(
                 f"Unknown variant {self.variant!r}; choose from {', '.join(get_args(Variant))}."
@@ -221,7 +242,9 @@ def energies(h_TM: Tensor, member_MR: Tensor, alpha: float) -> Tensor:
     return (h_TM.float().square() @ member_MR).sqrt() / member_MR.sum(0) ** alpha
 
 
-def prototypes(site: Site, member_MR: Tensor, alpha: float) -> Tensor:
+def prototypes(
+    site: Site, member_MR: Tensor, alpha: float, worth_M: Tensor | None = None
+) -> Tensor:
     """mu_i, Eqs. 10 and 11, of norm one: what the router compares x with (R, D)."""
     experts = member_MR.shape[1]
     keep = max(1, site.tokens // (100 * experts))
@@ -230,7 +253,7 @@ def prototypes(site: Site, member_MR: Tensor, alpha: float) -> Tensor:
     count_R = torch.zeros(experts, device=member_MR.device)
     best: list[tuple[Tensor, Tensor]] = []  # energies and inputs of each expert's top tokens
     for x_TD, h_TM in site.activations():
-        energy_TR = energies(h_TM, member_MR, alpha)
+        energy_TR = energies(h_TM if worth_M is None else h_TM * worth_M, member_MR, alpha)
         assigned_TR = F.one_hot(energy_TR.argmax(1), experts).double()
         sum_RD += assigned_TR.T @ x_TD.double()
         count_R += assigned_TR.sum(0)
@@ -300,8 +323,9 @@ class MoRE:
             coactivation_MM=torch.zeros(width, width, device=device),
             covered={s: torch.zeros(width, dtype=torch.bool, device=device) for s in COVERAGE},
         )
+        worth_M = neuron_weights(ffn) if self.config.weighted else torch.ones((), device=device)
         for x_TD, h_TM in site.activations():
-            channels_TK = activated(h_TM, self.config.activation_ratio)
+            channels_TK = activated(h_TM * worth_M, self.config.activation_ratio)
             stats.tokens += len(x_TD)
             stats.x_square_D += x_TD.double().square().sum(0)
             stats.h_square_M += h_TM.double().square().sum(0)
@@ -312,8 +336,29 @@ class MoRE:
         mirror(stats.coactivation_MM)
         return stats
 
-    def decide(self, stats: MoREStats, site: Site, budget: Split) -> CarvedLayer:
-        """Backbone by importance, petals by co-activation, a prototype for each."""
+    def decide(
+        self, stats: MoREStats, site: Site, budget: Split
+    ) -> tuple[CarvedLayer, dict[str, Any]]:
+        """Backbone by importance, petals by co-activation, a router, and what is recovered."""
+        config = self.config
+        backbone, petals = self._structure(stats, site, budget)
+        router, found = self._router(site, backbone, petals) if petals else ({}, {})
+        plan = CarvedLayer(
+            order_M=torch.cat([backbone, *petals]).cpu(),
+            backbone=len(backbone),
+            petals=tuple(len(p) for p in petals),
+            top_k=budget.top_k if petals else 0,
+            **router,
+        )
+        analysis = {"router": found} if found else {}
+        if config.refit or config.bias:
+            plan, analysis["refit"] = refitted(plan, site, config.refit, config.bias)
+        return plan, analysis
+
+    def _structure(
+        self, stats: MoREStats, site: Site, budget: Split
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The neurons of the backbone and of each petal."""
         config = self.config
         score_M = importance(
             site.view, stats.x_square_D / stats.tokens, stats.h_square_M / stats.tokens
@@ -322,27 +367,33 @@ class MoRE:
         if config.variant in ("static", "backbone"):
             whole = config.variant == "static"
             width = budget.active_width if whole else budget.backbone
-            return CarvedLayer(order_M=ranked_M[:width].sort().values.cpu(), backbone=width)
+            return ranked_M[:width].sort().values, []
         backbone = ranked_M[: budget.backbone].sort().values
         residual = ranked_M[budget.backbone :].sort().values
         petals = petals_of(
             stats.coactivation_MM, residual, budget.experts, config.balanced, config.seed
         )
+        return backbone, petals
+
+    def _router(
+        self, site: Site, backbone: Tensor, petals: list[Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The router's part of a layer's plan, and how well it fits."""
+        config = self.config
         if config.variant == "random":
             seeded = torch.Generator().manual_seed(config.seed * 10_007 + site.index)
-            directions_RD = torch.randn(budget.experts, len(stats.x_square_D), generator=seeded)
-            router_RD = F.normalize(directions_RD, dim=1)
-        else:
+            hidden_size = site.view.up_MD.shape[1]
+            directions_RD = torch.randn(len(petals), hidden_size, generator=seeded)
+            return {"routing": "random", "router_RD": F.normalize(directions_RD, dim=1)}, {}
+        if config.router == "cosine":
             member_MR = memberships(backbone, petals, site.view.width)
-            router_RD = prototypes(site, member_MR, config.alpha).cpu()
-        return CarvedLayer(
-            order_M=torch.cat([backbone, *petals]).cpu(),
-            backbone=len(backbone),
-            petals=tuple(len(p) for p in petals),
-            top_k=budget.top_k,
-            routing="random" if config.variant == "random" else "cosine",
-            router_RD=router_RD,
-        )
+            worth_M = neuron_weights(site.view) if config.weighted else None
+            router_RD = prototypes(site, member_MR, config.alpha, worth_M).cpu()
+            return {"routing": "cosine", "router_RD": router_RD}, {}
+        sees_backbone = config.router == "backbone"
+        weight, bias_R, found = fit_router(site, backbone, petals, sees_backbone)
+        routing = "backbone" if sees_backbone else "linear"
+        return {"routing": routing, "router_RD": weight, "router_bias_R": bias_R}, found
 
     def analyse(self, stats: MoREStats) -> dict[str, Any]:
         """Channel coverage (Table 4) and the activation spectrum (Fig. 1)."""

@@ -1,7 +1,8 @@
 """The modules that a plan puts into a model."""
 
-from moesaic.nn.carved import CarvedFFN, Router, carved_like
+from moesaic.nn.carved import CarvedFFN, carved_like
 from moesaic.nn.condensed import CondensedFFN, PassThrough
+from moesaic.nn.routers import Router, chosen, running
 from moesaic.nn.skipping import Skipping, make_skipping, skip, survivors
 
 __all__ = [
@@ -11,7 +12,9 @@ __all__ = [
     "Router",
     "Skipping",
     "carved_like",
+    "chosen",
     "make_skipping",
+    "running",
     "skip",
     "survivors",
 ]

@@ -11,44 +11,10 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch import DenseFFN, FFNNames, dense_ffn
-
-ROUTINGS = ("cosine", "random")
-
-
-class Router(nn.Module):
-    """Chooses ``top_k`` petals for each token, from one direction a petal.
-
-    ``cosine``: the petals whose prototypes are most similar to x (MoRE Eqs. 12-13). Rows have norm
-    one; the norm of x changes no comparison, so it is not computed.
-
-    ``random``: a fixed pseudo-random choice, uniform over petals and unrelated to what they hold
-    (MoRE-Random): the low-order digits of the same products.
-    """
-
-    def __init__(self, hidden_size: int, experts: int, top_k: int, routing: str = "cosine") -> None:
-        super().__init__()
-        if routing not in ROUTINGS:
-            raise ValueError(f"routing {routing!r} is not one of {ROUTINGS}")
-        self.weight = nn.Parameter(torch.empty(experts, hidden_size, dtype=torch.float32))
-        self.top_k = top_k
-        self.routing = routing
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """The chosen petals (T, K)."""
-        scores_TR = F.linear(x_TD.float(), self.weight.float())
-        if self.routing == "random":
-            scores_TR = torch.frac(scores_TR.abs() * 1e4)
-        if self.top_k == 1:
-            return scores_TR.argmax(-1, keepdim=True)
-        return scores_TR.topk(self.top_k, dim=-1).indices
-
-    def extra_repr(self) -> str:
-        experts, hidden_size = self.weight.shape
-        return f"{hidden_size} -> top-{self.top_k} of {experts}, {self.routing}"
+from moesaic.nn.routers import Router, chosen, running
 
 
 class CarvedFFN(nn.Module):
@@ -59,6 +25,9 @@ class CarvedFFN(nn.Module):
         act: the base block's activation function.
         names: which projection is gate, up and down.
         petals: neurons of each petal; what is left of the width is the backbone.
+        top_k: petals a token runs.
+        routing: how they are chosen; see :class:`~moesaic.nn.routers.Router`.
+        bias: every petal that runs adds an output bias of its own; without petals there is one.
     """
 
     def __init__(
@@ -71,6 +40,7 @@ class CarvedFFN(nn.Module):
         petals: Sequence[int],
         top_k: int,
         routing: str,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         for name, projection in projections.items():
@@ -82,7 +52,9 @@ class CarvedFFN(nn.Module):
         self.top_k = top_k
         ends = tuple(accumulate(self.petals, initial=backbone))
         self.slices = tuple(pairwise(ends))
-        self.router = Router(hidden_size, len(petals), top_k, routing) if petals else None
+        self.router = Router(hidden_size, len(petals), top_k, routing, backbone) if petals else None
+        rows = max(1, len(petals))
+        self.petal_bias = nn.Parameter(torch.empty(rows, hidden_size)) if bias else None
 
     def view(self) -> DenseFFN:
         """The whole block as three matrices, in carved order."""
@@ -95,22 +67,38 @@ class CarvedFFN(nn.Module):
         ffn = self.view()
         if self.router is None or self.top_k == 0:
             y_TD = self._backbone(ffn, x_TD)
+            chosen_TK = torch.zeros(len(x_TD), 1, dtype=torch.int64, device=x_TD.device)
+        elif self.router.sees_backbone:
+            h_TB = ffn.neurons(0, self.backbone).hidden(x_TD)
+            chosen_TK = self.router(x_TD, h_TB)
+            y_TD = self._grouped(ffn, x_TD, chosen_TK, h_TB)
         else:
-            y_TD = self._grouped(ffn, x_TD, self.router(x_TD))
+            chosen_TK = self.router(x_TD)
+            y_TD = self._grouped(ffn, x_TD, chosen_TK)
+        y_TD = self._biased(y_TD, chosen_TK)
         if ffn.down_bias_D is not None:
             y_TD = y_TD + ffn.down_bias_D
         return y_TD.view_as(x)
 
-    def _backbone(self, ffn: DenseFFN, x_TD: Tensor) -> Tensor:
+    def _backbone(self, ffn: DenseFFN, x_TD: Tensor, h_TB: Tensor | None = None) -> Tensor:
         if not self.backbone:
             return torch.zeros_like(x_TD)
         backbone = ffn.neurons(0, self.backbone)
-        return backbone.output(backbone.hidden(x_TD))
+        return backbone.output(backbone.hidden(x_TD) if h_TB is None else h_TB)
 
-    def _grouped(self, ffn: DenseFFN, x_TD: Tensor, chosen_TK: Tensor) -> Tensor:
+    def _biased(self, y_TD: Tensor, chosen_TK: Tensor) -> Tensor:
+        """The output biases of the petals that run added."""
+        if self.petal_bias is None:
+            return y_TD
+        on_TR = chosen(chosen_TK, len(self.petal_bias))
+        return y_TD + on_TR.to(y_TD.dtype) @ self.petal_bias
+
+    def _grouped(
+        self, ffn: DenseFFN, x_TD: Tensor, chosen_TK: Tensor, h_TB: Tensor | None = None
+    ) -> Tensor:
         """The backbone once over all tokens, each petal once over its own."""
         if len(x_TD) == 1:  # no sorting, no gathering: most of the time of a decoding step
-            y_TD = self._backbone(ffn, x_TD)
+            y_TD = self._backbone(ffn, x_TD, h_TB)
             for e in chosen_TK[0].tolist():
                 petal = ffn.neurons(*self.slices[e])
                 y_TD = y_TD + petal.output(petal.hidden(x_TD))
@@ -121,7 +109,7 @@ class CarvedFFN(nn.Module):
         back[order] = torch.arange(len(order), device=order.device)
         counts = torch.bincount(flat, minlength=len(self.petals)).tolist()
         sorted_DT = x_TD.index_select(0, order // self.top_k).T
-        alone = self.top_k == 1  # then the backbone runs in petal order and petals add onto it
+        alone = self.top_k == 1 and h_TB is None  # the backbone in petal order, petals onto it
         if alone and self.backbone:
             onto = ffn.neurons(0, self.backbone).by_columns(sorted_DT).split(counts, dim=1)
         else:
@@ -135,7 +123,8 @@ class CarvedFFN(nn.Module):
         y_TD = torch.cat(parts, dim=1).T.index_select(0, back)
         if alone:
             return y_TD
-        return self._backbone(ffn, x_TD) + y_TD.view(len(x_TD), self.top_k, -1).sum(1)
+        petals_TD = y_TD.view(len(x_TD), self.top_k, -1).sum(1)
+        return self._backbone(ffn, x_TD, h_TB) + petals_TD
 
     def _sliceable(self) -> bool:
         """Whether the projections are plain: not quantised, not wrapped by an adapter."""
@@ -154,14 +143,12 @@ class CarvedFFN(nn.Module):
         else:
             h_TM = getattr(self, names.up)(x_TD)
             h_TM = act(getattr(self, names.gate)(x_TD)) * h_TM if names.gate else act(h_TM)
+        chosen_TK = torch.zeros(len(x_TD), 1, dtype=torch.int64, device=x_TD.device)
         if self.router is not None:
-            on_TR = torch.zeros(len(x_TD), len(self.petals), dtype=h_TM.dtype, device=h_TM.device)
-            if self.top_k:
-                on_TR.scatter_(1, self.router(x_TD), 1)
-            widths = torch.tensor(self.petals, device=h_TM.device)
-            on_TM = on_TR.repeat_interleave(widths, dim=1, output_size=sum(self.petals))
-            h_TM = h_TM * F.pad(on_TM, (self.backbone, 0), value=1)
-        return getattr(self, names.down)(h_TM)
+            sees = self.router.sees_backbone
+            chosen_TK = self.router(x_TD, h_TM[:, : self.backbone] if sees else None)
+            h_TM = h_TM * running(chosen_TK[:, : self.top_k], self.backbone, self.petals).to(h_TM)
+        return self._biased(getattr(self, names.down)(h_TM), chosen_TK)
 
     def extra_repr(self) -> str:
         return f"backbone={self.backbone}, petals={self.petals}, top_k={self.top_k}"
@@ -178,7 +165,7 @@ def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> C
             rows = width * (2 if names.fused else 1)
             shape = (width, hidden_size) if name == names.down else (hidden_size, rows)
             projections[name] = nn.Linear(*shape, bias=old.bias is not None, dtype=old.weight.dtype)
-        return CarvedFFN(
+        carved = CarvedFFN(
             projections,
             getattr(ffn, names.act),
             names,
@@ -187,4 +174,8 @@ def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> C
             header["petals"],
             header["top_k"],
             header["routing"],
+            header.get("bias", False),
         )
+    if carved.petal_bias is not None:
+        carved.petal_bias.data = carved.petal_bias.to(getattr(ffn, names.down).weight.dtype)
+    return carved
