@@ -78,14 +78,8 @@ class Ridge:
     def __init__(
         self, features: int, outputs: int, device: torch.device | str = "cpu", free: int = 0
     ) -> None:
-        options = {"dtype": torch.float64, "device": device}
-        self.fit, self.held = (
-            Sums(
-                torch.zeros(features, features, **options),
-                torch.zeros(features, outputs, **options),
-            )
-            for _ in range(2)
-        )
+        self.fit = Sums.zero(features, outputs, device)
+        self.held = Sums.zero(features, outputs, device)
         self.free = free
 
     def add(self, x_TF: Tensor, y_TO: Tensor) -> None:

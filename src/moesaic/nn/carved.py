@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch import DenseFFN, FFNNames, dense_ffn
@@ -103,6 +104,10 @@ class CarvedFFN(nn.Module):
                 petal = ffn.neurons(*self.slices[e])
                 y_TD = y_TD + petal.output(petal.hidden(x_TD))
             return y_TD
+        if self.top_k > 1:
+            h_TM = ffn.hidden(x_TD)
+            on_TM = running(chosen_TK, self.backbone, self.petals)
+            return F.linear(h_TM * on_TM.to(h_TM.dtype), ffn.down_DM)
         flat = chosen_TK.flatten()
         order = flat.argsort(stable=True)  # token-choice pairs, petal by petal
         back = torch.empty_like(order)
