@@ -19,12 +19,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import moesaic
 from moesaic.budget import layer_sizes
 from moesaic.data import evaluation_tokens
 from moesaic.hub import resolve
 from moesaic.measure import environment
-from moesaic.methods import MoRE, MoREConfig, carve_layers
+from moesaic.methods import MoRE, MoREConfig
+from moesaic.methods.refit import refitted
 from moesaic.metrics.score import score
 from moesaic.plan import Plan
 from moesaic.result import Job
@@ -53,6 +56,7 @@ GROUPS: dict[str, tuple[int, dict[str, MoREConfig]]] = {
 """By name: calibration windows of 256 tokens, and configurations that one pass serves."""
 
 
+@torch.no_grad()
 def decide(job: Job, configs: dict[str, MoREConfig]) -> tuple[dict[str, Plan], dict[str, Any]]:
     """The plans of configurations that share layers, and what was seen of each layer."""
     methods = {name: MoRE(config) for name, config in configs.items()}
@@ -60,14 +64,17 @@ def decide(job: Job, configs: dict[str, MoREConfig]) -> tuple[dict[str, Plan], d
     budgets = {name: method.choose(sizes) for name, method in methods.items()}
     layers: dict[str, dict[int, Any]] = {name: {} for name in methods}
     seen: dict[str, dict[int, Any]] = {name: {} for name in methods}
-
-    def finished(name: str, i: int, plan: Any, analysis: dict[str, Any]) -> None:
-        layers[name][i] = plan
-        seen[name][i] = {key: analysis[key] for key in ("router", "refit") if key in analysis}
-        print(name, i, seen[name][i], flush=True)
-
-    wanted = next(iter(budgets.values())).keys()
-    carve_layers(methods, budgets, job.stream(wanted), finished)
+    observer = next(iter(methods.values()))
+    for site in job.stream(next(iter(budgets.values())).keys()):
+        i, stats = site.index, observer.observe(site)
+        for name, method in methods.items():
+            config = configs[name]
+            layers[name][i] = method.decide(stats, site, budgets[name][i])
+            if config.refit or config.bias:
+                layers[name][i], seen[name][i] = refitted(
+                    layers[name][i], site, config.refit, config.bias
+                )
+                print(name, i, seen[name][i], flush=True)
     plans = {
         name: Plan("more", job.base, layers[name], asdict(config), job.tokens.fingerprint)
         for name, config in configs.items()

@@ -206,7 +206,7 @@ def test_sunflower(tokens, config):
     """Experts meet in the backbone only, and together they are all neurons."""
     site, method, stats = observed(tokens, config)
     sizes = [LayerSize(1000, 64 * 96, 64)] * 4
-    plan, _ = method.decide(stats, site, method.choose(sizes)[2])
+    plan = method.decide(stats, site, method.choose(sizes)[2])
     ends = np.cumsum([plan.backbone, *plan.petals])
     order = plan.order_M.tolist()
     core = set(order[: plan.backbone])
@@ -227,8 +227,7 @@ def test_same_seed_same_plan(tokens):
     plans = []
     for _ in range(2):
         site, method, stats = observed(tokens)
-        budget = method.choose([LayerSize(1000, 6144, 64)] * 4)[2]
-        plans.append(method.decide(stats, site, budget)[0])
+        plans.append(method.decide(stats, site, method.choose([LayerSize(1000, 6144, 64)] * 4)[2]))
     assert same(*plans)
 
 
@@ -238,7 +237,7 @@ def test_variants_share_backbone_and_budget(tokens):
     plans = {}
     for variant in ("full", "backbone", "random", "static", "naive"):
         method = MoRE(MoREConfig(variant=variant))
-        plans[variant], _ = method.decide(stats, site, method.choose(sizes)[2])
+        plans[variant] = method.decide(stats, site, method.choose(sizes)[2])
     full = plans["full"]
     assert torch.equal(plans["random"].order_M, full.order_M)
     assert plans["random"].routing == "random"
@@ -323,7 +322,7 @@ def test_full_width_is_dense(tokens):
     budget = method.choose([LayerSize(1000, 6144, 64)] * 4)[2]
     assert (budget.backbone, budget.petal) == (64, 0)
     ffn = dense_ffn(site.ffn, dense_arch(tiny_model("llama").config).ffn)
-    plan, _ = MoRE(MoREConfig(active=1.0, variant="static")).decide(stats, site, budget)
+    plan = MoRE(MoREConfig(active=1.0, variant="static")).decide(stats, site, budget)
     x_TD = next(iter(site.inputs()))
     torch.testing.assert_close(
         ffn.neurons(0, 64).output(ffn.hidden(x_TD)[:, : plan.backbone]),

@@ -114,6 +114,9 @@ class PrunedLayer:
 
     kept_E: Tensor
     """int64: the original expert at each new place; PADDING where there is none."""
+    down_E: Tensor | None = field(default=None, kw_only=True)
+    """Down projections at each new place that take the place of the experts' own (E, D, M), as the
+    experts' module holds them."""
 
     def __post_init__(self) -> None:
         real_E = self.experts
@@ -135,17 +138,20 @@ class PrunedLayer:
         """The same layer with ``count`` places."""
         missing = count - self.kept_E.numel()
         kept_E = torch.cat([self.kept_E, self.kept_E.new_full((missing,), PADDING)])
-        return replace(self, kept_E=kept_E)
+        down_E = self.down_E
+        if down_E is not None:
+            down_E = torch.cat([down_E, down_E.new_zeros(missing, *down_E.shape[1:])])
+        return replace(self, kept_E=kept_E, down_E=down_E)
 
     def header(self) -> dict[str, Any]:
         return {"kind": self.kind, "experts": self.kept_E.numel()}
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"kept": self.kept_E}
+        return {"kept": self.kept_E, **({} if self.down_E is None else {"down": self.down_E})}
 
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PrunedLayer:
-        return cls(tensors["kept"])
+        return cls(tensors["kept"], down_E=tensors.get("down"))
 
 
 @dataclass(frozen=True)
@@ -201,7 +207,7 @@ class SkippingLayer:
 
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SkippingLayer:
-        pruned = PrunedLayer(tensors["kept"]) if "experts" in header else None
+        pruned = PrunedLayer.load(header, tensors) if "experts" in header else None
         return cls(header["beta"], header["rule"], pruned)
 
 
@@ -226,6 +232,8 @@ class CondensedLayer:
     """What the shared path is multiplied with, beside a gate of its own."""
     gated: int = 0
     """Neurons of the shared path that keep the base's gate, which scales them token by token."""
+    down_DM: Tensor | None = None
+    """A down projection that takes the place of the folded one."""
 
     def __post_init__(self) -> None:
         if self.experts_K.numel() != self.gates_K.numel():
@@ -249,12 +257,13 @@ class CondensedLayer:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"experts": self.experts_K, "gates": self.gates_K}
+        down = {} if self.down_DM is None else {"down": self.down_DM}
+        return {"experts": self.experts_K, "gates": self.gates_K, **down}
 
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CondensedLayer:
         options = {k: header[k] for k in ("width", "shared", "shared_scale", "gated")}
-        return cls(tensors["experts"], tensors["gates"], **options)
+        return cls(tensors["experts"], tensors["gates"], **options, down_DM=tensors.get("down"))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from inspect import signature
 from pathlib import Path
@@ -41,11 +41,10 @@ from moesaic.plan import (
 )
 from moesaic.progress import Track, silent
 from moesaic.recipe import Recipe
+from moesaic.recovery import recover
 from moesaic.reduction import prune, skip
 from moesaic.result import Finished, Job, Result, save_applied
 from moesaic.statistics import process, wait_for_all
-from moesaic.stream import Site
-from moesaic.surgery import carved
 from moesaic.tuning import Tuned, tune
 from moesaic.version import __version__
 
@@ -110,12 +109,7 @@ def carve(
     wanted = budgets["result"]
     done = {i for i in wanted if all((name, i) in finished for name in methods)}
     if len(done) < len(wanted):
-        propagate = getattr(config, "propagate", False)
-        if propagate and compare:
-            raise MoesaicError("propagate follows one result: nothing can be decided beside it.")
-        sites = track(job.stream(wanted, follow=propagate), "Carving layers", len(wanted))
-        if propagate:
-            sites = _followed(sites, job, finished)
+        sites = track(job.stream(wanted), "Carving layers", len(wanted))
         carve_layers(methods, budgets, sites, finished.add, skip=done)
 
     def plan(name: str) -> Plan:
@@ -123,19 +117,13 @@ def carve(
         options = asdict(methods[name].config)
         return Plan(methods[name].name, job.base, layers, options, job.tokens.fingerprint)
 
-    return job.result(
-        plan("result"),
-        {i: finished["result", i][1] for i in wanted},
-        comparisons={name: plan(name) for name in compare},
-        inplace=inplace,
-    )
-
-
-def _followed(sites: Iterable[Site], job: Job, finished: Finished) -> Iterator[Site]:
-    """The same layers, each carved for those behind it once it was decided on."""
-    for site in sites:
-        yield site
-        site.change = carved(site.layer, job.arch, finished["result", site.index][0])
+    plans = {name: plan(name) for name in methods}
+    analyses = {i: finished["result", i][1] for i in wanted}
+    if getattr(config, "refit", False) or getattr(config, "bias", False):
+        how = {"weights": config.refit, "biases": config.bias, "propagate": config.propagate}
+        plans, recovered = recover(job, plans, finished, track, **how)
+        analyses = {i: {**seen, "refit": recovered[i]} for i, seen in analyses.items()}
+    return job.result(plans.pop("result"), analyses, comparisons=plans, inplace=inplace)
 
 
 # --- apply ---------------------------------------------------------------------------------------

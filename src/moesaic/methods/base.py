@@ -27,11 +27,8 @@ class Carver(Protocol):
     def observe(self, site: Site) -> Any:
         """Statistics of the site's tokens. Those of two token sets ``merge`` into one."""
 
-    def decide(self, stats: Any, site: Site, budget: Any) -> tuple[CarvedLayer, dict[str, Any]]:
-        """The layer's plan, and what was seen on the way.
-
-        May look at the tokens once more: routers are fitted to petals.
-        """
+    def decide(self, stats: Any, site: Site, budget: Any) -> CarvedLayer:
+        """The layer's plan. May look at the tokens once more: routers are fitted to petals."""
 
     def analyse(self, stats: Any) -> dict[str, Any]:
         """What the paper reports about a layer, for the report."""
@@ -64,5 +61,5 @@ def carve_layers(
         stats = observer.observe(site)
         analysis = observer.analyse(stats)
         for name, method in methods.items():
-            plan, seen = method.decide(stats, site, budgets[name][site.index])
-            finished(name, site.index, plan, {**analysis, **seen})
+            plan = method.decide(stats, site, budgets[name][site.index])
+            finished(name, site.index, plan, analysis)

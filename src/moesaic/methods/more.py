@@ -44,7 +44,6 @@ from moesaic.arch import DenseFFN
 from moesaic.budget import LayerSize, Split, ffn_share, split_for_target
 from moesaic.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.errors import MoesaicError
-from moesaic.methods.refit import refitted
 from moesaic.methods.routers import fit_router, neuron_weights
 from moesaic.plan import CarvedLayer
 from moesaic.stream import Site
@@ -89,7 +88,7 @@ class MoREConfig:
     bias: bool = False
     """An output bias for each petal: the mean of what it leaves out. Not the paper's."""
     propagate: bool = False
-    """Inputs from the layers carved so far, outputs of the original as targets. Not the paper's."""
+    """Refit on what the layers converted before pass on, towards the original's outputs."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -97,6 +96,8 @@ class MoREConfig:
             raise MoesaicError(
                 f"Unknown router {self.router!r}; choose from {', '.join(get_args(RouterName))}."
             )
+        if self.propagate and not (self.refit or self.bias):
+            raise MoesaicError("propagate says what a refit looks at: it needs refit or bias.")
         if self.variant not in get_args(Variant):
             raise MoesaicError(
                 f"Unknown variant {self.variant!r}; choose from {', '.join(get_args(Variant))}."
@@ -336,24 +337,16 @@ class MoRE:
         mirror(stats.coactivation_MM)
         return stats
 
-    def decide(
-        self, stats: MoREStats, site: Site, budget: Split
-    ) -> tuple[CarvedLayer, dict[str, Any]]:
-        """Backbone by importance, petals by co-activation, a router, and what is recovered."""
-        config = self.config
+    def decide(self, stats: MoREStats, site: Site, budget: Split) -> CarvedLayer:
+        """Backbone by importance, petals by co-activation, and a router."""
         backbone, petals = self._structure(stats, site, budget)
-        router, found = self._router(site, backbone, petals) if petals else ({}, {})
-        plan = CarvedLayer(
+        return CarvedLayer(
             order_M=torch.cat([backbone, *petals]).cpu(),
             backbone=len(backbone),
             petals=tuple(len(p) for p in petals),
             top_k=budget.top_k if petals else 0,
-            **router,
+            **(self._router(site, backbone, petals) if petals else {}),
         )
-        analysis = {"router": found} if found else {}
-        if config.refit or config.bias:
-            plan, analysis["refit"] = refitted(plan, site, config.refit, config.bias)
-        return plan, analysis
 
     def _structure(
         self, stats: MoREStats, site: Site, budget: Split
@@ -375,25 +368,21 @@ class MoRE:
         )
         return backbone, petals
 
-    def _router(
-        self, site: Site, backbone: Tensor, petals: list[Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The router's part of a layer's plan, and how well it fits."""
+    def _router(self, site: Site, backbone: Tensor, petals: list[Tensor]) -> dict[str, Any]:
+        """The router's part of a layer's plan."""
         config = self.config
         if config.variant == "random":
             seeded = torch.Generator().manual_seed(config.seed * 10_007 + site.index)
-            hidden_size = site.view.up_MD.shape[1]
-            directions_RD = torch.randn(len(petals), hidden_size, generator=seeded)
-            return {"routing": "random", "router_RD": F.normalize(directions_RD, dim=1)}, {}
+            directions_RD = torch.randn(len(petals), site.view.up_MD.shape[1], generator=seeded)
+            return {"routing": "random", "router_RD": F.normalize(directions_RD, dim=1)}
         if config.router == "cosine":
             member_MR = memberships(backbone, petals, site.view.width)
             worth_M = neuron_weights(site.view) if config.weighted else None
-            router_RD = prototypes(site, member_MR, config.alpha, worth_M).cpu()
-            return {"routing": "cosine", "router_RD": router_RD}, {}
+            return {"router_RD": prototypes(site, member_MR, config.alpha, worth_M).cpu()}
         sees_backbone = config.router == "backbone"
-        weight, bias_R, found = fit_router(site, backbone, petals, sees_backbone)
+        weight_RF, bias_R = fit_router(site, backbone, petals, sees_backbone)
         routing = "backbone" if sees_backbone else "linear"
-        return {"routing": routing, "router_RD": weight, "router_bias_R": bias_R}, found
+        return {"routing": routing, "router_RD": weight_RF, "router_bias_R": bias_R}
 
     def analyse(self, stats: MoREStats) -> dict[str, Any]:
         """Channel coverage (Table 4) and the activation spectrum (Fig. 1)."""

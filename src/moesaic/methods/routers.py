@@ -16,13 +16,12 @@ Shape suffixes: T tokens, D hidden size, M neurons, B backbone's, R petals, F = 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moesaic.arch import DenseFFN
-from moesaic.regression import Fit, Ridge
+from moesaic.regression import Ridge
 from moesaic.stream import Site
 
 
@@ -46,7 +45,7 @@ def petal_energies(h_TM: Tensor, norm_M: Tensor, petals: Sequence[Tensor]) -> Te
 
 def fit_router(
     site: Site, backbone: Tensor, petals: Sequence[Tensor], sees_backbone: bool
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
+) -> tuple[Tensor, Tensor]:
     """The affine router of a layer.
 
     Args:
@@ -56,7 +55,7 @@ def fit_router(
         sees_backbone: the backbone's hidden activations are inputs beside x.
 
     Returns:
-        weight (R, F - 1), bias (R,), both float32, and how well they fit.
+        weight (R, F - 1) and bias (R,), float32.
     """
     norm_M = neuron_weights(site.view)
     ridge = None
@@ -67,7 +66,5 @@ def fit_router(
             ridge = Ridge(x_TF.shape[1], len(petals), x_TF.device, free=1)
         ridge.add(x_TF, petal_energies(h_TM, norm_M, petals))
     assert ridge is not None
-    fit: Fit = ridge.solve()
-    weight_RF = fit.weight_FO.T.float().cpu()
-    found = {"strength": fit.strength, "unexplained": fit.unexplained}
-    return weight_RF[:, :-1].contiguous(), weight_RF[:, -1].contiguous(), found
+    weight_RF = ridge.solve().weight_FO.T.float().cpu()
+    return weight_RF[:, :-1].contiguous(), weight_RF[:, -1].contiguous()
