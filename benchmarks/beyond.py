@@ -1,12 +1,11 @@
-"""What goes beyond the papers, on SmolLM2-135M: each option alone and together.
+"""What goes beyond the papers, on a dense model: each option alone and together.
 
-    python benchmarks/beyond.py [--group NAME ...] [--only NAME ...] [--text FILE ...]
+    python benchmarks/beyond.py [--model MODEL] [--group NAME ...] [--text FILE ...] [--list]
 
-Writes benchmarks/beyond.json.
-
-Calibrated on the shipped calibration text; measured on the shipped evaluation text and on each
-FILE, 8,192 tokens at 512 a window. Results that are there are not measured again. Configurations
-of the same layers and calibration share one pass over the model.
+Writes benchmarks/beyond-MODEL.json. Calibrated on the shipped calibration text; measured on the
+shipped evaluation text and on each FILE, 8,192 tokens at 512 a window. What is there is not
+measured again, and an interrupted pass continues behind its last finished layer. Configurations of
+a group share one pass over the model.
 """
 
 from __future__ import annotations
@@ -15,120 +14,154 @@ import argparse
 import gc
 import json
 import time
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import moesaic
+from moesaic.arch import dense_arch
 from moesaic.budget import layer_sizes
 from moesaic.data import evaluation_tokens
 from moesaic.hub import resolve
 from moesaic.measure import environment
 from moesaic.methods import MoRE, MoREConfig
+from moesaic.methods.more import chosen_layers
 from moesaic.methods.refit import refitted
+from moesaic.methods.spread import losses
 from moesaic.metrics.score import score
 from moesaic.plan import Plan
-from moesaic.result import Job
+from moesaic.result import Finished, Job
 
-OUT = Path(__file__).with_suffix(".json")
 TOKENS = 8192
-FINE = {"experts": 256, "top_k": 120, "layers": "all"}
-LAST = {"experts": 64, "top_k": 16, "layers": "last-half"}
+FINE: dict[str, Any] = {"experts": 256, "top_k": 120, "layers": "all"}
+MIDDLE: dict[str, Any] = {"experts": 64, "top_k": 32, "layers": "all"}
+BASE = ", before refit"
+"""A configuration's name with this: the same plan without what was refitted."""
 
 
-def more(**options: Any) -> MoREConfig:
-    return MoREConfig(active=0.8, **options)
+def together(active: float = 0.8, top_k: int = 120, **more: Any) -> dict[str, MoREConfig]:
+    shared: dict[str, Any] = {**FINE, "active": active, "top_k": top_k, "refit": True, **more}
+    return {
+        "together": MoREConfig(**{"router": "ridge", **shared}),
+        "static, refit": MoREConfig(**shared, variant="static"),
+    }
 
 
 GROUPS: dict[str, tuple[int, dict[str, MoREConfig]]] = {
-    "all": (
+    "0.8": (100, together()),
+    "published": (100, {"published": MoREConfig(active=0.8)}),
+    "backbone": (100, {"backbone": MoREConfig(**FINE, router="backbone", refit=True, bias=True)}),
+    "middle": (
         100,
         {
-            "fine petals, ridge, refit": more(**FINE, router="ridge", refit=True),
-            "fine petals, ridge": more(**FINE, router="ridge"),
-            "fine petals, backbone, refit": more(**FINE, router="backbone", refit=True),
-            "static, refit": more(**FINE, variant="static", refit=True),
+            "64 petals": MoREConfig(**MIDDLE, router="ridge", refit=True),
+            "64 petals, backbone": MoREConfig(**MIDDLE, router="backbone", refit=True),
+            "64 petals, cosine": MoREConfig(**MIDDLE, refit=True),
         },
     ),
+    "coarse": (100, {"4 petals": MoREConfig(layers="all", router="ridge", refit=True)}),
+    "spread": (100, together(spread="sensitivity")),
+    "0.6": (100, together(0.6, 90)),
+    "0.6 spread": (100, together(0.6, 90, spread="sensitivity")),
+    "32 windows": (32, together()),
+    "1000 windows": (1000, together()),
 }
 """By name: calibration windows of 256 tokens, and configurations that one pass serves."""
 
 
 @torch.no_grad()
-def decide(job: Job, configs: dict[str, MoREConfig]) -> tuple[dict[str, Plan], dict[str, Any]]:
-    """The plans of configurations that share layers, and what was seen of each layer."""
+def decide(job: Job, configs: Mapping[str, MoREConfig], work: Path) -> dict[str, Any]:
+    """The plans of configurations that share layers, and what was recovered of each layer."""
     methods = {name: MoRE(config) for name, config in configs.items()}
     sizes = layer_sizes(job.shape, job.arch)
-    budgets = {name: method.choose(sizes) for name, method in methods.items()}
-    layers: dict[str, dict[int, Any]] = {name: {} for name in methods}
-    seen: dict[str, dict[int, Any]] = {name: {} for name in methods}
+    config = next(iter(configs.values()))
+    if config.spread == "sensitivity":
+        chosen = chosen_layers(config.layers, len(sizes))
+        given = ({site.index: losses(site) for site in job.stream(chosen)},)
+    else:
+        given = ()
+    budgets = {name: method.choose(sizes, *given) for name, method in methods.items()}
+    asked = {name: asdict(config) for name, config in configs.items()}
+    finished = Finished(work, job, asked)
+    layers = list(next(iter(budgets.values())))
+    missing = [i for i in layers if not all((name, i) in finished for name in methods)]
     observer = next(iter(methods.values()))
-    for site in job.stream(next(iter(budgets.values())).keys()):
+    for site in job.stream(missing) if missing else ():
         i, stats = site.index, observer.observe(site)
         for name, method in methods.items():
-            config = configs[name]
-            layers[name][i] = method.decide(stats, site, budgets[name][i])
+            config, found = configs[name], {}
+            plan = method.decide(stats, site, budgets[name][i])
             if config.refit or config.bias:
-                layers[name][i], seen[name][i] = refitted(
-                    layers[name][i], site, config.refit, config.bias
-                )
-                print(name, i, seen[name][i], flush=True)
-    plans = {
-        name: Plan("more", job.base, layers[name], asdict(config), job.tokens.fingerprint)
-        for name, config in configs.items()
+                plan, found = refitted(plan, site, config.refit, config.bias)
+            finished.add(name, i, plan, found)
+            print(f"layer {i} {name} {found}", flush=True)
+    return {
+        name: (
+            Plan("more", job.base, {i: finished[name, i][0] for i in layers}, asked[name]),
+            {i: finished[name, i][1] for i in layers},
+        )
+        for name in configs
     }
-    return plans, seen
+
+
+def without_refit(plan: Plan) -> Plan:
+    layers = {i: replace(p, down_DM=None, bias_RD=None) for i, p in plan.layers.items()}  # type: ignore[call-arg]
+    return replace(plan, layers=layers)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--model", default="smollm2")
     parser.add_argument("--text", nargs="*", default=[])
-    parser.add_argument("--group", nargs="*", default=list(GROUPS))
+    parser.add_argument("--group", nargs="*", default=["0.8"], choices=list(GROUPS))
     given = parser.parse_args()
-    record: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
-    source = resolve("smollm2")
+    out = Path(__file__).with_name(f"beyond-{given.model}.json")
+    record: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    record["environment"] = environment("cpu")
+    results = record.setdefault("results", {})
+    source = resolve(given.model)
     texts = {"shipped": "", **{Path(t).name: t for t in given.text}}
     tokens = {n: evaluation_tokens(t, source.tokenizer, 512, TOKENS) for n, t in texts.items()}
 
-    def measured(model: Any) -> dict[str, Any]:
-        scores = {name: score(model, some).as_json() for name, some in tokens.items()}
+    def measure(name: str, model: Any, **more: Any) -> None:
+        started = time.perf_counter()
+        scores = {text: score(model, some).as_json() for text, some in tokens.items()}
+        seconds = time.perf_counter() - started
         found = next(iter(scores.values()))
         keys = ("total_parameters", "active_parameters", "active_ratio", "router_parameters")
-        return {
-            "perplexity": {name: s["perplexity"] for name, s in scores.items()},
+        results[name] = {
+            "perplexity": {text: s["perplexity"] for text, s in scores.items()},
             **{key: found[key] for key in keys if key in found},
+            "seconds_to_measure": seconds,
+            **more,
         }
+        out.write_text(json.dumps(record, indent=1) + "\n")
+        print(name, results[name]["perplexity"], flush=True)
+        gc.collect()
 
-    def keep(name: str, result: dict[str, Any]) -> None:
-        record[name] = result
-        OUT.write_text(json.dumps(record, indent=1) + "\n")
-        print(name, result["perplexity"], flush=True)
-
-    record["environment"] = environment("cpu")
-    if "dense" not in record:
-        keep("dense", measured(source.load("cpu")))
+    if "dense" not in results:
+        measure("dense", source.load("cpu"))
     for group in given.group:
         samples, configs = GROUPS[group]
-        missing = {
-            name: config
-            for name, config in configs.items()
-            if name not in record and (not given.only or name in given.only)
-        }
-        if not missing:
+        configs = {f"{group}: {name}": config for name, config in configs.items()}
+        names = {name: [name, *([name + BASE] if c.refit else [])] for name, c in configs.items()}
+        if all(one in results for some in names.values() for one in some):
             continue
-        options = {"samples": samples, "length": 256, "seed": 0, "tokenizer": None}
-        job = Job.open("smollm2", moesaic.arch.dense_arch, "", **options, device="cpu", dtype=None)
+        text = {"samples": samples, "length": 256, "seed": 0, "tokenizer": None}
+        job = Job.open(given.model, dense_arch, "", **text, device="cpu", dtype=None)
         started = time.perf_counter()
-        plans, seen = decide(job, missing)
-        seconds = time.perf_counter() - started
-        for name, plan in plans.items():
-            result = measured(job.result(plan, {}).build(plan))
-            shared = {"calibration_tokens": samples * 256, "seconds_of_the_pass": seconds}
-            keep(name, {**result, **shared, "config": plan.config, "layers": seen[name]})
-            gc.collect()
+        decided = decide(job, configs, Path("build/beyond") / given.model / group)
+        more = {"calibration_tokens": samples * 256, "seconds": time.perf_counter() - started}
+        for name, (plan, found) in decided.items():
+            for one in names[name]:
+                if one in results:
+                    continue
+                some = without_refit(plan) if one.endswith(BASE) else plan
+                seen = {} if one.endswith(BASE) else {"layers": found}
+                model = job.result(some, {}).build(some)
+                measure(one, model, config=plan.config, **more, **seen)
 
 
 if __name__ == "__main__":

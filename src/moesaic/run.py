@@ -30,6 +30,8 @@ from moesaic.methods import (
     TuneConfig,
     carve_layers,
 )
+from moesaic.methods.more import chosen_layers
+from moesaic.methods.spread import losses
 from moesaic.plan import (
     CarvedLayer,
     CondensedLayer,
@@ -104,7 +106,9 @@ def carve(
     methods = {"result": method(config)}
     methods |= {name: method(replace(config, variant=name)) for name in compare}
     sizes = layer_sizes(job.shape, job.arch)
-    budgets = {name: m.choose(sizes) for name, m in methods.items()}
+    spread = config.spread == "sensitivity"
+    given = (_losses(job, config.layers, track),) if spread else ()
+    budgets = {name: m.choose(sizes, *given) for name, m in methods.items()}
     finished = Finished(progress, job, {"config": asdict(config), "compare": list(compare)})
     wanted = budgets["result"]
     done = {i for i in wanted if all((name, i) in finished for name in methods)}
@@ -124,6 +128,14 @@ def carve(
         plans, recovered = recover(job, plans, finished, track, **how)
         analyses = {i: {**seen, "refit": recovered[i]} for i, seen in analyses.items()}
     return job.result(plans.pop("result"), analyses, comparisons=plans, inplace=inplace)
+
+
+@torch.no_grad()
+def _losses(job: Job, layers: Any, track: Track) -> dict[int, torch.Tensor]:
+    """What leaving each neuron out of each layer would lose."""
+    chosen = chosen_layers(layers, len(job.base.widths))
+    sites = track(job.stream(chosen), "Weighing layers", len(chosen))
+    return {site.index: losses(site) for site in sites}
 
 
 # --- apply ---------------------------------------------------------------------------------------

@@ -45,10 +45,12 @@ from moesaic.budget import LayerSize, Split, ffn_share, split_for_target
 from moesaic.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.errors import MoesaicError
 from moesaic.methods.routers import fit_router, neuron_weights
+from moesaic.methods.spread import spread_splits
 from moesaic.plan import CarvedLayer
 from moesaic.stream import Site
 
 Variant = Literal["full", "backbone", "random", "naive", "static"]
+SpreadName = Literal["uniform", "sensitivity"]
 RouterName = Literal["cosine", "ridge", "backbone"]
 
 COVERAGE = (0.1, 0.01, 0.001)
@@ -89,9 +91,17 @@ class MoREConfig:
     """An output bias for each petal: the mean of what it leaves out. Not the paper's."""
     propagate: bool = False
     """Refit on what the layers converted before pass on, towards the original's outputs."""
+    spread: SpreadName = "uniform"
+    """uniform: the same share of every layer; sensitivity: more where more would be lost."""
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.spread not in get_args(SpreadName):
+            raise MoesaicError(
+                f"Unknown spread {self.spread!r}; choose from {', '.join(get_args(SpreadName))}."
+            )
+        if self.spread != "uniform" and self.variant == "naive":
+            raise MoesaicError("naive clustering has no backbone to spread: drop spread.")
         if self.router not in get_args(RouterName):
             raise MoesaicError(
                 f"Unknown router {self.router!r}; choose from {', '.join(get_args(RouterName))}."
@@ -301,13 +311,22 @@ class MoRE:
     def __init__(self, config: MoREConfig) -> None:
         self.config = config
 
-    def choose(self, sizes: list[LayerSize]) -> Mapping[int, Split]:
+    def choose(
+        self, sizes: list[LayerSize], losses_M: Mapping[int, Tensor] | None = None
+    ) -> Mapping[int, Split]:
         """The layers to carve with backbone and petal sizes that meet the target in closed form.
 
         All variants get the same active width; they differ in what fills it.
+
+        Args:
+            sizes: all layers.
+            losses_M: what leaving each neuron out loses, of the layers to carve, where the budget
+                is spread by that.
         """
         config = self.config
         layers = chosen_layers(config.layers, len(sizes))
+        if losses_M is not None:
+            return spread_splits(sizes, losses_M, config.active, config.experts, config.top_k)
         if config.variant == "naive":
             return _without_backbone(sizes, layers, ffn_share(sizes, layers, config.active))
         return split_for_target(sizes, layers, config.active, config.experts, config.top_k)
@@ -361,6 +380,8 @@ class MoRE:
             whole = config.variant == "static"
             width = budget.active_width if whole else budget.backbone
             return ranked_M[:width].sort().values, []
+        if budget.petal == 0:  # a layer that nothing is taken from
+            return ranked_M.sort().values, []
         backbone = ranked_M[: budget.backbone].sort().values
         residual = ranked_M[budget.backbone :].sort().values
         petals = petals_of(
