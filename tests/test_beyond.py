@@ -176,8 +176,10 @@ def test_router_weights_solve_the_normal_equations(tokens):
 @pytest.mark.parametrize("routing", ["linear", "backbone", "cosine"])
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("count", [1, 17])
-def test_execution_is_what_was_fitted(tokens, routing, top_k, count):
+@pytest.mark.parametrize("wide", [1, 1 << 20])
+def test_execution_is_what_was_fitted(tokens, routing, top_k, count, wide, monkeypatch):
     """Weights, biases and router of the plan, through the module, are the masked sum."""
+    monkeypatch.setattr("moesaic.nn.carved.WIDE", wide)
     generator = torch.Generator().manual_seed(1)
     plan = petals_plan(
         top_k,

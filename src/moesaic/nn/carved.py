@@ -6,7 +6,7 @@ every petal are contiguous: an expert is a slice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from moesaic.arch import DenseFFN, FFNNames, dense_ffn
 from moesaic.nn.routers import Router, chosen, running
+
+WIDE = 1 << 14
+"""Weights of one of a petal's projections from which a token's own petals are worth the calls."""
 
 
 class CarvedFFN(nn.Module):
@@ -69,23 +72,25 @@ class CarvedFFN(nn.Module):
         if self.router is None or self.top_k == 0:
             y_TD = self._backbone(ffn, x_TD)
             chosen_TK = torch.zeros(len(x_TD), 1, dtype=torch.int64, device=x_TD.device)
-        elif self.router.sees_backbone:
-            h_TB = ffn.neurons(0, self.backbone).hidden(x_TD)
-            chosen_TK = self.router(x_TD, h_TB)
-            y_TD = self._grouped(ffn, x_TD, chosen_TK, h_TB)
         else:
-            chosen_TK = self.router(x_TD)
-            y_TD = self._grouped(ffn, x_TD, chosen_TK)
+            h_TB = None
+            if self.router.sees_backbone:
+                h_TB = ffn.neurons(0, self.backbone).hidden(x_TD)
+            chosen_TK = self.router(x_TD, h_TB)
+            if self.top_k == 1:
+                y_TD = self._grouped(ffn, x_TD, chosen_TK)
+            else:
+                y_TD = self._several(ffn, x_TD, chosen_TK, h_TB)
         y_TD = self._biased(y_TD, chosen_TK)
         if ffn.down_bias_D is not None:
             y_TD = y_TD + ffn.down_bias_D
         return y_TD.view_as(x)
 
-    def _backbone(self, ffn: DenseFFN, x_TD: Tensor, h_TB: Tensor | None = None) -> Tensor:
+    def _backbone(self, ffn: DenseFFN, x_TD: Tensor) -> Tensor:
         if not self.backbone:
             return torch.zeros_like(x_TD)
         backbone = ffn.neurons(0, self.backbone)
-        return backbone.output(backbone.hidden(x_TD) if h_TB is None else h_TB)
+        return backbone.output(backbone.hidden(x_TD))
 
     def _biased(self, y_TD: Tensor, chosen_TK: Tensor) -> Tensor:
         """The output biases of the petals that run added."""
@@ -94,28 +99,18 @@ class CarvedFFN(nn.Module):
         on_TR = chosen(chosen_TK, len(self.petal_bias))
         return y_TD + on_TR.to(y_TD.dtype) @ self.petal_bias
 
-    def _grouped(
-        self, ffn: DenseFFN, x_TD: Tensor, chosen_TK: Tensor, h_TB: Tensor | None = None
-    ) -> Tensor:
-        """The backbone once over all tokens, each petal once over its own."""
+    def _grouped(self, ffn: DenseFFN, x_TD: Tensor, chosen_T1: Tensor) -> Tensor:
+        """One petal a token: the backbone once over all tokens, each petal once over its own."""
         if len(x_TD) == 1:  # no sorting, no gathering: most of the time of a decoding step
-            y_TD = self._backbone(ffn, x_TD, h_TB)
-            for e in chosen_TK[0].tolist():
-                petal = ffn.neurons(*self.slices[e])
-                y_TD = y_TD + petal.output(petal.hidden(x_TD))
-            return y_TD
-        if self.top_k > 1:
-            h_TM = ffn.hidden(x_TD)
-            on_TM = running(chosen_TK, self.backbone, self.petals)
-            return F.linear(h_TM * on_TM.to(h_TM.dtype), ffn.down_DM)
-        flat = chosen_TK.flatten()
-        order = flat.argsort(stable=True)  # token-choice pairs, petal by petal
+            petal = ffn.neurons(*self.slices[int(chosen_T1)])
+            return self._backbone(ffn, x_TD) + petal.output(petal.hidden(x_TD))
+        flat = chosen_T1.flatten()
+        order = flat.argsort(stable=True)  # tokens, petal by petal
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         counts = torch.bincount(flat, minlength=len(self.petals)).tolist()
-        sorted_DT = x_TD.index_select(0, order // self.top_k).T
-        alone = self.top_k == 1 and h_TB is None  # the backbone in petal order, petals onto it
-        if alone and self.backbone:
+        sorted_DT = x_TD.index_select(0, order).T
+        if self.backbone:  # in petal order too, so that petals add onto it
             onto = ffn.neurons(0, self.backbone).by_columns(sorted_DT).split(counts, dim=1)
         else:
             onto = [None] * len(counts)
@@ -125,11 +120,31 @@ class CarvedFFN(nn.Module):
                 self.slices, sorted_DT.split(counts, dim=1), onto, strict=True
             )
         ]
-        y_TD = torch.cat(parts, dim=1).T.index_select(0, back)
-        if alone:
-            return y_TD
-        petals_TD = y_TD.view(len(x_TD), self.top_k, -1).sum(1)
-        return self._backbone(ffn, x_TD, h_TB) + petals_TD
+        return torch.cat(parts, dim=1).T.index_select(0, back)
+
+    def _several(
+        self, ffn: DenseFFN, x_TD: Tensor, chosen_TK: Tensor, h_TB: Tensor | None
+    ) -> Tensor:
+        """Several petals a token: one down projection over all neurons, idle ones zero.
+
+        Many tokens compute every neuron: grouping them by petals that are this narrow takes longer
+        (benchmarks/fine_petals.py). A single token computes its own where petals are wide enough.
+        """
+        wide = self.petals[0] * x_TD.shape[1] >= WIDE
+        if len(x_TD) > 1 or not wide:
+            rest = ffn if h_TB is None else ffn.neurons(self.backbone, ffn.width)
+            h_TM = rest.hidden(x_TD)
+            if h_TB is not None:
+                h_TM = torch.cat([h_TB, h_TM], dim=1)
+            h_TM = h_TM * running(chosen_TK, self.backbone, self.petals).to(h_TM.dtype)
+            return F.linear(h_TM, ffn.down_DM)
+        h_TM = x_TD.new_zeros(1, ffn.width)
+        if h_TB is None:
+            h_TB = ffn.neurons(0, self.backbone).hidden(x_TD)
+        h_TM[:, : self.backbone] = h_TB
+        for start, stop in joined(self.slices[e] for e in sorted(chosen_TK[0].tolist())):
+            h_TM[:, start:stop] = ffn.neurons(start, stop).hidden(x_TD)
+        return F.linear(h_TM, ffn.down_DM)
 
     def _sliceable(self) -> bool:
         """Whether the projections are plain: not quantised, not wrapped by an adapter."""
@@ -157,6 +172,21 @@ class CarvedFFN(nn.Module):
 
     def extra_repr(self) -> str:
         return f"backbone={self.backbone}, petals={self.petals}, top_k={self.top_k}"
+
+
+def joined(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbouring places made one.
+
+    >>> joined([(0, 2), (2, 4), (6, 8)])
+    [(0, 4), (6, 8)]
+    """
+    out: list[tuple[int, int]] = []
+    for start, stop in places:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return out
 
 
 def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> CarvedFFN:
