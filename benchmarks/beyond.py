@@ -1,6 +1,6 @@
 """What goes beyond the papers, on a dense model: each option alone and together.
 
-    python benchmarks/beyond.py [--model MODEL] [--group NAME ...] [--text FILE ...] [--list]
+    python benchmarks/beyond.py [--model MODEL] [--group NAME ...] [--text FILE ...] [--before]
 
 Writes benchmarks/beyond-MODEL.json. Calibrated on the shipped calibration text; measured on the
 shipped evaluation text and on each FILE, 8,192 tokens at 512 a window. What is there is not
@@ -14,8 +14,9 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--text", nargs="*", default=[])
-    parser.add_argument("--group", nargs="*", default=["0.8"], choices=list(GROUPS))
+    parser.add_argument("--group", nargs="*", default=["dense", "0.8"], choices=["dense", *GROUPS])
+    parser.add_argument("--before", action="store_true", help="also measure plans before the refit")
     given = parser.parse_args()
     out = Path(__file__).with_name(f"beyond-{given.model}.json")
     record: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
@@ -123,45 +125,41 @@ def main() -> None:
     results = record.setdefault("results", {})
     source = resolve(given.model)
     texts = {"shipped": "", **{Path(t).name: t for t in given.text}}
-    tokens = {n: evaluation_tokens(t, source.tokenizer, 512, TOKENS) for n, t in texts.items()}
 
-    def measure(name: str, model: Any, **more: Any) -> None:
-        started = time.perf_counter()
-        scores = {text: score(model, some).as_json() for text, some in tokens.items()}
-        seconds = time.perf_counter() - started
-        found = next(iter(scores.values()))
-        keys = ("total_parameters", "active_parameters", "active_ratio", "router_parameters")
-        results[name] = {
-            "perplexity": {text: s["perplexity"] for text, s in scores.items()},
-            **{key: found[key] for key in keys if key in found},
-            "seconds_to_measure": seconds,
-            **more,
-        }
-        out.write_text(json.dumps(record, indent=1) + "\n")
-        print(name, results[name]["perplexity"], flush=True)
+    def missing(name: str) -> list[str]:
+        return [text for text in texts if text not in results.get(name, {}).get("perplexity", {})]
+
+    def measure(name: str, build: Callable[[], Any], **more: Any) -> None:
+        model = build() if missing(name) else None
+        for text in missing(name):
+            tokens = evaluation_tokens(texts[text], source.tokenizer, 512, TOKENS)
+            started = time.perf_counter()
+            found = score(model, tokens).as_json()
+            result = results.setdefault(name, {"perplexity": {}, **more})
+            result["perplexity"][text] = found["perplexity"]
+            keys = ("total_parameters", "active_parameters", "active_ratio", "router_parameters")
+            result |= {key: found[key] for key in keys if key in found}
+            result["seconds_to_measure"] = time.perf_counter() - started
+            out.write_text(json.dumps(record, indent=1) + "\n")
+            print(name, result["perplexity"], flush=True)
         gc.collect()
 
-    if "dense" not in results:
-        measure("dense", source.load("cpu"))
     for group in given.group:
+        if group == "dense":
+            measure("dense", partial(source.load, "cpu"))
+            continue
         samples, configs = GROUPS[group]
         configs = {f"{group}: {name}": config for name, config in configs.items()}
-        names = {name: [name, *([name + BASE] if c.refit else [])] for name, c in configs.items()}
-        if all(one in results for some in names.values() for one in some):
-            continue
         text = {"samples": samples, "length": 256, "seed": 0, "tokenizer": None}
         job = Job.open(given.model, dense_arch, "", **text, device="cpu", dtype=None)
         started = time.perf_counter()
         decided = decide(job, configs, Path("build/beyond") / given.model / group)
         more = {"calibration_tokens": samples * 256, "seconds": time.perf_counter() - started}
         for name, (plan, found) in decided.items():
-            for one in names[name]:
-                if one in results:
-                    continue
-                some = without_refit(plan) if one.endswith(BASE) else plan
-                seen = {} if one.endswith(BASE) else {"layers": found}
-                model = job.result(some, {}).build(some)
-                measure(one, model, config=plan.config, **more, **seen)
+            result = job.result(plan, {})
+            measure(name, partial(result.build, plan), config=plan.config, **more, layers=found)
+            if given.before and configs[name].refit:
+                measure(name + BASE, partial(result.build, without_refit(plan)), **more)
 
 
 if __name__ == "__main__":
