@@ -11,7 +11,14 @@ from moesaic.condensing import condense
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.measure import bench, evaluate, generate, inspect
-from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig, SkipConfig, TuneConfig
+from moesaic.methods import (
+    CondenseConfig,
+    MoREConfig,
+    PruneConfig,
+    SkipConfig,
+    ToMoEConfig,
+    TuneConfig,
+)
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.reduction import observe, prune, skip
@@ -30,6 +37,7 @@ __all__ = [
     "Recipe",
     "Result",
     "SkipConfig",
+    "ToMoEConfig",
     "Tokens",
     "TuneConfig",
     "__version__",

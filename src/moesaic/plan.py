@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
+from moesaic.overlapping import OverlappingLayer
 
 FORMAT = 1
 JSON_NAME, TENSORS_NAME = "plan.json", "plan.safetensors"
@@ -258,11 +259,14 @@ class DroppedLayer:
         return cls()
 
 
-LayerPlan = CarvedLayer | PrunedLayer | SkippingLayer | CondensedLayer | DroppedLayer
+LayerPlan = (
+    CarvedLayer | OverlappingLayer | PrunedLayer | SkippingLayer | CondensedLayer | DroppedLayer
+)
 KINDS: dict[str, Any] = {
     kind.kind: kind
     for kind in (
         CarvedLayer,
+        OverlappingLayer,
         PrunedLayer,
         MergedLayer,
         SkippingLayer,

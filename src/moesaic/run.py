@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from inspect import signature
 from pathlib import Path
@@ -15,10 +15,12 @@ from moesaic import report
 from moesaic.arch import dense_arch
 from moesaic.budget import layer_sizes
 from moesaic.checkpoint import check_out, whole_folder
+from moesaic.condensing import METHOD as CONDENSED
 from moesaic.condensing import condense
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.hub import native_config, resolve
+from moesaic.learning import learn
 from moesaic.measure import check_device, environment, measure, parse_dtype
 from moesaic.methods import (
     CARVERS,
@@ -27,6 +29,7 @@ from moesaic.methods import (
     PruneConfig,
     SkipConfig,
     Skipper,
+    ToMoEConfig,
     TuneConfig,
     carve_layers,
 )
@@ -34,6 +37,7 @@ from moesaic.plan import (
     CarvedLayer,
     CondensedLayer,
     DroppedLayer,
+    OverlappingLayer,
     Plan,
     Progress,
     PrunedLayer,
@@ -46,6 +50,9 @@ from moesaic.result import Finished, Job, Result, save_applied
 from moesaic.statistics import process, wait_for_all
 from moesaic.tuning import Tuned, tune
 from moesaic.version import __version__
+
+LEARNED: dict[type, Callable[..., Result]] = {ToMoEConfig: learn}
+"""Carving by training, by the class of the method's config."""
 
 # --- carve ---------------------------------------------------------------------------------------
 
@@ -88,6 +95,23 @@ def carve(
         MoesaicError: the request cannot be met.
     """
     config = config if config is not None else MoREConfig()
+    if type(config) in LEARNED:
+        if compare:
+            raise MoesaicError(f"{type(config).__name__} has no variants to compare.")
+        return LEARNED[type(config)](
+            model,
+            config,
+            calibration=calibration,
+            samples=samples,
+            length=length,
+            seed=seed,
+            tokenizer=tokenizer,
+            inplace=inplace,
+            device=device,
+            dtype=dtype,
+            progress=progress,
+            track=track,
+        )
     job = Job.open(
         model,
         dense_arch,
@@ -204,6 +228,7 @@ def run_recipe(
 
 VERBS: dict[type, Any] = {
     MoREConfig: carve,
+    ToMoEConfig: learn,
     PruneConfig: prune,
     SkipConfig: skip,
     CondenseConfig: condense,
@@ -268,7 +293,7 @@ def _describe(recipe: Recipe, result: Result | Tuned, earlier: dict[str, Any]) -
     described = [
         _describe_layer(plan, i, result.analyses.get(i, {})) for i in range(len(plan.base.widths))
     ]
-    carved = any(isinstance(layer, CarvedLayer) for layer in plan.layers.values())
+    carved = any(isinstance(layer, CarvedLayer | OverlappingLayer) for layer in plan.layers.values())
     return {
         "moesaic": __version__,
         "model": recipe.model,
@@ -280,7 +305,8 @@ def _describe(recipe: Recipe, result: Result | Tuned, earlier: dict[str, Any]) -
         "environment": environment(recipe.device),
         "layers": {str(i): described[i] for i in sorted(plan.layers)} if carved else described,
         **({"beta": [d.get("beta") for d in described]} if plan.method == Skipper.name else {}),
-        **({**result.summary, "condensed": described} if result.summary else {}),
+        **result.summary,
+        **({"condensed": described} if plan.method == CONDENSED else {}),
     }
 
 
@@ -293,6 +319,18 @@ def _describe_layer(plan: Plan, index: int, analysis: dict[str, Any]) -> dict[st
             "petals": list(layer.petals),
             "top_k": layer.top_k,
             "active_width": layer.active_width,
+            **analysis,
+        }
+    if isinstance(layer, OverlappingLayer):
+        header = layer.header()
+        petals = [header["width"]] * header["experts"]
+        return {
+            "kind": layer.kind,
+            "width": width,
+            "backbone": 0,
+            "petals": petals,
+            "top_k": 1,
+            "active_width": header["width"],
             **analysis,
         }
     if isinstance(layer, PrunedLayer):

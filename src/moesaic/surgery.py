@@ -25,10 +25,12 @@ from moesaic.plan import (
     DroppedLayer,
     LayerPlan,
     MergedLayer,
+    OverlappingLayer,
     Plan,
     PrunedLayer,
     SkippingLayer,
 )
+from moesaic.sharing import apply_shared, install_shared, shared_sources, shared_tensors
 
 
 def base_shape(model: Any, arch: Arch) -> BaseShape:
@@ -103,6 +105,18 @@ def _apply_carved(layers: nn.ModuleList, index: int, arch: Arch, plan: CarvedLay
     new = arch.ffn_of(layers[index])
     new.load_state_dict(state, assign=True)
     new.train(old.training)
+
+
+def _install_shared(
+    layers: nn.ModuleList, index: int, arch: Arch, header: Mapping[str, Any]
+) -> None:
+    install_shared(layers[index], arch, header)
+
+
+def _apply_shared(
+    layers: nn.ModuleList, index: int, arch: Arch, plan: OverlappingLayer
+) -> None:
+    apply_shared(layers[index], arch, plan)
 
 
 # --- pruned and skipping layers ------------------------------------------------------------------
@@ -221,6 +235,7 @@ def _apply_condensed(
 
 _INSTALL: dict[str, Callable[..., None]] = {
     "carved": _install_carved,
+    "overlapping": _install_shared,
     "pruned": _install_reduced,
     "merged": _install_reduced,
     "skipping": _install_reduced,
@@ -229,6 +244,7 @@ _INSTALL: dict[str, Callable[..., None]] = {
 }
 _APPLY: dict[str, Callable[..., None]] = {
     "carved": _apply_carved,
+    "overlapping": _apply_shared,
     "pruned": _apply_reduced,
     "merged": _apply_reduced,
     "skipping": _apply_reduced,
@@ -258,6 +274,8 @@ def _replaced(layer: LayerPlan, arch: Arch) -> tuple[str, ...]:
     if isinstance(layer, CondensedLayer):
         assert isinstance(arch, MoEArch)
         return sources(arch)
+    if isinstance(layer, OverlappingLayer):
+        return shared_sources(arch, layer.header())
     return (f"{arch.ffn_path}.",)
 
 
@@ -288,6 +306,11 @@ def _rewritten(
         condensed = layer if isinstance(layer, CondensedLayer) else NO_FFN
         for name, tensor in condensed_tensors(condensed, arch, state).items():
             yield prefix + name, tensor
+        return
+    if isinstance(layer, OverlappingLayer):
+        state = {name: read(disk) for disk, name in names.items()}
+        for name, tensor in shared_tensors(layer, arch, state).items():
+            yield arch.layer_prefix(index) + name, tensor
         return
     block = f"{arch.ffn_path}."
     if isinstance(layer, CarvedLayer):

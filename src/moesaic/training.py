@@ -20,10 +20,14 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer_utils import get_last_checkpoint
 
 from moesaic.errors import MoesaicError
+from moesaic.progress import Track
 
 IGNORED = -100
 """The label of a token that is not predicted: a prompt's, or padding."""
 TRAINED_NAME = "trained.safetensors"
+DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
+TERMS = "terms"
+"""Under this name, beside its ``loss``, a model may return what the loss is made of."""
 
 Example = dict[str, list[int]]
 """input_ids and labels of one text."""
@@ -47,6 +51,8 @@ class Schedule:
     seed: int
     save_every: int
     """Steps between checkpoints."""
+    decay: str = "cosine"
+    """What becomes of the rate after the warm-up: cosine or constant."""
 
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -89,6 +95,18 @@ class _Loop(Trainer):  # type: ignore[misc]
 
     teacher: Any = None
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._terms: list[dict[str, Tensor]] = []
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        if "loss" in logs:
+            names = self._terms[0] if self._terms else {}
+            means = {n: torch.stack([t[n] for t in self._terms]).mean().item() for n in names}
+            logs = {**logs, **means}
+            self._terms.clear()
+        super().log(logs, *args, **options)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -97,7 +115,10 @@ class _Loop(Trainer):  # type: ignore[misc]
         num_items_in_batch: Any = None,
     ) -> Any:
         if self.teacher is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            if TERMS in outputs:
+                self._terms.append({n: t.detach() for n, t in outputs[TERMS].items()})
+            return (loss, outputs) if return_outputs else loss
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         with torch.no_grad():
@@ -137,6 +158,23 @@ class _Told(TrainerCallback):  # type: ignore[misc]
             self.tell(state.global_step, state.max_steps, logs)
 
 
+class Bar:
+    """Turns calls into the passing of items, which is what a progress bar is drawn of."""
+
+    def __init__(self, track: Track) -> None:
+        self._track = track
+        self._passing: Any = None
+
+    def tell(self, step: int, of: int, logs: dict[str, float]) -> None:
+        if self._passing is None:
+            self._passing = iter(self._track(range(step, of + 1), "Training", of + 1 - step))
+        next(self._passing, None)
+
+    def close(self) -> None:
+        for _ in self._passing or ():
+            pass
+
+
 def train(
     model: Any,
     examples: Sequence[Example],
@@ -162,7 +200,7 @@ def train(
         tell: called with step, steps and figures.
 
     Returns:
-        step, loss and learning rate of every step.
+        step, loss and learning rate of every step, and the terms of a loss that has them.
     """
     dtype = model.dtype
     if not trainable:
@@ -179,7 +217,7 @@ def train(
         gradient_accumulation_steps=schedule.accumulate,
         learning_rate=schedule.lr,
         warmup_steps=schedule.warmup,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type=DECAYS[schedule.decay],
         weight_decay=schedule.weight_decay,
         seed=schedule.seed,
         data_seed=schedule.seed,
@@ -207,5 +245,6 @@ def train(
     loop.train(resume_from_checkpoint=last)
     for parameter in trainable.values():
         parameter.data = parameter.data.to(dtype)
-    keys = ("step", "loss", "learning_rate")
-    return [{k: log[k] for k in keys} for log in loop.state.log_history if "loss" in log]
+    unwanted = ("epoch", "grad_norm")
+    history = [log for log in loop.state.log_history if "loss" in log]
+    return [{k: v for k, v in log.items() if k not in unwanted} for log in history]

@@ -1,17 +1,25 @@
 """The modules that a plan puts into a model."""
 
-from moesaic.nn.carved import CarvedFFN, Router, carved_like
+from moesaic.nn.carved import CarvedFFN, Router, carved_like, projections_like
 from moesaic.nn.condensed import CondensedFFN, PassThrough
+from moesaic.nn.heads import HeadRouting
+from moesaic.nn.masked import Masked
+from moesaic.nn.overlapping import OverlappingFFN, set_form
 from moesaic.nn.skipping import Skipping, make_skipping, skip, survivors
 
 __all__ = [
     "CarvedFFN",
     "CondensedFFN",
+    "HeadRouting",
+    "Masked",
+    "OverlappingFFN",
     "PassThrough",
     "Router",
     "Skipping",
     "carved_like",
     "make_skipping",
+    "projections_like",
+    "set_form",
     "skip",
     "survivors",
 ]

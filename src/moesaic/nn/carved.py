@@ -107,12 +107,23 @@ class CarvedFFN(nn.Module):
         backbone = ffn.neurons(0, self.backbone)
         return backbone.output(backbone.hidden(x_TD))
 
+    def _petal(self, ffn: DenseFFN, number: int) -> DenseFFN:
+        return ffn.neurons(*self.slices[number])
+
+    def _running(self, chosen_TK: Tensor, width: int) -> Tensor:
+        """Ones for the neurons that a token runs (T, M), zeros for the others."""
+        on_TR = torch.zeros(len(chosen_TK), len(self.petals), device=chosen_TK.device)
+        on_TR.scatter_(1, chosen_TK, 1)
+        widths = torch.tensor(self.petals, device=chosen_TK.device)
+        on_TM = on_TR.repeat_interleave(widths, dim=1, output_size=sum(self.petals))
+        return F.pad(on_TM, (self.backbone, 0), value=1)
+
     def _grouped(self, ffn: DenseFFN, x_TD: Tensor, chosen_TK: Tensor) -> Tensor:
         """The backbone once over all tokens, each petal once over its own."""
         if len(x_TD) == 1:  # no sorting, no gathering: most of the time of a decoding step
             y_TD = self._backbone(ffn, x_TD)
             for e in chosen_TK[0].tolist():
-                petal = ffn.neurons(*self.slices[e])
+                petal = self._petal(ffn, e)
                 y_TD = y_TD + petal.output(petal.hidden(x_TD))
             return y_TD
         flat = chosen_TK.flatten()
@@ -124,8 +135,8 @@ class CarvedFFN(nn.Module):
         alone = self.top_k == 1  # then the backbone runs in petal order and petals add onto it
         onto = self._backbone(ffn, sorted_x).split(counts) if alone else [None] * len(counts)
         parts = [
-            ffn.neurons(*place).of_few(group, base)
-            for place, group, base in zip(self.slices, sorted_x.split(counts), onto, strict=True)
+            self._petal(ffn, e).of_few(group, base) if len(group) else group
+            for e, (group, base) in enumerate(zip(sorted_x.split(counts), onto, strict=True))
         ]
         y_TD = torch.cat(parts).index_select(0, back)
         if alone:
@@ -150,22 +161,16 @@ class CarvedFFN(nn.Module):
             h_TM = getattr(self, names.up)(x_TD)
             h_TM = act(getattr(self, names.gate)(x_TD)) * h_TM if names.gate else act(h_TM)
         if self.router is not None:
-            on_TR = torch.zeros(len(x_TD), len(self.petals), dtype=h_TM.dtype, device=h_TM.device)
-            if self.top_k:
-                on_TR.scatter_(1, self.router(x_TD), 1)
-            widths = torch.tensor(self.petals, device=h_TM.device)
-            on_TM = on_TR.repeat_interleave(widths, dim=1, output_size=sum(self.petals))
-            h_TM = h_TM * F.pad(on_TM, (self.backbone, 0), value=1)
+            h_TM = h_TM * self._running(self.router(x_TD), h_TM.shape[1]).to(h_TM.dtype)
         return getattr(self, names.down)(h_TM)
 
     def extra_repr(self) -> str:
         return f"backbone={self.backbone}, petals={self.petals}, top_k={self.top_k}"
 
 
-def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> CarvedFFN:
-    """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives."""
+def projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, nn.Module]:
+    """Empty projections (on the meta device) of another width than a block's own."""
     hidden_size = getattr(ffn, names.down).weight.shape[0]
-    width = header["backbone"] + sum(header["petals"])
     projections: dict[str, nn.Module] = {}
     with torch.device("meta"):
         for name in names.projections:
@@ -173,11 +178,18 @@ def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> C
             rows = width * (2 if names.fused else 1)
             shape = (width, hidden_size) if name == names.down else (hidden_size, rows)
             projections[name] = nn.Linear(*shape, bias=old.bias is not None, dtype=old.weight.dtype)
+    return projections
+
+
+def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> CarvedFFN:
+    """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives."""
+    width = header["backbone"] + sum(header["petals"])
+    with torch.device("meta"):
         return CarvedFFN(
-            projections,
+            projections_like(ffn, names, width),
             getattr(ffn, names.act),
             names,
-            hidden_size,
+            getattr(ffn, names.down).weight.shape[0],
             header["backbone"],
             header["petals"],
             header["top_k"],

@@ -1,0 +1,49 @@
+"""An FFN of which each token runs one expert, experts being index lists into shared weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.arch import DenseFFN
+from moesaic.nn.carved import CarvedFFN
+
+FORMS = ("moe", "pseudo")
+
+
+class OverlappingFFN(CarvedFFN):
+    """A carved FFN without a backbone whose petals may share neurons (ToMoE, Eqs. 12-13).
+
+    The weights are the base's own, in the base's order. ``form`` says how they are run, with the
+    same result: ``moe`` gathers each expert's weights and runs it over its tokens; ``pseudo``
+    runs the dense block and masks it (Eq. 17), which costs what the dense block costs.
+    """
+
+    experts: Tensor
+    form = "moe"
+
+    def __init__(self, *args: Any, experts: int, width: int, **kwargs: Any) -> None:
+        super().__init__(*args, backbone=0, petals=(width,) * experts, **kwargs)
+        self.register_buffer("experts", torch.empty(experts, width, dtype=torch.int64))
+
+    def _sliceable(self) -> bool:
+        return self.form == "moe" and super()._sliceable()
+
+    def _petal(self, ffn: DenseFFN, number: int) -> DenseFFN:
+        return ffn.chosen(self.experts[number])
+
+    def _running(self, chosen_TK: Tensor, width: int) -> Tensor:
+        on_NM = torch.zeros(len(self.petals), width, device=chosen_TK.device)
+        on_NM = on_NM.scatter_(1, self.experts, 1)
+        return on_NM[chosen_TK[:, 0]]
+
+
+def set_form(model: torch.nn.Module, form: str) -> None:
+    """Run a model's overlapping experts one way or the other."""
+    if form not in FORMS:
+        raise ValueError(f"form {form!r} is not one of {FORMS}")
+    for module in model.modules():
+        if isinstance(module, OverlappingFFN):
+            module.form = form
