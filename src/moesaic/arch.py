@@ -258,7 +258,6 @@ class DenseFFN:
             gate_bias_M=None if self.gate_bias_M is None else self.gate_bias_M[rows],
         )
 
-
     def chosen(self, neurons: Tensor) -> DenseFFN:
         """Some neurons as a block of their own: copies, and no output bias."""
 

@@ -39,9 +39,17 @@ def layer_shapes(model: Any, arch: Arch) -> list[LayerShape]:
     """
     hidden_size = model.get_input_embeddings().weight.shape[1]
     return [
-        LayerShape(hidden_size, size.width, arch.heads(layer, model.config), size.ffn, size.attention)
+        LayerShape(
+            hidden_size, size.width, arch.heads(layer, model.config), size.ffn, size.attention
+        )
         for layer, size in zip(arch.layers(model), layer_sizes(model, arch), strict=True)
     ]
+
+
+def _checkpointing(model: Any, do: str) -> Any:
+    """transformers' method, by its name of today or its old one."""
+    names = (f"{kind}_checkpointing_{do}" for kind in ("activation", "gradient"))
+    return next(getattr(model, name) for name in names if hasattr(model, name))
 
 
 class Student(nn.Module):
@@ -58,11 +66,12 @@ class Student(nn.Module):
         self.masked = Masked(base, arch, self.tomoe)
         self.checkpointing = config.checkpointing
         if config.checkpointing:
-            base.gradient_checkpointing_enable({"use_reentrant": False})
+            _checkpointing(base, "enable")({"use_reentrant": False})
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.base.dtype  # type: ignore[no-any-return]
+        dtype: torch.dtype = self.base.dtype
+        return dtype
 
     @property
     def config(self) -> Any:
@@ -78,12 +87,9 @@ class Student(nn.Module):
         """The masked model's logits (B, L, V)."""
         valid = torch.ones_like(ids_BL) if mask_BL is None else mask_BL
         self.tomoe.begin(valid.bool(), self.training)
-        self.masked.on = True
-        try:
-            out = self.base(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False)
-        finally:
-            self.masked.on = False
-        return out.logits  # type: ignore[no-any-return]
+        out = self.base(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False)
+        logits: Tensor = out.logits
+        return logits
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
@@ -92,7 +98,7 @@ class Student(nn.Module):
         given = {"attention_mask": attention_mask, "use_cache": False}
         count = (labels[:, 1:] != IGNORED).sum().clamp(min=1)
         if self.objective == "distillation":
-            with torch.no_grad():
+            with torch.no_grad(), self.masked.off():
                 taught = self.base(input_ids=input_ids, **given).logits
             loss = distillation_loss(self.logits(input_ids, attention_mask), taught, labels) / count
         else:
@@ -121,7 +127,7 @@ class Student(nn.Module):
         """The base, as it was."""
         self.masked.remove()
         if self.checkpointing:
-            self.base.gradient_checkpointing_disable()
+            _checkpointing(self.base, "disable")()
         return self.base.requires_grad_(True).eval()
 
 
@@ -200,7 +206,7 @@ def learn(
         threshold = threshold_for(layers, config.active)
         plans, analyses = decide(student.tomoe, layers, job.arch.attention, threshold)
     student.release()
-    plan = Plan("tomoe", job.base, plans, asdict(config), job.tokens.fingerprint)
+    plan = Plan("tomoe", job.base, dict(plans), asdict(config), job.tokens.fingerprint)
     return job.result(
         plan,
         analyses,

@@ -33,11 +33,11 @@ from moesaic.methods import (
     TuneConfig,
     carve_layers,
 )
+from moesaic.overlapping import OverlappingLayer
 from moesaic.plan import (
     CarvedLayer,
     CondensedLayer,
     DroppedLayer,
-    OverlappingLayer,
     Plan,
     Progress,
     PrunedLayer,
@@ -293,7 +293,9 @@ def _describe(recipe: Recipe, result: Result | Tuned, earlier: dict[str, Any]) -
     described = [
         _describe_layer(plan, i, result.analyses.get(i, {})) for i in range(len(plan.base.widths))
     ]
-    carved = any(isinstance(layer, CarvedLayer | OverlappingLayer) for layer in plan.layers.values())
+    carved = any(
+        isinstance(layer, CarvedLayer | OverlappingLayer) for layer in plan.layers.values()
+    )
     return {
         "moesaic": __version__,
         "model": recipe.model,

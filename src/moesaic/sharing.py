@@ -121,10 +121,8 @@ def _ffn_like(ffn: nn.Module, arch: Arch, header: Mapping[str, Any]) -> CarvedFF
             getattr(ffn, arch.ffn.act),
             arch.ffn,
             hidden_size,
-            experts=count,
-            width=width,
-            top_k=1,
-            routing="cosine",
+            count,
+            width,
         )
 
 

@@ -17,6 +17,7 @@ from moesaic.merging import DOWN, GATE_UP, averaged_E, orders, reader
 from moesaic.moe import MoEArch, MoEFFN
 from moesaic.naming import Naming, expert_number, renumbered
 from moesaic.nn import carved_like, make_skipping
+from moesaic.overlapping import OverlappingLayer
 from moesaic.plan import (
     PADDING,
     BaseShape,
@@ -25,7 +26,6 @@ from moesaic.plan import (
     DroppedLayer,
     LayerPlan,
     MergedLayer,
-    OverlappingLayer,
     Plan,
     PrunedLayer,
     SkippingLayer,
@@ -113,9 +113,7 @@ def _install_shared(
     install_shared(layers[index], arch, header)
 
 
-def _apply_shared(
-    layers: nn.ModuleList, index: int, arch: Arch, plan: OverlappingLayer
-) -> None:
+def _apply_shared(layers: nn.ModuleList, index: int, arch: Arch, plan: OverlappingLayer) -> None:
     apply_shared(layers[index], arch, plan)
 
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -294,9 +294,7 @@ class ToMoE(nn.Module):
         self.config, self.shapes = config, shapes
         embeddings = Hypernetwork if config.embeddings == "global" else LocalEmbeddings
         self.hypernetwork = embeddings(2 * len(shapes), config.experts)
-        self.mlp = nn.ModuleList(
-            MLPModules(s.hidden_size, s.width, config.experts) for s in shapes
-        )
+        self.mlp = nn.ModuleList(MLPModules(s.hidden_size, s.width, config.experts) for s in shapes)
         self.mha = nn.ModuleList(
             MHAModules(s.hidden_size, s.heads, config.attention)
             for s in shapes
@@ -308,6 +306,12 @@ class ToMoE(nn.Module):
         self.valid_T = torch.empty(0)
         self.kept: dict[int, list[Tensor]] | None = None
         self.seen: dict[tuple[int, str], dict[str, Tensor]] = {}
+
+    def mlp_modules(self, index: int) -> MLPModules:
+        return cast(MLPModules, self.mlp[index])
+
+    def mha_modules(self, index: int) -> MHAModules:
+        return cast(MHAModules, self.mha[index])
 
     def begin(self, valid_BL: Tensor, noise: bool) -> None:
         """Before a forward pass: which tokens are real, and whether masks are tossed."""
@@ -323,16 +327,17 @@ class ToMoE(nn.Module):
 
     def expert_logits(self, index: int) -> Tensor:
         """Proj_D(E) of one FFN (N, M), Eq. 11."""
-        return self.mlp[index].proj_d(self.E_all[2 * index + 1])  # type: ignore[no-any-return]
+        logits: Tensor = self.mlp_modules(index).proj_d(self.E_all[2 * index + 1])
+        return logits
 
     def ffn(self, index: int, x_BLD: Tensor) -> Tensor:
         """s (B, L, M), Eq. 3."""
         tossed = self.config.budget == "tossed" and self.noise
         with torch.autocast(x_BLD.device.type, enabled=False):
-            logits = self.mlp[index].router(x_BLD.float())
+            logits = self.mlp_modules(index).router(x_BLD.float())
             chosen = st_softmax(logits, self.config.tau, self.noise)
             embedded = chosen @ self.E_all[2 * index + 1]
-            s = self._sigmoid(self.mlp[index].proj_d(embedded), self.noise)
+            s = self._sigmoid(self.mlp_modules(index).proj_d(embedded), self.noise)
             s_NM = self._sigmoid(self.expert_logits(index), tossed)
             valid = self.valid_T
             self.seen[index, "mlp"] = {
@@ -381,15 +386,17 @@ class ToMoE(nn.Module):
 
     def static_logits(self, index: int) -> Tensor:
         """Proj_D(mean E): logits that hold for every token."""
-        return self.mha[index].proj_d(self.mean_embedding(index))  # type: ignore[no-any-return]
+        logits: Tensor = self.mha_modules(index).proj_d(self.mean_embedding(index))
+        return logits
 
     def head_logits(self, index: int, x_BLD: Tensor) -> Tensor:
         """Logits of the V/O dimensions: (B, L, A), or (1, A) where they are static."""
-        modules, size = self.mha[index], self.shapes[index].heads.size
+        modules, size = self.mha_modules(index), self.shapes[index].heads.size
         if self.config.attention != "routed":
             return self.static_logits(index)[None, :size]
         embedded = modules.proj_e(x_BLD.float()) + self.mean_embedding(index)
-        return modules.proj_d(embedded)[..., :size]  # type: ignore[no-any-return]
+        logits: Tensor = modules.proj_d(embedded)
+        return logits[..., :size]
 
     def _pruned_heads(self, index: int) -> Mapping[str, Tensor]:
         """One mask a group of heads that share keys and values."""
@@ -427,4 +434,3 @@ class ToMoE(nn.Module):
         """alpha R_P + beta R_U + gamma R_L, Eq. 10."""
         weights = ("parameters", "union", "balance")
         return sum((getattr(self.config, w) * terms[w] for w in weights), torch.zeros(()))
-

@@ -131,7 +131,7 @@ def decide(
             )
         plans[i] = OverlappingLayer(
             experts_NW=experts_NW,
-            router_ND=tomoe.mlp[i].router.weight.float().clone(),
+            router_ND=tomoe.mlp_modules(i).router.weight.float().clone(),
             materialized=tomoe.config.materialize,
             mask_outputs=tomoe.config.mask_outputs,
             **attention,
@@ -160,7 +160,7 @@ def _pruned_dimensions(
         values_A = layer.vo_TA[0].topk(vo).indices.sort().values
         columns = _over(values_A, heads.queries, heads.size) if vo < heads.size else None
     elif vo < heads.size:
-        modules = tomoe.mha[index]
+        modules = tomoe.mha_modules(index)
         tensors = {
             EMBED: modules.proj_e.weight,
             SHIFT: tomoe.mean_embedding(index),

@@ -176,8 +176,9 @@ def projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, n
         for name in names.projections:
             old = getattr(ffn, name)
             rows = width * (2 if names.fused else 1)
-            shape = (width, hidden_size) if name == names.down else (hidden_size, rows)
-            projections[name] = nn.Linear(*shape, bias=old.bias is not None, dtype=old.weight.dtype)
+            ins, outs = (width, hidden_size) if name == names.down else (hidden_size, rows)
+            options = {"bias": old.bias is not None, "dtype": old.weight.dtype}
+            projections[name] = nn.Linear(ins, outs, **options)
     return projections
 
 

@@ -50,6 +50,12 @@ class HeadRouting(nn.Module):
         outputs: what the output projection read, as it was.
     """
 
+    embed: Tensor
+    shift: Tensor
+    scale: Tensor
+    offset: Tensor
+    project: Tensor
+
     def __init__(
         self,
         names: AttentionNames,

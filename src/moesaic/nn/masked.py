@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -22,16 +23,28 @@ class Masker(Protocol):
 
 
 class Masked:
-    """Hooks that apply a masker's choices to a model while ``on``."""
+    """Hooks that apply a masker's choices to a model.
+
+    They stay on in the backward pass, which may compute activations again.
+    """
 
     def __init__(self, model: nn.Module, arch: Arch, masker: Masker) -> None:
-        self.on = False
+        self.on = True
         self._handles: list[Any] = []
         self.masker = masker
         self._attention: dict[int, Mapping[str, Tensor]] = {}
         self._ffn: dict[int, Tensor | None] = {}
         for i, layer in enumerate(arch.layers(model)):
             self._hook(i, layer, arch)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model is as it was."""
+        self.on = False
+        try:
+            yield
+        finally:
+            self.on = True
 
     def remove(self) -> None:
         """Leave the model as it was."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from moesaic.arch import DenseFFN
+from moesaic.arch import DenseFFN, FFNNames
 from moesaic.nn.carved import CarvedFFN
 
 FORMS = ("moe", "pseudo")
@@ -24,8 +25,17 @@ class OverlappingFFN(CarvedFFN):
     experts: Tensor
     form = "moe"
 
-    def __init__(self, *args: Any, experts: int, width: int, **kwargs: Any) -> None:
-        super().__init__(*args, backbone=0, petals=(width,) * experts, **kwargs)
+    def __init__(
+        self,
+        projections: Mapping[str, nn.Module],
+        act: Any,
+        names: FFNNames,
+        hidden_size: int,
+        experts: int,
+        width: int,
+    ) -> None:
+        petals = (width,) * experts
+        super().__init__(projections, act, names, hidden_size, 0, petals, 1, "cosine")
         self.register_buffer("experts", torch.empty(experts, width, dtype=torch.int64))
 
     def _sliceable(self) -> bool:
@@ -40,7 +50,7 @@ class OverlappingFFN(CarvedFFN):
         return on_NM[chosen_TK[:, 0]]
 
 
-def set_form(model: torch.nn.Module, form: str) -> None:
+def set_form(model: nn.Module, form: str) -> None:
     """Run a model's overlapping experts one way or the other."""
     if form not in FORMS:
         raise ValueError(f"form {form!r} is not one of {FORMS}")
