@@ -131,14 +131,19 @@ class CarvedFFN(nn.Module):
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         counts = torch.bincount(flat, minlength=len(self.petals)).tolist()
-        sorted_x = x_TD.index_select(0, order // self.top_k)
+        sorted_DT = x_TD.index_select(0, order // self.top_k).T
         alone = self.top_k == 1  # then the backbone runs in petal order and petals add onto it
-        onto = self._backbone(ffn, sorted_x).split(counts) if alone else [None] * len(counts)
+        if alone and self.backbone:
+            onto = ffn.neurons(0, self.backbone).by_columns(sorted_DT).split(counts, dim=1)
+        else:
+            onto = [None] * len(counts)
         parts = [
-            self._petal(ffn, e).of_few(group, base) if len(group) else group
-            for e, (group, base) in enumerate(zip(sorted_x.split(counts), onto, strict=True))
+            self._petal(ffn, e).by_columns(group_DT, base_DT)
+            for e, (group_DT, base_DT) in enumerate(
+                zip(sorted_DT.split(counts, dim=1), onto, strict=True)
+            )
         ]
-        y_TD = torch.cat(parts).index_select(0, back)
+        y_TD = torch.cat(parts, dim=1).T.index_select(0, back)
         if alone:
             return y_TD
         return self._backbone(ffn, x_TD) + y_TD.view(len(x_TD), self.top_k, -1).sum(1)
