@@ -183,15 +183,16 @@ def learn(
     if not on_disk and not inplace:
         live = copy.deepcopy(live)
     tiny = sum(p.numel() for p in live.parameters()) < TINY
+    config = config.settled(tiny)
     student = Student(live, job.arch, config)
     modules = {n: p for n, p in student.named_parameters() if n.startswith("tomoe.")}
-    examples = _examples(calibration, job, config.length or (256 if tiny else 2048))
+    examples = _examples(calibration, job, config.length or length)
     bar = Bar(track)
     with TemporaryDirectory(prefix="moesaic-") as scratch:
         losses = train(
             student,
             examples,
-            config.schedule(tiny),
+            config.schedule,
             (progress or Path(scratch)) / "training",
             trainable=modules,
             device=device,

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 import torch
@@ -47,6 +47,12 @@ MEDIAN = -math.log(math.log(2))
 """Of the Gumbel distribution."""
 ATTENTIONS = ("routed", "static", "heads", "none")
 OBJECTIVES = ("distillation", "language")
+
+
+PAPER = {"steps": 10_000, "batch": 1, "length": 2048, "lr": 1e-3, "decay": "constant"}
+"""The schedule of App. C; a process trains on one text at a time."""
+TINY = {"steps": 1500, "batch": 1, "length": 256, "lr": 3e-3, "decay": "cosine"}
+"""A schedule of minutes on one core."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +86,16 @@ class ToMoEConfig:
     materialize: bool = False
     """Give every expert a copy of its weights: faster, and larger."""
     steps: int | None = None
-    """Optimizer steps; None for 10,000 as in the paper, or 1,500 for a tiny model."""
+    """Optimizer steps. None here and below: the paper's, or what suits a tiny model (TINY)."""
     batch: int | None = None
-    """Texts a process takes at a time; None for 1, or 4 for a tiny model."""
+    """Texts a process takes at a time."""
     length: int | None = None
-    """Tokens of a text; None for 2048, or 256 for a tiny model."""
+    """Tokens of a text."""
     accumulate: int = 1
-    lr: float = 1e-3
-    decay: str = "constant"
-    """constant, or cosine."""
+    """Batches before the modules move."""
+    lr: float | None = None
+    decay: str | None = None
+    """constant, or cosine: to 0 at the last step."""
     warmup: float = 0.0
     weight_decay: float = 0.05
     checkpointing: bool = False
@@ -101,26 +108,35 @@ class ToMoEConfig:
             raise MoesaicError(f"--active {self.active:g} is not a ratio above 0, at most 1.")
         if self.experts < 1:
             raise MoesaicError("--experts must be at least 1.")
-        choices = {
+        choices: dict[str, tuple[str | None, ...]] = {
             "attention": ATTENTIONS,
             "embeddings": ("global", "local"),
             "objective": OBJECTIVES,
             "budget": ("deployed", "tossed"),
-            "decay": ("constant", "cosine"),
+            "decay": (None, "constant", "cosine"),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 found = getattr(self, name)
-                raise MoesaicError(f"{name} {found!r} is none of {', '.join(known)}.")
+                raise MoesaicError(f"{name} {found!r} is none of {', '.join(filter(None, known))}.")
         if self.tau <= 0:
             raise MoesaicError(f"tau {self.tau:g} must be above 0.")
 
-    def schedule(self, tiny: bool) -> Schedule:
-        """What the training loop needs to know."""
+    def settled(self, tiny: bool) -> ToMoEConfig:
+        """With a schedule for a model of its size where none was given."""
+        defaults = TINY if tiny else PAPER
+        return replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the training loop needs to know, once settled."""
+        assert self.batch is not None
+        assert self.lr is not None
+        assert self.decay is not None
         return Schedule(
-            steps=self.steps or (1500 if tiny else 10_000),
+            steps=self.steps,
             epochs=1,
-            batch=self.batch or (4 if tiny else 1),
+            batch=self.batch,
             accumulate=self.accumulate,
             lr=self.lr,
             warmup=self.warmup,
