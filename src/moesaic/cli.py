@@ -109,21 +109,35 @@ def example(line: str) -> str:
 def carve(
     model: Model,
     out: Out,
-    method: Annotated[str, typer.Option(help="more")] = "more",
+    method: Annotated[
+        str, typer.Option(help="more, without training; tomoe, experts learned over frozen weights")
+    ] = "more",
     active: Annotated[
-        float, typer.Option(help="Share of the projections' parameters a token may use.")
-    ] = 0.8,
-    experts: Annotated[int, typer.Option(help="Petals a layer.")] = 4,
-    top_k: Annotated[int, typer.Option(help="Petals a token runs beside the backbone.")] = 1,
+        float | None,
+        typer.Option(help="Share of the projections' parameters a token may use: 0.8; tomoe: 0.6."),
+    ] = None,
+    experts: Annotated[int | None, typer.Option(help="Petals a layer: 4; tomoe: 8.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="more: petals a token runs beside the backbone: 1.")
+    ] = None,
     layers: Annotated[
-        str, typer.Option(help="last-half, all, uniform, early-middle, or numbers such as 4,5,6.")
-    ] = "last-half",
+        str | None,
+        typer.Option(help="more: last-half, all, uniform, early-middle, or numbers such as 4,5,6."),
+    ] = None,
     variant: Annotated[
-        str, typer.Option(help="full, or a comparison: backbone, random, naive, static.")
-    ] = "full",
+        str | None,
+        typer.Option(help="more: full, or a comparison: backbone, random, naive, static."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="tomoe: optimizer steps.")] = None,
+    materialize: Annotated[
+        bool | None, typer.Option("--materialize", help="tomoe: a copy of its weights an expert.")
+    ] = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(help="Also measure this variant at the same active width. Repeatable."),
+        typer.Option(
+            help="Also measure this variant at the same active ratio; tomoe: more or static. "
+            "Repeatable."
+        ),
     ] = None,
     option: Annotated[
         list[str] | None,
@@ -146,15 +160,16 @@ def carve(
 ) -> None:
     """Turn a dense model into a mixture of experts."""
     given: dict[str, Any] = {
-        "method": method,
         "active": active,
         "experts": experts,
         "top_k": top_k,
         "layers": layers,
         "variant": variant,
-        "seed": seed,
-        **options(option),
+        "steps": steps,
+        "materialize": materialize,
     }
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {"method": method, "seed": seed, **options(option)}
     recipe = Recipe(
         model=model,
         out=str(out),

@@ -18,7 +18,7 @@ from moesaic.budget import layer_sizes
 from moesaic.data import Tokens, training_examples
 from moesaic.hub import Source
 from moesaic.methods.tomoe import LayerShape, ToMoE, ToMoEConfig
-from moesaic.methods.tomoe_plan import decide, learned, threshold_for
+from moesaic.methods.tomoe_plan import active_ratio, decide, learned, threshold_for
 from moesaic.nn import Masked
 from moesaic.plan import Plan
 from moesaic.progress import Track, silent
@@ -215,6 +215,7 @@ def learn(
         summary={
             "training": {
                 "losses": losses,
+                "active": active_ratio(layers, threshold),
                 "threshold": threshold,
                 "trained_parameters": sum(p.numel() for p in modules.values()),
                 "examples": len(examples),

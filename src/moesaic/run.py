@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from inspect import signature
 from pathlib import Path
@@ -51,9 +51,6 @@ from moesaic.statistics import process, wait_for_all
 from moesaic.tuning import Tuned, tune
 from moesaic.version import __version__
 
-LEARNED: dict[type, Callable[..., Result]] = {ToMoEConfig: learn}
-"""Carving by training, by the class of the method's config."""
-
 # --- carve ---------------------------------------------------------------------------------------
 
 
@@ -84,7 +81,8 @@ def carve(
         length: tokens a window.
         seed: of the draw.
         tokenizer: for texts, when ``model`` is loaded; a name brings its own.
-        compare: variants of the method to decide on beside it, from the same statistics.
+        compare: variants of the method to decide on beside it, from the same statistics; of ToMoE,
+            more or static, carved at the active ratio that it came to.
         inplace: convert the caller's model itself.
         device: where layers run, when ``model`` is a name.
         dtype: floating-point type, when ``model`` is a name; None for the checkpoint's own.
@@ -95,23 +93,15 @@ def carve(
         MoesaicError: the request cannot be met.
     """
     config = config if config is not None else MoREConfig()
-    if type(config) in LEARNED:
-        if compare:
-            raise MoesaicError(f"{type(config).__name__} has no variants to compare.")
-        return LEARNED[type(config)](
-            model,
-            config,
-            calibration=calibration,
-            samples=samples,
-            length=length,
-            seed=seed,
-            tokenizer=tokenizer,
-            inplace=inplace,
-            device=device,
-            dtype=dtype,
-            progress=progress,
-            track=track,
-        )
+    if isinstance(config, ToMoEConfig):
+        text = {"calibration": calibration, "samples": samples, "length": length, "seed": seed}
+        shared = {**text, "tokenizer": tokenizer, "device": device, "dtype": dtype, "track": track}
+        learned = learn(model, config, inplace=inplace, progress=progress, **shared)
+        for name in compare:
+            baseline = _beside(name, learned.summary["training"]["active"])
+            folder = None if progress is None else progress / name
+            learned.comparisons[name] = carve(model, baseline, progress=folder, **shared).plan
+        return learned
     job = Job.open(
         model,
         dense_arch,
@@ -146,6 +136,15 @@ def carve(
         comparisons={name: plan(name) for name in compare},
         inplace=inplace,
     )
+
+
+def _beside(name: str, active: float) -> MoREConfig:
+    """What a learned result is compared with, at its active ratio."""
+    if name == "more":
+        return MoREConfig(active=active, experts=8, layers="all")
+    if name == "static":
+        return MoREConfig(active=active, experts=8, layers="all", variant="static")
+    raise MoesaicError(f"ToMoE is compared with more or static, not {name!r}.")
 
 
 # --- apply ---------------------------------------------------------------------------------------
@@ -228,7 +227,7 @@ def run_recipe(
 
 VERBS: dict[type, Any] = {
     MoREConfig: carve,
-    ToMoEConfig: learn,
+    ToMoEConfig: carve,
     PruneConfig: prune,
     SkipConfig: skip,
     CondenseConfig: condense,

@@ -139,12 +139,16 @@ def decide(
         analyses[i] = {
             "expert_widths": (layer.mlp_NM > threshold).sum(-1).tolist(),
             "union": experts_NW.unique().numel() / layer.shape.width,
-            "similarity": similarity(experts_NW, layer.shape.width).tolist(),
+            "similarity": _rounded(similarity(experts_NW, layer.shape.width)),
             "qk": qk,
             "vo": vo,
             "head_dim": layer.shape.heads.size,
         }
     return plans, analyses
+
+
+def _rounded(x: Tensor) -> list[list[float]]:
+    return [[round(v, 4) for v in row] for row in x.tolist()]
 
 
 def _pruned_dimensions(

@@ -11,7 +11,14 @@ from moesaic.report import figures
 
 Record = Mapping[str, Any]
 
-METHODS = {"more": "MoRE", "naee": "NAEE", "naee-skipping": "NAEE", "cd-moe": "CD-MoE", "tune": ""}
+METHODS = {
+    "more": "MoRE",
+    "tomoe": "ToMoE",
+    "naee": "NAEE",
+    "naee-skipping": "NAEE",
+    "cd-moe": "CD-MoE",
+    "tune": "",
+}
 FAMILIES = {"naee": "prune", "naee-skipping": "skip", "cd-moe": "condense", "tune": "tune"}
 CRITERIA = {
     "reconstruction": "NAEE",
@@ -41,6 +48,7 @@ TRAINED = {
 }
 VARIANTS = {
     "static": "static pruning",
+    "more": "MoRE",
     "backbone": "the backbone alone",
     "random": "random routing",
     "naive": "petals without a backbone",
