@@ -278,6 +278,11 @@ def test_materialised_experts_are_the_shared_ones() -> None:
         assert isinstance(result.model.layers[0].mlp, OverlappingFFN) != materialize
         logits.append(result(ids()).logits)
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+    config = ToMoEConfig(**SHORT, materialize=True)
+    told = moesaic.carve(tiny_model("llama"), config, calibration=ids())
+    blocks = [layer.mlp for layer in told.model.model.layers]
+    weights = sum(p.weight.numel() for b in blocks for p in (b.gate_proj, b.up_proj, b.down_proj))
+    assert told.summary["training"]["copied_parameters"] == weights - 4 * 3 * 32 * 64
 
 
 # --- training ------------------------------------------------------------------------------------

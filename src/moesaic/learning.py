@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -18,8 +18,9 @@ from moesaic.budget import layer_sizes
 from moesaic.data import Tokens, training_examples
 from moesaic.hub import Source
 from moesaic.methods.tomoe import LayerShape, ToMoE, ToMoEConfig
-from moesaic.methods.tomoe_plan import active_ratio, decide, learned, threshold_for
+from moesaic.methods.tomoe_plan import Learned, active_ratio, decide, learned, threshold_for
 from moesaic.nn import Masked
+from moesaic.overlapping import OverlappingLayer
 from moesaic.plan import Plan
 from moesaic.progress import Track, silent
 from moesaic.result import Job, Result
@@ -219,9 +220,16 @@ def learn(
                 "threshold": threshold,
                 "trained_parameters": sum(p.numel() for p in modules.values()),
                 "examples": len(examples),
+                "copied_parameters": _copied(layers, plans) if config.materialize else 0,
             }
         },
     )
+
+
+def _copied(layers: Mapping[int, Learned], plans: Mapping[int, OverlappingLayer]) -> int:
+    """FFN weights that materialised experts hold beyond the dense model's."""
+    shares = {i: sum(p.header()["petals"]) / layers[i].shape.width for i, p in plans.items()}
+    return round(sum(layers[i].shape.ffn * (share - 1) for i, share in shares.items()))
 
 
 def _examples(given: Any, job: Job, length: int) -> list[dict[str, list[int]]]:

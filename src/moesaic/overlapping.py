@@ -49,11 +49,13 @@ class OverlappingLayer:
             raise ValueError("head_top_k and a router of head dimensions come together")
 
     def header(self) -> dict[str, Any]:
-        shape = (0, 0) if self.experts_NW is None else tuple(self.experts_NW.shape)
+        count, width = (0, 0) if self.experts_NW is None else self.experts_NW.shape
         return {
             "kind": self.kind,
-            "experts": shape[0],
-            "width": shape[1],
+            "backbone": 0,
+            "petals": [width] * count,
+            "top_k": 1,
+            "routing": "cosine",
             "materialized": self.materialized,
             "rows": {name: rows.numel() for name, rows in self.rows.items()},
             "columns": None if self.columns is None else self.columns.numel(),

@@ -324,16 +324,8 @@ def _describe_layer(plan: Plan, index: int, analysis: dict[str, Any]) -> dict[st
         }
     if isinstance(layer, OverlappingLayer):
         header = layer.header()
-        petals = [header["width"]] * header["experts"]
-        return {
-            "kind": layer.kind,
-            "width": width,
-            "backbone": 0,
-            "petals": petals,
-            "top_k": 1,
-            "active_width": header["width"],
-            **analysis,
-        }
+        shape = {name: header[name] for name in ("kind", "backbone", "petals", "top_k")}
+        return {**shape, "width": width, "active_width": sum(header["petals"][:1]), **analysis}
     if isinstance(layer, PrunedLayer):
         kept = layer.experts.tolist()
         return {"kind": layer.kind, "experts": plan.base.experts[index], "kept": kept, **analysis}

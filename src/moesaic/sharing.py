@@ -86,7 +86,7 @@ def _linear_like(old: nn.Linear, rows: int, columns: int) -> nn.Linear:
 
 def install_shared(layer: nn.Module, arch: Arch, header: Mapping[str, Any]) -> None:
     """Give a decoder layer the modules that a plan's header says, without their values."""
-    if header["experts"]:
+    if header["petals"]:
         owner, _, leaf = arch.ffn_path.rpartition(".")
         parent = attrgetter(owner)(layer) if owner else layer
         setattr(parent, leaf, _ffn_like(arch.ffn_of(layer), arch, header))
@@ -110,10 +110,8 @@ def install_shared(layer: nn.Module, arch: Arch, header: Mapping[str, Any]) -> N
 
 
 def _ffn_like(ffn: nn.Module, arch: Arch, header: Mapping[str, Any]) -> CarvedFFN:
-    count, width = header["experts"], header["width"]
     if header["materialized"]:
-        carved = {"backbone": 0, "petals": [width] * count, "top_k": 1, "routing": "cosine"}
-        return carved_like(ffn, arch.ffn, carved)
+        return carved_like(ffn, arch.ffn, header)
     hidden_size, full = getattr(ffn, arch.ffn.down).weight.shape
     with torch.device("meta"):
         return OverlappingFFN(
@@ -121,8 +119,8 @@ def _ffn_like(ffn: nn.Module, arch: Arch, header: Mapping[str, Any]) -> CarvedFF
             getattr(ffn, arch.ffn.act),
             arch.ffn,
             hidden_size,
-            count,
-            width,
+            len(header["petals"]),
+            header["petals"][0],
         )
 
 

@@ -72,9 +72,6 @@ class ToMoEConfig:
     """global: one hypernetwork for all layers; local: free embeddings, of FFNs alone."""
     objective: str = "distillation"
     """distillation, or language: the language-model loss (Fig. 6c)."""
-    toss: str = "token"
-    """Who tosses the neurons of an expert in training: each token for itself (Eq. 3), or the
-    expert once for all its tokens, which is faster."""
     budget: str = "deployed"
     """What the budget counts: deployed widths, or tossed, the paper's maxima over tosses."""
     parameters: float = 16.0
@@ -116,7 +113,6 @@ class ToMoEConfig:
             "embeddings": ("global", "local"),
             "objective": OBJECTIVES,
             "budget": ("deployed", "tossed"),
-            "toss": ("token", "expert"),
             "decay": (None, "constant", "cosine"),
         }
         for name, known in choices.items():
@@ -356,11 +352,8 @@ class ToMoE(nn.Module):
         with torch.autocast(x_BLD.device.type, enabled=False):
             logits = self.mlp_modules(index).router(x_BLD.float())
             chosen = st_softmax(logits, self.config.tau, self.noise)
-            if self.config.toss == "token":
-                embedded = chosen @ self.E_all[2 * index + 1]
-                s = self._sigmoid(self.mlp_modules(index).proj_d(embedded), self.noise)
-            else:
-                s = chosen @ self._sigmoid(self.expert_logits(index), self.noise)
+            embedded = chosen @ self.E_all[2 * index + 1]
+            s = self._sigmoid(self.mlp_modules(index).proj_d(embedded), self.noise)
             s_NM = self._sigmoid(self.expert_logits(index), tossed)
             valid = self.valid_T
             self.seen[index, "mlp"] = {

@@ -38,8 +38,10 @@ class OverlappingFFN(CarvedFFN):
         super().__init__(projections, act, names, hidden_size, 0, petals, 1, "cosine")
         self.register_buffer("experts", torch.empty(experts, width, dtype=torch.int64))
 
-    def _sliceable(self) -> bool:
-        return self.form == "moe" and super()._sliceable()
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form == "moe":
+            return super().forward(x)
+        return self._masked(x.reshape(-1, x.shape[-1])).view_as(x)
 
     def _petal(self, ffn: DenseFFN, number: int) -> DenseFFN:
         return ffn.chosen(self.experts[number])
