@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,9 @@ def test_a_run_that_was_killed_gives_the_result_of_one_that_was_not(tmp_path: Pa
             tiny_model("llama"), config, calibration=ids(), progress=tmp_path, track=track
         )
     assert (tmp_path / "training" / "checkpoint-4").is_dir()
+    other = dataclasses.replace(config, tau=0.5)
+    with pytest.raises(MoesaicError, match="another request"):
+        moesaic.carve(tiny_model("llama"), other, calibration=ids(), progress=tmp_path)
     resumed = moesaic.carve(tiny_model("llama"), config, calibration=ids(), progress=tmp_path)
     for i, layer in whole.plan.layers.items():
         assert same(layer, resumed.plan.layers[i])

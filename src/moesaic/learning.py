@@ -21,7 +21,7 @@ from moesaic.methods.tomoe import LayerShape, ToMoE, ToMoEConfig
 from moesaic.methods.tomoe_plan import Learned, active_ratio, decide, learned, threshold_for
 from moesaic.nn import Masked
 from moesaic.overlapping import OverlappingLayer
-from moesaic.plan import Plan
+from moesaic.plan import Plan, Progress
 from moesaic.progress import Track, silent
 from moesaic.result import Job, Result
 from moesaic.training import IGNORED, TERMS, Bar, distillation_loss, train
@@ -188,6 +188,11 @@ def learn(
     student = Student(live, job.arch, config)
     modules = {n: p for n, p in student.named_parameters() if n.startswith("tomoe.")}
     examples = _examples(calibration, job, config.length or length)
+    if progress is not None:
+        asked = {"base": asdict(job.base), "config": asdict(config)}
+        run = Progress(progress, {**asked, "calibration": job.tokens.fingerprint})
+        run.finished()
+        run.begin()
     bar = Bar(track)
     with TemporaryDirectory(prefix="moesaic-") as scratch:
         losses = train(

@@ -403,12 +403,16 @@ class Progress:
             done[record["name"], record["layer"]] = (layer, record["analysis"])
         return done
 
-    def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
-        """Keep a finished layer; it is there whole or not at all."""
+    def begin(self) -> None:
+        """Note whose the folder is."""
         self.folder.mkdir(parents=True, exist_ok=True)
         note = self.folder / "request.json"
         if not note.exists():
             note.write_text(json.dumps(self.request))
+
+    def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
+        """Keep a finished layer; it is there whole or not at all."""
+        self.begin()
         record = {"name": name, "layer": index, "header": layer.header(), "analysis": analysis}
         file = self.folder / f"layer-{index:04d}-{name}.safetensors"
         partial = file.with_suffix(".writing")
