@@ -315,6 +315,17 @@ def test_a_run_that_was_killed_gives_the_result_of_one_that_was_not(tmp_path: Pa
         assert same(layer, resumed.plan.layers[i])
 
 
+def test_a_bfloat16_model_stays_one() -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    config = ToMoEConfig(**SHORT)
+    result = moesaic.carve(model, config, calibration=ids())
+    assert result.model.dtype == torch.bfloat16
+    routers = [p for n, p in result.model.named_parameters() if "router" in n]
+    assert routers
+    assert all(p.dtype == torch.float32 for p in routers)
+    assert result.model(ids()).logits.isfinite().all()
+
+
 def test_the_curves_of_the_losses_are_kept() -> None:
     config = ToMoEConfig(**SHORT, accumulate=2)
     result = moesaic.carve(tiny_model("llama"), config, calibration=ids())

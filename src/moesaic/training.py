@@ -206,6 +206,7 @@ def train(
     if not trainable:
         raise MoesaicError("Nothing is left to train.")
     model.requires_grad_(False)
+    own = {name: parameter.dtype for name, parameter in trainable.items()}
     for parameter in trainable.values():
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
@@ -243,8 +244,8 @@ def train(
     loop.remove_callback(PrinterCallback)
     last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     loop.train(resume_from_checkpoint=last)
-    for parameter in trainable.values():
-        parameter.data = parameter.data.to(dtype)
+    for name, parameter in trainable.items():
+        parameter.data = parameter.data.to(own[name])
     unwanted = ("epoch", "grad_norm")
     history = [log for log in loop.state.log_history if "loss" in log]
     return [{k: v for k, v in log.items() if k not in unwanted} for log in history]

@@ -34,15 +34,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch import Heads
 from moesaic.errors import MoesaicError
+from moesaic.nn.hypernetwork import Hypernetwork, LocalEmbeddings, MHAModules, MLPModules
 from moesaic.training import Schedule
 
-EMBEDDING, INPUT, HIDDEN = 128, 32, 64
-"""d_e, and the sizes of the hypernetwork's input and of its state in each direction (Tab. 8)."""
 MEDIAN = -math.log(math.log(2))
 """Of the Gumbel distribution."""
 ATTENTIONS = ("routed", "static", "heads", "none")
@@ -210,69 +208,7 @@ def load_balance(chosen_TN: Tensor, probability_TN: Tensor) -> Tensor:
     return chosen_TN.mean(0) @ probability_TN.mean(0)
 
 
-# --- what trains (App. A.1) ----------------------------------------------------------------------
-
-
-class Hypernetwork(nn.Module):
-    """HN, Eq. 1: a Bi-GRU along the slots attention 0, FFN 0, attention 1, ...; a batch of experts.
-
-    Its input is random and fixed.
-    """
-
-    def __init__(self, slots: int, experts: int) -> None:
-        super().__init__()
-        self.register_buffer("z", torch.randn(slots, experts, INPUT))
-        self.gru = nn.GRU(INPUT, HIDDEN, bidirectional=True)
-
-    def forward(self) -> Tensor:
-        """E_all (slots, N, E)."""
-        embeddings: Tensor = self.gru(self.z)[0]
-        return embeddings
-
-
-class LocalEmbeddings(nn.Module):
-    """Without a hypernetwork (Tab. 13): free embeddings of FFNs, none of attention."""
-
-    def __init__(self, slots: int, experts: int) -> None:
-        super().__init__()
-        self.ffn = nn.Parameter(torch.randn(slots // 2, experts, EMBEDDING))
-
-    def forward(self) -> Tensor:
-        """E_all (slots, N, E)."""
-        return torch.stack([torch.zeros_like(self.ffn), self.ffn], 1).flatten(0, 1)
-
-
-class ProjD(nn.Module):
-    """Proj_D: LayerNorm, GELU, Linear, from the embedding to one logit a dimension (Tab. 8)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(EMBEDDING)
-        self.linear = nn.Linear(EMBEDDING, width, bias=False)
-
-    def forward(self, e: Tensor) -> Tensor:
-        logits: Tensor = self.linear(F.gelu(self.norm(e)))
-        return logits
-
-
-class MLPModules(nn.Module):
-    """Router and Proj_D of one FFN."""
-
-    def __init__(self, hidden_size: int, width: int, experts: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(hidden_size, experts, bias=False)
-        self.proj_d = ProjD(width)
-
-
-class MHAModules(nn.Module):
-    """Proj_E and Proj_D of one attention: logits of V/O dimensions, then of Q/K dimensions."""
-
-    def __init__(self, hidden_size: int, heads: Heads, attention: str) -> None:
-        super().__init__()
-        width = heads.keys if attention == "heads" else heads.size + heads.free
-        self.proj_d = ProjD(width)
-        if attention == "routed":
-            self.proj_e = nn.Linear(hidden_size, EMBEDDING, bias=False)
+# --- what trains ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -286,6 +222,11 @@ class LayerShape:
     """Projection weights of the FFN."""
     attention: int
     """Projection weights of attention."""
+
+    def choices(self, attention: str) -> int:
+        """Logits of its attention: of V/O dimensions, then of Q/K ones; or of groups of heads."""
+        heads = self.heads
+        return heads.keys if attention == "heads" else heads.size + heads.free
 
     @property
     def neuron(self) -> float:
@@ -312,7 +253,7 @@ class ToMoE(nn.Module):
         self.hypernetwork = embeddings(2 * len(shapes), config.experts)
         self.mlp = nn.ModuleList(MLPModules(s.hidden_size, s.width, config.experts) for s in shapes)
         self.mha = nn.ModuleList(
-            MHAModules(s.hidden_size, s.heads, config.attention)
+            MHAModules(s.hidden_size, s.choices(config.attention), config.attention == "routed")
             for s in shapes
             if config.attention != "none"
         )
@@ -332,7 +273,8 @@ class ToMoE(nn.Module):
     def begin(self, valid_BL: Tensor, noise: bool) -> None:
         """Before a forward pass: which tokens are real, and whether masks are tossed."""
         self.valid_T, self.noise = valid_BL.flatten(), noise
-        self.E_all = self.hypernetwork()
+        with torch.autocast(valid_BL.device.type, enabled=False):
+            self.E_all = self.hypernetwork()
 
     def _sigmoid(self, x: Tensor, noise: bool) -> Tensor:
         return st_sigmoid(x, self.config.tau, self.config.bias, noise)
