@@ -173,6 +173,7 @@ def active_ratio_of(plan: Plan, model: Any) -> float:
 def test_pseudo_moe_and_moe_agree(attention: str) -> None:
     student = student_of(tiny_model("llama"), attention=attention)
     result, _ = converted(student, Tokens(ids()))
+    set_form(result, "moe")
     moe = result(ids()).logits
     one = [result(ids()[:1, :t]).logits[:, -1] for t in (1, 2)]
     set_form(result, "pseudo")
@@ -190,7 +191,7 @@ def test_a_head_uses_top_k_dimensions_by_token() -> None:
     assert isinstance(layer, OverlappingLayer)
     assert 0 < layer.head_top_k < 8
     x = torch.randn(2, 5, 32)
-    mask = attention.router(x)
+    mask = attention.partial.router(x)
     assert (mask.sum(-1) == layer.head_top_k).all()
     assert len(mask.flatten(0, 1).unique(dim=0)) > 1
     modules = student.tomoe.mha[1]
@@ -203,7 +204,7 @@ def test_a_head_uses_top_k_dimensions_by_token() -> None:
     attention.v_proj.register_forward_hook(lambda m, a, out: values.update(v=out))
     attention.o_proj.register_forward_pre_hook(lambda m, a: values.update(o=a[0]))
     result(ids())
-    used = attention.router.mask
+    used = attention.partial.mask
     assert torch.equal(values["v"].unflatten(-1, (-1, 8))[..., 0, :] != 0, used.bool())
     assert torch.equal(values["o"].unflatten(-1, (-1, 8))[..., 3, :] != 0, used.bool())
 
@@ -315,15 +316,19 @@ def test_a_run_that_was_killed_gives_the_result_of_one_that_was_not(tmp_path: Pa
         assert same(layer, resumed.plan.layers[i])
 
 
-def test_a_bfloat16_model_stays_one() -> None:
-    model = tiny_model("llama").to(torch.bfloat16)
+def test_a_bfloat16_model_stays_one(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
     config = ToMoEConfig(**SHORT)
     result = moesaic.carve(model, config, calibration=ids())
     assert result.model.dtype == torch.bfloat16
     routers = [p for n, p in result.model.named_parameters() if "router" in n]
     assert routers
     assert all(p.dtype == torch.float32 for p in routers)
-    assert result.model(ids()).logits.isfinite().all()
+    expected = result.model(ids()).logits
+    assert expected.isfinite().all()
+    loaded = AutoModelForCausalLM.from_pretrained(result.save(tmp_path / "out"), dtype="auto")
+    assert torch.equal(loaded.eval()(ids()).logits, expected)
 
 
 def test_the_curves_of_the_losses_are_kept() -> None:

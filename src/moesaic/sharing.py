@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch import Arch
-from moesaic.nn import CarvedFFN, HeadRouting, OverlappingFFN, carved_like, projections_like
+from moesaic.nn import CarvedFFN, OverlappingFFN, PartialAttention, carved_like, projections_like
 from moesaic.overlapping import OverlappingLayer
 
-ROUTER = "router"
+ROUTER, PARTIAL = "router", "partial"
 
 
 def shared_sources(arch: Arch, header: Mapping[str, Any]) -> tuple[str, ...]:
@@ -45,9 +45,9 @@ def shared_tensors(
     if layer.columns is not None:
         name = f"{attention}{arch.attention.o}.weight"
         tensors[name] = state[name].index_select(1, layer.columns.to(device))
-        tensors[f"{attention}{ROUTER}.columns"] = layer.columns
-    tensors |= {f"{attention}{ROUTER}.rows_{name}": rows for name, rows in layer.rows.items()}
-    tensors |= {f"{attention}{ROUTER}.{name}": t for name, t in layer.head_router.items()}
+        tensors[f"{attention}{PARTIAL}.columns"] = layer.columns
+    tensors |= {f"{attention}{PARTIAL}.rows_{name}": rows for name, rows in layer.rows.items()}
+    tensors |= {f"{attention}{PARTIAL}.{ROUTER}.{name}": t for name, t in layer.head_router.items()}
     if layer.experts_NW is not None and layer.router_ND is not None:
         tensors[f"{ffn}{ROUTER}.weight"] = layer.router_ND
         if layer.materialized:
@@ -99,14 +99,14 @@ def install_shared(layer: nn.Module, arch: Arch, header: Mapping[str, Any]) -> N
         hidden_size = old[names.q].weight.shape[1]
         sizes = {name: module.weight.shape[0] for name, module in old.items()}
         with torch.device("meta"):
-            routing = HeadRouting(names, sizes, header, hidden_size, size, start, read)
+            partial = PartialAttention(names, sizes, header, hidden_size, size, start, read)
         for name, count in header["rows"].items():
             setattr(attention, name, _linear_like(old[name], count, old[name].weight.shape[1]))
         if header["columns"] is not None:
             o = old[names.o]
             setattr(attention, names.o, _linear_like(o, o.weight.shape[0], header["columns"]))
-        attention.add_module(ROUTER, routing)
-        routing.watch(attention)
+        attention.add_module(PARTIAL, partial)
+        partial.watch(attention)
 
 
 def _ffn_like(ffn: nn.Module, arch: Arch, header: Mapping[str, Any]) -> CarvedFFN:

@@ -11,7 +11,7 @@ from torch import nn
 from moesaic.arch import Arch
 from moesaic.metrics.routing import Routing
 from moesaic.moe import MoEFFN, base_arch
-from moesaic.nn import CarvedFFN, HeadRouting
+from moesaic.nn import CarvedFFN, PartialAttention
 
 
 @dataclass(frozen=True)
@@ -119,24 +119,22 @@ def _use(
 def _heads_use(layer: nn.Module, arch: Arch) -> dict[str, Any]:
     """What is gone of an attention, what a token uses of the rest, and its router's weights."""
     attention = arch.attention_of(layer)
-    routing = getattr(attention, "router", None)
-    if not isinstance(routing, HeadRouting):
+    partial = getattr(attention, "partial", None)
+    if not isinstance(partial, PartialAttention):
         return {"router": 0, "dropped": 0, "active_attention": 1.0}
     stored, dropped, idle = arch.attention_size(layer), 0, 0.0
-    for name in arch.attention.projections:
+    names = arch.attention
+    for name in names.projections:
         weight = getattr(attention, name).weight
-        full = weight.shape[1] * routing.sizes[name]
-        if name == arch.attention.o:
-            full = weight.shape[0] * routing.outputs
-        dropped += full - weight.numel()
-    if routing.top_k:
-        unused = 1 - routing.top_k / attention.head_dim
-        o = getattr(attention, arch.attention.o).weight
-        v = getattr(attention, arch.attention.v).weight
-        values = v.shape[1] * (routing.sizes[arch.attention.v] - routing.value_start)
-        idle = unused * (values + o.numel())
+        rows, columns = weight.shape
+        whole = rows * partial.outputs if name == names.o else columns * partial.sizes[name]
+        dropped += whole - weight.numel()
+    if partial.router is not None:
+        v, o = (getattr(attention, name).weight for name in (names.v, names.o))
+        routed = v.shape[1] * (partial.sizes[names.v] - partial.value_start) + o.numel()
+        idle = routed * (1 - partial.router.top_k / attention.head_dim)
     return {
-        "router": sum(p.numel() for p in routing.parameters()),
+        "router": sum(p.numel() for p in partial.parameters()),
         "dropped": dropped,
         "active_attention": 1 - idle / stored,
     }

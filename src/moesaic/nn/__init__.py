@@ -2,7 +2,7 @@
 
 from moesaic.nn.carved import CarvedFFN, Router, carved_like, projections_like
 from moesaic.nn.condensed import CondensedFFN, PassThrough
-from moesaic.nn.heads import HeadRouting
+from moesaic.nn.heads import HeadRouter, PartialAttention
 from moesaic.nn.masked import Masked
 from moesaic.nn.overlapping import OverlappingFFN, set_form
 from moesaic.nn.skipping import Skipping, make_skipping, skip, survivors
@@ -10,9 +10,10 @@ from moesaic.nn.skipping import Skipping, make_skipping, skip, survivors
 __all__ = [
     "CarvedFFN",
     "CondensedFFN",
-    "HeadRouting",
+    "HeadRouter",
     "Masked",
     "OverlappingFFN",
+    "PartialAttention",
     "PassThrough",
     "Router",
     "Skipping",

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch import AttentionNames
-from moesaic.overlapping import EMBED, OFFSET, PROJECT, SCALE, SHIFT
 
 
 def spread(x: Tensor, kept: Tensor, size: int) -> Tensor:
@@ -34,12 +33,35 @@ def over_heads(x: Tensor, mask: Tensor, start: int = 0) -> Tensor:
     return torch.cat([x[..., :start], masked.flatten(-2)], -1) if start else masked.flatten(-2)
 
 
-class HeadRouting(nn.Module):
-    """Chooses for each token the ``top_k`` dimensions of a head that values and outputs use.
+class HeadRouter(nn.Module):
+    """Chooses for each token the ``top_k`` dimensions of a head, the same for all heads."""
 
-    It sits in the attention module, watches it, and acts on its projections: rows that are gone
-    come back as zeros, values are masked by their own token's choice, and what a query reads by
-    the query's. One choice holds for all heads.
+    def __init__(self, hidden_size: int, embedding: int, head_dim: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.embed = nn.Parameter(torch.empty(embedding, hidden_size, dtype=torch.float32))
+        self.shift = nn.Parameter(torch.empty(embedding, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.empty(embedding, dtype=torch.float32))
+        self.offset = nn.Parameter(torch.empty(embedding, dtype=torch.float32))
+        self.project = nn.Parameter(torch.empty(head_dim, embedding, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The choice for each token (..., A), ones and zeros (Eq. 5 with top-K)."""
+        z = F.linear(x.float(), self.embed.float(), self.shift.float())
+        z = F.layer_norm(z, z.shape[-1:], self.scale.float(), self.offset.float())
+        logits = F.linear(F.gelu(z), self.project.float())
+        chosen = logits.topk(self.top_k, dim=-1).indices
+        return torch.zeros_like(logits).scatter_(-1, chosen, 1).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"top-{self.top_k} of {self.project.shape[0]}"
+
+
+class PartialAttention(nn.Module):
+    """Sits in an attention module, watches it, and acts on its projections.
+
+    Rows that are gone come back as zeros. Values are masked by their own token's choice, and what
+    a query reads by the query's.
 
     Args:
         sizes: outputs of each projection, as they were.
@@ -49,12 +71,6 @@ class HeadRouting(nn.Module):
         value_start: the first row of the values in their projection.
         outputs: what the output projection read, as it was.
     """
-
-    embed: Tensor
-    shift: Tensor
-    scale: Tensor
-    offset: Tensor
-    project: Tensor
 
     def __init__(
         self,
@@ -67,44 +83,29 @@ class HeadRouting(nn.Module):
         outputs: int,
     ) -> None:
         super().__init__()
-        self.names, self.sizes = names, dict(sizes)
-        self.top_k, self.mask_outputs = header["head_top_k"], header["mask_outputs"]
+        self.names, self.sizes, self.mask_outputs = names, dict(sizes), header["mask_outputs"]
         self.value_start, self.outputs = value_start, outputs
         self.mask: Tensor | None = None
         self._watched: dict[int, str] = {}
+        # index lists stay out of the router, whose tensors are kept in float32
         for name, count in header["rows"].items():
             self.register_buffer(f"rows_{name}", torch.empty(count, dtype=torch.int64))
         columns = header["columns"]
         self.register_buffer(
             "columns", None if columns is None else torch.empty(columns, dtype=torch.int64)
         )
-        if self.top_k:
-            size = header["embedding"]
-            shapes = {
-                EMBED: (size, hidden_size),
-                SHIFT: (size,),
-                SCALE: (size,),
-                OFFSET: (size,),
-                PROJECT: (head_dim, size),
-            }
-            for name, shape in shapes.items():
-                self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The choice for each token (..., A), ones and zeros (Eq. 5 with top-K)."""
-        z = F.linear(x.float(), self.embed.float(), self.shift.float())
-        z = F.layer_norm(z, z.shape[-1:], self.scale.float(), self.offset.float())
-        logits = F.linear(F.gelu(z), self.project.float())
-        chosen = logits.topk(self.top_k, dim=-1).indices
-        return torch.zeros_like(logits).scatter_(-1, chosen, 1).to(x.dtype)
+        top_k, embedding = header["head_top_k"], header["embedding"]
+        self.router = HeadRouter(hidden_size, embedding, head_dim, top_k) if top_k else None
 
     def watch(self, attention: nn.Module) -> None:
         """Act on this module from now on."""
         attention.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def _before(self, attention: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.top_k:
-            self.mask = self(kwargs["hidden_states"] if "hidden_states" in kwargs else args[0])
+        if self.router is not None:
+            self.mask = self.router(
+                kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            )
         # adapters and quantisers put other modules in the projections' places: follow them
         self._watched = {}
         for name in self.names.projections:
@@ -134,6 +135,3 @@ class HeadRouting(nn.Module):
         if self.mask is not None and self.mask_outputs:
             x = over_heads(x, self.mask)
         return (x if self.columns is None else x.index_select(-1, self.columns),)
-
-    def extra_repr(self) -> str:
-        return f"top_k={self.top_k}, mask_outputs={self.mask_outputs}"

@@ -18,12 +18,13 @@ class OverlappingFFN(CarvedFFN):
     """A carved FFN without a backbone whose petals may share neurons (ToMoE, Eqs. 12-13).
 
     The weights are the base's own, in the base's order. ``form`` says how they are run, with the
-    same result: ``moe`` gathers each expert's weights and runs it over its tokens; ``pseudo``
-    runs the dense block and masks it (Eq. 17), which costs what the dense block costs.
+    same result: ``pseudo`` runs the dense block and masks it (Eq. 17), which costs what the dense
+    block costs; ``moe`` gathers each expert's weights and runs it over its tokens, which pays
+    where those are thousands.
     """
 
     experts: Tensor
-    form = "moe"
+    form = "pseudo"
 
     def __init__(
         self,
