@@ -49,7 +49,8 @@ def student_of(model: Any, **options: Any) -> Student:
             if "router" in name or "proj_e" in name:
                 parameter.normal_(0, 1.0)
         bias = -student.tomoe.config.bias
-        object.__setattr__(student.tomoe.config, "bias", bias / 10)
+        for name in ("bias", "head_bias"):
+            object.__setattr__(student.tomoe.config, name, bias / 10)
     return student.eval()
 
 
@@ -88,7 +89,7 @@ def test_at_first_every_expert_is_the_whole_ffn(model_type: str) -> None:
 def test_masks_of_ones_are_the_dense_model_exactly() -> None:
     model = tiny_model("llama")
     dense = model(ids()).logits
-    student = Student(model, dense_arch(model.config), ToMoEConfig(bias=100.0))
+    student = Student(model, dense_arch(model.config), ToMoEConfig(bias=100.0, head_bias=100.0))
     student.base.eval()
     assert torch.equal(student.eval().logits(ids()), dense)
 

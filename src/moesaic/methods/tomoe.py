@@ -49,7 +49,7 @@ OBJECTIVES = ("distillation", "language")
 
 PAPER = {"steps": 10_000, "batch": 1, "length": 2048, "lr": 1e-3, "decay": "constant"}
 """The schedule of App. C; a process trains on one text at a time."""
-TINY = {"steps": 1500, "batch": 1, "length": 256, "lr": 3e-3, "decay": "cosine"}
+TINY = {"steps": 800, "batch": 1, "length": 256, "lr": 3e-3, "decay": "cosine"}
 """A schedule of minutes on one core."""
 
 
@@ -81,6 +81,8 @@ class ToMoEConfig:
     tau: float = 0.4
     bias: float = 3.0
     """b: every expert starts as the whole FFN (Eq. 15)."""
+    head_bias: float = 6.0
+    """b of attention's dimensions; 3 in the paper."""
     materialize: bool = False
     """Give every expert a copy of its weights: faster, and larger."""
     steps: int | None = None
@@ -276,8 +278,11 @@ class ToMoE(nn.Module):
         with torch.autocast(valid_BL.device.type, enabled=False):
             self.E_all = self.hypernetwork()
 
-    def _sigmoid(self, x: Tensor, noise: bool) -> Tensor:
+    def _neurons(self, x: Tensor, noise: bool) -> Tensor:
         return st_sigmoid(x, self.config.tau, self.config.bias, noise)
+
+    def _dimensions(self, x: Tensor, noise: bool) -> Tensor:
+        return st_sigmoid(x, self.config.tau, self.config.head_bias, noise)
 
     def mean_embedding(self, index: int) -> Tensor:
         """The mean expert embedding of one attention (Eq. 5)."""
@@ -295,8 +300,8 @@ class ToMoE(nn.Module):
             logits = self.mlp_modules(index).router(x_BLD.float())
             chosen = st_softmax(logits, self.config.tau, self.noise)
             embedded = chosen @ self.E_all[2 * index + 1]
-            s = self._sigmoid(self.mlp_modules(index).proj_d(embedded), self.noise)
-            s_NM = self._sigmoid(self.expert_logits(index), tossed)
+            s = self._neurons(self.mlp_modules(index).proj_d(embedded), self.noise)
+            s_NM = self._neurons(self.expert_logits(index), tossed)
             valid = self.valid_T
             self.seen[index, "mlp"] = {
                 "width": (s.flatten(0, 1)[valid] if tossed else s_NM).sum(-1).max(),
@@ -317,11 +322,13 @@ class ToMoE(nn.Module):
             if kind == "heads":
                 return self._pruned_heads(index)
             static = self.static_logits(index)
-            s_0 = heads.paired(self._sigmoid(static[heads.size :], self.noise))
-            deployed = heads.paired(self._sigmoid(static[heads.size :], tossed))
+            s_0 = heads.paired(self._dimensions(static[heads.size :], self.noise))
+            deployed = heads.paired(self._dimensions(static[heads.size :], tossed))
             logits = self.head_logits(index, x_BLD)
-            s_t = self._sigmoid(logits, self.noise)
-            s_TA = (s_t if tossed == self.noise else self._sigmoid(logits, tossed)).flatten(0, -2)
+            s_t = self._dimensions(logits, self.noise)
+            s_TA = (s_t if tossed == self.noise else self._dimensions(logits, tossed)).flatten(
+                0, -2
+            )
             if kind == "routed":
                 s_TA = s_TA[self.valid_T]
                 if self.kept is not None:
@@ -360,10 +367,10 @@ class ToMoE(nn.Module):
         """One mask a group of heads that share keys and values."""
         heads = self.shapes[index].heads
         logits = self.static_logits(index)
-        keys = self._sigmoid(logits, self.noise).repeat_interleave(heads.size)
+        keys = self._dimensions(logits, self.noise).repeat_interleave(heads.size)
         group = heads.queries // heads.keys
         queries = keys.unflatten(0, (heads.keys, 1, -1)).expand(-1, group, -1).flatten()
-        share = self._sigmoid(logits, self.noise and self.config.budget == "tossed").mean()
+        share = self._dimensions(logits, self.noise and self.config.budget == "tossed").mean()
         width = share * heads.size
         self.seen[index, "mha"] = {"qk": width, "vo": width, "union": share}
         return {"q": queries, "k": keys, "v": keys, "o": queries}

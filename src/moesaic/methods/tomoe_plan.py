@@ -57,10 +57,10 @@ def learned(tomoe: ToMoE, head_logits: Mapping[int, Tensor]) -> dict[int, Learne
         tomoe: trained; a forward pass has begun.
         head_logits: of the V/O dimensions for calibration tokens (T, A), where they are routed.
     """
-    shift = tomoe.config.bias + MEDIAN
+    bias, shift = tomoe.config.bias + MEDIAN, tomoe.config.head_bias + MEDIAN
     layers = {}
     for i, shape in enumerate(tomoe.shapes):
-        mlp_NM = tomoe.expert_logits(i) + shift
+        mlp_NM = tomoe.expert_logits(i) + bias
         if tomoe.config.attention == "none":
             layers[i] = Learned(shape, mlp_NM)
             continue
