@@ -29,7 +29,9 @@ from moesaic.plan import Plan, same
 from moesaic.recipe import Calibration, Evaluation
 from moesaic.surgery import apply_plan, base_shape
 
-SHORT: dict[str, Any] = {"steps": 6, "batch": 2, "lr": 0.03, "experts": 3, "active": 0.7}
+SHORT: dict[str, Any] = {
+    "steps": 6, "batch": 2, "lr": 0.03, "experts": 3, "active": 0.7, "head_bias": 3.0
+}  # fmt: skip
 
 
 def ids(rows: int = 6, length: int = 24) -> Tensor:

@@ -18,6 +18,8 @@ Where we depart from the paper or its released code:
   of a head's dimensions. ``budget="tossed"`` counts maxima over tosses, as the paper does, which
   leaves the result below its target.
 - At the end one threshold for all layers is moved until the active ratio is ``active``.
+- Attention starts further from its threshold than FFNs (``head_bias``): else the budget takes half
+  of it in the first steps, before the teacher is heard.
 - A mask multiplies hidden activations once, so that neurons that are off still learn whether they
   should be on.
 - R_L is sum F P as in the released code (1/N when balanced), not N sum F P.
