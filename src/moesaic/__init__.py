@@ -13,7 +13,14 @@ from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exporting import export
 from moesaic.measure import evaluate, generate, inspect
-from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig, SkipConfig, TuneConfig
+from moesaic.methods import (
+    CondenseConfig,
+    DSMoEConfig,
+    MoREConfig,
+    PruneConfig,
+    SkipConfig,
+    TuneConfig,
+)
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.reduction import observe, prune, skip
@@ -25,6 +32,7 @@ from moesaic.version import __version__
 
 __all__ = [
     "CondenseConfig",
+    "DSMoEConfig",
     "MoREConfig",
     "MoesaicError",
     "Plan",

@@ -29,7 +29,7 @@ from moesaic.errors import MoesaicError
 from moesaic.exporting.llamacpp import TYPES
 from moesaic.hub import resolve
 from moesaic.measure import check_device, parse_bytes, parse_dtype
-from moesaic.methods import MoREConfig
+from moesaic.methods import STEPS, MoREConfig
 from moesaic.methods.naee import CRITERIA
 from moesaic.recipe import Calibration, Evaluation, Recipe, load_recipe, step_config
 from moesaic.statistics import StatsFile, join_processes, merge_files, process
@@ -61,9 +61,9 @@ CalibrationText = Annotated[
     str,
     typer.Option(
         "--calibration",
-        help="Text to calibrate on: a .txt, .jsonl, .json or .parquet file, a .safetensors file of "
-        "input_ids, a hub dataset id, prose, reference or code, or a mix such as code=3,prose=1. "
-        "Default: all text that ships.",
+        help="Text to calibrate on, or to train on: a .txt, .jsonl, .json or .parquet file, a "
+        ".safetensors file of input_ids, a hub dataset id, prose, reference or code, or a mix such "
+        "as code=3,prose=1. Default: all text that ships.",
     ),
 ]
 Samples = Annotated[int, typer.Option(min=1, help="Calibration windows.")]
@@ -110,17 +110,27 @@ def example(line: str) -> str:
 def carve(
     model: Model,
     out: Out,
-    method: Annotated[str, typer.Option(help="more")] = "more",
+    method: Annotated[str, typer.Option(help=f"{', '.join(STEPS['carve'])}.")] = "more",
     active: Annotated[
-        float, typer.Option(help="Share of the projections' parameters a token may use.")
-    ] = 0.8,
-    experts: Annotated[int, typer.Option(help="Petals a layer.")] = 4,
-    top_k: Annotated[int, typer.Option(help="Petals a token runs beside the backbone.")] = 1,
+        float | None,
+        typer.Option(help="Share of the projections' parameters a token may use; more: 0.8."),
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="Petals a layer; more: 4, dsmoe: 8.", show_default=False)
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Petals a token runs; more: 1.")] = None,
     layers: Annotated[
-        str, typer.Option(help="last-half, all, uniform, early-middle, or numbers such as 4,5,6.")
-    ] = "last-half",
+        str | None,
+        typer.Option(
+            help="last-half (more), all (dsmoe), uniform, early-middle, or numbers such as 4,5,6."
+        ),
+    ] = None,
     variant: Annotated[
-        str, typer.Option(help="full, or a comparison: backbone, random, naive, static.")
+        str,
+        typer.Option(
+            help="full, or a comparison; more: backbone, random, naive, static; dsmoe: top-k, "
+            "no-straight-through, no-piecewise."
+        ),
     ] = "full",
     compare: Annotated[
         list[str] | None,
@@ -146,12 +156,10 @@ def carve(
     as_json: AsJson = False,
 ) -> None:
     """Turn a dense model into a mixture of experts."""
+    asked = {"active": active, "experts": experts, "top_k": top_k, "layers": layers}
     given: dict[str, Any] = {
         "method": method,
-        "active": active,
-        "experts": experts,
-        "top_k": top_k,
-        "layers": layers,
+        **{name: value for name, value in asked.items() if value is not None},
         "variant": variant,
         "seed": seed,
         **options(option),
@@ -271,7 +279,7 @@ def tune(
     ] = "",
     what: Annotated[str, typer.Option(help="condensed, routers, lora or all.")] = "condensed",
     teacher: Annotated[
-        str, typer.Option(metavar="MODEL", help="The original model; for --what routers.")
+        str, typer.Option(metavar="MODEL", help="Learn from this original, not from the text.")
     ] = "",
     steps: Annotated[int | None, typer.Option(min=1, help="Steps; default: --epochs.")] = None,
     epochs: Annotated[float, typer.Option(help="Times that the text passes.")] = 1.0,
@@ -502,6 +510,14 @@ def options(pairs: list[str] | None) -> dict[str, Any]:
     return given
 
 
+def numbers(text: str) -> list[float]:
+    """Numbers between commas."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise MoesaicError(f"{text!r} is not a list of numbers such as 0.3,0.5.") from None
+
+
 @app.command("run", epilog=example("moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder"))
 def run_file(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="A recipe.")],
@@ -541,11 +557,34 @@ def evaluate(
     data: EvalData = "",
     length: EvalLength = 512,
     max_tokens: MaxTokens = None,
+    tau: Annotated[
+        str, typer.Option(help="Thresholds of the gates to measure at, such as 0.3,0.5,0.7.")
+    ] = "",
+    draw: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="With --tau: draw what was measured.")
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Perplexity, parameters and active ratio, measured on routed tokens."""
+    if draw and not tau:
+        raise MoesaicError("--draw draws a sweep over thresholds; give them with --tau.")
+    if tau:
+        points = measuring.sweep(
+            model,
+            numbers(tau),
+            data=data,
+            length=length,
+            max_tokens=max_tokens,
+            device=check_device(device),
+            dtype=parse_dtype(dtype),
+            track=bars,
+        )
+        if draw:
+            draw.write_text(report.sweep(points, f"{model}, by threshold"), "utf-8")
+        emit(as_json, {"sweep": points}, columns({f"tau {p['tau']:g}": p for p in points}))
+        return
     names = {"model": model} | ({"against": against} if against else {})
     scores = {
         key: measuring.evaluate(

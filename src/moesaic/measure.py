@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from moesaic.checkpoint import skeleton
-from moesaic.data import Tokens, evaluation_tokens, shipped_texts
+from moesaic.data import DOMAINS, Tokens, evaluation_tokens, shipped_texts
 from moesaic.errors import MoesaicError
 from moesaic.hub import Source, resolve
+from moesaic.metrics.perplexity import perplexity
 from moesaic.metrics.routing import trace
 from moesaic.metrics.score import Score, score
 from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratio
+from moesaic.nn import ThresholdRouter
 from moesaic.progress import Track, silent
 from moesaic.recipe import Evaluation
 
@@ -43,6 +45,38 @@ def evaluate(
     else:
         tokens = evaluation_tokens(data, tokenizer, length, max_tokens)
     return score(model, tokens, track)
+
+
+def sweep(
+    model: str,
+    taus: Sequence[float],
+    *,
+    data: str = "",
+    length: int = 512,
+    max_tokens: int | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    track: Track = silent,
+) -> list[dict[str, Any]]:
+    """Perplexity and active ratio of a model at several thresholds of its gates (DSMoE, App. A).
+
+    Raises:
+        MoesaicError: the model's routers have no threshold.
+    """
+    source = resolve(model)
+    live = source.load(device, dtype)
+    gates = [m for m in live.modules() if isinstance(m, ThresholdRouter)]
+    if not gates:
+        raise MoesaicError(f"{model} has no gates with a threshold; --tau is for carve's dsmoe.")
+    if not taus or not all(0 <= tau < 1 for tau in taus):
+        raise MoesaicError("--tau takes thresholds of at least 0, below 1, such as 0.3,0.5,0.7.")
+    tokens = evaluation_tokens(data, source.tokenizer, length, max_tokens)
+    points = []
+    for tau in taus:
+        for gate in gates:
+            gate.tau = tau
+        points.append({"tau": tau, **score(live, tokens, _named(track, f"{tau:g}")).as_json()})
+    return points
 
 
 def speed_json(speed: Speed) -> dict[str, Any]:
@@ -135,6 +169,7 @@ def measure(
     scores: dict[str, Score] = {}
     generations: dict[str, str] = {}
     samples: list[dict[str, Any]] = []
+    active: dict[str, dict[str, float]] = {}
     timed: dict[str, Any] = {}
     for name, load in loaders.items():
         model = load()
@@ -142,17 +177,24 @@ def measure(
         generations[name] = generate(model, tokenizer, settings.prompt, settings.new_tokens)
         if name == "result":
             samples = colour_samples(model, tokenizer)
+            active = activity(model, tokenizer, settings.length)
         if name not in comparisons and settings.rounds:
             timed[name] = model
     record: dict[str, Any] = {
         "evaluation": {"data": settings.data or "shipped", "length": settings.length},
         "scores": {name: s.as_json() for name, s in scores.items()},
         "routing": {
-            str(i): {"share": r.share, "jsd": r.jsd, "active_width": r.active_width}
+            str(i): {
+                "share": r.share,
+                "jsd": r.jsd,
+                "active_width": r.active_width,
+                **({"idle": r.idle / r.tokens} if r.idle else {}),
+            }
             for i, r in scores["result"].routing.items()
         },
         "generation": {"prompt": settings.prompt, **generations},
         "samples": samples,
+        **({"activity": active} if active else {}),
     }
     if settings.rounds:
         prompt = tokens.input_ids[:1, :512]
@@ -198,6 +240,23 @@ def colour_samples(model: Any, tokenizer: Any, tokens: int = 160) -> list[dict[s
             }
         )
     return samples
+
+
+def activity(
+    model: Any, tokenizer: Any, length: int, tokens: int = 2048
+) -> dict[str, dict[str, float]]:
+    """Mean petals that a token runs, by domain of the shipped evaluation text and by layer.
+
+    Empty where that number is the same for every token.
+    """
+    if not any(isinstance(m, ThresholdRouter) for m in model.modules()):
+        return {}
+    found = {}
+    for domain in DOMAINS:
+        text = evaluation_tokens(domain, tokenizer, length, tokens)
+        routing = perplexity(model, text).routing
+        found[domain] = {str(i): r.calls for i, r in routing.items()}
+    return found
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:

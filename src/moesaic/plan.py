@@ -26,7 +26,7 @@ JSON_NAME, TENSORS_NAME = "plan.json", "plan.safetensors"
 
 @dataclass(frozen=True)
 class CarvedLayer:
-    """A dense FFN cut into a backbone that every token runs and petals of which it runs top-k.
+    """A dense FFN cut into a backbone that every token runs and petals of which it runs some.
 
     Neurons are reordered so that the backbone and every petal are contiguous. An ``order_M``
     shorter than the original width drops neurons (static pruning does, MoRE never).
@@ -42,6 +42,8 @@ class CarvedLayer:
     routing: str = "cosine"
     router_RD: Tensor | None = None
     """float32: one row a petal."""
+    gate: dict[str, Any] = field(default_factory=dict)
+    """Options of a router that weighs petals; with a threshold ``top_k`` is the most that run."""
 
     def __post_init__(self) -> None:
         width = self.backbone + sum(self.petals)
@@ -53,6 +55,8 @@ class CarvedLayer:
             raise ValueError(f"top_k {self.top_k} of {len(self.petals)} petals")
         if (self.router_RD is None) != (not self.petals):
             raise ValueError("a router is needed for petals, and only for petals")
+        if self.gate and len(set(self.petals)) > 1:
+            raise ValueError("petals that are weighed are of one size")
 
     @property
     def active_width(self) -> float:
@@ -68,6 +72,7 @@ class CarvedLayer:
             "petals": list(self.petals),
             "top_k": self.top_k,
             "routing": self.routing,
+            **({"gate": self.gate} if self.gate else {}),
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -83,6 +88,7 @@ class CarvedLayer:
             top_k=header["top_k"],
             routing=header["routing"],
             router_RD=tensors.get("router"),
+            gate=header.get("gate", {}),
         )
 
 

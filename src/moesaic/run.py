@@ -16,6 +16,7 @@ from moesaic.arch import dense_arch
 from moesaic.budget import layer_sizes
 from moesaic.checkpoint import check_out, whole_folder
 from moesaic.condensing import condense
+from moesaic.continuing import carve_and_train
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.hub import native_config, resolve
@@ -23,6 +24,7 @@ from moesaic.measure import check_device, environment, measure, parse_dtype
 from moesaic.methods import (
     CARVERS,
     CondenseConfig,
+    DSMoEConfig,
     MoREConfig,
     PruneConfig,
     SkipConfig,
@@ -71,7 +73,8 @@ def carve(
     Args:
         model: a loaded PreTrainedModel, or a name for :func:`moesaic.hub.resolve`. From a name the
             model is read from disk layer by layer and never held whole.
-        config: a method's config, such as :class:`~moesaic.methods.more.MoREConfig`.
+        config: a method's config, such as :class:`~moesaic.methods.more.MoREConfig`. With
+            DSMoE's, :func:`moesaic.continuing.carve_and_train` takes over.
         calibration: texts, tokens (N, L), or what ``--calibration`` takes.
         samples: windows drawn from calibration text.
         length: tokens a window.
@@ -88,6 +91,19 @@ def carve(
         MoesaicError: the request cannot be met.
     """
     config = config if config is not None else MoREConfig()
+    if isinstance(config, DSMoEConfig):
+        return carve_and_train(
+            model,
+            config,
+            calibration=calibration,
+            tokenizer=tokenizer,
+            compare=compare,
+            inplace=inplace,
+            device=device,
+            dtype=dtype,
+            progress=progress,
+            track=track,
+        )
     job = Job.open(
         model,
         dense_arch,
@@ -204,6 +220,7 @@ def run_recipe(
 
 VERBS: dict[type, Any] = {
     MoREConfig: carve,
+    DSMoEConfig: carve_and_train,
     PruneConfig: prune,
     SkipConfig: skip,
     CondenseConfig: condense,
@@ -276,12 +293,17 @@ def _describe(recipe: Recipe, result: Result | Tuned, earlier: dict[str, Any]) -
         "model_type": plan.base.model_type if native else f"moesaic_{plan.base.model_type}",
         "method": plan.method,
         "config": plan.config,
-        "calibration": {**asdict(recipe.calibration), "fingerprint": plan.calibration},
+        **({"calibration": _calibration(recipe, plan)} if plan.calibration else {}),
         "environment": environment(recipe.device),
         "layers": {str(i): described[i] for i in sorted(plan.layers)} if carved else described,
         **({"beta": [d.get("beta") for d in described]} if plan.method == Skipper.name else {}),
-        **({**result.summary, "condensed": described} if result.summary else {}),
+        **result.summary,
+        **({"condensed": described} if result.summary and not carved else {}),
     }
+
+
+def _calibration(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    return {**asdict(recipe.calibration), "fingerprint": plan.calibration}
 
 
 def _describe_layer(plan: Plan, index: int, analysis: dict[str, Any]) -> dict[str, Any]:
@@ -293,6 +315,7 @@ def _describe_layer(plan: Plan, index: int, analysis: dict[str, Any]) -> dict[st
             "petals": list(layer.petals),
             "top_k": layer.top_k,
             "active_width": layer.active_width,
+            **({"routing": layer.routing, "gate": layer.gate} if layer.gate else {}),
             **analysis,
         }
     if isinstance(layer, PrunedLayer):

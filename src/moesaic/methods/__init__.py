@@ -4,6 +4,7 @@ from typing import Any
 
 from moesaic.methods.base import Carver, carve_layers
 from moesaic.methods.condense import CondenseConfig
+from moesaic.methods.dsmoe import DSMoE, DSMoEConfig
 from moesaic.methods.more import MoRE, MoREConfig
 from moesaic.methods.naee import PruneConfig, Pruner
 from moesaic.methods.skipping import SkipConfig, Skipper
@@ -13,7 +14,7 @@ CARVERS = {MoREConfig: MoRE}
 """A carving method by the class of its config."""
 
 STEPS: dict[str, dict[str, Any]] = {
-    "carve": {"more": MoREConfig},
+    "carve": {"more": MoREConfig, "dsmoe": DSMoEConfig},
     "prune": {"naee": PruneConfig},
     "skip": {"naee": SkipConfig},
     "condense": {"cd-moe": CondenseConfig},
@@ -26,6 +27,8 @@ __all__ = [
     "STEPS",
     "Carver",
     "CondenseConfig",
+    "DSMoE",
+    "DSMoEConfig",
     "MoRE",
     "MoREConfig",
     "PruneConfig",

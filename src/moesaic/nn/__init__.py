@@ -1,7 +1,8 @@
 """The modules that a plan puts into a model."""
 
-from moesaic.nn.carved import CarvedFFN, Router, carved_like
+from moesaic.nn.carved import CarvedFFN, carved_like
 from moesaic.nn.condensed import CondensedFFN, PassThrough
+from moesaic.nn.routers import Router, SoftmaxRouter, ThresholdRouter
 from moesaic.nn.skipping import Skipping, make_skipping, skip, survivors
 
 __all__ = [
@@ -10,6 +11,8 @@ __all__ = [
     "PassThrough",
     "Router",
     "Skipping",
+    "SoftmaxRouter",
+    "ThresholdRouter",
     "carved_like",
     "make_skipping",
     "skip",

@@ -1,4 +1,4 @@
-"""The carved FFN: a backbone that every token runs, and petals of which it runs top-k.
+"""The carved FFN: a backbone that every token runs, and petals of which it runs some.
 
 One copy of each weight, under the base's own names. Neurons are ordered so that the backbone and
 every petal are contiguous: an expert is a slice.
@@ -15,50 +15,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch import DenseFFN, FFNNames, assembled, dense_ffn
-
-ROUTINGS = ("cosine", "random")
-
-
-class Router(nn.Module):
-    """Chooses ``top_k`` petals for each token, from one direction a petal.
-
-    ``cosine``: the petals whose prototypes are most similar to x (MoRE Eqs. 12-13). Rows have norm
-    one; the norm of x changes no comparison, so it is not computed.
-
-    ``random``: a fixed pseudo-random choice, uniform over petals and unrelated to what they hold
-    (MoRE-Random): the low-order digits of the same products.
-    """
-
-    def __init__(self, hidden_size: int, experts: int, top_k: int, routing: str = "cosine") -> None:
-        super().__init__()
-        if routing not in ROUTINGS:
-            raise ValueError(f"routing {routing!r} is not one of {ROUTINGS}")
-        self.weight = nn.Parameter(torch.empty(experts, hidden_size, dtype=torch.float32))
-        self.top_k = top_k
-        self.routing = routing
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """The chosen petals (T, K)."""
-        scores_TR = F.linear(x_TD.float(), self.weight.float())
-        if self.routing == "random":
-            scores_TR = torch.frac(scores_TR.abs() * 1e4)
-        if self.top_k == 1:
-            return scores_TR.argmax(-1, keepdim=True)
-        return scores_TR.topk(self.top_k, dim=-1).indices
-
-    def extra_repr(self) -> str:
-        experts, hidden_size = self.weight.shape
-        return f"{hidden_size} -> top-{self.top_k} of {experts}, {self.routing}"
+from moesaic.nn.routers import WEIGHING, make_router, norm_scale
 
 
 class CarvedFFN(nn.Module):
-    """A feed-forward block of which each token runs a part. Weight one, no rescale (MoRE Eq. 12).
+    """A feed-forward block of which each token runs a part.
+
+    Petals have weight one (MoRE Eq. 12); those of a router that weighs have its weights, times
+    petals over active petals (DSMoE Eq. 8).
 
     Args:
         projections: the base block's linear modules by name, of the carved width.
         act: the base block's activation function.
         names: which projection is gate, up and down.
         petals: neurons of each petal; what is left of the width is the backbone.
+        gate: options of a router that weighs.
     """
 
     def __init__(
@@ -71,6 +42,7 @@ class CarvedFFN(nn.Module):
         petals: Sequence[int],
         top_k: int,
         routing: str,
+        gate: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         for name, projection in projections.items():
@@ -83,7 +55,10 @@ class CarvedFFN(nn.Module):
         self.top_k = top_k
         ends = tuple(accumulate(self.petals, initial=backbone))
         self.slices = tuple(pairwise(ends))
-        self.router = Router(hidden_size, len(petals), top_k, routing) if petals else None
+        self.weighs = routing in WEIGHING
+        self.router: Any = None
+        if petals:
+            self.router = make_router(hidden_size, len(petals), top_k, routing, gate)
 
     def view(self) -> DenseFFN:
         """The whole block as three matrices, in carved order."""
@@ -93,11 +68,14 @@ class CarvedFFN(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
-        ffn = self._plain()
+        # Idle gates learn, too.
+        ffn = None if self.weighs and self.training else self._plain()
         if ffn is None:
             return self._masked(x_TD).view_as(x)
         if self.router is None or self.top_k == 0:
             y_TD = self._backbone(ffn, x_TD)
+        elif self.weighs:
+            y_TD = self._backbone(ffn, x_TD) + self._weighted(ffn, x_TD, self.router(x_TD))
         else:
             y_TD = self._grouped(ffn, x_TD, self.router(x_TD))
         if ffn.down_bias_D is not None:
@@ -140,6 +118,30 @@ class CarvedFFN(nn.Module):
             return y_TD
         return self._backbone(ffn, x_TD) + y_TD.view(len(x_TD), self.top_k, -1).sum(1)
 
+    def _weighted(self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor) -> Tensor:
+        """Each petal once over the tokens that it has a weight for."""
+        weights_TR = (weights_TR * norm_scale(weights_TR)).to(x_TD.dtype)
+        on_RT = weights_TR.T > 0
+        y_TD = torch.zeros_like(x_TD)
+        if len(x_TD) == 1:  # neighbours are one slice
+            for first, last in runs(on_RT[:, 0].tolist()):
+                part = ffn.neurons(self.slices[first][0], self.slices[last - 1][1])
+                h_RM = part.hidden(x_TD).view(last - first, -1)
+                h_RM = h_RM * weights_TR[0, first:last, None]
+                y_TD = y_TD + part.output(h_RM.view(1, -1))
+            return y_TD
+        petal, token = on_RT.nonzero(as_tuple=True)
+        if not len(token):
+            return y_TD
+        groups = x_TD.index_select(0, token).T.split(on_RT.sum(1).tolist(), dim=1)
+        parts = [
+            ffn.neurons(*place).by_columns(group_DT)
+            for place, group_DT in zip(self.slices, groups, strict=True)
+            if group_DT.shape[1]
+        ]
+        parts_TD = torch.cat(parts, dim=1).T * weights_TR[token, petal, None]
+        return y_TD.index_add(0, token, parts_TD)
+
     def _plain(self) -> DenseFFN | None:
         """The view, or None where a projection is quantised or wrapped by an adapter.
 
@@ -170,7 +172,10 @@ class CarvedFFN(nn.Module):
             h_TM = act(getattr(self, names.gate)(x_TD)) * h_TM if names.gate else act(h_TM)
         if self.router is not None:
             on_TR = torch.zeros(len(x_TD), len(self.petals), dtype=h_TM.dtype, device=h_TM.device)
-            if self.top_k:
+            if self.weighs:
+                weights_TR = self.router(x_TD)
+                on_TR = (weights_TR * norm_scale(weights_TR)).to(h_TM.dtype)
+            elif self.top_k:
                 on_TR.scatter_(1, self.router(x_TD), 1)
             widths = torch.tensor(self.petals, device=h_TM.device)
             on_TM = on_TR.repeat_interleave(widths, dim=1, output_size=sum(self.petals))
@@ -179,6 +184,16 @@ class CarvedFFN(nn.Module):
 
     def extra_repr(self) -> str:
         return f"backbone={self.backbone}, petals={self.petals}, top_k={self.top_k}"
+
+
+def runs(on: Sequence[bool]) -> list[tuple[int, int]]:
+    """Where stretches of true begin and end.
+
+    >>> runs([True, True, False, True])
+    [(0, 2), (3, 4)]
+    """
+    edges = [i for i, (a, b) in enumerate(pairwise([False, *on, False])) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> CarvedFFN:
@@ -201,4 +216,5 @@ def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> C
             header["petals"],
             header["top_k"],
             header["routing"],
+            header.get("gate"),
         )
