@@ -17,6 +17,7 @@ from moesaic.checkpoint import Checkpoint
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig
+from moesaic.methods.more import petals_of
 from moesaic.methods.refit import refit_carved, refitted, runs
 from moesaic.methods.routers import fit_router, neuron_weights, petal_energies
 from moesaic.methods.spread import losses, spread_splits
@@ -172,6 +173,20 @@ def test_router_weights_solve_the_normal_equations(tokens):
     residual_TR = energy_TR - x_TF @ weight_RF.T - bias_R
     assert residual_TR.mean(0).abs().max() < 1e-3 * energy_TR.mean()  # the constant is free
     assert residual_TR.square().sum() < (energy_TR - energy_TR.mean(0)).square().sum()
+
+
+def test_petals_of_large_matrices_are_found_by_blocks(monkeypatch):
+    """Planted groups, in a shuffled order, by either iteration."""
+    groups = torch.randperm(240, generator=torch.Generator().manual_seed(0)).view(24, 10)
+    counts = torch.rand(240, 240)
+    counts = counts + counts.T
+    for group in groups:
+        counts[group[:, None], group] += 50
+    planted = {frozenset(g.tolist()) for g in groups}
+    for large in (1, 1 << 18):
+        monkeypatch.setattr("moesaic.clustering.LARGE", large)
+        petals = petals_of(counts, torch.arange(240), 24, True, seed=1)
+        assert {frozenset(p.tolist()) for p in petals} == planted
 
 
 # --- execution -----------------------------------------------------------------------------------
