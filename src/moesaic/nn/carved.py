@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from moesaic.arch import DenseFFN, FFNNames, dense_ffn
 from moesaic.nn.routers import WEIGHING, make_router, norm_scale
 
+CROWDED = 0.65
+"""Where more than this share of petals is active, one product over all of them is faster."""
+
 
 class CarvedFFN(nn.Module):
     """A feed-forward block of which each token runs a part.
@@ -71,7 +74,7 @@ class CarvedFFN(nn.Module):
         if self.router is None or self.top_k == 0:
             y_TD = self._backbone(ffn, x_TD)
         elif self.weighs:
-            y_TD = self._backbone(ffn, x_TD) + self._weighted(ffn, x_TD, self.router(x_TD))
+            y_TD = self._weighted(ffn, x_TD, self.router(x_TD))
         else:
             y_TD = self._grouped(ffn, x_TD, self.router(x_TD))
         if ffn.down_bias_D is not None:
@@ -115,28 +118,29 @@ class CarvedFFN(nn.Module):
         return self._backbone(ffn, x_TD) + y_TD.view(len(x_TD), self.top_k, -1).sum(1)
 
     def _weighted(self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor) -> Tensor:
-        """Each petal once over the tokens that it has a weight for."""
+        """The backbone, and each petal once over the tokens that it has a weight for."""
         weights_TR = (weights_TR * norm_scale(weights_TR)).to(x_TD.dtype)
+        y_TD = self._backbone(ffn, x_TD)
         on_RT = weights_TR.T > 0
-        y_TD = torch.zeros_like(x_TD)
         if len(x_TD) == 1:  # neighbours are one slice
             for first, last in runs(on_RT[:, 0].tolist()):
                 part = ffn.neurons(self.slices[first][0], self.slices[last - 1][1])
-                h_RM = part.hidden(x_TD).view(last - first, -1)
-                h_RM = h_RM * weights_TR[0, first:last, None]
+                h_RM = part.hidden(x_TD).view(last - first, -1) * weights_TR[0, first:last, None]
                 y_TD = y_TD + part.output(h_RM.view(1, -1))
             return y_TD
         petal, token = on_RT.nonzero(as_tuple=True)
-        if not len(token):
-            return y_TD
-        groups = x_TD.index_select(0, token).T.split(on_RT.sum(1).tolist(), dim=1)
-        parts = [
-            ffn.neurons(*place).by_columns(group_DT)
-            for place, group_DT in zip(self.slices, groups, strict=True)
-            if group_DT.shape[1]
-        ]
-        parts_TD = torch.cat(parts, dim=1).T * weights_TR[token, petal, None]
-        return y_TD.index_add(0, token, parts_TD)
+        if len(token) > CROWDED * on_RT.numel():
+            petals = ffn.neurons(self.backbone, ffn.width)
+            h_TRM = petals.hidden(x_TD).view(*weights_TR.shape, -1) * weights_TR[..., None]
+            return y_TD + petals.output(h_TRM.flatten(1))
+        counts = on_RT.sum(1).tolist()
+        weights = weights_TR[token, petal].split(counts)
+        for place, rows, weight in zip(self.slices, token.split(counts), weights, strict=True):
+            if len(rows):
+                group_DT = x_TD.index_select(0, rows).T
+                part_DT = ffn.neurons(*place).by_columns(group_DT) * weight
+                y_TD = y_TD.index_add_(0, rows, part_DT.T.contiguous())
+        return y_TD
 
     def _sliceable(self) -> bool:
         """Whether the projections are plain: not quantised, not wrapped by an adapter."""
