@@ -7,10 +7,12 @@ Importing it registers the converted model types with ``AutoModelForCausalLM``.
 >>> result = moesaic.carve("smollm2", config)  # doctest: +SKIP
 """
 
+from moesaic.benching import bench
 from moesaic.condensing import condense
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.measure import bench, evaluate, generate, inspect
+from moesaic.exporting import export
+from moesaic.measure import evaluate, generate, inspect
 from moesaic.methods import (
     CondenseConfig,
     DSMoEConfig,
@@ -46,6 +48,7 @@ __all__ = [
     "carve",
     "condense",
     "evaluate",
+    "export",
     "generate",
     "inspect",
     "load_recipe",

@@ -10,7 +10,7 @@ Shape suffixes used across the package::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -198,18 +198,29 @@ def _times(weight_MD: Tensor, x_DT: Tensor, bias_M: Tensor | None) -> Tensor:
 
 def dense_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
     """The view of a feed-forward module; its tensors share the module's storage."""
-    up, down, act = (getattr(module, n) for n in (names.up, names.down, names.act))
-    if names.fused:
-        gate_MD, up_MD = up.weight.chunk(2)
-        gate_bias, up_bias = (None, None) if up.bias is None else up.bias.chunk(2)
-        return DenseFFN(up_MD, down.weight, gate_MD, act, up_bias, gate_bias, down.bias)
-    gate = getattr(module, names.gate) if names.gate else None
-    return DenseFFN(
-        up_MD=up.weight,
-        down_DM=down.weight,
-        gate_MD=None if gate is None else gate.weight,
-        act=act,
-        up_bias_M=up.bias,
-        gate_bias_M=None if gate is None else gate.bias,
-        down_bias_D=down.bias,
+    projections = {name: getattr(module, name) for name in names.projections}
+    return assembled(
+        names,
+        {name: p.weight for name, p in projections.items()},
+        {name: p.bias for name, p in projections.items()},
+        getattr(module, names.act),
     )
+
+
+def assembled(
+    names: FFNNames,
+    weights: Mapping[str, Tensor],
+    biases: Mapping[str, Tensor | None],
+    act: Callable[[Tensor], Tensor],
+) -> DenseFFN:
+    """A block from its projections' tensors by name."""
+    up_MD, up_bias = weights[names.up], biases.get(names.up)
+    if names.gate is None:
+        gate_MD, gate_bias = None, None
+    elif names.fused:
+        gate_MD, up_MD = up_MD.chunk(2)
+        gate_bias, up_bias = (None, None) if up_bias is None else up_bias.chunk(2)
+    else:
+        gate_MD, gate_bias = weights[names.gate], biases.get(names.gate)
+    down_DM, down_bias = weights[names.down], biases.get(names.down)
+    return DenseFFN(up_MD, down_DM, gate_MD, act, up_bias, gate_bias, down_bias)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,10 +22,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from moesaic import benching, exporting, reduction, report, run
 from moesaic import measure as measuring
-from moesaic import reduction, report, run
 from moesaic.checkpoint import disk_full
 from moesaic.errors import MoesaicError
+from moesaic.exporting.llamacpp import TYPES
 from moesaic.hub import resolve
 from moesaic.measure import check_device, parse_bytes, parse_dtype
 from moesaic.methods import STEPS, MoREConfig
@@ -278,7 +279,7 @@ def tune(
     ] = "",
     what: Annotated[str, typer.Option(help="condensed, routers, lora or all.")] = "condensed",
     teacher: Annotated[
-        str, typer.Option(metavar="MODEL", help="The original model; for --what routers.")
+        str, typer.Option(metavar="MODEL", help="Learn from this original, not from the text.")
     ] = "",
     steps: Annotated[int | None, typer.Option(min=1, help="Steps; default: --epochs.")] = None,
     epochs: Annotated[float, typer.Option(help="Times that the text passes.")] = 1.0,
@@ -612,14 +613,20 @@ def bench(
     length: Annotated[int, typer.Option(min=2, help="Prompt tokens.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, help="Decoding steps a round.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds, after one of warm-up.")] = 5,
+    engine: Annotated[str, typer.Option(help=f"{', '.join(benching.ENGINES)}.")] = "transformers",
+    type: Annotated[
+        str, typer.Option(help=f"Of weights converted for llamacpp: {', '.join(TYPES)}.")
+    ] = "f32",
     device: Device = "cpu",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Prefill and decode speed in interleaved rounds, and peak memory."""
+    """Speed in interleaved rounds beside the ideal one, peak memory and file size."""
     names = {"model": model} | ({"against": against} if against else {})
-    figures = measuring.bench(
+    figures = benching.bench(
         names,
+        engine=engine,
+        type=type,
         length=length,
         new_tokens=new_tokens,
         rounds=rounds,
@@ -628,7 +635,9 @@ def bench(
         track=bars,
     )
     result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
-    emit(as_json, result, columns({names.get(key, key): figures[key] for key in figures}))
+    table = columns({names[key]: figures[key] for key in names})
+    said = report.speed_words(figures.get("ratio", {}))
+    emit(as_json, result, Group(table, *said))
 
 
 @app.command(epilog=example("moesaic inspect out"))
@@ -681,6 +690,51 @@ def apply(
     """Rebuild a result from its base and its plan."""
     run.apply(base, plan, out, overwrite)
     emit(as_json, {"out": str(out)}, f"Checkpoint in {out}")
+
+
+@app.command(epilog=example("moesaic export out out-native --to native"))
+def export(
+    model: Model,
+    out: Out,
+    to: Annotated[str, typer.Option(help="native (a checkpoint) or gguf (a file).")] = "native",
+    target: Annotated[
+        str, typer.Option(help="The architecture; default: the one with the least to compute.")
+    ] = "",
+    ep: Annotated[
+        int, typer.Option(min=1, help="Expert-parallel size that the experts must divide by.")
+    ] = 1,
+    untie: Annotated[
+        bool, typer.Option("--untie", help="Write the head as a tensor of its own, for SGLang.")
+    ] = False,
+    type: Annotated[str, typer.Option(help=f"Of a GGUF's weights: {', '.join(TYPES)}.")] = "f32",
+    converter: Annotated[
+        Path | None, typer.Option(help="llama.cpp, or its convert_hf_to_gguf.py; or $LLAMA_CPP.")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
+    given: dict[str, Any] = {"target": target, "ep": ep, "untie": untie, "overwrite": overwrite}
+    if to == "gguf":
+        given |= {"type": type, "converter": converter}
+    record = exporting.export(model, out, to, **given)
+    emit(as_json, record, exported(record))
+
+
+def exported(record: dict[str, Any]) -> Table:
+    """What was written, what it cost, and who loads it."""
+    table = Table(show_header=False)
+    for name in ("out", "model_type", "type", "bytes", "largest_difference"):
+        if name in record:
+            table.add_row(name.replace("_", " "), _figure(record[name]))
+    for name, (before, after) in record.get("costs", {}).items():
+        more = "" if after == before else f", {after / before - 1:+.1%}"
+        table.add_row(name.replace("_", " "), f"{before:,} -> {after:,}{more}")
+    for engine, lacks in record.get("engines", {}).items():
+        table.add_row(
+            engine, "lacks " + "; lacks ".join(lacks) if lacks else "limits met, not run here"
+        )
+    return table
 
 
 @app.command("report", epilog=example("moesaic report out-0.8 out-0.7 --out compare.html"))

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from moesaic import hub
 from moesaic.checkpoint import skeleton
 from moesaic.data import DOMAINS, Tokens, evaluation_tokens, shipped_texts
 from moesaic.errors import MoesaicError
@@ -80,40 +79,6 @@ def sweep(
     return points
 
 
-def bench(
-    models: dict[str, str],
-    *,
-    length: int = 512,
-    new_tokens: int = 32,
-    rounds: int = 5,
-    device: str = "cpu",
-    dtype: torch.dtype | None = None,
-    track: Track = silent,
-) -> dict[str, dict[str, Any]]:
-    """Speed of models in one interleaved run, and the peak memory of each in its own process."""
-    sources = {name: resolve(model) for name, model in models.items()}
-    loaded = {name: source.load(device, dtype) for name, source in sources.items()}
-    first = next(iter(sources.values()))
-    prompt = evaluation_tokens("", first.tokenizer, length, length).input_ids
-    speeds = compare_speed(loaded, prompt, new_tokens, rounds, track)
-    active = {name: _size(model) for name, model in loaded.items()}
-    loaded.clear()
-    return {
-        name: {
-            **speed_json(speeds[name]),
-            "peak_memory_bytes": _memory(source, length, new_tokens, device, dtype),
-            "active_parameters": active[name],
-        }
-        for name, source in sources.items()
-    }
-
-
-def _size(model: Any) -> int:
-    if hub.base_arch_or_any(model.config) is None:
-        return sum(p.numel() for p in model.parameters())
-    return model_size(model).active_parameters
-
-
 def speed_json(speed: Speed) -> dict[str, Any]:
     """Medians under the names that programs rely on, and the spread."""
     return {
@@ -122,6 +87,7 @@ def speed_json(speed: Speed) -> dict[str, Any]:
         "decode_tokens_per_second": speed.decode.median,
         "decode_spread": list(speed.decode.spread),
         "first_token_seconds": speed.first_token.median,
+        "first_token_spread": list(speed.first_token.spread),
     }
 
 
@@ -236,7 +202,7 @@ def measure(
         timed.clear()
         record["speed"] = {
             name: speed_json(speeds[name])
-            | {"peak_memory_bytes": _memory(source, prompt.shape[1], 8, device, dtype)}
+            | {"peak_memory_bytes": memory(source, prompt.shape[1], 8, device, dtype)}
             for name, source in (("original", original), ("result", result))
         }
         record["speed_ratio"] = {
@@ -246,9 +212,10 @@ def measure(
     return record
 
 
-def _memory(
+def memory(
     source: Source, length: int, new_tokens: int, device: str, dtype: torch.dtype | None
 ) -> int:
+    """Bytes at the peak of one prompt and some decoding, in a process of its own."""
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     return peak_memory(source.folder, length, new_tokens, device, name)
 

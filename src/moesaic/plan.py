@@ -41,7 +41,13 @@ class CarvedLayer:
     top_k: int = 0
     routing: str = "cosine"
     router_RD: Tensor | None = None
-    """float32: one row a petal."""
+    """float32: one row a petal; (R, D + B) where the router sees the backbone's B neurons too."""
+    router_bias_R: Tensor | None = None
+    """float32: added to the scores of a linear router."""
+    down_DM: Tensor | None = None
+    """A down projection in carved order that takes the place of the base's own."""
+    bias_RD: Tensor | None = None
+    """An output bias of every petal; without petals one row."""
     gate: dict[str, Any] = field(default_factory=dict)
     """Options of a router that weighs petals; with a threshold ``top_k`` is the most that run."""
 
@@ -73,11 +79,18 @@ class CarvedLayer:
             "top_k": self.top_k,
             "routing": self.routing,
             **({"gate": self.gate} if self.gate else {}),
+            **({} if self.bias_RD is None else {"bias": True}),
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        router = {} if self.router_RD is None else {"router": self.router_RD}
-        return {"order": self.order_M, **router}
+        optional = {
+            "router": self.router_RD,
+            "router_bias": self.router_bias_R,
+            "down": self.down_DM,
+            "bias": self.bias_RD,
+        }
+        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        return {"order": self.order_M, **given}
 
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CarvedLayer:
@@ -89,6 +102,9 @@ class CarvedLayer:
             routing=header["routing"],
             router_RD=tensors.get("router"),
             gate=header.get("gate", {}),
+            router_bias_R=tensors.get("router_bias"),
+            down_DM=tensors.get("down"),
+            bias_RD=tensors.get("bias"),
         )
 
 
@@ -104,6 +120,9 @@ class PrunedLayer:
 
     kept_E: Tensor
     """int64: the original expert at each new place; PADDING where there is none."""
+    down_E: Tensor | None = field(default=None, kw_only=True)
+    """Down projections at each new place that take the place of the experts' own (E, D, M), as the
+    experts' module holds them."""
 
     def __post_init__(self) -> None:
         real_E = self.experts
@@ -125,17 +144,20 @@ class PrunedLayer:
         """The same layer with ``count`` places."""
         missing = count - self.kept_E.numel()
         kept_E = torch.cat([self.kept_E, self.kept_E.new_full((missing,), PADDING)])
-        return replace(self, kept_E=kept_E)
+        down_E = self.down_E
+        if down_E is not None:
+            down_E = torch.cat([down_E, down_E.new_zeros(missing, *down_E.shape[1:])])
+        return replace(self, kept_E=kept_E, down_E=down_E)
 
     def header(self) -> dict[str, Any]:
         return {"kind": self.kind, "experts": self.kept_E.numel()}
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"kept": self.kept_E}
+        return {"kept": self.kept_E, **({} if self.down_E is None else {"down": self.down_E})}
 
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PrunedLayer:
-        return cls(tensors["kept"])
+        return cls(tensors["kept"], down_E=tensors.get("down"))
 
 
 @dataclass(frozen=True)
@@ -191,7 +213,7 @@ class SkippingLayer:
 
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SkippingLayer:
-        pruned = PrunedLayer(tensors["kept"]) if "experts" in header else None
+        pruned = PrunedLayer.load(header, tensors) if "experts" in header else None
         return cls(header["beta"], header["rule"], pruned)
 
 
@@ -216,6 +238,8 @@ class CondensedLayer:
     """What the shared path is multiplied with, beside a gate of its own."""
     gated: int = 0
     """Neurons of the shared path that keep the base's gate, which scales them token by token."""
+    down_DM: Tensor | None = None
+    """A down projection that takes the place of the folded one."""
 
     def __post_init__(self) -> None:
         if self.experts_K.numel() != self.gates_K.numel():
@@ -239,12 +263,13 @@ class CondensedLayer:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"experts": self.experts_K, "gates": self.gates_K}
+        down = {} if self.down_DM is None else {"down": self.down_DM}
+        return {"experts": self.experts_K, "gates": self.gates_K, **down}
 
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CondensedLayer:
         options = {k: header[k] for k in ("width", "shared", "shared_scale", "gated")}
-        return cls(tensors["experts"], tensors["gates"], **options)
+        return cls(tensors["experts"], tensors["gates"], **options, down_DM=tensors.get("down"))
 
 
 @dataclass(frozen=True)

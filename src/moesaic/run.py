@@ -13,7 +13,7 @@ import torch
 
 from moesaic import report
 from moesaic.arch import dense_arch
-from moesaic.budget import layer_sizes
+from moesaic.budget import chosen_layers, layer_sizes
 from moesaic.checkpoint import check_out, whole_folder
 from moesaic.condensing import condense
 from moesaic.continuing import carve_and_train
@@ -32,6 +32,7 @@ from moesaic.methods import (
     TuneConfig,
     carve_layers,
 )
+from moesaic.methods.spread import losses
 from moesaic.plan import (
     CarvedLayer,
     CondensedLayer,
@@ -43,6 +44,7 @@ from moesaic.plan import (
 )
 from moesaic.progress import Track, silent
 from moesaic.recipe import Recipe
+from moesaic.recovery import recover
 from moesaic.reduction import prune, skip
 from moesaic.result import Finished, Job, Result, save_applied
 from moesaic.statistics import process, wait_for_all
@@ -119,7 +121,9 @@ def carve(
     methods = {"result": method(config)}
     methods |= {name: method(replace(config, variant=name)) for name in compare}
     sizes = layer_sizes(job.shape, job.arch)
-    budgets = {name: m.choose(sizes) for name, m in methods.items()}
+    spread = config.spread == "sensitivity"
+    given = (_losses(job, config.layers, track),) if spread else ()
+    budgets = {name: m.choose(sizes, *given) for name, m in methods.items()}
     finished = Finished(progress, job, {"config": asdict(config), "compare": list(compare)})
     wanted = budgets["result"]
     done = {i for i in wanted if all((name, i) in finished for name in methods)}
@@ -132,12 +136,21 @@ def carve(
         options = asdict(methods[name].config)
         return Plan(methods[name].name, job.base, layers, options, job.tokens.fingerprint)
 
-    return job.result(
-        plan("result"),
-        {i: finished["result", i][1] for i in wanted},
-        comparisons={name: plan(name) for name in compare},
-        inplace=inplace,
-    )
+    plans = {name: plan(name) for name in methods}
+    analyses = {i: finished["result", i][1] for i in wanted}
+    if getattr(config, "refit", False) or getattr(config, "bias", False):
+        how = {"weights": config.refit, "biases": config.bias, "propagate": config.propagate}
+        plans, recovered = recover(job, plans, finished, track, **how)
+        analyses = {i: {**seen, "refit": recovered[i]} for i, seen in analyses.items()}
+    return job.result(plans.pop("result"), analyses, comparisons=plans, inplace=inplace)
+
+
+@torch.no_grad()
+def _losses(job: Job, layers: Any, track: Track) -> dict[int, torch.Tensor]:
+    """What leaving each neuron out of each layer would lose."""
+    chosen = chosen_layers(layers, len(job.base.widths))
+    sites = track(job.stream(chosen), "Weighing layers", len(chosen))
+    return {site.index: losses(site) for site in sites}
 
 
 # --- apply ---------------------------------------------------------------------------------------

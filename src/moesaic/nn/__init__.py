@@ -2,7 +2,7 @@
 
 from moesaic.nn.carved import CarvedFFN, carved_like
 from moesaic.nn.condensed import CondensedFFN, PassThrough
-from moesaic.nn.routers import Router, SoftmaxRouter, ThresholdRouter
+from moesaic.nn.routers import Router, SoftmaxRouter, ThresholdRouter, chosen, running
 from moesaic.nn.skipping import Skipping, make_skipping, skip, survivors
 
 __all__ = [
@@ -14,7 +14,9 @@ __all__ = [
     "SoftmaxRouter",
     "ThresholdRouter",
     "carved_like",
+    "chosen",
     "make_skipping",
+    "running",
     "skip",
     "survivors",
 ]

@@ -8,5 +8,6 @@ from moesaic.report.console import terminal
 from moesaic.report.dynamic import sweep
 from moesaic.report.page import html
 from moesaic.report.picture import picture
+from moesaic.report.words import speed_words
 
-__all__ = ["html", "model_card", "picture", "sweep", "terminal"]
+__all__ = ["html", "model_card", "picture", "speed_words", "sweep", "terminal"]
