@@ -20,6 +20,9 @@ from moesaic.nn.routers import WEIGHING, by_neuron, chosen, make_router, norm_sc
 WIDE = 1 << 14
 """Weights of one of a petal's projections from which a token's own petals are worth the calls."""
 
+CROWDED = 0.65
+"""Where more than this share of petals is active, one product over all of them is faster."""
+
 
 class CarvedFFN(nn.Module):
     """A feed-forward block of which each token runs a part.
@@ -85,7 +88,7 @@ class CarvedFFN(nn.Module):
         if self.router is None or self.top_k == 0:
             y_TD = self._backbone(ffn, x_TD)
         elif self.weighs:
-            y_TD = self._backbone(ffn, x_TD) + self._weighted(ffn, x_TD, self.router(x_TD))
+            y_TD = self._weighted(ffn, x_TD, self.router(x_TD))
         else:
             h_TB = None
             if self.router.sees_backbone:
@@ -170,28 +173,29 @@ class CarvedFFN(nn.Module):
         return F.linear(h_TM, ffn.down_DM)
 
     def _weighted(self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor) -> Tensor:
-        """Each petal once over the tokens that it has a weight for."""
+        """The backbone, and each petal once over the tokens that it has a weight for."""
         weights_TR = (weights_TR * norm_scale(weights_TR)).to(x_TD.dtype)
+        y_TD = self._backbone(ffn, x_TD)
         on_RT = weights_TR.T > 0
-        y_TD = torch.zeros_like(x_TD)
         if len(x_TD) == 1:  # neighbours are one slice
             for first, last in joined((e, e + 1) for e in on_RT[:, 0].nonzero().flatten().tolist()):
                 part = ffn.neurons(self.slices[first][0], self.slices[last - 1][1])
-                h_RM = part.hidden(x_TD).view(last - first, -1)
-                h_RM = h_RM * weights_TR[0, first:last, None]
+                h_RM = part.hidden(x_TD).view(last - first, -1) * weights_TR[0, first:last, None]
                 y_TD = y_TD + part.output(h_RM.view(1, -1))
             return y_TD
         petal, token = on_RT.nonzero(as_tuple=True)
-        if not len(token):
-            return y_TD
-        groups = x_TD.index_select(0, token).T.split(on_RT.sum(1).tolist(), dim=1)
-        parts = [
-            ffn.neurons(*place).by_columns(group_DT)
-            for place, group_DT in zip(self.slices, groups, strict=True)
-            if group_DT.shape[1]
-        ]
-        parts_TD = torch.cat(parts, dim=1).T * weights_TR[token, petal, None]
-        return y_TD.index_add(0, token, parts_TD)
+        if len(token) > CROWDED * on_RT.numel():
+            petals = ffn.neurons(self.backbone, ffn.width)
+            h_TRM = petals.hidden(x_TD).view(*weights_TR.shape, -1) * weights_TR[..., None]
+            return y_TD + petals.output(h_TRM.flatten(1))
+        counts = on_RT.sum(1).tolist()
+        weights = weights_TR[token, petal].split(counts)
+        for place, rows, weight in zip(self.slices, token.split(counts), weights, strict=True):
+            if len(rows):
+                group_DT = x_TD.index_select(0, rows).T
+                part_DT = ffn.neurons(*place).by_columns(group_DT) * weight
+                y_TD = y_TD.index_add_(0, rows, part_DT.T.contiguous())
+        return y_TD
 
     def _plain(self) -> DenseFFN | None:
         """The view, or None where a projection is quantised or wrapped by an adapter.
