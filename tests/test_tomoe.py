@@ -141,8 +141,8 @@ def test_padding_changes_nothing(padded: Tokens) -> None:
 
 def test_checkpointing_computes_the_same_gradients() -> None:
     grads = []
-    for checkpointing in (False, True):
-        student = student_of(tiny_model("llama"), checkpointing=checkpointing)
+    for recompute in (False, True):
+        student = student_of(tiny_model("llama"), recompute=recompute)
         student.base.requires_grad_(False)
         torch.manual_seed(0)
         student.train()(ids(), ids())["loss"].backward()

@@ -56,8 +56,6 @@ def _checkpointing(model: Any, do: str) -> Any:
 class Student(nn.Module):
     """A frozen model, masked; the same weights, unmasked, are its teacher (App. B.1)."""
 
-    accepts_loss_kwargs = False  # windows are of one length: a mean of means is the mean
-
     def __init__(self, base: Any, arch: Arch, config: ToMoEConfig) -> None:
         super().__init__()
         self.base, self.objective = base, config.objective
@@ -65,8 +63,8 @@ class Student(nn.Module):
             torch.manual_seed(config.seed)
             self.tomoe = ToMoE(config, layer_shapes(base, arch))
         self.masked = Masked(base, arch, self.tomoe)
-        self.checkpointing = config.checkpointing
-        if config.checkpointing:
+        self.recomputing = config.recompute
+        if config.recompute:
             _checkpointing(base, "enable")({"use_reentrant": False})
 
     @property
@@ -81,7 +79,7 @@ class Student(nn.Module):
     def train(self, mode: bool = True) -> Student:
         """The base stays as it is when it runs: without dropout."""
         super().train(mode)
-        self.base.train(mode and self.checkpointing)
+        self.base.train(mode and self.recomputing)
         return self
 
     def logits(self, ids_BL: Tensor, mask_BL: Tensor | None = None) -> Tensor:
@@ -127,7 +125,7 @@ class Student(nn.Module):
     def release(self) -> Any:
         """The base, as it was."""
         self.masked.remove()
-        if self.checkpointing:
+        if self.recomputing:
             _checkpointing(self.base, "disable")()
         return self.base.requires_grad_(True).eval()
 

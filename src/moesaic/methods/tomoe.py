@@ -100,7 +100,7 @@ class ToMoEConfig:
     """constant, or cosine: to 0 at the last step."""
     warmup: float = 0.0
     weight_decay: float = 0.05
-    checkpointing: bool = False
+    recompute: bool = False
     """Compute activations again in the backward pass, to save memory."""
     save_every: int = 100
     seed: int = 0
