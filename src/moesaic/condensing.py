@@ -21,6 +21,7 @@ from moesaic.metrics.size import model_size
 from moesaic.moe import MoEArch, MoEFFN, moe_arch
 from moesaic.plan import BaseShape, CondensedLayer, LayerPlan, Plan
 from moesaic.progress import Track, silent
+from moesaic.recovery import recover
 from moesaic.result import Finished, Job, Result
 from moesaic.stream import LayerStream
 
@@ -246,12 +247,13 @@ def condense(
     def plan(some: dict[int, LayerPlan]) -> Plan:
         return Plan(METHOD, job.base, some, asdict(config), job.tokens.fingerprint)
 
+    made = {name: plan(finish(chosen[:count])) for name, count in counts.items()}
+    made["result"] = plan(layers)
+    if config.refit:
+        made, found = recover(job, made, finished, track)
+        analyses |= {i: {**analyses.get(i, {}), "refit": seen} for i, seen in found.items() if seen}
     return job.result(
-        plan(layers),
-        analyses,
-        comparisons={name: plan(finish(chosen[:count])) for name, count in counts.items()},
-        summary=summary,
-        inplace=inplace,
+        made.pop("result"), analyses, comparisons=made, summary=summary, inplace=inplace
     )
 
 

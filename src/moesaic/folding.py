@@ -85,6 +85,9 @@ def condensed_tensors(
             ("gate_proj", "up_proj", "down_proj"), fold(parts, hidden_size, plan.width), strict=True
         )
     )
+    if plan.down_DM is not None:  # narrower where the layer was widened since
+        rest = plan.width - plan.down_DM.shape[1]
+        tensors["down_proj"] = F.pad(plan.down_DM.to(like.device), (0, rest))
     if plan.gated:
         tensors["shared_gate"] = state[f"{path}.{arch.shared_gate}.weight"]
     return {f"{path}.{n}.weight": t.to(like).contiguous() for n, t in tensors.items()}

@@ -320,15 +320,19 @@ class MoEFFN:
         gate, up = both.chunk(2) if self.experts.is_concatenated else (both[::2], both[1::2])
         return gate, up, down
 
+    def hidden(self, i: int, x_TD: Tensor) -> Tensor:
+        """The input of expert ``i``'s down projection (T, M)."""
+        m = self.experts
+        both = m.gate_up_proj[i].T if m.is_transposed else m.gate_up_proj[i]
+        bias = m.gate_up_proj_bias[i] if m.has_bias else None
+        h_TM: Tensor = m._apply_gate(F.linear(x_TD, both, bias))
+        return h_TM
+
     def expert(self, i: int, x_TD: Tensor) -> Tensor:
         """f_i(x), the output of expert ``i`` without its weight (T, D)."""
         m = self.experts
-        both, down = m.gate_up_proj[i], m.down_proj[i]
-        if m.is_transposed:
-            both, down = both.T, down.T
-        bias = (m.gate_up_proj_bias[i], m.down_proj_bias[i]) if m.has_bias else (None, None)
-        h_TM = m._apply_gate(F.linear(x_TD, both, bias[0]))
-        return F.linear(h_TM, down, bias[1])
+        down = m.down_proj[i].T if m.is_transposed else m.down_proj[i]
+        return F.linear(self.hidden(i, x_TD), down, m.down_proj_bias[i] if m.has_bias else None)
 
     def outputs(self, x_TD: Tensor, wanted_TE: Tensor) -> Tensor:
         """f (T, E, D) for the experts that are wanted of each token, zero elsewhere."""

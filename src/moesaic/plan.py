@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
+from moesaic.overlapping import OverlappingLayer
 
 FORMAT = 1
 JSON_NAME, TENSORS_NAME = "plan.json", "plan.safetensors"
@@ -41,7 +42,13 @@ class CarvedLayer:
     top_k: int = 0
     routing: str = "cosine"
     router_RD: Tensor | None = None
-    """float32: one row a petal."""
+    """float32: one row a petal; (R, D + B) where the router sees the backbone's B neurons too."""
+    router_bias_R: Tensor | None = None
+    """float32: added to the scores of a linear router."""
+    down_DM: Tensor | None = None
+    """A down projection in carved order that takes the place of the base's own."""
+    bias_RD: Tensor | None = None
+    """An output bias of every petal; without petals one row."""
     gate: dict[str, Any] = field(default_factory=dict)
     """Options of a router that weighs petals; with a threshold ``top_k`` is the most that run."""
 
@@ -73,11 +80,18 @@ class CarvedLayer:
             "top_k": self.top_k,
             "routing": self.routing,
             **({"gate": self.gate} if self.gate else {}),
+            **({} if self.bias_RD is None else {"bias": True}),
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        router = {} if self.router_RD is None else {"router": self.router_RD}
-        return {"order": self.order_M, **router}
+        optional = {
+            "router": self.router_RD,
+            "router_bias": self.router_bias_R,
+            "down": self.down_DM,
+            "bias": self.bias_RD,
+        }
+        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        return {"order": self.order_M, **given}
 
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CarvedLayer:
@@ -89,6 +103,9 @@ class CarvedLayer:
             routing=header["routing"],
             router_RD=tensors.get("router"),
             gate=header.get("gate", {}),
+            router_bias_R=tensors.get("router_bias"),
+            down_DM=tensors.get("down"),
+            bias_RD=tensors.get("bias"),
         )
 
 
@@ -104,6 +121,9 @@ class PrunedLayer:
 
     kept_E: Tensor
     """int64: the original expert at each new place; PADDING where there is none."""
+    down_E: Tensor | None = field(default=None, kw_only=True)
+    """Down projections at each new place that take the place of the experts' own (E, D, M), as the
+    experts' module holds them."""
 
     def __post_init__(self) -> None:
         real_E = self.experts
@@ -125,17 +145,20 @@ class PrunedLayer:
         """The same layer with ``count`` places."""
         missing = count - self.kept_E.numel()
         kept_E = torch.cat([self.kept_E, self.kept_E.new_full((missing,), PADDING)])
-        return replace(self, kept_E=kept_E)
+        down_E = self.down_E
+        if down_E is not None:
+            down_E = torch.cat([down_E, down_E.new_zeros(missing, *down_E.shape[1:])])
+        return replace(self, kept_E=kept_E, down_E=down_E)
 
     def header(self) -> dict[str, Any]:
         return {"kind": self.kind, "experts": self.kept_E.numel()}
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"kept": self.kept_E}
+        return {"kept": self.kept_E, **({} if self.down_E is None else {"down": self.down_E})}
 
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> PrunedLayer:
-        return cls(tensors["kept"])
+        return cls(tensors["kept"], down_E=tensors.get("down"))
 
 
 @dataclass(frozen=True)
@@ -191,7 +214,7 @@ class SkippingLayer:
 
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SkippingLayer:
-        pruned = PrunedLayer(tensors["kept"]) if "experts" in header else None
+        pruned = PrunedLayer.load(header, tensors) if "experts" in header else None
         return cls(header["beta"], header["rule"], pruned)
 
 
@@ -216,6 +239,8 @@ class CondensedLayer:
     """What the shared path is multiplied with, beside a gate of its own."""
     gated: int = 0
     """Neurons of the shared path that keep the base's gate, which scales them token by token."""
+    down_DM: Tensor | None = None
+    """A down projection that takes the place of the folded one."""
 
     def __post_init__(self) -> None:
         if self.experts_K.numel() != self.gates_K.numel():
@@ -239,12 +264,13 @@ class CondensedLayer:
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"experts": self.experts_K, "gates": self.gates_K}
+        down = {} if self.down_DM is None else {"down": self.down_DM}
+        return {"experts": self.experts_K, "gates": self.gates_K, **down}
 
     @classmethod
     def load(cls, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> CondensedLayer:
         options = {k: header[k] for k in ("width", "shared", "shared_scale", "gated")}
-        return cls(tensors["experts"], tensors["gates"], **options)
+        return cls(tensors["experts"], tensors["gates"], **options, down_DM=tensors.get("down"))
 
 
 @dataclass(frozen=True)
@@ -264,11 +290,14 @@ class DroppedLayer:
         return cls()
 
 
-LayerPlan = CarvedLayer | PrunedLayer | SkippingLayer | CondensedLayer | DroppedLayer
+LayerPlan = (
+    CarvedLayer | OverlappingLayer | PrunedLayer | SkippingLayer | CondensedLayer | DroppedLayer
+)
 KINDS: dict[str, Any] = {
     kind.kind: kind
     for kind in (
         CarvedLayer,
+        OverlappingLayer,
         PrunedLayer,
         MergedLayer,
         SkippingLayer,
@@ -405,12 +434,16 @@ class Progress:
             done[record["name"], record["layer"]] = (layer, record["analysis"])
         return done
 
-    def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
-        """Keep a finished layer; it is there whole or not at all."""
+    def begin(self) -> None:
+        """Note whose the folder is."""
         self.folder.mkdir(parents=True, exist_ok=True)
         note = self.folder / "request.json"
         if not note.exists():
             note.write_text(json.dumps(self.request))
+
+    def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
+        """Keep a finished layer; it is there whole or not at all."""
+        self.begin()
         record = {"name": name, "layer": index, "header": layer.header(), "analysis": analysis}
         file = self.folder / f"layer-{index:04d}-{name}.safetensors"
         partial = file.with_suffix(".writing")

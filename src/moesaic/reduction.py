@@ -18,6 +18,7 @@ from moesaic.methods.skipping import SkipConfig, Skipper
 from moesaic.moe import MoEArch, MoEFFN, Rule, moe_arch
 from moesaic.plan import BaseShape, Plan, PrunedLayer, SkippingLayer
 from moesaic.progress import Track, silent
+from moesaic.recovery import recover
 from moesaic.result import Finished, Job, Result
 from moesaic.statistics import (
     ExpertStats,
@@ -269,7 +270,7 @@ def prune(
     if compare and config.progressive:
         raise MoesaicError("--progressive follows one criterion: nothing can be decided beside it.")
     criteria = {method.config.criterion for method in methods.values()}
-    without_text = stats is not None or criteria <= set(DATA_FREE)
+    without_text = (stats is not None or criteria <= set(DATA_FREE)) and not config.refit
     job = Job.open(
         model,
         _original,
@@ -338,12 +339,12 @@ def prune(
         return Plan(Pruner.name, job.base, layers, options, fingerprint)
 
     decided = counts("result").items()
-    return job.result(
-        plan("result"),
-        {i: finished[f"result-keep-{r}", i][1] for i, r in decided},
-        comparisons={name: plan(name) for name in compare},
-        inplace=inplace,
-    )
+    plans = {name: plan(name) for name in methods}
+    analyses = {i: finished[f"result-keep-{r}", i][1] for i, r in decided}
+    if config.refit:
+        plans, found = recover(job, plans, finished, track, propagate=config.progressive)
+        analyses = {i: {**seen, "refit": found[i]} for i, seen in analyses.items()}
+    return job.result(plans.pop("result"), analyses, comparisons=plans, inplace=inplace)
 
 
 # --- skip ----------------------------------------------------------------------------------------

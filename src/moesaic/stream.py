@@ -87,6 +87,7 @@ class Site:
     _cache_bytes: int
     _targets: Spill | None = None
     _hidden: list[Tensor] | None = None
+    _residuals: Callable[[], Iterator[Tensor]] | None = None
     change: AbstractContextManager[Any] | None = None
     """Set by the loop body: entered while this layer passes its tokens on to the next. The stream
     must ``follow``."""
@@ -113,6 +114,12 @@ class Site:
         """
         for b in range(len(self._inputs)):
             yield None if self._targets is None else self._targets[b].to(self.view.device)
+
+    def residuals(self) -> Iterator[Tensor]:
+        """Batches of the residual stream behind the layer as it was (T, D)."""
+        assert self._residuals is not None
+        for s_TD in self._residuals():
+            yield s_TD.to(self.view.device)
 
     @torch.no_grad()
     def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -289,6 +296,7 @@ class LayerStream:
                         inputs,
                         self._cache_bytes,
                         targets if self._follow else None,
+                        _residuals=partial(self._valid, hidden),
                     )
                     yield site
                     inputs.clear()
@@ -335,6 +343,9 @@ class LayerStream:
                 with self._replaced(given):
                     run = self.model if logits else self.model.base_model
                     yield self._run(run, batch)[0], batch
+
+    def _valid(self, states: Spill) -> Iterator[Tensor]:
+        return (valid(s, mask) for s, mask in zip(states, self.masks(), strict=True))
 
     def _copied(self, states: Spill) -> Spill:
         copied = Spill(self._spill_bytes // 4)

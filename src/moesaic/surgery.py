@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +19,7 @@ from moesaic.merging import DOWN, GATE_UP, averaged_E, orders, reader
 from moesaic.moe import MoEArch, MoEFFN
 from moesaic.naming import Naming, expert_number, renumbered
 from moesaic.nn import carved_like, make_skipping
+from moesaic.overlapping import OverlappingLayer
 from moesaic.plan import (
     PADDING,
     BaseShape,
@@ -29,6 +32,7 @@ from moesaic.plan import (
     PrunedLayer,
     SkippingLayer,
 )
+from moesaic.sharing import apply_shared, install_shared, shared_sources, shared_tensors
 
 
 def base_shape(model: Any, arch: Arch) -> BaseShape:
@@ -69,21 +73,30 @@ def _describe(base: BaseShape) -> str:
 def carve_tensors(
     layer: CarvedLayer, names: FFNNames, state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """An FFN's tensors in carved order, the router added. Values are the base's own."""
+    """An FFN's tensors in carved order, the router added.
+
+    Values are the base's own, but for a down projection and biases that the plan brings.
+    """
     carved = {}
     for name, tensor in state.items():
         projection, _, kind = name.rpartition(".")
         order_M = layer.order_M.to(tensor.device)
-        if projection == names.down:
+        if projection == names.down and kind == "weight" and layer.down_DM is not None:
+            carved[name] = layer.down_DM.to(tensor)
+        elif projection == names.down:
             carved[name] = tensor.index_select(1, order_M) if kind == "weight" else tensor
         elif names.fused:
             both = torch.cat([order_M, order_M + tensor.shape[0] // 2])
             carved[name] = tensor.index_select(0, both)
         else:
             carved[name] = tensor.index_select(0, order_M)
+    like = state[f"{names.down}.weight"]
     if layer.router_RD is not None:
-        device = next(iter(state.values())).device
-        carved["router.weight"] = layer.router_RD.to(device)
+        carved["router.weight"] = layer.router_RD.to(like.device)
+    if layer.router_bias_R is not None:
+        carved["router.bias"] = layer.router_bias_R.to(like.device)
+    if layer.bias_RD is not None:
+        carved["petal_bias"] = layer.bias_RD.to(like)
     return carved
 
 
@@ -91,9 +104,7 @@ def _install_carved(
     layers: nn.ModuleList, index: int, arch: Arch, header: Mapping[str, Any]
 ) -> None:
     layer = layers[index]
-    owner, _, leaf = arch.ffn_path.rpartition(".")
-    parent = attrgetter(owner)(layer) if owner else layer
-    setattr(parent, leaf, carved_like(arch.ffn_of(layer), arch.ffn, header))
+    _put(layer, arch.ffn_path, carved_like(arch.ffn_of(layer), arch.ffn, header))
 
 
 def _apply_carved(layers: nn.ModuleList, index: int, arch: Arch, plan: CarvedLayer) -> None:
@@ -103,6 +114,16 @@ def _apply_carved(layers: nn.ModuleList, index: int, arch: Arch, plan: CarvedLay
     new = arch.ffn_of(layers[index])
     new.load_state_dict(state, assign=True)
     new.train(old.training)
+
+
+def _install_shared(
+    layers: nn.ModuleList, index: int, arch: Arch, header: Mapping[str, Any]
+) -> None:
+    install_shared(layers[index], arch, header)
+
+
+def _apply_shared(layers: nn.ModuleList, index: int, arch: Arch, plan: OverlappingLayer) -> None:
+    apply_shared(layers[index], arch, plan)
 
 
 # --- pruned and skipping layers ------------------------------------------------------------------
@@ -119,8 +140,10 @@ def _taken(arch: MoEArch, name: str, tensor: Tensor, kept_E: Tensor, axis: int) 
     return taken
 
 
-def keep_experts(layer: nn.Module, arch: MoEArch, kept_E: Tensor) -> None:
-    """Take all other experts out of a live layer, in place."""
+def keep_experts(
+    layer: nn.Module, arch: MoEArch, kept_E: Tensor, down_E: Tensor | None = None
+) -> None:
+    """Take all other experts out of a live layer, in place; ``down_E``: new down projections."""
     view = arch.view(layer)
     assert isinstance(view, MoEFFN)
     for name, tensor in [*view.block.named_parameters(), *view.block.named_buffers()]:
@@ -128,6 +151,8 @@ def keep_experts(layer: nn.Module, arch: MoEArch, kept_E: Tensor) -> None:
         if axis is not None:
             owner, _, leaf = name.rpartition(".")
             new = _taken(arch, name, tensor.detach(), kept_E, axis)
+            if down_E is not None and name == f"{arch.experts}.{DOWN}":
+                new = down_E.to(new)
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
             setattr(view.block.get_submodule(owner), leaf, new)
@@ -170,32 +195,36 @@ def _apply_reduced(
     if isinstance(pruned, MergedLayer):
         merge_experts(layers[index], arch, pruned)
     if pruned is not None:
-        keep_experts(layers[index], arch, pruned.kept_E)
+        keep_experts(layers[index], arch, pruned.kept_E, pruned.down_E)
     if isinstance(plan, SkippingLayer):
         _install_reduced(layers, index, arch, {"beta": plan.beta, "rule": plan.rule})
 
 
 def kept_tensors(
-    arch: MoEArch, kept_E: Tensor, count: int, name: str, on_disk: str, tensor: Tensor
+    arch: MoEArch, plan: PrunedLayer, count: int, name: str, on_disk: str, tensor: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
     """What becomes of one tensor on disk of a block of which some experts stay.
 
     Args:
         arch: the architecture.
-        kept_E: the experts that stay.
+        plan: the experts that stay.
         count: the experts there were.
         name: the tensor's name in memory, relative to the block.
         on_disk: its full name on disk.
         tensor: its values.
     """
-    number = expert_number(on_disk)
+    number, kept_E = expert_number(on_disk), plan.kept_E
+    down_E = plan.down_E if name == f"{arch.experts}.{DOWN}" else None
+    if number is None and down_E is not None:
+        yield on_disk, down_E.to(tensor)
+        return
     if number is None:
         axis = arch.expert_axis(name, tensor, count)
         yield on_disk, tensor if axis is None else _taken(arch, name, tensor, kept_E, axis)
         return
     for place, old in enumerate(kept_E.tolist()):
         if old == number:
-            yield renumbered(on_disk, place), tensor
+            yield renumbered(on_disk, place), tensor if down_E is None else down_E[place].to(tensor)
         elif old == PADDING and number == 0:
             yield renumbered(on_disk, place), torch.zeros_like(tensor)
 
@@ -221,6 +250,7 @@ def _apply_condensed(
 
 _INSTALL: dict[str, Callable[..., None]] = {
     "carved": _install_carved,
+    "overlapping": _install_shared,
     "pruned": _install_reduced,
     "merged": _install_reduced,
     "skipping": _install_reduced,
@@ -229,6 +259,7 @@ _INSTALL: dict[str, Callable[..., None]] = {
 }
 _APPLY: dict[str, Callable[..., None]] = {
     "carved": _apply_carved,
+    "overlapping": _apply_shared,
     "pruned": _apply_reduced,
     "merged": _apply_reduced,
     "skipping": _apply_reduced,
@@ -251,6 +282,26 @@ def apply_plan(model: nn.Module, arch: Arch, plan: Plan) -> None:
         _APPLY[layer_plan.kind](arch.layers(model), i, arch, layer_plan)
 
 
+@contextmanager
+def applied(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[None]:
+    """Inside, a live decoder layer is as its plan will have it; attention stays."""
+    beside = arch.beside if isinstance(arch, MoEArch) else None
+    kept = {name: attrgetter(name)(layer) for name in (arch.ffn_path, beside) if name}
+    for name, module in kept.items():
+        _put(layer, name, copy.deepcopy(module))
+    try:
+        _APPLY[plan.kind](nn.ModuleList([layer]), 0, arch, plan)
+        yield
+    finally:
+        for name, module in kept.items():
+            _put(layer, name, module)
+
+
+def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
+    owner, _, leaf = path.rpartition(".")
+    setattr(attrgetter(owner)(layer) if owner else layer, leaf, module)
+
+
 def _replaced(layer: LayerPlan, arch: Arch) -> tuple[str, ...]:
     """The starts of the names, relative to the decoder layer, of what a plan changes."""
     if isinstance(layer, DroppedLayer):
@@ -258,6 +309,8 @@ def _replaced(layer: LayerPlan, arch: Arch) -> tuple[str, ...]:
     if isinstance(layer, CondensedLayer):
         assert isinstance(arch, MoEArch)
         return sources(arch)
+    if isinstance(layer, OverlappingLayer):
+        return shared_sources(arch, layer.header())
     return (f"{arch.ffn_path}.",)
 
 
@@ -289,6 +342,11 @@ def _rewritten(
         for name, tensor in condensed_tensors(condensed, arch, state).items():
             yield prefix + name, tensor
         return
+    if isinstance(layer, OverlappingLayer):
+        state = {name: read(disk) for disk, name in names.items()}
+        for name, tensor in shared_tensors(layer, arch, state).items():
+            yield arch.layer_prefix(index) + name, tensor
+        return
     block = f"{arch.ffn_path}."
     if isinstance(layer, CarvedLayer):
         state = {name.removeprefix(block): read(disk) for disk, name in names.items()}
@@ -310,7 +368,7 @@ def _rewritten(
             assert isinstance(arch, MoEArch)
             count = plan.base.experts[index]
             if expert_number(disk) in (None, 0, *pruned.kept):
-                yield from kept_tensors(arch, pruned.kept_E, count, name, disk, read(disk))
+                yield from kept_tensors(arch, pruned, count, name, disk, read(disk))
 
 
 def rewrite(

@@ -78,6 +78,8 @@ class CondenseConfig:
     """Fill up with zeros to one width where the architecture itself can then hold the result."""
     force: bool = False
     """Condense to the shared path even where there is none."""
+    refit: bool = False
+    """Refit the dense layers to the mixtures they take the place of. Not the paper's."""
     seed: int = 0
 
     def __post_init__(self) -> None:

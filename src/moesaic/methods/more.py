@@ -24,6 +24,9 @@ Where the paper is silent or we depart from it:
   k-means sizes, clamped to half and one and a half times the mean. No channel is dropped.
 - Channels that are never activated together with another go to the smallest petal.
 - An expert that no token prefers takes the centroid of its highest-energy tokens.
+- ``weighted``, ``router``, ``refit``, ``bias``, ``propagate`` and ``spread`` go beyond the paper:
+  :mod:`moesaic.methods.routers`, :mod:`moesaic.methods.refit`, docs/beyond.md. Their defaults are
+  the paper's method.
 """
 
 from __future__ import annotations
@@ -41,10 +44,14 @@ from moesaic.arch import DenseFFN
 from moesaic.budget import LayerSize, Split, chosen_layers, ffn_share, split_for_target
 from moesaic.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.errors import MoesaicError
+from moesaic.methods.routers import fit_router, neuron_weights
+from moesaic.methods.spread import spread_splits
 from moesaic.plan import CarvedLayer
 from moesaic.stream import Site
 
 Variant = Literal["full", "backbone", "random", "naive", "static"]
+SpreadName = Literal["uniform", "sensitivity"]
+RouterName = Literal["cosine", "ridge", "backbone"]
 
 COVERAGE = (0.1, 0.01, 0.001)
 """Shares of the channels for which Table 4's never-activated ratio is reported."""
@@ -73,9 +80,34 @@ class MoREConfig:
     """Debiasing of expert energy by expert size (Eq. 9)."""
     balanced: bool = True
     """Petals of equal size."""
+    weighted: bool = False
+    """Neurons count by |h_j| ||W_down[:, j]|| instead of |h_j| in Eqs. 4 and 9. Not the paper's."""
+    router: RouterName = "cosine"
+    """cosine; ridge, fitted to the petals' energies; backbone, which sees the backbone's hidden
+    activations too. The last two are not the paper's."""
+    refit: bool = False
+    """Refit the down projection to the whole layer's output. Not the paper's."""
+    bias: bool = False
+    """An output bias for each petal: the mean of what it leaves out. Not the paper's."""
+    propagate: bool = False
+    """Refit on what the layers converted before pass on, towards the original's outputs."""
+    spread: SpreadName = "uniform"
+    """uniform: the same share of every layer; sensitivity: more where more would be lost."""
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.spread not in get_args(SpreadName):
+            raise MoesaicError(
+                f"Unknown spread {self.spread!r}; choose from {', '.join(get_args(SpreadName))}."
+            )
+        if self.spread != "uniform" and self.variant == "naive":
+            raise MoesaicError("naive clustering has no backbone to spread: drop spread.")
+        if self.router not in get_args(RouterName):
+            raise MoesaicError(
+                f"Unknown router {self.router!r}; choose from {', '.join(get_args(RouterName))}."
+            )
+        if self.propagate and not (self.refit or self.bias):
+            raise MoesaicError("propagate says what a refit looks at: it needs refit or bias.")
         if self.variant not in get_args(Variant):
             raise MoesaicError(
                 f"Unknown variant {self.variant!r}; choose from {', '.join(get_args(Variant))}."
@@ -221,7 +253,9 @@ def energies(h_TM: Tensor, member_MR: Tensor, alpha: float) -> Tensor:
     return (h_TM.float().square() @ member_MR).sqrt() / member_MR.sum(0) ** alpha
 
 
-def prototypes(site: Site, member_MR: Tensor, alpha: float) -> Tensor:
+def prototypes(
+    site: Site, member_MR: Tensor, alpha: float, worth_M: Tensor | None = None
+) -> Tensor:
     """mu_i, Eqs. 10 and 11, of norm one: what the router compares x with (R, D)."""
     experts = member_MR.shape[1]
     keep = max(1, site.tokens // (100 * experts))
@@ -230,7 +264,7 @@ def prototypes(site: Site, member_MR: Tensor, alpha: float) -> Tensor:
     count_R = torch.zeros(experts, device=member_MR.device)
     best: list[tuple[Tensor, Tensor]] = []  # energies and inputs of each expert's top tokens
     for x_TD, h_TM in site.activations():
-        energy_TR = energies(h_TM, member_MR, alpha)
+        energy_TR = energies(h_TM if worth_M is None else h_TM * worth_M, member_MR, alpha)
         assigned_TR = F.one_hot(energy_TR.argmax(1), experts).double()
         sum_RD += assigned_TR.T @ x_TD.double()
         count_R += assigned_TR.sum(0)
@@ -254,13 +288,22 @@ class MoRE:
     def __init__(self, config: MoREConfig) -> None:
         self.config = config
 
-    def choose(self, sizes: list[LayerSize]) -> Mapping[int, Split]:
+    def choose(
+        self, sizes: list[LayerSize], losses_M: Mapping[int, Tensor] | None = None
+    ) -> Mapping[int, Split]:
         """The layers to carve with backbone and petal sizes that meet the target in closed form.
 
         All variants get the same active width; they differ in what fills it.
+
+        Args:
+            sizes: all layers.
+            losses_M: what leaving each neuron out loses, of the layers to carve, where the budget
+                is spread by that.
         """
         config = self.config
         layers = chosen_layers(config.layers, len(sizes))
+        if losses_M is not None:
+            return spread_splits(sizes, losses_M, config.active, config.experts, config.top_k)
         if config.variant == "naive":
             return _without_backbone(sizes, layers, ffn_share(sizes, layers, config.active))
         return split_for_target(sizes, layers, config.active, config.experts, config.top_k)
@@ -277,8 +320,9 @@ class MoRE:
             coactivation_MM=torch.zeros(width, width, device=device),
             covered={s: torch.zeros(width, dtype=torch.bool, device=device) for s in COVERAGE},
         )
+        worth_M = neuron_weights(ffn) if self.config.weighted else torch.ones((), device=device)
         for x_TD, h_TM in site.activations():
-            channels_TK = activated(h_TM, self.config.activation_ratio)
+            channels_TK = activated(h_TM * worth_M, self.config.activation_ratio)
             stats.tokens += len(x_TD)
             stats.x_square_D += x_TD.double().square().sum(0)
             stats.h_square_M += h_TM.double().square().sum(0)
@@ -290,7 +334,20 @@ class MoRE:
         return stats
 
     def decide(self, stats: MoREStats, site: Site, budget: Split) -> CarvedLayer:
-        """Backbone by importance, petals by co-activation, a prototype for each."""
+        """Backbone by importance, petals by co-activation, and a router."""
+        backbone, petals = self._structure(stats, site, budget)
+        return CarvedLayer(
+            order_M=torch.cat([backbone, *petals]).cpu(),
+            backbone=len(backbone),
+            petals=tuple(len(p) for p in petals),
+            top_k=budget.top_k if petals else 0,
+            **(self._router(site, backbone, petals) if petals else {}),
+        )
+
+    def _structure(
+        self, stats: MoREStats, site: Site, budget: Split
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The neurons of the backbone and of each petal."""
         config = self.config
         score_M = importance(
             site.view, stats.x_square_D / stats.tokens, stats.h_square_M / stats.tokens
@@ -299,27 +356,31 @@ class MoRE:
         if config.variant in ("static", "backbone"):
             whole = config.variant == "static"
             width = budget.active_width if whole else budget.backbone
-            return CarvedLayer(order_M=ranked_M[:width].sort().values.cpu(), backbone=width)
+            return ranked_M[:width].sort().values, []
+        if budget.petal == 0:  # a layer that nothing is taken from
+            return ranked_M.sort().values, []
         backbone = ranked_M[: budget.backbone].sort().values
         residual = ranked_M[budget.backbone :].sort().values
         petals = petals_of(
             stats.coactivation_MM, residual, budget.experts, config.balanced, config.seed
         )
+        return backbone, petals
+
+    def _router(self, site: Site, backbone: Tensor, petals: list[Tensor]) -> dict[str, Any]:
+        """The router's part of a layer's plan."""
+        config = self.config
         if config.variant == "random":
             seeded = torch.Generator().manual_seed(config.seed * 10_007 + site.index)
-            directions_RD = torch.randn(budget.experts, len(stats.x_square_D), generator=seeded)
-            router_RD = F.normalize(directions_RD, dim=1)
-        else:
+            directions_RD = torch.randn(len(petals), site.view.up_MD.shape[1], generator=seeded)
+            return {"routing": "random", "router_RD": F.normalize(directions_RD, dim=1)}
+        if config.router == "cosine":
             member_MR = memberships(backbone, petals, site.view.width)
-            router_RD = prototypes(site, member_MR, config.alpha).cpu()
-        return CarvedLayer(
-            order_M=torch.cat([backbone, *petals]).cpu(),
-            backbone=len(backbone),
-            petals=tuple(len(p) for p in petals),
-            top_k=budget.top_k,
-            routing="random" if config.variant == "random" else "cosine",
-            router_RD=router_RD,
-        )
+            worth_M = neuron_weights(site.view) if config.weighted else None
+            return {"router_RD": prototypes(site, member_MR, config.alpha, worth_M).cpu()}
+        sees_backbone = config.router == "backbone"
+        weight_RF, bias_R = fit_router(site, backbone, petals, sees_backbone)
+        routing = "backbone" if sees_backbone else "linear"
+        return {"routing": routing, "router_RD": weight_RF, "router_bias_R": bias_R}
 
     def analyse(self, stats: MoREStats) -> dict[str, Any]:
         """Channel coverage (Table 4) and the activation spectrum (Fig. 1)."""

@@ -87,6 +87,8 @@ class PruneConfig:
     """The most sets that are enumerated; C(16, 8) = 12870."""
     gram_mb: int = 256
     """Memory for one layer's Gram matrices."""
+    refit: bool = False
+    """Refit the experts that stay to the whole layer's output. Not the paper's."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -111,6 +113,8 @@ class PruneConfig:
             )
         if self.progressive and self.criterion in DATA_FREE:
             raise MoesaicError(f"--criterion {self.criterion} sees no tokens: drop --progressive.")
+        if self.refit and self.criterion == MERGE:
+            raise MoesaicError("--criterion merge makes experts of its own: drop --refit.")
         if self.progressive and self.criterion == MERGE:
             raise MoesaicError(
                 "--progressive passes tokens on without the experts that go, not with merged ones: "

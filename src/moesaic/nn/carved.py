@@ -6,7 +6,7 @@ every petal are contiguous: an expert is a slice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch import DenseFFN, FFNNames, assembled, dense_ffn
-from moesaic.nn.routers import WEIGHING, make_router, norm_scale
+from moesaic.nn.routers import WEIGHING, by_neuron, chosen, make_router, norm_scale, running
+
+WIDE = 1 << 14
+"""Weights of one of a petal's projections from which a token's own petals are worth the calls."""
+
+CROWDED = 0.65
+"""Where more than this share of petals is active, one product over all of them is faster."""
 
 
 class CarvedFFN(nn.Module):
@@ -29,6 +35,9 @@ class CarvedFFN(nn.Module):
         act: the base block's activation function.
         names: which projection is gate, up and down.
         petals: neurons of each petal; what is left of the width is the backbone.
+        top_k: petals a token runs.
+        routing: how they are chosen; see :mod:`moesaic.nn.routers`.
+        bias: every petal that runs adds an output bias of its own; without petals there is one.
         gate: options of a router that weighs.
     """
 
@@ -42,6 +51,7 @@ class CarvedFFN(nn.Module):
         petals: Sequence[int],
         top_k: int,
         routing: str,
+        bias: bool = False,
         gate: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -58,7 +68,9 @@ class CarvedFFN(nn.Module):
         self.weighs = routing in WEIGHING
         self.router: Any = None
         if petals:
-            self.router = make_router(hidden_size, len(petals), top_k, routing, gate)
+            self.router = make_router(hidden_size, len(petals), top_k, routing, gate, backbone)
+        rows = max(1, len(petals))
+        self.petal_bias = nn.Parameter(torch.empty(rows, hidden_size)) if bias else None
 
     def view(self) -> DenseFFN:
         """The whole block as three matrices, in carved order."""
@@ -72,12 +84,21 @@ class CarvedFFN(nn.Module):
         ffn = None if self.weighs and self.training else self._plain()
         if ffn is None:
             return self._masked(x_TD).view_as(x)
+        chosen_TK = None
         if self.router is None or self.top_k == 0:
             y_TD = self._backbone(ffn, x_TD)
         elif self.weighs:
-            y_TD = self._backbone(ffn, x_TD) + self._weighted(ffn, x_TD, self.router(x_TD))
+            y_TD = self._weighted(ffn, x_TD, self.router(x_TD))
         else:
-            y_TD = self._grouped(ffn, x_TD, self.router(x_TD))
+            h_TB = None
+            if self.router.sees_backbone:
+                h_TB = ffn.neurons(0, self.backbone).hidden(x_TD)
+            chosen_TK = self.router(x_TD, h_TB)
+            if self.top_k == 1:
+                y_TD = self._grouped(ffn, x_TD, chosen_TK)
+            else:
+                y_TD = self._several(ffn, x_TD, chosen_TK, h_TB)
+        y_TD = self._biased(y_TD, chosen_TK)
         if ffn.down_bias_D is not None:
             y_TD = y_TD + ffn.down_bias_D
         return y_TD.view_as(x)
@@ -88,59 +109,93 @@ class CarvedFFN(nn.Module):
         backbone = ffn.neurons(0, self.backbone)
         return backbone.output(backbone.hidden(x_TD))
 
-    def _grouped(self, ffn: DenseFFN, x_TD: Tensor, chosen_TK: Tensor) -> Tensor:
-        """The backbone once over all tokens, each petal once over its own."""
-        if len(x_TD) == 1:  # no sorting, no gathering: most of the time of a decoding step
-            y_TD = self._backbone(ffn, x_TD)
-            for e in chosen_TK[0].tolist():
-                petal = ffn.neurons(*self.slices[e])
-                y_TD = y_TD + petal.output(petal.hidden(x_TD))
+    def _petal(self, ffn: DenseFFN, number: int) -> DenseFFN:
+        return ffn.neurons(*self.slices[number])
+
+    def _running(self, chosen_TK: Tensor, width: int) -> Tensor:
+        """Ones for the neurons that a token runs (T, M), zeros for the others."""
+        return running(chosen_TK[:, : self.top_k], self.backbone, self.petals)
+
+    def _biased(self, y_TD: Tensor, chosen_TK: Tensor | None) -> Tensor:
+        """The output biases of the petals that run added."""
+        if self.petal_bias is None:
             return y_TD
-        flat = chosen_TK.flatten()
-        order = flat.argsort(stable=True)  # token-choice pairs, petal by petal
+        if chosen_TK is None:
+            return y_TD + self.petal_bias[0]
+        on_TR = chosen(chosen_TK, len(self.petal_bias))
+        return y_TD + on_TR.to(y_TD.dtype) @ self.petal_bias
+
+    def _grouped(self, ffn: DenseFFN, x_TD: Tensor, chosen_T1: Tensor) -> Tensor:
+        """One petal a token: the backbone once over all tokens, each petal once over its own."""
+        if len(x_TD) == 1:  # no sorting, no gathering: most of the time of a decoding step
+            petal = self._petal(ffn, int(chosen_T1))
+            return self._backbone(ffn, x_TD) + petal.output(petal.hidden(x_TD))
+        flat = chosen_T1.flatten()
+        order = flat.argsort(stable=True)  # tokens, petal by petal
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         counts = torch.bincount(flat, minlength=len(self.petals)).tolist()
-        sorted_DT = x_TD.index_select(0, order // self.top_k).T
-        alone = self.top_k == 1  # then the backbone runs in petal order and petals add onto it
-        if alone and self.backbone:
+        sorted_DT = x_TD.index_select(0, order).T
+        if self.backbone:  # in petal order too, so that petals add onto it
             onto = ffn.neurons(0, self.backbone).by_columns(sorted_DT).split(counts, dim=1)
         else:
             onto = [None] * len(counts)
         parts = [
-            ffn.neurons(*place).by_columns(group_DT, base_DT)
-            for place, group_DT, base_DT in zip(
-                self.slices, sorted_DT.split(counts, dim=1), onto, strict=True
+            self._petal(ffn, e).by_columns(group_DT, base_DT)
+            for e, (group_DT, base_DT) in enumerate(
+                zip(sorted_DT.split(counts, dim=1), onto, strict=True)
             )
         ]
-        y_TD = torch.cat(parts, dim=1).T.index_select(0, back)
-        if alone:
-            return y_TD
-        return self._backbone(ffn, x_TD) + y_TD.view(len(x_TD), self.top_k, -1).sum(1)
+        return torch.cat(parts, dim=1).T.index_select(0, back)
+
+    def _several(
+        self, ffn: DenseFFN, x_TD: Tensor, chosen_TK: Tensor, h_TB: Tensor | None
+    ) -> Tensor:
+        """Several petals a token: one down projection over all neurons, idle ones zero.
+
+        Many tokens compute every neuron: grouping them by petals that are this narrow takes longer
+        (benchmarks/fine_petals.py). A single token computes its own where petals are wide enough.
+        """
+        wide = self.petals[0] * x_TD.shape[1] >= WIDE
+        if len(x_TD) > 1 or not wide:
+            rest = ffn if h_TB is None else ffn.neurons(self.backbone, ffn.width)
+            h_TM = rest.hidden(x_TD)
+            if h_TB is not None:
+                h_TM = torch.cat([h_TB, h_TM], dim=1)
+            h_TM = h_TM * running(chosen_TK, self.backbone, self.petals).to(h_TM.dtype)
+            return F.linear(h_TM, ffn.down_DM)
+        h_TM = x_TD.new_zeros(1, ffn.width)
+        if h_TB is None:
+            h_TB = ffn.neurons(0, self.backbone).hidden(x_TD)
+        h_TM[:, : self.backbone] = h_TB
+        for start, stop in joined(self.slices[e] for e in sorted(chosen_TK[0].tolist())):
+            h_TM[:, start:stop] = ffn.neurons(start, stop).hidden(x_TD)
+        return F.linear(h_TM, ffn.down_DM)
 
     def _weighted(self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor) -> Tensor:
-        """Each petal once over the tokens that it has a weight for."""
+        """The backbone, and each petal once over the tokens that it has a weight for."""
         weights_TR = (weights_TR * norm_scale(weights_TR)).to(x_TD.dtype)
+        y_TD = self._backbone(ffn, x_TD)
         on_RT = weights_TR.T > 0
-        y_TD = torch.zeros_like(x_TD)
         if len(x_TD) == 1:  # neighbours are one slice
-            for first, last in runs(on_RT[:, 0].tolist()):
+            for first, last in joined((e, e + 1) for e in on_RT[:, 0].nonzero().flatten().tolist()):
                 part = ffn.neurons(self.slices[first][0], self.slices[last - 1][1])
-                h_RM = part.hidden(x_TD).view(last - first, -1)
-                h_RM = h_RM * weights_TR[0, first:last, None]
+                h_RM = part.hidden(x_TD).view(last - first, -1) * weights_TR[0, first:last, None]
                 y_TD = y_TD + part.output(h_RM.view(1, -1))
             return y_TD
         petal, token = on_RT.nonzero(as_tuple=True)
-        if not len(token):
-            return y_TD
-        groups = x_TD.index_select(0, token).T.split(on_RT.sum(1).tolist(), dim=1)
-        parts = [
-            ffn.neurons(*place).by_columns(group_DT)
-            for place, group_DT in zip(self.slices, groups, strict=True)
-            if group_DT.shape[1]
-        ]
-        parts_TD = torch.cat(parts, dim=1).T * weights_TR[token, petal, None]
-        return y_TD.index_add(0, token, parts_TD)
+        if len(token) > CROWDED * on_RT.numel():
+            petals = ffn.neurons(self.backbone, ffn.width)
+            h_TRM = petals.hidden(x_TD).view(*weights_TR.shape, -1) * weights_TR[..., None]
+            return y_TD + petals.output(h_TRM.flatten(1))
+        counts = on_RT.sum(1).tolist()
+        weights = weights_TR[token, petal].split(counts)
+        for place, rows, weight in zip(self.slices, token.split(counts), weights, strict=True):
+            if len(rows):
+                group_DT = x_TD.index_select(0, rows).T
+                part_DT = ffn.neurons(*place).by_columns(group_DT) * weight
+                y_TD = y_TD.index_add_(0, rows, part_DT.T.contiguous())
+        return y_TD
 
     def _plain(self) -> DenseFFN | None:
         """The view, or None where a projection is quantised or wrapped by an adapter.
@@ -170,51 +225,67 @@ class CarvedFFN(nn.Module):
         else:
             h_TM = getattr(self, names.up)(x_TD)
             h_TM = act(getattr(self, names.gate)(x_TD)) * h_TM if names.gate else act(h_TM)
+        chosen_TK = None
         if self.router is not None:
-            on_TR = torch.zeros(len(x_TD), len(self.petals), dtype=h_TM.dtype, device=h_TM.device)
             if self.weighs:
                 weights_TR = self.router(x_TD)
                 on_TR = (weights_TR * norm_scale(weights_TR)).to(h_TM.dtype)
-            elif self.top_k:
-                on_TR.scatter_(1, self.router(x_TD), 1)
-            widths = torch.tensor(self.petals, device=h_TM.device)
-            on_TM = on_TR.repeat_interleave(widths, dim=1, output_size=sum(self.petals))
-            h_TM = h_TM * F.pad(on_TM, (self.backbone, 0), value=1)
-        return getattr(self, names.down)(h_TM)
+                h_TM = h_TM * by_neuron(on_TR, self.backbone, self.petals)
+            else:
+                sees = self.router.sees_backbone
+                chosen_TK = self.router(x_TD, h_TM[:, : self.backbone] if sees else None)
+                h_TM = h_TM * self._running(chosen_TK, h_TM.shape[1]).to(h_TM)
+        return self._biased(getattr(self, names.down)(h_TM), chosen_TK)
 
     def extra_repr(self) -> str:
         return f"backbone={self.backbone}, petals={self.petals}, top_k={self.top_k}"
 
 
-def runs(on: Sequence[bool]) -> list[tuple[int, int]]:
-    """Where stretches of true begin and end.
+def joined(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbouring places made one.
 
-    >>> runs([True, True, False, True])
-    [(0, 2), (3, 4)]
+    >>> joined([(0, 2), (2, 4), (6, 8)])
+    [(0, 4), (6, 8)]
     """
-    edges = [i for i, (a, b) in enumerate(pairwise([False, *on, False])) if a != b]
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    out: list[tuple[int, int]] = []
+    for start, stop in places:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return out
 
 
-def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> CarvedFFN:
-    """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives."""
+def projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, nn.Module]:
+    """Empty projections (on the meta device) of another width than a block's own."""
     hidden_size = getattr(ffn, names.down).weight.shape[0]
-    width = header["backbone"] + sum(header["petals"])
     projections: dict[str, nn.Module] = {}
     with torch.device("meta"):
         for name in names.projections:
             old = getattr(ffn, name)
             rows = width * (2 if names.fused else 1)
-            shape = (width, hidden_size) if name == names.down else (hidden_size, rows)
-            projections[name] = nn.Linear(*shape, bias=old.bias is not None, dtype=old.weight.dtype)
-        return CarvedFFN(
-            projections,
+            ins, outs = (width, hidden_size) if name == names.down else (hidden_size, rows)
+            options = {"bias": old.bias is not None, "dtype": old.weight.dtype}
+            projections[name] = nn.Linear(ins, outs, **options)
+    return projections
+
+
+def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> CarvedFFN:
+    """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives."""
+    width = header["backbone"] + sum(header["petals"])
+    with torch.device("meta"):
+        carved = CarvedFFN(
+            projections_like(ffn, names, width),
             getattr(ffn, names.act),
             names,
-            hidden_size,
+            getattr(ffn, names.down).weight.shape[0],
             header["backbone"],
             header["petals"],
             header["top_k"],
             header["routing"],
+            header.get("bias", False),
             header.get("gate"),
         )
+    if carved.petal_bias is not None:
+        carved.petal_bias.data = carved.petal_bias.to(getattr(ffn, names.down).weight.dtype)
+    return carved

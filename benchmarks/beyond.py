@@ -1,0 +1,166 @@
+"""What goes beyond the papers, on a dense model: each option alone and together.
+
+    python benchmarks/beyond.py [--model MODEL] [--group NAME ...] [--text FILE ...] [--before]
+
+Writes benchmarks/beyond-MODEL.json. Calibrated on the shipped calibration text; measured on the
+shipped evaluation text and on each FILE, 8,192 tokens at 512 a window. What is there is not
+measured again, and an interrupted pass continues behind its last finished layer. Configurations of
+a group share one pass over the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.arch import dense_arch
+from moesaic.budget import layer_sizes
+from moesaic.data import evaluation_tokens
+from moesaic.hub import resolve
+from moesaic.measure import environment
+from moesaic.methods import MoRE, MoREConfig
+from moesaic.methods.more import chosen_layers
+from moesaic.methods.refit import refitted
+from moesaic.methods.spread import losses
+from moesaic.metrics.score import score
+from moesaic.plan import Plan
+from moesaic.result import Finished, Job
+
+TOKENS = 8192
+FINE: dict[str, Any] = {"experts": 256, "top_k": 120, "layers": "all"}
+MIDDLE: dict[str, Any] = {"experts": 64, "top_k": 32, "layers": "all"}
+BASE = ", before refit"
+"""A configuration's name with this: the same plan without what was refitted."""
+
+
+def together(active: float = 0.8, top_k: int = 120, **more: Any) -> dict[str, MoREConfig]:
+    shared: dict[str, Any] = {**FINE, "active": active, "top_k": top_k, "refit": True, **more}
+    return {
+        "together": MoREConfig(**{"router": "ridge", **shared}),
+        "static, refit": MoREConfig(**shared, variant="static"),
+    }
+
+
+GROUPS: dict[str, tuple[int, dict[str, MoREConfig]]] = {
+    "0.8": (100, together()),
+    "published": (100, {"published": MoREConfig(active=0.8)}),
+    "backbone": (100, {"backbone": MoREConfig(**FINE, router="backbone", refit=True, bias=True)}),
+    "middle": (
+        100,
+        {
+            "64 petals": MoREConfig(**MIDDLE, router="ridge", refit=True),
+            "64 petals, backbone": MoREConfig(**MIDDLE, router="backbone", refit=True),
+            "64 petals, cosine": MoREConfig(**MIDDLE, refit=True),
+        },
+    ),
+    "coarse": (100, {"4 petals": MoREConfig(layers="all", router="ridge", refit=True)}),
+    "spread": (100, together(spread="sensitivity")),
+    "0.6": (100, together(0.6, 90)),
+    "0.6 spread": (100, together(0.6, 90, spread="sensitivity")),
+    "32 windows": (32, together()),
+    "1000 windows": (1000, together()),
+}
+"""By name: calibration windows of 256 tokens, and configurations that one pass serves."""
+
+
+@torch.no_grad()
+def decide(job: Job, configs: Mapping[str, MoREConfig], work: Path) -> dict[str, Any]:
+    """The plans of configurations that share layers, and what was recovered of each layer."""
+    methods = {name: MoRE(config) for name, config in configs.items()}
+    sizes = layer_sizes(job.shape, job.arch)
+    config = next(iter(configs.values()))
+    if config.spread == "sensitivity":
+        chosen = chosen_layers(config.layers, len(sizes))
+        given = ({site.index: losses(site) for site in job.stream(chosen)},)
+    else:
+        given = ()
+    budgets = {name: method.choose(sizes, *given) for name, method in methods.items()}
+    asked = {name: asdict(config) for name, config in configs.items()}
+    finished = Finished(work, job, asked)
+    layers = list(next(iter(budgets.values())))
+    missing = [i for i in layers if not all((name, i) in finished for name in methods)]
+    observer = next(iter(methods.values()))
+    for site in job.stream(missing) if missing else ():
+        i, stats = site.index, observer.observe(site)
+        for name, method in methods.items():
+            config, found = configs[name], {}
+            plan = method.decide(stats, site, budgets[name][i])
+            if config.refit or config.bias:
+                plan, found = refitted(plan, site, config.refit, config.bias)
+            finished.add(name, i, plan, found)
+            print(f"layer {i} {name} {found}", flush=True)
+    return {
+        name: (
+            Plan("more", job.base, {i: finished[name, i][0] for i in layers}, asked[name]),
+            {i: finished[name, i][1] for i in layers},
+        )
+        for name in configs
+    }
+
+
+def without_refit(plan: Plan) -> Plan:
+    layers = {i: replace(p, down_DM=None, bias_RD=None) for i, p in plan.layers.items()}  # type: ignore[call-arg]
+    return replace(plan, layers=layers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--text", nargs="*", default=[])
+    parser.add_argument("--group", nargs="*", default=["dense", "0.8"], choices=["dense", *GROUPS])
+    parser.add_argument("--before", action="store_true", help="also measure plans before the refit")
+    given = parser.parse_args()
+    out = Path(__file__).with_name(f"beyond-{given.model}.json")
+    record: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    record["environment"] = environment("cpu")
+    results = record.setdefault("results", {})
+    source = resolve(given.model)
+    texts = {"shipped": "", **{Path(t).name: t for t in given.text}}
+
+    def missing(name: str) -> list[str]:
+        return [text for text in texts if text not in results.get(name, {}).get("perplexity", {})]
+
+    def measure(name: str, build: Callable[[], Any], **more: Any) -> None:
+        model = build() if missing(name) else None
+        for text in missing(name):
+            tokens = evaluation_tokens(texts[text], source.tokenizer, 512, TOKENS)
+            started = time.perf_counter()
+            found = score(model, tokens).as_json()
+            result = results.setdefault(name, {"perplexity": {}, **more})
+            result["perplexity"][text] = found["perplexity"]
+            keys = ("total_parameters", "active_parameters", "active_ratio", "router_parameters")
+            result |= {key: found[key] for key in keys if key in found}
+            result["seconds_to_measure"] = time.perf_counter() - started
+            out.write_text(json.dumps(record, indent=1) + "\n")
+            print(name, result["perplexity"], flush=True)
+        gc.collect()
+
+    for group in given.group:
+        if group == "dense":
+            measure("dense", partial(source.load, "cpu"))
+            continue
+        samples, configs = GROUPS[group]
+        configs = {f"{group}: {name}": config for name, config in configs.items()}
+        text = {"samples": samples, "length": 256, "seed": 0, "tokenizer": None}
+        job = Job.open(given.model, dense_arch, "", **text, device="cpu", dtype=None)
+        started = time.perf_counter()
+        decided = decide(job, configs, Path("build/beyond") / given.model / group)
+        more = {"calibration_tokens": samples * 256, "seconds": time.perf_counter() - started}
+        for name, (plan, found) in decided.items():
+            result = job.result(plan, {})
+            measure(name, partial(result.build, plan), config=plan.config, **more, layers=found)
+            if given.before and configs[name].refit:
+                measure(name + BASE, partial(result.build, without_refit(plan)), **more)
+
+
+if __name__ == "__main__":
+    main()

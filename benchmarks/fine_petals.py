@@ -1,0 +1,88 @@
+"""The carved FFN with many petals beside the dense one: time, as a ratio within one run.
+
+    python benchmarks/fine_petals.py         writes benchmarks/fine_petals.json
+
+d 2048, d_mid 8192, 64 petals of 68 neurons, 32 of them active, a backbone of 3840: an active share
+of 0.734. "ideal" is a dense block of that width: what no routing could beat.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from moesaic.arch import FFNNames
+from moesaic.measure import environment
+from moesaic.nn import CarvedFFN
+
+HIDDEN, WIDTH, PETALS, TOP_K, PETAL = 2048, 8192, 64, 32, 68
+BACKBONE = WIDTH - PETALS * PETAL
+
+
+def block(width: int, backbone: int, petals: int, routing: str, dtype: torch.dtype) -> CarvedFFN:
+    def linear(inputs: int, outputs: int) -> nn.Linear:
+        return nn.Linear(inputs, outputs, bias=False, dtype=dtype)
+
+    projections = {
+        "gate_proj": linear(HIDDEN, width),
+        "up_proj": linear(HIDDEN, width),
+        "down_proj": linear(width, HIDDEN),
+    }
+    sizes = (PETAL,) * petals
+    module = CarvedFFN(
+        projections, nn.SiLU(), FFNNames(), HIDDEN, backbone, sizes, TOP_K if petals else 0, routing
+    )
+    if module.router is not None:
+        nn.init.normal_(module.router.weight, std=0.02)
+        if module.router.bias is not None:
+            nn.init.zeros_(module.router.bias)
+    return module
+
+
+@torch.inference_mode()
+def compare(dtype: torch.dtype, tokens: int, rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    active = BACKBONE + TOP_K * PETAL
+    blocks = {
+        "dense": block(WIDTH, WIDTH, 0, "cosine", dtype),
+        "ideal": block(active, active, 0, "cosine", dtype),
+        "linear": block(WIDTH, BACKBONE, PETALS, "linear", dtype),
+        "backbone": block(WIDTH, BACKBONE, PETALS, "backbone", dtype),
+    }
+    x_TD = torch.randn(tokens, HIDDEN, dtype=dtype)
+    times: dict[str, list[float]] = {name: [] for name in blocks}
+    for _ in range(rounds):
+        for name, module in blocks.items():
+            started = time.perf_counter()
+            module(x_TD)
+            times[name].append(time.perf_counter() - started)
+    best = {name: min(some) for name, some in times.items()}
+    return {
+        "dtype": str(dtype),
+        "tokens": tokens,
+        "rounds": rounds,
+        "dense_seconds": best["dense"],
+        "ratio": {name: seconds / best["dense"] for name, seconds in best.items()},
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rows = [
+        compare(dtype, tokens, rounds)
+        for dtype in (torch.float32, torch.bfloat16)
+        for tokens, rounds in ((1, 15), (512, 3))
+    ]
+    record = {"environment": environment("cpu"), "threads": 1, "rows": rows}
+    Path(__file__).with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    for row in rows:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()

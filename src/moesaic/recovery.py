@@ -1,0 +1,67 @@
+"""Plans recovered in closed form: one more pass over the layers, whatever the verb."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from moesaic.errors import MoesaicError
+from moesaic.methods.refit import refitted
+from moesaic.plan import Plan
+from moesaic.progress import Track
+from moesaic.result import Finished, Job
+from moesaic.statistics import process
+from moesaic.surgery import applied
+
+
+@torch.no_grad()
+def recover(
+    job: Job,
+    plans: Mapping[str, Plan],
+    finished: Finished,
+    track: Track,
+    *,
+    weights: bool = True,
+    biases: bool = False,
+    propagate: bool = False,
+) -> tuple[dict[str, Plan], dict[int, dict[str, Any]]]:
+    """Refit every layer of some plans of one model; see :mod:`moesaic.methods.refit`.
+
+    Args:
+        job: the model and the calibration tokens.
+        plans: by name; "result" is the one that matters.
+        finished: layers that were refitted before, and where new ones are kept.
+        track: shows progress.
+        weights: refit down projections.
+        biases: give petals output biases.
+        propagate: fit each layer on what the converted layers before it pass on.
+
+    Returns:
+        the plans, and what was recovered of each layer of "result".
+
+    Raises:
+        MoesaicError: the request cannot be met.
+    """
+    if propagate and len(plans) > 1:
+        raise MoesaicError("--propagate follows one result: nothing can be compared beside it.")
+    if process()[1] > 1:
+        raise MoesaicError("--refit runs in one process; decide with many, then refit with one.")
+    layers = sorted({i for plan in plans.values() for i in plan.layers})
+    wanted = {(name, i) for name, plan in plans.items() for i in plan.layers}
+    if not all((f"{name}-refit", i) in finished for name, i in wanted):
+        for site in track(job.stream(layers, follow=propagate), "Refitting layers", len(layers)):
+            i = site.index
+            for name, plan in plans.items():
+                if (name, i) in wanted and (f"{name}-refit", i) not in finished:
+                    layer, found = refitted(plan.layers[i], site, weights, biases)
+                    finished.add(f"{name}-refit", i, layer, found)
+            if propagate:
+                site.change = applied(site.layer, job.arch, finished["result-refit", i][0])
+    refit = {
+        name: replace(plan, layers={i: finished[f"{name}-refit", i][0] for i in plan.layers})
+        for name, plan in plans.items()
+    }
+    return refit, {i: finished["result-refit", i][1] for i in plans["result"].layers}

@@ -1,0 +1,507 @@
+"""Routers and recovery in closed form."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import VOCAB, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_models import tiny_moe
+
+import moesaic
+from moesaic.arch import dense_arch
+from moesaic.budget import LayerSize, active_ratio, layer_sizes, split_for_target
+from moesaic.checkpoint import Checkpoint
+from moesaic.data import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig
+from moesaic.methods.more import petals_of
+from moesaic.methods.refit import refit_carved, refitted, runs
+from moesaic.methods.routers import fit_router, neuron_weights, petal_energies
+from moesaic.methods.spread import losses, spread_splits
+from moesaic.moe import MOE, moe_arch
+from moesaic.plan import CarvedLayer, CondensedLayer, Plan, PrunedLayer, same
+from moesaic.regression import STRENGTHS, Ridge
+from moesaic.stream import LayerStream
+from moesaic.surgery import applied
+
+
+def site_of(model, arch, tokens, index=2, **options):
+    iterator = iter(LayerStream(model, arch, tokens, [index], **options))
+    site = next(iterator)
+    site.stream = iterator  # keeps the tokens alive with the site
+    return site
+
+
+def dense_site(tokens, model_type="llama"):
+    model = tiny_model(model_type)
+    return site_of(model, dense_arch(model.config), tokens)
+
+
+def petals_plan(top_k=2, routing="linear", seed=0, **more):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = 32 + (24 if routing == "backbone" else 0)
+    has_bias = routing in ("linear", "backbone")
+    return CarvedLayer(
+        order_M=torch.randperm(64, generator=generator),
+        backbone=24,
+        petals=(10,) * 4,
+        top_k=top_k,
+        routing=routing,
+        router_RD=torch.randn(4, inputs, generator=generator),
+        router_bias_R=torch.randn(4, generator=generator) if has_bias else None,
+        **more,
+    )
+
+
+def missing(plan, site):
+    """Squared error of a carved layer's output, run by the module itself."""
+    x_TD = torch.cat(list(site.inputs()))
+    y_TD = site.ffn(x_TD)
+    arch = dense_arch(tiny_model("llama").config)
+    with applied(site.layer, arch, plan):
+        return (arch.ffn_of(site.layer)(x_TD) - y_TD).double().square().sum().item()
+
+
+@pytest.fixture
+def tokens():
+    """More of them than features."""
+    ids = torch.randint(1, VOCAB, (24, 24), generator=torch.Generator().manual_seed(1))
+    return Tokens(ids)
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+# --- ridge regression ----------------------------------------------------------------------------
+
+
+def test_planted_linear_teacher_is_recovered():
+    torch.manual_seed(0)
+    teacher_FO, x_TF = torch.randn(7, 3), torch.randn(500, 7)
+    ridge = Ridge(7, 3)
+    for part in x_TF.split(100):
+        ridge.add(part, part @ teacher_FO)
+    fit = ridge.solve()
+    torch.testing.assert_close(fit.weight_FO.float(), teacher_FO, atol=1e-3, rtol=1e-3)
+    assert fit.unexplained < 1e-5
+    assert fit.strength == min(STRENGTHS)
+
+
+def test_noise_alone_is_not_fitted():
+    """More features than tokens, and nothing to find: the strength stays infinite."""
+    torch.manual_seed(0)
+    ridge = Ridge(40, 2)
+    ridge.add(torch.randn(60, 40), torch.randn(60, 2))
+    fit = ridge.solve()
+    assert fit.strength >= 10
+    assert fit.unexplained <= 1
+    ridge = Ridge(3, 2)
+    ridge.add(torch.randn(60, 3), torch.zeros(60, 2))
+    assert ridge.solve().strength == math.inf
+    assert not ridge.solve().weight_FO.any()
+
+
+def test_free_features_are_not_shrunk():
+    torch.manual_seed(0)
+    x_TF = torch.cat([torch.randn(400, 5), torch.ones(400, 1)], 1)
+    ridge = Ridge(6, 1, free=1)
+    ridge.add(x_TF, torch.full((400, 1), 7.0) + 0.01 * torch.randn(400, 1))
+    assert ridge.solve().weight_FO[-1].item() == pytest.approx(7, abs=0.02)
+
+
+def test_sums_of_parts_are_those_of_the_whole():
+    torch.manual_seed(0)
+    x_TF, y_TO = torch.randn(50, 4), torch.randn(50, 2)
+    parts, weight_FO = Ridge(4, 2), torch.randn(4, 2).double()
+    for part in (slice(0, 20), slice(20, 50)):
+        parts.add(x_TF[part], y_TO[part])
+    held = torch.cat([torch.arange(16, 20), torch.arange(44, 50)])  # the last fifth of each part
+    torch.testing.assert_close(parts.held.gram_FF.float(), x_TF[held].T @ x_TF[held])
+    error = (y_TO[held] - x_TF[held] @ weight_FO.float()).double().square().sum().item()
+    assert parts.held.error(weight_FO) == pytest.approx(error, rel=1e-5)
+
+
+# --- routers -------------------------------------------------------------------------------------
+
+
+def test_weighted_energy_bounds_what_a_petal_adds(tokens):
+    site = dense_site(tokens)
+    petals = [torch.arange(10), torch.arange(10, 64)]
+    h_TM = torch.cat([h for _, h in site.activations()])
+    found = petal_energies(h_TM, neuron_weights(site.view), petals)
+    for e, petal in enumerate(petals):
+        by_hand = (h_TM[:, petal] * site.view.down_DM[:, petal].norm(dim=0)).norm(dim=1)
+        torch.testing.assert_close(found[:, e], by_hand)
+        alone = (h_TM[:, petal] @ site.view.down_DM[:, petal].T).norm(dim=1)
+        assert (alone <= found[:, e] * len(petal) ** 0.5 + 1e-4).all()  # Cauchy-Schwarz
+
+
+@pytest.mark.parametrize("sees_backbone", [False, True])
+def test_ridge_router_beats_cosine_and_random_on_energy(tokens, sees_backbone):
+    """On the tokens that all were fitted to."""
+    config = {"active": 0.7, "experts": 8, "top_k": 3, "layers": "all"}
+    model = tiny_model("llama")
+    kept = {}
+    for name, more in {
+        "cosine": {},
+        "random": {"variant": "random"},
+        "fitted": {"router": "backbone" if sees_backbone else "ridge"},
+    }.items():
+        plan = moesaic.carve(model, MoREConfig(**config, **more), calibration=tokens).plan.layers[2]
+        site = dense_site(tokens)
+        worth_M = neuron_weights(site.view)[plan.order_M]
+        kept[name] = sum((h_TM * worth_M).square().sum() for _, h_TM, _ in runs(plan, site))
+    assert kept["fitted"] > kept["cosine"]
+    assert kept["fitted"] > kept["random"]
+
+
+def test_router_weights_solve_the_normal_equations(tokens):
+    site = dense_site(tokens)
+    backbone, petals = torch.arange(24), list(torch.arange(24, 64).split(10))
+    weight_RF, bias_R = fit_router(site, backbone, petals, sees_backbone=True)
+    assert weight_RF.shape == (4, 32 + 24)
+    x_TF = torch.cat([torch.cat([x, h[:, :24]], 1) for x, h in site.activations()])
+    energy_TR = torch.cat(
+        [petal_energies(h, neuron_weights(site.view), petals) for _, h in site.activations()]
+    )
+    residual_TR = energy_TR - x_TF @ weight_RF.T - bias_R
+    assert residual_TR.mean(0).abs().max() < 1e-3 * energy_TR.mean()  # the constant is free
+    assert residual_TR.square().sum() < (energy_TR - energy_TR.mean(0)).square().sum()
+
+
+def test_petals_of_large_matrices_are_found_by_blocks(monkeypatch):
+    """Planted groups, in a shuffled order, by either iteration."""
+    groups = torch.randperm(240, generator=torch.Generator().manual_seed(0)).view(24, 10)
+    counts = torch.rand(240, 240)
+    counts = counts + counts.T
+    for group in groups:
+        counts[group[:, None], group] += 50
+    planted = {frozenset(g.tolist()) for g in groups}
+    for large in (1, 1 << 18):
+        monkeypatch.setattr("moesaic.clustering.LARGE", large)
+        petals = petals_of(counts, torch.arange(240), 24, True, seed=1)
+        assert {frozenset(p.tolist()) for p in petals} == planted
+
+
+# --- execution -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routing", ["linear", "backbone", "cosine"])
+@pytest.mark.parametrize("top_k", [1, 3])
+@pytest.mark.parametrize("count", [1, 17])
+@pytest.mark.parametrize("wide", [1, 1 << 20])
+def test_execution_is_what_was_fitted(tokens, routing, top_k, count, wide, monkeypatch):
+    """Weights, biases and router of the plan, through the module, are the masked sum."""
+    monkeypatch.setattr("moesaic.nn.carved.WIDE", wide)
+    generator = torch.Generator().manual_seed(1)
+    plan = petals_plan(
+        top_k,
+        routing,
+        down_DM=torch.randn(32, 64, generator=generator),
+        bias_RD=torch.randn(4, 32, generator=generator),
+    )
+    site = dense_site(tokens)
+    arch = dense_arch(tiny_model("llama").config)
+    x_TD, h_TM, on_TR = next(runs(plan, site))
+    expected = h_TM @ plan.down_DM.T + on_TR @ plan.bias_RD + site.view.down_bias_D
+    with applied(site.layer, arch, plan):
+        module = arch.ffn_of(site.layer)
+        torch.testing.assert_close(module(x_TD[:count]), expected[:count], atol=1e-4, rtol=1e-4)
+        masked = module._masked(x_TD[:count])
+    torch.testing.assert_close(masked, expected[:count], atol=1e-4, rtol=1e-4)
+    assert arch.ffn_of(site.layer) is site.ffn
+
+
+# --- refit ---------------------------------------------------------------------------------------
+
+
+def test_everything_kept_is_left_alone(tokens):
+    site = dense_site(tokens)
+    plan = petals_plan(top_k=4)
+    new, found = refit_carved(plan, site, weights=True, biases=False)
+    assert found["lost"] < 1e-10
+    torch.testing.assert_close(new.down_DM, site.view.down_DM[:, plan.order_M])
+
+
+@pytest.mark.parametrize("routing", ["linear", "backbone", "cosine"])
+def test_refit_loses_less(tokens, routing):
+    site = dense_site(tokens)
+    plan = petals_plan(routing=routing)
+    before = missing(plan, site)
+    loss = {
+        (weights, biases): missing(refit_carved(plan, site, weights, biases)[0], site)
+        for weights, biases in ((True, False), (False, True), (True, True))
+    }
+    assert max(loss.values()) < before
+    assert loss[True, True] <= min(loss.values()) * 1.05
+
+
+def test_bias_alone_is_the_mean_of_what_is_left_out(tokens):
+    site = dense_site(tokens)
+    plan = petals_plan(top_k=1)
+    new, _ = refit_carved(plan, site, weights=False, biases=True)
+    assert new.down_DM is None
+    out_TD = torch.cat([site.ffn(x) for x in site.inputs()])
+    down_DM = site.view.down_DM[:, plan.order_M]
+    kept = [(h @ down_DM.T + site.view.down_bias_D, on) for _, h, on in runs(plan, site)]
+    kept_TD, on_TR = (torch.cat(part) for part in zip(*kept, strict=True))
+    for e in on_TR.any(0).nonzero().flatten().tolist():
+        mean_D = (out_TD - kept_TD)[on_TR[:, e] > 0].mean(0)
+        torch.testing.assert_close(new.bias_RD[e], mean_D, atol=1e-4, rtol=1e-3)
+
+
+def test_infinite_strength_changes_nothing(tokens, monkeypatch):
+    monkeypatch.setattr("moesaic.regression.STRENGTHS", (math.inf,))
+    site = dense_site(tokens)
+    plan = petals_plan()
+    new, found = refit_carved(plan, site, weights=True, biases=False)
+    assert torch.equal(new.down_DM, site.view.down_DM[:, plan.order_M])
+    assert found["recovered"] == 0
+
+
+def test_static_layers_are_refitted_too(tokens):
+    site = dense_site(tokens)
+    plan = CarvedLayer(order_M=torch.arange(40), backbone=40)
+    new, _ = refitted(plan, site, weights=True, biases=True)
+    assert new.bias_RD.shape == (1, 32)
+    assert missing(new, site) < missing(plan, site)
+
+
+# --- defaults, files -----------------------------------------------------------------------------
+
+
+def test_defaults_are_the_published_method(tokens):
+    plan = moesaic.carve(tiny_model("llama"), MoREConfig(layers="all"), calibration=tokens).plan
+    for layer in plan.layers.values():
+        assert layer.header().keys() == {"kind", "backbone", "petals", "top_k", "routing"}
+        assert layer.tensors().keys() == {"order", "router"}
+        assert layer.routing == "cosine"
+        torch.testing.assert_close(layer.router_RD.norm(dim=1), torch.ones(4))
+
+
+CONFIGS = {
+    "ridge": MoREConfig(layers="all", experts=8, top_k=3, router="ridge", refit=True),
+    "backbone": MoREConfig(
+        layers="all", experts=8, top_k=3, router="backbone", refit=True, bias=True, weighted=True
+    ),
+    "static": MoREConfig(layers="all", variant="static", refit=True, bias=True),
+    "propagate": MoREConfig(layers="all", router="ridge", refit=True, propagate=True),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_loaded_and_applied_alike(name, tokens, llama_folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    result = moesaic.carve(str(llama_folder), CONFIGS[name], calibration=tokens)
+    result.save(tmp_path / "out")
+    moesaic.apply(str(llama_folder), tmp_path / "out", tmp_path / "again")
+    first, again = Checkpoint(tmp_path / "out"), Checkpoint(tmp_path / "again")
+    assert first.names() == again.names()
+    for tensor in first.names():
+        assert torch.equal(first.tensor(tensor), again.tensor(tensor))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = tokens.input_ids[:2]
+    assert torch.equal(loaded(ids).logits, result.model(ids).logits)
+    kept = Plan.load(tmp_path / "out")
+    assert all(same(layer, kept.layers[i]) for i, layer in result.plan.layers.items())
+    assert all(layer.down_DM is not None for layer in kept.layers.values())
+
+
+def test_refit_resumes(tokens, tmp_path):
+    config = MoREConfig(layers="all", router="ridge", refit=True, propagate=True)
+    model = tiny_model("llama")
+    first = moesaic.carve(model, config, calibration=tokens, progress=tmp_path / "p")
+    for file in (tmp_path / "p").glob("layer-000[23]-result-refit*"):
+        file.unlink()
+    again = moesaic.carve(model, config, calibration=tokens, progress=tmp_path / "p")
+    assert all(same(layer, again.plan.layers[i]) for i, layer in first.plan.layers.items())
+
+
+def test_propagated_inputs_are_those_of_the_carved_model(tokens):
+    """Each layer is fitted on what the finished model's earlier layers really pass on."""
+    config = MoREConfig(layers="all", active=0.7, experts=8, top_k=3, refit=True, propagate=True)
+    model = tiny_model("llama")
+    result = moesaic.carve(model, config, calibration=tokens)
+    arch = dense_arch(model.config)
+    expected = torch.cat(list(site_of(result.model, arch, tokens, 3).inputs()))
+    stream = LayerStream(model, arch, tokens, range(4), follow=True)
+    for site in stream:
+        found = torch.cat(list(site.inputs()))
+        site.change = applied(site.layer, arch, result.plan.layers[site.index])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"router": "magic"}, "choose from cosine, ridge, backbone"),
+        ({"spread": "even"}, "choose from uniform, sensitivity"),
+        ({"propagate": True}, "needs refit or bias"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(MoesaicError, match=message):
+        MoREConfig(**options)
+
+
+def test_propagate_refuses_comparisons(tokens):
+    config = MoREConfig(refit=True, propagate=True)
+    with pytest.raises(MoesaicError, match="nothing can be compared"):
+        moesaic.carve(tiny_model("llama"), config, calibration=tokens, compare=["static"])
+
+
+# --- spread --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(active=st.floats(0.7, 0.97), experts=st.integers(4, 32), seed=st.integers(0, 99))
+def test_spread_meets_the_budget_of_the_whole_model(active, experts, seed):
+    torch.manual_seed(seed)
+    sizes = [LayerSize(attention=width * 90, ffn=width * 300, width=width) for width in (512, 800)]
+    losses_M = {i: torch.rand(size.width) ** 4 * (i + 1) for i, size in enumerate(sizes)}
+    top_k = experts // 4
+    splits = spread_splits(sizes, losses_M, active, experts, top_k)
+    found = active_ratio(sizes, {i: s.active_width for i, s in splits.items()})
+    step = (experts - top_k) * 300 / sum(s.attention + s.ffn for s in sizes)
+    assert found == pytest.approx(active, abs=step / 2 + 1e-9)
+    for i, split in splits.items():
+        assert split.backbone >= 0
+        assert split.backbone + experts * split.petal == sizes[i].width
+
+
+def test_spread_is_no_worse_than_uniform_by_its_own_measure():
+    torch.manual_seed(0)
+    sizes = [LayerSize(attention=0, ffn=640, width=64)] * 3
+    losses_M = {i: torch.rand(64) * 4.0**i for i in range(3)}
+
+    def lost(splits):
+        kept = {i: losses_M[i].sort(descending=True).values for i in splits}
+        return sum(kept[i][s.active_width :].sum().item() for i, s in splits.items())
+
+    uniform = split_for_target(sizes, range(3), 0.75, 2, 1)
+    spread = spread_splits(sizes, losses_M, 0.75, 2, 1)
+    assert lost(spread) < lost(uniform)
+    assert spread[0].active_width < spread[2].active_width
+
+
+def test_losses_are_relative_to_the_residual_stream(tokens):
+    model = tiny_model("llama")
+    arch = dense_arch(model.config)
+    site = site_of(model, arch, tokens, 1)
+    seen = []
+    handle = arch.layers(model)[1].register_forward_hook(lambda _, args, out: seen.append(out))
+    model(tokens.input_ids)
+    handle.remove()
+    stream = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
+    h_TM = torch.cat([h for _, h in site.activations()])
+    j = 5
+    part = (h_TM[:, j, None] * site.view.down_DM[:, j]).square().sum(1)
+    expected = (part / stream.flatten(0, 1).square().sum(1)).mean()
+    assert losses(site)[j].item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_a_spread_plan_runs(tokens):
+    config = MoREConfig(
+        active=0.9, experts=8, top_k=3, layers="all", router="ridge", spread="sensitivity"
+    )
+    model = tiny_model("llama")
+    result = moesaic.carve(model, config, calibration=tokens)
+    widths = {i: layer.active_width for i, layer in result.plan.layers.items()}
+    assert len(set(widths.values())) > 1
+    sizes = layer_sizes(model, dense_arch(model.config))
+    assert active_ratio(sizes, widths) == pytest.approx(0.9, abs=0.01)
+    assert result.model(tokens.input_ids[:1]).logits.isfinite().all()
+
+
+def test_spread_out_of_reach_is_refused():
+    sizes = [LayerSize(0, 640, 64)] * 2
+    with pytest.raises(MoesaicError, match="out of reach"):
+        spread_splits(sizes, {0: torch.rand(64)}, 0.3, 8, 2)
+
+
+# --- pruned and condensed ------------------------------------------------------------------------
+
+
+def block_error(model, plan, tokens, index):
+    arch = moe_arch(model.config)
+    site = site_of(model, arch, tokens, index)
+    x_TD = torch.cat(list(site.inputs()))
+    before = site.view.output(x_TD)
+    if arch.beside is not None:
+        before = before + site.view.shared(x_TD)
+    with applied(site.layer, arch, plan):
+        block = arch.ffn_of(site.layer)
+        after = block(x_TD.unsqueeze(0))
+        after = after[0] if isinstance(after, tuple) else after
+        beside = getattr(site.layer, arch.beside) if arch.beside is not None else None
+        if beside is not None:
+            after = after + beside(x_TD.unsqueeze(0))
+    return (after[0] - before).double().square().sum().item()
+
+
+@pytest.mark.parametrize("model_type", sorted(MOE))
+def test_pruned_experts_are_refitted(model_type, tokens, tokenizer, tmp_path):
+    """Less is lost, and disk, memory and plan agree bitwise on every architecture."""
+    model = tiny_moe(model_type)
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    options = {"calibration": tokens}
+    config = {"keep": 4, "criterion": "frequency"}
+    plain = moesaic.prune(model, PruneConfig(**config), **options)
+    refit = moesaic.prune(str(tmp_path / "base"), PruneConfig(**config, refit=True), **options)
+    index = max(plain.plan.layers)
+    layer = refit.plan.layers[index]
+    assert isinstance(layer, PrunedLayer)
+    assert torch.equal(layer.kept_E, plain.plan.layers[index].kept_E)
+    lost = [block_error(model, r.plan.layers[index], tokens, index) for r in (plain, refit)]
+    assert lost[1] < lost[0]
+    refit.save(tmp_path / "out")
+    loaded = type(model).from_pretrained(tmp_path / "out").eval()
+    ids = tokens.input_ids[:2]
+    assert torch.equal(loaded(input_ids=ids).logits, refit.model(input_ids=ids).logits)
+
+
+def test_progressive_prune_refits_on_what_is_passed_on(tokens):
+    config = PruneConfig(keep=4, criterion="frequency", progressive=True, refit=True)
+    result = moesaic.prune(tiny_moe("mixtral"), config, calibration=tokens)
+    found = [result.analyses[i]["refit"] for i in result.plan.layers]
+    assert all(0 < seen["recovered"] <= 1 for seen in found)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v3", "granitemoeshared", "mixtral"])
+def test_condensed_layers_are_refitted(model_type, tokens, tmp_path):
+    model = tiny_moe(model_type)
+    config = {"layers": 1, "keep": "shared+routed", "experts": 2, "layer_search": "rank"}
+    plain = moesaic.condense(model, CondenseConfig(**config), calibration=tokens)
+    refit = moesaic.condense(model, CondenseConfig(**config, refit=True), calibration=tokens)
+    (index,) = (i for i, seen in refit.analyses.items() if "refit" in seen)
+    assert isinstance(refit.plan.layers[index], CondensedLayer)
+    lost = [block_error(model, r.plan.layers[index], tokens, index) for r in (plain, refit)]
+    assert lost[1] < lost[0]
+    refit.save(tmp_path / "out")
+    kept = Plan.load(tmp_path / "out")
+    assert same(kept.layers[index], refit.plan.layers[index])
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids = tokens.input_ids[:2]
+    assert torch.equal(loaded(input_ids=ids).logits, refit.model(input_ids=ids).logits)
+
+
+def test_merged_experts_are_not_refitted():
+    with pytest.raises(MoesaicError, match="drop --refit"):
+        PruneConfig(keep=4, criterion="merge", refit=True)
+
+
+def test_what_was_recovered_is_plain_json(tokens):
+    config = MoREConfig(layers="all", refit=True, bias=True)
+    result = moesaic.carve(tiny_model("llama"), config, calibration=tokens)
+    text = json.dumps(result.analyses, allow_nan=False)
+    assert all({"lost", "recovered"} <= seen["refit"].keys() for seen in json.loads(text).values())
