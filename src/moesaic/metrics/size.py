@@ -103,7 +103,7 @@ def _use(
         active,
         attention,
         stored,
-        router=0 if ffn.router is None else ffn.router.weight.numel(),
+        router=0 if ffn.router is None else sum(p.numel() for p in ffn.router.parameters()),
         dropped=stored * (original - width) // width,
     )
 
