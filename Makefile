@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test format tiny-models clean
+.PHONY: help demo test test-llamacpp format tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -29,6 +29,12 @@ test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n auto
+
+build/llamacpp/llama.cpp: scripts/setup_llamacpp.sh | $(VENV)/.dev
+	scripts/setup_llamacpp.sh $(VENV) build/llamacpp
+
+test-llamacpp: build/llamacpp/llama.cpp $(VENV)/.smollm2  ## Build llama.cpp and try exports in it
+	LLAMA_CPP=build/llamacpp/llama.cpp HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow tests/test_llamacpp.py
 
 format: $(VENV)/.dev  ## Put code in form
 	$(BIN)/ruff check --fix .

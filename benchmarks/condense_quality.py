@@ -4,7 +4,7 @@ A sweep of layer counts on a trained mixture with shared experts: CD-MoE's greed
 paper's layer rank, and Block Drop, each beside its share of the weights' bytes. Then the condensed
 layers of one count are tuned on the text that ships.
 
-    python benchmarks/condense_quality.py [MODEL] [--steps 300]
+    python benchmarks/condense_quality.py [MODEL] [--parts sweep tune] [--teacher MODEL]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from moesaic.checkpoint import Checkpoint
 from moesaic.condensing import condense
-from moesaic.data import calibration_tokens, evaluation_tokens
+from moesaic.data import Tokens, calibration_tokens, evaluation_tokens
 from moesaic.hub import resolve
 from moesaic.measure import environment
 from moesaic.methods import CondenseConfig, TuneConfig
@@ -37,63 +37,50 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default="tiny-shared-moe")
-    parser.add_argument("--samples", type=int, default=64)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--max-tokens", type=int, default=32_768)
-    parser.add_argument("--tune-layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
-    given = parser.parse_args()
-    source = resolve(given.model)
-    model = source.load("cpu", torch.float32)
-    tokens = calibration_tokens("", source.tokenizer, given.samples, given.length)
-    held_out = evaluation_tokens("", source.tokenizer, 512, given.max_tokens)
-    original = perplexity(model, held_out).perplexity
-    routed = len(moe_arch(model.config).moe_layers(model))
-    record: dict[str, Any] = {
-        "model": given.model,
-        "original_perplexity": original,
-        "environment": environment(),
-        "sweep": {},
-    }
+def sweep(model: Any, tokens: Tokens, held_out: Tokens) -> dict[str, Any]:
+    """Perplexity by how many layers were condensed, for each way to choose them."""
+    arch = moe_arch(model.config)
+    routed, parameters = len(arch.moe_layers(model)), size(model)
+    found: dict[str, Any] = {}
     for name, options in VARIANTS.items():
-        count = routed - (
-            options["keep"] == "nothing"
-            and moe_arch(model.config).is_moe(moe_arch(model.config).layers(model)[0])
-        )
-        counts = [str(n) for n in range(1, count)]
+        first_stays = options["keep"] == "nothing" and arch.is_moe(arch.layers(model)[0])
+        count = routed - first_stays
         config = CondenseConfig(layers=count, **options)
+        counts = [str(n) for n in range(1, count)]
         result = condense(model, config, calibration=tokens, compare=counts)
-        plans = {**result.comparisons, str(count): result.plan}
-        rows = []
-        for n, plan in plans.items():
+        found[name] = []
+        for n, plan in {**result.comparisons, str(count): result.plan}.items():
             trial = result.build(plan)
-            parameters = sum(p.numel() for p in trial.parameters())
-            rows.append(
-                {
-                    "layers": result.summary["layers"][: int(n)],
-                    "perplexity": perplexity(trial, held_out).perplexity,
-                    "memory_ratio": parameters / sum(p.numel() for p in model.parameters()),
-                }
-            )
-            print(name, rows[-1], flush=True)
-        record["sweep"][name] = rows
-    for keep in ("shared", "shared+routed"):
-        config = CondenseConfig(layers=given.tune_layers, keep=keep)
-        result = condense(given.model, config, calibration=tokens)
+            row = {
+                "layers": result.summary["layers"][: int(n)],
+                "perplexity": perplexity(trial, held_out).perplexity,
+                "memory_ratio": size(trial) / parameters,
+            }
+            found[name].append(row)
+            print(name, row, flush=True)
+    return found
+
+
+def size(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def tuning(
+    name: str, tokens: Tokens, held_out: Tokens, original: float, given: argparse.Namespace
+) -> dict[str, Any]:
+    """Condense, save, and train what was condensed."""
+    found: dict[str, Any] = {}
+    for keep, count in (wanted.split("=") for wanted in given.tune):
+        result = condense(name, CondenseConfig(layers=int(count), keep=keep), calibration=tokens)
         with tempfile.TemporaryDirectory() as folder:
             out = result.save(Path(folder) / "condensed")
             checkpoint = Checkpoint(out)
             stored = sum(checkpoint.tensor(name).nbytes for name in checkpoint.names())
             before = perplexity(resolve(str(out)).load("cpu", torch.float32), held_out).perplexity
-            settings = TuneConfig(steps=given.steps, lr=given.lr, length=256)
+            settings = TuneConfig(steps=given.steps, lr=given.lr, length=256, teacher=given.teacher)
             tuned = tune(out, settings, dtype=torch.float32)
         after = perplexity(tuned.model, held_out).perplexity
-        record[f"tune {keep}"] = {
+        found[keep] = {
             "layers": result.summary["layers"],
             "bytes_predicted": result.summary["memory_bytes"]["result"],
             "bytes_stored": stored,
@@ -101,8 +88,38 @@ def main() -> None:
             "regained": (before - after) / (before - original),
             "trained_share": tuned.trained_parameters / tuned.total_parameters,
             "steps": given.steps,
+            "lr": given.lr,
+            "teacher": given.teacher,
         }
-        print(keep, record[f"tune {keep}"], flush=True)
+        print(keep, found[keep], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default="tiny-shared-moe")
+    parser.add_argument("--parts", nargs="+", default=["sweep", "tune"])
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, default=32_768)
+    parser.add_argument("--tune", nargs="+", default=["shared=4", "shared+routed=2"])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--teacher", default="", help="learn from this model, not from the text")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
+    given = parser.parse_args()
+    source = resolve(given.model)
+    model = source.load("cpu", torch.float32)
+    tokens = calibration_tokens("", source.tokenizer, given.samples, given.length)
+    held_out = evaluation_tokens("", source.tokenizer, 512, given.max_tokens)
+    original = perplexity(model, held_out).perplexity
+    record = json.loads(given.out.read_text()) if given.out.exists() else {}
+    record |= {"model": given.model, "original_perplexity": original, "environment": environment()}
+    if "sweep" in given.parts:
+        record["sweep"] = sweep(model, tokens, held_out)
+    if "tune" in given.parts:
+        label = "tune, from the original" if given.teacher else "tune"
+        record[label] = tuning(given.model, tokens, held_out, original, given)
     given.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

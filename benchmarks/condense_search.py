@@ -10,12 +10,14 @@ converted model for each. Both must choose the same; the time of each is what is
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from moesaic.condensing import condense
 from moesaic.data import calibration_tokens
@@ -24,7 +26,7 @@ from moesaic.hub import resolve
 from moesaic.measure import environment
 from moesaic.methods.condense import CondenseConfig
 from moesaic.methods.divergence import js
-from moesaic.methods.layer_search import ExpertSearch
+from moesaic.methods.layer_search import ExpertSearch, LayerSearch
 from moesaic.moe import moe_arch
 from moesaic.plan import CondensedLayer, Plan
 from moesaic.stream import LayerStream, Spill
@@ -82,15 +84,15 @@ def by_forwards(
 
 @torch.no_grad()
 def layers(model: Any, tokens: Any, count: int) -> tuple[dict[str, float], bool]:
+    arch = moe_arch(model.config)
+    result = condense(model, CondenseConfig(layers=len(arch.moe_layers(model))), calibration=tokens)
+    plans = {i: p for i, p in result.plan.layers.items() if result.plan.base.experts[i]}
     start = time.perf_counter()
-    result = condense(model, CondenseConfig(layers=count), calibration=tokens)
+    search = LayerSearch(LayerStream(model, arch, tokens), arch, plans)
+    order = search.order("greedy", dict.fromkeys(plans, 0.0))
+    found = [layer for layer, _ in itertools.islice(order, count)]
+    search.close()
     seconds = {"cached": time.perf_counter() - start}
-    everything = condense(
-        model,
-        CondenseConfig(layers=len(moe_arch(model.config).moe_layers(model))),
-        calibration=tokens,
-    )
-    plans = {i: p for i, p in everything.plan.layers.items() if result.plan.base.experts[i]}
 
     def last(model: Any) -> torch.Tensor:
         batches = tokens.batches()
@@ -107,7 +109,25 @@ def layers(model: Any, tokens: Any, count: int) -> tuple[dict[str, float], bool]
             losses[i] = js(reference, last(trial)).mean().item()
         chosen.append(min(losses, key=lambda i: (losses[i], i)))
     seconds["full_forwards"] = time.perf_counter() - start
-    return seconds, chosen == result.summary["layers"]
+    return seconds, chosen == found
+
+
+def wide() -> Any:
+    """Random weights in the proportions of Qwen1.5-MoE-A2.7B, a third of its width."""
+    torch.manual_seed(0)
+    config = Qwen2MoeConfig(
+        vocab_size=4096,
+        hidden_size=640,
+        intermediate_size=1792,
+        moe_intermediate_size=448,
+        shared_expert_intermediate_size=1792,
+        num_hidden_layers=6,
+        num_attention_heads=10,
+        num_key_value_heads=10,
+        num_experts=16,
+        num_experts_per_tok=4,
+    )
+    return Qwen2MoeForCausalLM(config).eval()
 
 
 def main() -> None:
@@ -119,21 +139,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
     given = parser.parse_args()
     source = resolve(given.model)
-    model = source.load("cpu", torch.float32)
     tokens = calibration_tokens("", source.tokenizer, given.samples, given.length)
-    record: dict[str, Any] = {
-        "model": given.model,
-        "tokens": tokens.count,
-        "environment": environment(),
-    }
-    for name, (seconds, equal) in (
-        ("experts", experts(model, tokens)),
-        ("layers", layers(model, tokens, given.layers)),
-    ):
-        times = seconds["full_forwards"] / seconds["cached"]
-        record[name] = {"same_choice": equal, "seconds": seconds, "times_faster": times}
+    record: dict[str, Any] = {"tokens": tokens.count, "environment": environment()}
+    models = {given.model: source.load("cpu", torch.float32), "wide, random": wide()}
+    for name, model in models.items():
+        record[name] = {}
+        for search, (seconds, equal) in (
+            ("experts", experts(model, tokens)),
+            ("layers", layers(model, tokens, given.layers)),
+        ):
+            times = seconds["full_forwards"] / seconds["cached"]
+            found = {"same_choice": equal, "seconds": seconds, "times_faster": times}
+            record[name][search] = found
+            print(name, search, found, flush=True)
     given.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

@@ -278,7 +278,9 @@ def test_budget_round_trip(width, experts, data, active):
 def test_budget_counts_the_models_own_projections():
     model = tiny_model("llama")
     sizes = layer_sizes(model, dense_arch(model.config))
-    assert sizes[0] == LayerSize(attention=2 * 32 * 32 + 2 * 32 * 16, ffn=3 * 32 * 64, width=64)
+    assert sizes[0] == LayerSize(
+        attention=2 * 32 * 32 + 2 * 32 * 16, ffn=3 * 32 * 64, width=64, hidden=32
+    )
     assert active_ratio(sizes, {}) == 1
 
 

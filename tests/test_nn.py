@@ -72,7 +72,7 @@ def test_masked_path_is_taken_for_wrapped_projections():
         pass
 
     module.up_proj.__class__ = Wrapped
-    assert not module._sliceable()
+    assert module._plain() is None
     torch.testing.assert_close(module(x_TD), expected)
 
 

@@ -76,6 +76,21 @@ def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:
     assert ffn.down_proj.weight[:, :16].any()
 
 
+def test_condensed_layers_learn_from_a_teacher(tokens: Tokens) -> None:
+    original = tiny_moe("qwen2_moe")
+    given = condense(original, CondenseConfig(layers=1), calibration=tokens)
+    ids = torch.tensor([row["input_ids"] for row in rows()])
+
+    def apart(model: Any) -> float:
+        with torch.no_grad():
+            return distillation_loss(model(ids).logits, original(ids).logits, ids).item()
+
+    before = apart(given.model)
+    config = TuneConfig(teacher="given", steps=20, batch=16, lr=1e-2)
+    tuned = tune(given.model, config, examples=rows(), teacher=original, plan=given.plan)
+    assert apart(tuned.model) < 0.9 * before
+
+
 def test_routers_learn_from_the_original() -> None:
     original = tiny_moe("deepseek_v3")
     student = copy.deepcopy(original)
@@ -254,7 +269,7 @@ def test_two_processes_give_the_losses_of_one(tokens: Tokens, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "options",
-    [{"what": "some"}, {"what": "routers"}, {"teacher": "x"}, {"warmup": 1.5}, {"batch": 0}],
+    [{"what": "some"}, {"what": "routers"}, {"warmup": 1.5}, {"batch": 0}],
 )
 def test_options_that_make_no_sense(options: Any) -> None:
     with pytest.raises(MoesaicError):

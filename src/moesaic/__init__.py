@@ -7,11 +7,21 @@ Importing it registers the converted model types with ``AutoModelForCausalLM``.
 >>> result = moesaic.carve("smollm2", config)  # doctest: +SKIP
 """
 
+from moesaic.benching import bench
 from moesaic.condensing import condense
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.measure import bench, evaluate, generate, inspect
-from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig, SkipConfig, TuneConfig
+from moesaic.exporting import export
+from moesaic.measure import evaluate, generate, inspect
+from moesaic.methods import (
+    CondenseConfig,
+    DSMoEConfig,
+    MoREConfig,
+    PruneConfig,
+    SkipConfig,
+    ToMoEConfig,
+    TuneConfig,
+)
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.reduction import observe, prune, skip
@@ -23,6 +33,7 @@ from moesaic.version import __version__
 
 __all__ = [
     "CondenseConfig",
+    "DSMoEConfig",
     "MoREConfig",
     "MoesaicError",
     "Plan",
@@ -30,6 +41,7 @@ __all__ = [
     "Recipe",
     "Result",
     "SkipConfig",
+    "ToMoEConfig",
     "Tokens",
     "TuneConfig",
     "__version__",
@@ -38,6 +50,7 @@ __all__ = [
     "carve",
     "condense",
     "evaluate",
+    "export",
     "generate",
     "inspect",
     "load_recipe",

@@ -10,10 +10,10 @@ Shape suffixes used across the package::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,25 @@ class FFNNames:
 
 
 @dataclass(frozen=True)
+class AttentionNames:
+    """Attribute names inside an attention module. ``q == k == v`` means one fused projection."""
+
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    o: str = "o_proj"
+
+    @property
+    def fused(self) -> bool:
+        return self.q == self.v
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The linear submodules, each once."""
+        return tuple(dict.fromkeys((self.q, self.k, self.v, self.o)))
+
+
+@dataclass(frozen=True)
 class Arch:
     """One architecture: where its decoder layers, attention and FFN live."""
 
@@ -52,6 +71,8 @@ class Arch:
     ffn: FFNNames = FFNNames()
     ffn_path: str = "mlp"
     layers_path: str = "model.layers"
+    attention: AttentionNames = AttentionNames()
+    attention_path: ClassVar[str] = "self_attn"
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
         """The decoder layers of a causal language model."""
@@ -61,9 +82,29 @@ class Arch:
         """The feed-forward module of one decoder layer."""
         return attrgetter(self.ffn_path)(layer)
 
+    def attention_of(self, layer: nn.Module) -> Any:
+        """The attention module of one decoder layer."""
+        return layer.get_submodule(self.attention_path)
+
+    def heads(self, layer: nn.Module, config: Any) -> Heads:
+        """How a dense model's attention is divided.
+
+        Raises:
+            MoesaicError: its positions are not rotary.
+        """
+        attention, names = self.attention_of(layer), self.attention
+        size = attention.head_dim
+        count = getattr(attention, names.o).weight.shape[1] // size
+        rows = getattr(attention, names.k).weight.shape[0] // size
+        rope = getattr(config, "rope_parameters", None)
+        if not rope:
+            raise MoesaicError(f"{config.model_type} has no rotary position embedding here.")
+        rotary = int(size * rope.get("partial_rotary_factor", 1.0))
+        return Heads(count, (rows - count) // 2 if names.fused else rows, size, rotary)
+
     def attention_size(self, layer: nn.Module) -> int:
         """Weights of the attention's linear projections, biases left out."""
-        modules = layer.get_submodule("self_attn").modules()
+        modules = self.attention_of(layer).modules()
         return sum(m.weight.numel() for m in modules if isinstance(m, nn.Linear))
 
     def view(self, layer: nn.Module) -> Any:
@@ -93,10 +134,12 @@ DENSE: dict[str, Arch] = {
         Arch(
             "phi3",
             ffn=FFNNames(up="gate_up_proj", gate="gate_up_proj", act="activation_fn"),
+            attention=AttentionNames("qkv_proj", "qkv_proj", "qkv_proj"),
         ),
         Arch(
             "phi",
             ffn=FFNNames(up="fc1", down="fc2", gate=None, act="activation_fn"),
+            attention=AttentionNames(o="dense"),
         ),
     )
 }
@@ -126,6 +169,31 @@ def dense_arch(config: Any) -> Arch:
     raise MoesaicError(
         f"Architecture {model_type!r} is not supported. Supported: {', '.join(sorted(DENSE))}."
     )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How attention is divided: query heads, key and value heads, and their size."""
+
+    queries: int
+    keys: int
+    size: int
+    rotary: int
+    """Leading dimensions of a head that RoPE turns, the first half paired with the second."""
+
+    @property
+    def free(self) -> int:
+        """Dimensions of queries and keys that can be chosen: RoPE pairs, and those it leaves."""
+        return self.rotary // 2 + self.size - self.rotary
+
+    def paired(self, chosen: Tensor) -> Tensor:
+        """What is chosen (..., free), for every dimension of a head (..., size).
+
+        >>> Heads(1, 1, 6, 4).paired(torch.tensor([1, 2, 3, 4]))
+        tensor([1, 2, 1, 2, 3, 4])
+        """
+        pairs = chosen[..., : self.rotary // 2]
+        return torch.cat([pairs, pairs, chosen[..., self.rotary // 2 :]], -1)
 
 
 @dataclass(frozen=True)
@@ -190,6 +258,21 @@ class DenseFFN:
             gate_bias_M=None if self.gate_bias_M is None else self.gate_bias_M[rows],
         )
 
+    def chosen(self, neurons: Tensor) -> DenseFFN:
+        """Some neurons as a block of their own: copies, and no output bias."""
+
+        def rows(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.index_select(0, neurons)
+
+        return DenseFFN(
+            up_MD=self.up_MD.index_select(0, neurons),
+            down_DM=self.down_DM.index_select(1, neurons),
+            gate_MD=rows(self.gate_MD),
+            act=self.act,
+            up_bias_M=rows(self.up_bias_M),
+            gate_bias_M=rows(self.gate_bias_M),
+        )
+
 
 def _times(weight_MD: Tensor, x_DT: Tensor, bias_M: Tensor | None) -> Tensor:
     product_MT = weight_MD @ x_DT
@@ -198,18 +281,29 @@ def _times(weight_MD: Tensor, x_DT: Tensor, bias_M: Tensor | None) -> Tensor:
 
 def dense_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
     """The view of a feed-forward module; its tensors share the module's storage."""
-    up, down, act = (getattr(module, n) for n in (names.up, names.down, names.act))
-    if names.fused:
-        gate_MD, up_MD = up.weight.chunk(2)
-        gate_bias, up_bias = (None, None) if up.bias is None else up.bias.chunk(2)
-        return DenseFFN(up_MD, down.weight, gate_MD, act, up_bias, gate_bias, down.bias)
-    gate = getattr(module, names.gate) if names.gate else None
-    return DenseFFN(
-        up_MD=up.weight,
-        down_DM=down.weight,
-        gate_MD=None if gate is None else gate.weight,
-        act=act,
-        up_bias_M=up.bias,
-        gate_bias_M=None if gate is None else gate.bias,
-        down_bias_D=down.bias,
+    projections = {name: getattr(module, name) for name in names.projections}
+    return assembled(
+        names,
+        {name: p.weight for name, p in projections.items()},
+        {name: p.bias for name, p in projections.items()},
+        getattr(module, names.act),
     )
+
+
+def assembled(
+    names: FFNNames,
+    weights: Mapping[str, Tensor],
+    biases: Mapping[str, Tensor | None],
+    act: Callable[[Tensor], Tensor],
+) -> DenseFFN:
+    """A block from its projections' tensors by name."""
+    up_MD, up_bias = weights[names.up], biases.get(names.up)
+    if names.gate is None:
+        gate_MD, gate_bias = None, None
+    elif names.fused:
+        gate_MD, up_MD = up_MD.chunk(2)
+        gate_bias, up_bias = (None, None) if up_bias is None else up_bias.chunk(2)
+    else:
+        gate_MD, gate_bias = weights[names.gate], biases.get(names.gate)
+    down_DM, down_bias = weights[names.down], biases.get(names.down)
+    return DenseFFN(up_MD, down_DM, gate_MD, act, up_bias, gate_bias, down_bias)

@@ -24,6 +24,8 @@ class LayerSize:
     ffn: int
     width: int
     """Intermediate size: neurons of the FFN."""
+    hidden: int = 0
+    """Hidden size."""
 
 
 def layer_sizes(model: nn.Module, arch: Arch) -> list[LayerSize]:
@@ -36,6 +38,7 @@ def layer_sizes(model: nn.Module, arch: Arch) -> list[LayerSize]:
                 attention=arch.attention_size(layer),
                 ffn=sum(getattr(ffn, name).weight.numel() for name in arch.ffn.projections),
                 width=getattr(ffn, arch.ffn.down).weight.shape[1],
+                hidden=getattr(ffn, arch.ffn.down).weight.shape[0],
             )
         )
     return sizes
@@ -51,6 +54,29 @@ def active_ratio(sizes: Sequence[LayerSize], active_width: Mapping[int, float]) 
     total = sum(s.attention + s.ffn for s in sizes)
     idle = sum(sizes[i].ffn * (1 - width / sizes[i].width) for i, width in active_width.items())
     return 1 - idle / total
+
+
+def chosen_layers(spec: str | tuple[int, ...] | list[int], count: int) -> list[int]:
+    """Which layers to carve (MoRE, App. E.4 and Table 12)."""
+    named = {
+        "all": range(count),
+        "last-half": range(count // 2, count),
+        "uniform": range(1, count, 2),
+        "early-middle": range(count // 2),
+    }
+    if isinstance(spec, str):
+        if spec in named:
+            return list(named[spec])
+        try:
+            spec = tuple(int(part) for part in spec.split(","))
+        except ValueError:
+            raise MoesaicError(
+                f"--layers {spec!r} is none of {', '.join(named)}, nor numbers such as 4,5,6."
+            ) from None
+    layers = sorted(set(spec))
+    if not layers or layers[0] < 0 or layers[-1] >= count:
+        raise MoesaicError(f"--layers must name layers from 0 to {count - 1}; got {list(spec)}.")
+    return layers
 
 
 def ffn_share(sizes: Sequence[LayerSize], layers: Sequence[int], active: float) -> float:

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -99,6 +99,14 @@ def _reading(file: Path) -> Iterator[None]:
         yield
     except (SafetensorError, FileNotFoundError) as error:
         raise MoesaicError(f"{file} is missing, truncated or corrupt: {error}") from error
+
+
+class Writer(Protocol):
+    """Takes a checkpoint's tensors one by one."""
+
+    def add(self, name: str, tensor: Tensor) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class ShardWriter:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -22,13 +22,14 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from moesaic import benching, exporting, reduction, report, run
 from moesaic import measure as measuring
-from moesaic import reduction, report, run
 from moesaic.checkpoint import disk_full
 from moesaic.errors import MoesaicError
+from moesaic.exporting.llamacpp import TYPES
 from moesaic.hub import resolve
 from moesaic.measure import check_device, parse_bytes, parse_dtype
-from moesaic.methods import MoREConfig
+from moesaic.methods import STEPS, MoREConfig
 from moesaic.methods.naee import CRITERIA
 from moesaic.recipe import Calibration, Evaluation, Recipe, load_recipe, step_config
 from moesaic.statistics import StatsFile, join_processes, merge_files, process
@@ -60,9 +61,9 @@ CalibrationText = Annotated[
     str,
     typer.Option(
         "--calibration",
-        help="Text to calibrate on: a .txt, .jsonl, .json or .parquet file, a .safetensors file of "
-        "input_ids, a hub dataset id, prose, reference or code, or a mix such as code=3,prose=1. "
-        "Default: all text that ships.",
+        help="Text to calibrate on, or to train on: a .txt, .jsonl, .json or .parquet file, a "
+        ".safetensors file of input_ids, a hub dataset id, prose, reference or code, or a mix such "
+        "as code=3,prose=1. Default: all text that ships.",
     ),
 ]
 Samples = Annotated[int, typer.Option(min=1, help="Calibration windows.")]
@@ -109,21 +110,40 @@ def example(line: str) -> str:
 def carve(
     model: Model,
     out: Out,
-    method: Annotated[str, typer.Option(help="more")] = "more",
+    method: Annotated[str, typer.Option(help=f"{', '.join(STEPS['carve'])}.")] = "more",
     active: Annotated[
-        float, typer.Option(help="Share of the projections' parameters a token may use.")
-    ] = 0.8,
-    experts: Annotated[int, typer.Option(help="Petals a layer.")] = 4,
-    top_k: Annotated[int, typer.Option(help="Petals a token runs beside the backbone.")] = 1,
+        float | None,
+        typer.Option(
+            help="Share of the projections' parameters a token may use; more: 0.8, tomoe: 0.6."
+        ),
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="Petals a layer; more: 4, tomoe and dsmoe: 8.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Petals a token runs; more: 1.")] = None,
     layers: Annotated[
-        str, typer.Option(help="last-half, all, uniform, early-middle, or numbers such as 4,5,6.")
-    ] = "last-half",
+        str | None,
+        typer.Option(
+            help="last-half (more), all (dsmoe), uniform, early-middle, or numbers such as 4,5,6."
+        ),
+    ] = None,
     variant: Annotated[
-        str, typer.Option(help="full, or a comparison: backbone, random, naive, static.")
-    ] = "full",
+        str | None,
+        typer.Option(
+            help="full, or a comparison; more: backbone, random, naive, static; dsmoe: top-k, "
+            "no-straight-through, no-piecewise."
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; tomoe, dsmoe.")] = None,
+    materialize: Annotated[
+        bool | None, typer.Option("--materialize", help="tomoe: a copy of its weights an expert.")
+    ] = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(help="Also measure this variant at the same active width. Repeatable."),
+        typer.Option(
+            help="Also measure this variant at the same active ratio; tomoe: more or static. "
+            "Repeatable."
+        ),
     ] = None,
     option: Annotated[
         list[str] | None,
@@ -146,15 +166,16 @@ def carve(
 ) -> None:
     """Turn a dense model into a mixture of experts."""
     given: dict[str, Any] = {
-        "method": method,
         "active": active,
         "experts": experts,
         "top_k": top_k,
         "layers": layers,
         "variant": variant,
-        "seed": seed,
-        **options(option),
+        "steps": steps,
+        "materialize": materialize,
     }
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {"method": method, "seed": seed, **options(option)}
     recipe = Recipe(
         model=model,
         out=str(out),
@@ -270,7 +291,7 @@ def tune(
     ] = "",
     what: Annotated[str, typer.Option(help="condensed, routers, lora or all.")] = "condensed",
     teacher: Annotated[
-        str, typer.Option(metavar="MODEL", help="The original model; for --what routers.")
+        str, typer.Option(metavar="MODEL", help="Learn from this original, not from the text.")
     ] = "",
     steps: Annotated[int | None, typer.Option(min=1, help="Steps; default: --epochs.")] = None,
     epochs: Annotated[float, typer.Option(help="Times that the text passes.")] = 1.0,
@@ -501,6 +522,14 @@ def options(pairs: list[str] | None) -> dict[str, Any]:
     return given
 
 
+def numbers(text: str) -> list[float]:
+    """Numbers between commas."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise MoesaicError(f"{text!r} is not a list of numbers such as 0.3,0.5.") from None
+
+
 @app.command("run", epilog=example("moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder"))
 def run_file(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="A recipe.")],
@@ -540,11 +569,34 @@ def evaluate(
     data: EvalData = "",
     length: EvalLength = 512,
     max_tokens: MaxTokens = None,
+    tau: Annotated[
+        str, typer.Option(help="Thresholds of the gates to measure at, such as 0.3,0.5,0.7.")
+    ] = "",
+    draw: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="With --tau: draw what was measured.")
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Perplexity, parameters and active ratio, measured on routed tokens."""
+    if draw and not tau:
+        raise MoesaicError("--draw draws a sweep over thresholds; give them with --tau.")
+    if tau:
+        points = measuring.sweep(
+            model,
+            numbers(tau),
+            data=data,
+            length=length,
+            max_tokens=max_tokens,
+            device=check_device(device),
+            dtype=parse_dtype(dtype),
+            track=bars,
+        )
+        if draw:
+            draw.write_text(report.sweep(points, f"{model}, by threshold"), "utf-8")
+        emit(as_json, {"sweep": points}, columns({f"tau {p['tau']:g}": p for p in points}))
+        return
     names = {"model": model} | ({"against": against} if against else {})
     scores = {
         key: measuring.evaluate(
@@ -573,14 +625,20 @@ def bench(
     length: Annotated[int, typer.Option(min=2, help="Prompt tokens.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, help="Decoding steps a round.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Counted rounds, after one of warm-up.")] = 5,
+    engine: Annotated[str, typer.Option(help=f"{', '.join(benching.ENGINES)}.")] = "transformers",
+    type: Annotated[
+        str, typer.Option(help=f"Of weights converted for llamacpp: {', '.join(TYPES)}.")
+    ] = "f32",
     device: Device = "cpu",
     dtype: Dtype = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Prefill and decode speed in interleaved rounds, and peak memory."""
+    """Speed in interleaved rounds beside the ideal one, peak memory and file size."""
     names = {"model": model} | ({"against": against} if against else {})
-    figures = measuring.bench(
+    figures = benching.bench(
         names,
+        engine=engine,
+        type=type,
         length=length,
         new_tokens=new_tokens,
         rounds=rounds,
@@ -589,7 +647,9 @@ def bench(
         track=bars,
     )
     result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
-    emit(as_json, result, columns({names.get(key, key): figures[key] for key in figures}))
+    table = columns({names[key]: figures[key] for key in names})
+    said = report.speed_words(figures.get("ratio", {}))
+    emit(as_json, result, Group(table, *said))
 
 
 @app.command(epilog=example("moesaic inspect out"))
@@ -642,6 +702,51 @@ def apply(
     """Rebuild a result from its base and its plan."""
     run.apply(base, plan, out, overwrite)
     emit(as_json, {"out": str(out)}, f"Checkpoint in {out}")
+
+
+@app.command(epilog=example("moesaic export out out-native --to native"))
+def export(
+    model: Model,
+    out: Out,
+    to: Annotated[str, typer.Option(help="native (a checkpoint) or gguf (a file).")] = "native",
+    target: Annotated[
+        str, typer.Option(help="The architecture; default: the one with the least to compute.")
+    ] = "",
+    ep: Annotated[
+        int, typer.Option(min=1, help="Expert-parallel size that the experts must divide by.")
+    ] = 1,
+    untie: Annotated[
+        bool, typer.Option("--untie", help="Write the head as a tensor of its own, for SGLang.")
+    ] = False,
+    type: Annotated[str, typer.Option(help=f"Of a GGUF's weights: {', '.join(TYPES)}.")] = "f32",
+    converter: Annotated[
+        Path | None, typer.Option(help="llama.cpp, or its convert_hf_to_gguf.py; or $LLAMA_CPP.")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
+    given: dict[str, Any] = {"target": target, "ep": ep, "untie": untie, "overwrite": overwrite}
+    if to == "gguf":
+        given |= {"type": type, "converter": converter}
+    record = exporting.export(model, out, to, **given)
+    emit(as_json, record, exported(record))
+
+
+def exported(record: dict[str, Any]) -> Table:
+    """What was written, what it cost, and who loads it."""
+    table = Table(show_header=False)
+    for name in ("out", "model_type", "type", "bytes", "largest_difference"):
+        if name in record:
+            table.add_row(name.replace("_", " "), _figure(record[name]))
+    for name, (before, after) in record.get("costs", {}).items():
+        more = "" if after == before else f", {after / before - 1:+.1%}"
+        table.add_row(name.replace("_", " "), f"{before:,} -> {after:,}{more}")
+    for engine, lacks in record.get("engines", {}).items():
+        table.add_row(
+            engine, "lacks " + "; lacks ".join(lacks) if lacks else "limits met, not run here"
+        )
+    return table
 
 
 @app.command("report", epilog=example("moesaic report out-0.8 out-0.7 --out compare.html"))

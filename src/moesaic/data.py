@@ -81,40 +81,57 @@ def shipped_texts(split: Literal["calibration", "evaluation"], domain: str = "")
 
 
 def load_texts(source: str, split: Literal["calibration", "evaluation"]) -> list[str]:
-    """Documents of a source; see :func:`load_rows`."""
+    """Documents of a source; see :func:`stream_rows`."""
     return [_text_of(row) for row in load_rows(source, split)]
 
 
+def stream_texts(source: str, split: Literal["calibration", "evaluation"]) -> Iterator[str]:
+    """Documents of a source one by one; see :func:`stream_rows`."""
+    return map(_text_of, stream_rows(source, split))
+
+
 def load_rows(source: str, split: Literal["calibration", "evaluation"]) -> list[Any]:
-    """Rows of a source: a file, a hub dataset id, or text that ships.
+    """Rows of a source, of a hub dataset the first 10,000; see :func:`stream_rows`."""
+    return list(stream_rows(source, split, hub_limit=10_000))
+
+
+def stream_rows(
+    source: str, split: Literal["calibration", "evaluation"], hub_limit: int | None = None
+) -> Iterator[Any]:
+    """Rows of a source one by one: a file, a hub dataset id, or text that ships.
 
     Args:
         source: ``""`` for all the text that ships, one of :data:`DOMAINS`, a ``.txt``, ``.jsonl``,
             ``.json`` or ``.parquet`` file, or a hub dataset id, ``name`` or ``name:config``.
         split: which part of the shipped text.
+        hub_limit: rows of a hub dataset at most.
 
-    Returns:
+    Yields:
         texts, or mappings with texts in them.
 
     Raises:
         MoesaicError: the source does not exist or cannot be read.
     """
     if source == "" or source in DOMAINS:
-        return list(shipped_texts(split, source))
+        yield from shipped_texts(split, source)
+        return
     path = Path(source)
     if not path.is_file():
         if path.suffix or path.exists() or source.startswith((".", "/")):
             raise MoesaicError(f"No text file at {source}.")
-        return _hub_rows(source, split)
+        yield from _hub_rows(source, split, hub_limit)
+        return
     try:
         if path.suffix == ".jsonl":
-            return [json.loads(line) for line in path.read_text("utf-8").splitlines() if line]
-        if path.suffix == ".json":
+            with path.open(encoding="utf-8") as lines:
+                yield from (json.loads(line) for line in lines if line.strip())
+        elif path.suffix == ".json":
             rows = json.loads(path.read_text("utf-8"))
-            return rows if isinstance(rows, list) else [rows]
-        if path.suffix == ".parquet":
-            return list(_datasets().Dataset.from_parquet(str(path)))
-        return [path.read_text("utf-8")]
+            yield from rows if isinstance(rows, list) else [rows]
+        elif path.suffix == ".parquet":
+            yield from _datasets().Dataset.from_parquet(str(path))
+        else:
+            yield path.read_text("utf-8")
     except (ValueError, OSError) as error:
         raise MoesaicError(
             f"{source} cannot be read as {path.suffix or 'text'}: {error}"
@@ -140,8 +157,8 @@ def _datasets() -> Any:
     return datasets
 
 
-def _hub_rows(source: str, use: str, limit: int = 10_000) -> list[Any]:
-    """The first rows of a hub dataset: of its train split, or its test split to evaluate."""
+def _hub_rows(source: str, use: str, limit: int | None) -> Iterator[Any]:
+    """Rows of a hub dataset: of its train split, or its test split to evaluate."""
     name, _, config = source.partition(":")
     try:
         datasets = _datasets()
@@ -149,7 +166,7 @@ def _hub_rows(source: str, use: str, limit: int = 10_000) -> list[Any]:
         order = ("test", "validation") if use == "evaluation" else ("train",)
         split = next((s for s in order if s in splits), splits[0])
         rows = datasets.load_dataset(name, config or None, split=split, streaming=True)
-        return list(rows.take(limit))
+        yield from rows if limit is None else rows.take(limit)
     except MoesaicError:
         raise
     except Exception as error:
@@ -220,6 +237,22 @@ def calibration_tokens(
 
 def _mixed(source: str, tokenizer: Any, samples: int, length: int, seed: int) -> Tokens:
     """Windows of several sources in proportion to their weights, such as ``code=3,prose=1``."""
+    weights = mix_weights(source)
+    shares = split_evenly(samples, list(weights.values()))
+    parts = [
+        calibration_tokens(name, tokenizer, share, length, seed).input_ids
+        for name, share in zip(weights, shares, strict=True)
+        if share
+    ]
+    return Tokens(torch.cat(parts))
+
+
+def mix_weights(source: str) -> dict[str, float]:
+    """Sources and their weights, of a mix such as ``code=3,prose=1``.
+
+    >>> mix_weights("code=3,prose=1")
+    {'code': 3.0, 'prose': 1.0}
+    """
     weights: dict[str, float] = {}
     for pair in source.split(","):
         name, _, weight = pair.rpartition("=")
@@ -229,16 +262,10 @@ def _mixed(source: str, tokenizer: Any, samples: int, length: int, seed: int) ->
             weights[name.strip()] = 0.0
     if "" in weights or min(weights.values()) <= 0:
         raise MoesaicError(
-            f"--calibration {source!r} is not a mix such as code=3,prose=1: a source and its "
+            f"{source!r} is not a mix such as code=3,prose=1: a source and its "
             "weight, above 0, for each part."
         )
-    shares = split_evenly(samples, list(weights.values()))
-    parts = [
-        calibration_tokens(name, tokenizer, share, length, seed).input_ids
-        for name, share in zip(weights, shares, strict=True)
-        if share
-    ]
-    return Tokens(torch.cat(parts))
+    return weights
 
 
 def split_evenly(total: int, weights: Sequence[float]) -> list[int]:

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from moesaic import hub
 from moesaic.checkpoint import skeleton
-from moesaic.data import Tokens, evaluation_tokens, shipped_texts
+from moesaic.data import DOMAINS, Tokens, evaluation_tokens, shipped_texts
 from moesaic.errors import MoesaicError
 from moesaic.hub import Source, resolve
+from moesaic.metrics.perplexity import perplexity
 from moesaic.metrics.routing import trace
 from moesaic.metrics.score import Score, score
 from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratio
+from moesaic.nn import ThresholdRouter
 from moesaic.progress import Track, silent
 from moesaic.recipe import Evaluation
 
@@ -46,38 +47,36 @@ def evaluate(
     return score(model, tokens, track)
 
 
-def bench(
-    models: dict[str, str],
+def sweep(
+    model: str,
+    taus: Sequence[float],
     *,
+    data: str = "",
     length: int = 512,
-    new_tokens: int = 32,
-    rounds: int = 5,
+    max_tokens: int | None = None,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     track: Track = silent,
-) -> dict[str, dict[str, Any]]:
-    """Speed of models in one interleaved run, and the peak memory of each in its own process."""
-    sources = {name: resolve(model) for name, model in models.items()}
-    loaded = {name: source.load(device, dtype) for name, source in sources.items()}
-    first = next(iter(sources.values()))
-    prompt = evaluation_tokens("", first.tokenizer, length, length).input_ids
-    speeds = compare_speed(loaded, prompt, new_tokens, rounds, track)
-    active = {name: _size(model) for name, model in loaded.items()}
-    loaded.clear()
-    return {
-        name: {
-            **speed_json(speeds[name]),
-            "peak_memory_bytes": _memory(source, length, new_tokens, device, dtype),
-            "active_parameters": active[name],
-        }
-        for name, source in sources.items()
-    }
+) -> list[dict[str, Any]]:
+    """Perplexity and active ratio of a model at several thresholds of its gates (DSMoE, App. A).
 
-
-def _size(model: Any) -> int:
-    if hub.base_arch_or_any(model.config) is None:
-        return sum(p.numel() for p in model.parameters())
-    return model_size(model).active_parameters
+    Raises:
+        MoesaicError: the model's routers have no threshold.
+    """
+    source = resolve(model)
+    live = source.load(device, dtype)
+    gates = [m for m in live.modules() if isinstance(m, ThresholdRouter)]
+    if not gates:
+        raise MoesaicError(f"{model} has no gates with a threshold; --tau is for carve's dsmoe.")
+    if not taus or not all(0 <= tau < 1 for tau in taus):
+        raise MoesaicError("--tau takes thresholds of at least 0, below 1, such as 0.3,0.5,0.7.")
+    tokens = evaluation_tokens(data, source.tokenizer, length, max_tokens)
+    points = []
+    for tau in taus:
+        for gate in gates:
+            gate.tau = tau
+        points.append({"tau": tau, **score(live, tokens, _named(track, f"{tau:g}")).as_json()})
+    return points
 
 
 def speed_json(speed: Speed) -> dict[str, Any]:
@@ -88,6 +87,7 @@ def speed_json(speed: Speed) -> dict[str, Any]:
         "decode_tokens_per_second": speed.decode.median,
         "decode_spread": list(speed.decode.spread),
         "first_token_seconds": speed.first_token.median,
+        "first_token_spread": list(speed.first_token.spread),
     }
 
 
@@ -169,6 +169,7 @@ def measure(
     scores: dict[str, Score] = {}
     generations: dict[str, str] = {}
     samples: list[dict[str, Any]] = []
+    active: dict[str, dict[str, float]] = {}
     timed: dict[str, Any] = {}
     for name, load in loaders.items():
         model = load()
@@ -176,17 +177,24 @@ def measure(
         generations[name] = generate(model, tokenizer, settings.prompt, settings.new_tokens)
         if name == "result":
             samples = colour_samples(model, tokenizer)
+            active = activity(model, tokenizer, settings.length)
         if name not in comparisons and settings.rounds:
             timed[name] = model
     record: dict[str, Any] = {
         "evaluation": {"data": settings.data or "shipped", "length": settings.length},
         "scores": {name: s.as_json() for name, s in scores.items()},
         "routing": {
-            str(i): {"share": r.share, "jsd": r.jsd, "active_width": r.active_width}
+            str(i): {
+                "share": r.share,
+                "jsd": r.jsd,
+                "active_width": r.active_width,
+                **({"idle": r.idle / r.tokens} if r.idle else {}),
+            }
             for i, r in scores["result"].routing.items()
         },
         "generation": {"prompt": settings.prompt, **generations},
         "samples": samples,
+        **({"activity": active} if active else {}),
     }
     if settings.rounds:
         prompt = tokens.input_ids[:1, :512]
@@ -194,7 +202,7 @@ def measure(
         timed.clear()
         record["speed"] = {
             name: speed_json(speeds[name])
-            | {"peak_memory_bytes": _memory(source, prompt.shape[1], 8, device, dtype)}
+            | {"peak_memory_bytes": memory(source, prompt.shape[1], 8, device, dtype)}
             for name, source in (("original", original), ("result", result))
         }
         record["speed_ratio"] = {
@@ -204,9 +212,10 @@ def measure(
     return record
 
 
-def _memory(
+def memory(
     source: Source, length: int, new_tokens: int, device: str, dtype: torch.dtype | None
 ) -> int:
+    """Bytes at the peak of one prompt and some decoding, in a process of its own."""
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
     return peak_memory(source.folder, length, new_tokens, device, name)
 
@@ -231,6 +240,23 @@ def colour_samples(model: Any, tokenizer: Any, tokens: int = 160) -> list[dict[s
             }
         )
     return samples
+
+
+def activity(
+    model: Any, tokenizer: Any, length: int, tokens: int = 2048
+) -> dict[str, dict[str, float]]:
+    """Mean petals that a token runs, by domain of the shipped evaluation text and by layer.
+
+    Empty where that number is the same for every token.
+    """
+    if not any(isinstance(m, ThresholdRouter) for m in model.modules()):
+        return {}
+    found = {}
+    for domain in DOMAINS:
+        text = evaluation_tokens(domain, tokenizer, length, tokens)
+        routing = perplexity(model, text).routing
+        found[domain] = {str(i): r.calls for i, r in routing.items()}
+    return found
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:

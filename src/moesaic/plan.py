@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
+from moesaic.overlapping import OverlappingLayer
 
 FORMAT = 1
 JSON_NAME, TENSORS_NAME = "plan.json", "plan.safetensors"
@@ -26,7 +27,7 @@ JSON_NAME, TENSORS_NAME = "plan.json", "plan.safetensors"
 
 @dataclass(frozen=True)
 class CarvedLayer:
-    """A dense FFN cut into a backbone that every token runs and petals of which it runs top-k.
+    """A dense FFN cut into a backbone that every token runs and petals of which it runs some.
 
     Neurons are reordered so that the backbone and every petal are contiguous. An ``order_M``
     shorter than the original width drops neurons (static pruning does, MoRE never).
@@ -48,6 +49,8 @@ class CarvedLayer:
     """A down projection in carved order that takes the place of the base's own."""
     bias_RD: Tensor | None = None
     """An output bias of every petal; without petals one row."""
+    gate: dict[str, Any] = field(default_factory=dict)
+    """Options of a router that weighs petals; with a threshold ``top_k`` is the most that run."""
 
     def __post_init__(self) -> None:
         width = self.backbone + sum(self.petals)
@@ -59,6 +62,8 @@ class CarvedLayer:
             raise ValueError(f"top_k {self.top_k} of {len(self.petals)} petals")
         if (self.router_RD is None) != (not self.petals):
             raise ValueError("a router is needed for petals, and only for petals")
+        if self.gate and len(set(self.petals)) > 1:
+            raise ValueError("petals that are weighed are of one size")
 
     @property
     def active_width(self) -> float:
@@ -74,6 +79,7 @@ class CarvedLayer:
             "petals": list(self.petals),
             "top_k": self.top_k,
             "routing": self.routing,
+            **({"gate": self.gate} if self.gate else {}),
             **({} if self.bias_RD is None else {"bias": True}),
         }
 
@@ -96,6 +102,7 @@ class CarvedLayer:
             top_k=header["top_k"],
             routing=header["routing"],
             router_RD=tensors.get("router"),
+            gate=header.get("gate", {}),
             router_bias_R=tensors.get("router_bias"),
             down_DM=tensors.get("down"),
             bias_RD=tensors.get("bias"),
@@ -283,11 +290,14 @@ class DroppedLayer:
         return cls()
 
 
-LayerPlan = CarvedLayer | PrunedLayer | SkippingLayer | CondensedLayer | DroppedLayer
+LayerPlan = (
+    CarvedLayer | OverlappingLayer | PrunedLayer | SkippingLayer | CondensedLayer | DroppedLayer
+)
 KINDS: dict[str, Any] = {
     kind.kind: kind
     for kind in (
         CarvedLayer,
+        OverlappingLayer,
         PrunedLayer,
         MergedLayer,
         SkippingLayer,
@@ -424,12 +434,16 @@ class Progress:
             done[record["name"], record["layer"]] = (layer, record["analysis"])
         return done
 
-    def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
-        """Keep a finished layer; it is there whole or not at all."""
+    def begin(self) -> None:
+        """Note whose the folder is."""
         self.folder.mkdir(parents=True, exist_ok=True)
         note = self.folder / "request.json"
         if not note.exists():
             note.write_text(json.dumps(self.request))
+
+    def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
+        """Keep a finished layer; it is there whole or not at all."""
+        self.begin()
         record = {"name": name, "layer": index, "header": layer.header(), "analysis": analysis}
         file = self.folder / f"layer-{index:04d}-{name}.safetensors"
         partial = file.with_suffix(".writing")

@@ -7,23 +7,27 @@ processes give the losses of one with the same global batch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from moesaic.errors import MoesaicError
+from moesaic.progress import Track
 
 IGNORED = -100
 """The label of a token that is not predicted: a prompt's, or padding."""
-TRAINED_NAME = "trained.safetensors"
+TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
+DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
 
 Example = dict[str, list[int]]
 """input_ids and labels of one text."""
@@ -42,11 +46,15 @@ class Schedule:
     """Batches before the weights move."""
     lr: float
     warmup: float
-    """The share of the steps in which the rate rises from 0; then a cosine brings it to 0."""
+    """The share of the steps in which the rate rises from 0."""
     weight_decay: float
     seed: int
     save_every: int
     """Steps between checkpoints."""
+    decay: str = "cosine"
+    """What becomes of the rate after the warm-up: cosine or constant."""
+    recompute: bool = False
+    """Gradient checkpointing: half as much again in time, for much less memory."""
 
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -70,6 +78,42 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
     }
 
 
+# --- what is minimised ---------------------------------------------------------------------------
+
+
+class Objective(Protocol):
+    """What training minimises, where that is not the model's own next-token loss."""
+
+    def __call__(
+        self, model: nn.Module, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a batch, and figures to log, as sums over the tokens of :func:`predicting`.
+
+        What is minimised and logged is their mean over all such tokens of a step.
+        """
+
+    def stepped(self, figures: dict[str, float]) -> dict[str, float]:
+        """Takes the figures of a step that is done; may adapt itself. Returns more to log."""
+
+    state: dict[str, float]
+    """What it has adapted, and a resumed run continues from."""
+
+
+def predicting(labels_BL: Tensor) -> Tensor:
+    """Which tokens are followed by one that is to be predicted (B, L), bool.
+
+    >>> predicting(torch.tensor([[-100, -100, 5, 6]])).tolist()
+    [[False, True, True, False]]
+    """
+    return F.pad(labels_BL[:, 1:] != IGNORED, (0, 1))
+
+
+def next_token_loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
+    """Sum of the cross-entropy of the next token, over the tokens that have a label."""
+    logits, labels = logits_BLV[:, :-1].flatten(0, 1).float(), labels_BL[:, 1:].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+
+
 def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     """Sum of KL(teacher || student) of the next token, over the tokens that have a label.
 
@@ -84,10 +128,34 @@ def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tenso
     return F.kl_div(student, teacher, reduction="sum", log_target=True)
 
 
-class _Loop(Trainer):  # type: ignore[misc]
-    """Keeps only what trains in its checkpoints, and may learn from a teacher."""
+class Distillation:
+    """The target is a teacher's next-token distribution."""
 
-    teacher: Any = None
+    def __init__(self, teacher: Any) -> None:
+        self.teacher = teacher.eval()
+        self.state: dict[str, float] = {}
+
+    def __call__(
+        self, model: nn.Module, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        with torch.no_grad():
+            taught = self.teacher.to(logits.device)(**inputs).logits
+        return distillation_loss(logits, taught, labels), {}
+
+    def stepped(self, figures: dict[str, float]) -> dict[str, float]:
+        return {}
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+class _Loop(Trainer):  # type: ignore[misc]
+    """Keeps only what trains in its checkpoints, and may have an objective of its own."""
+
+    objective: Objective | None = None
+    _sums: dict[str, Tensor] | None = None
 
     def compute_loss(
         self,
@@ -96,18 +164,28 @@ class _Loop(Trainer):  # type: ignore[misc]
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        if self.teacher is None:
+        if self.objective is None:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        labels = inputs.pop("labels")
-        outputs = model(**inputs)
-        with torch.no_grad():
-            taught = self.teacher(**inputs).logits
-        loss = distillation_loss(outputs.logits, taught, labels)
+        count = predicting(inputs["labels"]).sum()
+        loss, figures = self.objective(model, inputs)
+        sums = {"tokens": count, **figures}
+        known = self._sums or {}
+        self._sums = {k: known.get(k, 0) + v.detach() for k, v in sums.items()}
         if num_items_in_batch is None:
-            loss = loss / (labels[:, 1:] != IGNORED).sum().clamp(min=1)
+            loss = loss / count.clamp(min=1)
         else:  # DDP takes the mean of the processes' gradients
             loss = loss * self.accelerator.num_processes / num_items_in_batch
-        return (loss, outputs) if return_outputs else loss
+        return (loss, {}) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *rest: Any, **options: Any) -> None:
+        if self.objective is not None and self._sums is not None and "loss" in logs:
+            names, sums = zip(*self._sums.items(), strict=True)
+            whole = self.accelerator.reduce(torch.stack([s.double() for s in sums]), "sum")
+            tokens, *totals = whole.tolist()
+            figures = {n: t / max(1, tokens) for n, t in zip(names[1:], totals, strict=True)}
+            logs = {**logs, **figures, **self.objective.stepped(figures)}
+            self._sums = None
+        super().log(logs, *rest, **options)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         model = self.accelerator.unwrap_model(self.model)
@@ -117,6 +195,8 @@ class _Loop(Trainer):  # type: ignore[misc]
         folder.mkdir(parents=True, exist_ok=True)
         trained = {n: state[n].detach().cpu().contiguous() for n in wanted}
         save_file(trained, folder / TRAINED_NAME)
+        if self.objective is not None:
+            (folder / STATE_NAME).write_text(json.dumps(self.objective.state))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         trained = load_file(Path(resume_from_checkpoint) / TRAINED_NAME)
@@ -124,6 +204,9 @@ class _Loop(Trainer):  # type: ignore[misc]
         _, unexpected = model.load_state_dict(trained, strict=False)
         if unexpected:
             raise MoesaicError(f"{resume_from_checkpoint} holds another run: {unexpected[0]}.")
+        if self.objective is not None:
+            state = (Path(resume_from_checkpoint) / STATE_NAME).read_text()
+            self.objective.state = json.loads(state)
 
 
 class _Told(TrainerCallback):  # type: ignore[misc]
@@ -137,14 +220,31 @@ class _Told(TrainerCallback):  # type: ignore[misc]
             self.tell(state.global_step, state.max_steps, logs)
 
 
+class Bar:
+    """Turns calls into the passing of items, which is what a progress bar is drawn of."""
+
+    def __init__(self, track: Track) -> None:
+        self._track = track
+        self._passing: Any = None
+
+    def tell(self, step: int, of: int, logs: dict[str, float]) -> None:
+        if self._passing is None:
+            self._passing = iter(self._track(range(step, of + 1), "Training", of + 1 - step))
+        next(self._passing, None)
+
+    def close(self) -> None:
+        for _ in self._passing or ():
+            pass
+
+
 def train(
     model: Any,
-    examples: Sequence[Example],
+    examples: Sequence[Example] | IterableDataset[Example],
     schedule: Schedule,
     folder: Path,
     *,
     trainable: Mapping[str, nn.Parameter],
-    teacher: Any = None,
+    objective: Objective | None = None,
     device: str = "cpu",
     tell: Any = lambda step, of, logs: None,
 ) -> list[dict[str, float]]:
@@ -153,24 +253,28 @@ def train(
     Args:
         model: a causal language model. What trains is held in float32; a narrower model computes
             in its own type.
-        examples: texts as token ids and labels.
+        examples: texts as token ids and labels; a stream needs ``schedule.steps``.
         schedule: how long and how fast.
         folder: for checkpoints; training continues from the last one found there.
         trainable: the parameters that train, by name; all others are frozen.
-        teacher: a model whose next-token distribution is the target, instead of the text.
+        objective: what to minimise instead of the model's own next-token loss.
         device: cpu, or whatever accelerator there is.
         tell: called with step, steps and figures.
 
     Returns:
-        step, loss and learning rate of every step.
+        step, loss, learning rate and the objective's figures of every step.
     """
     dtype = model.dtype
     if not trainable:
         raise MoesaicError("Nothing is left to train.")
     model.requires_grad_(False)
+    types = {name: parameter.dtype for name, parameter in trainable.items()}
     for parameter in trainable.values():
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
+    if schedule.recompute:
+        name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+        getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=schedule.steps or -1,
@@ -179,7 +283,7 @@ def train(
         gradient_accumulation_steps=schedule.accumulate,
         learning_rate=schedule.lr,
         warmup_steps=schedule.warmup,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type=DECAYS[schedule.decay],
         weight_decay=schedule.weight_decay,
         seed=schedule.seed,
         data_seed=schedule.seed,
@@ -197,15 +301,21 @@ def train(
     loop = _Loop(
         model=model,
         args=arguments,
-        train_dataset=list(examples),
+        train_dataset=examples if isinstance(examples, IterableDataset) else list(examples),
         data_collator=collate,
         callbacks=[_Told(tell)],
     )
-    loop.teacher = None if teacher is None else teacher.to(arguments.device).eval()
+    loop.objective = objective
     loop.remove_callback(PrinterCallback)
     last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     loop.train(resume_from_checkpoint=last)
-    for parameter in trainable.values():
-        parameter.data = parameter.data.to(dtype)
-    keys = ("step", "loss", "learning_rate")
-    return [{k: log[k] for k in keys} for log in loop.state.log_history if "loss" in log]
+    if schedule.recompute:
+        getattr(model, f"{name}_checkpointing_disable")()
+    for name, parameter in trainable.items():
+        parameter.data = parameter.data.to(types[name])
+    left_out = ("epoch", "grad_norm")
+    return [
+        {k: v for k, v in log.items() if k not in left_out}
+        for log in loop.state.log_history
+        if "loss" in log
+    ]

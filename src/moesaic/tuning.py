@@ -19,7 +19,7 @@ from moesaic.methods.tuning import TuneConfig, trainable
 from moesaic.moe import MoEArch, base_arch
 from moesaic.plan import JSON_NAME, Plan
 from moesaic.progress import Track, silent
-from moesaic.training import train
+from moesaic.training import Bar, Distillation, train
 
 
 @dataclass
@@ -120,7 +120,7 @@ def tune(
         plan = plan if plan is not None else _plan(original)
         tuned, chosen = live, trainable(live, arch, config.what, plan)  # type: ignore[arg-type]
     count = sum(p.numel() for p in chosen.values())
-    bar = _Bar(track)
+    bar = Bar(track)
     with TemporaryDirectory(prefix="moesaic-") as scratch:
         losses = train(
             tuned,
@@ -128,7 +128,7 @@ def tune(
             config.schedule,
             progress or Path(scratch),
             trainable=chosen,
-            teacher=teacher,
+            objective=None if teacher is None else Distillation(teacher),
             device=device,
             tell=bar.tell,
         )
@@ -147,20 +147,3 @@ def _with_lora(model: Any, config: TuneConfig) -> tuple[Any, dict[str, torch.nn.
     options = {"r": config.rank, "lora_alpha": 2 * config.rank, "target_modules": "all-linear"}
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
     return adapted, {n: p for n, p in adapted.named_parameters() if p.requires_grad}
-
-
-class _Bar:
-    """Turns calls into the passing of items, which is what a progress bar is drawn of."""
-
-    def __init__(self, track: Track) -> None:
-        self._track = track
-        self._passing: Any = None
-
-    def tell(self, step: int, of: int, logs: dict[str, float]) -> None:
-        if self._passing is None:
-            self._passing = iter(self._track(range(step, of + 1), "Training", of + 1 - step))
-        next(self._passing, None)
-
-    def close(self) -> None:
-        for _ in self._passing or ():
-            pass

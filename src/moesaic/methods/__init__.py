@@ -4,16 +4,18 @@ from typing import Any
 
 from moesaic.methods.base import Carver, carve_layers
 from moesaic.methods.condense import CondenseConfig
+from moesaic.methods.dsmoe import DSMoE, DSMoEConfig
 from moesaic.methods.more import MoRE, MoREConfig
 from moesaic.methods.naee import PruneConfig, Pruner
 from moesaic.methods.skipping import SkipConfig, Skipper
+from moesaic.methods.tomoe import ToMoEConfig
 from moesaic.methods.tuning import TuneConfig
 
 CARVERS = {MoREConfig: MoRE}
 """A carving method by the class of its config."""
 
 STEPS: dict[str, dict[str, Any]] = {
-    "carve": {"more": MoREConfig},
+    "carve": {"more": MoREConfig, "tomoe": ToMoEConfig, "dsmoe": DSMoEConfig},
     "prune": {"naee": PruneConfig},
     "skip": {"naee": SkipConfig},
     "condense": {"cd-moe": CondenseConfig},
@@ -26,12 +28,15 @@ __all__ = [
     "STEPS",
     "Carver",
     "CondenseConfig",
+    "DSMoE",
+    "DSMoEConfig",
     "MoRE",
     "MoREConfig",
     "PruneConfig",
     "Pruner",
     "SkipConfig",
     "Skipper",
+    "ToMoEConfig",
     "TuneConfig",
     "carve_layers",
 ]

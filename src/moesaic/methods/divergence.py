@@ -8,24 +8,27 @@ Shape suffixes: N any number of tokens or candidates, D hidden size.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
+
+TINY = torch.finfo(torch.float32).tiny
+"""What a mean of two zeros counts as: nothing is lost and no logarithm fails."""
 
 
 def js(p_ND: Tensor, q_ND: Tensor) -> Tensor:
     """Jensen-Shannon divergence of softmax(p) and softmax(q) over D (N,); 0 to ln 2.
 
-    JS = (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2. Arguments broadcast.
+    JS = (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2. Arguments broadcast, the second one
+    whole: a search scores many q against one p. In place, since that is all a search does.
 
     >>> js(torch.tensor([[100.0, 0.0]]), torch.tensor([[0.0, 100.0]]))
     tensor([0.6931])
     """
     log_p, log_q = (x.float().log_softmax(-1) for x in (p_ND, q_ND))
     p, q = log_p.exp(), log_q.exp()
-    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    return (p * (log_p - log_m) + q * (log_q - log_m)).sum(-1).clamp(min=0) / 2
+    log_m = torch.add(p / 2, q, alpha=0.5).clamp_(min=TINY).log_()
+    q_part = log_q.sub_(log_m).mul_(q)
+    return q_part.addcmul_(p, log_m.neg_().add_(log_p)).sum(-1).clamp(min=0) / 2
 
 
 def kl(p_ND: Tensor, q_ND: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch import DenseFFN
-from moesaic.budget import LayerSize, Split, ffn_share, split_for_target
+from moesaic.budget import LayerSize, Split, chosen_layers, ffn_share, split_for_target
 from moesaic.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.errors import MoesaicError
 from moesaic.methods.routers import fit_router, neuron_weights
@@ -278,29 +278,6 @@ def prototypes(
 
 
 # --- The method ----------------------------------------------------------------------------------
-
-
-def chosen_layers(spec: str | tuple[int, ...] | list[int], count: int) -> list[int]:
-    """Which layers to carve (paper, App. E.4 and Table 12)."""
-    named = {
-        "all": range(count),
-        "last-half": range(count // 2, count),
-        "uniform": range(1, count, 2),
-        "early-middle": range(count // 2),
-    }
-    if isinstance(spec, str):
-        if spec in named:
-            return list(named[spec])
-        try:
-            spec = tuple(int(part) for part in spec.split(","))
-        except ValueError:
-            raise MoesaicError(
-                f"--layers {spec!r} is none of {', '.join(named)}, nor numbers such as 4,5,6."
-            ) from None
-    layers = sorted(set(spec))
-    if not layers or layers[0] < 0 or layers[-1] >= count:
-        raise MoesaicError(f"--layers must name layers from 0 to {count - 1}; got {list(spec)}.")
-    return layers
 
 
 class MoRE:

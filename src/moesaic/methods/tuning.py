@@ -36,7 +36,8 @@ class TuneConfig:
     data: str = ""
     """Text to train on; rows with a question and an answer are trained on the answer only."""
     teacher: str = ""
-    """routers: the original model."""
+    """The original model: its next-token distribution is then the target, not the text's. Routers
+    need it."""
     length: int = 512
     """Tokens of a text at most."""
     steps: int | None = None
@@ -58,10 +59,8 @@ class TuneConfig:
     def __post_init__(self) -> None:
         if self.what not in WHATS:
             raise MoesaicError(f"Unknown --what {self.what!r}; choose from {', '.join(WHATS)}.")
-        if (self.what == "routers") != bool(self.teacher):
-            raise MoesaicError(
-                "--what routers learns from the original model: it needs --teacher, and only it."
-            )
+        if self.what == "routers" and not self.teacher:
+            raise MoesaicError("--what routers learns from the original model: name it, --teacher.")
         if not 0 <= self.warmup < 1:
             raise MoesaicError(f"--warmup {self.warmup:g} is a share of the steps, below 1.")
         for name in ("length", "batch", "accumulate", "rank", "save_every"):

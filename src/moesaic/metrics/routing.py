@@ -25,6 +25,8 @@ class Routing:
     tokens: int = 0
     counts: list[int] = field(default_factory=list)
     """Tokens that ran each petal."""
+    idle: int = 0
+    """Tokens that ran no petal."""
 
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * len(self.petals)
@@ -87,9 +89,15 @@ def routers(model: Any) -> dict[int, tuple[nn.Module, Routing]]:
 
 
 def _choice(out: Any) -> Tensor:
-    """The experts that a router chose (T, K): ours returns them alone, others as the last part."""
-    chosen_TK: Tensor = out[-1] if isinstance(out, tuple) else out
-    return chosen_TK
+    """The experts that a router chose (T, K): ours returns them alone, others as the last part.
+
+    A router that weighs returns weights (T, R): heaviest first, and the number R where it is zero.
+    """
+    chosen: Tensor = out[-1] if isinstance(out, tuple) else out
+    if not chosen.is_floating_point():
+        return chosen
+    weights_TR, chosen_TR = chosen.sort(dim=-1, descending=True, stable=True)
+    return chosen_TR.masked_fill(weights_TR == 0, chosen.shape[-1])
 
 
 @contextmanager
@@ -111,6 +119,7 @@ def _counter(layer: Routing) -> Any:
         chosen_TK = _choice(out)
         experts = len(layer.petals)
         layer.tokens += chosen_TK.shape[0]
+        layer.idle += int((chosen_TK == experts).all(-1).sum())
         new = torch.bincount(chosen_TK.flatten(), minlength=experts)[:experts].tolist()
         layer.counts = [a + b for a, b in zip(layer.counts, new, strict=True)]
 

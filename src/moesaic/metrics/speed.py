@@ -7,8 +7,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def _clock(device: torch.device) -> float:
 @torch.inference_mode()
 def _round(model: Any, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
     """Seconds for the prompt, and for ``new_tokens`` greedy steps after it."""
+    prompt = prompt.to(model.device)
     start = _clock(prompt.device)
     out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
     token = out.logits[:, -1:].argmax(-1)
@@ -62,8 +64,24 @@ def _round(model: Any, prompt: torch.Tensor, new_tokens: int) -> tuple[float, fl
     return prefilled - start, _clock(prompt.device) - prefilled
 
 
+Runner = Callable[[torch.Tensor, int], tuple[float, float]]
+"""Takes a prompt and a number of new tokens, returns the seconds of each part."""
+
+
 def compare_speed(
     models: Mapping[str, Any],
+    prompt: torch.Tensor,
+    new_tokens: int = 32,
+    rounds: int = 5,
+    track: Track = silent,
+) -> dict[str, Speed]:
+    """Time models of transformers in turn; see :func:`interleaved`."""
+    runners = {name: partial(_round, model) for name, model in models.items()}
+    return interleaved(runners, prompt, new_tokens, rounds, track)
+
+
+def interleaved(
+    runners: Mapping[str, Runner],
     prompt: torch.Tensor,
     new_tokens: int = 32,
     rounds: int = 5,
@@ -72,15 +90,15 @@ def compare_speed(
     """Time models in turn, round by round, after one round of warm-up.
 
     Args:
-        models: by name.
+        runners: by name.
         prompt: int64 (1, L).
         new_tokens: greedy decoding steps a round.
         rounds: counted rounds.
     """
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runners}
     for number in track(range(rounds + 1), "Speed", rounds + 1):
-        for name, model in models.items():
-            took = _round(model, prompt.to(model.device), new_tokens)
+        for name, run in runners.items():
+            took = run(prompt, new_tokens)
             if number:
                 seconds[name].append(took)
     return {
@@ -96,6 +114,30 @@ def compare_speed(
 def ratio(ours: Timing, theirs: Timing) -> Timing:
     """Round by round, ours over theirs: what to quote, since machines drift."""
     return Timing(tuple(a / b for a, b in zip(ours.values, theirs.values, strict=True)))
+
+
+def against(ours: Speed, theirs: Speed, ideal: float) -> dict[str, dict[str, Any]]:
+    """How much faster ours is, beside what its active parameters alone would allow.
+
+    Args:
+        ours: of the result.
+        theirs: of the model it is compared with, from the same rounds.
+        ideal: their active parameters over ours, head and embeddings included.
+
+    Returns:
+        for ``prefill`` and ``decode`` the median ``ratio`` of the rounds, its ``spread``, the
+        ``ideal`` one, and the ``share`` of it that is reached.
+    """
+    found = {}
+    for what in ("prefill", "decode"):
+        rounds = ratio(getattr(ours, what), getattr(theirs, what))
+        found[what] = {
+            "ratio": rounds.median,
+            "spread": list(rounds.spread),
+            "ideal": ideal,
+            "share": rounds.median / ideal,
+        }
+    return found
 
 
 def peak_memory(folder: Path, length: int, new_tokens: int, device: str, dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""The carved FFN: a backbone that every token runs, and petals of which it runs top-k.
+"""The carved FFN: a backbone that every token runs, and petals of which it runs some.
 
 One copy of each weight, under the base's own names. Neurons are ordered so that the backbone and
 every petal are contiguous: an expert is a slice.
@@ -14,15 +14,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch import DenseFFN, FFNNames, dense_ffn
-from moesaic.nn.routers import Router, chosen, running
+from moesaic.arch import DenseFFN, FFNNames, assembled, dense_ffn
+from moesaic.nn.routers import WEIGHING, by_neuron, chosen, make_router, norm_scale, running
 
 WIDE = 1 << 14
 """Weights of one of a petal's projections from which a token's own petals are worth the calls."""
 
+CROWDED = 0.65
+"""Where more than this share of petals is active, one product over all of them is faster."""
+
 
 class CarvedFFN(nn.Module):
-    """A feed-forward block of which each token runs a part. Weight one, no rescale (MoRE Eq. 12).
+    """A feed-forward block of which each token runs a part.
+
+    Petals have weight one (MoRE Eq. 12); those of a router that weighs have its weights, times
+    petals over active petals (DSMoE Eq. 8).
 
     Args:
         projections: the base block's linear modules by name, of the carved width.
@@ -30,8 +36,9 @@ class CarvedFFN(nn.Module):
         names: which projection is gate, up and down.
         petals: neurons of each petal; what is left of the width is the backbone.
         top_k: petals a token runs.
-        routing: how they are chosen; see :class:`~moesaic.nn.routers.Router`.
+        routing: how they are chosen; see :mod:`moesaic.nn.routers`.
         bias: every petal that runs adds an output bias of its own; without petals there is one.
+        gate: options of a router that weighs.
     """
 
     def __init__(
@@ -45,18 +52,23 @@ class CarvedFFN(nn.Module):
         top_k: int,
         routing: str,
         bias: bool = False,
+        gate: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         for name, projection in projections.items():
             self.add_module(name, projection)
         setattr(self, names.act, act)
         self.names = names
+        self._projections = names.projections
         self.backbone = backbone
         self.petals = tuple(petals)
         self.top_k = top_k
         ends = tuple(accumulate(self.petals, initial=backbone))
         self.slices = tuple(pairwise(ends))
-        self.router = Router(hidden_size, len(petals), top_k, routing, backbone) if petals else None
+        self.weighs = routing in WEIGHING
+        self.router: Any = None
+        if petals:
+            self.router = make_router(hidden_size, len(petals), top_k, routing, gate, backbone)
         rows = max(1, len(petals))
         self.petal_bias = nn.Parameter(torch.empty(rows, hidden_size)) if bias else None
 
@@ -64,14 +76,19 @@ class CarvedFFN(nn.Module):
         """The whole block as three matrices, in carved order."""
         return dense_ffn(self, self.names)
 
+    # Group sizes differ call by call: traced, each of them would be compiled anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
-        if not self._sliceable():
+        # Idle gates learn, too.
+        ffn = None if self.weighs and self.training else self._plain()
+        if ffn is None:
             return self._masked(x_TD).view_as(x)
-        ffn = self.view()
+        chosen_TK = None
         if self.router is None or self.top_k == 0:
             y_TD = self._backbone(ffn, x_TD)
-            chosen_TK = torch.zeros(len(x_TD), 1, dtype=torch.int64, device=x_TD.device)
+        elif self.weighs:
+            y_TD = self._weighted(ffn, x_TD, self.router(x_TD))
         else:
             h_TB = None
             if self.router.sees_backbone:
@@ -92,17 +109,26 @@ class CarvedFFN(nn.Module):
         backbone = ffn.neurons(0, self.backbone)
         return backbone.output(backbone.hidden(x_TD))
 
-    def _biased(self, y_TD: Tensor, chosen_TK: Tensor) -> Tensor:
+    def _petal(self, ffn: DenseFFN, number: int) -> DenseFFN:
+        return ffn.neurons(*self.slices[number])
+
+    def _running(self, chosen_TK: Tensor, width: int) -> Tensor:
+        """Ones for the neurons that a token runs (T, M), zeros for the others."""
+        return running(chosen_TK[:, : self.top_k], self.backbone, self.petals)
+
+    def _biased(self, y_TD: Tensor, chosen_TK: Tensor | None) -> Tensor:
         """The output biases of the petals that run added."""
         if self.petal_bias is None:
             return y_TD
+        if chosen_TK is None:
+            return y_TD + self.petal_bias[0]
         on_TR = chosen(chosen_TK, len(self.petal_bias))
         return y_TD + on_TR.to(y_TD.dtype) @ self.petal_bias
 
     def _grouped(self, ffn: DenseFFN, x_TD: Tensor, chosen_T1: Tensor) -> Tensor:
         """One petal a token: the backbone once over all tokens, each petal once over its own."""
         if len(x_TD) == 1:  # no sorting, no gathering: most of the time of a decoding step
-            petal = ffn.neurons(*self.slices[int(chosen_T1)])
+            petal = self._petal(ffn, int(chosen_T1))
             return self._backbone(ffn, x_TD) + petal.output(petal.hidden(x_TD))
         flat = chosen_T1.flatten()
         order = flat.argsort(stable=True)  # tokens, petal by petal
@@ -115,9 +141,9 @@ class CarvedFFN(nn.Module):
         else:
             onto = [None] * len(counts)
         parts = [
-            ffn.neurons(*place).by_columns(group_DT, base_DT)
-            for place, group_DT, base_DT in zip(
-                self.slices, sorted_DT.split(counts, dim=1), onto, strict=True
+            self._petal(ffn, e).by_columns(group_DT, base_DT)
+            for e, (group_DT, base_DT) in enumerate(
+                zip(sorted_DT.split(counts, dim=1), onto, strict=True)
             )
         ]
         return torch.cat(parts, dim=1).T.index_select(0, back)
@@ -146,12 +172,48 @@ class CarvedFFN(nn.Module):
             h_TM[:, start:stop] = ffn.neurons(start, stop).hidden(x_TD)
         return F.linear(h_TM, ffn.down_DM)
 
-    def _sliceable(self) -> bool:
-        """Whether the projections are plain: not quantised, not wrapped by an adapter."""
-        return all(
-            type(p) is nn.Linear and type(p.weight) in (nn.Parameter, Tensor)
-            for p in (getattr(self, n) for n in self.names.projections)
-        )
+    def _weighted(self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor) -> Tensor:
+        """The backbone, and each petal once over the tokens that it has a weight for."""
+        weights_TR = (weights_TR * norm_scale(weights_TR)).to(x_TD.dtype)
+        y_TD = self._backbone(ffn, x_TD)
+        on_RT = weights_TR.T > 0
+        if len(x_TD) == 1:  # neighbours are one slice
+            for first, last in joined((e, e + 1) for e in on_RT[:, 0].nonzero().flatten().tolist()):
+                part = ffn.neurons(self.slices[first][0], self.slices[last - 1][1])
+                h_RM = part.hidden(x_TD).view(last - first, -1) * weights_TR[0, first:last, None]
+                y_TD = y_TD + part.output(h_RM.view(1, -1))
+            return y_TD
+        petal, token = on_RT.nonzero(as_tuple=True)
+        if len(token) > CROWDED * on_RT.numel():
+            petals = ffn.neurons(self.backbone, ffn.width)
+            h_TRM = petals.hidden(x_TD).view(*weights_TR.shape, -1) * weights_TR[..., None]
+            return y_TD + petals.output(h_TRM.flatten(1))
+        counts = on_RT.sum(1).tolist()
+        weights = weights_TR[token, petal].split(counts)
+        for place, rows, weight in zip(self.slices, token.split(counts), weights, strict=True):
+            if len(rows):
+                group_DT = x_TD.index_select(0, rows).T
+                part_DT = ffn.neurons(*place).by_columns(group_DT) * weight
+                y_TD = y_TD.index_add_(0, rows, part_DT.T.contiguous())
+        return y_TD
+
+    def _plain(self) -> DenseFFN | None:
+        """The view, or None where a projection is quantised or wrapped by an adapter.
+
+        Looks into the modules' own tables: asking for attributes took as long as the router does.
+        """
+        weights: dict[str, Tensor] = {}
+        biases: dict[str, Tensor | None] = {}
+        for name in self._projections:
+            projection = self._modules[name]
+            if type(projection) is not nn.Linear:
+                return None
+            tensors = projection._parameters
+            weight = tensors["weight"]
+            if weight is None or type(weight) not in (nn.Parameter, Tensor):
+                return None
+            weights[name], biases[name] = weight, tensors["bias"]
+        return assembled(self.names, weights, biases, getattr(self, self.names.act))
 
     def _masked(self, x_TD: Tensor) -> Tensor:
         """The same result through the projections as they are, idle neurons set to zero."""
@@ -163,11 +225,16 @@ class CarvedFFN(nn.Module):
         else:
             h_TM = getattr(self, names.up)(x_TD)
             h_TM = act(getattr(self, names.gate)(x_TD)) * h_TM if names.gate else act(h_TM)
-        chosen_TK = torch.zeros(len(x_TD), 1, dtype=torch.int64, device=x_TD.device)
+        chosen_TK = None
         if self.router is not None:
-            sees = self.router.sees_backbone
-            chosen_TK = self.router(x_TD, h_TM[:, : self.backbone] if sees else None)
-            h_TM = h_TM * running(chosen_TK[:, : self.top_k], self.backbone, self.petals).to(h_TM)
+            if self.weighs:
+                weights_TR = self.router(x_TD)
+                on_TR = (weights_TR * norm_scale(weights_TR)).to(h_TM.dtype)
+                h_TM = h_TM * by_neuron(on_TR, self.backbone, self.petals)
+            else:
+                sees = self.router.sees_backbone
+                chosen_TK = self.router(x_TD, h_TM[:, : self.backbone] if sees else None)
+                h_TM = h_TM * self._running(chosen_TK, h_TM.shape[1]).to(h_TM)
         return self._biased(getattr(self, names.down)(h_TM), chosen_TK)
 
     def extra_repr(self) -> str:
@@ -189,27 +256,35 @@ def joined(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return out
 
 
-def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> CarvedFFN:
-    """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives."""
+def projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, nn.Module]:
+    """Empty projections (on the meta device) of another width than a block's own."""
     hidden_size = getattr(ffn, names.down).weight.shape[0]
-    width = header["backbone"] + sum(header["petals"])
     projections: dict[str, nn.Module] = {}
     with torch.device("meta"):
         for name in names.projections:
             old = getattr(ffn, name)
             rows = width * (2 if names.fused else 1)
-            shape = (width, hidden_size) if name == names.down else (hidden_size, rows)
-            projections[name] = nn.Linear(*shape, bias=old.bias is not None, dtype=old.weight.dtype)
+            ins, outs = (width, hidden_size) if name == names.down else (hidden_size, rows)
+            options = {"bias": old.bias is not None, "dtype": old.weight.dtype}
+            projections[name] = nn.Linear(ins, outs, **options)
+    return projections
+
+
+def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> CarvedFFN:
+    """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives."""
+    width = header["backbone"] + sum(header["petals"])
+    with torch.device("meta"):
         carved = CarvedFFN(
-            projections,
+            projections_like(ffn, names, width),
             getattr(ffn, names.act),
             names,
-            hidden_size,
+            getattr(ffn, names.down).weight.shape[0],
             header["backbone"],
             header["petals"],
             header["top_k"],
             header["routing"],
             header.get("bias", False),
+            header.get("gate"),
         )
     if carved.petal_bias is not None:
         carved.petal_bias.data = carved.petal_bias.to(getattr(ffn, names.down).weight.dtype)

@@ -1,12 +1,18 @@
-"""What chooses a token's petals."""
+"""What chooses a token's petals, and weighs them.
+
+A router that only chooses returns the petals' numbers (T, K); one that weighs returns a weight for
+every petal (T, R), zero where the token does not run it.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-ROUTINGS = ("cosine", "random", "linear", "backbone")
+CHOOSING = ("cosine", "random", "linear", "backbone")
 
 
 class Router(nn.Module):
@@ -40,8 +46,8 @@ class Router(nn.Module):
         backbone: int = 0,
     ) -> None:
         super().__init__()
-        if routing not in ROUTINGS:
-            raise ValueError(f"routing {routing!r} is not one of {ROUTINGS}")
+        if routing not in CHOOSING:
+            raise ValueError(f"routing {routing!r} is not one of {CHOOSING}")
         self.sees_backbone = routing == "backbone"
         inputs = hidden_size + (backbone if self.sees_backbone else 0)
         self.weight = nn.Parameter(torch.empty(experts, inputs, dtype=torch.float32))
@@ -85,8 +91,12 @@ def running(chosen_TK: Tensor, backbone: int, petals: tuple[int, ...]) -> Tensor
     tensor([[1., 0., 1., 1.],
             [1., 1., 0., 0.]])
     """
-    widths = torch.tensor(petals, device=chosen_TK.device)
-    on_TR = chosen(chosen_TK, len(petals))
+    return by_neuron(chosen(chosen_TK, len(petals)), backbone, petals)
+
+
+def by_neuron(on_TR: Tensor, backbone: int, petals: tuple[int, ...]) -> Tensor:
+    """What is said of each petal, said of its neurons; ones for the backbone's (T, M)."""
+    widths = torch.tensor(petals, device=on_TR.device)
     on_TM = on_TR.repeat_interleave(widths, dim=1, output_size=sum(petals))
     return F.pad(on_TM, (backbone, 0), value=1)
 
@@ -95,3 +105,130 @@ def chosen(chosen_TK: Tensor, experts: int) -> Tensor:
     """Ones for the petals that a token runs (T, R), zeros for the others."""
     on_TR = torch.zeros(len(chosen_TK), experts, device=chosen_TK.device)
     return on_TR.scatter_(1, chosen_TK, 1)
+
+
+# --- routers that weigh --------------------------------------------------------------------------
+
+
+def thresholded(g_TR: Tensor, tau: float) -> Tensor:
+    """G, DSMoE Eq. 7: the gates above tau, zero elsewhere.
+
+    >>> thresholded(torch.tensor([[0.4, 0.5, 0.75]]), 0.5)
+    tensor([[0.0000, 0.0000, 0.7500]])
+    """
+    return g_TR * (g_TR > tau)
+
+
+def straight_through(value: Tensor, g: Tensor) -> Tensor:
+    """S, DSMoE Eq. 10: the value of G, the gradient of g.
+
+    >>> g = torch.tensor([0.4, 0.75], requires_grad=True)
+    >>> S = straight_through(thresholded(g, 0.5), g); S.sum().backward()
+    >>> S.tolist(), g.grad.tolist()
+    ([0.0, 0.75], [1.0, 1.0])
+    """
+    return value.detach() + g - g.detach()
+
+
+def norm_scale(weights_TR: Tensor) -> Tensor:
+    """n / k, DSMoE Eq. 8: petals over a token's active ones (T, 1). No gradient; k = 0 counts as 1.
+
+    >>> norm_scale(torch.tensor([[0.6, 0.0, 0.7, 0.0], [0.0, 0.0, 0.0, 0.0]])).tolist()
+    [[2.0], [4.0]]
+    """
+    active_T1 = (weights_TR > 0).sum(-1, keepdim=True).clamp(min=1)
+    return weights_TR.shape[-1] / active_T1
+
+
+def _logits(weight_RD: Tensor, x_TD: Tensor) -> Tensor:
+    """In float32 whatever the model computes in: a threshold is no place to round."""
+    with torch.autocast(x_TD.device.type, enabled=False):
+        return F.linear(x_TD.float(), weight_RD.float())
+
+
+class ThresholdRouter(nn.Module):
+    """A sigmoid gate a petal; a token runs the petals whose gate is above tau (DSMoE Eq. 7).
+
+    Args:
+        bias: added to every logit; above 0, training starts near the dense block. Not the paper's.
+        force_one: a token whose gates are all below tau runs the largest. Not the paper's.
+        through: in training, gates below tau get gradients too (Eqs. 10, 11).
+        piecewise: in training, gates below tau are zero; False is the ablation of Eq. 20.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        experts: int,
+        top_k: int,
+        *,
+        tau: float = 0.5,
+        bias: float = 0.0,
+        force_one: bool = False,
+        through: bool = True,
+        piecewise: bool = True,
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden_size, dtype=torch.float32))
+        self.tau, self.bias, self.force_one = tau, bias, force_one
+        self.through, self.piecewise = through, piecewise
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """G(g), or S(g) in training: of equal value (T, R)."""
+        g_TR = (_logits(self.weight, x_TD) + self.bias).sigmoid()
+        if self.training and not self.piecewise:
+            return g_TR
+        G_TR = thresholded(g_TR, self.tau)
+        if self.force_one:
+            G_TR = torch.where(g_TR == g_TR.amax(-1, keepdim=True), g_TR, G_TR)
+        return straight_through(G_TR, g_TR) if self.training and self.through else G_TR
+
+    def extra_repr(self) -> str:
+        experts, hidden_size = self.weight.shape
+        return f"{hidden_size} -> {experts}, tau={self.tau:g}"
+
+
+class SoftmaxRouter(nn.Module):
+    """A fixed number of petals, weighed by a softmax over their logits (LLaMA-MoE).
+
+    Args:
+        scale: the sum of a token's weights; 1 in LLaMA-MoE.
+    """
+
+    def __init__(self, hidden_size: int, experts: int, top_k: int, *, scale: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, hidden_size, dtype=torch.float32))
+        self.top_k, self.scale = top_k, scale
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """The weights (T, R)."""
+        logits_TR = _logits(self.weight, x_TD)
+        top_TK, chosen_TK = logits_TR.topk(self.top_k, dim=-1)
+        weights_TK = self.scale * top_TK.softmax(-1)
+        return torch.zeros_like(logits_TR).scatter(-1, chosen_TK, weights_TK)
+
+    def probabilities(self, x_TD: Tensor) -> Tensor:
+        """The softmax over all petals (T, R), which the load-balance loss is about."""
+        return _logits(self.weight, x_TD).softmax(-1)
+
+    def extra_repr(self) -> str:
+        experts, hidden_size = self.weight.shape
+        return f"{hidden_size} -> top-{self.top_k} of {experts}"
+
+
+WEIGHING: dict[str, Any] = {"threshold": ThresholdRouter, "softmax": SoftmaxRouter}
+
+
+def make_router(
+    hidden_size: int,
+    experts: int,
+    top_k: int,
+    routing: str,
+    options: Any = None,
+    backbone: int = 0,
+) -> nn.Module:
+    """The router of that name, its weights not set."""
+    if routing in WEIGHING:
+        router: nn.Module = WEIGHING[routing](hidden_size, experts, top_k, **(options or {}))
+        return router
+    return Router(hidden_size, experts, top_k, routing, backbone)

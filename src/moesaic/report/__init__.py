@@ -5,7 +5,9 @@ Nothing here measures or computes beyond formatting: what is not in the record i
 
 from moesaic.report.card import model_card
 from moesaic.report.console import terminal
+from moesaic.report.dynamic import sweep
 from moesaic.report.page import html
 from moesaic.report.picture import picture
+from moesaic.report.words import speed_words
 
-__all__ = ["html", "model_card", "picture", "terminal"]
+__all__ = ["html", "model_card", "picture", "speed_words", "sweep", "terminal"]

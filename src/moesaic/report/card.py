@@ -96,6 +96,11 @@ def _made(record: Record) -> str:
         return f"{model}, trained further"
     layers = [i for i, _ in by_layer(part(record, "layers"))]
     where = f" in layers {figures.ranges(layers)}" if layers else ""
+    if any(part(layer, "gate") for _, layer in by_layer(part(record, "layers"))):
+        return (
+            f"{model}, its feed-forward networks{where} cut into blocks, of which each token runs "
+            "those that its gates open"
+        )
     return (
         f"{model}, its feed-forward networks{where} rebuilt as a backbone that every token runs "
         "and petals of which a router picks a few"

@@ -11,14 +11,18 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from moesaic.report import charts, figures, mixtures, read, words
+from moesaic.report import charts, dynamic, figures, mixtures, read, words
 from moesaic.report.read import Record, by_layer, figure, part
 
 EXPLAINED = {
+    "more": "backbone and petals by MoRE, without training, in all layers",
     "static": "pruned to the most important channels, the same for every token",
     "backbone": "the result’s backbone without its petals",
     "random": "the result’s petals, chosen by random directions",
     "naive": "petals alone, without a shared backbone",
+    "top-k": "the same blocks, a fixed number of them for every token, trained as long",
+    "no-straight-through": "trained as long, gates below the threshold without a gradient",
+    "no-piecewise": "trained as long, the threshold left out until then",
 }
 WHOSE = {"carve": "the original’s", "tune": "the"}
 """Of whose projections the active ratio is the share; of each model's own otherwise."""
@@ -82,7 +86,7 @@ def _view(record: Record, anchor: str) -> dict[str, Any]:
         "explained": _explained(record),
         "whose": WHOSE.get(read.family(record), "each model’s own"),
         "unit": unit,
-        "mixtures": mixtures.drawings(record),
+        "mixtures": [*mixtures.drawings(record), *dynamic.drawings(record)],
         "renumbered": read.family(record) == "prune",
         "bars": charts.perplexity_bars(models, what) if len(models) > 1 else "",
         "speed": read.speed_table(record),
@@ -170,12 +174,13 @@ def _structures(layers: Sequence[tuple[int, Mapping[str, Any]]]) -> list[dict[st
     """How FFNs were cut: one bar for all layers that were cut alike."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, layer in layers:
-        if layer.get("width"):
+        if layer.get("width") and layer.get("kind") != "overlapping":
             petals = tuple(layer.get("petals") or ())
-            key = (layer["width"], layer.get("backbone") or 0, petals, layer.get("top_k") or 0)
+            tau = part(layer, "gate").get("tau")
+            key = (layer["width"], layer.get("backbone") or 0, petals, layer.get("top_k") or 0, tau)
             alike.setdefault(key, []).append(i)
     structures = []
-    for (width, backbone, petals, top_k), numbers in alike.items():
+    for (width, backbone, petals, top_k, tau), numbers in alike.items():
         dropped = width - backbone - sum(petals)
         pieces = [("backbone", backbone)] + [(f"petal p{j}", p) for j, p in enumerate(petals)]
         sizes = figures.ranges(sorted({*petals}))
@@ -183,6 +188,8 @@ def _structures(layers: Sequence[tuple[int, Mapping[str, Any]]]) -> list[dict[st
         if petals:
             told = f"every token runs a backbone of {backbone:,}" if backbone else ""
             chosen = f"{top_k} of {len(petals)} petals of {sizes}"
+            if tau is not None:
+                chosen = f"those of {len(petals)} blocks of {sizes} whose gate is above {tau:g}"
             told = f"{told} and {chosen}" if told else f"every token runs {chosen}"
         if dropped > 0:
             pieces.append(("dropped", dropped))

@@ -11,7 +11,15 @@ from moesaic.report import figures
 
 Record = Mapping[str, Any]
 
-METHODS = {"more": "MoRE", "naee": "NAEE", "naee-skipping": "NAEE", "cd-moe": "CD-MoE", "tune": ""}
+METHODS = {
+    "more": "MoRE",
+    "dsmoe": "DSMoE",
+    "tomoe": "ToMoE",
+    "naee": "NAEE",
+    "naee-skipping": "NAEE",
+    "cd-moe": "CD-MoE",
+    "tune": "",
+}
 FAMILIES = {"naee": "prune", "naee-skipping": "skip", "cd-moe": "condense", "tune": "tune"}
 CRITERIA = {
     "reconstruction": "NAEE",
@@ -41,9 +49,13 @@ TRAINED = {
 }
 VARIANTS = {
     "static": "static pruning",
+    "more": "MoRE",
     "backbone": "the backbone alone",
     "random": "random routing",
     "naive": "petals without a backbone",
+    "top-k": "a fixed number of blocks (LLaMA-MoE)",
+    "no-straight-through": "training without straight-through",
+    "no-piecewise": "training without the threshold",
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moesaic.report import figures
 from moesaic.report.read import (
@@ -97,6 +99,22 @@ def _speed(record: Record) -> list[Sentence]:
             )
         )
     return sentences
+
+
+def speed_words(ratios: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What a speed comparison found, one sentence a figure: the ratio, the ideal, the share."""
+    said = []
+    for what, found in ratios.items():
+        word, (low, high) = pace(found["ratio"]), found["spread"]
+        than = word if word == "as fast" else f"{word} than the other"
+        unsure = ", but not in every round" if low < 1 < high else ""
+        said.append(
+            f"{what.capitalize()}: {figures.times(found['ratio'])} ({figures.times(low)} to "
+            f"{figures.times(high)}), {than}{unsure}. Active parameters alone "
+            f"would allow {figures.times(found['ideal'])}; {figures.percent(found['share'])} of "
+            "that is reached."
+        )
+    return said
 
 
 def _percent(ratio: float) -> str:

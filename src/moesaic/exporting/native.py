@@ -1,0 +1,145 @@
+"""Results as checkpoints of architectures that transformers and its kin know: exact or refused."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moesaic.checkpoint import ShardWriter, check_out, whole_folder
+from moesaic.data import evaluation_tokens
+from moesaic.errors import MoesaicError
+from moesaic.exporting.carved import as_experts, narrowed
+from moesaic.exporting.engines import limits
+from moesaic.exporting.form import Export, run_script
+from moesaic.exporting.mixtures import reduced
+from moesaic.hub import Source, resolve
+from moesaic.moe import MoEArch, base_arch
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TOLERANCE = 1e-4
+"""The largest difference of logits that rounding explains, relative to the largest logit."""
+
+
+def export_native(
+    model: str,
+    out: str | Path,
+    *,
+    target: str = "",
+    ep: int = 1,
+    untie: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write a converted model as a checkpoint that loads without this package.
+
+    The export is loaded in plain transformers, in a process of its own, and its logits are
+    compared with the source's in float32 before it gets its name.
+
+    Args:
+        model: a name for :func:`moesaic.hub.resolve`.
+        out: the folder to make.
+        target: the architecture, of :data:`moesaic.exporting.targets.TARGETS`; empty for the one
+            with the fewest active neurons.
+        ep: what the number of experts must be a multiple of (expert-parallel size).
+        untie: write the head as a tensor of its own where it is the embedding's.
+        overwrite: replace ``out`` if it exists.
+
+    Returns:
+        ``model_type``, ``largest_difference``, ``engines`` (what each lacks), ``costs``.
+
+    Raises:
+        MoesaicError: no architecture holds the model exactly; nothing is left at ``out``.
+    """
+    source = resolve(model)
+    check_out(Path(out), overwrite)
+    export = decide(source, target, ep)
+    with whole_folder(Path(out), overwrite) as folder:
+        write(source, export, folder, untie)
+        difference = verify(source, folder)
+    return {
+        "out": str(out),
+        "model_type": export.model_type,
+        "largest_difference": difference,
+        "engines": limits(export.config, ep),
+        "costs": dict(export.costs),
+    }
+
+
+def decide(source: Source, target: str = "", ep: int = 1) -> Export:
+    """Which architecture holds a model exactly, and how to write it.
+
+    Raises:
+        MoesaicError: none does; the message says what each lacks.
+    """
+    config = source.config
+    arch = base_arch(config)
+    headers = getattr(config, "moesaic", {}).get("layers", {})
+    kinds = {header["kind"] for header in headers.values()}
+    if isinstance(arch, MoEArch):
+        if target and target != arch.model_type:
+            raise MoesaicError(f"A {arch.model_type} stays a {arch.model_type}, not a {target}.")
+        return reduced(source, arch, headers, ep)
+    if kinds - {"carved"}:
+        raise MoesaicError(f"Layers of kind {', '.join(sorted(kinds))} have no native form yet.")
+    layers = [headers.get(str(i)) for i in range(config.num_hidden_layers)]
+    if any(header and header["petals"] for header in layers):
+        return as_experts(source, arch, layers, target, ep)
+    if target and target != arch.model_type:
+        raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
+    return narrowed(source, arch, layers)
+
+
+def write(source: Source, export: Export, folder: Path, untie: bool = False) -> None:
+    """Write what was decided into an existing folder, unverified."""
+    writer = ShardWriter(folder)
+    if untie and export.config.tie_word_embeddings:
+        export.config.tie_word_embeddings = False
+        writer.add(HEAD, source.checkpoint.tensor(EMBEDDING).clone())
+    export.write(writer)
+    export.config.save_pretrained(folder)
+    source.checkpoint.copy_side_files(folder)
+
+
+# --- is it the same model? -----------------------------------------------------------------------
+
+
+def verify(source: Source, folder: Path, tokens: int = 128) -> float:
+    """The largest difference of logits, relative to the largest logit, in float32.
+
+    The export is loaded by transformers alone, in a process of its own.
+
+    Raises:
+        MoesaicError: it does not load, or differs by more than rounding.
+    """
+    ids = _text(source, tokens)
+    with torch.inference_mode():
+        wanted = source.load(dtype=torch.float32)(ids).logits
+    with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
+        given, found = Path(place) / "ids.safetensors", Path(place) / "logits.safetensors"
+        save_file({"input_ids": ids}, given)
+        trouble = run_script("plain.py", json.dumps([str(folder), str(given), str(found)]))
+        if trouble is not None:
+            raise MoesaicError(f"The export does not load in plain transformers: {trouble}")
+        logits = load_file(found)["logits"]
+    difference = float((logits - wanted).abs().max() / wanted.abs().max())
+    if not difference <= TOLERANCE:
+        raise MoesaicError(
+            f"The export's logits differ from the model's by {difference:.1e} of the largest, more "
+            f"than rounding explains ({TOLERANCE:.0e}). Nothing was kept."
+        )
+    return difference
+
+
+def _text(source: Source, tokens: int) -> Tensor:
+    """Real text (1, L), or random tokens where there is no tokenizer."""
+    length = min(tokens, source.config.max_position_embeddings)
+    try:
+        return evaluation_tokens("", source.tokenizer, length, length).input_ids
+    except MoesaicError:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(source.config.vocab_size, (1, length), generator=generator)

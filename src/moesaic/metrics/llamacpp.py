@@ -1,0 +1,142 @@
+"""A GGUF file in llama.cpp, through llama-cpp-python: logits, speed, parameters."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesaic.errors import MoesaicError
+
+F32 = 0  # ggml's number of the type
+_SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
+"""Instead of llama.cpp's log; kept, or it would be collected while in use."""
+
+
+def _library() -> Any:
+    try:
+        import llama_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        raise MoesaicError(
+            f"--engine llamacpp needs llama-cpp-python, which is not usable here ({error}): "
+            "pip install llama-cpp-python."
+        ) from error
+    return llama_cpp
+
+
+class Engine:
+    """One model, loaded. Use as a context, so that its memory is given back.
+
+    Args:
+        file: a GGUF file.
+        context: tokens that prompt and continuation may have together.
+        exact: keep keys and values in float32, as transformers does; llama.cpp's own default is
+            float16.
+    """
+
+    def __init__(self, file: Path, context: int, exact: bool = False) -> None:
+        library = _library()
+        library.llama_log_set(_SILENT, ctypes.c_void_p(0))
+        threads = torch.get_num_threads()
+        kinds = {"type_k": F32, "type_v": F32} if exact else {}
+        try:
+            self._llama = library.Llama(
+                str(file),
+                n_ctx=context,
+                n_batch=512,
+                n_threads=threads,
+                n_threads_batch=threads,
+                logits_all=exact,
+                verbose=False,
+                **kinds,
+            )
+        except (ValueError, RuntimeError, OSError) as error:
+            raise MoesaicError(f"llama.cpp cannot load {file}: {error}") from error
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._llama.close()
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens it knows."""
+        return int(self._llama.n_vocab())
+
+    def tokens(self, text: str, length: int) -> Tensor:
+        """The first tokens (1, L) of a text.
+
+        Raises:
+            MoesaicError: the text is shorter.
+        """
+        ids = self._llama.tokenize(text.encode(), add_bos=False)[:length]
+        if len(ids) < length:
+            raise MoesaicError(f"The text is shorter than {length} tokens; lower --length.")
+        return torch.tensor([ids])
+
+    def _next(self, ids: Sequence[int]) -> int:
+        """The greedy token after these, which are added to what was read."""
+        self._llama.eval(ids)
+        pointer = self._llama._ctx.get_logits_ith(-1)
+        return int(np.ctypeslib.as_array(pointer, shape=(self.vocabulary,)).argmax())
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Logits (L, V) of a prompt (L,); needs ``exact``."""
+        self._llama.reset()
+        self._llama.eval(ids.tolist())
+        return torch.from_numpy(self._llama.scores[: len(ids)].copy())
+
+    def greedy(self, ids: Tensor, new_tokens: int) -> list[int]:
+        """The greedy continuation of a prompt (L,)."""
+        self._llama.reset()
+        found = [self._next(ids.tolist())]
+        while len(found) < new_tokens:
+            found.append(self._next(found[-1:]))
+        return found
+
+    def __call__(self, prompt: Tensor, new_tokens: int) -> tuple[float, float]:
+        """Seconds for a prompt (1, L), and for ``new_tokens`` greedy steps after it."""
+        self._llama.reset()
+        ids = prompt[0].tolist()
+        start = time.perf_counter()
+        token = self._next(ids)
+        prefilled = time.perf_counter()
+        for _ in range(new_tokens):
+            token = self._next([token])
+        return prefilled - start, time.perf_counter() - prefilled
+
+
+def gguf_parameters(file: Path) -> tuple[int, int]:
+    """Parameters in all, and what one token runs of them: k of E experts, all the rest.
+
+    Raises:
+        MoesaicError: the file is no GGUF.
+    """
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+    except (ValueError, OSError) as error:
+        raise MoesaicError(f"{file} cannot be read as GGUF: {error}") from error
+
+    def count(name: str) -> int:
+        field = next((f for key, f in reader.fields.items() if key.endswith(f".{name}")), None)
+        return 0 if field is None else int(field.contents())
+
+    experts, used = count("expert_count"), count("expert_used_count")
+    total = sum(int(t.n_elements) for t in reader.tensors)
+    routed = sum(int(t.n_elements) for t in reader.tensors if "_exps." in t.name)
+    return total, total - (routed - routed * used // experts if experts else 0)

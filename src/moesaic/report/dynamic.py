@@ -1,0 +1,117 @@
+"""Drawings of models whose tokens choose how many blocks they run: DSMoE."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup, escape
+
+from moesaic.report import figures
+from moesaic.report.charts import rect, svg, text
+from moesaic.report.lines import lines
+from moesaic.report.maps import ROW
+from moesaic.report.read import Record, by_layer, figure, listed, part, petals
+
+Figure = tuple[str, str, Markup]
+"""What it shows, how to read it, the drawing."""
+STYLE = """
+text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
+fill:#1d2126}
+.quiet{fill:#666d75;font-size:11px}
+.grid{stroke:#dedbd2;fill:none}
+.series{stroke:#0072b2;stroke-width:1.5;fill:none}
+.dot{fill:#0072b2}
+"""
+
+
+def drawings(record: Record) -> list[tuple[str, list[Figure]]]:
+    """Headings, and the drawings under each; what the record has not is left out."""
+    drawn = [f for f in (_activity(record), *_training(record)) if f is not None and f[2]]
+    return [("How many blocks tokens run", drawn)] if drawn else []
+
+
+def _activity(record: Record) -> Figure | None:
+    texts = part(record, "activity")
+    columns = {name: dict(by_layer(part(texts, name))) for name in texts}
+    if not any(columns.values()):
+        return None
+    told = "Mean number of blocks that a token runs, by layer and text (the paper’s Fig. 3)."
+    return "Active blocks.", told, activity_map(columns, petals(record))
+
+
+def activity_map(columns: Mapping[str, Mapping[int, float]], blocks: int) -> Markup:
+    """A row a layer, a column a text; the darker, the more blocks.
+
+    Args:
+        columns: by text the mean number of active blocks of each layer.
+        blocks: how many there are.
+    """
+    layers = sorted({i for values in columns.values() for i in values})
+    cell, left, head = 84.0, 44.0, 22.0
+    out = []
+    for n, (name, values) in enumerate(columns.items()):
+        x = left + n * cell
+        out.append(text(x + cell / 2, 12, name, "quiet", "middle"))
+        for row, i in enumerate(layers):
+            value = values.get(i)
+            if value is None or not math.isfinite(value):
+                continue
+            y, share = head + row * ROW, min(1.0, value / max(1, blocks))
+            tip = f"layer {i}, {name}: {value:.2f} of {blocks} blocks"
+            out.append(rect(x, y, cell - 2, ROW - 2, "heat", 0.05 + 0.6 * share, tip))
+            out.append(text(x + cell / 2, y + ROW / 2 + 3, f"{value:.1f}", "cell", "middle"))
+        mean = sum(values.values()) / max(1, len(values))
+        y = head + len(layers) * ROW
+        out.append(text(x + cell / 2, y + ROW / 2 + 3, f"{mean:.2f}", "quiet", "middle"))
+    for row, i in enumerate(layers):
+        out.append(text(left - 8, head + row * ROW + ROW / 2 + 3, i, "quiet", "end"))
+    out.append(text(left - 8, head + len(layers) * ROW + ROW / 2 + 3, "mean", "quiet", "end"))
+    size = (left + len(columns) * cell + 4, head + (len(layers) + 1) * ROW)
+    return svg(*size, out, "Active blocks by layer and text")
+
+
+def _training(record: Record) -> list[Figure]:
+    logs = listed(part(record, "tune").get("losses"))
+
+    def curve(key: str) -> list[tuple[float, float]]:
+        found = [(figure(d, "step"), figure(d, key)) for _, d in logs]
+        return [(x, y) for x, y in found if x is not None and y is not None]
+
+    active, weight = curve("active_blocks"), curve("lambda")
+    drawn = []
+    if active:
+        share = lines([("", active)], "share of blocks active", "step", log=False)
+        drawn.append(("Sparsity in training.", "Of each step’s tokens.", Markup(share)))
+    if len({y for _, y in weight}) > 1:
+        moved = lines([("", weight)], "lambda", "step", log=False)
+        drawn.append(("Weight of sparsity.", "Moved to meet the target.", Markup(moved)))
+    return drawn
+
+
+def sweep(points: Sequence[Mapping[str, Any]], title: str) -> str:
+    """Perplexity against measured active ratio as one SVG file, a point a threshold.
+
+    Args:
+        points: tau, active_ratio and perplexity of each.
+        title: what was measured.
+    """
+    ranked = sorted(points, key=lambda p: p["active_ratio"])
+    drawn = lines(
+        [("", [(p["active_ratio"], p["perplexity"]) for p in ranked])],
+        "perplexity",
+        "active ratio",
+        form=figures.perplexity,
+        ticked=figures.percent,
+        notes=[f"τ {p['tau']:g}" for p in ranked],
+        width=520,
+        height=320,
+    )
+    return (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="580" height="400" viewBox="0 0 580 400">'
+        f"<style>{STYLE}</style>"
+        '<rect x=".5" y=".5" width="579" height="399" rx="10" fill="#fcfbf8" stroke="#dedbd2"/>'
+        f'{text(28, 36, title)}<g transform="translate(28 58)">{drawn}</g>'
+        f"<title>{escape(title)}</title></svg>\n"
+    )

@@ -1,0 +1,108 @@
+"""Speed beside another model: ratios, the ideal, plain words; parameters of a GGUF file."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from test_cli import carved, moesaic  # noqa: F401
+
+from moesaic import bench
+from moesaic.errors import MoesaicError
+from moesaic.hub import resolve
+from moesaic.metrics.llamacpp import gguf_parameters
+from moesaic.metrics.speed import Speed, Timing, against, interleaved
+from moesaic.report import speed_words
+
+
+def speed(prefill, decode):
+    return Speed(Timing(prefill), Timing(decode), Timing((1.0,)))
+
+
+def test_ratios_are_taken_round_by_round():
+    ours = speed((200.0, 110.0, 90.0), (10.0, 10.0, 10.0))
+    theirs = speed((100.0, 100.0, 100.0), (8.0, 10.0, 20.0))
+    found = against(ours, theirs, ideal=1.25)
+    assert found["prefill"]["ratio"] == pytest.approx(1.1)
+    assert found["prefill"]["share"] == pytest.approx(0.88)
+    assert found["decode"] == {"ratio": 1.0, "spread": [0.5, 1.25], "ideal": 1.25, "share": 0.8}
+
+
+def test_models_take_turns():
+    turns = []
+
+    def runner(name):
+        def run(prompt, new_tokens):
+            turns.append(name)
+            return prompt.shape[1] / 2, new_tokens / 4
+
+        return run
+
+    runners = {name: runner(name) for name in "ab"}
+    speeds = interleaved(runners, torch.zeros(1, 8, dtype=torch.int64), new_tokens=4, rounds=2)
+    assert "".join(turns) == "ababab"
+    assert speeds["b"].prefill.values == (2.0, 2.0)
+    assert speeds["b"].decode.values == (4.0, 4.0)
+
+
+def test_what_is_slower_is_called_slower():
+    found = {"ratio": 0.9, "spread": [0.8, 1.1], "ideal": 1.5, "share": 0.6}
+    (said,) = speed_words({"decode": found})
+    assert said.startswith(
+        "Decode: 0.90× (0.80× to 1.10×), slower than the other, but not in every"
+    )
+    assert "60" in said
+    (said,) = speed_words({"prefill": {**found, "ratio": 1.0, "spread": [1.0, 1.0]}})
+    assert "as fast." in said
+
+
+def test_bench_on_the_command_line(moesaic, carved, llama_folder):  # noqa: F811
+    options = ("--rounds", 2, "--length", 16, "--new-tokens", 2)
+    code, out, _ = moesaic("bench", carved, "--against", llama_folder, *options, "--json")
+    assert code == 0
+    record = json.loads(out)
+    checkpoint = resolve(str(carved)).checkpoint
+    assert record["file_bytes"] == checkpoint.nbytes()
+    theirs, ours = record["against"]["active_parameters"], record["active_parameters"]
+    for what in ("prefill", "decode"):
+        assert record["ratio"][what]["ideal"] == pytest.approx(theirs / ours)
+        assert record["ratio"][what]["share"] > 0
+    for side in (record, record["against"]):
+        assert side["prefill_tokens_per_second"] > 0
+        assert side["decode_tokens_per_second"] > 0
+        assert side["peak_memory_bytes"] > 50e6
+    low, high = record["first_token_spread"]
+    assert low <= record["first_token_seconds"] <= high
+    code, out, _ = moesaic("bench", carved, "--engine", "vllm")
+    assert code == 2
+
+
+def test_llamacpp_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"")
+    with pytest.raises(MoesaicError, match="needs llama-cpp-python"):
+        bench({"model": str(file)}, engine="llamacpp")
+    with pytest.raises(MoesaicError, match="No file at"):
+        bench({"model": str(tmp_path / "other.gguf")}, engine="llamacpp")
+
+
+def test_parameters_of_a_gguf_file(tmp_path):
+    import gguf
+
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "granitemoe")
+    writer.add_expert_count(4)
+    writer.add_expert_used_count(1)
+    writer.add_tensor("token_embd.weight", np.zeros((10, 8), np.float32))
+    writer.add_tensor("blk.0.ffn_up_exps.weight", np.zeros((4, 3, 8), np.float32))
+    writer.add_tensor("blk.0.ffn_up_shexp.weight", np.zeros((5, 8), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert gguf_parameters(file) == (80 + 96 + 40, 80 + 24 + 40)
+    file.write_bytes(b"nothing")
+    with pytest.raises(MoesaicError, match="cannot be read as GGUF"):
+        gguf_parameters(file)

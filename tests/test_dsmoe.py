@@ -1,0 +1,527 @@
+"""Laws of DSMoE: gates, gradients, sparse execution, losses, resuming, the verbs around it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import VOCAB, tiny_model
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import moesaic
+from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
+from moesaic.arch import dense_arch
+from moesaic.budget import layer_sizes
+from moesaic.cli import app
+from moesaic.continuing import carve_and_train
+from moesaic.methods.dsmoe import DSMoE, Objective, imbalance, sparsity
+from moesaic.metrics.score import score
+from moesaic.nn import CarvedFFN
+from moesaic.packing import PackedText
+from moesaic.plan import same
+from moesaic.recipe import parse_recipe
+from moesaic.surgery import apply_plan, base_shape
+
+BLOCKS = 4
+
+
+def rows(count: int = 16, length: int = 24) -> Tensor:
+    return torch.randint(1, VOCAB, (count, length), generator=torch.Generator().manual_seed(3))
+
+
+def carved(model: Any, **options: Any) -> Any:
+    """A model with gates of its own scale, in place."""
+    arch = dense_arch(model.config)
+    layers = DSMoE(DSMoEConfig(experts=BLOCKS, **options)).start(layer_sizes(model, arch))
+    apply_plan(model, arch, Plan("dsmoe", base_shape(model, arch), dict(layers)))
+    return model
+
+
+def ffns(model: Any) -> list[CarvedFFN]:
+    return [m for m in model.modules() if isinstance(m, CarvedFFN)]
+
+
+def gated(model_type: str = "llama", dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """One block whose gates differ from token to token, and its inputs (T, D)."""
+    changes = {"mlp_bias": False} if model_type == "llama" else {}
+    model = carved(tiny_model(model_type, **changes), **options).to(dtype)
+    ffn = ffns(model)[0]
+    with torch.no_grad():
+        ffn.router.weight.mul_(20)
+    return ffn.eval(), torch.randn(17, 32, dtype=dtype)
+
+
+# --- the block -----------------------------------------------------------------------------------
+
+
+def test_open_gates_are_the_dense_block(model_type: str) -> None:
+    """Also: the blocks' outputs add up to the dense block's (Eq. 6)."""
+    torch.manual_seed(0)
+    model = tiny_model(model_type).double()
+    dense = copy.deepcopy(
+        dense_arch(model.config).ffn_of(dense_arch(model.config).layers(model)[0])
+    )
+    ffn = ffns(carved(model))[0]
+    with torch.no_grad():
+        ffn.router.weight.zero_()
+    ffn.router.bias = 50.0  # sigmoid is 1.0 exactly
+    x_TD = torch.randn(9, 32, dtype=torch.float64)
+    want = dense(x_TD)
+    for training in (True, False):
+        assert torch.allclose(ffn.train(training)(x_TD), want, atol=1e-12)
+    assert torch.allclose(ffn.eval()(x_TD[:1]), want[:1], atol=1e-12)
+    view = ffn.view()
+    parts = [view.neurons(*place) for place in ffn.slices]
+    whole = sum(part.output(part.hidden(x_TD)) for part in parts)
+    bias = 0 if view.down_bias_D is None else view.down_bias_D
+    assert torch.allclose(whole + bias, want, atol=1e-12)
+
+
+@pytest.mark.parametrize("routing", ["full", "top-k"])
+def test_sparse_execution_is_masked_execution(model_type: str, routing: str) -> None:
+    """To float32's tolerance: gates are computed in it."""
+    torch.manual_seed(1)
+    ffn, x_TD = gated(model_type, variant=routing, **({"top_k": 2} if routing == "top-k" else {}))
+    active = (ffn.router(x_TD) > 0).sum(-1)
+    if routing == "full":
+        assert len(active.unique()) > 2, "tokens differ in how many blocks they run"
+    with torch.no_grad():
+        want = ffn._masked(x_TD)
+        assert torch.allclose(ffn(x_TD), want, atol=1e-6)
+        for t in range(len(x_TD)):
+            assert torch.allclose(ffn(x_TD[t : t + 1]), want[t : t + 1], atol=1e-6)
+        assert torch.allclose(ffn.train()(x_TD), want, atol=1e-6), "S has the value of G"
+
+
+def test_idle_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neurons that are run, counted by the slices that are taken."""
+    torch.manual_seed(2)
+    ffn, x_TD = gated()
+    ran: list[int] = []
+    taken = type(ffn.view()).neurons
+
+    def neurons(self: Any, start: int, stop: int) -> Any:
+        ran.extend(range(start // 16, stop // 16))
+        return taken(self, start, stop)
+
+    monkeypatch.setattr(type(ffn.view()), "neurons", neurons)
+    for t in range(len(x_TD)):
+        ran.clear()
+        ffn(x_TD[t : t + 1])
+        assert ran == (ffn.router(x_TD[t : t + 1])[0] > 0).nonzero().flatten().tolist()
+
+
+def test_gradients_are_equations_13_to_16() -> None:
+    """Of one token, by hand: with active and idle blocks."""
+    torch.manual_seed(3)
+    ffn, x_TD = gated()
+    ffn.train()
+    token = next(
+        t for t in range(len(x_TD)) if 0 < (ffn.router(x_TD[t : t + 1]) > 0).sum() < BLOCKS
+    )
+    x_1D = x_TD[token : token + 1]
+    v_D = torch.randn(32, dtype=torch.float64)
+    (ffn(x_1D) @ v_D).sum().backward()
+    W, U, V, Y = (p.weight for p in (ffn.gate_proj, ffn.up_proj, ffn.down_proj, ffn.router))
+    x = x_1D[0]
+    g_N = torch.sigmoid(Y.detach() @ x)
+    scale = BLOCKS / int((g_N > 0.5).sum())
+    for i, (start, stop) in enumerate(ffn.slices):
+        Wi, Ui, Vi = W[start:stop].detach(), U[start:stop].detach(), V[:, start:stop].detach()
+        z, u = Wi @ x, Ui @ x
+        a, slope = F.silu(z), torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z)))
+        o = Vi @ (a * u)
+        dY = x * (o @ v_D) * g_N[i] * (1 - g_N[i]) * scale  # Eq. 16: whether or not it is active
+        assert torch.allclose(Y.grad[i].double(), dY, rtol=1e-5, atol=1e-6)
+        g = g_N[i] * scale if g_N[i] > 0.5 else 0.0
+        back = Vi.T @ v_D
+        assert torch.allclose(V.grad[:, start:stop], torch.outer(v_D, a * u) * g, rtol=1e-6)
+        assert torch.allclose(W.grad[start:stop], torch.outer(slope * u * back, x) * g, rtol=1e-6)
+        assert torch.allclose(U.grad[start:stop], torch.outer(a * back, x) * g, rtol=1e-6)
+
+
+def test_without_straight_through_idle_gates_get_no_gradient() -> None:
+    torch.manual_seed(3)
+    for variant in ("full", "no-straight-through"):
+        ffn, x_TD = gated(variant=variant)
+        active = (ffn.router(x_TD) > 0).sum(-1)
+        token = int(((active > 0) & (active < BLOCKS)).nonzero()[0])
+        x_1D = x_TD[token : token + 1]
+        ffn.train()(x_1D).sum().backward()
+        idle_N = ffn.router(x_1D)[0] == 0
+        assert bool(ffn.router.weight.grad[idle_N].any()) == (variant == "full")
+        assert ffn.router.weight.grad[~idle_N].any()
+
+
+def test_without_the_piecewise_function_all_blocks_train_and_few_are_left() -> None:
+    torch.manual_seed(3)
+    ffn, x_TD = gated(variant="no-piecewise")
+    g_TN = torch.sigmoid(x_TD @ ffn.router.weight.double().T)
+    view = ffn.view()
+    parts = [view.neurons(*place) for place in ffn.slices]
+    want = sum(p.output(p.hidden(x_TD)) * g_TN[:, i, None] for i, p in enumerate(parts))  # Eq. 20
+    assert torch.allclose(ffn.train()(x_TD), want, atol=1e-6)
+    ffn.eval()
+    assert torch.equal(ffn.router(x_TD) > 0, g_TN > 0.5)
+
+
+def test_a_lower_threshold_never_takes_blocks_away() -> None:
+    torch.manual_seed(4)
+    ffn, x_TD = gated()
+    before = torch.zeros(len(x_TD), BLOCKS, dtype=torch.bool)
+    for tau in (0.9, 0.7, 0.5, 0.3, 0.1, 0.0):
+        ffn.router.tau = tau
+        now = ffn.router(x_TD) > 0
+        assert not (before & ~now).any()
+        before = now
+    assert before.all()
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_token_without_blocks_is_finite(force: bool) -> None:
+    ffn, x_TD = gated(tau=0.999, force_one=force)
+    with torch.no_grad():
+        ffn.router.weight.mul_(0.01)
+        for tokens in (x_TD, x_TD[:1]):
+            y_TD = ffn(tokens)
+            assert bool(y_TD.any()) == force
+            assert torch.allclose(y_TD, ffn._masked(tokens), atol=1e-12)
+    assert ((ffn.router(x_TD) > 0).sum(-1) == int(force)).all()
+    ffn.train()(x_TD).sum().backward()
+    assert ffn.router.weight.grad.isfinite().all()
+    assert ffn.router.weight.grad.any(), "a gate that is never open still learns"
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+def test_the_sparsity_loss_pushes_active_gates_alone() -> None:
+    """Eq. 19: also through S, whose gradient is one everywhere."""
+    g = torch.tensor([[[0.7, 0.3], [0.2, 0.9]]], requires_grad=True)
+    S = (g * (g > 0.5)).detach() + g - g.detach()
+    sparsity(S).sum().backward()
+    assert g.grad.tolist() == [[[0.5, 0.0], [0.0, 0.5]]]
+    uniform = torch.full((8, 4), 0.25)
+    assert imbalance(torch.eye(4).repeat(2, 1), uniform).item() == pytest.approx(1.0)
+
+
+def test_the_objective_by_hand_padding_left_out() -> None:
+    torch.manual_seed(5)
+    model = carved(tiny_model("llama"), sparsity=0.7).train()
+    for ffn in ffns(model):
+        with torch.no_grad():
+            ffn.router.weight.mul_(20)
+    ids = rows(2, 12)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[1, 7:], mask[1, 7:] = -100, 0
+    objective = Objective([f.router for f in ffns(model)], DSMoEConfig(sparsity=0.7), None)
+    loss, figures = objective(
+        model, {"input_ids": ids, "labels": labels.clone(), "attention_mask": mask}
+    )
+    seen: list[Tensor] = []
+    hooks = [f.router.register_forward_hook(lambda *a: seen.append(a[2])) for f in ffns(model)]
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    for hook in hooks:
+        hook.remove()
+    total, gates, on, count = 0.0, 0.0, 0, 0
+    for b in range(2):
+        for t in range(11):
+            if labels[b, t + 1] == -100:
+                continue
+            count += 1
+            total += F.cross_entropy(logits[b, t], labels[b, t + 1]).item()
+            here = torch.stack([G[b * 12 + t] for G in seen])
+            gates += here.mean().item()
+            on += int((here > 0).sum())
+    assert count == 11 + 6
+    assert figures["language"].item() == pytest.approx(total, rel=1e-5)
+    assert figures["sparsity"].item() == pytest.approx(gates, rel=1e-5)
+    assert figures["active_blocks"].item() == pytest.approx(on / 4 / BLOCKS, rel=1e-5)
+    assert loss.item() == pytest.approx(total + 0.7 * gates, rel=1e-5)
+
+
+def test_the_controller_reaches_its_target() -> None:
+    """From about half of the blocks, down and up."""
+    tokens = rows(32, 24)
+    for active, above in ((0.6, False), (0.85, True)):
+        config = DSMoEConfig(experts=BLOCKS, active=active, steps=60, batch=8, lr=1e-2, gain=1)
+        model = tiny_model("llama", mlp_bias=False, num_hidden_layers=2)
+        arch = dense_arch(model.config)
+        target = DSMoE(config).target(layer_sizes(model, arch))
+        result = carve_and_train(model, config, calibration=tokens)
+        assert target is not None
+        last = [step["active_blocks"] for step in result.losses[-10:]]
+        assert sum(last) / 10 == pytest.approx(target, abs=0.08)
+        measured = score(result.model, Tokens(tokens))
+        assert measured.active_ratio == pytest.approx(active, abs=0.08)
+        least = min(step["lambda"] for step in result.losses)
+        assert (least < 0) == above, "what is too sparse is rewarded for activity"
+
+
+# --- training ------------------------------------------------------------------------------------
+
+FEW: dict[str, Any] = {"experts": BLOCKS, "steps": 6, "batch": 4, "lr": 1e-2, "save_every": 2}
+
+
+class Stop(Exception):
+    pass
+
+
+def stopping(items: Any, label: str, total: int | None = None) -> Any:
+    for n, item in enumerate(items):
+        if n == 4:
+            raise Stop
+        yield item
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_killed_run_goes_on_from_its_checkpoint(
+    streamed: bool, tmp_path: Path, tokenizer: Any
+) -> None:
+    model = tiny_model("llama", num_hidden_layers=2)
+    config = DSMoEConfig(active=0.6, length=24, **FEW)
+    text = {"calibration": "prose=2,code=1", "tokenizer": tokenizer}
+    options: dict[str, Any] = text if streamed else {"calibration": rows()}
+    whole = carve_and_train(model, config, **options)
+    with pytest.raises(Stop):
+        carve_and_train(model, config, progress=tmp_path, track=stopping, **options)
+    assert (tmp_path / "checkpoint-4").is_dir()
+    resumed = carve_and_train(model, config, progress=tmp_path, **options)
+    assert [s["step"] for s in resumed.losses] == [1, 2, 3, 4, 5, 6]
+    for ours, theirs in zip(resumed.losses, whole.losses, strict=True):
+        assert ours == pytest.approx(theirs)
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.allclose(tensor, resumed.model.state_dict()[name], atol=1e-6), name
+
+
+def test_everything_trains_and_the_callers_model_does_not() -> None:
+    model = tiny_model("llama")
+    before = copy.deepcopy(model.state_dict())
+    result = carve_and_train(model, DSMoEConfig(gate_bias=3.0, **FEW), calibration=rows())
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+    after = result.model.state_dict()
+    assert not [n for n in before if torch.equal(before[n], after[n])]
+    assert sum(n.endswith("router.weight") for n in after) == 4
+    assert result.losses[-1]["language"] < result.losses[0]["language"]
+    assert result.losses[0]["active_blocks"] > 0.9, "a start near the dense model"
+
+
+def test_recomputing_changes_nothing_but_memory() -> None:
+    model = tiny_model("llama")
+    plain, again = (
+        carve_and_train(model, DSMoEConfig(recompute=r, accumulate=2, **FEW), calibration=rows(64))
+        for r in (False, True)
+    )
+    for ours, theirs in zip(again.losses, plain.losses, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_bfloat16_keeps_routers_in_float32(tmp_path: Path) -> None:
+    model = tiny_model("qwen2").to(torch.bfloat16)
+    result = carve_and_train(model, DSMoEConfig(**FEW), calibration=rows())
+    result.save(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    for live in (result.model, loaded):
+        types = {n: p.dtype for n, p in live.named_parameters()}
+        assert {t for n, t in types.items() if "router" in n} == {torch.float32}
+        assert {t for n, t in types.items() if "router" not in n} == {torch.bfloat16}
+
+
+SCRIPT = """
+import json, sys
+from moesaic import DSMoEConfig
+from moesaic.continuing import carve_and_train
+from moesaic.statistics import process
+folder, batch, out = sys.argv[1:]
+config = DSMoEConfig(experts=4, steps=4, batch=int(batch), lr=1e-2, active=0.6,
+                     data=folder + "/data.safetensors")
+losses = carve_and_train(folder + "/model", config, tokenizer=object()).losses
+if process()[0] == 0:
+    json.dump({"world": process()[1], "losses": losses}, open(out, "w"))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """Losses, figures and lambda; texts of different lengths, so a mean of means would differ."""
+    tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    ids, mask = rows(), torch.ones_like(rows())
+    for i in range(len(ids)):
+        mask[i, 24 - i :] = 0
+    save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / "data.safetensors")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    launch += ["--multi_gpu", "--num_processes", "2"]  # this launcher starts CPU processes too
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    script = [str(tmp_path / "script.py"), str(tmp_path), "4", str(tmp_path / "out.json")]
+    subprocess.run([*launch, *script], check=True, env=environment, capture_output=True)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["world"] == 2
+    data = str(tmp_path / "data.safetensors")
+    config = DSMoEConfig(steps=4, batch=8, lr=1e-2, active=0.6, experts=BLOCKS, data=data)
+    one = carve_and_train(tmp_path / "model", config, tokenizer=object()).losses
+    for ours, theirs in zip(found["losses"], one, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+# --- results -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["full", "top-k"])
+def test_a_saved_result_is_the_live_one(variant: str, tmp_path: Path, tokens: Tokens) -> None:
+    model = tiny_model("llama")
+    config = DSMoEConfig(active=0.7, variant=variant, tau=0.45, **FEW)  # type: ignore[arg-type]
+    result = moesaic.carve(model, config, calibration=rows())
+    result.save(tmp_path / "out")
+    assert not (tmp_path / "out" / "plan.json").exists(), "no plan can rebuild trained weights"
+    for options in ({}, {"trust_remote_code": True}):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options).eval()
+        with torch.no_grad():
+            got, want = (m(tokens.input_ids).logits for m in (loaded, result.model))
+        assert torch.equal(got, want)
+        if variant == "full":
+            assert {f.router.tau for f in ffns(loaded)} == {0.45}
+    greedy = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    prompt = tokens.input_ids[:1]
+    ids = prompt
+    for _ in range(5):
+        ids = torch.cat([ids, loaded(ids).logits[:, -1:].argmax(-1)], dim=1)
+    cached = loaded.generate(prompt, attention_mask=torch.ones_like(prompt), **greedy)
+    assert torch.equal(cached, ids[:, : cached.shape[1]])
+
+
+def test_the_start_of_training_is_a_plan_like_others(llama_folder: Path, tmp_path: Path) -> None:
+    source = moesaic.hub.resolve(str(llama_folder))
+    live = source.load()
+    arch = dense_arch(live.config)
+    layers = dict(DSMoE(DSMoEConfig(experts=BLOCKS, force_one=True)).start(layer_sizes(live, arch)))
+    plan = Plan("dsmoe", base_shape(live, arch), layers)
+    plan.save(tmp_path)
+    loaded = Plan.load(tmp_path)
+    assert all(same(plan.layers[i], loaded.layers[i]) for i in plan.layers)
+    moesaic.apply(str(llama_folder), tmp_path, tmp_path / "out")
+    rebuilt = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    apply_plan(live, arch, plan)
+    with torch.no_grad():
+        got, want = (m(rows(2)).logits for m in (rebuilt, live))
+    assert torch.equal(got, want)
+
+
+def test_activity_is_counted_on_real_tokens(tokens: Tokens) -> None:
+    model = carved(tiny_model("llama", mlp_bias=False))
+    for ffn in ffns(model):
+        with torch.no_grad():
+            ffn.router.weight.mul_(20)
+    outs: list[Tensor] = []
+    hooks = [f.router.register_forward_hook(lambda *a: outs.append(a[2])) for f in ffns(model)]
+    model.config.moesaic = {"base": {"widths": [64] * 4}}
+    measured = score(model, tokens)
+    for hook in hooks:
+        hook.remove()
+    for i, routing in measured.routing.items():
+        on = torch.cat(outs[i::4]) > 0
+        assert routing.counts == on.sum(0).tolist()
+        assert routing.idle == int((~on.any(-1)).sum())
+        assert routing.active_width == pytest.approx(on.float().mean().item() * 64)
+    share = torch.cat(outs).gt(0).double().mean().item()
+    attention, ffn = 32 * (32 + 16 + 16 + 32), 3 * 32 * 64
+    want = (attention + ffn * share) / (attention + ffn)
+    assert measured.active_ratio == pytest.approx(want)
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def test_packed_text_is_mixed_by_weight_and_repeatable(tmp_path: Path, tokenizer: Any) -> None:
+    for name, letter in (("a", "a"), ("b", "b")):
+        lines = [json.dumps({"text": f"{letter} " * 30}) for _ in range(5)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    mix = f"{tmp_path}/a.jsonl=3,{tmp_path}/b.jsonl=1"
+
+    def first(count: int, seed: int = 0) -> list[list[int]]:
+        stream = PackedText(mix, tokenizer, 16, seed, buffer=4)
+        return [window["input_ids"] for window in islice(stream, count)]
+
+    windows = first(400)
+    assert {len(w) for w in windows} == {16}
+    from_a = sum("a" in tokenizer.decode(w) for w in windows)
+    assert 260 <= from_a <= 340, "three quarters, and the small source begins anew"
+    assert not any({"a", "b"} <= set(tokenizer.decode(w)) for w in windows)
+    assert any(tokenizer.eos_token_id in w for w in windows)
+    assert first(20) == windows[:20]
+    assert first(20, seed=1) != windows[:20]
+
+
+@pytest.mark.parametrize("source", ["nowhere.jsonl", "prose=0", "prose=1,missing.txt=2", "empty"])
+def test_text_that_cannot_be_read(source: str, tmp_path: Path, tokenizer: Any) -> None:
+    if source == "empty":
+        source = str(tmp_path / "empty.jsonl")
+        Path(source).write_text("\n")
+    with pytest.raises(MoesaicError):
+        PackedText(source, tokenizer, 16)
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"experts": 5}, "64 neurons"),
+        ({"active": 0.3, "experts": 4}, "out of reach"),
+        ({"variant": "top-k"}, "needs --top-k"),
+        ({"layers": "9"}, "layers from 0 to 3"),
+    ],
+)
+def test_requests_that_cannot_be_met(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(MoesaicError, match=says):
+        carve_and_train(tiny_model("llama"), DSMoEConfig(**options), calibration=rows())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"variant": "some"}, {"tau": 1.0}, {"active": 1.5}, {"batch": 0}, {"top_k": 9}, {"steps": 0}],
+)
+def test_options_that_make_no_sense(options: Any) -> None:
+    with pytest.raises(MoesaicError):
+        DSMoEConfig(**options)
+
+
+def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path) -> None:
+    ids = torch.cat([rows(), rows()])
+    save_file({"input_ids": ids}, tmp_path / "data.safetensors")
+    recipe = parse_recipe(
+        f"model: {llama_folder}\nout: {tmp_path}/out\nsteps:\n"
+        f"- carve: {{method: dsmoe, experts: 4, active: 0.7, steps: 3, batch: 4, lr: 0.01, "
+        f"data: {tmp_path}/data.safetensors}}\n"
+        "evaluation: {length: 32, max_tokens: 64, rounds: 0, compare: [top-k]}\n"
+    )
+    record = moesaic.run_recipe(recipe)
+    assert len(record["tune"]["losses"]) == 3
+    assert {"original", "result", "top-k"} == record["scores"].keys()
+    assert record["activity"].keys() == {"prose", "reference", "code"}
+    assert all(0 <= v <= 4 for d in record["activity"].values() for v in d.values())
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Active blocks" in page
+    assert "gate is above 0.5" in page
+    asked = f"eval {tmp_path}/out --tau 0.4,0.5,0.6 --draw {tmp_path}/s.svg --json"
+    shown = CliRunner().invoke(app, [*asked.split(), "--length", "32", "--max-tokens", "128"])
+    sweep = json.loads(shown.stdout)["sweep"]
+    ratios = [point["active_ratio"] for point in sweep]
+    assert ratios == sorted(ratios, reverse=True)
+    assert "τ 0.5" in (tmp_path / "s.svg").read_text()
+    with pytest.raises(MoesaicError, match="no gates"):
+        moesaic.measure.sweep(str(llama_folder), [0.5])

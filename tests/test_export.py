@@ -1,0 +1,382 @@
+"""A native export is the same model in an architecture that needs no package of ours."""
+
+import json
+
+import pytest
+import torch
+from conftest import tiny_config, tiny_model
+from moe_models import tiny_moe
+from safetensors.torch import load_file, save_file
+from test_cli import moesaic  # noqa: F401
+from transformers import AutoModelForCausalLM
+
+from moesaic import export, hub
+from moesaic.errors import MoesaicError
+from moesaic.exporting.engines import limits
+from moesaic.exporting.native import decide, verify, write
+from moesaic.hub import resolve
+from moesaic.moe import base_arch
+from moesaic.plan import CarvedLayer, CondensedLayer, DroppedLayer, Plan, PrunedLayer, SkippingLayer
+from moesaic.surgery import apply_plan, base_shape
+
+WIDTH, HIDDEN = 64, 32
+
+
+def carved_layer(backbone, petals, seed=0, **changes):
+    generator = torch.Generator().manual_seed(seed)
+    router = torch.randn(len(petals), HIDDEN, generator=generator)
+    options = {
+        "top_k": min(1, len(petals)),
+        "router_RD": router / router.norm(dim=1, keepdim=True) if petals else None,
+        **changes,
+    }
+    order = torch.randperm(WIDTH, generator=generator)[: backbone + sum(petals)]
+    return CarvedLayer(order, backbone, tuple(petals), **options)
+
+
+def saved(folder, model, layers):
+    """A model with these layers converted, saved as a user would have it."""
+    arch = base_arch(model.config)
+    plan = Plan("test", base_shape(model, arch), layers)
+    apply_plan(model, arch, plan)
+    hub.convert_class(model, arch, plan)
+    model.save_pretrained(folder)
+    hub.write_stub(model.config, folder)
+    return resolve(str(folder))
+
+
+def same_model(source, folder, tokens, **options):
+    """The export loads as a class of transformers and computes what the source does."""
+    options = {"target": "", "ep": 1, "untie": False} | options
+    untie = options.pop("untie")
+    decided = decide(source, **options)
+    folder.mkdir()
+    write(source, decided, folder, untie)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert type(model).__module__.startswith("transformers.")
+    with torch.no_grad():
+        wanted = source.load()(tokens.input_ids).logits
+        found = model.eval()(tokens.input_ids).logits
+    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    return decided, model
+
+
+EQUAL = dict.fromkeys(range(4), (32, (8, 8, 8, 8)))
+LAST_HALF = dict.fromkeys((2, 3), (32, (8, 8, 8, 8)))
+BARE = dict.fromkeys(range(4), (0, (16, 16, 16, 16)))
+CASES = {
+    "llama": ("llama", EQUAL, {}, "granitemoeshared"),
+    "mistral": ("mistral", EQUAL, {}, "granitemoeshared"),
+    "granite": ("granite", EQUAL, {}, "granitemoeshared"),
+    "biased attention": ("llama", EQUAL, {"attention_bias": True}, "granitemoeshared"),
+    "qwen2": ("qwen2", EQUAL, {}, "glm4_moe"),
+    "qwen3": ("qwen3", EQUAL, {}, "glm4_moe"),
+    "last half": ("llama", LAST_HALF, {}, "glm4_moe"),
+    "last half of qwen2": ("qwen2", LAST_HALF, {}, "glm4_moe"),
+    "no backbone": ("llama", BARE, {}, "mixtral"),
+    "no backbone, qwen2": ("qwen2", BARE, {}, "glm4_moe"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_carved_models_are_exact_in_a_native_architecture(case, tmp_path, tokens):
+    model_type, shapes, changes, target = CASES[case]
+    if model_type == "llama":
+        changes = {"mlp_bias": False, **changes}
+    layers = {i: carved_layer(*shape, seed=i) for i, shape in shapes.items()}
+    source = saved(tmp_path / "carved", tiny_model(model_type, **changes), layers)
+    decided, _ = same_model(source, tmp_path / "native", tokens)
+    assert decided.model_type == target
+    if case != "no backbone, qwen2":  # a shared expert there must be
+        before, after = decided.costs["active_neurons"]
+        assert before == after
+
+
+UNEVEN = {0: (30, (12, 10, 12)), 1: (24, (8, 16, 8, 8)), 2: (40, (12, 12)), 3: (32, (8, 8, 8, 8))}
+
+
+@pytest.mark.parametrize("target", ["granitemoeshared", "glm4_moe"])
+@pytest.mark.parametrize("ep", [1, 3])
+def test_what_differs_by_layer_is_filled_up(target, ep, tmp_path, tokens):
+    layers = {i: carved_layer(*shape, seed=i) for i, shape in UNEVEN.items()}
+    source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
+    decided, model = same_model(source, tmp_path / "native", tokens, target=target, ep=ep)
+    assert decided.costs["experts"] == [4, 6 if ep == 3 else 4]
+    assert model.config.num_local_experts % ep == 0
+    before, after = decided.costs["active_neurons"]
+    assert before == 30 + 12 + 24 + 16 + 40 + 12 + 32 + 8
+    assert after == 4 * (40 + 16) if target == "granitemoeshared" else after > before
+
+
+def test_a_layer_in_between_that_was_not_carved(tmp_path, tokens):
+    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in (0, 2, 3)}
+    source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
+    decided, _ = same_model(source, tmp_path / "native", tokens)
+    assert decided.costs["active_neurons"] == [64 + 3 * 40, 4 * (64 + 8)]
+
+
+def test_a_router_whose_sigmoids_would_all_be_one(tmp_path, tokens):
+    model = tiny_model("qwen2")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.post_attention_layernorm.weight.mul_(1000)
+            layer.mlp.down_proj.weight.mul_(1e-3)
+    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
+    source = saved(tmp_path / "carved", model, layers)
+    _, model = same_model(source, tmp_path / "native", tokens)
+    scores = []
+    gate = model.model.layers[0].mlp.gate
+    gate.register_forward_hook(lambda _, __, out: scores.append(out[0].sigmoid()))
+    model(tokens.input_ids)
+    assert 0.01 < scores[0].min() < scores[0].max() < 0.99
+
+
+def test_embeddings_tied_and_untied(tmp_path, tokens):
+    model = tiny_model("llama", mlp_bias=False, tie_word_embeddings=True)
+    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
+    source = saved(tmp_path / "carved", model, layers)
+    _, tied = same_model(source, tmp_path / "tied", tokens)
+    assert tied.lm_head.weight is tied.model.embed_tokens.weight
+    _, untied = same_model(source, tmp_path / "untied", tokens, untie=True)
+    assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+
+
+def test_routers_stay_in_float32(tmp_path):
+    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
+    model = tiny_model("llama", mlp_bias=False).to(torch.bfloat16)
+    source = saved(tmp_path / "carved", model, layers)
+    (tmp_path / "native").mkdir()
+    write(source, decide(source), tmp_path / "native")
+    tensors = load_file(tmp_path / "native" / "model.safetensors")
+    types = {name.endswith("router.layer.weight"): t.dtype for name, t in tensors.items()}
+    assert types == {True: torch.float32, False: torch.bfloat16}
+
+
+# --- refused -------------------------------------------------------------------------------------
+
+REFUSED = {
+    "native routers give several experts": ("llama", {"top_k": 2}, {}),
+    "'random', which has no native form": ("llama", {"routing": "random"}, {}),
+    "'threshold', which has no native form": (
+        "llama",
+        {"routing": "threshold", "top_k": 4, "gate": {"tau": 0.5}},
+        {},
+    ),
+    "lacks biases in experts": ("llama", {}, {"mlp_bias": True}),
+    "lacks the attention of gemma2": ("gemma2", {}, {}),
+    "lacks sliding-window attention": ("mistral", {}, {"sliding_window": 8}),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_no_architecture_holds_is_refused(message, tmp_path):
+    model_type, layer, changes = REFUSED[message]
+    if model_type == "llama":
+        changes = {"mlp_bias": False, **changes}
+    layers = {i: carved_layer(*EQUAL[i], **layer) for i in range(4)}
+    source = saved(tmp_path / "carved", tiny_model(model_type, **changes), layers)
+    with pytest.raises(MoesaicError, match=message):
+        export(str(source.folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_unknown_forms_and_targets(tmp_path):
+    layers = {i: carved_layer(*EQUAL[i]) for i in range(4)}
+    source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
+    with pytest.raises(MoesaicError, match="'onnx' is none of native, gguf"):
+        export(str(source.folder), tmp_path / "out", to="onnx")
+    with pytest.raises(MoesaicError, match="'llama4' is none of mixtral, granitemoeshared"):
+        export(str(source.folder), tmp_path / "out", target="llama4")
+    with pytest.raises(MoesaicError, match="mixtral lacks a backbone that every token runs"):
+        export(str(source.folder), tmp_path / "out", target="mixtral")
+
+
+# --- layers that only lost neurons ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "phi", "gemma2"])
+def test_layers_without_petals_stay_in_their_architecture(model_type, tmp_path, tokens):
+    layers = {i: carved_layer(width, (), seed=i) for i, width in enumerate((40, 48, 32, 40))}
+    source = saved(tmp_path / "carved", tiny_model(model_type), layers)
+    decided, model = same_model(source, tmp_path / "native", tokens)
+    assert decided.model_type == model_type
+    assert model.config.intermediate_size == 48
+    assert decided.costs["active_neurons"] == [160, 192]
+
+
+# --- mixtures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "gpt_oss"])
+def test_layers_that_lost_different_experts_are_filled_up(model_type, tmp_path, tokens):
+    model = tiny_moe(model_type)
+    routed = base_arch(model.config).moe_layers(model)
+    layers = {i: PrunedLayer(torch.arange(8 - n)) for n, i in enumerate(routed, start=2)}
+    source = saved(tmp_path / "pruned", model, layers)
+    assert source.config.model_type.startswith("moesaic_")
+    decided, found = same_model(source, tmp_path / "native", tokens, ep=4)
+    assert decided.model_type == model_type
+    assert found.config.num_local_experts == 8
+    assert decided.costs["experts"] == [
+        sum(8 - n for n in range(2, 2 + len(routed))),
+        8 * len(routed),
+    ]
+
+
+def test_a_native_model_is_checked_and_copied(tmp_path, tokens):
+    source = saved(tmp_path / "plain", tiny_moe("mixtral"), {})
+    assert same_model(source, tmp_path / "native", tokens)[0].model_type == "mixtral"
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3"])
+def test_a_router_that_cannot_leave_an_expert_out_is_not_filled_up(model_type, tmp_path):
+    model = tiny_moe(model_type)
+    routed = base_arch(model.config).moe_layers(model)
+    layers = {i: PrunedLayer(torch.arange(6)) for i in routed[:1]}
+    source = saved(tmp_path / "pruned", model, layers)
+    with pytest.raises(MoesaicError, match=f"6/8 experts.*{model_type} has no router"):
+        export(str(source.folder), tmp_path / "out")
+
+
+def condensed_layer(experts, width, **changes):
+    gates = torch.full((len(experts),), 0.5)
+    return CondensedLayer(torch.tensor(experts), gates, width, **changes)
+
+
+def test_condensed_layers_get_one_width(tmp_path, tokens):
+    layers = {
+        0: condensed_layer([1], 16, shared=False),
+        2: condensed_layer([3, 4], 32, shared=False),
+    }
+    source = saved(tmp_path / "condensed", tiny_moe("qwen3_moe"), layers)
+    assert source.config.model_type == "moesaic_qwen3_moe"
+    decided, model = same_model(source, tmp_path / "native", tokens)
+    assert model.config.mlp_only_layers == [0, 2]
+    assert decided.costs["dense_neurons"] == [48, 64]
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3"])
+def test_layers_that_are_gone_are_left_out(model_type, tmp_path, tokens):
+    source = saved(tmp_path / "dropped", tiny_moe(model_type), {1: DroppedLayer()})
+    assert source.config.model_type == f"moesaic_{model_type}"
+    _, model = same_model(source, tmp_path / "native", tokens)
+    assert len(model.model.layers) == model.config.num_hidden_layers == 2
+
+
+def test_blocks_that_are_gone_are_zeros(tmp_path, tokens):
+    layer = condensed_layer([], 0, shared=False)
+    source = saved(tmp_path / "dropped", tiny_moe("qwen3_moe"), {1: layer})
+    _, model = same_model(source, tmp_path / "native", tokens)
+    assert model.config.intermediate_size == 8
+    assert model.model.layers[1].mlp.down_proj.weight.count_nonzero() == 0
+
+
+REFUSED_MIXTURES = {
+    "shared-gate mean": ("qwen2_moe", condensed_layer([1], 40, gated=24)),
+    "cannot have just these dense layers: 2": ("mixtral", condensed_layer([1], 16, shared=False)),
+    "No native router skips": ("mixtral", SkippingLayer(0.5, "top2")),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_MIXTURES)
+def test_what_a_mixture_cannot_say_is_refused(message, tmp_path):
+    model_type, layer = REFUSED_MIXTURES[message]
+    source = saved(tmp_path / "made", tiny_moe(model_type), {2: layer})
+    with pytest.raises(MoesaicError, match=message):
+        export(str(source.folder), tmp_path / "out")
+
+
+# --- the whole way -------------------------------------------------------------------------------
+
+
+def test_export_says_what_it_did_and_refuses_what_is_not_the_same(
+    moesaic,  # noqa: F811
+    tmp_path,
+):
+    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
+    source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
+    out = tmp_path / "native"
+    code, text, _ = moesaic("export", source.folder, out, "--ep", 8, "--json")
+    assert code == 0
+    record = json.loads(text)
+    assert record["model_type"] == "granitemoeshared"
+    assert 0 <= record["largest_difference"] < 1e-5
+    assert record["engines"].keys() == {"vllm", "sglang", "llama.cpp"}
+    assert record["costs"]["experts"] == [4, 8]
+    code, _, said = moesaic("export", source.folder, out)
+    assert code == 2
+    assert "--overwrite" in said
+    weights = load_file(out / "model.safetensors")
+    weights["model.layers.1.block_sparse_moe.router.layer.weight"].neg_()
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MoesaicError, match="logits differ"):
+        verify(source, out)
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+
+def lacking(model_type, engine, ep=1, **changes):
+    return " ".join(limits(tiny_config(model_type, **changes), ep)[engine])
+
+
+def test_limits_of_engines():
+    granite = {"num_local_experts": 4, "shared_intermediate_size": 32}
+    assert lacking("granitemoeshared", "vllm", **granite) == ""
+    assert "bias=False" in lacking("granitemoeshared", "vllm", attention_bias=True, **granite)
+    assert "hidden size / heads, 8" in lacking(
+        "granitemoeshared", "llama.cpp", head_dim=16, **granite
+    )
+    assert "decoder layer" in lacking("granitemoeshared", "sglang", **granite)
+    assert "--untie" in lacking("glm4_moe", "sglang", tie_word_embeddings=True)
+    assert "128 experts over 3" in lacking("glm4_moe", "sglang", ep=3)
+    assert "gelu" in lacking("mixtral", "vllm", hidden_act="gelu")
+    assert lacking("llama", "vllm", hidden_act="gelu") == ""
+    assert "512" in lacking("mixtral", "llama.cpp", num_local_experts=600)
+    llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+              "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+    assert "frequency factors" in lacking("glm4_moe", "llama.cpp", rope_parameters=llama3)
+    assert lacking("granitemoeshared", "llama.cpp", rope_parameters=llama3, **granite) == ""
+
+
+# --- GGUF ----------------------------------------------------------------------------------------
+
+CONVERTER = """
+import sys
+from pathlib import Path
+class Glm4MoeModel:
+    def set_vocab(self): raise KeyError("[gMASK]")
+    def _set_vocab_gpt2(self): return "general"
+def main():
+    folder, outfile, outtype = sys.argv[1], sys.argv[3], sys.argv[5]
+    if "refuse" in str(folder): raise SystemExit("pre-tokenizer was not recognized")
+    Path(outfile).write_text(outtype + Glm4MoeModel().set_vocab())
+"""
+
+
+def test_gguf_goes_through_the_converter(tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    tiny_moe("mixtral").save_pretrained(model)
+    (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    out = tmp_path / "model.gguf"
+    record = export(str(model), out, to="gguf", type="bf16")
+    assert out.read_text() == "bf16general"
+    assert record["bytes"] == 11
+    with pytest.raises(MoesaicError, match="overwrite"):
+        export(str(model), out, to="gguf")
+    with pytest.raises(MoesaicError, match="'int4' is none of f32, bf16, q8_0"):
+        export(str(model), out, to="gguf", type="int4", overwrite=True)
+    refused = model.rename(tmp_path / "refuse")
+    with pytest.raises(MoesaicError, match="refused refuse: pre-tokenizer was not recognized"):
+        export(str(refused), tmp_path / "other.gguf", to="gguf")
+    assert not list(tmp_path.glob("*other*"))
+
+
+def test_gguf_without_a_converter_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MoesaicError, match=r"set LLAMA_CPP.*llama-cpp-python"):
+        export("tiny-moe", tmp_path / "out.gguf", to="gguf")
