@@ -21,8 +21,10 @@ from moesaic.methods.more import petals_of
 from moesaic.methods.refit import refit_carved, refitted, runs
 from moesaic.methods.routers import fit_router, neuron_weights, petal_energies
 from moesaic.methods.spread import losses, spread_splits
+from moesaic.metrics.size import model_size
 from moesaic.moe import MOE, moe_arch
 from moesaic.plan import CarvedLayer, CondensedLayer, Plan, PrunedLayer, same
+from moesaic.recipe import step_config
 from moesaic.regression import STRENGTHS, Ridge
 from moesaic.stream import LayerStream
 from moesaic.surgery import applied
@@ -349,6 +351,18 @@ def test_propagated_inputs_are_those_of_the_carved_model(tokens):
 def test_bad_options_are_refused(options, message):
     with pytest.raises(MoesaicError, match=message):
         MoREConfig(**options)
+
+
+def test_options_are_read_from_text():
+    config = step_config("carve", {"router": "ridge", "refit": "true", "spread": "sensitivity"})
+    assert config == MoREConfig(router="ridge", refit=True, spread="sensitivity")
+    assert step_config("prune", {"keep": "4", "refit": "true"}).refit
+
+
+def test_router_weights_are_counted_beside_the_ratio(tokens):
+    config = MoREConfig(layers="all", experts=8, top_k=3, router="ridge")
+    result = moesaic.carve(tiny_model("llama"), config, calibration=tokens)
+    assert model_size(result.model).router_parameters == 4 * 8 * (32 + 1)
 
 
 def test_propagate_refuses_comparisons(tokens):

@@ -101,7 +101,8 @@ def _use(
         active = routing.active_width
     original = header["base"]["widths"][index]
     missing = stored * (original - width) // width
-    heads["router"] += 0 if ffn.router is None else ffn.router.weight.numel()
+    if ffn.router is not None:
+        heads["router"] += sum(p.numel() for p in ffn.router.parameters())
     heads["dropped"] += max(0, missing)
     return LayerUse(
         "carved",
