@@ -1,0 +1,426 @@
+"""The commands that make a model of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moesaic import reduction
+from moesaic.cli.shared import (
+    AsJson,
+    CalibrationLength,
+    CalibrationText,
+    Device,
+    Dtype,
+    EvalData,
+    Evaluate,
+    MaxTokens,
+    Model,
+    Out,
+    Overwrite,
+    Resume,
+    Samples,
+    Seed,
+    Stats,
+    app,
+    bars,
+    carry_out,
+    emit,
+    example,
+    options,
+)
+from moesaic.errors import MoesaicError
+from moesaic.measure import check_device, parse_bytes, parse_dtype
+from moesaic.methods import STEPS
+from moesaic.methods.naee import CRITERIA
+from moesaic.recipe import Calibration, Evaluation, Recipe, step_config
+from moesaic.statistics import StatsFile, merge_files, process
+
+
+@app.command(epilog=example("moesaic carve smollm2 out --active 0.8 --experts 4"))
+def carve(
+    model: Model,
+    out: Out,
+    method: Annotated[str, typer.Option(help=f"{', '.join(STEPS['carve'])}.")] = "more",
+    active: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the projections' parameters a token may use; more: 0.8, tomoe: 0.6."
+        ),
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(help="Petals a layer; more: 4, tomoe and dsmoe: 8.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Petals a token runs; more: 1.")] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="last-half (more), all (dsmoe), uniform, early-middle, or numbers such as 4,5,6."
+        ),
+    ] = None,
+    variant: Annotated[
+        str | None,
+        typer.Option(
+            help="full, or a comparison; more: backbone, random, naive, static; dsmoe: top-k, "
+            "no-straight-through, no-piecewise."
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; tomoe, dsmoe.")] = None,
+    materialize: Annotated[
+        bool | None, typer.Option("--materialize", help="tomoe: a copy of its weights an expert.")
+    ] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also measure this variant at the same active ratio; tomoe: more or static. "
+            "Repeatable."
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", help="key=value: any other option of the method's config."),
+    ] = None,
+    calibration: CalibrationText = "",
+    samples: Samples = 100,
+    length: CalibrationLength = 256,
+    seed: Seed = 0,
+    evaluate: Annotated[
+        bool, typer.Option("--eval/--no-eval", help="Measure result and original.")
+    ] = True,
+    data: EvalData = "",
+    max_tokens: MaxTokens = 16_384,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn a dense model into a mixture of experts."""
+    given: dict[str, Any] = {
+        "active": active,
+        "experts": experts,
+        "top_k": top_k,
+        "layers": layers,
+        "variant": variant,
+        "steps": steps,
+        "materialize": materialize,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {"method": method, "seed": seed, **options(option)}
+    recipe = Recipe(
+        model=model,
+        out=str(out),
+        steps=(step_config("carve", given),),
+        calibration=Calibration(calibration, samples, length, seed),
+        evaluation=Evaluation(data, max_tokens=max_tokens, compare=tuple(compare or ()))
+        if evaluate
+        else None,
+        device=device,
+        dtype=dtype,
+    )
+    carry_out(recipe, overwrite, resume, as_json)
+
+
+@app.command(epilog=example("moesaic condense tiny-shared-moe out --layers 2"))
+def condense(
+    model: Model,
+    out: Out,
+    layers: Annotated[int | None, typer.Option(help="Layers to condense.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Condense until the weights fit: bytes, 12GB, 800MB.")
+    ] = None,
+    active: Annotated[
+        int | None, typer.Option(help="Condense until a token uses at most this many parameters.")
+    ] = None,
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="What stays of a layer: shared, shared+routed, attention (Block Drop), "
+            "nothing (Layer Drop)."
+        ),
+    ] = "shared",
+    experts: Annotated[
+        int | None, typer.Option(help="Routed experts that stay; default: as many as a token runs.")
+    ] = None,
+    metric: Annotated[str, typer.Option(help="js, kl or ppl.")] = "js",
+    expert_search: Annotated[
+        str, typer.Option(help="greedy, random, l1 or pl_alpha_hill.")
+    ] = "greedy",
+    layer_search: Annotated[
+        str, typer.Option(help="greedy, rank, global-rank, cosine or random.")
+    ] = "greedy",
+    shared_gate: Annotated[
+        str, typer.Option(help="A gate on the shared path: token keeps it, mean fixes it.")
+    ] = "token",
+    candidates: Annotated[
+        str, typer.Option(help="Layers to choose from, such as 1,2,3. Default: all that route.")
+    ] = "",
+    padding: Annotated[
+        bool,
+        typer.Option(help="Fill up with zeros where the architecture itself can then hold it."),
+    ] = True,
+    force: Annotated[
+        bool, typer.Option("--force", help="Keep the shared path even where there is none.")
+    ] = False,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(help="Also measure with this many of the layers condensed. Repeatable."),
+    ] = None,
+    calibration: CalibrationText = "",
+    samples: Samples = 100,
+    length: CalibrationLength = 512,
+    seed: Seed = 0,
+    evaluate: Annotated[
+        bool, typer.Option("--eval/--no-eval", help="Measure result and original.")
+    ] = True,
+    data: EvalData = "",
+    max_tokens: MaxTokens = 16_384,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Turn some layers of a mixture of experts into small dense layers."""
+    if layers is None and memory is None and active is None:
+        layers = 1
+    given = {
+        "layers": layers,
+        "memory": None if memory is None else parse_bytes(memory),
+        "active": active,
+        "keep": keep,
+        "experts": experts,
+        "metric": metric,
+        "expert_search": expert_search,
+        "layer_search": layer_search,
+        "shared_gate": shared_gate,
+        "candidates": [part.strip() for part in candidates.split(",") if part.strip()],
+        "padding": padding,
+        "force": force,
+        "seed": seed,
+    }
+    recipe = Recipe(
+        model=model,
+        out=str(out),
+        steps=(step_config("condense", given),),
+        calibration=Calibration(calibration, samples, length, seed),
+        evaluation=Evaluation(data, max_tokens=max_tokens, compare=tuple(compare or ()))
+        if evaluate
+        else None,
+        device=device,
+        dtype=dtype,
+    )
+    carry_out(recipe, overwrite, resume, as_json)
+
+
+@app.command(epilog=example("moesaic tune out tuned --data text.jsonl --what condensed"))
+def tune(
+    model: Model,
+    out: Out,
+    data: Annotated[
+        str, typer.Option("--data", help="Text to train on; as for --calibration. Default: ships.")
+    ] = "",
+    what: Annotated[str, typer.Option(help="condensed, routers, lora or all.")] = "condensed",
+    teacher: Annotated[
+        str, typer.Option(metavar="MODEL", help="Learn from this original, not from the text.")
+    ] = "",
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps; default: --epochs.")] = None,
+    epochs: Annotated[float, typer.Option(help="Times that the text passes.")] = 1.0,
+    batch: Annotated[int, typer.Option(help="Texts a process takes at a time.")] = 8,
+    accumulate: Annotated[int, typer.Option(help="Batches before the weights move.")] = 1,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a text at most.")] = 512,
+    lr: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-4,
+    warmup: Annotated[float, typer.Option(help="Share of the steps in which it rises.")] = 0.1,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's.")] = 0.0,
+    rank: Annotated[int, typer.Option(help="Of the updates, for --what lora.")] = 8,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
+    seed: Seed = 0,
+    evaluate: Annotated[
+        bool, typer.Option("--eval/--no-eval", help="Measure result and original.")
+    ] = True,
+    eval_data: Annotated[
+        str, typer.Option("--eval-data", help="Text to measure on. Default: ships.")
+    ] = "",
+    max_tokens: MaxTokens = 16_384,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a converted model a little. Runs under accelerate launch."""
+    given = {
+        "what": what,
+        "data": data,
+        "teacher": teacher,
+        "length": length,
+        "steps": steps,
+        "epochs": epochs,
+        "batch": batch,
+        "accumulate": accumulate,
+        "lr": lr,
+        "warmup": warmup,
+        "weight_decay": weight_decay,
+        "rank": rank,
+        "save_every": save_every,
+        "seed": seed,
+    }
+    recipe = Recipe(
+        model=model,
+        out=str(out),
+        steps=(step_config("tune", given),),
+        evaluation=Evaluation(eval_data, max_tokens=max_tokens) if evaluate else None,
+        device=device,
+        dtype=dtype,
+    )
+    carry_out(recipe, overwrite, resume, as_json)
+
+
+@app.command(epilog=example("moesaic prune tiny-moe out --keep 6 --criterion reconstruction"))
+def prune(
+    model: Model,
+    out: Out,
+    keep: Annotated[float, typer.Option(help="Experts that stay a layer; a mean if non-uniform.")],
+    criterion: Annotated[str, typer.Option(help=f"{', '.join(CRITERIA)}.")] = "reconstruction",
+    progressive: Annotated[
+        bool, typer.Option("--progressive", help="Each layer sees what the pruned ones pass on.")
+    ] = False,
+    non_uniform: Annotated[
+        bool, typer.Option("--non-uniform", help="Let counts differ: saved as moesaic_<base>.")
+    ] = False,
+    padding: Annotated[
+        bool, typer.Option("--padding", help="Fill counts up with experts never chosen: native.")
+    ] = False,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(help="Also measure this criterion at the same size. Repeatable."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", help="key=value: any other option of the method's config."),
+    ] = None,
+    stats: Stats = "",
+    calibration: CalibrationText = "",
+    samples: Samples = 100,
+    length: CalibrationLength = 256,
+    seed: Seed = 0,
+    evaluate: Evaluate = True,
+    data: EvalData = "",
+    max_tokens: MaxTokens = 16_384,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take experts out of a mixture of experts; the result loads wherever the original does."""
+    given: dict[str, Any] = {
+        "keep": keep,
+        "criterion": criterion,
+        "progressive": progressive,
+        "uniform": not non_uniform,
+        "padding": padding,
+        "seed": seed,
+        **options(option),
+    }
+    recipe = Recipe(
+        model=model,
+        out=str(out),
+        steps=(step_config("prune", given),),
+        calibration=Calibration(calibration, samples, length, seed, stats),
+        evaluation=Evaluation(data, max_tokens=max_tokens, compare=tuple(compare or ()))
+        if evaluate
+        else None,
+        device=device,
+        dtype=dtype,
+    )
+    carry_out(recipe, overwrite, resume, as_json)
+
+
+@app.command(epilog=example("moesaic skip tiny-moe out --quantile 0.5"))
+def skip(
+    model: Model,
+    out: Out,
+    quantile: Annotated[
+        float, typer.Option(help="Of the ratio beta compares; 0.5 is the paper's median.")
+    ] = 0.5,
+    calls: Annotated[
+        float | None, typer.Option(help="Mean experts a token should run, instead.")
+    ] = None,
+    rule: Annotated[str, typer.Option(help="auto, top2 or tail.")] = "auto",
+    stats: Stats = "",
+    calibration: CalibrationText = "",
+    samples: Samples = 100,
+    length: CalibrationLength = 256,
+    seed: Seed = 0,
+    evaluate: Evaluate = True,
+    data: EvalData = "",
+    max_tokens: MaxTokens = 16_384,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let tokens leave out experts of little weight; beta is calibrated on MODEL as it is."""
+    given = {"quantile": quantile, "calls": calls, "rule": rule}
+    recipe = Recipe(
+        model=model,
+        out=str(out),
+        steps=(step_config("skip", given),),
+        calibration=Calibration(calibration, samples, length, seed, stats),
+        evaluation=Evaluation(data, max_tokens=max_tokens) if evaluate else None,
+        device=device,
+        dtype=dtype,
+    )
+    carry_out(recipe, overwrite, resume, as_json)
+
+
+@app.command(epilog=example("moesaic observe tiny-moe tiny-moe.stats"))
+def observe(
+    model: Model,
+    stats: Annotated[Path, typer.Argument(metavar="STATS", help="The file to make.")],
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option(help="Merge this file of the same model in; MODEL is not run. Repeatable."),
+    ] = None,
+    calibration: CalibrationText = "",
+    samples: Samples = 100,
+    length: CalibrationLength = 256,
+    seed: Seed = 0,
+    gram_mb: Annotated[
+        int, typer.Option(min=0, help="MB a layer for reconstruction; 0 leaves that out.")
+    ] = 256,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Observe a mixture of experts once; prune and skip then decide in seconds with --stats."""
+    if merge:
+        if stats.exists() and not overwrite:
+            raise MoesaicError(f"{stats} exists. Choose another name or pass --overwrite.")
+        merge_files(merge, stats)
+    else:
+        reduction.observe(
+            model,
+            stats,
+            calibration=calibration,
+            samples=samples,
+            length=length,
+            seed=seed,
+            gram_mb=gram_mb,
+            device=check_device(device),
+            dtype=parse_dtype(dtype),
+            overwrite=overwrite,
+            resume=resume,
+            track=bars,
+        )
+    if process()[0]:
+        return
+    header = StatsFile(stats).header
+    figures = {"stats": str(stats), "bytes": stats.stat().st_size, "layers": header["layers"]}
+    emit(as_json, figures, f"Statistics of {len(header['layers'])} layers in {stats}")

@@ -1,0 +1,135 @@
+"""The commands that work on what others left: recipes, plans, reports, exports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from moesaic import exporting, report, run
+from moesaic.cli.shared import (
+    MODELS,
+    AsJson,
+    Model,
+    Out,
+    Overwrite,
+    Resume,
+    app,
+    carry_out,
+    emit,
+    example,
+    figure,
+)
+from moesaic.errors import MoesaicError
+from moesaic.exporting.llamacpp import TYPES
+from moesaic.methods import MoREConfig
+from moesaic.recipe import Evaluation, Recipe, load_recipe
+
+
+@app.command("run", epilog=example("moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder"))
+def run_file(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="A recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Places to change.")
+    ] = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+) -> None:
+    """Carry out a recipe, one complete run."""
+    carry_out(load_recipe(recipe, overrides or ()), overwrite, resume, as_json)
+
+
+@app.command(epilog=example("moesaic demo --out moesaic-demo"))
+def demo(
+    out: Annotated[Path, typer.Option(help="The folder to make.")] = Path("moesaic-demo"),
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """The whole story on SmolLM2-135M: carve it, and show what that cost."""
+    recipe = Recipe(
+        model="smollm2",
+        out=str(out),
+        steps=(MoREConfig(),),
+        evaluation=Evaluation(compare=("static",)),
+    )
+    carry_out(recipe, overwrite, overwrite, as_json)
+
+
+@app.command(epilog=example("moesaic apply smollm2 out/plan.json rebuilt"))
+def apply(
+    base: Annotated[str, typer.Argument(metavar="BASE", help=MODELS)],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json or its folder.")],
+    out: Out,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild a result from its base and its plan."""
+    run.apply(base, plan, out, overwrite)
+    emit(as_json, {"out": str(out)}, f"Checkpoint in {out}")
+
+
+@app.command(epilog=example("moesaic export out out-native --to native"))
+def export(
+    model: Model,
+    out: Out,
+    to: Annotated[str, typer.Option(help="native (a checkpoint) or gguf (a file).")] = "native",
+    target: Annotated[
+        str, typer.Option(help="The architecture; default: the one with the least to compute.")
+    ] = "",
+    ep: Annotated[
+        int, typer.Option(min=1, help="Expert-parallel size that the experts must divide by.")
+    ] = 1,
+    untie: Annotated[
+        bool, typer.Option("--untie", help="Write the head as a tensor of its own, for SGLang.")
+    ] = False,
+    type: Annotated[str, typer.Option(help=f"Of a GGUF's weights: {', '.join(TYPES)}.")] = "f32",
+    converter: Annotated[
+        Path | None, typer.Option(help="llama.cpp, or its convert_hf_to_gguf.py; or $LLAMA_CPP.")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
+    given: dict[str, Any] = {"target": target, "ep": ep, "untie": untie, "overwrite": overwrite}
+    if to == "gguf":
+        given |= {"type": type, "converter": converter}
+    record = exporting.export(model, out, to, **given)
+    emit(as_json, record, exported(record))
+
+
+def exported(record: dict[str, Any]) -> Table:
+    """What was written, what it cost, and who loads it."""
+    table = Table(show_header=False)
+    for name in ("out", "model_type", "type", "bytes", "largest_difference"):
+        if name in record:
+            table.add_row(name.replace("_", " "), figure(record[name]))
+    for name, (before, after) in record.get("costs", {}).items():
+        more = "" if after == before else f", {after / before - 1:+.1%}"
+        table.add_row(name.replace("_", " "), f"{before:,} -> {after:,}{more}")
+    for engine, lacks in record.get("engines", {}).items():
+        table.add_row(
+            engine, "lacks " + "; lacks ".join(lacks) if lacks else "limits met, not run here"
+        )
+    return table
+
+
+@app.command("report", epilog=example("moesaic report out-0.8 out-0.7 --out compare.html"))
+def write_report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Result folders.")],
+    out: Annotated[Path, typer.Option(help="The HTML file to make.")] = Path("report.html"),
+    as_json: AsJson = False,
+) -> None:
+    """One HTML file about one or more results."""
+    records = []
+    for folder in runs:
+        file = folder / "result.json" if folder.is_dir() else folder
+        try:
+            records.append(json.loads(file.read_text("utf-8")))
+        except (OSError, ValueError) as error:
+            raise MoesaicError(f"{folder} has no readable result.json: {error}") from error
+    out.write_text(report.html(records), "utf-8")
+    emit(as_json, {"report": str(out)}, f"Report in {out}")

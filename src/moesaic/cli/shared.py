@@ -1,0 +1,156 @@
+"""What the commands share: options, bars, output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from moesaic import report, run
+from moesaic.errors import MoesaicError
+from moesaic.recipe import Recipe
+from moesaic.statistics import process
+
+T = TypeVar("T")
+out_console = Console()
+err_console = Console(stderr=True)
+
+app = typer.Typer(
+    help="Rebuild pretrained language models out of experts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+MODELS = "A hub id, a folder, a .gguf file, smollm2, or a model that ships (tiny-dense ...)."
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS, show_default=False)]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")]
+Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of the same.")]
+CalibrationText = Annotated[
+    str,
+    typer.Option(
+        "--calibration",
+        help="Text to calibrate on, or to train on: a .txt, .jsonl, .json or .parquet file, a "
+        ".safetensors file of input_ids, a hub dataset id, prose, reference or code, or a mix such "
+        "as code=3,prose=1. Default: all text that ships.",
+    ),
+]
+Samples = Annotated[int, typer.Option(min=1, help="Calibration windows.")]
+CalibrationLength = Annotated[int, typer.Option("--length", min=2, help="Tokens a window.")]
+Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
+EvalData = Annotated[
+    str, typer.Option("--data", help="Text to measure on; as for --calibration. Default: ships.")
+]
+EvalLength = Annotated[int, typer.Option("--length", min=2, help="Tokens a window.")]
+MaxTokens = Annotated[int | None, typer.Option(min=2, help="Use at most this much of the text.")]
+Stats = Annotated[
+    str, typer.Option(metavar="FILE", help="Decide from this file of observe; run nothing.")
+]
+Evaluate = Annotated[bool, typer.Option("--eval/--no-eval", help="Measure result and original.")]
+
+
+def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+    """Draw a bar with the time left on stderr while the items pass."""
+    columns = (
+        TextColumn("{task.description:<26}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err_console) as progress:
+        yield from progress.track(items, total=total, description=label)
+
+
+def emit(as_json: bool, data: Any, view: Any) -> None:
+    """Print ``data`` as JSON, or the view for people."""
+    if as_json:
+        sys.stdout.write(json.dumps(data) + "\n")
+    else:
+        out_console.print(view)
+
+
+def example(line: str) -> str:
+    """The example at the end of a help text."""
+    return f"Example: [bold]{line}[/bold]"
+
+
+def options(pairs: list[str] | None) -> dict[str, Any]:
+    """``key=value`` pairs; values are read as in a recipe."""
+    given = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise MoesaicError(f"--option {pair!r} is not key=value.")
+        given[key] = value
+    return given
+
+
+def numbers(text: str) -> list[float]:
+    """Numbers between commas."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise MoesaicError(f"{text!r} is not a list of numbers such as 0.3,0.5.") from None
+
+
+def carry_out(recipe: Recipe, overwrite: bool, resume: bool, as_json: bool) -> None:
+    """Run a recipe and show what came of it."""
+    try:
+        record = run.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
+    except KeyboardInterrupt:
+        fail("Interrupted. Finished layers are kept; --resume continues from them.", 130)
+    if process()[0]:  # another process wrote the result
+        return
+    emit(as_json, record, report.terminal(record))
+    err_console.print(f"Checkpoint in {recipe.out}, report in {recipe.out}/report.html")
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Say what is wrong on stderr and leave."""
+    err_console.print(f"[bold red]Error:[/bold red] {message}", highlight=False, soft_wrap=True)
+    sys.exit(code)
+
+
+def columns(figures: dict[str, dict[str, Any]]) -> Table:
+    """Figures as rows, models as columns."""
+    table = Table()
+    table.add_column("")
+    for name in figures:
+        table.add_column(name, justify="right")
+    keys = dict.fromkeys(key for column in figures.values() for key in column)
+    for key in keys:
+        label = key.replace("_", " ")
+        table.add_row(label, *(figure(column.get(key)) for column in figures.values()))
+    return table
+
+
+def figure(value: Any) -> str:
+    """A figure as a table shows it."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return " - ".join(figure(v) for v in value)
+    if isinstance(value, float):
+        return f"{value:,.4g}" if value < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
