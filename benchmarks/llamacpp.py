@@ -23,6 +23,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--types", nargs="+", default=["f32", "bf16", "q8_0"])
     parser.add_argument("--carved", type=Path, help="a folder carved before")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -32,7 +33,7 @@ if __name__ == "__main__":
         if given.carved is None:
             config = MoREConfig(active=0.625, layers="all")
             carve("smollm2", config, samples=40).save(carved)
-        for type in ("f32", "bf16", "q8_0"):
+        for type in given.types:
             files = {name: Path(place) / f"{name}-{type}.gguf" for name in ("model", "against")}
             for file, model in zip(files.values(), (carved, "smollm2"), strict=True):
                 export(str(model), file, to="gguf", type=type)
