@@ -290,6 +290,20 @@ def test_materialised_experts_are_the_shared_ones() -> None:
     assert told.summary["training"]["copied_parameters"] == weights - 4 * 3 * 32 * 64
 
 
+def test_copies_beside_whole_attention_are_a_mixtral(tmp_path: Path) -> None:
+    options = {**SHORT, "attention": "none", "materialize": True}
+    result = moesaic.carve(tiny_model("mistral"), ToMoEConfig(**options), calibration=ids())
+    result.save(tmp_path / "carved")
+    told = moesaic.export(str(tmp_path / "carved"), tmp_path / "native")
+    assert told["model_type"] == "mixtral"
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "native").eval()
+    torch.testing.assert_close(native(ids()).logits, result.model(ids()).logits, atol=1e-5, rtol=0)
+    shared = moesaic.carve(tiny_model("mistral"), ToMoEConfig(**SHORT), calibration=ids())
+    shared.save(tmp_path / "shared")
+    with pytest.raises(MoesaicError, match="--materialize -o attention=none"):
+        moesaic.export(str(tmp_path / "shared"), tmp_path / "never")
+
+
 # --- training ------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,9 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
         if target and target != arch.model_type:
             raise MoesaicError(f"A {arch.model_type} stays a {arch.model_type}, not a {target}.")
         return reduced(source, arch, headers, ep)
-    if kinds - {"carved"}:
+    if kinds == {"overlapping"}:
+        _check_copies(headers.values())
+    elif kinds - {"carved"}:
         raise MoesaicError(f"Layers of kind {', '.join(sorted(kinds))} have no native form yet.")
     layers = [headers.get(str(i)) for i in range(config.num_hidden_layers)]
     if any(header and header["petals"] for header in layers):
@@ -92,6 +95,17 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
     if target and target != arch.model_type:
         raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
     return narrowed(source, arch, layers)
+
+
+def _check_copies(headers: Iterable[Mapping[str, Any]]) -> None:
+    """Experts with weights of their own, beside an attention that is as it was, are petals."""
+    for header in headers:
+        partial = header["rows"] or header["head_top_k"] or header["columns"] is not None
+        if partial or not header["materialized"]:
+            raise MoesaicError(
+                "Overlapping experts and partial attention have no native form; carve with "
+                "--materialize -o attention=none for one."
+            )
 
 
 def write(source: Source, export: Export, folder: Path, untie: bool = False) -> None:
