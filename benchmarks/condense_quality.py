@@ -29,6 +29,7 @@ from moesaic.tuning import tune
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "greedy": {"keep": "shared"},
+    "greedy by perplexity": {"keep": "shared", "metric": "ppl"},
     "greedy, shared+routed": {"keep": "shared+routed"},
     "layer rank": {"keep": "shared", "layer_search": "rank"},
     "global layer rank": {"keep": "shared", "layer_search": "global-rank"},
@@ -37,12 +38,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def sweep(model: Any, tokens: Tokens, held_out: Tokens) -> dict[str, Any]:
+def sweep(model: Any, tokens: Tokens, held_out: Tokens, variants: list[str]) -> dict[str, Any]:
     """Perplexity by how many layers were condensed, for each way to choose them."""
     arch = moe_arch(model.config)
     routed, parameters = len(arch.moe_layers(model)), size(model)
     found: dict[str, Any] = {}
-    for name, options in VARIANTS.items():
+    for name in variants:
+        options = VARIANTS[name]
         first_stays = options["keep"] == "nothing" and arch.is_moe(arch.layers(model)[0])
         count = routed - first_stays
         config = CondenseConfig(layers=count, **options)
@@ -99,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="tiny-shared-moe")
     parser.add_argument("--parts", nargs="+", default=["sweep", "tune"])
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--max-tokens", type=int, default=32_768)
@@ -116,7 +119,7 @@ def main() -> None:
     record = json.loads(given.out.read_text()) if given.out.exists() else {}
     record |= {"model": given.model, "original_perplexity": original, "environment": environment()}
     if "sweep" in given.parts:
-        record["sweep"] = sweep(model, tokens, held_out)
+        record["sweep"] = record.get("sweep", {}) | sweep(model, tokens, held_out, given.variants)
     if "tune" in given.parts:
         label = "tune, from the original" if given.teacher else "tune"
         record[label] = tuning(given.model, tokens, held_out, original, given)

@@ -6,18 +6,25 @@ import math
 import pytest
 import torch
 from conftest import VOCAB, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from moe_models import tiny_moe
 
 import moesaic
 from moesaic.arch import dense_arch
+from moesaic.budget import LayerSize, active_ratio, layer_sizes, split_for_target
 from moesaic.checkpoint import Checkpoint
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig
+from moesaic.methods.more import petals_of
 from moesaic.methods.refit import refit_carved, refitted, runs
 from moesaic.methods.routers import fit_router, neuron_weights, petal_energies
+from moesaic.methods.spread import losses, spread_splits
+from moesaic.metrics.size import model_size
 from moesaic.moe import MOE, moe_arch
 from moesaic.plan import CarvedLayer, CondensedLayer, Plan, PrunedLayer, same
+from moesaic.recipe import step_config
 from moesaic.regression import STRENGTHS, Ridge
 from moesaic.stream import LayerStream
 from moesaic.surgery import applied
@@ -168,6 +175,20 @@ def test_router_weights_solve_the_normal_equations(tokens):
     residual_TR = energy_TR - x_TF @ weight_RF.T - bias_R
     assert residual_TR.mean(0).abs().max() < 1e-3 * energy_TR.mean()  # the constant is free
     assert residual_TR.square().sum() < (energy_TR - energy_TR.mean(0)).square().sum()
+
+
+def test_petals_of_large_matrices_are_found_by_blocks(monkeypatch):
+    """Planted groups, in a shuffled order, by either iteration."""
+    groups = torch.randperm(240, generator=torch.Generator().manual_seed(0)).view(24, 10)
+    counts = torch.rand(240, 240)
+    counts = counts + counts.T
+    for group in groups:
+        counts[group[:, None], group] += 50
+    planted = {frozenset(g.tolist()) for g in groups}
+    for large in (1, 1 << 18):
+        monkeypatch.setattr("moesaic.clustering.LARGE", large)
+        petals = petals_of(counts, torch.arange(240), 24, True, seed=1)
+        assert {frozenset(p.tolist()) for p in petals} == planted
 
 
 # --- execution -----------------------------------------------------------------------------------
@@ -323,6 +344,7 @@ def test_propagated_inputs_are_those_of_the_carved_model(tokens):
     ("options", "message"),
     [
         ({"router": "magic"}, "choose from cosine, ridge, backbone"),
+        ({"spread": "even"}, "choose from uniform, sensitivity"),
         ({"propagate": True}, "needs refit or bias"),
     ],
 )
@@ -331,10 +353,91 @@ def test_bad_options_are_refused(options, message):
         MoREConfig(**options)
 
 
+def test_options_are_read_from_text():
+    config = step_config("carve", {"router": "ridge", "refit": "true", "spread": "sensitivity"})
+    assert config == MoREConfig(router="ridge", refit=True, spread="sensitivity")
+    assert step_config("prune", {"keep": "4", "refit": "true"}).refit
+
+
+def test_router_weights_are_counted_beside_the_ratio(tokens):
+    config = MoREConfig(layers="all", experts=8, top_k=3, router="ridge")
+    result = moesaic.carve(tiny_model("llama"), config, calibration=tokens)
+    assert model_size(result.model).router_parameters == 4 * 8 * (32 + 1)
+
+
 def test_propagate_refuses_comparisons(tokens):
     config = MoREConfig(refit=True, propagate=True)
     with pytest.raises(MoesaicError, match="nothing can be compared"):
         moesaic.carve(tiny_model("llama"), config, calibration=tokens, compare=["static"])
+
+
+# --- spread --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(active=st.floats(0.7, 0.97), experts=st.integers(4, 32), seed=st.integers(0, 99))
+def test_spread_meets_the_budget_of_the_whole_model(active, experts, seed):
+    torch.manual_seed(seed)
+    sizes = [LayerSize(attention=width * 90, ffn=width * 300, width=width) for width in (512, 800)]
+    losses_M = {i: torch.rand(size.width) ** 4 * (i + 1) for i, size in enumerate(sizes)}
+    top_k = experts // 4
+    splits = spread_splits(sizes, losses_M, active, experts, top_k)
+    found = active_ratio(sizes, {i: s.active_width for i, s in splits.items()})
+    step = (experts - top_k) * 300 / sum(s.attention + s.ffn for s in sizes)
+    assert found == pytest.approx(active, abs=step / 2 + 1e-9)
+    for i, split in splits.items():
+        assert split.backbone >= 0
+        assert split.backbone + experts * split.petal == sizes[i].width
+
+
+def test_spread_is_no_worse_than_uniform_by_its_own_measure():
+    torch.manual_seed(0)
+    sizes = [LayerSize(attention=0, ffn=640, width=64)] * 3
+    losses_M = {i: torch.rand(64) * 4.0**i for i in range(3)}
+
+    def lost(splits):
+        kept = {i: losses_M[i].sort(descending=True).values for i in splits}
+        return sum(kept[i][s.active_width :].sum().item() for i, s in splits.items())
+
+    uniform = split_for_target(sizes, range(3), 0.75, 2, 1)
+    spread = spread_splits(sizes, losses_M, 0.75, 2, 1)
+    assert lost(spread) < lost(uniform)
+    assert spread[0].active_width < spread[2].active_width
+
+
+def test_losses_are_relative_to_the_residual_stream(tokens):
+    model = tiny_model("llama")
+    arch = dense_arch(model.config)
+    site = site_of(model, arch, tokens, 1)
+    seen = []
+    handle = arch.layers(model)[1].register_forward_hook(lambda _, args, out: seen.append(out))
+    model(tokens.input_ids)
+    handle.remove()
+    stream = seen[0][0] if isinstance(seen[0], tuple) else seen[0]
+    h_TM = torch.cat([h for _, h in site.activations()])
+    j = 5
+    part = (h_TM[:, j, None] * site.view.down_DM[:, j]).square().sum(1)
+    expected = (part / stream.flatten(0, 1).square().sum(1)).mean()
+    assert losses(site)[j].item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_a_spread_plan_runs(tokens):
+    config = MoREConfig(
+        active=0.9, experts=8, top_k=3, layers="all", router="ridge", spread="sensitivity"
+    )
+    model = tiny_model("llama")
+    result = moesaic.carve(model, config, calibration=tokens)
+    widths = {i: layer.active_width for i, layer in result.plan.layers.items()}
+    assert len(set(widths.values())) > 1
+    sizes = layer_sizes(model, dense_arch(model.config))
+    assert active_ratio(sizes, widths) == pytest.approx(0.9, abs=0.01)
+    assert result.model(tokens.input_ids[:1]).logits.isfinite().all()
+
+
+def test_spread_out_of_reach_is_refused():
+    sizes = [LayerSize(0, 640, 64)] * 2
+    with pytest.raises(MoesaicError, match="out of reach"):
+        spread_splits(sizes, {0: torch.rand(64)}, 0.3, 8, 2)
 
 
 # --- pruned and condensed ------------------------------------------------------------------------

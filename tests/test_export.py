@@ -159,6 +159,11 @@ def test_routers_stay_in_float32(tmp_path):
 REFUSED = {
     "native routers give several experts": ("llama", {"top_k": 2}, {}),
     "'random', which has no native form": ("llama", {"routing": "random"}, {}),
+    "'threshold', which has no native form": (
+        "llama",
+        {"routing": "threshold", "top_k": 4, "gate": {"tau": 0.5}},
+        {},
+    ),
     "lacks biases in experts": ("llama", {}, {"mlp_bias": True}),
     "lacks the attention of gemma2": ("gemma2", {}, {}),
     "lacks sliding-window attention": ("mistral", {}, {"sliding_window": 8}),

@@ -66,15 +66,17 @@ def test_smollm2_says_the_same(target, carved, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("type", ["bf16", "q8_0"])
-def test_narrower_types_mostly_agree(type, carved, tokenizer, tmp_path):
+def test_narrower_types_agree_as_often_as_bfloat16_does(type, carved, tokenizer, tmp_path):
     file = tmp_path / "model.gguf"
     export(str(carved), file, to="gguf", type=type)
     ids = tokenizer(TEXT, return_tensors="pt").input_ids[0, :256]
+    source = resolve(str(carved))
     with torch.no_grad():
-        wanted = resolve(str(carved)).load(dtype=torch.float32)(ids[None]).logits[0]
+        wanted = source.load(dtype=torch.float32)(ids[None]).logits[0].argmax(-1)
+        own = source.load(dtype=torch.bfloat16)(ids[None]).logits[0].argmax(-1)
     with llamacpp.Engine(file, 320, exact=True) as engine:
-        found = engine.logits(ids)
-    assert (found.argmax(-1) == wanted.argmax(-1)).float().mean() > 0.85
+        found = engine.logits(ids).argmax(-1)
+    assert (found == wanted).float().mean() > (own == wanted).float().mean() - 0.05
 
 
 TINY = {

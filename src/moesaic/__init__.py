@@ -19,6 +19,7 @@ from moesaic.methods import (
     MoREConfig,
     PruneConfig,
     SkipConfig,
+    ToMoEConfig,
     TuneConfig,
 )
 from moesaic.plan import Plan
@@ -40,6 +41,7 @@ __all__ = [
     "Recipe",
     "Result",
     "SkipConfig",
+    "ToMoEConfig",
     "Tokens",
     "TuneConfig",
     "__version__",

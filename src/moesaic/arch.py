@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,25 @@ class FFNNames:
 
 
 @dataclass(frozen=True)
+class AttentionNames:
+    """Attribute names inside an attention module. ``q == k == v`` means one fused projection."""
+
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    o: str = "o_proj"
+
+    @property
+    def fused(self) -> bool:
+        return self.q == self.v
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The linear submodules, each once."""
+        return tuple(dict.fromkeys((self.q, self.k, self.v, self.o)))
+
+
+@dataclass(frozen=True)
 class Arch:
     """One architecture: where its decoder layers, attention and FFN live."""
 
@@ -52,6 +71,8 @@ class Arch:
     ffn: FFNNames = FFNNames()
     ffn_path: str = "mlp"
     layers_path: str = "model.layers"
+    attention: AttentionNames = AttentionNames()
+    attention_path: ClassVar[str] = "self_attn"
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
         """The decoder layers of a causal language model."""
@@ -61,9 +82,29 @@ class Arch:
         """The feed-forward module of one decoder layer."""
         return attrgetter(self.ffn_path)(layer)
 
+    def attention_of(self, layer: nn.Module) -> Any:
+        """The attention module of one decoder layer."""
+        return layer.get_submodule(self.attention_path)
+
+    def heads(self, layer: nn.Module, config: Any) -> Heads:
+        """How a dense model's attention is divided.
+
+        Raises:
+            MoesaicError: its positions are not rotary.
+        """
+        attention, names = self.attention_of(layer), self.attention
+        size = attention.head_dim
+        count = getattr(attention, names.o).weight.shape[1] // size
+        rows = getattr(attention, names.k).weight.shape[0] // size
+        rope = getattr(config, "rope_parameters", None)
+        if not rope:
+            raise MoesaicError(f"{config.model_type} has no rotary position embedding here.")
+        rotary = int(size * rope.get("partial_rotary_factor", 1.0))
+        return Heads(count, (rows - count) // 2 if names.fused else rows, size, rotary)
+
     def attention_size(self, layer: nn.Module) -> int:
         """Weights of the attention's linear projections, biases left out."""
-        modules = layer.get_submodule("self_attn").modules()
+        modules = self.attention_of(layer).modules()
         return sum(m.weight.numel() for m in modules if isinstance(m, nn.Linear))
 
     def view(self, layer: nn.Module) -> Any:
@@ -93,10 +134,12 @@ DENSE: dict[str, Arch] = {
         Arch(
             "phi3",
             ffn=FFNNames(up="gate_up_proj", gate="gate_up_proj", act="activation_fn"),
+            attention=AttentionNames("qkv_proj", "qkv_proj", "qkv_proj"),
         ),
         Arch(
             "phi",
             ffn=FFNNames(up="fc1", down="fc2", gate=None, act="activation_fn"),
+            attention=AttentionNames(o="dense"),
         ),
     )
 }
@@ -126,6 +169,31 @@ def dense_arch(config: Any) -> Arch:
     raise MoesaicError(
         f"Architecture {model_type!r} is not supported. Supported: {', '.join(sorted(DENSE))}."
     )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How attention is divided: query heads, key and value heads, and their size."""
+
+    queries: int
+    keys: int
+    size: int
+    rotary: int
+    """Leading dimensions of a head that RoPE turns, the first half paired with the second."""
+
+    @property
+    def free(self) -> int:
+        """Dimensions of queries and keys that can be chosen: RoPE pairs, and those it leaves."""
+        return self.rotary // 2 + self.size - self.rotary
+
+    def paired(self, chosen: Tensor) -> Tensor:
+        """What is chosen (..., free), for every dimension of a head (..., size).
+
+        >>> Heads(1, 1, 6, 4).paired(torch.tensor([1, 2, 3, 4]))
+        tensor([1, 2, 1, 2, 3, 4])
+        """
+        pairs = chosen[..., : self.rotary // 2]
+        return torch.cat([pairs, pairs, chosen[..., self.rotary // 2 :]], -1)
 
 
 @dataclass(frozen=True)
@@ -188,6 +256,21 @@ class DenseFFN:
             act=self.act,
             up_bias_M=None if self.up_bias_M is None else self.up_bias_M[rows],
             gate_bias_M=None if self.gate_bias_M is None else self.gate_bias_M[rows],
+        )
+
+    def chosen(self, neurons: Tensor) -> DenseFFN:
+        """Some neurons as a block of their own: copies, and no output bias."""
+
+        def rows(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.index_select(0, neurons)
+
+        return DenseFFN(
+            up_MD=self.up_MD.index_select(0, neurons),
+            down_DM=self.down_DM.index_select(1, neurons),
+            gate_MD=rows(self.gate_MD),
+            act=self.act,
+            up_bias_M=rows(self.up_bias_M),
+            gate_bias_M=rows(self.gate_bias_M),
         )
 
 

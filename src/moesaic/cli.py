@@ -113,10 +113,12 @@ def carve(
     method: Annotated[str, typer.Option(help=f"{', '.join(STEPS['carve'])}.")] = "more",
     active: Annotated[
         float | None,
-        typer.Option(help="Share of the projections' parameters a token may use; more: 0.8."),
+        typer.Option(
+            help="Share of the projections' parameters a token may use; more: 0.8, tomoe: 0.6."
+        ),
     ] = None,
     experts: Annotated[
-        int | None, typer.Option(help="Petals a layer; more: 4, dsmoe: 8.", show_default=False)
+        int | None, typer.Option(help="Petals a layer; more: 4, tomoe and dsmoe: 8.")
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Petals a token runs; more: 1.")] = None,
     layers: Annotated[
@@ -126,15 +128,22 @@ def carve(
         ),
     ] = None,
     variant: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="full, or a comparison; more: backbone, random, naive, static; dsmoe: top-k, "
             "no-straight-through, no-piecewise."
         ),
-    ] = "full",
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; tomoe, dsmoe.")] = None,
+    materialize: Annotated[
+        bool | None, typer.Option("--materialize", help="tomoe: a copy of its weights an expert.")
+    ] = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(help="Also measure this variant at the same active width. Repeatable."),
+        typer.Option(
+            help="Also measure this variant at the same active ratio; tomoe: more or static. "
+            "Repeatable."
+        ),
     ] = None,
     option: Annotated[
         list[str] | None,
@@ -156,14 +165,17 @@ def carve(
     as_json: AsJson = False,
 ) -> None:
     """Turn a dense model into a mixture of experts."""
-    asked = {"active": active, "experts": experts, "top_k": top_k, "layers": layers}
     given: dict[str, Any] = {
-        "method": method,
-        **{name: value for name, value in asked.items() if value is not None},
+        "active": active,
+        "experts": experts,
+        "top_k": top_k,
+        "layers": layers,
         "variant": variant,
-        "seed": seed,
-        **options(option),
+        "steps": steps,
+        "materialize": materialize,
     }
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {"method": method, "seed": seed, **options(option)}
     recipe = Recipe(
         model=model,
         out=str(out),

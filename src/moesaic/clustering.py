@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
+
+LARGE = 1 << 18
+"""Members times dimensions from which eigenvectors are found by blocks, and k-means starts once."""
 
 
 def affinity_degree(affinity_MM: Tensor, members: Tensor) -> Tensor:
@@ -18,14 +23,22 @@ def spectral_embedding(affinity_MM: Tensor, members: Tensor, dims: int, seed: in
     """Leading eigenvectors of D^-1/2 C D^-1/2, rows of norm one (len(members), dims).
 
     Ng, Jordan & Weiss (2001), on the zero-diagonal sub-matrix of ``members``, each of which has
-    some affinity. The matrix is only multiplied with, by Lanczos iteration: no copy of it,
-    normalised or restricted, is made.
+    some affinity. The matrix is only multiplied with, by Lanczos iteration, or by subspace
+    iteration where it and the number of vectors are large: no copy of it, normalised or
+    restricted, is made.
     """
     from scipy.sparse.linalg import LinearOperator, eigsh
 
     device, whole, count = affinity_MM.device, len(affinity_MM), len(members)
     diagonal = affinity_MM.diagonal()[members].double()
     scale = affinity_degree(affinity_MM, members).rsqrt()
+
+    def matmul(V_NK: Tensor) -> Tensor:
+        scaled = scale[:, None] * V_NK.double()
+        padded = torch.zeros(whole, V_NK.shape[1], dtype=affinity_MM.dtype, device=device)
+        padded[members] = scaled.to(affinity_MM.dtype)
+        product = (affinity_MM @ padded)[members].double() - diagonal[:, None] * scaled
+        return scale[:, None] * product
 
     def matvec(v: np.ndarray) -> np.ndarray:
         scaled = scale * torch.from_numpy(v.ravel()).to(device)
@@ -37,6 +50,8 @@ def spectral_embedding(affinity_MM: Tensor, members: Tensor, dims: int, seed: in
     if count <= 2 * dims + 2:  # too small for Lanczos
         columns = [matvec(unit) for unit in np.eye(count)]
         vectors = np.linalg.eigh(np.stack(columns, axis=1))[1][:, -dims:]
+    elif count * dims > LARGE:
+        vectors = leading(matmul, count, dims, seed, device).cpu().numpy()
     else:
         start = np.random.default_rng(seed).standard_normal(count)
         operator = LinearOperator((count, count), matvec=matvec, dtype=np.float64)
@@ -45,11 +60,34 @@ def spectral_embedding(affinity_MM: Tensor, members: Tensor, dims: int, seed: in
     return np.asarray(vectors / np.maximum(norms, 1e-12))
 
 
+def leading(
+    matmul: Callable[[Tensor], Tensor],
+    count: int,
+    dims: int,
+    seed: int,
+    device: torch.device,
+    rounds: int = 12,
+) -> Tensor:
+    """About the leading eigenvectors of a matrix with eigenvalues in [-1, 1] (count, dims).
+
+    Subspace iteration on the matrix plus identity: a few products with a block of vectors instead
+    of hundreds with one. Clustering needs the space they span, not each of them to many digits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    Q_NK = torch.randn(count, min(count, dims + 8), generator=generator, dtype=torch.float64)
+    Q_NK = torch.linalg.qr(Q_NK.to(device))[0]
+    for _ in range(rounds):
+        Q_NK = torch.linalg.qr(matmul(Q_NK) + Q_NK)[0]
+    ritz_KK = torch.linalg.eigh(Q_NK.T @ matmul(Q_NK))[1]
+    return Q_NK @ ritz_KK[:, -dims:]
+
+
 def cluster(points: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """k-means labels and squared distances to every centre (points, count)."""
     from sklearn.cluster import KMeans
 
-    fitted = KMeans(count, n_init=10, random_state=seed).fit(points)
+    starts = 1 if points.size > LARGE else 10
+    fitted = KMeans(count, n_init=starts, random_state=seed).fit(points)
     return fitted.labels_, fitted.transform(points) ** 2
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
+from moesaic.overlapping import OverlappingLayer
 
 FORMAT = 1
 JSON_NAME, TENSORS_NAME = "plan.json", "plan.safetensors"
@@ -289,11 +290,14 @@ class DroppedLayer:
         return cls()
 
 
-LayerPlan = CarvedLayer | PrunedLayer | SkippingLayer | CondensedLayer | DroppedLayer
+LayerPlan = (
+    CarvedLayer | OverlappingLayer | PrunedLayer | SkippingLayer | CondensedLayer | DroppedLayer
+)
 KINDS: dict[str, Any] = {
     kind.kind: kind
     for kind in (
         CarvedLayer,
+        OverlappingLayer,
         PrunedLayer,
         MergedLayer,
         SkippingLayer,
@@ -430,12 +434,16 @@ class Progress:
             done[record["name"], record["layer"]] = (layer, record["analysis"])
         return done
 
-    def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
-        """Keep a finished layer; it is there whole or not at all."""
+    def begin(self) -> None:
+        """Note whose the folder is."""
         self.folder.mkdir(parents=True, exist_ok=True)
         note = self.folder / "request.json"
         if not note.exists():
             note.write_text(json.dumps(self.request))
+
+    def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
+        """Keep a finished layer; it is there whole or not at all."""
+        self.begin()
         record = {"name": name, "layer": index, "header": layer.header(), "analysis": analysis}
         file = self.folder / f"layer-{index:04d}-{name}.safetensors"
         partial = file.with_suffix(".writing")

@@ -13,7 +13,6 @@ from moesaic.methods.refit import refitted
 from moesaic.plan import Plan
 from moesaic.progress import Track
 from moesaic.result import Finished, Job
-from moesaic.statistics import process
 from moesaic.surgery import applied
 
 
@@ -29,6 +28,8 @@ def recover(
     propagate: bool = False,
 ) -> tuple[dict[str, Plan], dict[int, dict[str, Any]]]:
     """Refit every layer of some plans of one model; see :mod:`moesaic.methods.refit`.
+
+    Where there are several processes each does all of it, with the same result.
 
     Args:
         job: the model and the calibration tokens.
@@ -47,8 +48,6 @@ def recover(
     """
     if propagate and len(plans) > 1:
         raise MoesaicError("--propagate follows one result: nothing can be compared beside it.")
-    if process()[1] > 1:
-        raise MoesaicError("--refit runs in one process; decide with many, then refit with one.")
     layers = sorted({i for plan in plans.values() for i in plan.layers})
     wanted = {(name, i) for name, plan in plans.items() for i in plan.layers}
     if not all((f"{name}-refit", i) in finished for name, i in wanted):

@@ -15,11 +15,13 @@ from moesaic import report
 from moesaic.arch import dense_arch
 from moesaic.budget import chosen_layers, layer_sizes
 from moesaic.checkpoint import check_out, whole_folder
+from moesaic.condensing import METHOD as CONDENSED
 from moesaic.condensing import condense
 from moesaic.continuing import carve_and_train
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.hub import native_config, resolve
+from moesaic.learning import learn
 from moesaic.measure import check_device, environment, measure, parse_dtype
 from moesaic.methods import (
     CARVERS,
@@ -29,10 +31,12 @@ from moesaic.methods import (
     PruneConfig,
     SkipConfig,
     Skipper,
+    ToMoEConfig,
     TuneConfig,
     carve_layers,
 )
 from moesaic.methods.spread import losses
+from moesaic.overlapping import OverlappingLayer
 from moesaic.plan import (
     CarvedLayer,
     CondensedLayer,
@@ -82,7 +86,8 @@ def carve(
         length: tokens a window.
         seed: of the draw.
         tokenizer: for texts, when ``model`` is loaded; a name brings its own.
-        compare: variants of the method to decide on beside it, from the same statistics.
+        compare: variants of the method to decide on beside it, from the same statistics; of ToMoE,
+            more or static, carved at the active ratio that it came to.
         inplace: convert the caller's model itself.
         device: where layers run, when ``model`` is a name.
         dtype: floating-point type, when ``model`` is a name; None for the checkpoint's own.
@@ -106,6 +111,15 @@ def carve(
             progress=progress,
             track=track,
         )
+    if isinstance(config, ToMoEConfig):
+        text = {"calibration": calibration, "samples": samples, "length": length, "seed": seed}
+        shared = {**text, "tokenizer": tokenizer, "device": device, "dtype": dtype, "track": track}
+        learned = learn(model, config, inplace=inplace, progress=progress, **shared)
+        for name in compare:
+            baseline = _beside(name, learned.summary["training"]["active"])
+            folder = None if progress is None else progress / name
+            learned.comparisons[name] = carve(model, baseline, progress=folder, **shared).plan
+        return learned
     job = Job.open(
         model,
         dense_arch,
@@ -151,6 +165,15 @@ def _losses(job: Job, layers: Any, track: Track) -> dict[int, torch.Tensor]:
     chosen = chosen_layers(layers, len(job.base.widths))
     sites = track(job.stream(chosen), "Weighing layers", len(chosen))
     return {site.index: losses(site) for site in sites}
+
+
+def _beside(name: str, active: float) -> MoREConfig:
+    """What a learned result is compared with, at its active ratio."""
+    if name == "more":
+        return MoREConfig(active=active, experts=8, layers="all")
+    if name == "static":
+        return MoREConfig(active=active, experts=8, layers="all", variant="static")
+    raise MoesaicError(f"ToMoE is compared with more or static, not {name!r}.")
 
 
 # --- apply ---------------------------------------------------------------------------------------
@@ -234,6 +257,7 @@ def run_recipe(
 VERBS: dict[type, Any] = {
     MoREConfig: carve,
     DSMoEConfig: carve_and_train,
+    ToMoEConfig: carve,
     PruneConfig: prune,
     SkipConfig: skip,
     CondenseConfig: condense,
@@ -298,7 +322,9 @@ def _describe(recipe: Recipe, result: Result | Tuned, earlier: dict[str, Any]) -
     described = [
         _describe_layer(plan, i, result.analyses.get(i, {})) for i in range(len(plan.base.widths))
     ]
-    carved = any(isinstance(layer, CarvedLayer) for layer in plan.layers.values())
+    carved = any(
+        isinstance(layer, CarvedLayer | OverlappingLayer) for layer in plan.layers.values()
+    )
     return {
         "moesaic": __version__,
         "model": recipe.model,
@@ -311,7 +337,7 @@ def _describe(recipe: Recipe, result: Result | Tuned, earlier: dict[str, Any]) -
         "layers": {str(i): described[i] for i in sorted(plan.layers)} if carved else described,
         **({"beta": [d.get("beta") for d in described]} if plan.method == Skipper.name else {}),
         **result.summary,
-        **({"condensed": described} if result.summary and not carved else {}),
+        **({"condensed": described} if plan.method == CONDENSED else {}),
     }
 
 
@@ -331,6 +357,10 @@ def _describe_layer(plan: Plan, index: int, analysis: dict[str, Any]) -> dict[st
             **({"routing": layer.routing, "gate": layer.gate} if layer.gate else {}),
             **analysis,
         }
+    if isinstance(layer, OverlappingLayer):
+        header = layer.header()
+        shape = {name: header[name] for name in ("kind", "backbone", "petals", "top_k")}
+        return {**shape, "width": width, "active_width": sum(header["petals"][:1]), **analysis}
     if isinstance(layer, PrunedLayer):
         kept = layer.experts.tolist()
         return {"kind": layer.kind, "experts": plan.base.experts[index], "kept": kept, **analysis}

@@ -19,6 +19,7 @@ from moesaic.merging import DOWN, GATE_UP, averaged_E, orders, reader
 from moesaic.moe import MoEArch, MoEFFN
 from moesaic.naming import Naming, expert_number, renumbered
 from moesaic.nn import carved_like, make_skipping
+from moesaic.overlapping import OverlappingLayer
 from moesaic.plan import (
     PADDING,
     BaseShape,
@@ -31,6 +32,7 @@ from moesaic.plan import (
     PrunedLayer,
     SkippingLayer,
 )
+from moesaic.sharing import apply_shared, install_shared, shared_sources, shared_tensors
 
 
 def base_shape(model: Any, arch: Arch) -> BaseShape:
@@ -112,6 +114,16 @@ def _apply_carved(layers: nn.ModuleList, index: int, arch: Arch, plan: CarvedLay
     new = arch.ffn_of(layers[index])
     new.load_state_dict(state, assign=True)
     new.train(old.training)
+
+
+def _install_shared(
+    layers: nn.ModuleList, index: int, arch: Arch, header: Mapping[str, Any]
+) -> None:
+    install_shared(layers[index], arch, header)
+
+
+def _apply_shared(layers: nn.ModuleList, index: int, arch: Arch, plan: OverlappingLayer) -> None:
+    apply_shared(layers[index], arch, plan)
 
 
 # --- pruned and skipping layers ------------------------------------------------------------------
@@ -238,6 +250,7 @@ def _apply_condensed(
 
 _INSTALL: dict[str, Callable[..., None]] = {
     "carved": _install_carved,
+    "overlapping": _install_shared,
     "pruned": _install_reduced,
     "merged": _install_reduced,
     "skipping": _install_reduced,
@@ -246,6 +259,7 @@ _INSTALL: dict[str, Callable[..., None]] = {
 }
 _APPLY: dict[str, Callable[..., None]] = {
     "carved": _apply_carved,
+    "overlapping": _apply_shared,
     "pruned": _apply_reduced,
     "merged": _apply_reduced,
     "skipping": _apply_reduced,
@@ -295,6 +309,8 @@ def _replaced(layer: LayerPlan, arch: Arch) -> tuple[str, ...]:
     if isinstance(layer, CondensedLayer):
         assert isinstance(arch, MoEArch)
         return sources(arch)
+    if isinstance(layer, OverlappingLayer):
+        return shared_sources(arch, layer.header())
     return (f"{arch.ffn_path}.",)
 
 
@@ -325,6 +341,11 @@ def _rewritten(
         condensed = layer if isinstance(layer, CondensedLayer) else NO_FFN
         for name, tensor in condensed_tensors(condensed, arch, state).items():
             yield prefix + name, tensor
+        return
+    if isinstance(layer, OverlappingLayer):
+        state = {name: read(disk) for disk, name in names.items()}
+        for name, tensor in shared_tensors(layer, arch, state).items():
+            yield arch.layer_prefix(index) + name, tensor
         return
     block = f"{arch.ffn_path}."
     if isinstance(layer, CarvedLayer):

@@ -27,6 +27,7 @@ from moesaic.progress import Track
 IGNORED = -100
 """The label of a token that is not predicted: a prompt's, or padding."""
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
+DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
 
 Example = dict[str, list[int]]
 """input_ids and labels of one text."""
@@ -45,11 +46,13 @@ class Schedule:
     """Batches before the weights move."""
     lr: float
     warmup: float
-    """The share of the steps in which the rate rises from 0; then a cosine brings it to 0."""
+    """The share of the steps in which the rate rises from 0."""
     weight_decay: float
     seed: int
     save_every: int
     """Steps between checkpoints."""
+    decay: str = "cosine"
+    """What becomes of the rate after the warm-up: cosine or constant."""
     recompute: bool = False
     """Gradient checkpointing: half as much again in time, for much less memory."""
 
@@ -280,7 +283,7 @@ def train(
         gradient_accumulation_steps=schedule.accumulate,
         learning_rate=schedule.lr,
         warmup_steps=schedule.warmup,
-        lr_scheduler_type="cosine",
+        lr_scheduler_type=DECAYS[schedule.decay],
         weight_decay=schedule.weight_decay,
         seed=schedule.seed,
         data_seed=schedule.seed,

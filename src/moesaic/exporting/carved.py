@@ -89,14 +89,14 @@ def _check_routing(headers: Sequence[Header | None]) -> None:
     for index, header in enumerate(headers):
         if header is None or not header["petals"]:
             continue
+        if header["routing"] != "cosine":
+            raise MoesaicError(
+                f"Layer {index} routes by {header['routing']!r}, which has no native form yet."
+            )
         if header["top_k"] != 1:
             raise MoesaicError(
                 f"Layer {index} runs {header['top_k']} petals with weight one each; native routers "
                 "give several experts weights that sum to one. Carve with --top-k 1."
-            )
-        if header["routing"] != "cosine":
-            raise MoesaicError(
-                f"Layer {index} routes by {header['routing']!r}, which has no native form yet."
             )
 
 

@@ -8,13 +8,14 @@ from moesaic.methods.dsmoe import DSMoE, DSMoEConfig
 from moesaic.methods.more import MoRE, MoREConfig
 from moesaic.methods.naee import PruneConfig, Pruner
 from moesaic.methods.skipping import SkipConfig, Skipper
+from moesaic.methods.tomoe import ToMoEConfig
 from moesaic.methods.tuning import TuneConfig
 
 CARVERS = {MoREConfig: MoRE}
 """A carving method by the class of its config."""
 
 STEPS: dict[str, dict[str, Any]] = {
-    "carve": {"more": MoREConfig, "dsmoe": DSMoEConfig},
+    "carve": {"more": MoREConfig, "tomoe": ToMoEConfig, "dsmoe": DSMoEConfig},
     "prune": {"naee": PruneConfig},
     "skip": {"naee": SkipConfig},
     "condense": {"cd-moe": CondenseConfig},
@@ -35,6 +36,7 @@ __all__ = [
     "Pruner",
     "SkipConfig",
     "Skipper",
+    "ToMoEConfig",
     "TuneConfig",
     "carve_layers",
 ]

@@ -11,7 +11,7 @@ from torch import nn
 from moesaic.arch import Arch
 from moesaic.metrics.routing import Routing
 from moesaic.moe import MoEFFN, base_arch
-from moesaic.nn import CarvedFFN
+from moesaic.nn import CarvedFFN, PartialAttention
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,10 @@ class LayerUse:
     router: int
     dropped: int = 0
     """Projection weights that the dense original had and this layer has not."""
+    copied: int = 0
+    """FFN weights beyond the dense original's: copies, where experts overlap."""
+    active_attention: float = 1.0
+    """The share of attention's stored projections that a token uses."""
 
     @property
     def active_ffn(self) -> float:
@@ -66,12 +70,12 @@ def model_size(model: Any, routing: Mapping[int, Routing] | None = None) -> Size
         for i, layer in enumerate(arch.layers(model))
     ]
     total = sum(p.numel() for p in model.parameters())
-    idle = sum(use.ffn - use.active_ffn for use in layers)
-    projections = sum(use.attention + use.ffn + use.dropped for use in layers)
-    used = sum(use.attention + use.active_ffn for use in layers)
+    stored = sum(use.attention + use.ffn for use in layers)
+    projections = stored + sum(use.dropped - use.copied for use in layers)
+    used = sum(use.attention * use.active_attention + use.active_ffn for use in layers)
     return Size(
         total_parameters=total,
-        active_parameters=round(total - idle),
+        active_parameters=round(total - stored + used),
         active_ratio=used / projections,
         router_parameters=sum(use.router for use in layers),
         layers=tuple(layers),
@@ -82,6 +86,7 @@ def _use(
     layer: nn.Module, arch: Arch, routing: Routing | None, header: Any, index: int
 ) -> LayerUse:
     attention, ffn = arch.attention_size(layer), arch.ffn_of(layer)
+    heads = _heads_use(layer, arch)
     if not isinstance(ffn, CarvedFFN):
         view = arch.view(layer)
         if isinstance(view, MoEFFN):
@@ -89,12 +94,16 @@ def _use(
     stored = sum(getattr(ffn, name).weight.numel() for name in arch.ffn.projections)
     width = getattr(ffn, arch.ffn.down).weight.shape[1]
     if not isinstance(ffn, CarvedFFN):
-        return LayerUse("dense", 0, 0, width, width, attention, stored, 0)
+        return LayerUse("dense", 0, 0, width, width, attention, stored, **heads)
     petals = len(ffn.petals)
     active = ffn.backbone + (ffn.top_k * sum(ffn.petals) / petals if petals else 0)
     if routing is not None and ffn.router is not None:
         active = routing.active_width
     original = header["base"]["widths"][index]
+    missing = stored * (original - width) // width
+    if ffn.router is not None:
+        heads["router"] += sum(p.numel() for p in ffn.router.parameters())
+    heads["dropped"] += max(0, missing)
     return LayerUse(
         "carved",
         petals,
@@ -103,9 +112,33 @@ def _use(
         active,
         attention,
         stored,
-        router=0 if ffn.router is None else ffn.router.weight.numel(),
-        dropped=stored * (original - width) // width,
+        copied=max(0, -missing),
+        **heads,
     )
+
+
+def _heads_use(layer: nn.Module, arch: Arch) -> dict[str, Any]:
+    """What is gone of an attention, what a token uses of the rest, and its router's weights."""
+    attention = arch.attention_of(layer)
+    partial = getattr(attention, "partial", None)
+    if not isinstance(partial, PartialAttention):
+        return {"router": 0, "dropped": 0, "active_attention": 1.0}
+    stored, dropped, idle = arch.attention_size(layer), 0, 0.0
+    names = arch.attention
+    for name in names.projections:
+        weight = getattr(attention, name).weight
+        rows, columns = weight.shape
+        whole = rows * partial.outputs if name == names.o else columns * partial.sizes[name]
+        dropped += whole - weight.numel()
+    if partial.router is not None:
+        v, o = (getattr(attention, name).weight for name in (names.v, names.o))
+        routed = v.shape[1] * (partial.sizes[names.v] - partial.value_start) + o.numel()
+        idle = routed * (1 - partial.router.top_k / attention.head_dim)
+    return {
+        "router": sum(p.numel() for p in partial.parameters()),
+        "dropped": dropped,
+        "active_attention": 1 - idle / stored,
+    }
 
 
 def _moe_use(view: MoEFFN, attention: int, routing: Routing | None) -> LayerUse:

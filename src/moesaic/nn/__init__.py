@@ -1,13 +1,20 @@
 """The modules that a plan puts into a model."""
 
-from moesaic.nn.carved import CarvedFFN, carved_like
+from moesaic.nn.carved import CarvedFFN, carved_like, projections_like
 from moesaic.nn.condensed import CondensedFFN, PassThrough
+from moesaic.nn.heads import HeadRouter, PartialAttention
+from moesaic.nn.masked import Masked
+from moesaic.nn.overlapping import OverlappingFFN, set_form
 from moesaic.nn.routers import Router, SoftmaxRouter, ThresholdRouter, chosen, running
 from moesaic.nn.skipping import Skipping, make_skipping, skip, survivors
 
 __all__ = [
     "CarvedFFN",
     "CondensedFFN",
+    "HeadRouter",
+    "Masked",
+    "OverlappingFFN",
+    "PartialAttention",
     "PassThrough",
     "Router",
     "Skipping",
@@ -16,7 +23,9 @@ __all__ = [
     "carved_like",
     "chosen",
     "make_skipping",
+    "projections_like",
     "running",
+    "set_form",
     "skip",
     "survivors",
 ]

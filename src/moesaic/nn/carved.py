@@ -109,6 +109,13 @@ class CarvedFFN(nn.Module):
         backbone = ffn.neurons(0, self.backbone)
         return backbone.output(backbone.hidden(x_TD))
 
+    def _petal(self, ffn: DenseFFN, number: int) -> DenseFFN:
+        return ffn.neurons(*self.slices[number])
+
+    def _running(self, chosen_TK: Tensor, width: int) -> Tensor:
+        """Ones for the neurons that a token runs (T, M), zeros for the others."""
+        return running(chosen_TK[:, : self.top_k], self.backbone, self.petals)
+
     def _biased(self, y_TD: Tensor, chosen_TK: Tensor | None) -> Tensor:
         """The output biases of the petals that run added."""
         if self.petal_bias is None:
@@ -121,7 +128,7 @@ class CarvedFFN(nn.Module):
     def _grouped(self, ffn: DenseFFN, x_TD: Tensor, chosen_T1: Tensor) -> Tensor:
         """One petal a token: the backbone once over all tokens, each petal once over its own."""
         if len(x_TD) == 1:  # no sorting, no gathering: most of the time of a decoding step
-            petal = ffn.neurons(*self.slices[int(chosen_T1)])
+            petal = self._petal(ffn, int(chosen_T1))
             return self._backbone(ffn, x_TD) + petal.output(petal.hidden(x_TD))
         flat = chosen_T1.flatten()
         order = flat.argsort(stable=True)  # tokens, petal by petal
@@ -134,9 +141,9 @@ class CarvedFFN(nn.Module):
         else:
             onto = [None] * len(counts)
         parts = [
-            ffn.neurons(*place).by_columns(group_DT, base_DT)
-            for place, group_DT, base_DT in zip(
-                self.slices, sorted_DT.split(counts, dim=1), onto, strict=True
+            self._petal(ffn, e).by_columns(group_DT, base_DT)
+            for e, (group_DT, base_DT) in enumerate(
+                zip(sorted_DT.split(counts, dim=1), onto, strict=True)
             )
         ]
         return torch.cat(parts, dim=1).T.index_select(0, back)
@@ -227,8 +234,7 @@ class CarvedFFN(nn.Module):
             else:
                 sees = self.router.sees_backbone
                 chosen_TK = self.router(x_TD, h_TM[:, : self.backbone] if sees else None)
-                on_TM = running(chosen_TK[:, : self.top_k], self.backbone, self.petals)
-                h_TM = h_TM * on_TM.to(h_TM)
+                h_TM = h_TM * self._running(chosen_TK, h_TM.shape[1]).to(h_TM)
         return self._biased(getattr(self, names.down)(h_TM), chosen_TK)
 
     def extra_repr(self) -> str:
@@ -250,22 +256,29 @@ def joined(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return out
 
 
-def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> CarvedFFN:
-    """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives."""
+def projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, nn.Module]:
+    """Empty projections (on the meta device) of another width than a block's own."""
     hidden_size = getattr(ffn, names.down).weight.shape[0]
-    width = header["backbone"] + sum(header["petals"])
     projections: dict[str, nn.Module] = {}
     with torch.device("meta"):
         for name in names.projections:
             old = getattr(ffn, name)
             rows = width * (2 if names.fused else 1)
-            shape = (width, hidden_size) if name == names.down else (hidden_size, rows)
-            projections[name] = nn.Linear(*shape, bias=old.bias is not None, dtype=old.weight.dtype)
+            ins, outs = (width, hidden_size) if name == names.down else (hidden_size, rows)
+            options = {"bias": old.bias is not None, "dtype": old.weight.dtype}
+            projections[name] = nn.Linear(ins, outs, **options)
+    return projections
+
+
+def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> CarvedFFN:
+    """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives."""
+    width = header["backbone"] + sum(header["petals"])
+    with torch.device("meta"):
         carved = CarvedFFN(
-            projections,
+            projections_like(ffn, names, width),
             getattr(ffn, names.act),
             names,
-            hidden_size,
+            getattr(ffn, names.down).weight.shape[0],
             header["backbone"],
             header["petals"],
             header["top_k"],

@@ -217,7 +217,6 @@ class SoftmaxRouter(nn.Module):
 
 
 WEIGHING: dict[str, Any] = {"threshold": ThresholdRouter, "softmax": SoftmaxRouter}
-ROUTINGS = (*CHOOSING, *WEIGHING)
 
 
 def make_router(

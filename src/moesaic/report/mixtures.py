@@ -1,4 +1,4 @@
-"""Drawings of what was done to a mixture of experts: prune, skip, condense, tune."""
+"""Drawings of what was done, by what was done: prune, skip, condense, tune, carve by learning."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from moesaic.report import figures, read
+from moesaic.report import figures, learned, read
 from moesaic.report.lines import lines
 from moesaic.report.maps import Experts, expert_map, rounds, rows
 from moesaic.report.read import Record, figure, listed, part
@@ -31,6 +31,7 @@ RULES = {
 def drawings(record: Record) -> list[tuple[str, list[Figure]]]:
     """Headings, and the drawings under each; what the record has not is left out."""
     of: dict[str, tuple[str, Callable[[Record], Sequence[Figure | None]]]] = {
+        "carve": ("What was learned", learned.drawings),
         "prune": ("Which experts stay", _pruned),
         "skip": ("What is skipped", _skipped),
         "condense": ("Which layers were condensed", _condensed),

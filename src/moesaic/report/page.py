@@ -15,6 +15,7 @@ from moesaic.report import charts, dynamic, figures, mixtures, read, words
 from moesaic.report.read import Record, by_layer, figure, part
 
 EXPLAINED = {
+    "more": "backbone and petals by MoRE, without training, in all layers",
     "static": "pruned to the most important channels, the same for every token",
     "backbone": "the result’s backbone without its petals",
     "random": "the result’s petals, chosen by random directions",
@@ -173,7 +174,7 @@ def _structures(layers: Sequence[tuple[int, Mapping[str, Any]]]) -> list[dict[st
     """How FFNs were cut: one bar for all layers that were cut alike."""
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, layer in layers:
-        if layer.get("width"):
+        if layer.get("width") and layer.get("kind") != "overlapping":
             petals = tuple(layer.get("petals") or ())
             tau = part(layer, "gate").get("tau")
             key = (layer["width"], layer.get("backbone") or 0, petals, layer.get("top_k") or 0, tau)

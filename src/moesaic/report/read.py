@@ -14,6 +14,7 @@ Record = Mapping[str, Any]
 METHODS = {
     "more": "MoRE",
     "dsmoe": "DSMoE",
+    "tomoe": "ToMoE",
     "naee": "NAEE",
     "naee-skipping": "NAEE",
     "cd-moe": "CD-MoE",
@@ -48,6 +49,7 @@ TRAINED = {
 }
 VARIANTS = {
     "static": "static pruning",
+    "more": "MoRE",
     "backbone": "the backbone alone",
     "random": "random routing",
     "naive": "petals without a backbone",

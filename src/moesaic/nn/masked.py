@@ -1,0 +1,99 @@
+"""A model whose activations are masked on the way through, its weights untouched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch import Arch
+
+
+class Masker(Protocol):
+    """Says what a token uses of a layer. Shape suffixes: B texts, L tokens, M neurons."""
+
+    def attention(self, index: int, x_BLD: Tensor) -> Mapping[str, Tensor]:
+        """Masks of what the projections q, k and v write and o reads, from attention's input."""
+
+    def ffn(self, index: int, x_BLD: Tensor) -> Tensor | None:
+        """The mask of the hidden activations (B, L, M), from the FFN's input."""
+
+
+class Masked:
+    """Hooks that apply a masker's choices to a model.
+
+    They stay on in the backward pass, which may compute activations again.
+    """
+
+    def __init__(self, model: nn.Module, arch: Arch, masker: Masker) -> None:
+        self.on = True
+        self._handles: list[Any] = []
+        self.masker = masker
+        self._attention: dict[int, Mapping[str, Tensor]] = {}
+        self._ffn: dict[int, Tensor | None] = {}
+        for i, layer in enumerate(arch.layers(model)):
+            self._hook(i, layer, arch)
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model is as it was."""
+        self.on = False
+        try:
+            yield
+        finally:
+            self.on = True
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, index: int, layer: nn.Module, arch: Arch) -> None:
+        attention, ffn, names = arch.attention_of(layer), arch.ffn_of(layer), arch.attention
+
+        def see_attention(_: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.on:
+                x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+                self._attention[index] = self.masker.attention(index, x)
+
+        def see_ffn(_: nn.Module, args: Any) -> None:
+            if self.on:
+                self._ffn[index] = self.masker.ffn(index, args[0])
+
+        def written(parts: str) -> Any:
+            def hook(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+                masks = self._attention[index] if self.on else {}
+                if not masks:
+                    return out
+                pieces = out.split([masks[p].shape[-1] for p in parts], -1)
+                masked = [
+                    piece * masks[p].to(out.dtype) for p, piece in zip(parts, pieces, strict=True)
+                ]
+                return torch.cat(masked, -1) if len(masked) > 1 else masked[0]
+
+            return hook
+
+        def read(mask_of: Any) -> Any:
+            def hook(_: nn.Module, args: Any) -> Any:
+                mask = mask_of() if self.on else None
+                return args if mask is None else (args[0] * mask.to(args[0].dtype),)
+
+            return hook
+
+        projections: dict[str, str] = {}
+        for part, name in (("q", names.q), ("k", names.k), ("v", names.v)):
+            projections[name] = projections.get(name, "") + part
+        o, down = getattr(attention, names.o), getattr(ffn, arch.ffn.down)
+        self._handles += [
+            attention.register_forward_pre_hook(see_attention, with_kwargs=True),
+            *(
+                getattr(attention, name).register_forward_hook(written(parts))
+                for name, parts in projections.items()
+            ),
+            o.register_forward_pre_hook(read(lambda: self._attention[index].get("o"))),
+            ffn.register_forward_pre_hook(see_ffn),
+            down.register_forward_pre_hook(read(lambda: self._ffn[index])),
+        ]

@@ -1,0 +1,62 @@
+"""An FFN of which each token runs one expert, experts being index lists into shared weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch import DenseFFN, FFNNames
+from moesaic.nn.carved import CarvedFFN
+
+FORMS = ("moe", "pseudo")
+
+
+class OverlappingFFN(CarvedFFN):
+    """A carved FFN without a backbone whose petals may share neurons (ToMoE, Eqs. 12-13).
+
+    The weights are the base's own, in the base's order. ``form`` says how they are run, with the
+    same result: ``pseudo`` runs the dense block and masks it (Eq. 17), which costs what the dense
+    block costs; ``moe`` gathers each expert's weights and runs it over its tokens, which pays
+    where those are thousands.
+    """
+
+    experts: Tensor
+    form = "pseudo"
+
+    def __init__(
+        self,
+        projections: Mapping[str, nn.Module],
+        act: Any,
+        names: FFNNames,
+        hidden_size: int,
+        experts: int,
+        width: int,
+    ) -> None:
+        petals = (width,) * experts
+        super().__init__(projections, act, names, hidden_size, 0, petals, 1, "cosine")
+        self.register_buffer("experts", torch.empty(experts, width, dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.form == "moe":
+            return super().forward(x)
+        return self._masked(x.reshape(-1, x.shape[-1])).view_as(x)
+
+    def _petal(self, ffn: DenseFFN, number: int) -> DenseFFN:
+        return ffn.chosen(self.experts[number])
+
+    def _running(self, chosen_TK: Tensor, width: int) -> Tensor:
+        on_NM = torch.zeros(len(self.petals), width, device=chosen_TK.device)
+        on_NM = on_NM.scatter_(1, self.experts, 1)
+        return on_NM[chosen_TK[:, 0]]
+
+
+def set_form(model: nn.Module, form: str) -> None:
+    """Run a model's overlapping experts one way or the other."""
+    if form not in FORMS:
+        raise ValueError(f"form {form!r} is not one of {FORMS}")
+    for module in model.modules():
+        if isinstance(module, OverlappingFFN):
+            module.form = form

@@ -1,0 +1,415 @@
+"""ToMoE: what its modules mean, that training and conversion agree, and the laws of its parts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import VOCAB, tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import moesaic
+from moesaic import MoesaicError, ToMoEConfig
+from moesaic.arch import dense_arch
+from moesaic.data import Tokens
+from moesaic.hub import convert_class
+from moesaic.learning import Student, layer_shapes
+from moesaic.methods.tomoe import f_reg, load_balance, union
+from moesaic.methods.tomoe_plan import active_ratio, decide, learned, threshold_for
+from moesaic.metrics.size import model_size
+from moesaic.nn import OverlappingFFN, set_form
+from moesaic.overlapping import OverlappingLayer
+from moesaic.plan import Plan, same
+from moesaic.recipe import Calibration, Evaluation
+from moesaic.surgery import apply_plan, base_shape
+
+SHORT: dict[str, Any] = {
+    "steps": 6, "batch": 2, "lr": 0.03, "experts": 3, "active": 0.7, "head_bias": 3.0
+}  # fmt: skip
+
+
+def ids(rows: int = 6, length: int = 24) -> Tensor:
+    return torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def student_of(model: Any, **options: Any) -> Student:
+    """Untrained, its logits spread so that about half of every mask is off."""
+    student = Student(model, dense_arch(model.config), ToMoEConfig(**{**SHORT, **options}))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in student.tomoe.named_parameters():
+            if "proj_d.linear" in name:
+                parameter.normal_(0, 0.6)
+            if "proj_d.norm.bias" in name:
+                parameter.normal_(0, 0.5)
+            if "router" in name or "proj_e" in name:
+                parameter.normal_(0, 1.0)
+        bias = -student.tomoe.config.bias
+        for name in ("bias", "head_bias"):
+            object.__setattr__(student.tomoe.config, name, bias / 10)
+    return student.eval()
+
+
+def converted(student: Student, tokens: Tokens, threshold: float = 0.0) -> tuple[Any, Plan]:
+    """What becomes of a student: the base with its plan applied."""
+    arch = dense_arch(student.base.config)
+    base = copy.deepcopy(student.base)
+    logits = student.head_logits(tokens)
+    with torch.no_grad():
+        student.tomoe.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
+        plans, _ = decide(student.tomoe, learned(student.tomoe, logits), arch.attention, threshold)
+    for module in base.modules():  # a copy of the student's base has its hooks; take them off
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    plan = Plan("tomoe", base_shape(base, arch), plans)
+    apply_plan(base, arch, plan)
+    convert_class(base, arch, plan)
+    return base, plan
+
+
+# --- the student ---------------------------------------------------------------------------------
+
+
+def test_at_first_every_expert_is_the_whole_ffn(model_type: str) -> None:
+    model = tiny_model(model_type)
+    dense = model(ids()).logits
+    student = Student(model, dense_arch(model.config), ToMoEConfig(experts=3)).eval()
+    torch.testing.assert_close(student.logits(ids()), dense, rtol=0, atol=1e-5)
+    student.train()
+    loss = student(ids(), ids())
+    assert loss["terms"]["distillation"] < 0.05
+    assert loss["terms"]["active"] == 1
+    assert loss["terms"]["parameters"].item() == pytest.approx(math.log(1 / 0.6), abs=1e-2)
+
+
+def test_masks_of_ones_are_the_dense_model_exactly() -> None:
+    model = tiny_model("llama")
+    dense = model(ids()).logits
+    student = Student(model, dense_arch(model.config), ToMoEConfig(bias=100.0, head_bias=100.0))
+    student.base.eval()
+    assert torch.equal(student.eval().logits(ids()), dense)
+
+
+def test_only_the_modules_learn() -> None:
+    student = student_of(tiny_model("llama"))
+    student.base.requires_grad_(False)
+    student.train()(ids(), ids())["loss"].backward()
+    assert all(p.grad is None for p in student.base.parameters())
+    grads = {n: p.grad for n, p in student.tomoe.named_parameters()}
+    assert all(g is not None and g.abs().sum() > 0 for g in grads.values()), grads.keys()
+
+
+def test_neurons_that_are_off_learn_from_the_teacher() -> None:
+    student = student_of(tiny_model("llama"), parameters=0.0, union=0.0, balance=0.0)
+    student.base.requires_grad_(False)
+    student.base.eval()
+    student(ids(), ids())["loss"].backward()
+    linear = student.tomoe.mlp[0].proj_d.linear
+    logits = student.tomoe.expert_logits(0)
+    never = (logits + student.tomoe.config.bias + 0.3665 < 0).all(0)
+    assert never.any()
+    assert (linear.weight.grad[never].abs().sum(-1) > 0).all()
+
+
+def test_evaluation_is_deterministic_and_training_is_not() -> None:
+    student = student_of(tiny_model("llama"))
+    assert torch.equal(student.logits(ids()), student.logits(ids()))
+    student.train()
+    assert not torch.equal(student.logits(ids()), student.logits(ids()))
+
+
+def test_padding_changes_nothing(padded: Tokens) -> None:
+    student = student_of(tiny_model("llama"))
+    mask = padded.attention_mask
+    assert mask is not None
+    both = student.logits(padded.input_ids, mask)
+    terms = student.tomoe.terms()
+    other = padded.input_ids.masked_fill(~mask, 7)
+    again = student.logits(other, mask)
+    torch.testing.assert_close(both[mask], again[mask], rtol=0, atol=1e-5)
+    for name, value in student.tomoe.terms().items():
+        torch.testing.assert_close(value, terms[name], msg=name)
+    alone = student.logits(padded.input_ids[4:5, :3])
+    torch.testing.assert_close(both[4:5, :3], alone, rtol=0, atol=1e-4)
+
+
+def test_checkpointing_computes_the_same_gradients() -> None:
+    grads = []
+    for recompute in (False, True):
+        student = student_of(tiny_model("llama"), recompute=recompute)
+        student.base.requires_grad_(False)
+        torch.manual_seed(0)
+        student.train()(ids(), ids())["loss"].backward()
+        grads.append([p.grad for p in student.tomoe.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# --- conversion ----------------------------------------------------------------------------------
+
+
+def test_the_converted_model_is_the_student(model_type: str) -> None:
+    """Where widths are equal already: one expert, and V/O dimensions that no token differs in."""
+    model = tiny_model(model_type)
+    student = student_of(model, experts=1, attention="static")
+    tokens = Tokens(ids())
+    expected = student.logits(tokens.input_ids)
+    result, plan = converted(student, tokens)
+    assert 0 < active_ratio_of(plan, model) < 1
+    torch.testing.assert_close(result(tokens.input_ids).logits, expected, rtol=0, atol=2e-4)
+
+
+def active_ratio_of(plan: Plan, model: Any) -> float:
+    layer = plan.layers[0]
+    assert isinstance(layer, OverlappingLayer)
+    assert layer.experts_NW is not None
+    return layer.experts_NW.shape[1] / plan.base.widths[0]
+
+
+@pytest.mark.parametrize("attention", ["routed", "static", "heads", "none"])
+def test_pseudo_moe_and_moe_agree(attention: str) -> None:
+    student = student_of(tiny_model("llama"), attention=attention)
+    result, _ = converted(student, Tokens(ids()))
+    set_form(result, "moe")
+    moe = result(ids()).logits
+    one = [result(ids()[:1, :t]).logits[:, -1] for t in (1, 2)]
+    set_form(result, "pseudo")
+    torch.testing.assert_close(result(ids()).logits, moe, rtol=0, atol=1e-4)
+    for t, logits in zip((1, 2), one, strict=True):
+        pseudo = result(ids()[:1, :t]).logits[:, -1]
+        torch.testing.assert_close(pseudo, logits, rtol=0, atol=1e-4)
+
+
+def test_a_head_uses_top_k_dimensions_by_token() -> None:
+    student = student_of(tiny_model("llama"))
+    result, plan = converted(student, Tokens(ids()))
+    attention = result.model.layers[1].self_attn
+    layer = plan.layers[1]
+    assert isinstance(layer, OverlappingLayer)
+    assert 0 < layer.head_top_k < 8
+    x = torch.randn(2, 5, 32)
+    mask = attention.partial.router(x)
+    assert (mask.sum(-1) == layer.head_top_k).all()
+    assert len(mask.flatten(0, 1).unique(dim=0)) > 1
+    modules = student.tomoe.mha[1]
+    mean = student.tomoe.hypernetwork()[2].mean(0)
+    logits = modules.proj_d(modules.proj_e(x) + mean)[..., :8]  # Eq. 5
+    best = logits.topk(layer.head_top_k, -1).indices
+    assert torch.equal(mask, torch.zeros_like(mask).scatter(-1, best, 1))
+    result(ids())
+    values: dict[str, Tensor] = {}
+    attention.v_proj.register_forward_hook(lambda m, a, out: values.update(v=out))
+    attention.o_proj.register_forward_pre_hook(lambda m, a: values.update(o=a[0]))
+    result(ids())
+    used = attention.partial.mask
+    assert torch.equal(values["v"].unflatten(-1, (-1, 8))[..., 0, :] != 0, used.bool())
+    assert torch.equal(values["o"].unflatten(-1, (-1, 8))[..., 3, :] != 0, used.bool())
+
+
+def test_cached_generation_is_the_whole_forward() -> None:
+    result, _ = converted(student_of(tiny_model("qwen3")), Tokens(ids()))
+    first = result(ids()[:2, :10], use_cache=True)
+    second = result(ids()[:2, 10:12], past_key_values=first.past_key_values)
+    whole = result(ids()[:2, :12]).logits[:, 10:]
+    torch.testing.assert_close(second.logits, whole, rtol=0, atol=1e-4)
+
+
+def test_widths_are_equal_and_experts_lie_inside_the_union() -> None:
+    student = student_of(tiny_model("llama"))
+    _, plan = converted(student, Tokens(ids()))
+    for i, layer in plan.layers.items():
+        assert isinstance(layer, OverlappingLayer)
+        assert layer.experts_NW is not None
+        logits = student.tomoe.expert_logits(i) + student.tomoe.config.bias + 0.36651
+        widest = int((logits > 0).sum(-1).max())
+        assert layer.experts_NW.shape == (3, widest)
+        for expert, own in zip(layer.experts_NW, logits, strict=True):
+            assert len(expert.unique()) == widest
+            assert own[expert].min() >= own[~torch.isin(torch.arange(64), expert)].max()
+
+
+def test_the_budget_is_met_and_counted_as_everywhere() -> None:
+    model = tiny_model("llama")
+    student = student_of(model)
+    logits = student.head_logits(Tokens(ids()))
+    student.tomoe.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
+    layers = learned(student.tomoe, logits)
+    assert active_ratio(layers, -100.0) == 1
+    for target in (0.4, 0.6, 0.8):
+        threshold = threshold_for(layers, target)
+        assert active_ratio(layers, threshold) == pytest.approx(target, abs=0.01)
+        result, _ = converted(student, Tokens(ids()), threshold)
+        counted = model_size(result)
+        assert counted.active_ratio == pytest.approx(active_ratio(layers, threshold), abs=1e-6)
+    assert counted.router_parameters > 0
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "phi"])
+@pytest.mark.parametrize("materialize", [False, True])
+def test_saved_is_live(model_type: str, materialize: bool, tmp_path: Path) -> None:
+    model = tiny_model(model_type)
+    model.save_pretrained(tmp_path / "base")
+    config = ToMoEConfig(**SHORT, materialize=materialize)
+    before = copy.deepcopy(model.state_dict())
+    result = moesaic.carve(model, config, calibration=ids())
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
+    )
+    expected = result.model(ids()).logits
+    loaded = AutoModelForCausalLM.from_pretrained(result.save(tmp_path / "out")).eval()
+    assert torch.equal(loaded(ids()).logits, expected)
+    moesaic.apply(str(tmp_path / "base"), tmp_path / "out", tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    assert torch.equal(again(ids()).logits, expected)
+    copied = copy.deepcopy(loaded)
+    del loaded
+    assert torch.equal(copied(ids()).logits, expected)
+    assert model_size(again).active_ratio == pytest.approx(0.7, abs=0.02)
+    plan = Plan.load(tmp_path / "out")
+    assert all(same(plan.layers[i], result.plan.layers[i]) for i in range(4))
+
+
+def test_materialised_experts_are_the_shared_ones() -> None:
+    logits = []
+    for materialize in (False, True):
+        student = student_of(tiny_model("llama"), materialize=materialize)
+        result, _ = converted(student, Tokens(ids()))
+        assert isinstance(result.model.layers[0].mlp, OverlappingFFN) != materialize
+        logits.append(result(ids()).logits)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5)
+    config = ToMoEConfig(**SHORT, materialize=True)
+    told = moesaic.carve(tiny_model("llama"), config, calibration=ids())
+    blocks = [layer.mlp for layer in told.model.model.layers]
+    weights = sum(p.weight.numel() for b in blocks for p in (b.gate_proj, b.up_proj, b.down_proj))
+    assert told.summary["training"]["copied_parameters"] == weights - 4 * 3 * 32 * 64
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_killed_gives_the_result_of_one_that_was_not(tmp_path: Path) -> None:
+    config = ToMoEConfig(**SHORT, save_every=2)
+    whole = moesaic.carve(tiny_model("llama"), config, calibration=ids())
+
+    class Killed(Exception):
+        pass
+
+    def track(items: Any, label: str, total: Any = None) -> Any:
+        for n, item in enumerate(items):
+            if n == 5:
+                raise Killed
+            yield item
+
+    with pytest.raises(Killed):
+        moesaic.carve(
+            tiny_model("llama"), config, calibration=ids(), progress=tmp_path, track=track
+        )
+    assert (tmp_path / "training" / "checkpoint-4").is_dir()
+    other = dataclasses.replace(config, tau=0.5)
+    with pytest.raises(MoesaicError, match="another request"):
+        moesaic.carve(tiny_model("llama"), other, calibration=ids(), progress=tmp_path)
+    resumed = moesaic.carve(tiny_model("llama"), config, calibration=ids(), progress=tmp_path)
+    for i, layer in whole.plan.layers.items():
+        assert same(layer, resumed.plan.layers[i])
+
+
+def test_a_bfloat16_model_stays_one(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    config = ToMoEConfig(**SHORT)
+    result = moesaic.carve(model, config, calibration=ids())
+    assert result.model.dtype == torch.bfloat16
+    routers = [p for n, p in result.model.named_parameters() if "router" in n]
+    assert routers
+    assert all(p.dtype == torch.float32 for p in routers)
+    expected = result.model(ids()).logits
+    assert expected.isfinite().all()
+    loaded = AutoModelForCausalLM.from_pretrained(result.save(tmp_path / "out"), dtype="auto")
+    assert torch.equal(loaded.eval()(ids()).logits, expected)
+
+
+def test_the_curves_of_the_losses_are_kept() -> None:
+    config = ToMoEConfig(**SHORT, accumulate=2)
+    result = moesaic.carve(tiny_model("llama"), config, calibration=ids())
+    losses = result.summary["training"]["losses"]
+    assert [line["step"] for line in losses] == [1, 2, 3, 4, 5, 6]
+    for line in losses:
+        penalty = 16 * line["parameters"] + 2 * line["union"] + line["balance"]
+        assert line["loss"] == pytest.approx(line["distillation"] + penalty, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"embeddings": "local"},
+        {"attention": "static"},
+        {"attention": "heads"},
+        {"attention": "none"},
+        {"union": 0.0, "objective": "language"},
+        {"budget": "tossed", "mask_outputs": False},
+    ],
+)
+def test_ablations(options: dict[str, Any]) -> None:
+    config = ToMoEConfig(**{**SHORT, **options, "steps": 2})
+    result = moesaic.carve(tiny_model("llama"), config, calibration=ids())
+    assert result.model(ids()).logits.isfinite().all()
+    assert model_size(result.model).active_ratio == pytest.approx(0.7, abs=0.02)
+    headers = [layer.header() for layer in result.plan.layers.values()]
+    kind = options.get("attention", "routed")
+    pruned = any(h["rows"] or h["columns"] or h["head_top_k"] for h in headers)
+    assert pruned == (kind != "none")
+    assert kind == "routed" or not any(h["head_top_k"] for h in headers)
+    assert kind in ("static", "heads") or not any(h["columns"] for h in headers)
+
+
+def test_bad_requests_are_refused() -> None:
+    for options in ({"active": 0.0}, {"attention": "some"}, {"experts": 0}, {"tau": 0.0}):
+        with pytest.raises(MoesaicError):
+            ToMoEConfig(**options)  # type: ignore[arg-type]
+    model = tiny_model("llama")
+    model.config.rope_parameters = None
+    with pytest.raises(MoesaicError, match="rotary"):
+        layer_shapes(model, dense_arch(model.config))
+
+
+def test_a_run_by_recipe_is_measured_and_reported(llama_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    recipe = moesaic.Recipe(
+        model=str(llama_folder),
+        out=str(out),
+        steps=(ToMoEConfig(**{**SHORT, "length": 32, "steps": 3}),),
+        calibration=Calibration("prose", samples=4, length=32),
+        evaluation=Evaluation("prose", length=32, max_tokens=64, compare=("more",), rounds=0),
+    )
+    record = moesaic.run_recipe(recipe)
+    assert record["method"] == "tomoe"
+    assert record["model_type"] == "moesaic_llama"
+    ratios = [record["scores"][name]["active_ratio"] for name in ("result", "more")]
+    assert ratios == pytest.approx([0.7, 0.7], abs=0.02)
+    assert [line["step"] for line in record["training"]["losses"]] == [1, 2, 3]
+    page = (out / "report.html").read_text()
+    for told in ("KL divergence", "R_P", "R_U", "R_L", "Width by layer", "Widths of experts"):
+        assert told in page
+    assert "Similarity of experts" in page
+    assert AutoModelForCausalLM.from_pretrained(out)(ids()).logits.isfinite().all()
+
+
+# --- regularisers --------------------------------------------------------------------------------
+
+
+def test_regularisers() -> None:
+    even = torch.eye(8)
+    assert load_balance(even, even) == pytest.approx(1 / 8)
+    collapsed = even[torch.zeros(8, dtype=torch.int64)]
+    assert load_balance(collapsed, collapsed) == 1
+    s_NM = torch.rand(3, 50).round()
+    assert union(s_NM) == (s_NM.sum(0) > 0).float().mean()
+    x = torch.rand(9) + 0.01
+    assert torch.allclose(f_reg(x, 0.5), f_reg(1 / x, 2.0), atol=0.2)
+    assert f_reg(torch.tensor(0.3), 0.3) == 0
