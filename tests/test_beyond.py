@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from conftest import VOCAB, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_models import tiny_moe
+from test_export import same_model
 
 import moesaic
 from moesaic.arch import dense_arch
@@ -16,6 +18,8 @@ from moesaic.budget import LayerSize, active_ratio, layer_sizes, split_for_targe
 from moesaic.checkpoint import Checkpoint
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
+from moesaic.exporting.native import decide
+from moesaic.hub import resolve
 from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig
 from moesaic.methods.more import petals_of
 from moesaic.methods.refit import refit_carved, refitted, runs
@@ -314,6 +318,18 @@ def test_saved_loaded_and_applied_alike(name, tokens, llama_folder, tmp_path):
     kept = Plan.load(tmp_path / "out")
     assert all(same(layer, kept.layers[i]) for i, layer in result.plan.layers.items())
     assert all(layer.down_DM is not None for layer in kept.layers.values())
+
+
+def test_refitted_weights_are_exported(tokens, tmp_path):
+    """Uniform petals, top-1, cosine: native still; biases are refused."""
+    model = tiny_model("llama", mlp_bias=False)
+    config = MoREConfig(layers="all", refit=True)
+    moesaic.carve(model, config, calibration=tokens).save(tmp_path / "out")
+    decided, native = same_model(resolve(str(tmp_path / "out")), tmp_path / "native", tokens)
+    assert decided.model_type == native.config.model_type == "granitemoeshared"
+    moesaic.carve(model, replace(config, bias=True), calibration=tokens).save(tmp_path / "biased")
+    with pytest.raises(MoesaicError, match="carve without bias"):
+        decide(resolve(str(tmp_path / "biased")))
 
 
 def test_refit_resumes(tokens, tmp_path):

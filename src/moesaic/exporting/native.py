@@ -90,6 +90,8 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
     elif kinds - {"carved"}:
         raise MoesaicError(f"Layers of kind {', '.join(sorted(kinds))} have no native form yet.")
     layers = [headers.get(str(i)) for i in range(config.num_hidden_layers)]
+    if any(header and header.get("bias") for header in layers):
+        raise MoesaicError("Output biases of petals have no native form: carve without bias.")
     if any(header and header["petals"] for header in layers):
         return as_experts(source, arch, layers, target, ep)
     if target and target != arch.model_type:
