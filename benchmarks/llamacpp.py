@@ -23,7 +23,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--types", nargs="+", default=["f32", "bf16", "q8_0"])
+    parser.add_argument("--types", nargs="*", default=["f32", "bf16", "q8_0"])
     parser.add_argument("--carved", type=Path, help="a folder carved before")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
@@ -57,5 +57,9 @@ if __name__ == "__main__":
             name = str(dtype).removeprefix("torch.")
             rows.append({"engine": "transformers", "type": name, **figures})
             print(name, json.dumps(figures["ratio"]))
+    out = Path(__file__).with_suffix(".json")
+    measured = {(row["engine"], row["type"]) for row in rows}
+    before = json.loads(out.read_text())["results"] if out.exists() else []
+    rows = [row for row in before if (row["engine"], row["type"]) not in measured] + rows
     record = {"benchmark": "llamacpp", "environment": environment(), "results": rows}
-    Path(__file__).with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    out.write_text(json.dumps(record, indent=1) + "\n")

@@ -231,20 +231,21 @@ class DenseFFN:
         """The block's output (T, D) for hidden activations h."""
         return F.linear(h_TM, self.down_DM, self.down_bias_D)
 
-    def by_columns(self, x_DT: Tensor, onto_DT: Tensor | None = None) -> Tensor:
-        """The output (D, T) of tokens that are columns, added onto ``onto_DT``; no output bias.
+    def of_few(self, x_TD: Tensor, onto_TD: Tensor | None = None) -> Tensor:
+        """The output (T, D) without its bias, added onto ``onto_TD``.
 
-        Weights are then left operands of every product. CPU kernels repack the right one, and
-        tokens are fewer than weights: for a hundred tokens this takes half the time.
+        Up and gate are left operands. CPU kernels repack the right one, and tokens are fewer than
+        weights: for a hundred tokens these products take half the time.
         """
+        x_DT = x_TD.T
         h_MT = _times(self.up_MD, x_DT, self.up_bias_M)
         if self.gate_MD is None:
             h_MT = self.act(h_MT)
         else:
             h_MT = self.act(_times(self.gate_MD, x_DT, self.gate_bias_M)) * h_MT
-        if onto_DT is None:
-            return self.down_DM @ h_MT
-        return torch.addmm(onto_DT, self.down_DM, h_MT)
+        if onto_TD is None:
+            return h_MT.T @ self.down_DM.T
+        return torch.addmm(onto_TD, h_MT.T, self.down_DM.T)
 
     def neurons(self, start: int, stop: int) -> DenseFFN:
         """Neurons ``start`` to ``stop`` as a block of their own: views, and no output bias."""

@@ -135,18 +135,16 @@ class CarvedFFN(nn.Module):
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
         counts = torch.bincount(flat, minlength=len(self.petals)).tolist()
-        sorted_DT = x_TD.index_select(0, order).T
-        if self.backbone:  # in petal order too, so that petals add onto it
-            onto = ffn.neurons(0, self.backbone).by_columns(sorted_DT).split(counts, dim=1)
-        else:
-            onto = [None] * len(counts)
+        sorted_TD = x_TD.index_select(0, order)
+        # The backbone runs in petal order, too, so that petals add onto it.
+        onto: Any = [None] * len(counts)
+        if self.backbone:
+            onto = self._backbone(ffn, sorted_TD).split(counts)
         parts = [
-            self._petal(ffn, e).by_columns(group_DT, base_DT)
-            for e, (group_DT, base_DT) in enumerate(
-                zip(sorted_DT.split(counts, dim=1), onto, strict=True)
-            )
+            self._petal(ffn, e).of_few(group_TD, base_TD)
+            for e, (group_TD, base_TD) in enumerate(zip(sorted_TD.split(counts), onto, strict=True))
         ]
-        return torch.cat(parts, dim=1).T.index_select(0, back)
+        return torch.cat(parts).index_select(0, back)
 
     def _several(
         self, ffn: DenseFFN, x_TD: Tensor, chosen_TK: Tensor, h_TB: Tensor | None
@@ -192,9 +190,8 @@ class CarvedFFN(nn.Module):
         weights = weights_TR[token, petal].split(counts)
         for place, rows, weight in zip(self.slices, token.split(counts), weights, strict=True):
             if len(rows):
-                group_DT = x_TD.index_select(0, rows).T
-                part_DT = ffn.neurons(*place).by_columns(group_DT) * weight
-                y_TD = y_TD.index_add_(0, rows, part_DT.T.contiguous())
+                part_TD = ffn.neurons(*place).of_few(x_TD.index_select(0, rows))
+                y_TD = y_TD.index_add_(0, rows, part_TD * weight[:, None])
         return y_TD
 
     def _plain(self) -> DenseFFN | None:
