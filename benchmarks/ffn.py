@@ -25,7 +25,7 @@ from moesaic.nn import carved_like
 from moesaic.plan import CarvedLayer
 from moesaic.surgery import carve_tensors
 
-HIDDEN, WIDTH, ROUNDS = 2048, 8192, 25
+HIDDEN, WIDTH, ROUNDS = 2048, 8192, 50
 
 
 def carve(dense: LlamaMLP, petals: int) -> torch.nn.Module:
