@@ -16,6 +16,7 @@ TEXT = "model: smollm2\nout: out\nsteps:\n- carve: {active: 0.7, layers: [1, 2]}
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda f: f.stem)
 def test_every_recipe_that_ships_parses_and_round_trips(file):
     recipe = load_recipe(file)
+    assert load_recipe(str(file)) == recipe
     assert parse_recipe(recipe.to_yaml()) == recipe
 
 

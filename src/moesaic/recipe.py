@@ -150,11 +150,12 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe"
     return recipe
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe file; see :func:`parse_recipe`."""
-    if not path.is_file():
-        raise MoesaicError(f"No recipe at {path}.")
-    return parse_recipe(path.read_text("utf-8"), overrides, str(path))
+    file = Path(path)
+    if not file.is_file():
+        raise MoesaicError(f"No recipe at {file}.")
+    return parse_recipe(file.read_text("utf-8"), overrides, str(file))
 
 
 def _override(data: Any, override: str) -> None:
