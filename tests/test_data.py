@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from moesaic.data import (
     DOMAINS,
+    IGNORED,
     Tokens,
     calibration_tokens,
     evaluation_tokens,
@@ -107,3 +108,12 @@ def test_batches_cover_all_rows():
     batches = list(Tokens(ids).batches(12))
     assert [len(b.input_ids) for b in batches] == [3, 3, 3, 1]
     assert torch.equal(torch.cat([b.input_ids for b in batches]), ids)
+
+
+def test_padding_is_not_learned():
+    ids = torch.tensor([[5, 6, 7], [8, 9, 0]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    assert Tokens(ids).examples()[1]["labels"] == [8, 9, 0]
+    padded = Tokens(ids, mask).examples()
+    assert [e["input_ids"] for e in padded] == ids.tolist()
+    assert [e["labels"] for e in padded] == [[5, 6, 7], [8, 9, IGNORED]]

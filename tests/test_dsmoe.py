@@ -26,7 +26,7 @@ from moesaic.arch import dense_arch
 from moesaic.budget import layer_sizes
 from moesaic.cli import app
 from moesaic.continuing import carve_and_train
-from moesaic.methods.dsmoe import DSMoE, Objective, imbalance, sparsity
+from moesaic.methods.dsmoe import DSMoE, SparseObjective, imbalance, sparsity
 from moesaic.metrics.score import score
 from moesaic.nn import CarvedFFN
 from moesaic.packing import PackedText
@@ -226,7 +226,7 @@ def test_the_objective_by_hand_padding_left_out() -> None:
     ids = rows(2, 12)
     labels, mask = ids.clone(), torch.ones_like(ids)
     labels[1, 7:], mask[1, 7:] = -100, 0
-    objective = Objective([f.router for f in ffns(model)], DSMoEConfig(sparsity=0.7), None)
+    objective = SparseObjective([f.router for f in ffns(model)], DSMoEConfig(sparsity=0.7), None)
     loss, figures = objective(
         model, {"input_ids": ids, "labels": labels.clone(), "attention_mask": mask}
     )

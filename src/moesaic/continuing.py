@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from moesaic.checkpoint import skeleton
 from moesaic.data import Tokens, training_examples
 from moesaic.errors import MoesaicError
 from moesaic.hub import Source, resolve
-from moesaic.methods.dsmoe import DSMoE, DSMoEConfig, Objective
+from moesaic.methods.dsmoe import DSMoE, DSMoEConfig, SparseObjective
 from moesaic.packing import PackedText
 from moesaic.plan import Plan
 from moesaic.progress import Track, silent
 from moesaic.result import Result
 from moesaic.surgery import apply_plan, base_shape
-from moesaic.training import Bar, train
+from moesaic.training import train
 
 
 @dataclass
@@ -53,10 +52,7 @@ class Trained(Result):
 
     def write(self, folder: Path) -> None:
         """Write the checkpoint into an existing folder."""
-        self.trained.save_pretrained(folder)
-        hub.write_stub(self.trained.config, folder)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
+        hub.save_live(self.trained, self.tokenizer, folder)
 
 
 def carve_and_train(
@@ -164,28 +160,25 @@ def _train(
     apply_plan(live, arch, plan)
     hub.convert_class(live, arch, plan)
     routers: list[Any] = [arch.ffn_of(arch.layers(live)[i]).router for i in sorted(plan.layers)]
-    bar = Bar(track)
-    with TemporaryDirectory(prefix="moesaic-") as scratch:
-        losses = train(
-            live,
-            examples,
-            config.schedule,
-            progress or Path(scratch),
-            trainable=dict(live.named_parameters()),
-            objective=Objective(routers, config, target),
-            device=device,
-            tell=bar.tell,
-        )
-    bar.close()
+    losses = train(
+        live,
+        examples,
+        config.schedule,
+        progress,
+        trainable=dict(live.named_parameters()),
+        objective=SparseObjective(routers, config, target),
+        device=device,
+        track=track,
+    )
     live.requires_grad_(True).to("cpu").eval()
     return losses
 
 
 def _examples(config: DSMoEConfig, given: Any, tokenizer: Any) -> Any:
-    if isinstance(given, Tokens):
-        given = given.input_ids
     if isinstance(given, torch.Tensor):
-        return [{"input_ids": row, "labels": row} for row in given.tolist()]
+        given = Tokens(given)
+    if isinstance(given, Tokens):
+        return given.examples()
     if config.data or isinstance(given, str):
         given = config.data or given
         if not given.endswith(".safetensors"):

@@ -22,6 +22,10 @@ DOMAINS = ("prose", "reference", "code")
 TEXT_KEYS = ("text", "content", "instruction", "input", "question", "output", "answer", "response")
 
 
+IGNORED = -100
+"""The label of a token that is not predicted: a prompt's, or padding."""
+
+
 @dataclass(frozen=True)
 class Tokens:
     """Token windows ready for a model."""
@@ -45,6 +49,13 @@ class Tokens:
         if self.attention_mask is not None:
             digest.update(self.attention_mask.numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def examples(self) -> list[dict[str, list[int]]]:
+        """Windows to learn from, as input_ids and labels; padding is not predicted."""
+        ids, mask = self.input_ids, self.attention_mask
+        labels = ids if mask is None else ids.where(mask, IGNORED)
+        pairs = zip(ids.tolist(), labels.tolist(), strict=True)
+        return [{"input_ids": row, "labels": own} for row, own in pairs]
 
     def batches(self, tokens_per_batch: int = 2048) -> Iterator[Tokens]:
         """Consecutive groups of windows of at most about ``tokens_per_batch`` tokens."""
@@ -289,7 +300,7 @@ PROMPT_KEYS = ("prompt", "instruction", "input", "question")
 def training_examples(
     source: str | Sequence[Any], tokenizer: Any, length: int
 ) -> list[dict[str, list[int]]]:
-    """Texts to learn from, as input_ids and labels; -100 where nothing is to be predicted.
+    """Texts to learn from, as input_ids and labels; IGNORED where nothing is to be predicted.
 
     Rows with a prompt and an answer (:data:`PROMPT_KEYS`, :data:`ANSWER_KEYS`) are one example
     each, their prompt not predicted; all other text becomes windows of ``length`` tokens.
@@ -298,11 +309,7 @@ def training_examples(
         MoesaicError: there is not enough text for one example.
     """
     if isinstance(source, str) and source.endswith(".safetensors"):
-        tokens = _tokenised(Path(source))
-        masks = tokens.attention_mask
-        rows_L = tokens.input_ids if masks is None else tokens.input_ids.where(masks, -100)
-        pairs = zip(tokens.input_ids.tolist(), rows_L.tolist(), strict=True)
-        return [{"input_ids": ids, "labels": labels} for ids, labels in pairs]
+        return _tokenised(Path(source)).examples()
     rows = load_rows(source, "calibration") if isinstance(source, str) else source
     examples, texts = [], []
     for row in rows:
@@ -316,8 +323,8 @@ def training_examples(
         )
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         ids = (asked + told + end)[:length]
-        labels = ([-100] * len(asked) + told + end)[:length]
-        if any(label != -100 for label in labels[1:]):
+        labels = ([IGNORED] * len(asked) + told + end)[:length]
+        if any(label != IGNORED for label in labels[1:]):
             examples.append({"input_ids": ids, "labels": labels})
     whole = windows(texts, tokenizer, length).tolist() if texts else []
     examples += [{"input_ids": ids, "labels": ids} for ids in whole]

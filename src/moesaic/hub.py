@@ -175,6 +175,14 @@ def write_stub(config: Any, folder: Path) -> None:
     )
 
 
+def save_live(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a loaded model, with what it takes to load it again."""
+    model.save_pretrained(folder)
+    write_stub(model.config, folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
 # --- Models by name ------------------------------------------------------------------------------
 
 

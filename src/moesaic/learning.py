@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -24,7 +22,14 @@ from moesaic.overlapping import OverlappingLayer
 from moesaic.plan import Plan, Progress
 from moesaic.progress import Track, silent
 from moesaic.result import Job, Result
-from moesaic.training import IGNORED, Bar, distillation_loss, predicting, train
+from moesaic.training import (
+    Objective,
+    checkpointing,
+    distillation_loss,
+    next_token_loss,
+    predicting,
+    train,
+)
 
 TINY = 20_000_000
 """Parameters below which the default schedule is a short one."""
@@ -47,12 +52,6 @@ def layer_shapes(model: Any, arch: Arch) -> list[LayerShape]:
     ]
 
 
-def _checkpointing(model: Any, do: str) -> Any:
-    """transformers' method, by its name of today or its old one."""
-    names = (f"{kind}_checkpointing_{do}" for kind in ("activation", "gradient"))
-    return next(getattr(model, name) for name in names if hasattr(model, name))
-
-
 class Student(nn.Module):
     """A frozen model, masked; the same weights, unmasked, are its teacher (App. B.1)."""
 
@@ -65,7 +64,7 @@ class Student(nn.Module):
         self.masked = Masked(base, arch, self.tomoe)
         self.recomputing = config.recompute
         if config.recompute:
-            _checkpointing(base, "enable")({"use_reentrant": False})
+            checkpointing(base, "enable")({"use_reentrant": False})
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,15 +94,13 @@ class Student(nn.Module):
     ) -> dict[str, Any]:
         """The loss of Eq. 10, and its terms."""
         given = {"attention_mask": attention_mask, "use_cache": False}
-        count = (labels[:, 1:] != IGNORED).sum().clamp(min=1)
         if self.objective == "distillation":
             with torch.no_grad(), self.masked.off():
                 taught = self.base(input_ids=input_ids, **given).logits
-            loss = distillation_loss(self.logits(input_ids, attention_mask), taught, labels) / count
+            loss = distillation_loss(self.logits(input_ids, attention_mask), taught, labels)
         else:
-            logits = self.logits(input_ids, attention_mask)[:, :-1].float()
-            target = labels[:, 1:].flatten()
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), target, ignore_index=IGNORED)
+            loss = next_token_loss(self.logits(input_ids, attention_mask), labels)
+        loss = loss / predicting(labels).sum().clamp(min=1)
         terms = self.tomoe.terms()
         whole = loss + self.tomoe.penalty(terms)
         return {"loss": whole, "terms": {self.objective: loss, **terms}}
@@ -126,15 +123,12 @@ class Student(nn.Module):
         """The base, as it was."""
         self.masked.remove()
         if self.recomputing:
-            _checkpointing(self.base, "disable")()
+            checkpointing(self.base, "disable")()
         return self.base.requires_grad_(True).eval()
 
 
-class Eq10:
-    """The student's own loss, which is a mean, as the sum that the training loop takes."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, float] = {}
+class StudentLoss(Objective):
+    """Eq. 10, which the student computes as a mean, as the sum that the training loop takes."""
 
     def __call__(
         self, model: nn.Module, inputs: dict[str, Tensor]
@@ -142,9 +136,6 @@ class Eq10:
         count = predicting(inputs["labels"]).sum()
         out = model(**inputs)
         return out["loss"] * count, {name: term * count for name, term in out["terms"].items()}
-
-    def stepped(self, figures: dict[str, float]) -> dict[str, float]:
-        return {}
 
 
 def learn(
@@ -208,19 +199,16 @@ def learn(
         run = Progress(progress, {**asked, "calibration": job.tokens.fingerprint})
         run.finished()
         run.begin()
-    bar = Bar(track)
-    with TemporaryDirectory(prefix="moesaic-") as scratch:
-        losses = train(
-            student,
-            examples,
-            config.schedule,
-            (progress or Path(scratch)) / "training",
-            trainable=modules,
-            objective=Eq10(),
-            device=device,
-            tell=bar.tell,
-        )
-    bar.close()
+    losses = train(
+        student,
+        examples,
+        config.schedule,
+        progress and progress / "training",
+        trainable=modules,
+        objective=StudentLoss(),
+        device=device,
+        track=track,
+    )
     head_logits = student.head_logits(job.tokens)
     student.to("cpu")
     with torch.no_grad():
@@ -255,13 +243,6 @@ def _copied(layers: Mapping[int, Learned], plans: Mapping[int, OverlappingLayer]
 
 def _examples(given: Any, job: Job, length: int) -> list[dict[str, list[int]]]:
     """All of the calibration text, in windows to learn from."""
-    with suppress(AttributeError):
-        given = given.input_ids
-    if isinstance(given, Tensor):
-        mask = job.tokens.attention_mask
-        labels = given if mask is None else given.where(mask, IGNORED)
-        return [
-            {"input_ids": ids, "labels": own}
-            for ids, own in zip(given.tolist(), labels.tolist(), strict=True)
-        ]
+    if isinstance(given, Tensor) or hasattr(given, "input_ids"):
+        return job.tokens.examples()
     return training_examples(given, job.tokenizer, length)

@@ -99,10 +99,7 @@ class Result:
         if isinstance(self.original, Source):
             save_applied(self.original, self.plan, folder, self.dtype)
         else:
-            self.model.save_pretrained(folder)
-            hub.write_stub(self.model.config, folder)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(folder)
+            hub.save_live(self.model, self.tokenizer, folder)
         self.plan.save(folder)
 
 

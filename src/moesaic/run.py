@@ -152,7 +152,7 @@ def carve(
 
     plans = {name: plan(name) for name in methods}
     analyses = {i: finished["result", i][1] for i in wanted}
-    if getattr(config, "refit", False) or getattr(config, "bias", False):
+    if config.refit or config.bias:
         how = {"weights": config.refit, "biases": config.bias, "propagate": config.propagate}
         plans, recovered = recover(job, plans, finished, track, **how)
         analyses = {i: {**seen, "refit": recovered[i]} for i, seen in analyses.items()}
@@ -256,7 +256,7 @@ def run_recipe(
 
 VERBS: dict[type, Any] = {
     MoREConfig: carve,
-    DSMoEConfig: carve_and_train,
+    DSMoEConfig: carve,
     ToMoEConfig: carve,
     PruneConfig: prune,
     SkipConfig: skip,

@@ -8,10 +8,12 @@ processes give the losses of one with the same global batch.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Protocol
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +23,10 @@ from torch.utils.data import IterableDataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from moesaic.data import IGNORED
 from moesaic.errors import MoesaicError
-from moesaic.progress import Track
+from moesaic.progress import Track, silent
 
-IGNORED = -100
-"""The label of a token that is not predicted: a prompt's, or padding."""
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
 DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
 
@@ -39,7 +40,6 @@ class Schedule:
 
     steps: int | None
     """Optimizer steps; None for ``epochs``."""
-    epochs: float
     batch: int
     """Texts a process takes at a time."""
     accumulate: int
@@ -51,10 +51,23 @@ class Schedule:
     seed: int
     save_every: int
     """Steps between checkpoints."""
+    epochs: float = 1.0
     decay: str = "cosine"
     """What becomes of the rate after the warm-up: cosine or constant."""
     recompute: bool = False
     """Gradient checkpointing: half as much again in time, for much less memory."""
+
+    @classmethod
+    def of(cls, config: Any) -> Schedule:
+        """What a method's config says of it, field by field."""
+        names = [field.name for field in fields(cls) if hasattr(config, field.name)]
+        return cls(**{name: getattr(config, name) for name in names})
+
+
+def checkpointing(model: Any, do: str) -> Any:
+    """transformers' method to enable or disable it, by its name of today or its old one."""
+    names = (f"{kind}_checkpointing_{do}" for kind in ("activation", "gradient"))
+    return next(getattr(model, name) for name in names if hasattr(model, name))
 
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
@@ -81,9 +94,14 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
 # --- what is minimised ---------------------------------------------------------------------------
 
 
-class Objective(Protocol):
+@dataclass
+class Objective(ABC):
     """What training minimises, where that is not the model's own next-token loss."""
 
+    state: dict[str, float] = field(default_factory=dict, init=False)
+    """What it has adapted, and a resumed run continues from."""
+
+    @abstractmethod
     def __call__(
         self, model: nn.Module, inputs: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -94,9 +112,7 @@ class Objective(Protocol):
 
     def stepped(self, figures: dict[str, float]) -> dict[str, float]:
         """Takes the figures of a step that is done; may adapt itself. Returns more to log."""
-
-    state: dict[str, float]
-    """What it has adapted, and a resumed run continues from."""
+        return {}
 
 
 def predicting(labels_BL: Tensor) -> Tensor:
@@ -128,12 +144,12 @@ def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tenso
     return F.kl_div(student, teacher, reduction="sum", log_target=True)
 
 
-class Distillation:
+class Distillation(Objective):
     """The target is a teacher's next-token distribution."""
 
     def __init__(self, teacher: Any) -> None:
+        super().__init__()
         self.teacher = teacher.eval()
-        self.state: dict[str, float] = {}
 
     def __call__(
         self, model: nn.Module, inputs: dict[str, Tensor]
@@ -143,9 +159,6 @@ class Distillation:
         with torch.no_grad():
             taught = self.teacher.to(logits.device)(**inputs).logits
         return distillation_loss(logits, taught, labels), {}
-
-    def stepped(self, figures: dict[str, float]) -> dict[str, float]:
-        return {}
 
 
 # --- the loop ------------------------------------------------------------------------------------
@@ -209,27 +222,19 @@ class _Loop(Trainer):  # type: ignore[misc]
             self.objective.state = json.loads(state)
 
 
-class _Told(TrainerCallback):  # type: ignore[misc]
-    """Tells somebody of each step's figures."""
-
-    def __init__(self, tell: Any) -> None:
-        self.tell = tell
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        if logs and "loss" in logs and state.is_world_process_zero:
-            self.tell(state.global_step, state.max_steps, logs)
-
-
-class Bar:
-    """Turns calls into the passing of items, which is what a progress bar is drawn of."""
+class _Bar(TrainerCallback):  # type: ignore[misc]
+    """Turns steps into the passing of items, which is what a progress bar is drawn of."""
 
     def __init__(self, track: Track) -> None:
         self._track = track
         self._passing: Any = None
 
-    def tell(self, step: int, of: int, logs: dict[str, float]) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if not logs or "loss" not in logs or not state.is_world_process_zero:
+            return
         if self._passing is None:
-            self._passing = iter(self._track(range(step, of + 1), "Training", of + 1 - step))
+            left = range(state.global_step, state.max_steps + 1)
+            self._passing = iter(self._track(left, "Training", len(left)))
         next(self._passing, None)
 
     def close(self) -> None:
@@ -241,12 +246,12 @@ def train(
     model: Any,
     examples: Sequence[Example] | IterableDataset[Example],
     schedule: Schedule,
-    folder: Path,
+    folder: Path | None = None,
     *,
     trainable: Mapping[str, nn.Parameter],
     objective: Objective | None = None,
     device: str = "cpu",
-    tell: Any = lambda step, of, logs: None,
+    track: Track = silent,
 ) -> list[dict[str, float]]:
     """Train some of a model's parameters in place.
 
@@ -255,15 +260,27 @@ def train(
             in its own type.
         examples: texts as token ids and labels; a stream needs ``schedule.steps``.
         schedule: how long and how fast.
-        folder: for checkpoints; training continues from the last one found there.
+        folder: for checkpoints; training continues from the last one found there. None keeps none.
         trainable: the parameters that train, by name; all others are frozen.
         objective: what to minimise instead of the model's own next-token loss.
         device: cpu, or whatever accelerator there is.
-        tell: called with step, steps and figures.
+        track: shows progress.
 
     Returns:
         step, loss, learning rate and the objective's figures of every step.
     """
+    if folder is None:
+        with TemporaryDirectory(prefix="moesaic-") as scratch:
+            return train(
+                model,
+                examples,
+                schedule,
+                Path(scratch),
+                trainable=trainable,
+                objective=objective,
+                device=device,
+                track=track,
+            )
     dtype = model.dtype
     if not trainable:
         raise MoesaicError("Nothing is left to train.")
@@ -273,8 +290,7 @@ def train(
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
     if schedule.recompute:
-        name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
-        getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": False})
+        checkpointing(model, "enable")({"use_reentrant": False})
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=schedule.steps or -1,
@@ -298,19 +314,21 @@ def train(
         remove_unused_columns=False,
         dataloader_pin_memory=device != "cpu",
     )
+    bar = _Bar(track)
     loop = _Loop(
         model=model,
         args=arguments,
         train_dataset=examples if isinstance(examples, IterableDataset) else list(examples),
         data_collator=collate,
-        callbacks=[_Told(tell)],
+        callbacks=[bar],
     )
     loop.objective = objective
     loop.remove_callback(PrinterCallback)
     last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
     loop.train(resume_from_checkpoint=last)
+    bar.close()
     if schedule.recompute:
-        getattr(model, f"{name}_checkpointing_disable")()
+        checkpointing(model, "disable")()
     for name, parameter in trainable.items():
         parameter.data = parameter.data.to(types[name])
     left_out = ("epoch", "grad_norm")

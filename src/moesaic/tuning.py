@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from moesaic.methods.tuning import TuneConfig, trainable
 from moesaic.moe import MoEArch, base_arch
 from moesaic.plan import JSON_NAME, Plan
 from moesaic.progress import Track, silent
-from moesaic.training import Bar, Distillation, train
+from moesaic.training import Distillation, train
 
 
 @dataclass
@@ -54,10 +53,7 @@ class Tuned:
 
     def write(self, folder: Path) -> None:
         """Write the checkpoint into an existing folder. It is no plan's result any more."""
-        self.model.save_pretrained(folder)
-        hub.write_stub(self.model.config, folder)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder)
+        hub.save_live(self.model, self.tokenizer, folder)
 
 
 def _plan(original: Any) -> Plan | None:
@@ -120,19 +116,16 @@ def tune(
         plan = plan if plan is not None else _plan(original)
         tuned, chosen = live, trainable(live, arch, config.what, plan)  # type: ignore[arg-type]
     count = sum(p.numel() for p in chosen.values())
-    bar = Bar(track)
-    with TemporaryDirectory(prefix="moesaic-") as scratch:
-        losses = train(
-            tuned,
-            data,
-            config.schedule,
-            progress or Path(scratch),
-            trainable=chosen,
-            objective=None if teacher is None else Distillation(teacher),
-            device=device,
-            tell=bar.tell,
-        )
-    bar.close()
+    losses = train(
+        tuned,
+        data,
+        config.schedule,
+        progress,
+        trainable=chosen,
+        objective=None if teacher is None else Distillation(teacher),
+        device=device,
+        track=track,
+    )
     if config.what == "lora":
         live = tuned.merge_and_unload()
     live.requires_grad_(True).eval()

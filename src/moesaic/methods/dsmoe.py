@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from moesaic.budget import LayerSize, active_ratio, chosen_layers, ffn_share
 from moesaic.errors import MoesaicError
 from moesaic.plan import CarvedLayer
-from moesaic.training import Schedule, next_token_loss, predicting
+from moesaic.training import Objective, Schedule, next_token_loss, predicting
 
 SWIFT = 10.0
 """The controller's proportional gain, relative to the integral one: steps it looks back on."""
@@ -119,18 +119,7 @@ class DSMoEConfig:
     @property
     def schedule(self) -> Schedule:
         """What the training loop needs to know."""
-        return Schedule(
-            steps=self.steps,
-            epochs=1.0,
-            batch=self.batch,
-            accumulate=self.accumulate,
-            lr=self.lr,
-            warmup=self.warmup,
-            weight_decay=self.weight_decay,
-            seed=self.seed,
-            save_every=self.save_every,
-            recompute=self.recompute,
-        )
+        return Schedule.of(self)
 
 
 # --- losses --------------------------------------------------------------------------------------
@@ -176,7 +165,7 @@ def recorded(routers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Ten
             handle.remove()
 
 
-class Objective:
+class SparseObjective(Objective):
     """Next-token loss, and what keeps gates sparse or choices balanced (Eqs. 17-19).
 
     Args:
@@ -188,6 +177,7 @@ class Objective:
     def __init__(
         self, routers: Sequence[nn.Module], config: DSMoEConfig, target: float | None
     ) -> None:
+        super().__init__()
         self.routers = list(routers)
         self.config = config
         self.target = target

@@ -132,21 +132,7 @@ class ToMoEConfig:
     @property
     def schedule(self) -> Schedule:
         """What the training loop needs to know, once settled."""
-        assert self.batch is not None
-        assert self.lr is not None
-        assert self.decay is not None
-        return Schedule(
-            steps=self.steps,
-            epochs=1,
-            batch=self.batch,
-            accumulate=self.accumulate,
-            lr=self.lr,
-            warmup=self.warmup,
-            weight_decay=self.weight_decay,
-            seed=self.seed,
-            save_every=self.save_every,
-            decay=self.decay,
-        )
+        return Schedule.of(self)
 
 
 # --- straight-through masks (App. A.3) -----------------------------------------------------------

@@ -70,17 +70,7 @@ class TuneConfig:
     @property
     def schedule(self) -> Schedule:
         """What the training loop needs to know."""
-        return Schedule(
-            steps=self.steps,
-            epochs=self.epochs,
-            batch=self.batch,
-            accumulate=self.accumulate,
-            lr=self.lr,
-            warmup=self.warmup,
-            weight_decay=self.weight_decay,
-            seed=self.seed,
-            save_every=self.save_every,
-        )
+        return Schedule.of(self)
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
