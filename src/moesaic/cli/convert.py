@@ -28,6 +28,7 @@ from moesaic.cli.shared import (
     bars,
     carry_out,
     emit,
+    evaluation,
     example,
     options,
 )
@@ -35,7 +36,7 @@ from moesaic.errors import MoesaicError
 from moesaic.measure import check_device, parse_bytes, parse_dtype
 from moesaic.methods import STEPS
 from moesaic.methods.naee import CRITERIA
-from moesaic.recipe import Calibration, Evaluation, Recipe, step_config
+from moesaic.recipe import Calibration, Recipe, step_config
 from moesaic.statistics import StatsFile, merge_files, process
 
 
@@ -86,9 +87,7 @@ def carve(
     samples: Samples = 100,
     length: CalibrationLength = 256,
     seed: Seed = 0,
-    evaluate: Annotated[
-        bool, typer.Option("--eval/--no-eval", help="Measure result and original.")
-    ] = True,
+    evaluate: Evaluate = True,
     data: EvalData = "",
     max_tokens: MaxTokens = 16_384,
     device: Device = "cpu",
@@ -114,9 +113,7 @@ def carve(
         out=str(out),
         steps=(step_config("carve", given),),
         calibration=Calibration(calibration, samples, length, seed),
-        evaluation=Evaluation(data, max_tokens=max_tokens, compare=tuple(compare or ()))
-        if evaluate
-        else None,
+        evaluation=evaluation(evaluate, data, max_tokens, compare),
         device=device,
         dtype=dtype,
     )
@@ -172,9 +169,7 @@ def condense(
     samples: Samples = 100,
     length: CalibrationLength = 512,
     seed: Seed = 0,
-    evaluate: Annotated[
-        bool, typer.Option("--eval/--no-eval", help="Measure result and original.")
-    ] = True,
+    evaluate: Evaluate = True,
     data: EvalData = "",
     max_tokens: MaxTokens = 16_384,
     device: Device = "cpu",
@@ -206,9 +201,7 @@ def condense(
         out=str(out),
         steps=(step_config("condense", given),),
         calibration=Calibration(calibration, samples, length, seed),
-        evaluation=Evaluation(data, max_tokens=max_tokens, compare=tuple(compare or ()))
-        if evaluate
-        else None,
+        evaluation=evaluation(evaluate, data, max_tokens, compare),
         device=device,
         dtype=dtype,
     )
@@ -237,9 +230,7 @@ def tune(
     rank: Annotated[int, typer.Option(help="Of the updates, for --what lora.")] = 8,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
     seed: Seed = 0,
-    evaluate: Annotated[
-        bool, typer.Option("--eval/--no-eval", help="Measure result and original.")
-    ] = True,
+    evaluate: Evaluate = True,
     eval_data: Annotated[
         str, typer.Option("--eval-data", help="Text to measure on. Default: ships.")
     ] = "",
@@ -271,7 +262,7 @@ def tune(
         model=model,
         out=str(out),
         steps=(step_config("tune", given),),
-        evaluation=Evaluation(eval_data, max_tokens=max_tokens) if evaluate else None,
+        evaluation=evaluation(evaluate, eval_data, max_tokens),
         device=device,
         dtype=dtype,
     )
@@ -330,9 +321,7 @@ def prune(
         out=str(out),
         steps=(step_config("prune", given),),
         calibration=Calibration(calibration, samples, length, seed, stats),
-        evaluation=Evaluation(data, max_tokens=max_tokens, compare=tuple(compare or ()))
-        if evaluate
-        else None,
+        evaluation=evaluation(evaluate, data, max_tokens, compare),
         device=device,
         dtype=dtype,
     )
@@ -371,7 +360,7 @@ def skip(
         out=str(out),
         steps=(step_config("skip", given),),
         calibration=Calibration(calibration, samples, length, seed, stats),
-        evaluation=Evaluation(data, max_tokens=max_tokens) if evaluate else None,
+        evaluation=evaluation(evaluate, data, max_tokens),
         device=device,
         dtype=dtype,
     )

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from moesaic import report, run
 from moesaic.errors import MoesaicError
-from moesaic.recipe import Recipe
+from moesaic.recipe import Evaluation, Recipe
 from moesaic.statistics import process
 
 T = TypeVar("T")
@@ -112,6 +112,15 @@ def numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise MoesaicError(f"{text!r} is not a list of numbers such as 0.3,0.5.") from None
+
+
+def evaluation(
+    wanted: bool, data: str, max_tokens: int | None, compare: list[str] | None = None
+) -> Evaluation | None:
+    """What is to be measured, if anything."""
+    if not wanted:
+        return None
+    return Evaluation(data, max_tokens=max_tokens, compare=tuple(compare or ()))
 
 
 def carry_out(recipe: Recipe, overwrite: bool, resume: bool, as_json: bool) -> None:
