@@ -1,11 +1,13 @@
 """What goes beyond the papers, on a dense model: each option alone and together.
 
-    python benchmarks/beyond.py [--model MODEL] [--group NAME ...] [--text FILE ...] [--before]
+    python benchmarks/beyond.py [--model MODEL] [--group NAME ...] [--seed N] [--text FILE ...]
+    python benchmarks/beyond.py --draw [--model MODEL]      tables and a picture of what is there
 
-Writes benchmarks/beyond-MODEL.json. Calibrated on the shipped calibration text; measured on the
-shipped evaluation text and on each FILE, 8,192 tokens at 512 a window. What is there is not
-measured again, and an interrupted pass continues behind its last finished layer. Configurations of
-a group share one pass over the model.
+Writes benchmarks/beyond-MODEL.json. Calibrated on the shipped calibration text, whose windows the
+seed draws; measured on the shipped evaluation text and on each FILE, 8,192 tokens at 512 a window.
+What is there is not measured again, and an interrupted pass continues behind its last finished
+layer. Configurations of a group share one pass over the model: "shared_seconds" is that pass and
+its sums, "seconds" what a configuration takes beside it, refit included.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import argparse
 import gc
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,29 +34,58 @@ from moesaic.methods import MoRE, MoREConfig
 from moesaic.methods.more import chosen_layers
 from moesaic.methods.refit import refitted
 from moesaic.methods.spread import losses
+from moesaic.metrics.memory import peak_resident
 from moesaic.metrics.score import score
 from moesaic.plan import Plan
 from moesaic.result import Finished, Job
+from moesaic.surgery import applied
 
 TOKENS = 8192
-FINE: dict[str, Any] = {"experts": 256, "top_k": 120, "layers": "all"}
+FINE: dict[str, Any] = {"experts": 256, "layers": "all", "router": "ridge", "refit": True}
 MIDDLE: dict[str, Any] = {"experts": 64, "top_k": 32, "layers": "all"}
 BASE = ", before refit"
 """A configuration's name with this: the same plan without what was refitted."""
 
 
 def together(active: float = 0.8, top_k: int = 120, **more: Any) -> dict[str, MoREConfig]:
-    shared: dict[str, Any] = {**FINE, "active": active, "top_k": top_k, "refit": True, **more}
+    shared: dict[str, Any] = {**FINE, "active": active, "top_k": top_k, **more}
     return {
-        "together": MoREConfig(**{"router": "ridge", **shared}),
-        "static, refit": MoREConfig(**shared, variant="static"),
+        "together": MoREConfig(**shared),
+        "static, refit": MoREConfig(**{**shared, "router": "cosine", "variant": "static"}),
     }
+
+
+def published(active: float, layers: str = "last-half") -> dict[str, MoREConfig]:
+    return {"published": MoREConfig(active=active, layers=layers)}
 
 
 GROUPS: dict[str, tuple[int, dict[str, MoREConfig]]] = {
     "0.8": (100, together()),
-    "published": (100, {"published": MoREConfig(active=0.8)}),
-    "backbone": (100, {"backbone": MoREConfig(**FINE, router="backbone", refit=True, bias=True)}),
+    "published": (100, published(0.8)),
+    "0.9": (100, published(0.9) | together(0.9, 120)),
+    "0.7": (100, published(0.7, "all") | together(0.7, 100)),
+    "0.6": (100, published(0.6, "all") | together(0.6, 80)),
+    "alone": (
+        100,
+        {
+            "weighted": MoREConfig(weighted=True),
+            "router=ridge": MoREConfig(router="ridge"),
+            "router=backbone": MoREConfig(router="backbone"),
+            "refit": MoREConfig(refit=True),
+            "bias": MoREConfig(bias=True),
+            "all layers": MoREConfig(layers="all"),
+            "256 petals": MoREConfig(experts=256, top_k=120, layers="all"),
+        },
+    ),
+    "propagate": (100, {"together": MoREConfig(**FINE, top_k=120, propagate=True)}),
+    "static propagate": (
+        100,
+        {"static": MoREConfig(layers="all", variant="static", refit=True, propagate=True)},
+    ),
+    "backbone": (
+        100,
+        {"backbone": MoREConfig(**{**FINE, "router": "backbone", "bias": True}, top_k=120)},
+    ),
     "middle": (
         100,
         {
@@ -64,9 +96,9 @@ GROUPS: dict[str, tuple[int, dict[str, MoREConfig]]] = {
     ),
     "coarse": (100, {"4 petals": MoREConfig(layers="all", router="ridge", refit=True)}),
     "spread": (100, together(spread="sensitivity")),
-    "0.6": (100, together(0.6, 90)),
-    "0.6 spread": (100, together(0.6, 90, spread="sensitivity")),
+    "0.6 spread": (100, together(0.6, 80, spread="sensitivity")),
     "32 windows": (32, together()),
+    "256 windows": (256, together()),
     "1000 windows": (1000, together()),
 }
 """By name: calibration windows of 256 tokens, and configurations that one pass serves."""
@@ -74,7 +106,11 @@ GROUPS: dict[str, tuple[int, dict[str, MoREConfig]]] = {
 
 @torch.no_grad()
 def decide(job: Job, configs: Mapping[str, MoREConfig], work: Path) -> dict[str, Any]:
-    """The plans of configurations that share layers, and what was recovered of each layer."""
+    """The plans of configurations that share layers, and what was recovered of each layer.
+
+    The options that decide how tokens are counted or spread must be the same within a group, or be
+    named for the configuration that stands alone ("weighted").
+    """
     methods = {name: MoRE(config) for name, config in configs.items()}
     sizes = layer_sizes(job.shape, job.arch)
     config = next(iter(configs.values()))
@@ -86,22 +122,38 @@ def decide(job: Job, configs: Mapping[str, MoREConfig], work: Path) -> dict[str,
     budgets = {name: method.choose(sizes, *given) for name, method in methods.items()}
     asked = {name: asdict(config) for name, config in configs.items()}
     finished = Finished(work, job, asked)
-    layers = list(next(iter(budgets.values())))
-    missing = [i for i in layers if not all((name, i) in finished for name in methods)]
-    observer = next(iter(methods.values()))
-    for site in job.stream(missing) if missing else ():
-        i, stats = site.index, observer.observe(site)
+    layers = sorted({i for budget in budgets.values() for i in budget})
+    if config.propagate:  # a layer's inputs hang on what became of those before it
+        missing = layers if any((n, i) not in finished for n in methods for i in layers) else []
+    else:
+        missing = [i for i in layers if any((n, i) not in finished for n in methods)]
+    seconds: Counter[str] = Counter()
+    began = time.perf_counter()
+    for site in job.stream(missing, follow=config.propagate) if missing else ():
+        i = site.index
+        shared = dict.fromkeys((False, True))
         for name, method in methods.items():
             config, found = configs[name], {}
-            plan = method.decide(stats, site, budgets[name][i])
-            if config.refit or config.bias:
-                plan, found = refitted(plan, site, config.refit, config.bias)
-            finished.add(name, i, plan, found)
+            if i not in budgets[name] or ((name, i) in finished and not config.propagate):
+                continue
+            if shared[config.weighted] is None:
+                shared[config.weighted] = method.observe(site)
+            started = time.perf_counter()
+            if (name, i) not in finished:
+                plan = method.decide(shared[config.weighted], site, budgets[name][i])
+                if config.refit or config.bias:
+                    plan, found = refitted(plan, site, config.refit, config.bias)
+                finished.add(name, i, plan, found)
+            if config.propagate:
+                site.change = applied(site.layer, job.arch, finished[name, i][0])
+            seconds[name] += time.perf_counter() - started
             print(f"layer {i} {name} {found}", flush=True)
+    common = time.perf_counter() - began - seconds.total()
     return {
         name: (
-            Plan("more", job.base, {i: finished[name, i][0] for i in layers}, asked[name]),
-            {i: finished[name, i][1] for i in layers},
+            Plan("more", job.base, {i: finished[name, i][0] for i in budgets[name]}, asked[name]),
+            {i: finished[name, i][1] for i in budgets[name]},
+            {"seconds": seconds[name], "shared_seconds": common},
         )
         for name in configs
     }
@@ -117,6 +169,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--text", nargs="*", default=[])
     parser.add_argument("--group", nargs="*", default=["dense", "0.8"], choices=["dense", *GROUPS])
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--before", action="store_true", help="also measure plans before the refit")
     given = parser.parse_args()
     out = Path(__file__).with_name(f"beyond-{given.model}.json")
@@ -124,7 +177,7 @@ def main() -> None:
     record["environment"] = environment("cpu")
     results = record.setdefault("results", {})
     source = resolve(given.model)
-    texts = {"shipped": "", **{Path(t).name: t for t in given.text}}
+    texts = {"shipped": "", **{Path(t).stem: t for t in given.text}}
 
     def missing(name: str) -> list[str]:
         return [text for text in texts if text not in results.get(name, {}).get("perplexity", {})]
@@ -133,13 +186,11 @@ def main() -> None:
         model = build() if missing(name) else None
         for text in missing(name):
             tokens = evaluation_tokens(texts[text], source.tokenizer, 512, TOKENS)
-            started = time.perf_counter()
             found = score(model, tokens).as_json()
             result = results.setdefault(name, {"perplexity": {}, **more})
             result["perplexity"][text] = found["perplexity"]
             keys = ("total_parameters", "active_parameters", "active_ratio", "router_parameters")
             result |= {key: found[key] for key in keys if key in found}
-            result["seconds_to_measure"] = time.perf_counter() - started
             out.write_text(json.dumps(record, indent=1) + "\n")
             print(name, result["perplexity"], flush=True)
         gc.collect()
@@ -149,14 +200,19 @@ def main() -> None:
             measure("dense", partial(source.load, "cpu"))
             continue
         samples, configs = GROUPS[group]
-        configs = {f"{group}: {name}": config for name, config in configs.items()}
-        text = {"samples": samples, "length": 256, "seed": 0, "tokenizer": None}
+        configs = {
+            f"{group}: {name}" + (f", seed {given.seed}" if given.seed else ""): config
+            for name, config in configs.items()
+        }
+        if not any(missing(name) for name in configs):
+            continue
+        text = {"samples": samples, "length": 256, "seed": given.seed, "tokenizer": None}
         job = Job.open(given.model, dense_arch, "", **text, device="cpu", dtype=None)
-        started = time.perf_counter()
-        decided = decide(job, configs, Path("build/beyond") / given.model / group)
-        more = {"calibration_tokens": samples * 256, "seconds": time.perf_counter() - started}
-        for name, (plan, found) in decided.items():
-            result = job.result(plan, {})
+        work = Path("build/beyond") / given.model / f"{group}-{given.seed}"
+        decided = decide(job, configs, work)
+        more = {"calibration_tokens": samples * 256, "peak_gb": peak_resident() / 1e9}
+        for name, (plan, found, took) in decided.items():
+            result, more = job.result(plan, {}), more | took
             measure(name, partial(result.build, plan), config=plan.config, **more, layers=found)
             if given.before and configs[name].refit:
                 measure(name + BASE, partial(result.build, without_refit(plan)), **more)

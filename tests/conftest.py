@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+# Laws hold bitwise. MKL may round otherwise where memory is aligned otherwise, unless told not to.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 from pathlib import Path
 from typing import Any

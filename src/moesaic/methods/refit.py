@@ -102,21 +102,22 @@ def router_of(plan: CarvedLayer, device: torch.device) -> Router:
 
 
 def runs(plan: CarvedLayer, site: Site) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Batches of x, of what each token still runs of h, and of which petals that are.
+    """Batches of h, of what each token still runs of it, and of which petals that are.
 
     Yields:
-        x (T, D); h~ (T, M); ones and zeros (T, R), without petals one column of ones.
+        h (T, M), as it was; h~ in carved order; ones and zeros (T, R), without petals one column
+        of ones.
     """
     order_M = plan.order_M.to(site.view.device)
     router = router_of(plan, site.view.device) if plan.petals else None
-    for x_TD, h_TM in site.activations():
-        h_TM = h_TM[:, order_M]
+    for x_TD, whole_TM in site.activations():
+        h_TM = whole_TM[:, order_M]
         if router is None:
-            yield x_TD, h_TM, h_TM.new_ones(len(h_TM), 1)
+            yield whole_TM, h_TM, h_TM.new_ones(len(h_TM), 1)
             continue
         chosen_TK = router(x_TD, h_TM[:, : plan.backbone] if router.sees_backbone else None)
         on_TM = running(chosen_TK, plan.backbone, plan.petals)
-        yield x_TD, h_TM * on_TM.to(h_TM), chosen(chosen_TK, len(plan.petals)).to(h_TM)
+        yield whole_TM, h_TM * on_TM.to(h_TM), chosen(chosen_TK, len(plan.petals)).to(h_TM)
 
 
 def refit_carved(plan: CarvedLayer, site: Site, weights: bool, biases: bool) -> Refitted:
@@ -126,8 +127,8 @@ def refit_carved(plan: CarvedLayer, site: Site, weights: bool, biases: bool) -> 
     hidden_size, width = down_DM.shape
     petals = max(1, len(plan.petals)) if biases else 0
     balance = _Balance(hidden_size, width * weights + petals, ffn.device, petals)
-    for (x_TD, h_TM, on_TR), target_TD in zip(runs(plan, site), site.targets(), strict=True):
-        y_TD = ffn.output(ffn.hidden(x_TD)) if target_TD is None else target_TD
+    for (whole_TM, h_TM, on_TR), target_TD in zip(runs(plan, site), site.targets(), strict=True):
+        y_TD = ffn.output(whole_TM) if target_TD is None else target_TD
         features = [h_TM] * weights + [on_TR] * biases
         balance.add(torch.cat(features, dim=1), F.linear(h_TM, down_DM, ffn.down_bias_D), y_TD)
     fit, found = balance.solve()

@@ -18,7 +18,7 @@ def main(request: str) -> None:
 
         with Engine(Path(folder), length + new_tokens + 1) as engine:
             engine(torch.arange(length).view(1, -1) % engine.vocabulary, new_tokens)
-        print(_peak_resident())
+        print(peak_resident())
         return
     from transformers import AutoModelForCausalLM
 
@@ -29,11 +29,11 @@ def main(request: str) -> None:
     if torch.device(device).type == "cuda":
         print(torch.cuda.max_memory_allocated())
     else:
-        print(_peak_resident())
+        print(peak_resident())
 
 
-def _peak_resident() -> int:
-    """Linux counts ``ru_maxrss`` from before exec, the parent's memory included; VmHWM does not."""
+def peak_resident() -> int:
+    """In bytes. ``ru_maxrss`` counts the parent from before exec on Linux; VmHWM does not."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(x for x in status.read_text().splitlines() if x.startswith("VmHWM:"))
