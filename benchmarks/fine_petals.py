@@ -39,8 +39,6 @@ def block(width: int, backbone: int, petals: int, routing: str, dtype: torch.dty
     )
     if module.router is not None:
         nn.init.normal_(module.router.weight, std=0.02)
-        if module.router.bias is not None:
-            nn.init.zeros_(module.router.bias)
     return module
 
 

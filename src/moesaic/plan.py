@@ -43,8 +43,6 @@ class CarvedLayer:
     routing: str = "cosine"
     router_RD: Tensor | None = None
     """float32: one row a petal; (R, D + B) where the router sees the backbone's B neurons too."""
-    router_bias_R: Tensor | None = None
-    """float32: added to the scores of a linear router."""
     down_DM: Tensor | None = None
     """A down projection in carved order that takes the place of the base's own."""
     bias_RD: Tensor | None = None
@@ -86,7 +84,6 @@ class CarvedLayer:
     def tensors(self) -> dict[str, Tensor]:
         optional = {
             "router": self.router_RD,
-            "router_bias": self.router_bias_R,
             "down": self.down_DM,
             "bias": self.bias_RD,
         }
@@ -103,7 +100,6 @@ class CarvedLayer:
             routing=header["routing"],
             router_RD=tensors.get("router"),
             gate=header.get("gate", {}),
-            router_bias_R=tensors.get("router_bias"),
             down_DM=tensors.get("down"),
             bias_RD=tensors.get("bias"),
         )

@@ -93,8 +93,6 @@ def carve_tensors(
     like = state[f"{names.down}.weight"]
     if layer.router_RD is not None:
         carved["router.weight"] = layer.router_RD.to(like.device)
-    if layer.router_bias_R is not None:
-        carved["router.bias"] = layer.router_bias_R.to(like.device)
     if layer.bias_RD is not None:
         carved["petal_bias"] = layer.bias_RD.to(like)
     return carved

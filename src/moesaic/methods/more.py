@@ -378,9 +378,8 @@ class MoRE:
             worth_M = neuron_weights(site.view) if config.weighted else None
             return {"router_RD": prototypes(site, member_MR, config.alpha, worth_M).cpu()}
         sees_backbone = config.router == "backbone"
-        weight_RF, bias_R = fit_router(site, backbone, petals, sees_backbone)
-        routing = "backbone" if sees_backbone else "linear"
-        return {"routing": routing, "router_RD": weight_RF, "router_bias_R": bias_R}
+        weight_RF = fit_router(site, backbone, petals, sees_backbone)
+        return {"routing": "backbone" if sees_backbone else "linear", "router_RD": weight_RF}
 
     def analyse(self, stats: MoREStats) -> dict[str, Any]:
         """Channel coverage (Table 4) and the activation spectrum (Fig. 1)."""

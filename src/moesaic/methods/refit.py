@@ -96,8 +96,6 @@ def router_of(plan: CarvedLayer, device: torch.device) -> Router:
     assert plan.router_RD is not None
     router = Router(plan.router_RD.shape[1], len(plan.petals), plan.top_k, plan.routing).to(device)
     router.weight.data = plan.router_RD.to(device)
-    if plan.router_bias_R is not None:
-        router.bias.data = plan.router_bias_R.to(device)
     return router
 
 

@@ -6,11 +6,12 @@ inequality's square that is about their *weighted energy*,
 
     A_e(t) = sqrt(sum over j in petal e of (h_j(t) ||W_down[:, j]||)^2),
 
-so an affine function of the router's inputs is fitted to it by least squares over calibration
+so a linear function of the router's inputs is fitted to it by least squares over calibration
 tokens, and a token runs the top-k petals of it. Inputs are x, or x and the backbone's hidden
-activations: those are computed for every token anyway and are not linear in x.
+activations: those are computed for every token anyway and are not linear in x. A constant is no
+input: x, normalised, has directions that hardly vary, and native routers have no bias.
 
-Shape suffixes: T tokens, D hidden size, M neurons, B backbone's, R petals, F = D (+ B) + 1.
+Shape suffixes: T tokens, D hidden size, M neurons, B backbone's, R petals, F = D (+ B).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def petal_energies(h_TM: Tensor, norm_M: Tensor, petals: Sequence[Tensor]) -> Te
 
 def fit_router(
     site: Site, backbone: Tensor, petals: Sequence[Tensor], sees_backbone: bool
-) -> tuple[Tensor, Tensor]:
-    """The affine router of a layer.
+) -> Tensor:
+    """The router of a layer, by ridge regression.
 
     Args:
         site: the layer and its tokens.
@@ -55,16 +56,15 @@ def fit_router(
         sees_backbone: the backbone's hidden activations are inputs beside x.
 
     Returns:
-        weight (R, F - 1) and bias (R,), float32.
+        its weight (R, F), float32.
     """
     norm_M = neuron_weights(site.view)
     ridge = None
     for x_TD, h_TM in site.activations():
         parts = [x_TD.float(), h_TM[:, backbone].float()] if sees_backbone else [x_TD.float()]
-        x_TF = torch.cat([*parts, x_TD.new_ones(len(x_TD), 1).float()], dim=1)
+        x_TF = torch.cat(parts, dim=1)
         if ridge is None:
-            ridge = Ridge(x_TF.shape[1], len(petals), x_TF.device, free=1)
+            ridge = Ridge(x_TF.shape[1], len(petals), x_TF.device)
         ridge.add(x_TF, petal_energies(h_TM, norm_M, petals))
     assert ridge is not None
-    weight_RF = ridge.solve().weight_FO.T.float().cpu()
-    return weight_RF[:, :-1].contiguous(), weight_RF[:, -1].contiguous()
+    return ridge.solve().weight_FO.T.float().cpu().contiguous()

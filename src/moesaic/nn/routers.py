@@ -24,9 +24,9 @@ class Router(nn.Module):
     ``random``: a fixed pseudo-random choice, uniform over petals and unrelated to what they hold
     (MoRE-Random): the low-order digits of the same products.
 
-    ``linear``: scores are an affine function of x.
+    ``linear``: scores are a linear function of x, as in native routers.
 
-    ``backbone``: an affine function of x and of the backbone's hidden activations, which every
+    ``backbone``: a linear function of x and of the backbone's hidden activations, which every
     token computes anyway: features of x that are not linear.
 
     Args:
@@ -51,10 +51,6 @@ class Router(nn.Module):
         self.sees_backbone = routing == "backbone"
         inputs = hidden_size + (backbone if self.sees_backbone else 0)
         self.weight = nn.Parameter(torch.empty(experts, inputs, dtype=torch.float32))
-        if routing in ("linear", "backbone"):
-            self.bias = nn.Parameter(torch.empty(experts, dtype=torch.float32))
-        else:
-            self.register_parameter("bias", None)
         self.top_k = top_k
         self.routing = routing
 
@@ -65,13 +61,12 @@ class Router(nn.Module):
             x_TD: the block's input.
             h_TB: the backbone's hidden activations, for the routing that looks at them.
         """
-        bias_R = None if self.bias is None else self.bias.float()
         weight = self.weight.float()
         if h_TB is None:
-            scores_TR = F.linear(x_TD.float(), weight, bias_R)
+            scores_TR = F.linear(x_TD.float(), weight)
         else:
             hidden_size = x_TD.shape[1]
-            scores_TR = F.linear(x_TD.float(), weight[:, :hidden_size], bias_R)
+            scores_TR = F.linear(x_TD.float(), weight[:, :hidden_size])
             scores_TR = scores_TR + F.linear(h_TB.float(), weight[:, hidden_size:])
         if self.routing == "random":
             scores_TR = torch.frac(scores_TR.abs() * 1e4)
