@@ -30,7 +30,7 @@ from moesaic.budget import layer_sizes
 from moesaic.data import evaluation_tokens
 from moesaic.hub import resolve
 from moesaic.measure import environment
-from moesaic.methods import MoRE, MoREConfig
+from moesaic.methods import BUNDLES, MoRE, MoREConfig
 from moesaic.methods.more import chosen_layers
 from moesaic.methods.refit import refitted
 from moesaic.methods.spread import losses
@@ -41,14 +41,14 @@ from moesaic.result import Finished, Job
 from moesaic.surgery import applied
 
 TOKENS = 8192
-FINE: dict[str, Any] = {"experts": 256, "layers": "all", "router": "ridge", "refit": True}
+BEST: dict[str, Any] = BUNDLES["best"]["more"]
 MIDDLE: dict[str, Any] = {"experts": 64, "top_k": 32, "layers": "all"}
 BASE = ", before refit"
 """A configuration's name with this: the same plan without what was refitted."""
 
 
-def together(active: float = 0.8, top_k: int = 120, **more: Any) -> dict[str, MoREConfig]:
-    shared: dict[str, Any] = {**FINE, "active": active, "top_k": top_k, **more}
+def together(active: float = 0.8, **more: Any) -> dict[str, MoREConfig]:
+    shared: dict[str, Any] = {**BEST, "active": active, **more}
     return {
         "together": MoREConfig(**shared),
         "static, refit": MoREConfig(**{**shared, "router": "cosine", "variant": "static"}),
@@ -62,9 +62,9 @@ def published(active: float, layers: str = "last-half") -> dict[str, MoREConfig]
 GROUPS: dict[str, tuple[int, dict[str, MoREConfig]]] = {
     "0.8": (100, together()),
     "published": (100, published(0.8)),
-    "0.9": (100, published(0.9) | together(0.9, 120)),
-    "0.7": (100, published(0.7, "all") | together(0.7, 100)),
-    "0.6": (100, published(0.6, "all") | together(0.6, 80)),
+    "0.9": (100, published(0.9) | together(0.9)),
+    "0.7": (100, published(0.7, "all") | together(0.7)),
+    "0.6": (100, published(0.6, "all") | together(0.6)),
     "alone": (
         100,
         {
@@ -74,17 +74,17 @@ GROUPS: dict[str, tuple[int, dict[str, MoREConfig]]] = {
             "refit": MoREConfig(refit=True),
             "bias": MoREConfig(bias=True),
             "all layers": MoREConfig(layers="all"),
-            "256 petals": MoREConfig(experts=256, top_k=120, layers="all"),
+            "256 petals": MoREConfig(experts=256, top_k=0, layers="all"),
         },
     ),
-    "propagate": (100, {"together": MoREConfig(**FINE, top_k=120, propagate=True)}),
+    "propagate": (100, {"together": MoREConfig(**BEST, propagate=True)}),
     "static propagate": (
         100,
         {"static": MoREConfig(layers="all", variant="static", refit=True, propagate=True)},
     ),
     "backbone": (
         100,
-        {"backbone": MoREConfig(**{**FINE, "router": "backbone", "bias": True}, top_k=120)},
+        {"backbone": MoREConfig(**{**BEST, "router": "backbone"})},
     ),
     "middle": (
         100,
@@ -96,7 +96,7 @@ GROUPS: dict[str, tuple[int, dict[str, MoREConfig]]] = {
     ),
     "coarse": (100, {"4 petals": MoREConfig(layers="all", router="ridge", refit=True)}),
     "spread": (100, together(spread="sensitivity")),
-    "0.6 spread": (100, together(0.6, 80, spread="sensitivity")),
+    "0.6 spread": (100, together(0.6, spread="sensitivity")),
     "32 windows": (32, together()),
     "256 windows": (256, together()),
     "1000 windows": (1000, together()),

@@ -30,7 +30,7 @@ from moesaic.measure import environment
 from moesaic.methods import MoRE, MoREConfig
 from moesaic.methods.more import memberships, prototypes
 from moesaic.methods.routers import neuron_weights, petal_energies
-from moesaic.nn.routers import chosen, running
+from moesaic.nn.routers import running
 from moesaic.regression import Ridge
 from moesaic.result import Job
 from moesaic.stream import Site

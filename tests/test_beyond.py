@@ -379,7 +379,7 @@ def test_options_are_read_from_text():
 def test_router_weights_are_counted_beside_the_ratio(tokens):
     config = MoREConfig(layers="all", experts=8, top_k=3, router="ridge")
     result = moesaic.carve(tiny_model("llama"), config, calibration=tokens)
-    assert model_size(result.model).router_parameters == 4 * 8 * (32 + 1)
+    assert model_size(result.model).router_parameters == 4 * 8 * 32
 
 
 def test_propagate_refuses_comparisons(tokens):

@@ -1,6 +1,7 @@
 """A native export is the same model in an architecture that needs no package of ours."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,7 +60,10 @@ def same_model(source, folder, tokens, **options):
     with torch.no_grad():
         wanted = source.load()(tokens.input_ids).logits
         found = model.eval()(tokens.input_ids).logits
-    assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    if decided.exact:
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    else:
+        assert 0 < (found - wanted).norm() <= 1e-2 * wanted.norm()
     return decided, model
 
 
@@ -92,6 +96,42 @@ def test_carved_models_are_exact_in_a_native_architecture(case, tmp_path, tokens
     if case != "no backbone, qwen2":  # a shared expert there must be
         before, after = decided.costs["active_neurons"]
         assert before == after
+
+
+@pytest.mark.parametrize("routing", ["cosine", "linear"])
+@pytest.mark.parametrize(
+    ("model_type", "shape", "target"),
+    [
+        ("llama", (32, (8, 8, 8, 8)), "granitemoeshared"),
+        ("qwen2", (32, (8, 8, 8, 8)), "glm4_moe"),
+        ("mistral", (0, (16, 16, 16, 16)), "mixtral"),
+    ],
+)
+def test_several_petals_are_nearly_exact(model_type, shape, target, routing, tmp_path, tokens):
+    scale = 30 if routing == "linear" else 1
+    layers = {i: carved_layer(*shape, seed=i, top_k=3, routing=routing) for i in range(4)}
+    layers = {i: replace(p, router_RD=scale * p.router_RD) for i, p in layers.items()}
+    options = {"mlp_bias": False} if model_type == "llama" else {}
+    source = saved(tmp_path / "carved", tiny_model(model_type, **options), layers)
+    decided, model = same_model(source, tmp_path / "native", tokens)
+    assert decided.model_type == target
+    assert not decided.exact
+    assert model.config.num_experts_per_tok == 3
+    if target == "glm4_moe":
+        return  # a shared expert is a multiple of a routed one there
+    before, after = decided.costs["active_neurons"]
+    assert before == after == 4 * (shape[0] + 3 * shape[1][0])
+
+
+def test_several_petals_are_never_repeated(tmp_path, tokens):
+    layers = {i: carved_layer(*EQUAL[i], seed=i, top_k=2) for i in range(4)}
+    source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
+    with pytest.raises(MoesaicError, match="2 of 4 petals"):
+        decide(source, ep=3)
+    layers[2] = carved_layer(32, (16, 16), seed=2, top_k=1)
+    source = saved(tmp_path / "uneven", tiny_model("llama", mlp_bias=False), layers)
+    with pytest.raises(MoesaicError, match="1 of 2, 2 of 4 petals"):
+        decide(source)
 
 
 UNEVEN = {0: (30, (12, 10, 12)), 1: (24, (8, 16, 8, 8)), 2: (40, (12, 12)), 3: (32, (8, 8, 8, 8))}
@@ -157,7 +197,6 @@ def test_routers_stay_in_float32(tmp_path):
 # --- refused -------------------------------------------------------------------------------------
 
 REFUSED = {
-    "native routers give several experts": ("llama", {"top_k": 2}, {}),
     "'random', which has no native form": ("llama", {"routing": "random"}, {}),
     "'threshold', which has no native form": (
         "llama",

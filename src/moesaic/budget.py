@@ -140,6 +140,21 @@ def split_for_target(
     return splits
 
 
+def solved_top_k(
+    sizes: Sequence[LayerSize], layers: Sequence[int], active: float, experts: int
+) -> int:
+    """The top-k at which about a third of a token's neurons are in petals, the others in the
+    backbone, and petals of whole neurons meet an active ratio most closely.
+
+    >>> solved_top_k([LayerSize(884_736, 2_654_208, 1536)], [0], 0.8, 256)
+    119
+    """
+    share = min(max(ffn_share(sizes, layers, active), 0.0), 1.0)
+    idle = (1 - share) * sizes[layers[0]].width
+    petal = max(1, round(idle / (experts * (1 - share / (3 - 2 * share)))))
+    return min(max(experts - round(idle / petal), 1), experts - 1)
+
+
 def alignment(width: int, idle: int) -> int:
     """What petal sizes are a multiple of: kernels and native formats like 32, 16 or 8.
 

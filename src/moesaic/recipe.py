@@ -14,7 +14,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from moesaic.errors import MoesaicError
-from moesaic.methods import STEPS
+from moesaic.methods import BUNDLES, STEPS
 
 STRICT: dict[str, Any] = {"extra": "forbid"}
 
@@ -103,7 +103,23 @@ def step_config(verb: str, options: Any, where: str = "") -> Any:
     method = options.pop("method", next(iter(methods)))
     if method not in methods:
         raise MoesaicError(f"{where}: unknown method {method!r}; known: {', '.join(methods)}.")
+    bundle = options.pop("recipe", None)
+    if bundle is not None:
+        options = {**_bundle(bundle, method, methods[method], where), **options}
     return _checked(methods[method], options, where)
+
+
+def _bundle(name: Any, method: str, config: Any, where: str) -> dict[str, Any]:
+    """The options that a name stands for."""
+    if name not in BUNDLES:
+        raise MoesaicError(f"{where}: unknown recipe {name!r}; known: {', '.join(BUNDLES)}.")
+    known = {f.name for f in fields(config)}
+    bundle = BUNDLES[name].get(method, {})
+    if not bundle.keys() & known:
+        raise MoesaicError(
+            f"{where}: recipe {name!r} is for {', '.join(BUNDLES[name])}, not for {method}."
+        )
+    return bundle
 
 
 def _checked(cls: Any, data: Any, where: str) -> Any:

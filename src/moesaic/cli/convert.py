@@ -10,6 +10,7 @@ import typer
 from moesaic import reduction
 from moesaic.cli.shared import (
     AsJson,
+    Bundle,
     CalibrationLength,
     CalibrationText,
     Device,
@@ -20,6 +21,7 @@ from moesaic.cli.shared import (
     Model,
     Out,
     Overwrite,
+    Refit,
     Resume,
     Samples,
     Seed,
@@ -31,6 +33,7 @@ from moesaic.cli.shared import (
     evaluation,
     example,
     options,
+    said,
 )
 from moesaic.errors import MoesaicError
 from moesaic.measure import check_device, parse_bytes, parse_dtype
@@ -54,7 +57,9 @@ def carve(
     experts: Annotated[
         int | None, typer.Option(help="Petals a layer; more: 4, tomoe and dsmoe: 8.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Petals a token runs; more: 1.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Petals a token runs; more: 1; 0 solves for it.")
+    ] = None,
     layers: Annotated[
         str | None,
         typer.Option(
@@ -71,6 +76,22 @@ def carve(
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; tomoe, dsmoe.")] = None,
     materialize: Annotated[
         bool | None, typer.Option("--materialize", help="tomoe: a copy of its weights an expert.")
+    ] = None,
+    recipe: Bundle = None,
+    router: Annotated[
+        str | None, typer.Option(help="more: cosine, or fitted in closed form: ridge, backbone.")
+    ] = None,
+    refit: Refit = None,
+    bias: Annotated[
+        bool | None, typer.Option("--bias", help="more: an output bias for each petal.")
+    ] = None,
+    propagate: Annotated[
+        bool | None,
+        typer.Option("--propagate", help="more: refit on what the converted layers pass on."),
+    ] = None,
+    spread: Annotated[
+        str | None,
+        typer.Option(help="more: uniform, or sensitivity: wider layers where more would be lost."),
     ] = None,
     compare: Annotated[
         list[str] | None,
@@ -97,18 +118,23 @@ def carve(
     as_json: AsJson = False,
 ) -> None:
     """Turn a dense model into a mixture of experts."""
-    given: dict[str, Any] = {
-        "active": active,
-        "experts": experts,
-        "top_k": top_k,
-        "layers": layers,
-        "variant": variant,
-        "steps": steps,
-        "materialize": materialize,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
+    given = said(
+        active=active,
+        experts=experts,
+        top_k=top_k,
+        layers=layers,
+        variant=variant,
+        steps=steps,
+        materialize=materialize,
+        recipe=recipe,
+        router=router,
+        refit=refit,
+        bias=bias,
+        propagate=propagate,
+        spread=spread,
+    )
     given |= {"method": method, "seed": seed, **options(option)}
-    recipe = Recipe(
+    asked = Recipe(
         model=model,
         out=str(out),
         steps=(step_config("carve", given),),
@@ -117,7 +143,7 @@ def carve(
         device=device,
         dtype=dtype,
     )
-    carry_out(recipe, overwrite, resume, as_json)
+    carry_out(asked, overwrite, resume, as_json)
 
 
 @app.command(epilog=example("moesaic condense tiny-shared-moe out --layers 2"))
@@ -161,6 +187,8 @@ def condense(
     force: Annotated[
         bool, typer.Option("--force", help="Keep the shared path even where there is none.")
     ] = False,
+    recipe: Bundle = None,
+    refit: Refit = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(help="Also measure with this many of the layers condensed. Repeatable."),
@@ -194,9 +222,10 @@ def condense(
         "candidates": [part.strip() for part in candidates.split(",") if part.strip()],
         "padding": padding,
         "force": force,
+        **said(recipe=recipe, refit=refit),
         "seed": seed,
     }
-    recipe = Recipe(
+    asked = Recipe(
         model=model,
         out=str(out),
         steps=(step_config("condense", given),),
@@ -205,7 +234,7 @@ def condense(
         device=device,
         dtype=dtype,
     )
-    carry_out(recipe, overwrite, resume, as_json)
+    carry_out(asked, overwrite, resume, as_json)
 
 
 @app.command(epilog=example("moesaic tune out tuned --data text.jsonl --what condensed"))
@@ -284,6 +313,8 @@ def prune(
     padding: Annotated[
         bool, typer.Option("--padding", help="Fill counts up with experts never chosen: native.")
     ] = False,
+    recipe: Bundle = None,
+    refit: Refit = None,
     compare: Annotated[
         list[str] | None,
         typer.Option(help="Also measure this criterion at the same size. Repeatable."),
@@ -313,10 +344,11 @@ def prune(
         "progressive": progressive,
         "uniform": not non_uniform,
         "padding": padding,
+        **said(recipe=recipe, refit=refit),
         "seed": seed,
         **options(option),
     }
-    recipe = Recipe(
+    asked = Recipe(
         model=model,
         out=str(out),
         steps=(step_config("prune", given),),
@@ -325,7 +357,7 @@ def prune(
         device=device,
         dtype=dtype,
     )
-    carry_out(recipe, overwrite, resume, as_json)
+    carry_out(asked, overwrite, resume, as_json)
 
 
 @app.command(epilog=example("moesaic skip tiny-moe out --quantile 0.5"))

@@ -62,6 +62,16 @@ EvalData = Annotated[
 ]
 EvalLength = Annotated[int, typer.Option("--length", min=2, help="Tokens a window.")]
 MaxTokens = Annotated[int | None, typer.Option(min=2, help="Use at most this much of the text.")]
+Refit = Annotated[
+    bool | None,
+    typer.Option("--refit", help="Refit down projections to the original layers' outputs."),
+]
+Bundle = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe", metavar="NAME", help="best: what measures best, where no option says otherwise."
+    ),
+]
 Stats = Annotated[
     str, typer.Option(metavar="FILE", help="Decide from this file of observe; run nothing.")
 ]
@@ -93,6 +103,11 @@ def emit(as_json: bool, data: Any, view: Any) -> None:
 def example(line: str) -> str:
     """The example at the end of a help text."""
     return f"Example: [bold]{line}[/bold]"
+
+
+def said(**given: Any) -> dict[str, Any]:
+    """The options that were given; a method's config has the defaults of the others."""
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def options(pairs: list[str] | None) -> dict[str, Any]:

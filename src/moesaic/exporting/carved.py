@@ -67,7 +67,7 @@ def as_experts(
     for candidate in known:
         sizes = candidate.sizes(headers, widths)
         sizes = replace(sizes, experts=ep * -(-sizes.experts // ep))
-        lacks = _lacks(candidate, config, sizes)
+        lacks = _lacks(candidate, config, sizes) or _repeats(headers, sizes)
         if lacks:
             reasons.append(f"{candidate.model_type} lacks {lacks}")
         else:
@@ -82,21 +82,26 @@ def as_experts(
         _config(chosen.model_type, settings),
         lambda writer: _write_carved(source.checkpoint, arch, headers, chosen, sizes, writer),
         _costs(headers, widths, active, sizes),
+        exact=sizes.top_k == 1,
     )
+
+
+def _repeats(headers: Sequence[Header | None], sizes: Sizes) -> str | None:
+    """Several petals: a repeated one could be chosen twice, and all layers choose as many."""
+    chosen = {(len(h["petals"]), h["top_k"]) for h in headers if h and h["petals"]}
+    if sizes.top_k == 1 or chosen == {(sizes.experts, sizes.top_k)}:
+        return None
+    told = ", ".join(f"{k} of {count}" for count, k in sorted(chosen))
+    return f"room for {told} petals a token beside {sizes.top_k} of {sizes.experts} experts"
 
 
 def _check_routing(headers: Sequence[Header | None]) -> None:
     for index, header in enumerate(headers):
         if header is None or not header["petals"]:
             continue
-        if header["routing"] != "cosine":
+        if header["routing"] not in ("cosine", "linear"):
             raise MoesaicError(
                 f"Layer {index} routes by {header['routing']!r}, which has no native form yet."
-            )
-        if header["top_k"] != 1:
-            raise MoesaicError(
-                f"Layer {index} runs {header['top_k']} petals with weight one each; native routers "
-                "give several experts weights that sum to one. Carve with --top-k 1."
             )
 
 
@@ -124,7 +129,7 @@ def _costs(
 ) -> dict[str, Any]:
     """Neurons stored and run in all layers, before and after filling up."""
     before = sum(map(backbone_of, headers, widths))
-    run = before + sum(max(h["petals"]) for h in headers if h and h["petals"])
+    run = before + sum(h["top_k"] * max(h["petals"]) for h in headers if h and h["petals"])
     stored = before + sum(sum(h["petals"]) for h in headers if h)
     each = sizes.shared + sizes.experts * sizes.width
     return {

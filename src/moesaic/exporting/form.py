@@ -25,6 +25,8 @@ class Export:
     write: Callable[[Writer], None]
     costs: Mapping[str, Any] = field(default_factory=dict)
     """What filling up costs."""
+    exact: bool = True
+    """False where weights that should be one are nearly one."""
 
     @property
     def model_type(self) -> str:

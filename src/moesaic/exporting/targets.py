@@ -1,9 +1,14 @@
-"""Architectures of transformers that hold a carved model exactly: one table entry each.
+"""Architectures of transformers that hold a carved model: one table entry each.
 
 A carved layer is a backbone that every token runs and petals of which it runs one, with weight one
 (MoRE, Eq. 12). A target holds it as a shared expert and routed experts: the softmax over a single
 chosen logit is one, and so is a sigmoid divided by itself. All layers have one size there; what a
 layer has not is filled up with zeros, which changes no value and costs time and memory.
+
+Of several petals each has weight one, and native routers give weights that sum to one: about 1 / k
+each where the logits are small, so they are made small and down projections k times as large. The
+weights are then within :data:`SMALL` of one: nearly exact. Much smaller logits would make weights
+more even, and would be lost in rounding by engines that compare probabilities.
 
 Shape suffixes beside those of :mod:`moesaic.arch`::
 
@@ -24,6 +29,9 @@ from torch import Tensor
 
 from moesaic.arch import DenseFFN
 
+SMALL = 2.0**-10
+"""No logit of a router that chooses several petals is beyond it; most are far below."""
+
 Header = Mapping[str, Any]
 """One layer of a plan's header."""
 Tensors = Iterator[tuple[str, Tensor]]
@@ -40,11 +48,12 @@ class Sizes:
     experts: int
     width: int
     """Neurons of one expert."""
+    top_k: int = 1
 
     @property
     def active_width(self) -> int:
         """Neurons that a token runs in a layer with experts."""
-        return self.shared + (self.width if self.experts else 0)
+        return self.shared + (self.top_k * self.width if self.experts else 0)
 
 
 @dataclass(frozen=True)
@@ -70,14 +79,18 @@ class Layer:
         """
         ends = accumulate(self.petals or (0,), initial=self.backbone)
         real = [filled(self.ffn.neurons(*place), sizes.width) for place in pairwise(ends)]
+        real = [replace(e, down_DM=e.down_DM * sizes.top_k) for e in real]
         return real + [copied(real[0]) for _ in range(sizes.experts - len(real))]
 
-    def router(self, sizes: Sizes) -> Tensor:
-        """One row an expert (E, D), float32."""
+    def router(self, sizes: Sizes, limit: float = math.inf) -> Tensor:
+        """One row an expert (E, D), float32, scaled so that no logit is beyond ``limit``, nor
+        beyond :data:`SMALL` where a token runs several."""
         if self.router_RD is None:
             return torch.zeros(sizes.experts, self.ffn.up_MD.shape[1])
         missing = sizes.experts - len(self.petals)
-        return torch.cat([self.router_RD, self.router_RD[:1].expand(missing, -1)])
+        router_ED = torch.cat([self.router_RD, self.router_RD[:1].expand(missing, -1)])
+        limit = min(limit, math.inf if sizes.top_k == 1 else SMALL)
+        return router_ED * _scale_of(router_ED, self.norm_D, limit)
 
 
 def copied(ffn: DenseFFN) -> DenseFFN:
@@ -124,6 +137,7 @@ def smallest(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
         shared=max(map(backbone_of, headers, widths)),
         experts=max((len(header["petals"]) for header in carved), default=0),
         width=aligned(max(petals, default=0)),
+        top_k=max((header["top_k"] for header in carved), default=0) or 1,
     )
 
 
@@ -146,9 +160,9 @@ def leading_dense(headers: Sequence[Header | None], widths: Sequence[int]) -> Si
     options = []
     for multiple in range(1, math.ceil(least.shared / least.width) + 1):
         width = max(least.width, aligned(math.ceil(least.shared / multiple)))
-        options.append(((multiple + 1) * width, multiple, width))
+        options.append(((multiple + least.top_k) * width, multiple, width))
     _, multiple, width = min(options, default=(0, 1, least.width))
-    return Sizes(dense, multiple * width, least.experts, width)
+    return replace(least, dense=dense, shared=multiple * width, width=width)
 
 
 # --- what the targets make of a layer ------------------------------------------------------------
@@ -185,18 +199,17 @@ def glm_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
     yield from _gated(f"{block}shared_experts.", layer.shared(sizes))
     for e, expert in enumerate(layer.experts(sizes)):
         yield from _gated(f"{block}experts.{e}.", expert)
-    router_ED = layer.router(sizes)
-    yield f"{block}gate.weight", router_ED * _scale_of(router_ED, layer.norm_D)
+    yield f"{block}gate.weight", layer.router(sizes, limit=4)
     yield f"{block}gate.e_score_correction_bias", torch.zeros(sizes.experts)
 
 
-def _scale_of(router_ED: Tensor, norm_D: Tensor) -> float:
-    """The power of two that keeps |logits| <= 4 for every output of an RMSNorm.
+def _scale_of(router_ED: Tensor, norm_D: Tensor, limit: float) -> float:
+    """The power of two that keeps |logits| <= limit for every output of an RMSNorm.
 
     Its output is norm * u with |u| <= sqrt(D). A power of two changes no comparison.
     """
     largest = float((router_ED * norm_D.float()).norm(dim=1).max()) * math.sqrt(len(norm_D))
-    return 2.0 ** math.floor(math.log2(4 / largest)) if largest > 4 else 1.0
+    return 2.0 ** math.floor(math.log2(limit / largest)) if largest > limit else 1.0
 
 
 def mixtral_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
@@ -233,7 +246,7 @@ def _granite_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
         "intermediate_size": sizes.width,
         "shared_intermediate_size": sizes.shared,
         "num_local_experts": sizes.experts,
-        "num_experts_per_tok": 1,
+        "num_experts_per_tok": sizes.top_k,
         "attention_bias": getattr(config, "attention_bias", False),
         "attention_multiplier": getattr(
             config, "attention_multiplier", head_dim_of(config) ** -0.5
@@ -251,7 +264,7 @@ def _glm_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
         "moe_intermediate_size": sizes.width,
         "n_shared_experts": sizes.shared // sizes.width,
         "n_routed_experts": sizes.experts,
-        "num_experts_per_tok": 1,
+        "num_experts_per_tok": sizes.top_k,
         "first_k_dense_replace": sizes.dense,
         "n_group": 1,
         "topk_group": 1,
@@ -269,7 +282,7 @@ def _mixtral_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
     return {
         "intermediate_size": sizes.width,
         "num_local_experts": sizes.experts,
-        "num_experts_per_tok": 1,
+        "num_experts_per_tok": sizes.top_k,
         "sliding_window": getattr(config, "sliding_window", None),
         "head_dim": head_dim_of(config),
     }

@@ -23,7 +23,23 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 """The config of every step of a run, by verb and method."""
 
+BUNDLES: dict[str, dict[str, dict[str, Any]]] = {
+    "best": {
+        "more": {
+            "experts": 256,
+            "top_k": 0,
+            "layers": "all",
+            "router": "ridge",
+            "refit": True,
+        },
+        "naee": {"refit": True},
+        "cd-moe": {"refit": True},
+    }
+}
+"""Options by name and method: what measured best (docs/beyond.md)."""
+
 __all__ = [
+    "BUNDLES",
     "CARVERS",
     "STEPS",
     "Carver",

@@ -41,7 +41,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch import DenseFFN
-from moesaic.budget import LayerSize, Split, chosen_layers, ffn_share, split_for_target
+from moesaic.budget import (
+    LayerSize,
+    Split,
+    chosen_layers,
+    ffn_share,
+    solved_top_k,
+    split_for_target,
+)
 from moesaic.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.errors import MoesaicError
 from moesaic.methods.routers import fit_router, neuron_weights
@@ -68,7 +75,8 @@ class MoREConfig:
     experts: int = 4
     """Petals r a layer."""
     top_k: int = 1
-    """Petals a token runs beside the backbone."""
+    """Petals a token runs beside the backbone. 0: as many as leave two thirds of a token's neurons
+    to the backbone."""
     layers: str | tuple[int, ...] = "last-half"
     """last-half, all, uniform, early-middle, or layer numbers."""
     variant: Variant = "full"
@@ -302,11 +310,12 @@ class MoRE:
         """
         config = self.config
         layers = chosen_layers(config.layers, len(sizes))
+        top_k = config.top_k or solved_top_k(sizes, layers, config.active, config.experts)
         if losses_M is not None:
-            return spread_splits(sizes, losses_M, config.active, config.experts, config.top_k)
+            return spread_splits(sizes, losses_M, config.active, config.experts, top_k)
         if config.variant == "naive":
             return _without_backbone(sizes, layers, ffn_share(sizes, layers, config.active))
-        return split_for_target(sizes, layers, config.active, config.experts, config.top_k)
+        return split_for_target(sizes, layers, config.active, config.experts, top_k)
 
     def observe(self, site: Site) -> MoREStats:
         """Sums over the site's tokens: Eqs. 4 to 7."""
