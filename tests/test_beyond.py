@@ -14,7 +14,13 @@ from test_export import same_model
 
 import moesaic
 from moesaic.arch import dense_arch
-from moesaic.budget import LayerSize, active_ratio, layer_sizes, split_for_target
+from moesaic.budget import (
+    LayerSize,
+    active_ratio,
+    layer_sizes,
+    solved_top_k,
+    split_for_target,
+)
 from moesaic.checkpoint import Checkpoint
 from moesaic.data import Tokens
 from moesaic.errors import MoesaicError
@@ -449,6 +455,29 @@ def test_a_spread_plan_runs(tokens):
     sizes = layer_sizes(model, dense_arch(model.config))
     assert active_ratio(sizes, widths) == pytest.approx(0.9, abs=0.01)
     assert result.model(tokens.input_ids[:1]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("active", [0.9, 0.8, 0.7, 0.6])
+@pytest.mark.parametrize("experts", [16, 64, 256])
+@pytest.mark.parametrize("width", [576, 1536, 14_336])
+def test_a_top_k_that_is_solved_for_meets_the_target(active, experts, width):
+    sizes = [LayerSize(width * 576, width * 1728, width)] * 2
+    top_k = solved_top_k(sizes, [0, 1], active, experts)
+    splits = split_for_target(sizes, [0, 1], active, experts, top_k)
+    widths = {i: split.active_width for i, split in splits.items()}
+    assert active_ratio(sizes, widths) == pytest.approx(active, abs=0.01)
+    if width > 10 * experts:
+        backbone = splits[0].backbone / splits[0].active_width
+        assert backbone == pytest.approx(2 / 3, abs=0.1)
+
+
+def test_what_is_not_asked_for_changes_nothing(tokens):
+    """The published method holds no weights of its own, and its router's rows have norm one."""
+    plan = moesaic.carve(tiny_model("llama"), MoREConfig(), calibration=tokens).plan
+    for layer in plan.layers.values():
+        assert set(layer.tensors()) == {"order", "router"}
+        assert layer.routing == "cosine"
+        torch.testing.assert_close(layer.router_RD.norm(dim=1), torch.ones(4))
 
 
 def test_spread_out_of_reach_is_refused():

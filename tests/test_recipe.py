@@ -36,6 +36,18 @@ def test_values_arrive():
     assert recipe.steps[0].layers == (1, 2)
 
 
+def test_a_named_recipe_gives_way_to_what_is_said():
+    best = step_config("carve", {"recipe": "best", "active": 0.7})
+    assert (best.experts, best.router, best.refit, best.active) == (256, "ridge", True, 0.7)
+    assert step_config("carve", {"recipe": "best", "experts": 64}).experts == 64
+    assert step_config("prune", {"recipe": "best"}).refit
+    assert step_config("condense", {"recipe": "best", "layers": 1}).refit
+    with pytest.raises(MoesaicError, match="not for tomoe"):
+        step_config("carve", {"method": "tomoe", "recipe": "best"})
+    with pytest.raises(MoesaicError, match="known: best"):
+        step_config("carve", {"recipe": "worst"})
+
+
 def test_overrides():
     recipe = parse_recipe(TEXT, ["steps.0.carve.active=0.9", "out=there", "calibration.samples=5"])
     assert (recipe.steps[0].active, recipe.out, recipe.calibration.samples) == (0.9, "there", 5)
