@@ -1,7 +1,6 @@
 """What goes beyond the papers, on a dense model: each option alone and together.
 
     python benchmarks/beyond.py [--model MODEL] [--group NAME ...] [--seed N] [--text FILE ...]
-    python benchmarks/beyond.py --draw [--model MODEL]      tables and a picture of what is there
 
 Writes benchmarks/beyond-MODEL.json. Calibrated on the shipped calibration text, whose windows the
 seed draws; measured on the shipped evaluation text and on each FILE, 8,192 tokens at 512 a window.

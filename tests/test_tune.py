@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from moesaic import MoesaicError, Tokens
 from moesaic.condensing import condense
 from moesaic.data import training_examples
-from moesaic.methods import CondenseConfig, TuneConfig
+from moesaic.methods import CondenseConfig, MoREConfig, TuneConfig
 from moesaic.moe import moe_arch
 from moesaic.recipe import parse_recipe
-from moesaic.run import run_recipe
+from moesaic.run import carve, run_recipe
 from moesaic.training import collate, distillation_loss
 from moesaic.tuning import tune
 
@@ -114,6 +114,26 @@ def test_routers_learn_from_the_original() -> None:
         )
 
 
+@pytest.mark.parametrize("router", ["cosine", "ridge", "backbone"])
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_a_carved_models_routers_learn(router: str, top_k: int, tokens: Tokens) -> None:
+    """Only they change, towards the original, and what trains is what runs."""
+    original = tiny_model("llama")
+    config = MoREConfig(experts=8, top_k=top_k, layers="all", router=router, refit=True)
+    student = carve(original, config, calibration=tokens).model
+    before = copy.deepcopy(student)
+    options = TuneConfig(what="routers", teacher="given", steps=25, batch=16, lr=3e-3)
+    tuned = tune(student, options, examples=rows(), teacher=original)
+    assert changed(before, tuned.model) == {f"model.layers.{i}.mlp.router.weight" for i in range(4)}
+    ids = torch.tensor([row["input_ids"] for row in rows()])
+    with torch.no_grad():
+        target = original(ids).logits
+        lost = [distillation_loss(m(ids).logits, target, ids).item() for m in (before, tuned.model)]
+    count = ids[:, 1:].numel()
+    assert tuned.losses[0]["loss"] == pytest.approx(lost[0] / count, rel=1e-4)
+    assert lost[1] < lost[0]
+
+
 @pytest.mark.parametrize("what", ["lora", "all"])
 def test_lora_is_merged_and_all_is_all(what: str, tokens: Tokens, tmp_path: Path) -> None:
     result = condensed_model("qwen2_moe", tokens)
@@ -132,8 +152,10 @@ def test_lora_is_merged_and_all_is_all(what: str, tokens: Tokens, tmp_path: Path
 def test_a_dense_model_trains_by_lora_but_has_no_routers() -> None:
     model = tiny_model("llama")
     assert tune(model, TuneConfig(what="all", steps=1), examples=rows()).losses
-    with pytest.raises(MoesaicError, match="mixture of experts"):
+    with pytest.raises(MoesaicError, match="no condensed layers"):
         tune(model, TuneConfig(), examples=rows())
+    with pytest.raises(MoesaicError, match="no routers that learn"):
+        tune(model, TuneConfig(what="routers", teacher="given"), examples=rows(), teacher=model)
 
 
 def test_bfloat16_trains_in_float32_and_stays_bfloat16(tokens: Tokens) -> None:

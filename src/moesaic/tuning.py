@@ -15,7 +15,7 @@ from moesaic.data import training_examples
 from moesaic.errors import MoesaicError
 from moesaic.hub import Source, resolve
 from moesaic.methods.tuning import TuneConfig, trainable
-from moesaic.moe import MoEArch, base_arch
+from moesaic.moe import base_arch
 from moesaic.plan import JSON_NAME, Plan
 from moesaic.progress import Track, silent
 from moesaic.training import Distillation, train
@@ -97,8 +97,6 @@ def tune(
     config = config or TuneConfig()
     original: Any = resolve(str(model)) if isinstance(model, str | Path) else model
     arch = base_arch(original.config)
-    if config.what in ("condensed", "routers") and not isinstance(arch, MoEArch):
-        raise MoesaicError(f"--what {config.what} is for what was made of a mixture of experts.")
     on_disk = isinstance(original, Source)
     if tokenizer is None and on_disk:
         tokenizer = original.tokenizer
@@ -112,9 +110,8 @@ def tune(
     if config.what == "lora":
         tuned, chosen = _with_lora(live, config)
     else:
-        assert isinstance(arch, MoEArch) or config.what == "all"
         plan = plan if plan is not None else _plan(original)
-        tuned, chosen = live, trainable(live, arch, config.what, plan)  # type: ignore[arg-type]
+        tuned, chosen = live, trainable(live, arch, config.what, plan)
     count = sum(p.numel() for p in chosen.values())
     losses = train(
         tuned,

@@ -3,7 +3,7 @@
 condensed   Cao et al. (CD-MoE, Sec. 4.3): the projections of the condensed layers; gate values,
             attention and everything else stay. Rate 1e-4, 10 % warm-up, cosine.
 routers     the routers alone, towards the original model's next-token distribution (router
-            knowledge distillation).
+            knowledge distillation); of carved models, too, through the choice (straight-through).
 lora        low-rank updates of every linear module of the decoder layers, merged at the end.
 all         everything.
 
@@ -12,13 +12,16 @@ The released code of CD-MoE has no effective warm-up and predicts prompts and pa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import nn
 
+from moesaic.arch import Arch
 from moesaic.errors import MoesaicError
 from moesaic.moe import MoEArch, MoEFFN
+from moesaic.nn import CarvedFFN
 from moesaic.plan import CondensedLayer, Plan
 from moesaic.training import Schedule
 
@@ -86,7 +89,7 @@ def condensed_layers(plan: Plan) -> list[int]:
 
 
 def trainable(
-    model: Any, arch: MoEArch, what: str, plan: Plan | None = None
+    model: Any, arch: Arch, what: str, plan: Plan | None = None
 ) -> dict[str, nn.Parameter]:
     """The parameters that train, by name.
 
@@ -101,12 +104,24 @@ def trainable(
             raise MoesaicError("This model has no condensed layers; condense it first.")
         starts = tuple(f"{arch.ffn_prefix(i)}{name}." for i in layers for name in PROJECTIONS)
         return {n: p for n, p in model.named_parameters() if n.startswith(starts)}
-    found: dict[str, nn.Parameter] = {}
-    for i, layer in enumerate(arch.layers(model)):
+    found = {
+        f"{arch.ffn_prefix(i)}{name}.{n}": p
+        for i, layer in enumerate(arch.layers(model))
+        for name, router in _routers(arch, layer)
+        for n, p in router.named_parameters(recurse=False)
+    }
+    if not found:
+        raise MoesaicError("This model has no routers that learn.")
+    return found
+
+
+def _routers(arch: Arch, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The router of a layer and its name, if it has one that learns."""
+    if isinstance(arch, MoEArch):
         view = arch.view(layer)
         if isinstance(view, MoEFFN):
-            own = view.router.named_parameters(recurse=False)
-            found |= {f"{arch.ffn_prefix(i)}{arch.router}.{n}": p for n, p in own}
-    if not found:
-        raise MoesaicError("This model has no routers that weigh experts.")
-    return found
+            yield arch.router, view.router
+        return
+    ffn = arch.ffn_of(layer)
+    if isinstance(ffn, CarvedFFN) and ffn.router is not None and ffn.router.routing != "random":
+        yield "router", ffn.router

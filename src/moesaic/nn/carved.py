@@ -81,10 +81,10 @@ class CarvedFFN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
         # Idle gates learn, too.
-        ffn = None if self.weighs and self.training else self._plain()
+        ffn = None if self._learns() else self._plain()
         if ffn is None:
             return self._masked(x_TD).view_as(x)
-        chosen_TK = None
+        on_TR = None
         if self.router is None or self.top_k == 0:
             y_TD = self._backbone(ffn, x_TD)
         elif self.weighs:
@@ -98,10 +98,18 @@ class CarvedFFN(nn.Module):
                 y_TD = self._grouped(ffn, x_TD, chosen_TK)
             else:
                 y_TD = self._several(ffn, x_TD, chosen_TK, h_TB)
-        y_TD = self._biased(y_TD, chosen_TK)
+            if self.petal_bias is not None:
+                on_TR = chosen(chosen_TK, len(self.petals))
+        y_TD = self._biased(y_TD, on_TR)
         if ffn.down_bias_D is not None:
             y_TD = y_TD + ffn.down_bias_D
         return y_TD.view_as(x)
+
+    def _learns(self) -> bool:
+        """Whether the router is being trained: a random one has nothing to learn."""
+        if self.router is None or not self.training or not torch.is_grad_enabled():
+            return False
+        return self.weighs or (self.router.routing != "random" and self.router.weight.requires_grad)
 
     def _backbone(self, ffn: DenseFFN, x_TD: Tensor) -> Tensor:
         if not self.backbone:
@@ -112,17 +120,16 @@ class CarvedFFN(nn.Module):
     def _petal(self, ffn: DenseFFN, number: int) -> DenseFFN:
         return ffn.neurons(*self.slices[number])
 
-    def _running(self, chosen_TK: Tensor, width: int) -> Tensor:
-        """Ones for the neurons that a token runs (T, M), zeros for the others."""
-        return running(chosen_TK[:, : self.top_k], self.backbone, self.petals)
+    def _by_neuron(self, on_TR: Tensor, width: int) -> Tensor:
+        """What is said of each petal, said of each neuron (T, M)."""
+        return by_neuron(on_TR, self.backbone, self.petals)
 
-    def _biased(self, y_TD: Tensor, chosen_TK: Tensor | None) -> Tensor:
+    def _biased(self, y_TD: Tensor, on_TR: Tensor | None) -> Tensor:
         """The output biases of the petals that run added."""
         if self.petal_bias is None:
             return y_TD
-        if chosen_TK is None:
+        if on_TR is None:
             return y_TD + self.petal_bias[0]
-        on_TR = chosen(chosen_TK, len(self.petal_bias))
         return y_TD + on_TR.to(y_TD.dtype) @ self.petal_bias
 
     def _grouped(self, ffn: DenseFFN, x_TD: Tensor, chosen_T1: Tensor) -> Tensor:
@@ -222,17 +229,19 @@ class CarvedFFN(nn.Module):
         else:
             h_TM = getattr(self, names.up)(x_TD)
             h_TM = act(getattr(self, names.gate)(x_TD)) * h_TM if names.gate else act(h_TM)
-        chosen_TK = None
-        if self.router is not None:
-            if self.weighs:
-                weights_TR = self.router(x_TD)
-                on_TR = (weights_TR * norm_scale(weights_TR)).to(h_TM.dtype)
-                h_TM = h_TM * by_neuron(on_TR, self.backbone, self.petals)
+        on_TR = None
+        if self.weighs:
+            weights_TR = self.router(x_TD)
+            on_TR = weights_TR * norm_scale(weights_TR)
+        elif self.router is not None:
+            h_TB = h_TM[:, : self.backbone] if self.router.sees_backbone else None
+            if self._learns():
+                on_TR = self.router.gates(x_TD, h_TB)
             else:
-                sees = self.router.sees_backbone
-                chosen_TK = self.router(x_TD, h_TM[:, : self.backbone] if sees else None)
-                h_TM = h_TM * self._running(chosen_TK, h_TM.shape[1]).to(h_TM)
-        return self._biased(getattr(self, names.down)(h_TM), chosen_TK)
+                on_TR = chosen(self.router(x_TD, h_TB), len(self.petals))
+        if on_TR is not None:
+            h_TM = h_TM * self._by_neuron(on_TR, h_TM.shape[1]).to(h_TM.dtype)
+        return self._biased(getattr(self, names.down)(h_TM), on_TR)
 
     def extra_repr(self) -> str:
         return f"backbone={self.backbone}, petals={self.petals}, top_k={self.top_k}"

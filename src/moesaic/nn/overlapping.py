@@ -47,10 +47,9 @@ class OverlappingFFN(CarvedFFN):
     def _petal(self, ffn: DenseFFN, number: int) -> DenseFFN:
         return ffn.chosen(self.experts[number])
 
-    def _running(self, chosen_TK: Tensor, width: int) -> Tensor:
-        on_NM = torch.zeros(len(self.petals), width, device=chosen_TK.device)
-        on_NM = on_NM.scatter_(1, self.experts, 1)
-        return on_NM[chosen_TK[:, 0]]
+    def _by_neuron(self, on_TR: Tensor, width: int) -> Tensor:
+        on_RM = torch.zeros(len(self.petals), width, device=on_TR.device)
+        return on_TR @ on_RM.scatter_(1, self.experts, 1)
 
 
 def set_form(model: nn.Module, form: str) -> None:

@@ -61,6 +61,25 @@ class Router(nn.Module):
             x_TD: the block's input.
             h_TB: the backbone's hidden activations, for the routing that looks at them.
         """
+        return self._highest(self._scores(x_TD, h_TB))
+
+    def gates(self, x_TD: Tensor, h_TB: Tensor | None = None) -> Tensor:
+        """Ones for the chosen petals (T, R), with a gradient for training: that of a sigmoid around
+        the scores between which the choice falls."""
+        scores_TR = self._scores(x_TD, h_TB)
+        count = scores_TR.shape[1]
+        on_TR = chosen(self._highest(scores_TR), count)
+        top_TK = scores_TR.topk(min(self.top_k + 1, count), dim=-1).values
+        border_T1 = top_TK[:, -2:].mean(-1, keepdim=True).detach()
+        spread_T1 = scores_TR.std(-1, keepdim=True).clamp(min=1e-6).detach()
+        return straight_through(on_TR, ((scores_TR - border_T1) / spread_T1).sigmoid())
+
+    def _highest(self, scores_TR: Tensor) -> Tensor:
+        if self.top_k == 1:
+            return scores_TR.argmax(-1, keepdim=True)
+        return scores_TR.topk(self.top_k, dim=-1).indices
+
+    def _scores(self, x_TD: Tensor, h_TB: Tensor | None) -> Tensor:
         weight = self.weight.float()
         if h_TB is None:
             scores_TR = F.linear(x_TD.float(), weight)
@@ -70,9 +89,7 @@ class Router(nn.Module):
             scores_TR = scores_TR + F.linear(h_TB.float(), weight[:, hidden_size:])
         if self.routing == "random":
             scores_TR = torch.frac(scores_TR.abs() * 1e4)
-        if self.top_k == 1:
-            return scores_TR.argmax(-1, keepdim=True)
-        return scores_TR.topk(self.top_k, dim=-1).indices
+        return scores_TR
 
     def extra_repr(self) -> str:
         experts, inputs = self.weight.shape
