@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,26 +13,22 @@ from moesaic.cli.shared import (
     AsJson,
     Bundle,
     CalibrationLength,
-    CalibrationText,
     Device,
     Dtype,
-    EvalData,
-    Evaluate,
-    MaxTokens,
     Model,
     Out,
     Overwrite,
     Refit,
+    Rest,
     Resume,
-    Samples,
     Seed,
     Stats,
+    Text,
     app,
     bars,
-    carry_out,
     emit,
-    evaluation,
     example,
+    grouped,
     options,
     said,
 )
@@ -39,14 +36,32 @@ from moesaic.errors import MoesaicError
 from moesaic.measure import check_device, parse_bytes, parse_dtype
 from moesaic.methods import STEPS
 from moesaic.methods.naee import CRITERIA
-from moesaic.recipe import Calibration, Recipe, step_config
+from moesaic.recipe import step_config
 from moesaic.statistics import StatsFile, merge_files, process
 
 
+@dataclass(frozen=True)
+class LongText(Text):
+    """Condensing looks at longer windows."""
+
+    length: CalibrationLength = 512
+
+
+@dataclass(frozen=True)
+class Tested(Rest):
+    """Where --data is the text to train on."""
+
+    data: Annotated[
+        str, typer.Option("--eval-data", help="Text to measure on. Default: ships.")
+    ] = ""
+
+
 @app.command(epilog=example("moesaic carve smollm2 out --active 0.8 --experts 4"))
+@grouped
 def carve(
     model: Model,
     out: Out,
+    *,
     method: Annotated[str, typer.Option(help=f"{', '.join(STEPS['carve'])}.")] = "more",
     active: Annotated[
         float | None,
@@ -104,18 +119,8 @@ def carve(
         list[str] | None,
         typer.Option("--option", "-o", help="key=value: any other option of the method's config."),
     ] = None,
-    calibration: CalibrationText = "",
-    samples: Samples = 100,
-    length: CalibrationLength = 256,
-    seed: Seed = 0,
-    evaluate: Evaluate = True,
-    data: EvalData = "",
-    max_tokens: MaxTokens = 16_384,
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    as_json: AsJson = False,
+    text: Text,
+    rest: Rest,
 ) -> None:
     """Turn a dense model into a mixture of experts."""
     given = said(
@@ -133,23 +138,16 @@ def carve(
         propagate=propagate,
         spread=spread,
     )
-    given |= {"method": method, "seed": seed, **options(option)}
-    asked = Recipe(
-        model=model,
-        out=str(out),
-        steps=(step_config("carve", given),),
-        calibration=Calibration(calibration, samples, length, seed),
-        evaluation=evaluation(evaluate, data, max_tokens, compare),
-        device=device,
-        dtype=dtype,
-    )
-    carry_out(asked, overwrite, resume, as_json)
+    given |= {"method": method, "seed": text.seed, **options(option)}
+    rest.carry_out(model, out, step_config("carve", given), text.drawn(), compare)
 
 
 @app.command(epilog=example("moesaic condense tiny-shared-moe out --layers 2"))
+@grouped
 def condense(
     model: Model,
     out: Out,
+    *,
     layers: Annotated[int | None, typer.Option(help="Layers to condense.")] = None,
     memory: Annotated[
         str | None, typer.Option(help="Condense until the weights fit: bytes, 12GB, 800MB.")
@@ -193,18 +191,8 @@ def condense(
         list[str] | None,
         typer.Option(help="Also measure with this many of the layers condensed. Repeatable."),
     ] = None,
-    calibration: CalibrationText = "",
-    samples: Samples = 100,
-    length: CalibrationLength = 512,
-    seed: Seed = 0,
-    evaluate: Evaluate = True,
-    data: EvalData = "",
-    max_tokens: MaxTokens = 16_384,
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    as_json: AsJson = False,
+    text: LongText,
+    rest: Rest,
 ) -> None:
     """Turn some layers of a mixture of experts into small dense layers."""
     if layers is None and memory is None and active is None:
@@ -223,25 +211,18 @@ def condense(
         "padding": padding,
         "force": force,
         **said(recipe=recipe, refit=refit),
-        "seed": seed,
+        "seed": text.seed,
     }
-    asked = Recipe(
-        model=model,
-        out=str(out),
-        steps=(step_config("condense", given),),
-        calibration=Calibration(calibration, samples, length, seed),
-        evaluation=evaluation(evaluate, data, max_tokens, compare),
-        device=device,
-        dtype=dtype,
-    )
-    carry_out(asked, overwrite, resume, as_json)
+    rest.carry_out(model, out, step_config("condense", given), text.drawn(), compare)
 
 
 @app.command(epilog=example("moesaic tune out tuned --data text.jsonl --what condensed"))
+@grouped
 def tune(
     model: Model,
     out: Out,
-    data: Annotated[
+    *,
+    text: Annotated[
         str, typer.Option("--data", help="Text to train on; as for --calibration. Default: ships.")
     ] = "",
     what: Annotated[str, typer.Option(help="condensed, routers, lora or all.")] = "condensed",
@@ -259,21 +240,12 @@ def tune(
     rank: Annotated[int, typer.Option(help="Of the updates, for --what lora.")] = 8,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
     seed: Seed = 0,
-    evaluate: Evaluate = True,
-    eval_data: Annotated[
-        str, typer.Option("--eval-data", help="Text to measure on. Default: ships.")
-    ] = "",
-    max_tokens: MaxTokens = 16_384,
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    as_json: AsJson = False,
+    rest: Tested,
 ) -> None:
     """Train a converted model a little. Runs under accelerate launch."""
     given = {
         "what": what,
-        "data": data,
+        "data": text,
         "teacher": teacher,
         "length": length,
         "steps": steps,
@@ -287,21 +259,15 @@ def tune(
         "save_every": save_every,
         "seed": seed,
     }
-    recipe = Recipe(
-        model=model,
-        out=str(out),
-        steps=(step_config("tune", given),),
-        evaluation=evaluation(evaluate, eval_data, max_tokens),
-        device=device,
-        dtype=dtype,
-    )
-    carry_out(recipe, overwrite, resume, as_json)
+    rest.carry_out(model, out, step_config("tune", given))
 
 
 @app.command(epilog=example("moesaic prune tiny-moe out --keep 6 --criterion reconstruction"))
+@grouped
 def prune(
     model: Model,
     out: Out,
+    *,
     keep: Annotated[float, typer.Option(help="Experts that stay a layer; a mean if non-uniform.")],
     criterion: Annotated[str, typer.Option(help=f"{', '.join(CRITERIA)}.")] = "reconstruction",
     progressive: Annotated[
@@ -324,18 +290,8 @@ def prune(
         typer.Option("--option", "-o", help="key=value: any other option of the method's config."),
     ] = None,
     stats: Stats = "",
-    calibration: CalibrationText = "",
-    samples: Samples = 100,
-    length: CalibrationLength = 256,
-    seed: Seed = 0,
-    evaluate: Evaluate = True,
-    data: EvalData = "",
-    max_tokens: MaxTokens = 16_384,
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    as_json: AsJson = False,
+    text: Text,
+    rest: Rest,
 ) -> None:
     """Take experts out of a mixture of experts; the result loads wherever the original does."""
     given: dict[str, Any] = {
@@ -345,25 +301,18 @@ def prune(
         "uniform": not non_uniform,
         "padding": padding,
         **said(recipe=recipe, refit=refit),
-        "seed": seed,
+        "seed": text.seed,
         **options(option),
     }
-    asked = Recipe(
-        model=model,
-        out=str(out),
-        steps=(step_config("prune", given),),
-        calibration=Calibration(calibration, samples, length, seed, stats),
-        evaluation=evaluation(evaluate, data, max_tokens, compare),
-        device=device,
-        dtype=dtype,
-    )
-    carry_out(asked, overwrite, resume, as_json)
+    rest.carry_out(model, out, step_config("prune", given), text.drawn(stats), compare)
 
 
 @app.command(epilog=example("moesaic skip tiny-moe out --quantile 0.5"))
+@grouped
 def skip(
     model: Model,
     out: Out,
+    *,
     quantile: Annotated[
         float, typer.Option(help="Of the ratio beta compares; 0.5 is the paper's median.")
     ] = 0.5,
@@ -372,48 +321,28 @@ def skip(
     ] = None,
     rule: Annotated[str, typer.Option(help="auto, top2 or tail.")] = "auto",
     stats: Stats = "",
-    calibration: CalibrationText = "",
-    samples: Samples = 100,
-    length: CalibrationLength = 256,
-    seed: Seed = 0,
-    evaluate: Evaluate = True,
-    data: EvalData = "",
-    max_tokens: MaxTokens = 16_384,
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    overwrite: Overwrite = False,
-    resume: Resume = False,
-    as_json: AsJson = False,
+    text: Text,
+    rest: Rest,
 ) -> None:
     """Let tokens leave out experts of little weight; beta is calibrated on MODEL as it is."""
     given = {"quantile": quantile, "calls": calls, "rule": rule}
-    recipe = Recipe(
-        model=model,
-        out=str(out),
-        steps=(step_config("skip", given),),
-        calibration=Calibration(calibration, samples, length, seed, stats),
-        evaluation=evaluation(evaluate, data, max_tokens),
-        device=device,
-        dtype=dtype,
-    )
-    carry_out(recipe, overwrite, resume, as_json)
+    rest.carry_out(model, out, step_config("skip", given), text.drawn(stats))
 
 
 @app.command(epilog=example("moesaic observe tiny-moe tiny-moe.stats"))
+@grouped
 def observe(
     model: Model,
     stats: Annotated[Path, typer.Argument(metavar="STATS", help="The file to make.")],
+    *,
     merge: Annotated[
         list[Path] | None,
         typer.Option(help="Merge this file of the same model in; MODEL is not run. Repeatable."),
     ] = None,
-    calibration: CalibrationText = "",
-    samples: Samples = 100,
-    length: CalibrationLength = 256,
-    seed: Seed = 0,
     gram_mb: Annotated[
         int, typer.Option(min=0, help="MB a layer for reconstruction; 0 leaves that out.")
     ] = 256,
+    text: Text,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     overwrite: Overwrite = False,
@@ -429,10 +358,7 @@ def observe(
         reduction.observe(
             model,
             stats,
-            calibration=calibration,
-            samples=samples,
-            length=length,
-            seed=seed,
+            **asdict(text),
             gram_mb=gram_mb,
             device=check_device(device),
             dtype=parse_dtype(dtype),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
@@ -22,7 +24,7 @@ from rich.table import Table
 
 from moesaic import report, run
 from moesaic.errors import MoesaicError
-from moesaic.recipe import Evaluation, Recipe
+from moesaic.recipe import Calibration, Evaluation, Recipe
 from moesaic.statistics import process
 
 T = TypeVar("T")
@@ -129,13 +131,85 @@ def numbers(text: str) -> list[float]:
         raise MoesaicError(f"{text!r} is not a list of numbers such as 0.3,0.5.") from None
 
 
-def evaluation(
-    wanted: bool, data: str, max_tokens: int | None, compare: list[str] | None = None
-) -> Evaluation | None:
-    """What is to be measured, if anything."""
-    if not wanted:
-        return None
-    return Evaluation(data, max_tokens=max_tokens, compare=tuple(compare or ()))
+# --- options that commands share -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is calibrated on."""
+
+    calibration: CalibrationText = ""
+    samples: Samples = 100
+    length: CalibrationLength = 256
+    seed: Seed = 0
+
+    def drawn(self, stats: str = "") -> Calibration:
+        """As a recipe says it."""
+        return Calibration(self.calibration, self.samples, self.length, self.seed, stats)
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What is measured, where it runs, and what is shown."""
+
+    evaluate: Evaluate = True
+    data: EvalData = ""
+    max_tokens: MaxTokens = 16_384
+    device: Device = "cpu"
+    dtype: Dtype = "auto"
+    overwrite: Overwrite = False
+    resume: Resume = False
+    as_json: AsJson = False
+
+    def carry_out(
+        self,
+        model: str,
+        out: Path,
+        step: Any,
+        calibration: Calibration | None = None,
+        compare: list[str] | None = None,
+    ) -> None:
+        """Run one step as a recipe, and show what came of it."""
+        measured = Evaluation(self.data, max_tokens=self.max_tokens, compare=tuple(compare or ()))
+        recipe = Recipe(
+            model=model,
+            out=str(out),
+            steps=(step,),
+            calibration=calibration or Calibration(),
+            evaluation=measured if self.evaluate else None,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        carry_out(recipe, self.overwrite, self.resume, self.as_json)
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameters may be dataclasses: each field becomes an option."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in signature.parameters.items():
+        group = parameter.annotation
+        if not is_dataclass(group):
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            continue
+        hints = get_type_hints(group, include_extras=True)
+        groups[name] = (group, [field.name for field in fields(group)])
+        parameters += [
+            inspect.Parameter(
+                f.name, parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
+            )
+            for f in fields(group)
+        ]
+
+    def run(**given: Any) -> None:
+        for name, (group, names) in groups.items():
+            given[name] = group(**{n: given.pop(n) for n in names})
+        command(**given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run
 
 
 def carry_out(recipe: Recipe, overwrite: bool, resume: bool, as_json: bool) -> None:
