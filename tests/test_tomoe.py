@@ -480,7 +480,11 @@ def test_a_run_by_recipe_is_measured_and_reported(llama_folder: Path, tmp_path: 
     page = (out / "report.html").read_text()
     for told in ("KL divergence", "R_P", "R_U", "R_L", "Width by layer", "Widths of experts"):
         assert told in page
-    assert "Similarity of experts" in page
+    for told in ("Similarity of experts", "tokens by layer and expert", "of the original’s"):
+        assert told in page
+    card = (out / "README.md").read_text()
+    assert "experts that share their weights, of which each token runs one" in card
+    assert "Experts and routers were trained" in card
     assert AutoModelForCausalLM.from_pretrained(out)(ids()).logits.isfinite().all()
 
 
