@@ -8,6 +8,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARAL
 # Laws hold bitwise. MKL may round otherwise where memory is aligned otherwise, unless told not to.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,25 @@ EXTRA: dict[str, dict[str, Any]] = {
     "llama": {"mlp_bias": True},
     "granite": {"residual_multiplier": 0.5, "embedding_multiplier": 2.0},
 }
+
+
+def processes(*arguments: Any, count: int = 2) -> subprocess.Popen[bytes]:
+    """Python with these arguments in several CPU processes, by accelerate's launcher and gloo."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    launch += ["--multi_gpu", "--num_processes", str(count)]  # it starts CPU processes too
+    return subprocess.Popen(
+        [*launch, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        stderr=subprocess.PIPE,
+    )
+
+
+def launch(*arguments: Any) -> None:
+    """Run Python with these arguments in two processes to their end."""
+    process = processes(*arguments)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors.decode()
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:

@@ -1,14 +1,18 @@
 """The command line as a user meets it: figures, exit codes, one clear message."""
 
 import errno
+import io
 import json
 import sys
 
 import pytest
 from moe_models import tiny_moe
+from rich.console import Console
 
 from moesaic import cli, run
+from moesaic.cli import shared
 from moesaic.data import shipped_texts
+from moesaic.progress import Figures
 from moesaic.version import __version__
 
 QUICK = ["--samples", "12", "--length", "32", "--layers", "all"]
@@ -231,3 +235,14 @@ def test_condense_then_tune(moesaic, tokenizer, tmp_path):
     assert code == 2
     assert "not a number of bytes" in err
     assert not (tmp_path / "none").exists()
+
+
+def test_figures_of_the_passing_items_are_drawn_under_the_bar(monkeypatch):
+    told = Console(record=True, width=100, file=io.StringIO())
+    monkeypatch.setattr(shared, "err_console", told)
+    steps = [Figures(loss=float(n), union=0.0) for n in range(8, 0, -1)]
+    assert list(shared.bars(steps, "Training", 8)) == steps
+    drawn = told.export_text()
+    assert "Training" in drawn
+    assert "loss                    █▇▆▅▄▃▂▁ 1" in drawn
+    assert "union                   ▁▁▁▁▁▁▁▁ 0" in drawn

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import VOCAB, tiny_model
+from conftest import VOCAB, launch, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -362,12 +359,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
         mask[i, 24 - i :] = 0
     save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / "data.safetensors")
     (tmp_path / "script.py").write_text(SCRIPT)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    launch += ["--multi_gpu", "--num_processes", "2"]  # this launcher starts CPU processes too
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    script = [str(tmp_path / "script.py"), str(tmp_path), "4", str(tmp_path / "out.json")]
-    subprocess.run([*launch, *script], check=True, env=environment, capture_output=True)
+    launch(tmp_path / "script.py", tmp_path, 4, tmp_path / "out.json")
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["world"] == 2
     data = str(tmp_path / "data.safetensors")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, tiny_model
+from conftest import VOCAB, launch, processes, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +30,7 @@ from moesaic.overlapping import OverlappingLayer
 from moesaic.plan import Plan, same
 from moesaic.recipe import Calibration, Evaluation
 from moesaic.surgery import apply_plan, base_shape
+from moesaic.training import checkpointing, last_checkpoint
 
 SHORT: dict[str, Any] = {
     "steps": 6, "batch": 2, "lr": 0.03, "experts": 3, "active": 0.7, "head_bias": 3.0
@@ -142,8 +145,10 @@ def test_padding_changes_nothing(padded: Tokens) -> None:
 def test_checkpointing_computes_the_same_gradients() -> None:
     grads = []
     for recompute in (False, True):
-        student = student_of(tiny_model("llama"), recompute=recompute)
+        student = student_of(tiny_model("llama"))
         student.base.requires_grad_(False)
+        if recompute:
+            checkpointing(student, "enable")({"use_reentrant": False})
         torch.manual_seed(0)
         student.train()(ids(), ids())["loss"].backward()
         grads.append([p.grad for p in student.tomoe.parameters()])
@@ -333,10 +338,61 @@ def test_a_run_that_was_killed_gives_the_result_of_one_that_was_not(tmp_path: Pa
         assert same(layer, resumed.plan.layers[i])
 
 
-def test_a_bfloat16_model_stays_one(tmp_path: Path) -> None:
+SCHEDULE = {"experts": 3, "active": 0.7, "batch": 2, "length": 32, "lr": 0.03, "save_every": 2}
+
+
+def carving(llama_folder: Path, out: Path, steps: int, *more: str) -> list[Any]:
+    """The command that two processes run."""
+    options = [part for k, v in SCHEDULE.items() for part in ("-o", f"{k}={v}")]
+    text = ["--calibration", "prose", "--samples", 4, "--no-eval", "--steps", steps]
+    command = ["-m", "moesaic.cli", "carve", llama_folder, out, "--method", "tomoe"]
+    return [*command, *text, *options, *more]
+
+
+def check_as_one(llama_folder: Path, out: Path, steps: int) -> None:
+    """Two processes did what one does that accumulates two batches."""
+    config = ToMoEConfig(**SCHEDULE, steps=steps, accumulate=2)  # type: ignore[arg-type]
+    one = moesaic.carve(str(llama_folder), config, calibration="prose", samples=4)
+    two = Plan.load(out)
+    assert all(same(layer, two.layers[i]) for i, layer in one.plan.layers.items())
+    found = json.loads((out / "result.json").read_text())["training"]["losses"]
+    for ours, theirs in zip(found, one.summary["training"]["losses"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    assert [path.name for path in out.parent.iterdir()] == [out.name]
+
+
+def test_two_processes_are_one_that_accumulates(llama_folder: Path, tmp_path: Path) -> None:
+    launch(*carving(llama_folder, tmp_path / "out", 4))
+    check_as_one(llama_folder, tmp_path / "out", 4)
+
+
+@pytest.mark.slow
+def test_two_processes_that_were_killed_go_on(llama_folder: Path, tmp_path: Path) -> None:
+    out, training = tmp_path / "out", tmp_path / "out.partial" / "training"
+    running = processes(*carving(llama_folder, out, 60))
+    while not list(training.glob("checkpoint-*/trainer_state.json")) and running.poll() is None:
+        time.sleep(0.01)
+    running.terminate()  # the launcher kills what it started
+    running.communicate()
+    assert training.is_dir()
+    assert not out.exists()
+    launch(*carving(llama_folder, out, 60, "--resume"))
+    check_as_one(llama_folder, out, 60)
+
+
+def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path) -> None:
+    for step in (8, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert last_checkpoint(tmp_path) is None
+    (tmp_path / "checkpoint-8" / "trainer_state.json").touch()
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-8")
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}])
+def test_a_bfloat16_model_stays_one(options: dict[str, Any], tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
-    config = ToMoEConfig(**SHORT)
+    config = ToMoEConfig(**SHORT, **options)
     result = moesaic.carve(model, config, calibration=ids())
     assert result.model.dtype == torch.bfloat16
     routers = [p for n, p in result.model.named_parameters() if "router" in n]
@@ -346,6 +402,20 @@ def test_a_bfloat16_model_stays_one(tmp_path: Path) -> None:
     assert expected.isfinite().all()
     loaded = AutoModelForCausalLM.from_pretrained(result.save(tmp_path / "out"), dtype="auto")
     assert torch.equal(loaded.eval()(ids()).logits, expected)
+
+
+def test_recomputing_changes_nothing_but_memory() -> None:
+    """Dropout stays off as well, and the same masks are tossed again."""
+    plain, again = (
+        moesaic.carve(
+            tiny_model("phi", resid_pdrop=0.5),
+            ToMoEConfig(**SHORT, recompute=recompute),
+            calibration=ids(),
+        ).summary["training"]["losses"]
+        for recompute in (False, True)
+    )
+    for ours, theirs in zip(again, plain, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_the_curves_of_the_losses_are_kept() -> None:
@@ -410,7 +480,11 @@ def test_a_run_by_recipe_is_measured_and_reported(llama_folder: Path, tmp_path: 
     page = (out / "report.html").read_text()
     for told in ("KL divergence", "R_P", "R_U", "R_L", "Width by layer", "Widths of experts"):
         assert told in page
-    assert "Similarity of experts" in page
+    for told in ("Similarity of experts", "tokens by layer and expert", "of the original’s"):
+        assert told in page
+    card = (out / "README.md").read_text()
+    assert "experts that share their weights, of which each token runs one" in card
+    assert "Experts and routers were trained" in card
     assert AutoModelForCausalLM.from_pretrained(out)(ids()).logits.isfinite().all()
 
 

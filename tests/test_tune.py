@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, tiny_model
+from conftest import VOCAB, launch, tiny_model
 from moe_models import tiny_moe
 from safetensors.torch import save_file
 
@@ -267,13 +264,8 @@ def test_two_processes_give_the_losses_of_one(tokens: Tokens, tmp_path: Path) ->
         mask[i, 20 - i :] = 0
     save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / "data.safetensors")
     (tmp_path / "script.py").write_text(SCRIPT)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    launch += ["--multi_gpu", "--num_processes", "2"]  # this launcher starts CPU processes too
     out = tmp_path / "losses.json"
-    script = [str(tmp_path / "script.py"), str(tmp_path), "4", str(out)]
-    subprocess.run([*launch, *script], check=True, env=environment, capture_output=True)
+    launch(tmp_path / "script.py", tmp_path, 4, out)
     found = json.loads(out.read_text())
     assert found["world"] == 2
     for what in ("condensed", "routers"):

@@ -22,6 +22,7 @@ from moesaic.overlapping import OverlappingLayer
 from moesaic.plan import Plan, Progress
 from moesaic.progress import Track, silent
 from moesaic.result import Job, Result
+from moesaic.statistics import process
 from moesaic.training import (
     Objective,
     checkpointing,
@@ -57,14 +58,12 @@ class Student(nn.Module):
 
     def __init__(self, base: Any, arch: Arch, config: ToMoEConfig) -> None:
         super().__init__()
-        self.base, self.objective = base, config.objective
+        self.base, self.arch, self.objective = base, arch, config.objective
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.tomoe = ToMoE(config, layer_shapes(base, arch))
         self.masked = Masked(base, arch, self.tomoe)
-        self.recomputing = config.recompute
-        if config.recompute:
-            checkpointing(base, "enable")({"use_reentrant": False})
+        self.recomputing = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -76,10 +75,20 @@ class Student(nn.Module):
         return self.base.config
 
     def train(self, mode: bool = True) -> Student:
-        """The base stays as it is when it runs: without dropout."""
+        """The base stays as it is when it runs, without dropout; its layers may recompute."""
         super().train(mode)
-        self.base.train(mode and self.recomputing)
+        self.base.eval()
+        for layer in self.arch.layers(self.base):
+            layer.training = mode and self.recomputing
         return self
+
+    def gradient_checkpointing_enable(self, options: dict[str, Any]) -> None:
+        self.recomputing = True
+        checkpointing(self.base, "enable")(options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.recomputing = False
+        checkpointing(self.base, "disable")()
 
     def logits(self, ids_BL: Tensor, mask_BL: Tensor | None = None) -> Tensor:
         """The masked model's logits (B, L, V)."""
@@ -122,17 +131,26 @@ class Student(nn.Module):
     def release(self) -> Any:
         """The base, as it was."""
         self.masked.remove()
-        if self.recomputing:
-            checkpointing(self.base, "disable")()
         return self.base.requires_grad_(True).eval()
 
 
 class StudentLoss(Objective):
-    """Eq. 10, which the student computes as a mean, as the sum that the training loop takes."""
+    """Eq. 10, which the student computes as a mean, as the sum that the training loop takes.
+
+    A batch's tosses follow from its number among the batches of all processes, so that several
+    processes toss what one that accumulates as many batches would.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed, self.state = seed, {"batches": 0}
 
     def __call__(
         self, model: nn.Module, inputs: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        number, of = process()
+        torch.manual_seed(1_000_003 * self.seed + int(self.state["batches"]) * of + number)
+        self.state["batches"] += 1
         count = predicting(inputs["labels"]).sum()
         out = model(**inputs)
         return out["loss"] * count, {name: term * count for name, term in out["terms"].items()}
@@ -198,14 +216,15 @@ def learn(
         asked = {"base": asdict(job.base), "config": asdict(config)}
         run = Progress(progress, {**asked, "calibration": job.tokens.fingerprint})
         run.finished()
-        run.begin()
+        if process()[0] == 0:
+            run.begin()
     losses = train(
         student,
         examples,
         config.schedule,
         progress and progress / "training",
         trainable=modules,
-        objective=StudentLoss(),
+        objective=StudentLoss(config.seed),
         device=device,
         track=track,
     )

@@ -435,7 +435,9 @@ class Progress:
         self.folder.mkdir(parents=True, exist_ok=True)
         note = self.folder / "request.json"
         if not note.exists():
-            note.write_text(json.dumps(self.request))
+            partial = note.with_suffix(".writing")
+            partial.write_text(json.dumps(self.request))
+            partial.replace(note)  # other processes may be looking
 
     def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
         """Keep a finished layer; it is there whole or not at all."""

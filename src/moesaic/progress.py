@@ -8,6 +8,10 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 
+class Figures(dict[str, float]):
+    """An item that tells figures, of which curves are drawn as the items pass."""
+
+
 class Track(Protocol):
     """Wraps an iterable so that passing through it is shown."""
 

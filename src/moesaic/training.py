@@ -21,13 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
 
 from moesaic.data import IGNORED
 from moesaic.errors import MoesaicError
-from moesaic.progress import Track, silent
+from moesaic.progress import Figures, Track, silent
 
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
+NOT_KEPT = ("epoch", "grad_norm")
+NOT_DRAWN = (*NOT_KEPT, "learning_rate")
 DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
 
 Example = dict[str, list[int]]
@@ -222,19 +224,29 @@ class _Loop(Trainer):  # type: ignore[misc]
             self.objective.state = json.loads(state)
 
 
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that is whole: the Trainer writes its own state last."""
+    whole = [note.parent for note in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    newest = max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
+    return None if newest is None else str(newest)
+
+
 class _Bar(TrainerCallback):  # type: ignore[misc]
-    """Turns steps into the passing of items, which is what a progress bar is drawn of."""
+    """Turns steps into the passing of their figures, of which bar and curves are drawn."""
 
     def __init__(self, track: Track) -> None:
         self._track = track
         self._passing: Any = None
+        self._figures = Figures()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if not logs or "loss" not in logs or not state.is_world_process_zero:
             return
+        self._figures = Figures({k: v for k, v in logs.items() if k not in NOT_DRAWN})
         if self._passing is None:
             left = range(state.global_step, state.max_steps + 1)
-            self._passing = iter(self._track(left, "Training", len(left)))
+            items = (self._figures for _ in left)
+            self._passing = iter(self._track(items, "Training", len(left)))
         next(self._passing, None)
 
     def close(self) -> None:
@@ -324,16 +336,14 @@ def train(
     )
     loop.objective = objective
     loop.remove_callback(PrinterCallback)
-    last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-    loop.train(resume_from_checkpoint=last)
+    loop.train(resume_from_checkpoint=last_checkpoint(folder))
     bar.close()
     if schedule.recompute:
         checkpointing(model, "disable")()
     for name, parameter in trainable.items():
         parameter.data = parameter.data.to(types[name])
-    left_out = ("epoch", "grad_norm")
     return [
-        {k: v for k, v in log.items() if k not in left_out}
+        {k: v for k, v in log.items() if k not in NOT_KEPT}
         for log in loop.state.log_history
         if "loss" in log
     ]

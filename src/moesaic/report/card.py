@@ -51,6 +51,8 @@ def _what(record: Record) -> str:
         steps = len(part(record, "tune").get("losses") or ())
         how = f", {steps} steps" if steps else ""
         weights = f"It was trained: {trained}{how}."
+    elif read.learned(record):
+        weights = LEARNED
     else:
         weights = KEPT.get(read.family(record), KEPT["carve"])
     return (
@@ -70,6 +72,9 @@ KEPT = {
     "weights: nothing was trained, and quality is lost.",
     "tune": "",
 }
+LEARNED = (
+    "Experts and routers were trained, the weights are the base model's own, and quality is lost."
+)
 
 
 def _made(record: Record) -> str:
@@ -96,6 +101,13 @@ def _made(record: Record) -> str:
         return f"{model}, trained further"
     layers = [i for i, _ in by_layer(part(record, "layers"))]
     where = f" in layers {figures.ranges(layers)}" if layers else ""
+    if read.learned(record):
+        whole = part(record, "config").get("attention") == "none"
+        attention = "" if whole else ", and its attention cut down"
+        return (
+            f"{model}, its feed-forward networks{where} made experts that share their weights, of "
+            f"which each token runs one{attention}"
+        )
     if any(part(layer, "gate") for _, layer in by_layer(part(record, "layers"))):
         return (
             f"{model}, its feed-forward networks{where} cut into blocks, of which each token runs "

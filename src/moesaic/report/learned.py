@@ -13,7 +13,7 @@ from moesaic.report import figures
 from moesaic.report.charts import line, rect, svg, text, ticks
 from moesaic.report.lines import lines
 from moesaic.report.maps import rows
-from moesaic.report.read import Record, figure, listed, part
+from moesaic.report.read import Record, figure, learned, listed, part
 
 Figure = tuple[str, str, Markup]
 """What it shows, how to read it, the drawing."""
@@ -28,7 +28,7 @@ CURVES = {
 
 def drawings(record: Record) -> list[Figure | None]:
     """What the paper draws; nothing of a record without training."""
-    if not part(record, "training"):
+    if not learned(record):
         return []
     return [_curves(record), _widths(record), _union(record), _boxes(record), _similar(record)]
 
@@ -48,8 +48,11 @@ def _curves(record: Record) -> Figure | None:
     kept = figure(record, "scores", "result", "router_parameters")
     told = ["Of the batch of each step."]
     told += [f"{figures.count(count)} parameters were trained."] if count else []
-    told += [f"The routers that stay have {figures.count(kept)}."] if kept else []
-    return "The losses.", " ".join(told), Markup("").join(drawn)
+    whole = figure(record, "scores", "original", "total_parameters")
+    share = f", {figures.percent(kept / whole, 1)} of the original’s" if kept and whole else ""
+    told += [f"The routers that stay have {figures.count(kept)}{share}."] if kept else []
+    side_by_side = Markup('<div class="curves">{}</div>').format(Markup("").join(drawn))
+    return "The losses.", " ".join(told), side_by_side
 
 
 def _widths(record: Record) -> Figure | None:
@@ -113,7 +116,7 @@ def _boxes(record: Record) -> Figure | None:
         out.append(
             rect(x - half, at(third), 2 * half, at(first) - at(third), "bar result", tip=tip)
         )
-        out.append(line([(x - half, at(middle)), (x + half, at(middle))], "cross"))
+        out.append(line([(x - half, at(middle)), (x + half, at(middle))], "break"))
         if n % every == 0:
             out.append(text(x, height - foot + 15, i, "quiet", "middle"))
     out.append(text((left + right) / 2, height - 3, "layer", "quiet", "middle"))

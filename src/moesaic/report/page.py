@@ -86,6 +86,7 @@ def _view(record: Record, anchor: str) -> dict[str, Any]:
         "explained": _explained(record),
         "whose": WHOSE.get(read.family(record), "each model’s own"),
         "unit": unit,
+        "carved": read.family(record) == "carve",
         "mixtures": [*mixtures.drawings(record), *dynamic.drawings(record)],
         "renumbered": read.family(record) == "prune",
         "bars": charts.perplexity_bars(models, what) if len(models) > 1 else "",

@@ -128,7 +128,12 @@ def family(record: Record) -> str:
 
 def unit(record: Record) -> str:
     """What the result's routers choose."""
-    return "petal" if family(record) == "carve" else "expert"
+    return "petal" if family(record) == "carve" and not learned(record) else "expert"
+
+
+def learned(record: Record) -> bool:
+    """Whether experts were learned over weights that stayed."""
+    return bool(part(record, "training"))
 
 
 def trained(record: Record) -> str:
