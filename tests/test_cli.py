@@ -10,7 +10,7 @@ from moe_models import tiny_moe
 from rich.console import Console
 
 from moesaic import cli, run
-from moesaic.cli import shared
+from moesaic.cli import bars
 from moesaic.data import shipped_texts
 from moesaic.progress import Figures
 from moesaic.version import __version__
@@ -239,9 +239,9 @@ def test_condense_then_tune(moesaic, tokenizer, tmp_path):
 
 def test_figures_of_the_passing_items_are_drawn_under_the_bar(monkeypatch):
     told = Console(record=True, width=100, file=io.StringIO())
-    monkeypatch.setattr(shared, "err_console", told)
+    monkeypatch.setattr(bars, "err_console", told)
     steps = [Figures(loss=float(n), union=0.0) for n in range(8, 0, -1)]
-    assert list(shared.bars(steps, "Training", 8)) == steps
+    assert list(bars.bars(steps, "Training", 8)) == steps
     drawn = told.export_text()
     assert "Training" in drawn
     assert "loss                    █▇▆▅▄▃▂▁ 1" in drawn

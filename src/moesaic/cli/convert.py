@@ -9,29 +9,27 @@ from typing import Annotated, Any
 import typer
 
 from moesaic import reduction
-from moesaic.cli.shared import (
+from moesaic.cli.bars import bars
+from moesaic.cli.options import (
     AsJson,
     Bundle,
     CalibrationLength,
+    CalibrationOptions,
     Device,
     Dtype,
     Model,
     Out,
     Overwrite,
     Refit,
-    Rest,
     Resume,
+    RunOptions,
     Seed,
     Stats,
-    Text,
-    app,
-    bars,
-    emit,
-    example,
     grouped,
     options,
     said,
 )
+from moesaic.cli.shared import app, emit, example
 from moesaic.errors import MoesaicError
 from moesaic.measure import check_device, parse_bytes, parse_dtype
 from moesaic.methods import STEPS
@@ -41,14 +39,14 @@ from moesaic.statistics import StatsFile, merge_files, process
 
 
 @dataclass(frozen=True)
-class LongText(Text):
+class LongCalibration(CalibrationOptions):
     """Condensing looks at longer windows."""
 
     length: CalibrationLength = 512
 
 
 @dataclass(frozen=True)
-class Tested(Rest):
+class TuneOptions(RunOptions):
     """Where --data is the text to train on."""
 
     data: Annotated[
@@ -119,8 +117,8 @@ def carve(
         list[str] | None,
         typer.Option("--option", "-o", help="key=value: any other option of the method's config."),
     ] = None,
-    text: Text,
-    rest: Rest,
+    text: CalibrationOptions,
+    rest: RunOptions,
 ) -> None:
     """Turn a dense model into a mixture of experts."""
     given = said(
@@ -191,8 +189,8 @@ def condense(
         list[str] | None,
         typer.Option(help="Also measure with this many of the layers condensed. Repeatable."),
     ] = None,
-    text: LongText,
-    rest: Rest,
+    text: LongCalibration,
+    rest: RunOptions,
 ) -> None:
     """Turn some layers of a mixture of experts into small dense layers."""
     if layers is None and memory is None and active is None:
@@ -240,7 +238,7 @@ def tune(
     rank: Annotated[int, typer.Option(help="Of the updates, for --what lora.")] = 8,
     save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 100,
     seed: Seed = 0,
-    rest: Tested,
+    rest: TuneOptions,
 ) -> None:
     """Train a converted model a little. Runs under accelerate launch."""
     given = {
@@ -290,8 +288,8 @@ def prune(
         typer.Option("--option", "-o", help="key=value: any other option of the method's config."),
     ] = None,
     stats: Stats = "",
-    text: Text,
-    rest: Rest,
+    text: CalibrationOptions,
+    rest: RunOptions,
 ) -> None:
     """Take experts out of a mixture of experts; the result loads wherever the original does."""
     given: dict[str, Any] = {
@@ -321,8 +319,8 @@ def skip(
     ] = None,
     rule: Annotated[str, typer.Option(help="auto, top2 or tail.")] = "auto",
     stats: Stats = "",
-    text: Text,
-    rest: Rest,
+    text: CalibrationOptions,
+    rest: RunOptions,
 ) -> None:
     """Let tokens leave out experts of little weight; beta is calibrated on MODEL as it is."""
     given = {"quantile": quantile, "calls": calls, "rule": rule}
@@ -342,7 +340,7 @@ def observe(
     gram_mb: Annotated[
         int, typer.Option(min=0, help="MB a layer for reconstruction; 0 leaves that out.")
     ] = 256,
-    text: Text,
+    text: CalibrationOptions,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     overwrite: Overwrite = False,

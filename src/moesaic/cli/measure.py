@@ -11,7 +11,8 @@ from rich.table import Table
 
 from moesaic import benching, report
 from moesaic import measure as measuring
-from moesaic.cli.shared import (
+from moesaic.cli.bars import bars
+from moesaic.cli.options import (
     AsJson,
     Device,
     Dtype,
@@ -19,14 +20,9 @@ from moesaic.cli.shared import (
     EvalLength,
     MaxTokens,
     Model,
-    app,
-    bars,
-    columns,
-    emit,
-    example,
     numbers,
-    out_console,
 )
+from moesaic.cli.shared import app, columns, emit, example, out_console
 from moesaic.errors import MoesaicError
 from moesaic.exporting.llamacpp import TYPES
 from moesaic.hub import resolve

@@ -10,19 +10,8 @@ import typer
 from rich.table import Table
 
 from moesaic import exporting, report, run
-from moesaic.cli.shared import (
-    MODELS,
-    AsJson,
-    Model,
-    Out,
-    Overwrite,
-    Resume,
-    app,
-    carry_out,
-    emit,
-    example,
-    figure,
-)
+from moesaic.cli.options import MODELS, AsJson, Model, Out, Overwrite, Resume
+from moesaic.cli.shared import app, carry_out, emit, example, figure
 from moesaic.errors import MoesaicError
 from moesaic.exporting.llamacpp import TYPES
 from moesaic.methods import MoREConfig

@@ -1,0 +1,78 @@
+"""Progress on stderr: bars with the time left, and the figures of training under them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, TypeVar
+
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from moesaic.progress import Figures
+
+T = TypeVar("T")
+err_console = Console(stderr=True)
+
+
+def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+    """Draw a bar with the time left on stderr while the items pass."""
+    columns = (
+        TextColumn("{task.description:<26}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=err_console) as bar:
+        for item in bar.track(items, total=total, description=label):
+            if isinstance(item, Figures):
+                bar.tell(item)
+            yield item
+
+
+class Bar(Progress):
+    """A bar, and under it the curves of the figures that the items tell."""
+
+    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
+        self.curves: dict[str, list[float]] = {}  # looked at while Progress is made
+        super().__init__(*columns, **options)
+
+    def tell(self, figures: Figures) -> None:
+        for name, value in figures.items():
+            self.curves.setdefault(name, []).append(value)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        for name, values in self.curves.items():
+            yield Text(f"  {name:<24}{sparkline(values)} {values[-1]:.4g}")
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The course of some values, from the least to the greatest.
+
+    >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7]), sparkline([1, 3, 1, 3], 2), sparkline([math.nan, 2])
+    ('▁▂▃▄▅▆▇█', '▁▁', ' ▁')
+    """
+    steps = "▁▂▃▄▅▆▇█"
+    count = min(width, len(values))
+    edges = [len(values) * i // count for i in range(count + 1)]
+    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
+    known = [mean for mean in means if math.isfinite(mean)] or [0.0]
+    room = (max(known) - min(known)) or 1.0
+    return "".join(
+        steps[round(7 * (mean - min(known)) / room)] if math.isfinite(mean) else " "
+        for mean in means
+    )
