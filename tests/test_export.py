@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from moesaic import export, hub
 from moesaic.errors import MoesaicError
 from moesaic.exporting.engines import limits
-from moesaic.exporting.native import decide, verify, write
+from moesaic.exporting.native import NEAR, decide, verify, write
 from moesaic.hub import resolve
 from moesaic.moe import base_arch
 from moesaic.plan import CarvedLayer, CondensedLayer, DroppedLayer, Plan, PrunedLayer, SkippingLayer
@@ -63,7 +63,7 @@ def same_model(source, folder, tokens, **options):
     if decided.exact:
         assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     else:
-        assert 0 < (found - wanted).norm() <= 1e-2 * wanted.norm()
+        assert 0 < (found - wanted).norm() <= NEAR * wanted.norm()
     return decided, model
 
 

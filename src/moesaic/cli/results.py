@@ -93,15 +93,8 @@ def export(
 def exported(record: dict[str, Any]) -> Table:
     """What was written, what it cost, and who loads it."""
     table = Table(show_header=False)
-    for name in (
-        "out",
-        "model_type",
-        "type",
-        "bytes",
-        "exact",
-        "largest_difference",
-        "mean_difference",
-    ):
+    differences = ("largest_difference", "mean_difference", "same_next_token")
+    for name in ("out", "model_type", "type", "bytes", "exact", *differences):
         if name in record:
             table.add_row(name.replace("_", " "), figure(record[name]))
     for name, (before, after) in record.get("costs", {}).items():

@@ -74,6 +74,8 @@ def figure(value: Any) -> str:
     """A figure as a table shows it."""
     if value is None:
         return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, list):
         return " - ".join(figure(v) for v in value)
     if isinstance(value, float):

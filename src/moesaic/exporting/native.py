@@ -25,9 +25,10 @@ from moesaic.moe import MoEArch, base_arch
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TOLERANCE = 1e-4
 """The largest difference of logits that rounding explains, relative to the largest logit."""
-NEAR = 1e-2
+NEAR = 5e-2
 """The difference that is allowed, as root mean squares, where several petals have nearly the weight
-they should: a token of which two petals are nearly tied may take the other one."""
+they should. A token of which two petals are nearly tied may take the other one; of hundreds of
+petals some always are, and any change in rounding does the same."""
 
 
 def export_native(
@@ -136,7 +137,8 @@ def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) 
 
     Returns:
         ``largest_difference``, relative to the largest logit; ``mean_difference``, the root mean
-        square relative to that of the logits.
+        square relative to that of the logits; ``same_next_token``, the share of tokens after which
+        both would say the same.
 
     Raises:
         MoesaicError: it does not load, or differs by more than is explained.
@@ -164,7 +166,8 @@ def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) 
             f"The export's logits differ from the model's by {mean:.1e} in root mean square, more "
             f"than weights that are nearly even explain ({NEAR:.0e}). Nothing was kept."
         )
-    return {"largest_difference": largest, "mean_difference": mean}
+    same = (logits.argmax(-1) == wanted.argmax(-1)).float().mean().item()
+    return {"largest_difference": largest, "mean_difference": mean, "same_next_token": same}
 
 
 def _text(source: Source, tokens: int) -> Tensor:

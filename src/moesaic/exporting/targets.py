@@ -29,7 +29,7 @@ from torch import Tensor
 
 from moesaic.arch import DenseFFN
 
-SMALL = 2.0**-10
+SMALL = 2.0**-6
 """No logit of a router that chooses several petals is beyond it; most are far below."""
 
 Header = Mapping[str, Any]
