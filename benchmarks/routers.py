@@ -213,24 +213,15 @@ def main() -> None:
             config = MoREConfig(active=0.8, experts=experts, top_k=top_k, layers="all")
             methods = MoRE(config), MoRE(MoREConfig(**{**vars(config), "variant": "static"}))
             budget = methods[0].choose(sizes)[site.index]
-            backbone, petals = methods[0]._structure(stats, fit, budget)  # type: ignore[arg-type]
-            static_M, _ = methods[1]._structure(stats, fit, budget)  # type: ignore[arg-type]
+            backbone, petals = methods[0].structure(stats, fit, budget)  # type: ignore[arg-type]
+            static_M, _ = methods[1].structure(stats, fit, budget)  # type: ignore[arg-type]
             name = f"layer {site.index}, {experts} petals, top-{top_k}"
             found = answers(Question(fit, test, backbone, petals, top_k), static_M)
             record["results"][name] = found
             out.write_text(json.dumps(record, indent=1) + "\n")
-            print(
-                name,
-                {
-                    k: (
-                        round(v["error"], 4),
-                        round(v["regained"], 3),
-                        round(v.get("seconds", 0), 1),
-                    )
-                    for k, v in found.items()
-                },
-                flush=True,
-            )
+            for router, answer in found.items():
+                told = f"{answer['error']:.4f} {answer['regained']:+.3f}"
+                print(f"{name} {router:20} {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -344,7 +344,7 @@ class MoRE:
 
     def decide(self, stats: MoREStats, site: Site, budget: Split) -> CarvedLayer:
         """Backbone by importance, petals by co-activation, and a router."""
-        backbone, petals = self._structure(stats, site, budget)
+        backbone, petals = self.structure(stats, site, budget)
         return CarvedLayer(
             order_M=torch.cat([backbone, *petals]).cpu(),
             backbone=len(backbone),
@@ -353,7 +353,7 @@ class MoRE:
             **(self._router(site, backbone, petals) if petals else {}),
         )
 
-    def _structure(
+    def structure(
         self, stats: MoREStats, site: Site, budget: Split
     ) -> tuple[Tensor, list[Tensor]]:
         """The neurons of the backbone and of each petal."""
