@@ -11,11 +11,14 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 mkdir -p "$folder"
 pip install sentencepiece protobuf
 [ -f "$folder/llama_cpp_python-$version.tar.gz" ] ||
-    pip download --no-deps --no-binary :all: --dest "$folder" \
+    pip download --no-deps --no-binary llama-cpp-python --dest "$folder" \
         "llama-cpp-python==$version"
 # Virtual machines may announce AMX and stop with an illegal instruction when it is used (q8_0).
-[ "$(uname -m)" = x86_64 ] && export CFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
-export CXXFLAGS="${CFLAGS:-}"
+# It wins over the -march=native that llama.cpp adds. Other compilers and machines have no such flag.
+amx="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+if "${CC:-cc}" $amx -E - </dev/null >/dev/null 2>&1; then
+    export CFLAGS="${CFLAGS:-} $amx" CXXFLAGS="${CXXFLAGS:-} $amx"
+fi
 CMAKE_ARGS="-DLLAVA_BUILD=OFF" pip install "$folder/llama_cpp_python-$version.tar.gz"
 tar -xzf "$folder/llama_cpp_python-$version.tar.gz" -C "$folder"
 ln -sfn "llama_cpp_python-$version/vendor/llama.cpp" "$folder/llama.cpp"

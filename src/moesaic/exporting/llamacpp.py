@@ -35,7 +35,7 @@ def find_converter(given: str | Path | None = None) -> Path:
     raise MoesaicError(
         f"GGUF needs llama.cpp's {SCRIPT}: set {VARIABLE} to a llama.cpp folder, or pass "
         "--converter. One is in vendor/llama.cpp of llama-cpp-python's source package on PyPI "
-        "(pip download --no-deps --no-binary :all: llama-cpp-python)."
+        "(pip download --no-deps --no-binary llama-cpp-python llama-cpp-python)."
     )
 
 
