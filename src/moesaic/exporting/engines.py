@@ -102,7 +102,7 @@ def _llamacpp(config: Any, ep: int) -> Iterator[str]:
         layers = config.num_hidden_layers
         lite = layers in (26, 27) or (layers, config.vocab_size) == (48, 128256)
         if lite != (config.q_lora_rank is None):
-            yield f"q_lora_rank={config.q_lora_rank} at {layers} layers: by them it knows Lite models"
+            yield f"q_lora_rank={config.q_lora_rank} at {layers} layers, which tell it Lite models"
     if kind == "gpt_oss" and any(
         (attention == "sliding_attention") != (i % 2 == 0)
         for i, attention in enumerate(config.layer_types)
