@@ -373,11 +373,37 @@ def test_limits_of_engines():
     assert "128 experts over 3" in lacking("glm4_moe", "sglang", ep=3)
     assert "gelu" in lacking("mixtral", "vllm", hidden_act="gelu")
     assert lacking("llama", "vllm", hidden_act="gelu") == ""
-    assert "512" in lacking("mixtral", "llama.cpp", num_local_experts=600)
+    assert "1024" in lacking("mixtral", "llama.cpp", num_local_experts=1100)
     llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
               "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
     assert "frequency factors" in lacking("glm4_moe", "llama.cpp", rope_parameters=llama3)
     assert lacking("granitemoeshared", "llama.cpp", rope_parameters=llama3, **granite) == ""
+
+
+LLAMACPP = {
+    "four times the hidden size": ("phi", {"intermediate_size": 64}, {"intermediate_size": 128}),
+    "norm_topk_prob=False": ("qwen3_moe", {"norm_topk_prob": False}, {"norm_topk_prob": True}),
+    "norm_topk_prob=True": ("olmoe", {"norm_topk_prob": True}, {}),
+    "its loader wants experts in every": ("qwen3_moe", {"mlp_only_layers": [1]}, None),
+    "two best": ("deepseek_v2", {"n_group": 2}, {"n_group": 1, "q_lora_rank": 8}),
+    "q_lora_rank=None at 4": ("deepseek_v3", {"q_lora_rank": None}, {"q_lora_rank": 8}),
+    "q_lora_rank=8 at 27": ("deepseek_v3", {"num_hidden_layers": 27, "q_lora_rank": 8}, None),
+    "every second": ("gpt_oss", {"layer_types": ["full_attention"] * 4}, {}),
+    "not 32 wide": (
+        "ernie4_5_moe",
+        {"intermediate_size": 64, "moe_intermediate_size": 8, "moe_num_shared_experts": 2},
+        {"intermediate_size": 64, "moe_intermediate_size": 16, "moe_num_shared_experts": 2},
+    ),
+    "the name that transformers": ("phimoe", {}, None),
+}
+
+
+@pytest.mark.parametrize("message", LLAMACPP)
+def test_what_llamacpp_would_read_otherwise(message):
+    model_type, changes, fine = LLAMACPP[message]
+    assert message in lacking(model_type, "llama.cpp", **changes)
+    if fine is not None:
+        assert lacking(model_type, "llama.cpp", **fine) == ""
 
 
 # --- GGUF ----------------------------------------------------------------------------------------
@@ -385,12 +411,17 @@ def test_limits_of_engines():
 CONVERTER = """
 import sys
 from pathlib import Path
+class ModelBase:
+    @staticmethod
+    def load_hparams(model_type): return {"model_type": model_type}
 class Glm4MoeModel:
     def set_vocab(self): raise KeyError("[gMASK]")
     def _set_vocab_gpt2(self): return "general"
 def main():
     folder, outfile, outtype = sys.argv[1], sys.argv[3], sys.argv[5]
     if "refuse" in str(folder): raise SystemExit("pre-tokenizer was not recognized")
+    said = [ModelBase.load_hparams(name).get("scoring_func") for name in ("mixtral", "deepseek_v3")]
+    assert said == [None, "sigmoid"]
     Path(outfile).write_text(outtype + Glm4MoeModel().set_vocab())
 """
 
@@ -408,6 +439,9 @@ def test_gguf_goes_through_the_converter(tmp_path, monkeypatch):
         export(str(model), out, to="gguf")
     with pytest.raises(MoesaicError, match="'int4' is none of f32, bf16, q8_0"):
         export(str(model), out, to="gguf", type="int4", overwrite=True)
+    tiny_moe("gpt_oss", layer_types=["full_attention"] * 3).save_pretrained(tmp_path / "full")
+    with pytest.raises(MoesaicError, match="llama.cpp lacks other than every second"):
+        export(str(tmp_path / "full"), tmp_path / "other.gguf", to="gguf")
     refused = model.rename(tmp_path / "refuse")
     with pytest.raises(MoesaicError, match="refused refuse: pre-tokenizer was not recognized"):
         export(str(refused), tmp_path / "other.gguf", to="gguf")

@@ -76,19 +76,42 @@ def _sglang(config: Any, ep: int) -> Iterator[str]:
 
 def _llamacpp(config: Any, ep: int) -> Iterator[str]:
     """ggml-org/llama.cpp: src/models/*.cpp, src/llama-hparams.h, conversion/*.py."""
-    count = _experts(config)
+    kind, count = config.model_type, _experts(config)
+    if kind == "phi" and config.intermediate_size != 4 * config.hidden_size:
+        yield "a narrower FFN: its Phi converter writes four times the hidden size"
     if not count:
         return
     yield from _activation(config)
-    if count > 512:
-        yield f"{count} experts: LLAMA_MAX_EXPERTS was 512 until lately"
-    if config.model_type in ("granitemoe", "granitemoeshared"):
+    if count > 1024:
+        yield f"{count} experts: LLAMA_MAX_EXPERTS is 1024"
+    if kind in ("granitemoe", "granitemoeshared"):
         yield from _granite_attention(config)
+    if kind == "phimoe":
+        yield "PhiMoE under the name that transformers gives it"
     rope = getattr(config, "rope_parameters", None) or {}
-    if config.model_type == "glm4_moe" and rope.get("rope_type", "default") == "llama3":
+    if kind == "glm4_moe" and rope.get("rope_type", "default") == "llama3":
         yield "llama3 rotary scaling: its GLM4-MoE converter writes no frequency factors"
     if getattr(config, "mlp_only_layers", None):
         yield "dense layers between routed ones: its loader wants experts in every layer"
+    normed = {"qwen2_moe": False, "qwen3_moe": True, "olmoe": False}.get(kind)
+    if normed is not None and config.norm_topk_prob != normed:
+        yield f"norm_topk_prob={config.norm_topk_prob}: its {kind} knows only {normed}"
+    if kind == "deepseek_v2" and (config.n_group or 1) > 1:
+        yield "groups scored by their best expert: it adds the two best, as DeepSeek-V3 does"
+    if kind in ("deepseek_v2", "deepseek_v3"):
+        layers = config.num_hidden_layers
+        lite = layers in (26, 27) or (layers, config.vocab_size) == (48, 128256)
+        if lite != (config.q_lora_rank is None):
+            yield f"q_lora_rank={config.q_lora_rank} at {layers} layers, which tell it Lite models"
+    if kind == "gpt_oss" and any(
+        (attention == "sliding_attention") != (i % 2 == 0)
+        for i, attention in enumerate(config.layer_types)
+    ):
+        yield "other than every second layer's attention sliding, from the first on"
+    if kind == "ernie4_5_moe" and config.moe_num_shared_experts:
+        wanted = config.intermediate_size // config.num_key_value_heads
+        if config.moe_intermediate_size * config.moe_num_shared_experts != wanted:
+            yield f"a shared expert that is not {wanted} wide: dense width / key-value heads"
 
 
 ENGINES: dict[str, Callable[[Any, int], Iterator[str]]] = {

@@ -11,6 +11,7 @@ from typing import Any
 
 from moesaic.arch import PREFIX
 from moesaic.errors import MoesaicError
+from moesaic.exporting.engines import limits
 from moesaic.exporting.form import run_script
 from moesaic.exporting.native import export_native
 from moesaic.hub import resolve
@@ -35,7 +36,7 @@ def find_converter(given: str | Path | None = None) -> Path:
     raise MoesaicError(
         f"GGUF needs llama.cpp's {SCRIPT}: set {VARIABLE} to a llama.cpp folder, or pass "
         "--converter. One is in vendor/llama.cpp of llama-cpp-python's source package on PyPI "
-        "(pip download --no-deps --no-binary :all: llama-cpp-python)."
+        "(pip download --no-deps --no-binary llama-cpp-python llama-cpp-python)."
     )
 
 
@@ -61,7 +62,8 @@ def export_gguf(
         native: options of :func:`moesaic.exporting.native.export_native`.
 
     Raises:
-        MoesaicError: there is no converter, or it refuses the model; nothing is left at ``out``.
+        MoesaicError: there is no converter, it refuses the model, or llama.cpp would compute
+            something else; nothing is left at ``out``.
     """
     if type not in TYPES:
         raise MoesaicError(f"--type {type!r} is none of {', '.join(TYPES)}.")
@@ -79,6 +81,9 @@ def export_gguf(
         if asked or source.config.model_type.startswith(PREFIX):
             folder = Path(place) / "native"
             record = export_native(model, folder, **native)
+        lacks = record.get("engines", limits(source.config))["llama.cpp"]
+        if lacks:
+            raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = Path(place) / "model.gguf"
         convert(script, folder, work, type)
         work.replace(out)
