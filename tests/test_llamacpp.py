@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import tiny_model
 from moe_models import tiny_moe
 from test_export import BARE, EQUAL, LAST_HALF, UNEVEN, carved_layer, condensed_layer, saved
@@ -15,6 +16,7 @@ from test_export import BARE, EQUAL, LAST_HALF, UNEVEN, carved_layer, condensed_
 from moesaic import MoREConfig, bench, carve, export
 from moesaic.arch import DENSE
 from moesaic.data import shipped_texts
+from moesaic.exporting.native import NEAR
 from moesaic.hub import resolve
 from moesaic.moe import base_arch
 from moesaic.plan import DroppedLayer, PrunedLayer
@@ -87,6 +89,25 @@ def test_smollm2_says_the_same(target, carved, tokenizer, tmp_path):
     assert difference < 1e-4
     assert greedy == wanted[: len(greedy)]
     assert len(wanted) == 32
+
+
+@pytest.mark.parametrize("target", ["granitemoeshared", "glm4_moe"])
+def test_several_petals_say_nearly_the_same(target, tokenizer, tmp_path):
+    """llama.cpp chooses by probability: the order of petals must survive its rounding."""
+    config = MoREConfig(active=0.8, layers="all", experts=64, top_k=0, router="ridge", refit=True)
+    carve("smollm2", config, samples=8, length=128).save(tmp_path / "carved")
+    file = tmp_path / "model.gguf"
+    record = export(str(tmp_path / "carved"), file, to="gguf", target=target)
+    assert not record["exact"]
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids[0, :256]
+    with torch.no_grad():
+        wanted = resolve(str(tmp_path / "carved")).load(dtype=torch.float32)(ids[None]).logits[0]
+    with llamacpp.Engine(file, 320, exact=True) as engine:
+        found = engine.logits(ids)
+    assert (found - wanted).norm() < NEAR * wanted.norm()
+    assert (found.argmax(-1) == wanted.argmax(-1)).float().mean() > 0.93
+    losses = [F.cross_entropy(logits[:-1], ids[1:]) for logits in (found, wanted)]
+    assert losses[0] == pytest.approx(losses[1].item(), rel=0.01)
 
 
 @pytest.mark.parametrize("type", ["bf16", "q8_0"])

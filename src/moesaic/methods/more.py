@@ -353,9 +353,7 @@ class MoRE:
             **(self._router(site, backbone, petals) if petals else {}),
         )
 
-    def structure(
-        self, stats: MoREStats, site: Site, budget: Split
-    ) -> tuple[Tensor, list[Tensor]]:
+    def structure(self, stats: MoREStats, site: Site, budget: Split) -> tuple[Tensor, list[Tensor]]:
         """The neurons of the backbone and of each petal."""
         config = self.config
         score_M = importance(
