@@ -84,6 +84,9 @@ def _llamacpp(config: Any, ep: int) -> Iterator[str]:
     yield from _activation(config)
     if count > 1024:
         yield f"{count} experts: LLAMA_MAX_EXPERTS is 1024"
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None) or 0
+    if chosen > 20:  # two nodes each; graphs have room for eight a tensor
+        yield f"{chosen} experts a token: its graphs have no room for more than about 20"
     if kind in ("granitemoe", "granitemoeshared"):
         yield from _granite_attention(config)
     if kind == "phimoe":
