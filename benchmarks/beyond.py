@@ -6,7 +6,8 @@ Writes benchmarks/beyond-MODEL.json. Calibrated on the shipped calibration text,
 seed draws; measured on the shipped evaluation text and on each FILE, 8,192 tokens at 512 a window.
 What is there is not measured again, and an interrupted pass continues behind its last finished
 layer. Configurations of a group share one pass over the model: "shared_seconds" is that pass and
-its sums, "seconds" what a configuration takes beside it, refit included.
+its sums, "seconds" what a configuration takes beside it, refit included; neither is
+told of a pass that was interrupted. "peak_gb" is of the process during the pass.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from moesaic.methods import BUNDLES, MoRE, MoREConfig
 from moesaic.methods.more import chosen_layers
 from moesaic.methods.refit import refitted
 from moesaic.methods.spread import losses
-from moesaic.metrics.memory import peak_resident
+from moesaic.metrics.memory import forget_peak, peak_resident
 from moesaic.metrics.score import score
 from moesaic.plan import Plan
 from moesaic.result import Finished, Job
@@ -54,28 +55,30 @@ def together(active: float = 0.8, **more: Any) -> dict[str, MoREConfig]:
     }
 
 
-def published(active: float, layers: str = "last-half") -> dict[str, MoREConfig]:
-    return {"published": MoREConfig(active=active, layers=layers)}
+def ratio(active: float) -> tuple[int, dict[str, MoREConfig]]:
+    """MoRE as published, each option added to it alone, and all together.
+
+    Half of the layers cannot go below 0.719: from 0.7 on every layer is carved.
+    """
+    published = MoREConfig(active=active, layers="last-half" if active > 0.72 else "all")
+    configs = {
+        "published": published,
+        "weighted": replace(published, weighted=True),
+        "router=ridge": replace(published, router="ridge"),
+        "router=backbone": replace(published, router="backbone"),
+        "refit": replace(published, refit=True),
+        "bias": replace(published, bias=True),
+        "all layers": replace(published, layers="all"),
+        "256 petals": replace(published, layers="all", experts=256, top_k=0),
+        **together(active),
+    }
+    if published.layers == "all":
+        del configs["all layers"]
+    return 100, configs
 
 
 GROUPS: dict[str, tuple[int, dict[str, MoREConfig]]] = {
-    "0.8": (100, together()),
-    "published": (100, published(0.8)),
-    "0.9": (100, published(0.9) | together(0.9)),
-    "0.7": (100, published(0.7, "all") | together(0.7)),
-    "0.6": (100, published(0.6, "all") | together(0.6)),
-    "alone": (
-        100,
-        {
-            "weighted": MoREConfig(weighted=True),
-            "router=ridge": MoREConfig(router="ridge"),
-            "router=backbone": MoREConfig(router="backbone"),
-            "refit": MoREConfig(refit=True),
-            "bias": MoREConfig(bias=True),
-            "all layers": MoREConfig(layers="all"),
-            "256 petals": MoREConfig(experts=256, top_k=0, layers="all"),
-        },
-    ),
+    **{f"{active}": ratio(active) for active in (0.9, 0.8, 0.7, 0.6)},
     "propagate": (100, {"together": MoREConfig(**BEST, propagate=True)}),
     "static propagate": (
         100,
@@ -119,13 +122,17 @@ def decide(job: Job, configs: Mapping[str, MoREConfig], work: Path) -> dict[str,
     else:
         given = ()
     budgets = {name: method.choose(sizes, *given) for name, method in methods.items()}
-    asked = {name: asdict(config) for name, config in configs.items()}
-    finished = Finished(work, job, asked)
-    layers = sorted({i for budget in budgets.values() for i in budget})
+    finished = {name: Finished(work / name, job, asdict(c)) for name, c in configs.items()}
+    whole = {n for n, budget in budgets.items() if not any((n, i) in finished[n] for i in budget)}
+    union = sorted({i for budget in budgets.values() for i in budget})
     if config.propagate:  # a layer's inputs hang on what became of those before it
-        missing = layers if any((n, i) not in finished for n in methods for i in layers) else []
+        missing = (
+            union if any((n, i) not in finished[n] for n in methods for i in budgets[n]) else []
+        )
     else:
-        missing = [i for i in layers if any((n, i) not in finished for n in methods)]
+        missing = [
+            i for i in union if any(i in budgets[n] and (n, i) not in finished[n] for n in methods)
+        ]
     seconds: Counter[str] = Counter()
     began = time.perf_counter()
     for site in job.stream(missing, follow=config.propagate) if missing else ():
@@ -133,29 +140,29 @@ def decide(job: Job, configs: Mapping[str, MoREConfig], work: Path) -> dict[str,
         shared = dict.fromkeys((False, True))
         for name, method in methods.items():
             config, found = configs[name], {}
-            if i not in budgets[name] or ((name, i) in finished and not config.propagate):
+            if i not in budgets[name] or ((name, i) in finished[name] and not config.propagate):
                 continue
             if shared[config.weighted] is None:
                 shared[config.weighted] = method.observe(site)
             started = time.perf_counter()
-            if (name, i) not in finished:
+            if (name, i) not in finished[name]:
                 plan = method.decide(shared[config.weighted], site, budgets[name][i])
                 if config.refit or config.bias:
                     plan, found = refitted(plan, site, config.refit, config.bias)
-                finished.add(name, i, plan, found)
+                finished[name].add(name, i, plan, found)
             if config.propagate:
-                site.change = applied(site.layer, job.arch, finished[name, i][0])
+                site.change = applied(site.layer, job.arch, finished[name][name, i][0])
             seconds[name] += time.perf_counter() - started
             print(f"layer {i} {name} {found}", flush=True)
     common = time.perf_counter() - began - seconds.total()
-    return {
-        name: (
-            Plan("more", job.base, {i: finished[name, i][0] for i in budgets[name]}, asked[name]),
-            {i: finished[name, i][1] for i in budgets[name]},
-            {"seconds": seconds[name], "shared_seconds": common},
-        )
-        for name in configs
-    }
+    decided: dict[str, Any] = {}
+    for name, budget in budgets.items():
+        kept = {i: finished[name][name, i] for i in budget}
+        layers = {i: layer for i, (layer, _) in kept.items()}
+        plan = Plan("more", job.base, layers, asdict(configs[name]))
+        took = {"seconds": seconds[name], "shared_seconds": common} if name in whole else {}
+        decided[name] = plan, {i: found for i, (_, found) in kept.items()}, took
+    return decided
 
 
 def without_refit(plan: Plan) -> Plan:
@@ -203,11 +210,13 @@ def main() -> None:
             f"{group}: {name}" + (f", seed {given.seed}" if given.seed else ""): config
             for name, config in configs.items()
         }
-        if not any(missing(name) for name in configs):
+        configs = {name: config for name, config in configs.items() if missing(name)}
+        if not configs:
             continue
         text = {"samples": samples, "length": 256, "seed": given.seed, "tokenizer": None}
         job = Job.open(given.model, dense_arch, "", **text, device="cpu", dtype=None)
         work = Path("build/beyond") / given.model / f"{group}-{given.seed}"
+        forget_peak()
         decided = decide(job, configs, work)
         more = {"calibration_tokens": samples * 256, "peak_gb": peak_resident() / 1e9}
         for name, (plan, found, took) in decided.items():

@@ -36,6 +36,7 @@ from moesaic.moe import MOE, moe_arch
 from moesaic.plan import CarvedLayer, CondensedLayer, Plan, PrunedLayer, same
 from moesaic.recipe import step_config
 from moesaic.regression import STRENGTHS, Ridge
+from moesaic.result import Job
 from moesaic.stream import LayerStream
 from moesaic.surgery import applied
 
@@ -343,10 +344,25 @@ def test_refit_resumes(tokens, tmp_path):
     config = MoREConfig(layers="all", router="ridge", refit=True, propagate=True)
     model = tiny_model("llama")
     first = moesaic.carve(model, config, calibration=tokens, progress=tmp_path / "p")
-    for file in (tmp_path / "p").glob("layer-000[23]-result-refit*"):
+    files = list((tmp_path / "p").glob("layer-000[23]-result*"))
+    assert len(files) == 2
+    for file in files:
         file.unlink()
     again = moesaic.carve(model, config, calibration=tokens, progress=tmp_path / "p")
     assert all(same(layer, again.plan.layers[i]) for i, layer in first.plan.layers.items())
+
+
+def test_refit_takes_no_pass_of_its_own(tokens, monkeypatch):
+    """And fits what the method decides without it."""
+    passes, stream = [], Job.stream
+    monkeypatch.setattr(Job, "stream", lambda *a, **k: passes.append(a) or stream(*a, **k))
+    model, config = tiny_model("llama"), MoREConfig(layers="all", experts=8, top_k=3)
+    plain = moesaic.carve(model, config, calibration=tokens)
+    whole = moesaic.carve(model, replace(config, refit=True), calibration=tokens)
+    assert len(passes) == 2
+    for site in LayerStream(model, dense_arch(model.config), tokens, range(4)):
+        expected, _ = refitted(plain.plan.layers[site.index], site)
+        assert same(expected, whole.plan.layers[site.index])
 
 
 def test_propagated_inputs_are_those_of_the_carved_model(tokens):

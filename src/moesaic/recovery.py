@@ -1,4 +1,8 @@
-"""Plans recovered in closed form: one more pass over the layers, whatever the verb."""
+"""Plans of mixtures recovered in closed form.
+
+One more pass over the layers: how many experts stay, or which layers are condensed, is known only
+after all were looked at. Carved layers are refitted as they are decided.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,6 @@ def recover(
     finished: Finished,
     track: Track,
     *,
-    weights: bool = True,
-    biases: bool = False,
     propagate: bool = False,
 ) -> tuple[dict[str, Plan], dict[int, dict[str, Any]]]:
     """Refit every layer of some plans of one model; see :mod:`moesaic.methods.refit`.
@@ -36,8 +38,6 @@ def recover(
         plans: by name; "result" is the one that matters.
         finished: layers that were refitted before, and where new ones are kept.
         track: shows progress.
-        weights: refit down projections.
-        biases: give petals output biases.
         propagate: fit each layer on what the converted layers before it pass on.
 
     Returns:
@@ -55,7 +55,7 @@ def recover(
             i = site.index
             for name, plan in plans.items():
                 if (name, i) in wanted and (f"{name}-refit", i) not in finished:
-                    layer, found = refitted(plan.layers[i], site, weights, biases)
+                    layer, found = refitted(plan.layers[i], site)
                     finished.add(f"{name}-refit", i, layer, found)
             if propagate:
                 site.change = applied(site.layer, job.arch, finished["result-refit", i][0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,10 @@ from moesaic.plan import (
 )
 from moesaic.progress import Track, silent
 from moesaic.recipe import Recipe
-from moesaic.recovery import recover
 from moesaic.reduction import prune, skip
 from moesaic.result import Finished, Job, Result, save_applied
 from moesaic.statistics import process, wait_for_all
+from moesaic.surgery import applied
 from moesaic.tuning import Tuned, tune
 from moesaic.version import __version__
 
@@ -134,16 +135,18 @@ def carve(
     method = CARVERS[type(config)]
     methods = {"result": method(config)}
     methods |= {name: method(replace(config, variant=name)) for name in compare}
+    if config.propagate and compare:
+        raise MoesaicError("--propagate follows one result: nothing can be compared beside it.")
     sizes = layer_sizes(job.shape, job.arch)
     spread = config.spread == "sensitivity"
     given = (_losses(job, config.layers, track),) if spread else ()
     budgets = {name: m.choose(sizes, *given) for name, m in methods.items()}
     finished = Finished(progress, job, {"config": asdict(config), "compare": list(compare)})
     wanted = budgets["result"]
-    done = {i for i in wanted if all((name, i) in finished for name in methods)}
-    if len(done) < len(wanted):
-        sites = track(job.stream(wanted), "Carving layers", len(wanted))
-        carve_layers(methods, budgets, sites, finished.add, skip=done)
+    if not all((name, i) in finished for name in methods for i in wanted):
+        sites = track(job.stream(wanted, follow=config.propagate), "Carving layers", len(wanted))
+        change = partial(applied, arch=job.arch) if config.propagate else None
+        carve_layers(methods, budgets, sites, finished, change)
 
     def plan(name: str) -> Plan:
         layers = {i: finished[name, i][0] for i in wanted}
@@ -152,10 +155,6 @@ def carve(
 
     plans = {name: plan(name) for name in methods}
     analyses = {i: finished["result", i][1] for i in wanted}
-    if config.refit or config.bias:
-        how = {"weights": config.refit, "biases": config.bias, "propagate": config.propagate}
-        plans, recovered = recover(job, plans, finished, track, **how)
-        analyses = {i: {**seen, "refit": recovered[i]} for i, seen in analyses.items()}
     return job.result(plans.pop("result"), analyses, comparisons=plans, inplace=inplace)
 
 

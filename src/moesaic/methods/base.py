@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from moesaic.budget import LayerSize
+from moesaic.methods.refit import refitted
 from moesaic.plan import CarvedLayer
 from moesaic.stream import Site
 
@@ -34,7 +35,14 @@ class Carver(Protocol):
         """What the paper reports about a layer, for the report."""
 
 
-Finished = Callable[[str, int, CarvedLayer, dict[str, Any]], None]
+class Kept(Protocol):
+    """Layers that were decided, by method and number, each with its analysis."""
+
+    def __contains__(self, key: tuple[str, int]) -> bool: ...
+
+    def __getitem__(self, key: tuple[str, int]) -> tuple[Any, dict[str, Any]]: ...
+
+    def add(self, name: str, index: int, layer: CarvedLayer, analysis: dict[str, Any]) -> None: ...
 
 
 @torch.no_grad()
@@ -42,24 +50,30 @@ def carve_layers(
     methods: Mapping[str, Carver],
     budgets: Mapping[str, Mapping[int, Any]],
     sites: Iterable[Site],
-    finished: Finished,
-    skip: Collection[int] = (),
+    kept: Kept,
+    change: Callable[..., Any] | None = None,
 ) -> None:
-    """Observe each layer once, let every method decide on it, and hand each plan over at once.
+    """Observe each layer once, let every method decide on it, and keep each plan at once.
 
     Args:
         methods: one method and its comparisons; the first observes for all.
         budgets: what each method's ``choose`` returned.
         sites: the layers, from a :class:`~moesaic.stream.LayerStream`.
-        finished: called with name, layer, plan and analysis.
-        skip: layers that were finished before.
+        kept: takes the plans; what it has already is not decided again.
+        change: for a result that propagates: of a layer and its ``plan``, the context inside which
+            the layer is as the plan will have it.
     """
-    observer = next(iter(methods.values()))
+    first, observer = next(iter(methods.items()))
     for site in sites:
-        if site.index in skip:
-            continue
-        stats = observer.observe(site)
-        analysis = observer.analyse(stats)
-        for name, method in methods.items():
-            plan = method.decide(stats, site, budgets[name][site.index])
-            finished(name, site.index, plan, analysis)
+        i = site.index
+        if any((name, i) not in kept for name in methods):
+            stats = observer.observe(site)
+            analysis = observer.analyse(stats)
+            for name, method in methods.items():
+                found: dict[str, Any] = {}
+                plan = method.decide(stats, site, budgets[name][i])
+                if method.config.refit or method.config.bias:
+                    plan, found = refitted(plan, site, method.config.refit, method.config.bias)
+                kept.add(name, i, plan, analysis | ({"refit": found} if found else {}))
+        if change is not None:
+            site.change = change(site.layer, plan=kept[first, i][0])
