@@ -2,8 +2,8 @@
 
     python benchmarks/fine_petals.py         writes benchmarks/fine_petals.json
 
-d 2048, d_mid 8192, 64 petals of 68 neurons, 32 of them active, a backbone of 3840: an active share
-of 0.734. "ideal" is a dense block of that width: what no routing could beat.
+d 2048, d_mid 8192, petals of several numbers and widths, the backbone what they leave. "ideal" is a
+dense block of the active width: what no routing could beat.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from moesaic.arch import FFNNames
 from moesaic.measure import environment
 from moesaic.nn import CarvedFFN
 
-HIDDEN, WIDTH, PETALS, TOP_K, PETAL = 2048, 8192, 64, 32, 68
-BACKBONE = WIDTH - PETALS * PETAL
+HIDDEN, WIDTH = 2048, 8192
+SHAPES = ((64, 32, 68), (64, 8, 68), (256, 120, 17), (256, 32, 28))
+"""Petals, top-k, neurons of a petal."""
 
 
-def block(width: int, backbone: int, petals: int, routing: str, dtype: torch.dtype) -> CarvedFFN:
+def block(
+    width: int, sizes: tuple[int, ...], top_k: int, routing: str, dtype: torch.dtype
+) -> CarvedFFN:
     def linear(inputs: int, outputs: int) -> nn.Linear:
         return nn.Linear(inputs, outputs, bias=False, dtype=dtype)
 
@@ -33,24 +36,26 @@ def block(width: int, backbone: int, petals: int, routing: str, dtype: torch.dty
         "up_proj": linear(HIDDEN, width),
         "down_proj": linear(width, HIDDEN),
     }
-    sizes = (PETAL,) * petals
-    module = CarvedFFN(
-        projections, nn.SiLU(), FFNNames(), HIDDEN, backbone, sizes, TOP_K if petals else 0, routing
-    )
+    backbone = width - sum(sizes)
+    module = CarvedFFN(projections, nn.SiLU(), FFNNames(), HIDDEN, backbone, sizes, top_k, routing)
     if module.router is not None:
         nn.init.normal_(module.router.weight, std=0.02)
     return module
 
 
 @torch.inference_mode()
-def compare(dtype: torch.dtype, tokens: int, rounds: int) -> dict[str, Any]:
+def compare(
+    shape: tuple[int, int, int], dtype: torch.dtype, tokens: int, rounds: int
+) -> dict[str, Any]:
     torch.manual_seed(0)
-    active = BACKBONE + TOP_K * PETAL
+    petals, top_k, petal = shape
+    sizes = (petal,) * petals
+    active = WIDTH - (petals - top_k) * petal
     blocks = {
-        "dense": block(WIDTH, WIDTH, 0, "cosine", dtype),
-        "ideal": block(active, active, 0, "cosine", dtype),
-        "linear": block(WIDTH, BACKBONE, PETALS, "linear", dtype),
-        "backbone": block(WIDTH, BACKBONE, PETALS, "backbone", dtype),
+        "dense": block(WIDTH, (), 0, "cosine", dtype),
+        "ideal": block(active, (), 0, "cosine", dtype),
+        "linear": block(WIDTH, sizes, top_k, "linear", dtype),
+        "backbone": block(WIDTH, sizes, top_k, "backbone", dtype),
     }
     x_TD = torch.randn(tokens, HIDDEN, dtype=dtype)
     times: dict[str, list[float]] = {name: [] for name in blocks}
@@ -61,6 +66,10 @@ def compare(dtype: torch.dtype, tokens: int, rounds: int) -> dict[str, Any]:
             times[name].append(time.perf_counter() - started)
     best = {name: min(some) for name, some in times.items()}
     return {
+        "petals": petals,
+        "top_k": top_k,
+        "petal": petal,
+        "active_share": active / WIDTH,
         "dtype": str(dtype),
         "tokens": tokens,
         "rounds": rounds,
@@ -72,9 +81,10 @@ def compare(dtype: torch.dtype, tokens: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     rows = [
-        compare(dtype, tokens, rounds)
+        compare(shape, dtype, tokens, rounds)
+        for shape in SHAPES
         for dtype in (torch.float32, torch.bfloat16)
-        for tokens, rounds in ((1, 15), (512, 3))
+        for tokens, rounds in ((1, 50), (512, 5))
     ]
     record = {"environment": environment("cpu"), "threads": 1, "rows": rows}
     Path(__file__).with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")

@@ -27,6 +27,14 @@ logging.disable_progress_bar()
 torch.set_num_threads(1)
 
 VOCAB = 384
+
+WAYS = {
+    "every neuron": {"WIDE": 1 << 20, "CROWDED": 0},
+    "one by one": {"WIDE": 1, "NARROW": 1 << 20, "CROWDED": 1e9},
+    "one by one, down too": {"WIDE": 1, "NARROW": 1},
+    "petal by petal": {"CROWDED": 2, "SHARED": 0, "WIDE": 1 << 20},
+}
+"""How several petals run, forced."""
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,

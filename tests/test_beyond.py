@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB, tiny_model
+from conftest import VOCAB, WAYS, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_models import tiny_moe
@@ -208,10 +208,11 @@ def test_petals_of_large_matrices_are_found_by_blocks(monkeypatch):
 @pytest.mark.parametrize("routing", ["linear", "backbone", "cosine"])
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("count", [1, 17])
-@pytest.mark.parametrize("wide", [1, 1 << 20])
-def test_execution_is_what_was_fitted(tokens, routing, top_k, count, wide, monkeypatch):
+@pytest.mark.parametrize("way", WAYS)
+def test_execution_is_what_was_fitted(tokens, routing, top_k, count, way, monkeypatch):
     """Weights, biases and router of the plan, through the module, are the masked sum."""
-    monkeypatch.setattr("moesaic.nn.carved.WIDE", wide)
+    for name, value in WAYS[way].items():
+        monkeypatch.setattr(f"moesaic.nn.carved.{name}", value)
     generator = torch.Generator().manual_seed(1)
     plan = petals_plan(
         top_k,
@@ -382,6 +383,7 @@ def test_propagated_inputs_are_those_of_the_carved_model(tokens):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"router": "distill"}, "moesaic tune"),
         ({"router": "magic"}, "choose from cosine, ridge, backbone"),
         ({"spread": "even"}, "choose from uniform, sensitivity"),
         ({"propagate": True}, "needs refit or bias"),

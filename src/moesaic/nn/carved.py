@@ -15,13 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch import DenseFFN, FFNNames, assembled, dense_ffn
-from moesaic.nn.routers import WEIGHING, by_neuron, chosen, make_router, norm_scale, running
+from moesaic.nn.routers import WEIGHING, by_neuron, chosen, make_router, norm_scale
+
+NARROW = 256
+"""Neurons below which a petal is too narrow to be a matrix product of its own for few tokens."""
 
 WIDE = 1 << 14
 """Weights of one of a petal's projections from which a token's own petals are worth the calls."""
 
 CROWDED = 0.65
 """Where more than this share of petals is active, one product over all of them is faster."""
+
+MOVED = 16
+"""Neurons of a petal whose products take as long as moving a token to the petal and back."""
+
+SHARED = 48
+"""Tokens that a narrow petal should have to itself."""
 
 
 class CarvedFFN(nn.Module):
@@ -84,22 +93,23 @@ class CarvedFFN(nn.Module):
         ffn = None if self._learns() else self._plain()
         if ffn is None:
             return self._masked(x_TD).view_as(x)
-        on_TR = None
+        on_TR: Any = None
         if self.router is None or self.top_k == 0:
             y_TD = self._backbone(ffn, x_TD)
         elif self.weighs:
-            y_TD = self._weighted(ffn, x_TD, self.router(x_TD))
+            weights_TR = self.router(x_TD)
+            y_TD = self._several(ffn, x_TD, weights_TR * norm_scale(weights_TR))
         else:
             h_TB = None
             if self.router.sees_backbone:
                 h_TB = ffn.neurons(0, self.backbone).hidden(x_TD)
             chosen_TK = self.router(x_TD, h_TB)
+            if self.top_k > 1 or self.petal_bias is not None:
+                on_TR = chosen(chosen_TK, len(self.petals))
             if self.top_k == 1:
                 y_TD = self._grouped(ffn, x_TD, chosen_TK)
             else:
-                y_TD = self._several(ffn, x_TD, chosen_TK, h_TB)
-            if self.petal_bias is not None:
-                on_TR = chosen(chosen_TK, len(self.petals))
+                y_TD = self._several(ffn, x_TD, on_TR, h_TB)
         y_TD = self._biased(y_TD, on_TR)
         if ffn.down_bias_D is not None:
             y_TD = y_TD + ffn.down_bias_D
@@ -154,51 +164,79 @@ class CarvedFFN(nn.Module):
         return torch.cat(parts).index_select(0, back)
 
     def _several(
-        self, ffn: DenseFFN, x_TD: Tensor, chosen_TK: Tensor, h_TB: Tensor | None
+        self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor, h_TB: Tensor | None = None
     ) -> Tensor:
-        """Several petals a token: one down projection over all neurons, idle ones zero.
+        """Several petals a token, each with its weight; zero for those that it does not run.
 
-        Many tokens compute every neuron: grouping them by petals that are this narrow takes longer
-        (benchmarks/fine_petals.py). A single token computes its own where petals are wide enough.
+        A single token runs its own petals. Of many tokens each petal takes its own, where that is
+        worth moving them; else every neuron is computed, and idle ones are zero. Which is when was
+        measured: benchmarks/fine_petals.py.
+
+        Args:
+            weights_TR: a weight for every petal.
+            h_TB: the backbone's hidden activations, where the router has looked at them.
         """
-        wide = self.petals[0] * x_TD.shape[1] >= WIDE
-        if len(x_TD) > 1 or not wide:
-            rest = ffn if h_TB is None else ffn.neurons(self.backbone, ffn.width)
-            h_TM = rest.hidden(x_TD)
-            if h_TB is not None:
-                h_TM = torch.cat([h_TB, h_TM], dim=1)
-            h_TM = h_TM * running(chosen_TK, self.backbone, self.petals).to(h_TM.dtype)
-            return F.linear(h_TM, ffn.down_DM)
-        h_TM = x_TD.new_zeros(1, ffn.width)
-        if h_TB is None:
-            h_TB = ffn.neurons(0, self.backbone).hidden(x_TD)
-        h_TM[:, : self.backbone] = h_TB
-        for start, stop in joined(self.slices[e] for e in sorted(chosen_TK[0].tolist())):
-            h_TM[:, start:stop] = ffn.neurons(start, stop).hidden(x_TD)
-        return F.linear(h_TM, ffn.down_DM)
-
-    def _weighted(self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor) -> Tensor:
-        """The backbone, and each petal once over the tokens that it has a weight for."""
-        weights_TR = (weights_TR * norm_scale(weights_TR)).to(x_TD.dtype)
-        y_TD = self._backbone(ffn, x_TD)
+        weights_TR = weights_TR.to(x_TD.dtype)
         on_RT = weights_TR.T > 0
-        if len(x_TD) == 1:  # neighbours are one slice
-            for first, last in joined((e, e + 1) for e in on_RT[:, 0].nonzero().flatten().tolist()):
-                part = ffn.neurons(self.slices[first][0], self.slices[last - 1][1])
-                h_RM = part.hidden(x_TD).view(last - first, -1) * weights_TR[0, first:last, None]
-                y_TD = y_TD + part.output(h_RM.view(1, -1))
-            return y_TD
+        width, share = sum(self.petals) / len(self.petals), on_RT.float().mean().item()
+        apart = share < CROWDED * width / (width + MOVED)
+        if width < NARROW and x_TD.device.type != "cpu":  # GPUs wait for calls, not for products
+            apart = False
+        if len(x_TD) == 1:
+            if width * x_TD.shape[1] >= WIDE and (apart or width >= NARROW):
+                return self._single(ffn, x_TD, weights_TR, h_TB)
+        elif apart and (width >= NARROW or share * len(x_TD) >= SHARED):
+            return self._by_petal(ffn, x_TD, weights_TR, on_RT, h_TB)
+        rest = ffn if h_TB is None else ffn.neurons(self.backbone, ffn.width)
+        h_TM = rest.hidden(x_TD)
+        if h_TB is not None:
+            h_TM = torch.cat([h_TB, h_TM], dim=1)
+        return F.linear(h_TM * self._by_neuron(weights_TR, ffn.width), ffn.down_DM)
+
+    def _single(
+        self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor, h_TB: Tensor | None
+    ) -> Tensor:
+        """One token's own petals, neighbours together.
+
+        Of the down projection narrow petals are columns too short to be read one by one, unless
+        they are few.
+        """
+        backbone = ffn.neurons(0, self.backbone)
+        running = weights_TR[0].nonzero().flatten().tolist()
+        places = joined(self.slices[e] for e in running)
+        h_TM = x_TD.new_zeros(1, ffn.width)
+        h_TM[:, : self.backbone] = backbone.hidden(x_TD) if h_TB is None else h_TB
+        for start, stop in places:
+            h_TM[:, start:stop] = ffn.neurons(start, stop).hidden(x_TD)
+        if self.weighs:
+            h_TM = h_TM * self._by_neuron(weights_TR, ffn.width)
+        if self.petals[0] < NARROW and 4 * len(running) > len(self.petals):
+            return F.linear(h_TM, ffn.down_DM)
+        y_TD = x_TD.new_zeros(x_TD.shape)
+        for start, stop in joined([(0, self.backbone), *places]):
+            y_TD = y_TD + ffn.neurons(start, stop).output(h_TM[:, start:stop])
+        return y_TD
+
+    def _by_petal(
+        self,
+        ffn: DenseFFN,
+        x_TD: Tensor,
+        weights_TR: Tensor,
+        on_RT: Tensor,
+        h_TB: Tensor | None,
+    ) -> Tensor:
+        """The backbone over all tokens, and each petal once over those that run it."""
+        backbone = ffn.neurons(0, self.backbone)
+        y_TD = backbone.output(backbone.hidden(x_TD) if h_TB is None else h_TB)
         petal, token = on_RT.nonzero(as_tuple=True)
-        if len(token) > CROWDED * on_RT.numel():
-            petals = ffn.neurons(self.backbone, ffn.width)
-            h_TRM = petals.hidden(x_TD).view(*weights_TR.shape, -1) * weights_TR[..., None]
-            return y_TD + petals.output(h_TRM.flatten(1))
         counts = on_RT.sum(1).tolist()
         weights = weights_TR[token, petal].split(counts)
         for place, rows, weight in zip(self.slices, token.split(counts), weights, strict=True):
             if len(rows):
                 part_TD = ffn.neurons(*place).of_few(x_TD.index_select(0, rows))
-                y_TD = y_TD.index_add_(0, rows, part_TD * weight[:, None])
+                if self.weighs:
+                    part_TD = part_TD * weight[:, None]
+                y_TD = y_TD.index_add_(0, rows, part_TD)
         return y_TD
 
     def _plain(self) -> DenseFFN | None:
