@@ -23,7 +23,7 @@ NARROW = 256
 WIDE = 1 << 14
 """Weights of one of a petal's projections from which a token's own petals are worth the calls."""
 
-CROWDED = 0.65
+CROWDED = 0.8
 """Where more than this share of petals is active, one product over all of them is faster."""
 
 MOVED = 16
