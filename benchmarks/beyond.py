@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("--group", nargs="*", default=["dense", "0.8"], choices=["dense", *GROUPS])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--before", action="store_true", help="also measure plans before the refit")
+    parser.add_argument("--only", nargs="*", help="configurations of the groups; without: all")
     given = parser.parse_args()
     out = Path(__file__).with_name(f"beyond-{given.model}.json")
     record: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
@@ -221,6 +222,7 @@ def main() -> None:
         configs = {
             f"{group}: {name}" + (f", seed {given.seed}" if given.seed else ""): config
             for name, config in configs.items()
+            if given.only is None or name in given.only
         }
         configs = {name: config for name, config in configs.items() if missing(name)}
         if not configs:

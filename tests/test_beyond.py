@@ -383,7 +383,6 @@ def test_propagated_inputs_are_those_of_the_carved_model(tokens):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"router": "distill"}, "moesaic tune"),
         ({"router": "magic"}, "choose from cosine, ridge, backbone"),
         ({"spread": "even"}, "choose from uniform, sensitivity"),
         ({"propagate": True}, "needs refit or bias"),

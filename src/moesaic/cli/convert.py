@@ -92,7 +92,10 @@ def carve(
     ] = None,
     recipe: Bundle = None,
     router: Annotated[
-        str | None, typer.Option(help="more: cosine, or fitted in closed form: ridge, backbone.")
+        str | None,
+        typer.Option(
+            help="more: cosine, or fitted in closed form: ridge, backbone. To train it: tune."
+        ),
     ] = None,
     refit: Refit = None,
     bias: Annotated[

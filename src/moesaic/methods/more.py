@@ -110,11 +110,6 @@ class MoREConfig:
             )
         if self.spread != "uniform" and self.variant == "naive":
             raise MoesaicError("naive clustering has no backbone to spread: drop spread.")
-        if str(self.router) == "distill":
-            raise MoesaicError(
-                "Routers are distilled by training: carve with --router ridge, then moesaic tune "
-                "OUT TUNED --what routers --teacher MODEL."
-            )
         if self.router not in get_args(RouterName):
             raise MoesaicError(
                 f"Unknown router {self.router!r}; choose from {', '.join(get_args(RouterName))}."

@@ -6,6 +6,7 @@ every petal (T, R), zero where the token does not run it.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Router(nn.Module):
     def _highest(self, scores_TR: Tensor) -> Tensor:
         if self.top_k == 1:
             return scores_TR.argmax(-1, keepdim=True)
-        return scores_TR.topk(self.top_k, dim=-1).indices
+        return scores_TR.topk(self.top_k, dim=-1, sorted=False).indices
 
     def _scores(self, x_TD: Tensor, h_TB: Tensor | None) -> Tensor:
         weight = self.weight.float()
@@ -106,9 +107,16 @@ def running(chosen_TK: Tensor, backbone: int, petals: tuple[int, ...]) -> Tensor
     return by_neuron(chosen(chosen_TK, len(petals)), backbone, petals)
 
 
+@lru_cache
+def _widths(petals: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept: of hundreds of petals it takes longer to make than a token's block does to route."""
+    with torch.inference_mode(False):
+        return torch.tensor(petals, device=device)
+
+
 def by_neuron(on_TR: Tensor, backbone: int, petals: tuple[int, ...]) -> Tensor:
     """What is said of each petal, said of its neurons; ones for the backbone's (T, M)."""
-    widths = torch.tensor(petals, device=on_TR.device)
+    widths = _widths(petals, on_TR.device)
     on_TM = on_TR.repeat_interleave(widths, dim=1, output_size=sum(petals))
     return F.pad(on_TM, (backbone, 0), value=1)
 
