@@ -218,6 +218,16 @@ def test_without_evaluation_the_cut_is_still_shown():
     assert "Perplexity" not in page.text
 
 
+def test_what_the_refit_gave_back_is_drawn():
+    record = make()
+    for i, layer in record["layers"].items():
+        layer["refit"] = {"lost": 0.01 * int(i), "recovered": 0.25, "strength": None}
+    page = report.html([record])
+    assert "Error by layer." in page and "before, layer 7: 7 %" in page
+    assert "after, layer 7: 5.3 %" in page
+    assert "Error by layer." not in report.html([make()])
+
+
 def test_static_variant_has_no_petals():
     record = make()
     record["config"]["variant"] = "static"

@@ -193,50 +193,6 @@ def heat_map(routing: Sequence[tuple[int, Mapping[str, Any]]], unit: str = "peta
 # --- channels ------------------------------------------------------------------------------------
 
 
-def coverage(layers: Sequence[tuple[int, Mapping[str, Any]]]) -> Markup:
-    """The share of channels that were never activated, by layer, for each activation ratio."""
-    width, height, left, right, top, foot = 344.0, 210.0, 34.0, 68.0, 12.0, 34.0
-    low, high = layers[0][0], layers[-1][0]
-    reach = max(1, high - low)
-
-    def at(layer: int, share: float) -> tuple[float, float]:
-        x = left + (width - left - right) * ((layer - low) / reach if high > low else 0.5)
-        return x, top + (height - top - foot) * (1 - share)
-
-    out = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y = at(low, share)[1]
-        out.append(line([(left, y), (width - right, y)], "grid"))
-        out.append(text(left - 6, y + 4, f"{100 * share:.0f}", "quiet", "end"))
-    step = max(1, math.ceil((high - low + 1) / 10))
-    for layer in range(low, high + 1, step):
-        out.append(text(at(layer, 0)[0], height - foot + 15, layer, "quiet", "middle"))
-    out.append(text((left + width - right) / 2, height - 3, "layer", "quiet", "middle"))
-    ratios = sorted({k for _, layer in layers for k in layer["never_activated"]}, key=float)
-    ends = []
-    for n, key in enumerate(ratios):
-        kind = f"series s{n % 4}"
-        known = [(i, layer["never_activated"].get(key)) for i, layer in layers]
-        points = [(i, v) for i, v in known if v is not None]
-        out.append(line([at(i, v) for i, v in points], kind))
-        for i, v in points:
-            x, y = at(i, v)
-            tip = f"layer {i}: {figures.percent(v, 1)} never among the top {_top(key)}"
-            out.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.6" class="dot s{n % 4}">'
-                f"<title>{escape(tip)}</title></circle>"
-            )
-        ends.append((at(*points[-1])[1] + 4, f"top {_top(key)}", n))
-    floor = height - foot + 4
-    for y, label, n in reversed(apart(ends, 13, floor)):
-        out.append(text(width - right + 8, y, label, f"end s{n % 4}"))
-    return svg(width, height, out, "Channels that were never activated, by layer")
-
-
-def _top(ratio: str) -> str:
-    return f"{100 * float(ratio):g}{figures.NBSP}%"
-
-
 def apart(
     labels: list[tuple[float, str, int]], gap: float, floor: float
 ) -> list[tuple[float, str, int]]:

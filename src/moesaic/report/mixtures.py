@@ -39,6 +39,7 @@ def drawings(record: Record) -> list[tuple[str, list[Figure]]]:
     found = []
     head, draw = of.get(read.family(record), ("", lambda _: ()))
     found.append((head, [f for f in draw(record) if f is not None and f[2]]))
+    found.append(("What the refit gives back", [f for f in _refitted(record) if f[2]]))
     found.append(("Training", [f for f in _tuned(record) if f[2]]))
     return [(head, drawn) for head, drawn in found if drawn]
 
@@ -48,6 +49,22 @@ def _numbers(values: Any) -> list[float]:
     if not isinstance(values, list | tuple):
         return []
     return [] if any(not isinstance(v, int | float) for v in values) else list(values)
+
+
+def _refitted(record: Record) -> list[Figure]:
+    """Of any verb: the error of each layer's output before and after."""
+    layers = [(i, d["refit"]) for i, d in listed(record.get("layers")) if d.get("refit")]
+    before = [(float(i), 100 * found["lost"]) for i, found in layers]
+    after = [
+        (i, lost * (1 - f["recovered"])) for (i, lost), (_, f) in zip(before, layers, strict=True)
+    ]
+    told = (
+        "Squared error of a layer’s output, percent of the output’s own square, before its down "
+        "projections were refitted and after: on calibration tokens that were held out."
+    )
+    series = [("before", before), ("after", after)]
+    drawn = lines(series, "percent", "layer", strong="after", form="{:.2g} %".format)
+    return [("Error by layer.", told, Markup(drawn))]
 
 
 # --- prune ---------------------------------------------------------------------------------------

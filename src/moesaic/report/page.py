@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from moesaic.report import charts, dynamic, figures, mixtures, read, words
+from moesaic.report.lines import lines
 from moesaic.report.read import Record, by_layer, figure, part
 
 EXPLAINED = {
@@ -96,7 +97,7 @@ def _view(record: Record, anchor: str) -> dict[str, Any]:
         "structures": _structures(layers),
         "heat": charts.heat_map(routing, unit) if routing else "",
         "routed_tokens": figures.count(figure(scores, "result", "tokens")),
-        "coverage": charts.coverage(covered) if covered else "",
+        "coverage": _coverage(covered),
         "spectra": [
             charts.spectrum(i, layer["activation_mass"])
             for i, layer in layers
@@ -105,6 +106,17 @@ def _view(record: Record, anchor: str) -> dict[str, Any]:
         "samples": _samples(record),
         "about": _about(record),
     }
+
+
+def _coverage(layers: Sequence[tuple[int, Any]]) -> Markup | str:
+    """The share of channels that were never activated, by layer, for each activation ratio."""
+    ratios = sorted({k for _, layer in layers for k in layer["never_activated"]}, key=float)
+    series = []
+    for ratio in ratios:
+        known = ((i, layer["never_activated"].get(ratio)) for i, layer in layers)
+        points = [(float(i), 100 * share) for i, share in known if share is not None]
+        series.append((f"top {100 * float(ratio):g}{figures.NBSP}%", points))
+    return lines(series, "percent", "layer", form="{:.1f} %".format, log=False)
 
 
 def _explained(record: Record) -> list[tuple[str, str]]:
