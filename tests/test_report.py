@@ -223,7 +223,8 @@ def test_what_the_refit_gave_back_is_drawn():
     for i, layer in record["layers"].items():
         layer["refit"] = {"lost": 0.01 * int(i), "recovered": 0.25, "strength": None}
     page = report.html([record])
-    assert "Error by layer." in page and "before, layer 7: 7 %" in page
+    assert "Error by layer." in page
+    assert "before, layer 7: 7 %" in page
     assert "after, layer 7: 5.3 %" in page
     assert "Error by layer." not in report.html([make()])
 
