@@ -198,7 +198,7 @@ def main() -> None:
 
     def missing(name: str) -> list[str]:
         known = results.get(name, {}).get("perplexity", {})
-        alone = name.split(": ")[-1].split(", seed")[0] in ALONE
+        alone = any(f": {option}" in name for option in ALONE)
         return [text for text in texts if text not in known and not (alone and text != "shipped")]
 
     def measure(name: str, build: Callable[[], Any], **more: Any) -> None:

@@ -67,13 +67,13 @@ def rows(found: Found, names: Sequence[tuple[str, str]], texts: Sequence[str]) -
         if not results:
             continue
         first = results[0]
-        took = min(r.get("seconds", 0) + r.get("shared_seconds", 0) for r in results)
+        timed = [r["seconds"] + r["shared_seconds"] for r in results if "seconds" in r]
         cells = [
             label,
             *(told(results, text) for text in texts),
             f"{first['active_ratio']:.3f}",
             f"{first['active_parameters'] / 1e6:.1f} M",
-            f"{took:.0f}" if took else "",
+            f"{min(timed):.0f}" if timed else "",
             f"{first['peak_gb']:.1f}" if "peak_gb" in first else "",
             str(len(results)),
         ]

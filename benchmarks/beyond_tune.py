@@ -80,9 +80,7 @@ def main() -> None:
                 what=what, teacher=given.model, steps=given.steps, batch=BATCH, lr=RATES[what]
             )
             started = time.perf_counter()
-            tuned = moesaic.tune(
-                copy.deepcopy(carved), config, examples=examples, teacher=base, plan=None
-            )
+            tuned = moesaic.tune(copy.deepcopy(carved), config, examples=examples, teacher=base)
             keep(
                 f"{name}, {what}",
                 tuned.model,

@@ -39,6 +39,14 @@ WAYS = {
     "petal by petal": {"CROWDED": 2, "SHARED": 0, "WIDE": 1 << 20},
 }
 """How several petals run, forced."""
+
+
+def force(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Run several petals that way, whatever is faster."""
+    for name, value in WAYS[way].items():
+        monkeypatch.setattr(f"moesaic.nn.carved.{name}", value)
+
+
 SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,

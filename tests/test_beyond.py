@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB, WAYS, tiny_model
+from conftest import VOCAB, WAYS, force, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_models import tiny_moe
@@ -211,8 +211,7 @@ def test_petals_of_large_matrices_are_found_by_blocks(monkeypatch):
 @pytest.mark.parametrize("way", WAYS)
 def test_execution_is_what_was_fitted(tokens, routing, top_k, count, way, monkeypatch):
     """Weights, biases and router of the plan, through the module, are the masked sum."""
-    for name, value in WAYS[way].items():
-        monkeypatch.setattr(f"moesaic.nn.carved.{name}", value)
+    force(monkeypatch, way)
     generator = torch.Generator().manual_seed(1)
     plan = petals_plan(
         top_k,

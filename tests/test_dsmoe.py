@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import VOCAB, WAYS, launch, tiny_model
+from conftest import VOCAB, WAYS, force, launch, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -93,8 +93,7 @@ def test_sparse_execution_is_masked_execution(
 ) -> None:
     """To float32's tolerance: gates are computed in it."""
     torch.manual_seed(1)
-    for name, value in WAYS[way].items():
-        monkeypatch.setattr(f"moesaic.nn.carved.{name}", value)
+    force(monkeypatch, way)
     ffn, x_TD = gated(model_type, variant=routing, **({"top_k": 2} if routing == "top-k" else {}))
     active = (ffn.router(x_TD) > 0).sum(-1)
     if routing == "full":
@@ -111,20 +110,19 @@ def test_idle_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neurons that are run, counted by the slices that are taken."""
     torch.manual_seed(2)
     ffn, x_TD = gated()
-    for name, value in WAYS["one by one"].items():
-        monkeypatch.setattr(f"moesaic.nn.carved.{name}", value)
-    ran: set[int] = set()
+    force(monkeypatch, "one by one, down too")
+    ran: list[int] = []
     taken = type(ffn.view()).neurons
 
     def neurons(self: Any, start: int, stop: int) -> Any:
-        ran.update(range(start // 16, stop // 16))
+        ran.extend(range(start // 16, stop // 16))
         return taken(self, start, stop)
 
     monkeypatch.setattr(type(ffn.view()), "neurons", neurons)
     for t in range(len(x_TD)):
         ran.clear()
         ffn(x_TD[t : t + 1])
-        assert ran == set((ffn.router(x_TD[t : t + 1])[0] > 0).nonzero().flatten().tolist())
+        assert ran == (ffn.router(x_TD[t : t + 1])[0] > 0).nonzero().flatten().tolist()
 
 
 def test_gradients_are_equations_13_to_16() -> None:

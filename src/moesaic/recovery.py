@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from moesaic.errors import MoesaicError
 from moesaic.methods.refit import refitted
 from moesaic.plan import Plan
 from moesaic.progress import Track
@@ -38,7 +37,7 @@ def recover(
         plans: by name; "result" is the one that matters.
         finished: layers that were refitted before, and where new ones are kept.
         track: shows progress.
-        propagate: fit each layer on what the converted layers before it pass on.
+        propagate: fit each layer on what the converted layers before it pass on; of one plan.
 
     Returns:
         the plans, and what was recovered of each layer of "result".
@@ -46,8 +45,6 @@ def recover(
     Raises:
         MoesaicError: the request cannot be met.
     """
-    if propagate and len(plans) > 1:
-        raise MoesaicError("--propagate follows one result: nothing can be compared beside it.")
     layers = sorted({i for plan in plans.values() for i in plan.layers})
     wanted = {(name, i) for name, plan in plans.items() for i in plan.layers}
     if not all((f"{name}-refit", i) in finished for name, i in wanted):

@@ -121,6 +121,8 @@ def carve(
             folder = None if progress is None else progress / name
             learned.comparisons[name] = carve(model, baseline, progress=folder, **shared).plan
         return learned
+    if config.propagate and compare:
+        raise MoesaicError("--propagate follows one result: nothing can be compared beside it.")
     job = Job.open(
         model,
         dense_arch,
@@ -135,8 +137,6 @@ def carve(
     method = CARVERS[type(config)]
     methods = {"result": method(config)}
     methods |= {name: method(replace(config, variant=name)) for name in compare}
-    if config.propagate and compare:
-        raise MoesaicError("--propagate follows one result: nothing can be compared beside it.")
     sizes = layer_sizes(job.shape, job.arch)
     spread = config.spread == "sensitivity"
     given = (_losses(job, config.layers, track),) if spread else ()

@@ -66,10 +66,12 @@ def carve_layers(
     first, observer = next(iter(methods.items()))
     for site in sites:
         i = site.index
-        if any((name, i) not in kept for name in methods):
+        missing = [name for name in methods if (name, i) not in kept]
+        if missing:
             stats = observer.observe(site)
             analysis = observer.analyse(stats)
-            for name, method in methods.items():
+            for name in missing:
+                method = methods[name]
                 found: dict[str, Any] = {}
                 plan = method.decide(stats, site, budgets[name][i])
                 if method.config.refit or method.config.bias:

@@ -202,19 +202,23 @@ class CarvedFFN(nn.Module):
         they are few.
         """
         backbone = ffn.neurons(0, self.backbone)
-        running = weights_TR[0].nonzero().flatten().tolist()
-        places = joined(self.slices[e] for e in running)
-        h_TM = x_TD.new_zeros(1, ffn.width)
-        h_TM[:, : self.backbone] = backbone.hidden(x_TD) if h_TB is None else h_TB
-        for start, stop in places:
-            h_TM[:, start:stop] = ffn.neurons(start, stop).hidden(x_TD)
+        if h_TB is None:
+            h_TB = backbone.hidden(x_TD)
+        active = weights_TR[0].nonzero().flatten().tolist()
+        places = joined(self.slices[e] for e in active)
+        parts = [ffn.neurons(*place) for place in places]
+        hidden = [part.hidden(x_TD) for part in parts]
         if self.weighs:
-            h_TM = h_TM * self._by_neuron(weights_TR, ffn.width)
-        if self.petals[0] < NARROW and 4 * len(running) > len(self.petals):
+            by_TM = self._by_neuron(weights_TR, ffn.width)
+            hidden = [h * by_TM[:, slice(*at)] for h, at in zip(hidden, places, strict=True)]
+        if self.petals[0] < NARROW and 4 * len(active) > len(self.petals):
+            h_TM = x_TD.new_zeros(1, ffn.width)
+            for place, h in zip([(0, self.backbone), *places], [h_TB, *hidden], strict=True):
+                h_TM[:, slice(*place)] = h
             return F.linear(h_TM, ffn.down_DM)
-        y_TD = x_TD.new_zeros(x_TD.shape)
-        for start, stop in joined([(0, self.backbone), *places]):
-            y_TD = y_TD + ffn.neurons(start, stop).output(h_TM[:, start:stop])
+        y_TD = backbone.output(h_TB)
+        for part, h in zip(parts, hidden, strict=True):
+            y_TD = y_TD + part.output(h)
         return y_TD
 
     def _by_petal(

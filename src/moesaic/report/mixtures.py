@@ -53,14 +53,16 @@ def _numbers(values: Any) -> list[float]:
 
 def _refitted(record: Record) -> list[Figure]:
     """Of any verb: the error of each layer's output before and after."""
-    layers = [(i, d["refit"]) for i, d in listed(record.get("layers")) if d.get("refit")]
-    before = [(float(i), 100 * found["lost"]) for i, found in layers]
-    after = [
-        (i, lost * (1 - f["recovered"])) for (i, lost), (_, f) in zip(before, layers, strict=True)
-    ]
+    before, after = [], []
+    for i, d in listed(record.get("layers")):
+        lost, recovered = figure(d, "refit", "lost"), figure(d, "refit", "recovered")
+        if lost is not None and recovered is not None:
+            before.append((float(i), 100 * lost))
+            after.append((float(i), 100 * lost * (1 - recovered)))
     told = (
-        "Squared error of a layer’s output, percent of the output’s own square, before its down "
-        "projections were refitted and after: on calibration tokens that were held out."
+        "Squared error of a layer’s output on the calibration text, percent of the output’s own "
+        "square, before its down projections were refitted and after; of carved and condensed "
+        "layers, as tokens that were held out have it."
     )
     series = [("before", before), ("after", after)]
     drawn = lines(series, "percent", "layer", strong="after", form="{:.2g} %".format)
