@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import moesaic
-from moesaic.data import calibration_tokens, evaluation_tokens
+from moesaic.data.text import calibration_tokens, evaluation_tokens
 from moesaic.hub import resolve
-from moesaic.measure import environment
+from moesaic.metrics.measure import environment
 from moesaic.methods import BUNDLES, MoREConfig, TuneConfig
 from moesaic.metrics.perplexity import perplexity
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from moesaic.checkpoint import Checkpoint
-from moesaic.condensing import condense
-from moesaic.data import Tokens, calibration_tokens, evaluation_tokens
+from moesaic.io.checkpoint import Checkpoint
+from moesaic.methods.cdmoe.method import condense
+from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
 from moesaic.hub import resolve
-from moesaic.measure import environment
+from moesaic.metrics.measure import environment
 from moesaic.methods import CondenseConfig, TuneConfig
 from moesaic.metrics.perplexity import perplexity
-from moesaic.moe import moe_arch
-from moesaic.tuning import tune
+from moesaic.arch.mixture import moe_arch
+from moesaic.methods.sft.method import tune
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "greedy": {"keep": "shared"},

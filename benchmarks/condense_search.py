@@ -19,17 +19,17 @@ from typing import Any
 import torch
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from moesaic.condensing import condense
-from moesaic.data import calibration_tokens
-from moesaic.folding import condensed
+from moesaic.methods.cdmoe.method import condense
+from moesaic.data.text import calibration_tokens
+from moesaic.layers.condensed import condensed
 from moesaic.hub import resolve
-from moesaic.measure import environment
-from moesaic.methods.condense import CondenseConfig
-from moesaic.methods.divergence import js
-from moesaic.methods.layer_search import ExpertSearch, LayerSearch
-from moesaic.moe import moe_arch
+from moesaic.metrics.measure import environment
+from moesaic.methods.cdmoe.experts import CondenseConfig
+from moesaic.methods.cdmoe.divergence import js
+from moesaic.methods.cdmoe.layers import ExpertSearch, LayerSearch
+from moesaic.arch.mixture import moe_arch
 from moesaic.plan import CondensedLayer, Plan
-from moesaic.stream import LayerStream, Spill
+from moesaic.stream.stream import LayerStream, Spill
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from moesaic.arch import DENSE
-from moesaic.measure import environment
+from moesaic.arch.dense import DENSE
+from moesaic.metrics.measure import environment
 from moesaic.nn import CarvedFFN, carved_like
 from moesaic.plan import CarvedLayer
 from moesaic.surgery import carve_tensors

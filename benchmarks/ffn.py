@@ -18,9 +18,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from moesaic.arch import DENSE
-from moesaic.budget import LayerSize, split_for_target
-from moesaic.measure import environment
+from moesaic.arch.dense import DENSE
+from moesaic.methods.budget import LayerSize, split_for_target
+from moesaic.metrics.measure import environment
 from moesaic.nn import carved_like
 from moesaic.plan import CarvedLayer
 from moesaic.surgery import carve_tensors

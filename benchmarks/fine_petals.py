@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from moesaic.arch import FFNNames
-from moesaic.measure import environment
+from moesaic.arch.dense import FFNNames
+from moesaic.metrics.measure import environment
 from moesaic.nn import CarvedFFN
 
 HIDDEN, WIDTH = 2048, 8192

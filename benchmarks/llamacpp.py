@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from moesaic import MoREConfig, bench, carve, export
-from moesaic.measure import environment
+from moesaic.metrics.measure import environment
 
 
 def measured(given: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from transformers import Qwen2MoeConfig
 
-from moesaic.checkpoint import Checkpoint, ShardWriter, skeleton
-from moesaic.measure import environment
+from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton
+from moesaic.metrics.measure import environment
 
 PRUNE = """
 import json, sys, time

@@ -20,10 +20,10 @@ from typing import Any
 
 import moesaic
 from moesaic import PruneConfig, SkipConfig
-from moesaic.data import evaluation_tokens
+from moesaic.data.text import evaluation_tokens
 from moesaic.hub import resolve
-from moesaic.measure import environment
-from moesaic.methods.naee import CRITERIA
+from moesaic.metrics.measure import environment
+from moesaic.methods.naee.pruning import CRITERIA
 from moesaic.metrics.perplexity import perplexity
 
 DOMAINS = ("prose", "reference", "code")

@@ -20,11 +20,11 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from moesaic import Tokens
-from moesaic.measure import environment
+from moesaic.metrics.measure import environment
 from moesaic.methods import PruneConfig, Pruner
-from moesaic.moe import moe_arch
-from moesaic.statistics import observe_experts
-from moesaic.stream import LayerStream
+from moesaic.arch.mixture import moe_arch
+from moesaic.stream.experts import observe_experts
+from moesaic.stream.stream import LayerStream
 
 
 @torch.no_grad()

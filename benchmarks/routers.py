@@ -23,17 +23,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch import dense_arch
-from moesaic.budget import layer_sizes
-from moesaic.data import Tokens, evaluation_tokens
-from moesaic.measure import environment
+from moesaic.arch.dense import dense_arch
+from moesaic.methods.budget import layer_sizes
+from moesaic.data.text import Tokens, evaluation_tokens
+from moesaic.metrics.measure import environment
 from moesaic.methods import MoRE, MoREConfig
-from moesaic.methods.more import memberships, prototypes
-from moesaic.methods.routers import neuron_weights, petal_energies
+from moesaic.methods.more.method import memberships, prototypes
+from moesaic.methods.beyond.routers import neuron_weights, petal_energies
 from moesaic.nn.routers import running
-from moesaic.regression import Ridge
+from moesaic.layers.regression import Ridge
 from moesaic.result import Job
-from moesaic.stream import Site
+from moesaic.stream.stream import Site
 
 LENGTH, FITTED, TESTED = 256, 100, 16
 RANKS = (16, 32, 64)

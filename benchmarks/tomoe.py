@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 import moesaic
-from moesaic.data import evaluation_tokens
+from moesaic.data.text import evaluation_tokens
 from moesaic.hub import resolve
-from moesaic.measure import environment
+from moesaic.metrics.measure import environment
 
 KEPT_LOSSES = 100
 

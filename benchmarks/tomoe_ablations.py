@@ -20,9 +20,9 @@ from typing import Any
 from tomoe import measured
 
 import moesaic
-from moesaic.data import evaluation_tokens
+from moesaic.data.text import evaluation_tokens
 from moesaic.hub import resolve
-from moesaic.measure import environment
+from moesaic.metrics.measure import environment
 
 MODEL, ACTIVE = "tiny-dense", 0.6
 ROWS: dict[str, dict[str, Any]] = {

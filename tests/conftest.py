@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from moesaic.arch import DENSE
-from moesaic.data import Tokens, shipped_texts
+from moesaic.arch.dense import DENSE
+from moesaic.data.text import Tokens, shipped_texts
 
 logging.disable_progress_bar()
 torch.set_num_threads(1)

@@ -8,7 +8,7 @@ from conftest import tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
 from moesaic import hub
-from moesaic.arch import DENSE, dense_arch, dense_ffn
+from moesaic.arch.dense import DENSE, dense_arch, dense_ffn
 from moesaic.errors import MoesaicError
 from moesaic.plan import CarvedLayer, Plan
 from moesaic.surgery import apply_plan, base_shape

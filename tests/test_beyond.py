@@ -13,31 +13,31 @@ from moe_models import tiny_moe
 from test_export import same_model
 
 import moesaic
-from moesaic.arch import dense_arch
-from moesaic.budget import (
+from moesaic.arch.dense import dense_arch
+from moesaic.methods.budget import (
     LayerSize,
     active_ratio,
     layer_sizes,
     solved_top_k,
     split_for_target,
 )
-from moesaic.checkpoint import Checkpoint
-from moesaic.data import Tokens
+from moesaic.io.checkpoint import Checkpoint
+from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.exporting.native import decide
+from moesaic.export.native import decide
 from moesaic.hub import resolve
 from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig
-from moesaic.methods.more import petals_of
-from moesaic.methods.refit import refit_carved, refitted, runs
-from moesaic.methods.routers import fit_router, neuron_weights, petal_energies
-from moesaic.methods.spread import losses, spread_splits
+from moesaic.methods.more.method import petals_of
+from moesaic.methods.beyond.refit import refit_carved, refitted, runs
+from moesaic.methods.beyond.routers import fit_router, neuron_weights, petal_energies
+from moesaic.methods.beyond.spread import losses, spread_splits
 from moesaic.metrics.size import model_size
-from moesaic.moe import MOE, moe_arch
+from moesaic.arch.mixture import MOE, moe_arch
 from moesaic.plan import CarvedLayer, CondensedLayer, Plan, PrunedLayer, same
 from moesaic.recipe import step_config
-from moesaic.regression import STRENGTHS, Ridge
+from moesaic.layers.regression import STRENGTHS, Ridge
 from moesaic.result import Job
-from moesaic.stream import LayerStream
+from moesaic.stream.stream import LayerStream
 from moesaic.surgery import applied
 
 
@@ -197,7 +197,7 @@ def test_petals_of_large_matrices_are_found_by_blocks(monkeypatch):
         counts[group[:, None], group] += 50
     planted = {frozenset(g.tolist()) for g in groups}
     for large in (1, 1 << 18):
-        monkeypatch.setattr("moesaic.clustering.LARGE", large)
+        monkeypatch.setattr("moesaic.methods.clustering.LARGE", large)
         petals = petals_of(counts, torch.arange(240), 24, True, seed=1)
         assert {frozenset(p.tolist()) for p in petals} == planted
 
@@ -271,7 +271,7 @@ def test_bias_alone_is_the_mean_of_what_is_left_out(tokens):
 
 
 def test_infinite_strength_changes_nothing(tokens, monkeypatch):
-    monkeypatch.setattr("moesaic.regression.STRENGTHS", (math.inf,))
+    monkeypatch.setattr("moesaic.layers.regression.STRENGTHS", (math.inf,))
     site = dense_site(tokens)
     plan = petals_plan()
     new, found = refit_carved(plan, site, weights=True, biases=False)

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from moesaic.checkpoint import Checkpoint, ShardWriter, check_out, disk_full, whole_folder
+from moesaic.io.checkpoint import Checkpoint, ShardWriter, check_out, disk_full, whole_folder
 from moesaic.errors import MoesaicError
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from moesaic import cli, run
 from moesaic.cli import bars
-from moesaic.data import shipped_texts
+from moesaic.data.text import shipped_texts
 from moesaic.progress import Figures
 from moesaic.version import __version__
 
@@ -165,7 +165,7 @@ def test_full_disk_is_said(moesaic, llama_folder, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("moesaic.checkpoint.ShardWriter.close", full)
+    monkeypatch.setattr("moesaic.io.checkpoint.ShardWriter.close", full)
     code, _, err = moesaic("carve", llama_folder, tmp_path / "out", *QUICK, "--no-eval")
     assert code == 2
     assert "disk is full" in err

@@ -16,16 +16,16 @@ from moe_models import tiny_moe
 from transformers import AutoModelForCausalLM
 
 from moesaic import MoesaicError, Tokens
-from moesaic.condensing import condense
-from moesaic.folding import condensed
-from moesaic.methods.condense import CondenseConfig, pl_alpha_hill, ranked_experts, weight_scores
-from moesaic.methods.divergence import js, kl
-from moesaic.methods.layer_search import ExpertSearch, LayerSearch
-from moesaic.moe import MoEFFN, moe_arch
+from moesaic.methods.cdmoe.method import condense
+from moesaic.layers.condensed import condensed
+from moesaic.methods.cdmoe.experts import CondenseConfig, pl_alpha_hill, ranked_experts, weight_scores
+from moesaic.methods.cdmoe.divergence import js, kl
+from moesaic.methods.cdmoe.layers import ExpertSearch, LayerSearch
+from moesaic.arch.mixture import MoEFFN, moe_arch
 from moesaic.plan import CondensedLayer, Plan, same
 from moesaic.recipe import Calibration, parse_recipe
-from moesaic.run import run_recipe
-from moesaic.stream import LayerStream
+from moesaic.pipeline import run_recipe
+from moesaic.stream.stream import LayerStream
 
 SHARED = [
     "qwen2_moe",
@@ -291,7 +291,7 @@ def test_perplexity_as_the_metric(tied: bool, padded: Tokens, tmp_path: Path) ->
 
 
 def weight_bytes(folder: Path) -> int:
-    from moesaic.checkpoint import Checkpoint
+    from moesaic.io.checkpoint import Checkpoint
 
     checkpoint = Checkpoint(folder)
     return sum(checkpoint.tensor(name).nbytes for name in checkpoint.names())

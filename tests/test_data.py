@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moesaic.data import (
+from moesaic.data.text import (
     DOMAINS,
     IGNORED,
     Tokens,

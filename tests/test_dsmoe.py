@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 import moesaic
 from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
-from moesaic.arch import dense_arch
-from moesaic.budget import layer_sizes
+from moesaic.arch.dense import dense_arch
+from moesaic.methods.budget import layer_sizes
 from moesaic.cli import app
-from moesaic.continuing import carve_and_train
-from moesaic.methods.dsmoe import DSMoE, SparseObjective, imbalance, sparsity
+from moesaic.methods.dsmoe.method import carve_and_train
+from moesaic.methods.dsmoe.gates import DSMoE, SparseObjective, imbalance, sparsity
 from moesaic.metrics.score import score
 from moesaic.nn import CarvedFFN
-from moesaic.packing import PackedText
+from moesaic.data.packing import PackedText
 from moesaic.plan import same
 from moesaic.recipe import parse_recipe
 from moesaic.surgery import apply_plan, base_shape
@@ -344,8 +344,8 @@ def test_bfloat16_keeps_routers_in_float32(tmp_path: Path) -> None:
 SCRIPT = """
 import json, sys
 from moesaic import DSMoEConfig
-from moesaic.continuing import carve_and_train
-from moesaic.statistics import process
+from moesaic.methods.dsmoe.method import carve_and_train
+from moesaic.stream.experts import process
 folder, batch, out = sys.argv[1:]
 config = DSMoEConfig(experts=4, steps=4, batch=int(batch), lr=1e-2, active=0.6,
                      data=folder + "/data.safetensors")
@@ -521,4 +521,4 @@ def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path
     assert ratios == sorted(ratios, reverse=True)
     assert "τ 0.5" in (tmp_path / "s.svg").read_text()
     with pytest.raises(MoesaicError, match="no gates"):
-        moesaic.measure.sweep(str(llama_folder), [0.5])
+        moesaic.metrics.measure.sweep(str(llama_folder), [0.5])

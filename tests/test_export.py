@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from moesaic import export, hub
 from moesaic.errors import MoesaicError
-from moesaic.exporting.engines import limits
-from moesaic.exporting.native import NEAR, decide, verify, write
+from moesaic.export.engines import limits
+from moesaic.export.native import NEAR, decide, verify, write
 from moesaic.hub import resolve
-from moesaic.moe import base_arch
+from moesaic.arch.mixture import base_arch
 from moesaic.plan import CarvedLayer, CondensedLayer, DroppedLayer, Plan, PrunedLayer, SkippingLayer
 from moesaic.surgery import apply_plan, base_shape
 

@@ -12,7 +12,7 @@ from test_arch import whole_plan
 from transformers import AutoModelForCausalLM
 
 from moesaic import hub
-from moesaic.arch import dense_arch
+from moesaic.arch.dense import dense_arch
 from moesaic.errors import MoesaicError
 from moesaic.nn import CarvedFFN
 from moesaic.surgery import apply_plan

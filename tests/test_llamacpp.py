@@ -14,11 +14,11 @@ from moe_models import tiny_moe
 from test_export import BARE, EQUAL, LAST_HALF, UNEVEN, carved_layer, condensed_layer, saved
 
 from moesaic import MoREConfig, bench, carve, export
-from moesaic.arch import DENSE
-from moesaic.data import shipped_texts
-from moesaic.exporting.native import NEAR
+from moesaic.arch.dense import DENSE
+from moesaic.data.text import shipped_texts
+from moesaic.export.native import NEAR
 from moesaic.hub import resolve
-from moesaic.moe import base_arch
+from moesaic.arch.mixture import base_arch
 from moesaic.plan import DroppedLayer, PrunedLayer
 
 pytestmark = [

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError, PruneConfig
-from moesaic.checkpoint import Checkpoint
-from moesaic.merging import averaged_E, matched, neurons, orders
-from moesaic.methods.merging import merged_layer
-from moesaic.moe import MOE, moe_arch
+from moesaic.io.checkpoint import Checkpoint
+from moesaic.layers.merged import averaged_E, matched, neurons, orders
+from moesaic.methods.naee.merging import merged_layer
+from moesaic.arch.mixture import MOE, moe_arch
 from moesaic.plan import MergedLayer, Plan, same
 from moesaic.surgery import merge_experts
 

@@ -10,13 +10,13 @@ from transformers.models.auto import CONFIG_MAPPING
 
 import moesaic
 from moesaic import MoesaicError, PruneConfig
-from moesaic.checkpoint import Checkpoint
+from moesaic.io.checkpoint import Checkpoint
 from moesaic.hub import Source
-from moesaic.moe import MOE, MoEFFN, moe_arch
-from moesaic.naming import Naming
+from moesaic.arch.mixture import MOE, MoEFFN, moe_arch
+from moesaic.io.naming import Naming
 from moesaic.plan import Plan, PrunedLayer
 from moesaic.result import save_applied
-from moesaic.stream import LayerStream
+from moesaic.stream.stream import LayerStream
 from moesaic.surgery import apply_plan, base_shape
 
 KEEP = 6

@@ -9,11 +9,11 @@ from conftest import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.arch import dense_arch, dense_ffn
-from moesaic.budget import LayerSize, active_ratio, layer_sizes, split_for_target
-from moesaic.clustering import fill, spectral_embedding
+from moesaic.arch.dense import dense_arch, dense_ffn
+from moesaic.methods.budget import LayerSize, active_ratio, layer_sizes, split_for_target
+from moesaic.methods.clustering import fill, spectral_embedding
 from moesaic.errors import MoesaicError
-from moesaic.methods.more import (
+from moesaic.methods.more.method import (
     MoRE,
     MoREConfig,
     activated,
@@ -28,7 +28,7 @@ from moesaic.methods.more import (
     prototypes,
 )
 from moesaic.metrics.routing import jsd
-from moesaic.stream import LayerStream
+from moesaic.stream.stream import LayerStream
 
 
 def site_of(tokens, index=2, **options):
@@ -92,7 +92,7 @@ def test_importance_is_equation_7(tokens):
 
 
 def test_merged_statistics_are_those_of_all_tokens(tokens):
-    from moesaic.data import Tokens
+    from moesaic.data.text import Tokens
 
     _, _, whole = observed(tokens, tokens_per_batch=24)
     _, _, first = observed(Tokens(tokens.input_ids[:2]), tokens_per_batch=24)

@@ -21,15 +21,15 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError, PruneConfig, Tokens
-from moesaic.data import calibration_tokens, split_evenly
-from moesaic.methods.naee import CRITERIA, allocate, reconstruction_losses
-from moesaic.methods.search import best_scores, every_set, exhaustive, greedy, refined, subsets
-from moesaic.moe import moe_arch
+from moesaic.data.text import calibration_tokens, split_evenly
+from moesaic.methods.naee.pruning import CRITERIA, allocate, reconstruction_losses
+from moesaic.methods.naee.search import best_scores, every_set, exhaustive, greedy, refined, subsets
+from moesaic.arch.mixture import moe_arch
 from moesaic.plan import same
 from moesaic.recipe import Calibration, Recipe
-from moesaic.run import run_recipe
-from moesaic.statistics import StatsFile, evenly, observe_experts, packed, sample_share, unpacked
-from moesaic.stream import LayerStream
+from moesaic.pipeline import run_recipe
+from moesaic.stream.experts import StatsFile, evenly, observe_experts, packed, sample_share, unpacked
+from moesaic.stream.stream import LayerStream
 
 TESTS = Path(__file__).parent
 
@@ -98,8 +98,8 @@ def test_losses_do_not_depend_on_blocks(tokens, monkeypatch):
     stats = observe_experts(site)
     sets_CE = torch.cat(list(every_set(8, 5)))
     whole = reconstruction_losses(stats, site.view.rule)(sets_CE)
-    monkeypatch.setattr("moesaic.methods.naee.ELEMENTS", 700)
-    monkeypatch.setattr("moesaic.statistics.BLOCK_BYTES", 5000)
+    monkeypatch.setattr("moesaic.methods.naee.pruning.ELEMENTS", 700)
+    monkeypatch.setattr("moesaic.stream.experts.BLOCK_BYTES", 5000)
     blocks = reconstruction_losses(observe_experts(site), site.view.rule)(sets_CE)
     torch.testing.assert_close(whole, blocks, rtol=1e-6, atol=0)
 
@@ -408,12 +408,12 @@ def test_two_processes_give_one_processs_plan(qwen_folder, tmp_path):
     code = (
         "import sys, torch, moesaic\n"
         "from moesaic import Tokens, PruneConfig\n"
-        "from moesaic.statistics import join_processes, process\n"
+        "from moesaic.stream.experts import join_processes, process\n"
         "join_processes()\n"
         "ids = torch.randint(1, 384, (7, 24), generator=torch.Generator().manual_seed(1))\n"
-        "import moesaic.data as data\n"
+        "import moesaic.data.text as data\n"
         "data.shared_out.__defaults__ = (48,)\n"
-        "import moesaic.stream as stream\n"
+        "import moesaic.stream.stream as stream\n"
         "stream.LayerStream.__init__.__kwdefaults__['tokens_per_batch'] = 48\n"
         "for progressive in (False, True):\n"
         "    config = PruneConfig(keep=5, progressive=progressive)\n"
@@ -455,7 +455,7 @@ def test_a_killed_run_resumes_to_the_identical_result(qwen_folder, tmp_path):
     code = (
         "import sys, time\n"
         "from moesaic import PruneConfig, run\n"
-        "from moesaic.methods.naee import Pruner\n"
+        "from moesaic.methods.naee.pruning import Pruner\n"
         "from test_naee import recipe\n"
         "plain = Pruner.decide\n"
         "def slow(self, stats, rule, layer, *rest):\n"

@@ -5,7 +5,7 @@ import torch
 from conftest import tiny_model
 from torch import nn
 
-from moesaic.arch import FFNNames, dense_arch, dense_ffn
+from moesaic.arch.dense import FFNNames, dense_arch, dense_ffn
 from moesaic.nn import CarvedFFN, Router, carved_like
 from moesaic.plan import CarvedLayer
 from moesaic.surgery import carve_tensors

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moesaic
 from moesaic import MoesaicError, MoREConfig, run
-from moesaic.data import evaluation_tokens
+from moesaic.data.text import evaluation_tokens
 from moesaic.methods import MoRE
 from moesaic.metrics.routing import routers
 from moesaic.plan import Plan, same
@@ -68,7 +68,7 @@ def test_the_callers_model_is_left_alone_unless_asked(llama_folder, tokenizer):
 
 def test_calibration_as_texts_tokens_or_tensor(llama_folder, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
-    tokens = moesaic.data.calibration_tokens("", tokenizer, **QUICK)
+    tokens = moesaic.data.text.calibration_tokens("", tokenizer, **QUICK)
     plans = [
         moesaic.carve(model, CONFIG, calibration=given, tokenizer=tokenizer, **QUICK).plan
         for given in ("", tokens, tokens.input_ids)
@@ -138,7 +138,7 @@ def test_perplexity_agrees_with_a_plain_loop(llama_folder, tmp_path):
     found = moesaic.evaluate(str(tmp_path / "out"), length=32, max_tokens=640)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = "\n\n".join(moesaic.data.shipped_texts("evaluation"))
+    text = "\n\n".join(moesaic.data.text.shipped_texts("evaluation"))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][:640]
     losses = []
     for start in range(0, 640, 32):
@@ -247,7 +247,7 @@ def test_a_failure_while_writing_leaves_nothing(llama_folder, tmp_path, monkeypa
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("moesaic.checkpoint.ShardWriter.close", full)
+    monkeypatch.setattr("moesaic.io.checkpoint.ShardWriter.close", full)
     with pytest.raises(OSError, match="No space"):
         run.run_recipe(recipe(llama_folder, tmp_path / "out", evaluation=None))
     assert [p.name for p in tmp_path.iterdir()] == ["out.partial"]

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError, PruneConfig, SkipConfig
-from moesaic.methods.skipping import mean_calls, quantile, ratios
+from moesaic.methods.naee.skipping import mean_calls, quantile, ratios
 from moesaic.metrics.routing import counted
-from moesaic.moe import MOE
+from moesaic.arch.mixture import MOE
 from moesaic.nn import skip, survivors
 from moesaic.recipe import Calibration, Evaluation, Recipe
-from moesaic.run import run_recipe
+from moesaic.pipeline import run_recipe
 
 
 def falling(tokens, top_k, seed=0):

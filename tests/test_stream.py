@@ -4,11 +4,11 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from moesaic.arch import dense_arch
-from moesaic.checkpoint import Checkpoint
-from moesaic.data import Tokens
+from moesaic.arch.dense import dense_arch
+from moesaic.io.checkpoint import Checkpoint
+from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.stream import LayerStream, Spill
+from moesaic.stream.stream import LayerStream, Spill
 
 
 def seen_by_full_forward(model, arch, batches):

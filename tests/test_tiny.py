@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic.data import DOMAINS
+from moesaic.data.text import DOMAINS
 from moesaic.hub import SHIPPED, resolve
 
 

@@ -18,19 +18,19 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError, ToMoEConfig
-from moesaic.arch import dense_arch
-from moesaic.data import Tokens
+from moesaic.arch.dense import dense_arch
+from moesaic.data.text import Tokens
 from moesaic.hub import convert_class
-from moesaic.learning import Student, layer_shapes
-from moesaic.methods.tomoe import f_reg, load_balance, union
-from moesaic.methods.tomoe_plan import active_ratio, decide, learned, threshold_for
+from moesaic.methods.tomoe.method import Student, layer_shapes
+from moesaic.methods.tomoe.masks import f_reg, load_balance, union
+from moesaic.methods.tomoe.decision import active_ratio, decide, learned, threshold_for
 from moesaic.metrics.size import model_size
 from moesaic.nn import OverlappingFFN, set_form
-from moesaic.overlapping import OverlappingLayer
+from moesaic.layers.overlapping_plan import OverlappingLayer
 from moesaic.plan import Plan, same
 from moesaic.recipe import Calibration, Evaluation
 from moesaic.surgery import apply_plan, base_shape
-from moesaic.training import checkpointing, last_checkpoint
+from moesaic.train import checkpointing, last_checkpoint
 
 SHORT: dict[str, Any] = {
     "steps": 6, "batch": 2, "lr": 0.03, "experts": 3, "active": 0.7, "head_bias": 3.0

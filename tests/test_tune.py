@@ -14,14 +14,14 @@ from moe_models import tiny_moe
 from safetensors.torch import save_file
 
 from moesaic import MoesaicError, Tokens
-from moesaic.condensing import condense
-from moesaic.data import training_examples
+from moesaic.methods.cdmoe.method import condense
+from moesaic.data.text import training_examples
 from moesaic.methods import CondenseConfig, MoREConfig, TuneConfig
-from moesaic.moe import moe_arch
+from moesaic.arch.mixture import moe_arch
 from moesaic.recipe import parse_recipe
-from moesaic.run import carve, run_recipe
-from moesaic.training import collate, distillation_loss
-from moesaic.tuning import tune
+from moesaic.pipeline import carve, run_recipe
+from moesaic.train import collate, distillation_loss
+from moesaic.methods.sft.method import tune
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours
@@ -239,8 +239,8 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tokens: Tokens, tmp_path: Path
 SCRIPT = """
 import json, sys
 from moesaic.methods import TuneConfig
-from moesaic.statistics import process
-from moesaic.tuning import tune
+from moesaic.stream.experts import process
+from moesaic.methods.sft.method import tune
 folder, batch, out = sys.argv[1:]
 found = {}
 for what in ("condensed", "routers"):

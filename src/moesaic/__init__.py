@@ -7,12 +7,12 @@ Importing it registers the converted model types with ``AutoModelForCausalLM``.
 >>> result = moesaic.carve("smollm2", config)  # doctest: +SKIP
 """
 
-from moesaic.benching import bench
-from moesaic.condensing import condense
-from moesaic.data import Tokens
+from moesaic.metrics.bench import bench
+from moesaic.methods.cdmoe.method import condense
+from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.exporting import export
-from moesaic.measure import evaluate, generate, inspect
+from moesaic.export import export
+from moesaic.metrics.measure import evaluate, generate, inspect
 from moesaic.methods import (
     CondenseConfig,
     DSMoEConfig,
@@ -24,11 +24,11 @@ from moesaic.methods import (
 )
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, load_recipe
-from moesaic.reduction import observe, prune, skip
+from moesaic.methods.naee.reduction import observe, prune, skip
 from moesaic.result import Result
-from moesaic.run import apply, carve, run_recipe
-from moesaic.statistics import merge_files
-from moesaic.tuning import tune
+from moesaic.pipeline import apply, carve, run_recipe
+from moesaic.stream.experts import merge_files
+from moesaic.methods.sft.method import tune
 from moesaic.version import __version__
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""How long jobs show themselves: the library is silent, the command line draws bars."""
+"""Progress of long jobs: the library is silent, the command line draws bars."""
 
 from __future__ import annotations
 

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from moesaic import hub
-from moesaic.arch import Arch
-from moesaic.checkpoint import ShardWriter, narrowed, skeleton, whole_folder
-from moesaic.data import Tokens, calibration_tokens, evaluation_tokens, shared_out
+from moesaic.arch.dense import Arch
+from moesaic.io.checkpoint import ShardWriter, narrowed, skeleton, whole_folder
+from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens, shared_out
 from moesaic.errors import MoesaicError
 from moesaic.hub import Source, resolve
 from moesaic.metrics.score import Score, score
-from moesaic.moe import base_arch
+from moesaic.arch.mixture import base_arch
 from moesaic.plan import BaseShape, LayerPlan, Plan, Progress
 from moesaic.recipe import Evaluation
-from moesaic.statistics import process
-from moesaic.stream import LayerStream
+from moesaic.stream.experts import process
+from moesaic.stream.stream import LayerStream
 from moesaic.surgery import apply_plan, base_shape, check_base, rewrite
 
 # --- a result ------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from typing import Annotated
 
 import typer
 
-from moesaic.checkpoint import disk_full
+from moesaic.io.checkpoint import disk_full
 from moesaic.cli.shared import app, fail
 from moesaic.errors import MoesaicError
-from moesaic.statistics import join_processes
+from moesaic.stream.experts import join_processes
 from moesaic.version import __version__
 
 

@@ -24,9 +24,9 @@ from moesaic.cli.options import (
 )
 from moesaic.cli.shared import app, columns, emit, example, out_console
 from moesaic.errors import MoesaicError
-from moesaic.exporting.llamacpp import TYPES
+from moesaic.export.llamacpp import TYPES
 from moesaic.hub import resolve
-from moesaic.measure import check_device, parse_dtype
+from moesaic.metrics.measure import check_device, parse_dtype
 
 
 @app.command("eval", epilog=example("moesaic eval out --against smollm2 --max-tokens 16384"))

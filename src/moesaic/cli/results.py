@@ -13,7 +13,7 @@ from moesaic import exporting, report, run
 from moesaic.cli.options import MODELS, AsJson, Model, Out, Overwrite, Resume
 from moesaic.cli.shared import app, carry_out, emit, example, figure
 from moesaic.errors import MoesaicError
-from moesaic.exporting.llamacpp import TYPES
+from moesaic.export.llamacpp import TYPES
 from moesaic.methods import MoREConfig
 from moesaic.recipe import Evaluation, Recipe, load_recipe
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from moesaic import report, run
 from moesaic.cli.bars import bars, err_console
 from moesaic.recipe import Recipe
-from moesaic.statistics import process
+from moesaic.stream.experts import process
 
 out_console = Console()
 

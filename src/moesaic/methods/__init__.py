@@ -1,58 +1,57 @@
-"""One file a paper, reading like the paper."""
+"""The methods: one folder a paper, found by name and imported when they are needed.
 
-from typing import Any
+A method is a config (what can be asked for, what it says of itself; imports no torch) and a
+:class:`~moesaic.methods.base.Method` (what it does). Other packages add methods by an entry point
+``VERB.NAME`` in the group ``moesaic.methods`` that names the config's class.
+"""
 
-from moesaic.methods.base import Carver, carve_layers
-from moesaic.methods.condense import CondenseConfig
-from moesaic.methods.dsmoe import DSMoE, DSMoEConfig
-from moesaic.methods.more import MoRE, MoREConfig
-from moesaic.methods.naee import PruneConfig, Pruner
-from moesaic.methods.skipping import SkipConfig, Skipper
-from moesaic.methods.tomoe import ToMoEConfig
-from moesaic.methods.tuning import TuneConfig
+from __future__ import annotations
 
-CARVERS = {MoREConfig: MoRE}
-"""A carving method by the class of its config."""
+from moesaic.config import MethodConfig, Verb
+from moesaic.errors import MoesaicError
+from moesaic.registry import Registry, imported
 
-STEPS: dict[str, dict[str, Any]] = {
-    "carve": {"more": MoREConfig, "tomoe": ToMoEConfig, "dsmoe": DSMoEConfig},
-    "prune": {"naee": PruneConfig},
-    "skip": {"naee": SkipConfig},
-    "condense": {"cd-moe": CondenseConfig},
-    "tune": {"sft": TuneConfig},
-}
-"""The config of every step of a run, by verb and method."""
+VERBS: Registry[Verb] = Registry(
+    "moesaic.verbs",
+    {
+        "carve": "moesaic.methods.verbs:CARVE",
+        "prune": "moesaic.methods.verbs:PRUNE",
+        "condense": "moesaic.methods.verbs:CONDENSE",
+        "skip": "moesaic.methods.verbs:SKIP",
+        "tune": "moesaic.methods.verbs:TUNE",
+    },
+)
+"""The commands that make a model of a model, by name."""
 
-BUNDLES: dict[str, dict[str, dict[str, Any]]] = {
-    "best": {
-        "more": {
-            "experts": 256,
-            "top_k": 0,
-            "layers": "all",
-            "router": "ridge",
-            "refit": True,
-        },
-        "naee": {"refit": True},
-        "cd-moe": {"refit": True},
-    }
-}
-"""Options by name and method: what measured best (docs/beyond.md)."""
+METHODS: Registry[type[MethodConfig]] = Registry(
+    "moesaic.methods",
+    {
+        "carve.more": "moesaic.methods.more.config:MoREConfig",
+        "carve.tomoe": "moesaic.methods.tomoe.config:ToMoEConfig",
+        "carve.dsmoe": "moesaic.methods.dsmoe.config:DSMoEConfig",
+        "prune.naee": "moesaic.methods.naee.config:PruneConfig",
+        "skip.naee": "moesaic.methods.naee.config:SkipConfig",
+        "condense.cd-moe": "moesaic.methods.cdmoe.config:CondenseConfig",
+        "tune.sft": "moesaic.methods.sft.config:TuneConfig",
+    },
+)
+"""The configs of all methods by ``VERB.NAME``; the first of a verb is its default."""
 
-__all__ = [
-    "BUNDLES",
-    "CARVERS",
-    "STEPS",
-    "Carver",
-    "CondenseConfig",
-    "DSMoE",
-    "DSMoEConfig",
-    "MoRE",
-    "MoREConfig",
-    "PruneConfig",
-    "Pruner",
-    "SkipConfig",
-    "Skipper",
-    "ToMoEConfig",
-    "TuneConfig",
-    "carve_layers",
-]
+
+def methods_of(verb: str) -> dict[str, type[MethodConfig]]:
+    """The configs of a verb's methods by name, the default first.
+
+    Raises:
+        MoesaicError: there is no such verb.
+    """
+    if verb not in VERBS:
+        raise MoesaicError(f"Unknown step {verb!r}; known: {', '.join(VERBS)}.")
+    keys = [key for key in METHODS if key.partition(".")[0] == verb]
+    return {key.partition(".")[2]: METHODS[key] for key in keys}
+
+
+def implementation(config: MethodConfig) -> object:
+    """The :class:`~moesaic.methods.base.Method` that carries a config out; imports torch."""
+    method = imported(config.implementation)
+    assert callable(method)
+    return method(config)

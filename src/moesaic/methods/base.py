@@ -1,81 +1,93 @@
-"""What a method is, and the loop that runs it over a model."""
+"""The one interface of all methods, trained or not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
-import torch
+from moesaic.arch.dense import Arch
+from moesaic.config import MethodConfig
+from moesaic.plan import Plan
+from moesaic.record import LayerRecord, strongest
+from moesaic.stream.job import Job
 
-from moesaic.budget import LayerSize
-from moesaic.methods.refit import refitted
-from moesaic.plan import CarvedLayer
-from moesaic.stream import Site
-
-
-class Carver(Protocol):
-    """A method that carves a layer from what it saw of it: sums over tokens, then a plan."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def config(self) -> Any: ...
-
-    def choose(self, sizes: list[LayerSize]) -> Mapping[int, Any]:
-        """The layers to carve, each with its budget."""
-
-    def observe(self, site: Site) -> Any:
-        """Statistics of the site's tokens. Those of two token sets ``merge`` into one."""
-
-    def decide(self, stats: Any, site: Site, budget: Any) -> CarvedLayer:
-        """The layer's plan. May look at the tokens once more: routers are fitted to petals."""
-
-    def analyse(self, stats: Any) -> dict[str, Any]:
-        """What the paper reports about a layer, for the report."""
+C = TypeVar("C", bound=MethodConfig)
+A = TypeVar("A", bound=Arch)
 
 
-class Kept(Protocol):
-    """Layers that were decided, by method and number, each with its analysis."""
+@dataclass
+class Decision:
+    """What a method made of a model."""
 
-    def __contains__(self, key: tuple[str, int]) -> bool: ...
+    plan: Plan | None
+    """What was decided; of a method that trains, where training began; None where a converted
+    model was only trained further."""
+    analyses: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """What was seen of each layer, as plain JSON."""
+    comparisons: Mapping[str, Plan] = field(default_factory=dict)
+    """Plans of the variants that were asked for, from the same statistics."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """What was found of the whole model, as plain JSON; training curves under ``training``."""
+    trained: Any = None
+    """The live model where weights were trained: no plan can rebuild it."""
+    retrained: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Comparisons that must be trained, each by a function that returns the live model."""
 
-    def __getitem__(self, key: tuple[str, int]) -> tuple[Any, dict[str, Any]]: ...
 
-    def add(self, name: str, index: int, layer: CarvedLayer, analysis: dict[str, Any]) -> None: ...
+@dataclass(frozen=True)
+class Told:
+    """What a method says of its result, in words, for titles and cards."""
+
+    title: str
+    """A clause: ``pruned by REAP to 6 of 8 experts``. The model's name stands before it."""
+    told: str
+    """One or two sentences: what the result is, as against the model it was made from."""
+    output: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that programs rely on in ``--json``."""
 
 
-@torch.no_grad()
-def carve_layers(
-    methods: Mapping[str, Carver],
-    budgets: Mapping[str, Mapping[int, Any]],
-    sites: Iterable[Site],
-    kept: Kept,
-    change: Callable[..., Any] | None = None,
-) -> None:
-    """Observe each layer once, let every method decide on it, and keep each plan at once.
+class Method(ABC, Generic[C, A]):
+    """Decides what to make of a model.
 
     Args:
-        methods: one method and its comparisons; the first observes for all.
-        budgets: what each method's ``choose`` returned.
-        sites: the layers, from a :class:`~moesaic.stream.LayerStream`.
-        kept: takes the plans; what it has already is not decided again.
-        change: for a result that propagates: of a layer and its ``plan``, the context inside which
-            the layer is as the plan will have it.
+        config: its options.
     """
-    first, observer = next(iter(methods.items()))
-    for site in sites:
-        i = site.index
-        missing = [name for name in methods if (name, i) not in kept]
-        if missing:
-            stats = observer.observe(site)
-            analysis = observer.analyse(stats)
-            for name in missing:
-                method = methods[name]
-                found: dict[str, Any] = {}
-                plan = method.decide(stats, site, budgets[name][i])
-                if method.config.refit or method.config.bias:
-                    plan, found = refitted(plan, site, method.config.refit, method.config.bias)
-                kept.add(name, i, plan, analysis | ({"refit": found} if found else {}))
-        if change is not None:
-            site.change = change(site.layer, plan=kept[first, i][0])
+
+    kind: str = "experts"
+    """Which drawings suit its results; see :class:`moesaic.record.Step`."""
+
+    def __init__(self, config: C) -> None:
+        self.config = config
+
+    @abstractmethod
+    def find(self, config: Any) -> A:
+        """The architecture of a model's config.
+
+        Raises:
+            MoesaicError: the method cannot take such a model; says what would work.
+        """
+
+    @abstractmethod
+    def run(self, job: Job[A]) -> Decision:
+        """Look at the model, and decide.
+
+        Raises:
+            MoesaicError: the request cannot be met.
+        """
+
+    @abstractmethod
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+        """What came of it, in words. Says what was done and nothing else.
+
+        Args:
+            layers: all decoder layers of the result.
+            decision: what :meth:`run` returned.
+            active: the result's active ratio, measured where it was measured.
+        """
+
+
+def weights_of(layers: list[LayerRecord], decision: Decision) -> str:
+    """The greatest change of weights in a result, one of :data:`moesaic.record.WEIGHTS`."""
+    return "trained" if decision.trained is not None else strongest([x.weights for x in layers])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from moesaic.data import Tokens
+from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Model
 from moesaic.metrics.routing import Routing, counted
 from moesaic.progress import Track, silent
 
@@ -27,7 +27,7 @@ class Quality:
 
 
 @torch.inference_mode()
-def perplexity(model: Any, tokens: Tokens, track: Track = silent) -> Quality:
+def perplexity(model: Model, tokens: Tokens, track: Track = silent) -> Quality:
     """exp of the mean next-token loss over windows, the first token of each not scored.
 
     Raises:

@@ -1,52 +1,54 @@
-"""Where tokens went: counted on real routed tokens, never assumed."""
+"""Routing as it happened: counted on real tokens, never assumed."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moesaic.arch.mixture import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.moe import MoEFFN, base_arch
-from moesaic.nn import CarvedFFN
+from moesaic.foreign import Model
+from moesaic.surgery import routed_modules
 
 
 @dataclass
 class Routing:
-    """Tokens of one layer by petal."""
+    """Tokens of one layer by expert."""
 
-    backbone: int
-    petals: tuple[int, ...]
+    shared: int
+    """Neurons that every token runs."""
+    widths: tuple[int, ...]
+    """Neurons of each expert."""
     tokens: int = 0
     counts: list[int] = field(default_factory=list)
-    """Tokens that ran each petal."""
+    """Tokens that ran each expert."""
     idle: int = 0
-    """Tokens that ran no petal."""
+    """Tokens that ran no expert."""
 
     def __post_init__(self) -> None:
-        self.counts = self.counts or [0] * len(self.petals)
+        self.counts = self.counts or [0] * len(self.widths)
 
     @property
     def calls(self) -> float:
-        """Mean petals a token ran."""
+        """Mean experts that a token ran."""
         return sum(self.counts) / max(1, self.tokens)
 
     @property
     def share(self) -> list[float]:
-        """The distribution of routed tokens over petals."""
+        """The distribution of routed tokens over experts."""
         total = max(1, sum(self.counts))
         return [c / total for c in self.counts]
 
     @property
     def active_width(self) -> float:
-        """Mean neurons a token ran."""
-        routed = sum(c * p for c, p in zip(self.counts, self.petals, strict=True))
-        return self.backbone + (routed / self.tokens if self.tokens else 0)
+        """Mean neurons that a token ran."""
+        routed = sum(c * w for c, w in zip(self.counts, self.widths, strict=True))
+        return self.shared + (routed / self.tokens if self.tokens else 0)
 
     @property
     def jsd(self) -> float:
@@ -68,32 +70,24 @@ def jsd(p: Sequence[float], q: Sequence[float]) -> float:
     return (kl(p, m) + kl(q, m)) / 2
 
 
-def routers(model: Any) -> dict[int, tuple[nn.Module, Routing]]:
-    """The router of every layer that routes, and an empty count for it; none in a dense model."""
+def routers(model: Model) -> dict[int, tuple[nn.Module, Routing]]:
+    """By decoder layer that routes, its router and an empty count for it; empty if dense."""
     try:
         arch = base_arch(model.config)
     except MoesaicError:
         return {}
-    found: dict[int, tuple[nn.Module, Routing]] = {}
-    for i, layer in enumerate(arch.layers(model)):
-        ffn = arch.ffn_of(layer)
-        if isinstance(ffn, CarvedFFN):
-            if ffn.router is not None:
-                found[i] = (ffn.router, Routing(ffn.backbone, ffn.petals))
-            continue
-        view = arch.view(layer)
-        if isinstance(view, MoEFFN):
-            routing = Routing(view.shared_width, (view.width,) * view.count)
-            found[i] = (view.router, routing)
-    return found
+    return {
+        i: (found.router, Routing(found.shared, found.experts))
+        for i, found in routed_modules(model, arch).items()
+    }
 
 
-def _choice(out: Any) -> Tensor:
+def _choice(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     """The experts that a router chose (T, K): ours returns them alone, others as the last part.
 
     A router that weighs returns weights (T, R): heaviest first, and the number R where it is zero.
     """
-    chosen: Tensor = out[-1] if isinstance(out, tuple) else out
+    chosen = out[-1] if isinstance(out, tuple) else out
     if not chosen.is_floating_point():
         return chosen
     weights_TR, chosen_TR = chosen.sort(dim=-1, descending=True, stable=True)
@@ -101,7 +95,7 @@ def _choice(out: Any) -> Tensor:
 
 
 @contextmanager
-def counted(model: Any) -> Iterator[dict[int, Routing]]:
+def counted(model: Model) -> Iterator[dict[int, Routing]]:
     """Count the routing of everything that runs inside."""
     found = routers(model)
     handles = [
@@ -114,10 +108,10 @@ def counted(model: Any) -> Iterator[dict[int, Routing]]:
             handle.remove()
 
 
-def _counter(layer: Routing) -> Any:
-    def count(_: nn.Module, args: Any, out: Any) -> None:
+def _counter(layer: Routing) -> Callable[..., None]:
+    def count(_: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
         chosen_TK = _choice(out)
-        experts = len(layer.petals)
+        experts = len(layer.widths)
         layer.tokens += chosen_TK.shape[0]
         layer.idle += int((chosen_TK == experts).all(-1).sum())
         new = torch.bincount(chosen_TK.flatten(), minlength=experts)[:experts].tolist()
@@ -127,8 +121,8 @@ def _counter(layer: Routing) -> Any:
 
 
 @torch.inference_mode()
-def trace(model: Any, input_ids: Tensor) -> dict[int, list[int]]:
-    """The first choice of petal for each token of one text, by layer: for token colours."""
+def trace(model: Model, input_ids: Tensor) -> dict[int, list[int]]:
+    """By decoder layer, the first choice of each token of one text: for token colours."""
     chosen: dict[int, list[int]] = {}
     handles = []
     for i, (router, _) in routers(model).items():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from moesaic.data import Tokens
+from moesaic.data.text import Tokens
+from moesaic.foreign import JSON, Model
 from moesaic.metrics.perplexity import perplexity
 from moesaic.metrics.routing import Routing
 from moesaic.metrics.size import model_size
@@ -28,7 +28,7 @@ class Score:
     router_parameters: int
     routing: dict[int, Routing]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JSON:
         """The figures under the names that programs rely on."""
         return {
             "perplexity": self.perplexity,
@@ -41,7 +41,7 @@ class Score:
         }
 
 
-def score(model: Any, tokens: Tokens, track: Track = silent) -> Score:
+def score(model: Model, tokens: Tokens, track: Track = silent) -> Score:
     """Measure a model on a text."""
     quality = perplexity(model, tokens, track)
     measured = model_size(model, quality.routing)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch import DenseFFN, FFNNames, assembled, dense_ffn
+from moesaic.arch.dense import DenseFFN, FFNNames, assembled, dense_ffn
 from moesaic.nn.routers import WEIGHING, by_neuron, chosen, make_router, norm_scale
 
 NARROW = 256

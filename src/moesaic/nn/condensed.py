@@ -60,6 +60,12 @@ class CondensedFFN(nn.Module):
 class PassThrough(nn.Module):
     """A decoder layer that is gone: no attention, no neurons, its input is its output."""
 
+    @staticmethod
+    def shapes(hidden_size: int) -> dict[str, tuple[int, int]]:
+        """Shapes of the projections without neurons, by name."""
+        rows, columns = (0, hidden_size), (hidden_size, 0)
+        return {"gate_proj": rows, "up_proj": rows, "down_proj": columns}
+
     def __init__(self, hidden_size: int, ffn_path: str) -> None:
         super().__init__()
         self.self_attn = nn.Identity()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch import AttentionNames
+from moesaic.arch.dense import AttentionNames
 
 
 def spread(x: Tensor, kept: Tensor, size: int) -> Tensor:
@@ -65,7 +65,7 @@ class PartialAttention(nn.Module):
 
     Args:
         sizes: outputs of each projection, as they were.
-        header: of an :class:`~moesaic.overlapping.OverlappingLayer`.
+        header: of an :class:`~moesaic.layers.overlapping_plan.OverlappingLayer`.
         hidden_size: D.
         head_dim: A.
         value_start: the first row of the values in their projection.

@@ -1,4 +1,5 @@
-"""What trains in ToMoE: expert embeddings, and what makes masks of them (App. A.1, Tab. 8).
+"""The modules that train in ToMoE: expert embeddings, and those that make masks of them
+(App. A.1, Tab. 8).
 
 Shape suffixes: N experts, M neurons, E embedding.
 """

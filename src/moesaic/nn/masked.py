@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from moesaic.arch import Arch
+from moesaic.arch.dense import Arch
+
+Inputs = tuple[Tensor, ...]
 
 
 class Masker(Protocol):
-    """Says what a token uses of a layer. Shape suffixes: B texts, L tokens, M neurons."""
+    """Chooses the part of a layer that a token uses. Shape suffixes: B texts, L tokens, M neurons."""
 
     def attention(self, index: int, x_BLD: Tensor) -> Mapping[str, Tensor]:
-        """Masks of what the projections q, k and v write and o reads, from attention's input."""
+        """Masks by projection, from attention's input: of what q, k and v write, and o reads."""
 
     def ffn(self, index: int, x_BLD: Tensor) -> Tensor | None:
         """The mask of the hidden activations (B, L, M), from the FFN's input."""
@@ -30,7 +32,7 @@ class Masked:
 
     def __init__(self, model: nn.Module, arch: Arch, masker: Masker) -> None:
         self.on = True
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self.masker = masker
         self._attention: dict[int, Mapping[str, Tensor]] = {}
         self._ffn: dict[int, Tensor | None] = {}
@@ -54,17 +56,17 @@ class Masked:
     def _hook(self, index: int, layer: nn.Module, arch: Arch) -> None:
         attention, ffn, names = arch.attention_of(layer), arch.ffn_of(layer), arch.attention
 
-        def see_attention(_: nn.Module, args: Any, kwargs: Any) -> None:
+        def see_attention(_: nn.Module, args: Inputs, kwargs: dict[str, Tensor]) -> None:
             if self.on:
                 x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
                 self._attention[index] = self.masker.attention(index, x)
 
-        def see_ffn(_: nn.Module, args: Any) -> None:
+        def see_ffn(_: nn.Module, args: Inputs) -> None:
             if self.on:
                 self._ffn[index] = self.masker.ffn(index, args[0])
 
-        def written(parts: str) -> Any:
-            def hook(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+        def written(parts: str) -> Callable[[nn.Module, Inputs, Tensor], Tensor]:
+            def hook(_: nn.Module, args: Inputs, out: Tensor) -> Tensor:
                 masks = self._attention[index] if self.on else {}
                 if not masks:
                     return out
@@ -76,8 +78,10 @@ class Masked:
 
             return hook
 
-        def read(mask_of: Any) -> Any:
-            def hook(_: nn.Module, args: Any) -> Any:
+        def read(
+            mask_of: Callable[[], Tensor | None],
+        ) -> Callable[[nn.Module, Inputs], Inputs]:
+            def hook(_: nn.Module, args: Inputs) -> Inputs:
                 mask = mask_of() if self.on else None
                 return args if mask is None else (args[0] * mask.to(args[0].dtype),)
 

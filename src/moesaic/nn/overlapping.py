@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch import DenseFFN, FFNNames
+from moesaic.arch.dense import DenseFFN, FFNNames
 from moesaic.nn.carved import CarvedFFN
 
 FORMS = ("moe", "pseudo")

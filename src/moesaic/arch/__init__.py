@@ -1,0 +1,1 @@
+"""Architectures: where each keeps its parts, and how its routers decide."""

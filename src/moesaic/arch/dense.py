@@ -1,0 +1,382 @@
+"""Dense architectures: one table entry a ``model_type`` says where each keeps its parts.
+
+Methods never name an architecture. They see a *view*, :class:`DenseFFN`, whose tensors are the
+module's own (no copies).
+
+Shape suffixes used across the package::
+
+    T tokens    D hidden size    M intermediate size    R routed experts    K top-k
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Config
+from moesaic.registry import Registry
+
+
+@dataclass(frozen=True)
+class FFNNames:
+    """Attribute names inside a feed-forward module.
+
+    ``gate=None`` means not gated. ``gate == up`` means one fused projection, gate rows first.
+    """
+
+    up: str = "up_proj"
+    down: str = "down_proj"
+    gate: str | None = "gate_proj"
+    act: str = "act_fn"
+
+    @property
+    def fused(self) -> bool:
+        return self.gate == self.up
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The linear submodules, each once."""
+        return tuple(dict.fromkeys(n for n in (self.gate, self.up, self.down) if n))
+
+
+@dataclass(frozen=True)
+class AttentionNames:
+    """Attribute names inside an attention module. ``q == k == v`` means one fused projection."""
+
+    q: str = "q_proj"
+    k: str = "k_proj"
+    v: str = "v_proj"
+    o: str = "o_proj"
+
+    @property
+    def fused(self) -> bool:
+        return self.q == self.v
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The linear submodules, each once."""
+        return tuple(dict.fromkeys((self.q, self.k, self.v, self.o)))
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One architecture: where its decoder layers, attention and FFN live."""
+
+    model_type: str
+    ffn: FFNNames = FFNNames()
+    ffn_path: str = "mlp"
+    layers_path: str = "model.layers"
+    attention: AttentionNames = AttentionNames()
+    attention_path: ClassVar[str] = "self_attn"
+
+    def layers(self, model: nn.Module) -> nn.ModuleList:
+        """The decoder layers of a causal language model."""
+        layers: nn.ModuleList = attrgetter(self.layers_path)(model)
+        return layers
+
+    def ffn_of(self, layer: nn.Module) -> nn.Module:
+        """The feed-forward module of one decoder layer."""
+        module: nn.Module = attrgetter(self.ffn_path)(layer)
+        return module
+
+    def attention_of(self, layer: nn.Module) -> nn.Module:
+        """The attention module of one decoder layer."""
+        return layer.get_submodule(self.attention_path)
+
+    def heads(self, layer: nn.Module, config: Config) -> Heads:
+        """How a dense model's attention is divided.
+
+        Raises:
+            MoesaicError: its positions are not rotary.
+        """
+        attention, names = self.attention_of(layer), self.attention
+        size = int(getattr(attention, "head_dim"))  # noqa: B009
+        count = weight_of(attention, names.o).shape[1] // size
+        rows = weight_of(attention, names.k).shape[0] // size
+        rope = getattr(config, "rope_parameters", None)
+        if not rope:
+            raise MoesaicError(f"{config.model_type} has no rotary position embedding here.")
+        rotary = int(size * rope.get("partial_rotary_factor", 1.0))
+        return Heads(count, (rows - count) // 2 if names.fused else rows, size, rotary)
+
+    def attention_size(self, layer: nn.Module) -> int:
+        """Weights of the attention's linear projections, biases left out."""
+        modules = self.attention_of(layer).modules()
+        return sum(m.weight.numel() for m in modules if isinstance(m, nn.Linear))
+
+    def dense(self, layer: nn.Module) -> DenseFFN:
+        """The feed-forward part of a dense decoder layer, as methods see it."""
+        return dense_ffn(self.ffn_of(layer), self.ffn)
+
+    def experts_in(self, layer: nn.Module) -> int:
+        """Routed experts of a decoder layer; 0 where it does not route."""
+        return 0
+
+    def width_of(self, layer: nn.Module) -> int:
+        """Intermediate size of a decoder layer; of one expert, where it routes."""
+        return weight_of(self.ffn_of(layer), self.ffn.down).shape[1]
+
+    def use(self, layer: nn.Module) -> LayerUse:
+        """Parameters of a decoder layer as the base has it, and what a token uses of them."""
+        ffn = self.ffn_of(layer)
+        width = self.width_of(layer)
+        stored = sum(weight_of(ffn, name).numel() for name in self.ffn.projections)
+        return LayerUse("dense", width, width, self.attention_size(layer), stored)
+
+    def routed(self, layer: nn.Module) -> RoutedModule | None:
+        """The router of a decoder layer and its experts' sizes; None where it does not route."""
+        return None
+
+    def act_of(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
+        """The activation function of a decoder layer's FFN."""
+        return act_of(self.ffn_of(layer), self.ffn)
+
+    def with_experts(self, count: int) -> JSON:
+        """The config attributes by which every routed layer has so many experts."""
+        return {}
+
+    def dense_at(self, config: Config, layers: Collection[int]) -> JSON | None:
+        """The config attributes by which exactly these layers are dense; None if it has none."""
+        return None
+
+    @property
+    def wide_modules(self) -> tuple[str, ...]:
+        """Modules of converted layers whose tensors stay in float32."""
+        return ("router",)
+
+    @property
+    def replaced_paths(self) -> tuple[str, ...]:
+        """Modules of a decoder layer that together are its FFN, by their paths in the layer."""
+        return (self.ffn_path,)
+
+    def layer_prefix(self, index: int) -> str:
+        """The start of the names of layer ``index``'s tensors on disk."""
+        return f"{self.layers_path}.{index}."
+
+    def ffn_prefix(self, index: int) -> str:
+        """The start of the names of layer ``index``'s FFN tensors on disk."""
+        return f"{self.layer_prefix(index)}{self.ffn_path}."
+
+
+def weight_of(module: nn.Module, name: str) -> Tensor:
+    """The weight of a linear submodule."""
+    weight: Tensor = getattr(module, name).weight
+    return weight
+
+
+def act_of(module: nn.Module, names: FFNNames) -> Callable[[Tensor], Tensor]:
+    """The activation function of a feed-forward module."""
+    act: Callable[[Tensor], Tensor] = getattr(module, names.act)
+    return act
+
+
+def put(layer: nn.Module, path: str, module: nn.Module | None) -> None:
+    """Put a module at a path of a decoder layer, in place of the one that is there."""
+    owner, _, leaf = path.rpartition(".")
+    setattr(attrgetter(owner)(layer) if owner else layer, leaf, module)
+
+
+DENSE: dict[str, Arch] = {
+    arch.model_type: arch
+    for arch in (
+        Arch("llama"),
+        Arch("mistral"),
+        Arch("qwen2"),
+        Arch("qwen3"),
+        Arch("gemma2"),
+        Arch("gemma3_text"),
+        Arch("olmo2"),
+        Arch("granite"),
+        Arch(
+            "phi3",
+            ffn=FFNNames(up="gate_up_proj", gate="gate_up_proj", act="activation_fn"),
+            attention=AttentionNames("qkv_proj", "qkv_proj", "qkv_proj"),
+        ),
+        Arch(
+            "phi",
+            ffn=FFNNames(up="fc1", down="fc2", gate=None, act="activation_fn"),
+            attention=AttentionNames(o="dense"),
+        ),
+    )
+}
+
+PLUGINS: Registry[Arch] = Registry("moesaic.architectures", {})
+"""Architectures that other packages add, dense ones and mixtures of experts."""
+
+PREFIX = "moesaic_"
+"""A converted checkpoint's model_type is this and the base's."""
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Config attributes by which a mixture of experts gives itself away."""
+
+
+def dense_architectures() -> dict[str, Arch]:
+    """Every dense architecture by ``model_type``."""
+    return {**{n: a for n, a in PLUGINS.items() if type(a) is Arch}, **DENSE}
+
+
+def dense_arch(config: Config) -> Arch:
+    """The architecture of a dense model's config.
+
+    Raises:
+        MoesaicError: the model is a mixture of experts, was converted already, or is unknown.
+    """
+    model_type, known = config.model_type, dense_architectures()
+    if model_type in known:
+        return known[model_type]
+    if model_type.startswith(PREFIX):
+        raise MoesaicError(f"{model_type} is already carved; start from the dense original.")
+    if any(getattr(config, name, None) for name in EXPERT_COUNTS):
+        raise MoesaicError(
+            f"{model_type} is already a mixture of experts; carve takes a dense model."
+        )
+    raise MoesaicError(
+        f"Architecture {model_type!r} is not supported. Supported: {', '.join(sorted(known))}."
+    )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How attention is divided: query heads, key and value heads, and their size."""
+
+    queries: int
+    keys: int
+    size: int
+    rotary: int
+    """Leading dimensions of a head that RoPE turns, the first half paired with the second."""
+
+    @property
+    def free(self) -> int:
+        """Dimensions of queries and keys that can be chosen: RoPE pairs, and those it leaves."""
+        return self.rotary // 2 + self.size - self.rotary
+
+    def paired(self, chosen: Tensor) -> Tensor:
+        """What is chosen (..., free), for every dimension of a head (..., size).
+
+        >>> Heads(1, 1, 6, 4).paired(torch.tensor([1, 2, 3, 4]))
+        tensor([1, 2, 1, 2, 3, 4])
+        """
+        pairs = chosen[..., : self.rotary // 2]
+        return torch.cat([pairs, pairs, chosen[..., self.rotary // 2 :]], -1)
+
+
+@dataclass(frozen=True)
+class DenseFFN:
+    """A feed-forward block as three matrices: ``y = act(x Wg^T) * (x Wu^T) Wd^T``.
+
+    ``gate_MD`` is None for a block that is not gated: ``y = act(x Wu^T) Wd^T``.
+    Row ``j`` of gate and up, and column ``j`` of down, are neuron ``j``.
+    """
+
+    up_MD: Tensor
+    down_DM: Tensor
+    gate_MD: Tensor | None
+    act: Callable[[Tensor], Tensor]
+    up_bias_M: Tensor | None = None
+    gate_bias_M: Tensor | None = None
+    down_bias_D: Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        return self.up_MD.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.up_MD.device
+
+    def hidden(self, x_TD: Tensor) -> Tensor:
+        """The input of the down projection, h (T, M)."""
+        up_TM = F.linear(x_TD, self.up_MD, self.up_bias_M)
+        if self.gate_MD is None:
+            return self.act(up_TM)
+        return self.act(F.linear(x_TD, self.gate_MD, self.gate_bias_M)) * up_TM
+
+    def output(self, h_TM: Tensor) -> Tensor:
+        """The block's output (T, D) for hidden activations h."""
+        return F.linear(h_TM, self.down_DM, self.down_bias_D)
+
+    def of_few(self, x_TD: Tensor, onto_TD: Tensor | None = None) -> Tensor:
+        """The output (T, D) without its bias, added onto ``onto_TD``.
+
+        Up and gate are left operands. CPU kernels repack the right one, and tokens are fewer than
+        weights: for a hundred tokens these products take half the time.
+        """
+        x_DT = x_TD.T
+        h_MT = _times(self.up_MD, x_DT, self.up_bias_M)
+        if self.gate_MD is None:
+            h_MT = self.act(h_MT)
+        else:
+            h_MT = self.act(_times(self.gate_MD, x_DT, self.gate_bias_M)) * h_MT
+        if onto_TD is None:
+            return h_MT.T @ self.down_DM.T
+        return torch.addmm(onto_TD, h_MT.T, self.down_DM.T)
+
+    def neurons(self, start: int, stop: int) -> DenseFFN:
+        """Neurons ``start`` to ``stop`` as a block of their own: views, and no output bias."""
+        rows = slice(start, stop)
+        return DenseFFN(
+            up_MD=self.up_MD[rows],
+            down_DM=self.down_DM[:, rows],
+            gate_MD=None if self.gate_MD is None else self.gate_MD[rows],
+            act=self.act,
+            up_bias_M=None if self.up_bias_M is None else self.up_bias_M[rows],
+            gate_bias_M=None if self.gate_bias_M is None else self.gate_bias_M[rows],
+        )
+
+    def chosen(self, neurons: Tensor) -> DenseFFN:
+        """Some neurons as a block of their own: copies, and no output bias."""
+
+        def rows(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.index_select(0, neurons)
+
+        return DenseFFN(
+            up_MD=self.up_MD.index_select(0, neurons),
+            down_DM=self.down_DM.index_select(1, neurons),
+            gate_MD=rows(self.gate_MD),
+            act=self.act,
+            up_bias_M=rows(self.up_bias_M),
+            gate_bias_M=rows(self.gate_bias_M),
+        )
+
+
+def _times(weight_MD: Tensor, x_DT: Tensor, bias_M: Tensor | None) -> Tensor:
+    product_MT = weight_MD @ x_DT
+    return product_MT if bias_M is None else product_MT + bias_M[:, None]
+
+
+def dense_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
+    """The view of a feed-forward module; its tensors share the module's storage."""
+    projections = {name: getattr(module, name) for name in names.projections}
+    return assembled(
+        names,
+        {name: p.weight for name, p in projections.items()},
+        {name: p.bias for name, p in projections.items()},
+        getattr(module, names.act),
+    )
+
+
+def assembled(
+    names: FFNNames,
+    weights: Mapping[str, Tensor],
+    biases: Mapping[str, Tensor | None],
+    act: Callable[[Tensor], Tensor],
+) -> DenseFFN:
+    """A block from its projections' tensors by name."""
+    up_MD, up_bias = weights[names.up], biases.get(names.up)
+    if names.gate is None:
+        gate_MD, gate_bias = None, None
+    elif names.fused:
+        gate_MD, up_MD = up_MD.chunk(2)
+        gate_bias, up_bias = (None, None) if up_bias is None else up_bias.chunk(2)
+    else:
+        gate_MD, gate_bias = weights[names.gate], biases.get(names.gate)
+    down_DM, down_bias = weights[names.down], biases.get(names.down)
+    return DenseFFN(up_MD, down_DM, gate_MD, act, up_bias, gate_bias, down_bias)

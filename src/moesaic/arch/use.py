@@ -1,0 +1,57 @@
+"""Parameters of a decoder layer, counted one way for all kinds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class LayerUse:
+    """Projection weights of one decoder layer, and how many of them a token uses.
+
+    Counted are the linear projections of attention and FFN; norms and biases are left out, and
+    routers are counted apart.
+    """
+
+    kind: str
+    """``dense``, ``moe``, or a layer kind's name."""
+    width: int
+    """Intermediate size of the whole layer as stored; of a mixture, of all its experts."""
+    active_width: float
+    """Neurons that a token runs."""
+    attention: int
+    """Weights of attention's projections."""
+    ffn: int
+    """Weights of the FFN's projections."""
+    experts: int = 0
+    """Routed experts; 0 where nothing routes."""
+    top_k: int = 0
+    """Routed experts that a token runs."""
+    expert_width: int = 0
+    """Neurons of one routed expert where all are equal, else 0."""
+    router: int = 0
+    """Weights of routers."""
+    dropped: int = 0
+    """Projection weights that the original had and this layer has not."""
+    copied: int = 0
+    """FFN weights beyond the original's: copies, where experts overlap."""
+    active_attention: float = 1.0
+    """The share of attention's stored projections that a token uses."""
+
+    @property
+    def active_ffn(self) -> float:
+        """Weights of the FFN that a token uses."""
+        return self.ffn * self.active_width / self.width if self.width else 0.0
+
+
+@dataclass(frozen=True)
+class RoutedModule:
+    """The module that chooses a token's experts, and the sizes it chooses from."""
+
+    router: nn.Module
+    shared: int
+    """Neurons that every token runs beside the chosen experts."""
+    experts: tuple[int, ...]
+    """Neurons of each expert."""

@@ -1,0 +1,365 @@
+"""What a user may ask for. Every option's default, choices and help text stand in one place.
+
+The command line's options, a recipe's fields and the tables of the documents are made from the
+dataclasses here and from the methods' own. Nothing here imports torch, so that a wrong request is
+answered at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from moesaic.errors import MoesaicError
+from moesaic.progress import Track, silent
+
+if TYPE_CHECKING:
+    import torch
+
+STRICT: dict[str, Any] = {"extra": "forbid"}
+
+
+# --- options -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class About:
+    """What an option says of itself."""
+
+    help: str
+    choices: tuple[str, ...] = ()
+    """The values of an option that is one of a few; taken from a ``Literal`` type where empty."""
+    flag: str = ""
+    """The name on the command line where it is not the field's: ``--calibration``."""
+    metavar: str = ""
+    """The word that stands for the value in help texts."""
+    minimum: float | None = None
+    """The least value that is allowed."""
+    beyond: str = ""
+    """What setting this option adds to the paper's method, in a few words; empty for the paper's
+    own options."""
+    seldom: bool = False
+    """Left out of the command's own options; given as ``-o name=value`` and in recipes."""
+    required: bool = False
+    """The command line has no default for it; recipes and the library have."""
+    parse: str = ""
+    """How the command line reads it where its type does not say: ``bytes`` for 12GB or 800MB."""
+
+
+def option(default: Any = MISSING, help: str = "", **about: Any) -> Any:
+    """A dataclass field with its help text; the further arguments are those of :class:`About`."""
+    metadata = {"about": About(help, **about)}
+    if isinstance(default, list | dict | set):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def about(of: Field[Any]) -> About:
+    """What a field says of itself; nothing for a field that is no option."""
+    said: About = of.metadata.get("about", About(""))
+    return said
+
+
+def choices(config: type[Any], name: str) -> tuple[str, ...]:
+    """The values an option may have, in order; empty where it is not one of a few."""
+    for of in fields(config):
+        if of.name == name and about(of).choices:
+            return about(of).choices
+    kind = get_type_hints(config)[name]
+    kinds = (kind, *get_args(kind))
+    return next((get_args(k) for k in kinds if get_origin(k) is Literal), ())
+
+
+def check_options(config: Any) -> None:
+    """Refuse values that are none of an option's choices, or below its minimum.
+
+    Raises:
+        MoesaicError: names the field, its value and what would work.
+    """
+    for of in fields(config):
+        value, said = getattr(config, of.name), about(of)
+        known = choices(type(config), of.name)
+        if known and value is not None and value not in known:
+            raise MoesaicError(f"{of.name} {value!r} is none of {', '.join(known)}.")
+        if said.minimum is not None and value is not None and value < said.minimum:
+            raise MoesaicError(f"{of.name} {value!r} must be at least {said.minimum:g}.")
+
+
+# --- methods -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MethodConfig:
+    """The options of a method, and what the method says of itself.
+
+    A subclass is a frozen dataclass whose fields are made with :func:`option`. It names the class
+    that carries it out without importing it.
+    """
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    verb: ClassVar[str]
+    """The command that it belongs to, such as ``carve``."""
+    name: ClassVar[str]
+    """What ``--method`` and plans call it."""
+    title: ClassVar[str]
+    """As its paper writes it."""
+    paper: ClassVar[str]
+    """Authors, title and place of its paper; empty for a method of our own."""
+    implementation: ClassVar[str]
+    """``"module:Class"`` of a :class:`moesaic.methods.base.Method`."""
+    variants: ClassVar[Mapping[str, str]] = {}
+    """What ``compare`` takes, and what each is in words: ``static`` is ``static pruning``."""
+    bundles: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Options that measure best together, by the name that ``--recipe`` takes."""
+    window: ClassVar[int] = 256
+    """Tokens of a calibration window, where the request says nothing."""
+    unit: ClassVar[str] = "expert"
+    """What the result's routers choose."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            MoesaicError: speaks of fields; the command line turns them into its own options.
+        """
+
+    @property
+    def credit(self) -> str:
+        """The paper that these options are of: authors, title and place; empty for our own."""
+        return self.paper
+
+    def compared(self, name: str) -> str:
+        """What a comparison is, in words: ``static pruning`` for ``static``.
+
+        Raises:
+            MoesaicError: there is no such comparison.
+        """
+        if name not in self.variants:
+            known = ", ".join(self.variants) or "nothing"
+            raise MoesaicError(f"compare {name!r} is none of {known}.")
+        return self.variants[name]
+
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """What these options add to the paper's method, in words; empty for the paper's method."""
+        changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return tuple(about(f).beyond for f in changed if about(f).beyond)
+
+    @property
+    def base_label(self) -> str:
+        """What the method with these options is called, additions to it left out."""
+        variant = getattr(self, "variant", "full")
+        return self.title if variant == "full" else self.variants.get(variant, str(variant))
+
+    @property
+    def label(self) -> str:
+        """What titles call a result of these options. It credits a paper with its own method only.
+
+        ``MoRE``, ``static pruning``, ``MoRE and beyond it: fitted router, refit``.
+        """
+        if not self.beyond:
+            return self.base_label
+        return f"{self.base_label} and beyond it: {', '.join(self.beyond)}"
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A command that makes a model of a model; its options are those of its methods."""
+
+    name: str
+    help: str
+    """One sentence for the list of commands."""
+    example: str
+    """A command line that works."""
+    calibrates: bool = True
+    """It takes calibration text."""
+    observes: bool = False
+    """It can decide from a file of ``observe``: it takes ``--stats``."""
+    compares: str = ""
+    """What ``--compare`` names; empty for a verb without comparisons."""
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The text that statistics are taken on, or that a method trains on."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    source: str = option(
+        "",
+        "Text to calibrate on, or to train on: a .txt, .jsonl, .json or .parquet file, a "
+        ".safetensors file of input_ids, a hub data set, prose, reference or code, or a mix such "
+        "as code=3,prose=1. Default: all text that ships.",
+        flag="--calibration",
+    )
+    samples: int = option(100, "Calibration windows.", minimum=1)
+    length: int | None = option(None, "Tokens of a window. Default: the method's own.", minimum=2)
+    seed: int = option(0, "Seed of every random choice.")
+    stats: str = option(
+        "", "Decide from this file of observe; the model is not run.", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is measured of the result, beside the original."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    data: str = option("", "Text to measure on; as for --calibration. Default: ships.")
+    length: int = option(512, "Tokens of a window.", minimum=2, seldom=True)
+    max_tokens: int | None = option(16_384, "Measure on at most this much of the text.", minimum=2)
+    compare: tuple[str, ...] = option(
+        (), "Also measure this variant, from the same statistics. Repeatable."
+    )
+    rounds: int = option(
+        3, "Rounds of the speed comparison; 0 leaves speed and memory out.", minimum=0, seldom=True
+    )
+    prompt: str = option("The capital of France is", "Continued by every model.", seldom=True)
+    new_tokens: int = option(40, "Tokens that the prompt is continued by.", minimum=1, seldom=True)
+
+
+@dataclass(frozen=True)
+class RunArgs:
+    """What every verb takes beside its config."""
+
+    model: Any
+    """A loaded PreTrainedModel, or a name for :func:`moesaic.io.source.resolve`. A model given by
+    name is read from disk layer by layer and never held whole, unless it is trained."""
+    calibration: Calibration = field(default_factory=Calibration)
+    text: Any = None
+    """Text itself instead of a source: texts, rows to train on, or tokens (N, T) as
+    :class:`~moesaic.data.text.Tokens` or int64 tensor."""
+    tokenizer: Any = None
+    """For texts, when ``model`` is loaded; a name brings its own."""
+    compare: tuple[str, ...] = ()
+    """Variants of the method to decide on beside it, from the same statistics."""
+    plan: Any = None
+    """The plan that a loaded model was made by, where a method asks for it."""
+    teacher: Any = None
+    """A loaded model to learn from, where a method distils."""
+    inplace: bool = False
+    """Convert the caller's model itself; without it the caller's model is not changed."""
+    device: str = "cpu"
+    """Where layers run, when ``model`` is a name."""
+    dtype: torch.dtype | None = None
+    """Floating-point type, when ``model`` is a name; None for the checkpoint's own."""
+    progress: Path | None = None
+    """Folder for finished layers; a run that finds them there continues."""
+    track: Track = silent
+    """Shows progress."""
+
+    @classmethod
+    def of(cls, model: Any, **options: Any) -> RunArgs:
+        """From the flat keyword arguments of the library's verbs.
+
+        Args:
+            model: see above.
+            options: fields of this class and of :class:`Calibration`; ``calibration`` may also be
+                a source, texts or tokens.
+
+        Raises:
+            TypeError: an option is unknown.
+        """
+        given = options.pop("calibration", "")
+        drawn = {f.name for f in fields(Calibration)} & options.keys()
+        settings = {name: options.pop(name) for name in sorted(drawn)}
+        if isinstance(given, Calibration):
+            calibration = given
+        elif isinstance(given, str):
+            calibration = Calibration(**{"source": given, **settings})
+        else:
+            options["text"], calibration = given, Calibration(**settings)
+        options["compare"] = tuple(options.get("compare", ()))
+        unknown = options.keys() - {f.name for f in fields(cls)}
+        if unknown:
+            raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
+        return cls(model=model, calibration=calibration, **options)
+
+
+# --- values --------------------------------------------------------------------------------------
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def parse_dtype(name: str) -> torch.dtype | None:
+    """``auto`` for the checkpoint's own (None), else float32, bfloat16 or float16."""
+    if name not in DTYPES:
+        raise MoesaicError(f"dtype {name!r} is none of {', '.join(DTYPES)}.")
+    if name == "auto":
+        return None
+    import torch
+
+    kind: torch.dtype = getattr(torch, name)
+    return kind
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes, with a decimal unit if it has one.
+
+    >>> parse_bytes("1.5GB"), parse_bytes("300")
+    (1500000000, 300)
+    """
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    if found is None or found[2] not in units:
+        raise MoesaicError(f"{text!r} is not a number of bytes such as 800MB or 12.5GB.")
+    return int(float(found[1]) * units[found[2]])
+
+
+def check_device(name: str) -> str:
+    """The device's name, if this machine has it.
+
+    Raises:
+        MoesaicError: it has not.
+    """
+    if name == "cpu":
+        return name
+    import torch
+
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise MoesaicError(
+            f"device {name!r} cannot be used here: {str(error).splitlines()[0]:.100}"
+        ) from None
+    return name
+
+
+def chosen_layers(spec: str | Sequence[int], count: int) -> list[int]:
+    """The decoder layers that a ``layers`` option names (MoRE, App. E.4 and Table 12).
+
+    Raises:
+        MoesaicError: it is no such name, or a layer is not there.
+    """
+    named = {
+        "all": range(count),
+        "last-half": range(count // 2, count),
+        "uniform": range(1, count, 2),
+        "early-middle": range(count // 2),
+    }
+    if isinstance(spec, str):
+        if spec in named:
+            return list(named[spec])
+        try:
+            spec = tuple(int(part) for part in spec.split(","))
+        except ValueError:
+            raise MoesaicError(
+                f"layers {spec!r} is none of {', '.join(named)}, nor numbers such as 4,5,6."
+            ) from None
+    layers = sorted(set(spec))
+    if not layers or layers[0] < 0 or layers[-1] >= count:
+        raise MoesaicError(f"layers must name layers from 0 to {count - 1}; got {list(spec)}.")
+    return layers

@@ -1,0 +1,1 @@
+"""Text: read from files and data sets, tokenised, packed."""

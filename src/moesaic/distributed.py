@@ -1,0 +1,54 @@
+"""Several processes on one job, as torchrun or accelerate launch start them."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def process() -> tuple[int, int]:
+    """This process's number and how many there are."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def join_processes() -> None:
+    """Meet the processes that were started beside this one, if any."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and process() == (0, 1):
+        torch.distributed.init_process_group("gloo")
+
+
+def wait_for_all() -> None:
+    """Return when every process has come here."""
+    if process()[1] > 1:
+        torch.distributed.barrier()
+
+
+def gathered(own: T) -> list[T]:
+    """What every process gives, in the order of their numbers; the same list in each."""
+    _, world = process()
+    if world == 1:
+        return [own]
+    every: list[T | None] = [None] * world
+    torch.distributed.all_gather_object(every, own)
+    return cast("list[T]", every)
+
+
+def mean_over_processes(total: Tensor, count: float) -> Tensor:
+    """Sums over this process's tokens as means over the tokens of all; float64, on the CPU.
+
+    Args:
+        total: sums, of any shape.
+        count: this process's tokens.
+    """
+    both = torch.cat([total.double().cpu().flatten(), torch.tensor([float(count)]).double()])
+    if process()[1] > 1:
+        both = torch.stack(gathered(both)).sum(0)
+    return (both[:-1] / both[-1].clamp(min=1)).view(total.shape)

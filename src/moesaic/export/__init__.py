@@ -1,0 +1,31 @@
+"""Results as checkpoints and files that other engines load; exact or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from moesaic.errors import MoesaicError
+from moesaic.export.llamacpp import export_gguf
+from moesaic.export.native import export_native
+
+FORMS: dict[str, Callable[..., dict[str, Any]]] = {"native": export_native, "gguf": export_gguf}
+
+
+def export(model: str, out: str | Path, to: str = "native", **options: Any) -> dict[str, Any]:
+    """Write a model in the form that other engines load.
+
+    Args:
+        model: a name for :func:`moesaic.io.source.resolve`.
+        out: the folder, or the GGUF file, to make.
+        to: ``native`` (:func:`moesaic.export.native.export_native`) or ``gguf``
+            (:func:`moesaic.export.llamacpp.export_gguf`).
+        options: of that function.
+
+    Raises:
+        MoesaicError: the form is unknown, or cannot hold the model.
+    """
+    if to not in FORMS:
+        raise MoesaicError(f"--to {to!r} is none of {', '.join(FORMS)}.")
+    return FORMS[to](model, out, **options)

@@ -1,0 +1,124 @@
+"""What the engines that serve native exports accept, read in their own sources.
+
+transformers is not in the table: every export is run there before it is kept. The others are
+read, not run, but for llama.cpp, which the slow tests run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from moesaic.export.targets import head_dim_of
+
+
+def limits(config: Any, ep: int = 1) -> dict[str, list[str]]:
+    """By engine, what it lacks for a checkpoint of this config; an empty list where nothing.
+
+    Args:
+        config: the export's.
+        ep: expert-parallel size.
+    """
+    return {name: list(engine(config, ep)) for name, engine in ENGINES.items()}
+
+
+def _experts(config: Any) -> int:
+    return next(
+        (
+            n
+            for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+            if (n := getattr(config, name, None))
+        ),
+        0,
+    )
+
+
+def _activation(config: Any) -> Iterator[str]:
+    if config.hidden_act not in ("silu", "swish"):
+        yield f"the activation {config.hidden_act}: its experts know silu"
+
+
+def _granite_attention(config: Any) -> Iterator[str]:
+    head_dim = config.hidden_size // config.num_attention_heads
+    if head_dim_of(config) != head_dim:
+        yield f"heads of {head_dim_of(config)}: its Granite takes hidden size / heads, {head_dim}"
+
+
+def _vllm(config: Any, ep: int) -> Iterator[str]:
+    """vllm-project/vllm: model_executor/models/{granitemoe,granitemoeshared,glm4_moe,mixtral}.py.
+
+    ``determine_expert_map`` (layers/fused_moe/layer.py) spreads a remainder of experts over the
+    first ranks. ``topk_softmax`` (csrc/moe/topk_softmax_kernels.cu) has a fused kernel for powers
+    of two and multiples of 64, and a slower path for all other counts.
+    """
+    if not _experts(config):
+        return
+    yield from _activation(config)
+    if config.model_type in ("granitemoe", "granitemoeshared"):
+        yield from _granite_attention(config)
+        if config.attention_bias:
+            yield "attention biases: its Granite builds the projections with bias=False"
+
+
+def _sglang(config: Any, ep: int) -> Iterator[str]:
+    """sgl-project/sglang: srt/models/{granitemoeshared,glm4_moe}.py, srt/layers/moe."""
+    count = _experts(config)
+    if not count:
+        return
+    yield from _activation(config)
+    if config.model_type == "granitemoeshared":
+        yield "GraniteMoeShared: its decoder layer does not take what its model calls it with"
+    if config.tie_word_embeddings and config.model_type in ("glm4_moe", "mixtral"):
+        yield "tied embeddings: its head is a tensor of its own (--untie writes one)"
+    if count % ep:
+        yield f"{count} experts over {ep} ranks: it asserts that they divide"
+
+
+def _llamacpp(config: Any, ep: int) -> Iterator[str]:
+    """ggml-org/llama.cpp: src/models/*.cpp, src/llama-hparams.h, conversion/*.py."""
+    kind, count = config.model_type, _experts(config)
+    if kind == "phi" and config.intermediate_size != 4 * config.hidden_size:
+        yield "a narrower FFN: its Phi converter writes four times the hidden size"
+    if not count:
+        return
+    yield from _activation(config)
+    if count > 1024:
+        yield f"{count} experts: LLAMA_MAX_EXPERTS is 1024"
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None) or 0
+    if chosen > 20:  # two nodes each; graphs have room for eight a tensor
+        yield f"{chosen} experts a token: its graphs have no room for more than about 20"
+    if kind in ("granitemoe", "granitemoeshared"):
+        yield from _granite_attention(config)
+    if kind == "phimoe":
+        yield "PhiMoE under the name that transformers gives it"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if kind == "glm4_moe" and rope.get("rope_type", "default") == "llama3":
+        yield "llama3 rotary scaling: its GLM4-MoE converter writes no frequency factors"
+    if getattr(config, "mlp_only_layers", None):
+        yield "dense layers between routed ones: its loader wants experts in every layer"
+    normed = {"qwen2_moe": False, "qwen3_moe": True, "olmoe": False}.get(kind)
+    if normed is not None and config.norm_topk_prob != normed:
+        yield f"norm_topk_prob={config.norm_topk_prob}: its {kind} knows only {normed}"
+    if kind == "deepseek_v2" and (config.n_group or 1) > 1:
+        yield "groups scored by their best expert: it adds the two best, as DeepSeek-V3 does"
+    if kind in ("deepseek_v2", "deepseek_v3"):
+        layers = config.num_hidden_layers
+        lite = layers in (26, 27) or (layers, config.vocab_size) == (48, 128256)
+        if lite != (config.q_lora_rank is None):
+            yield f"q_lora_rank={config.q_lora_rank} at {layers} layers, which tell it Lite models"
+    if kind == "gpt_oss" and any(
+        (attention == "sliding_attention") != (i % 2 == 0)
+        for i, attention in enumerate(config.layer_types)
+    ):
+        yield "other than every second layer's attention sliding, from the first on"
+    if kind == "ernie4_5_moe" and config.moe_num_shared_experts:
+        wanted = config.intermediate_size // config.num_key_value_heads
+        if config.moe_intermediate_size * config.moe_num_shared_experts != wanted:
+            yield f"a shared expert that is not {wanted} wide: dense width / key-value heads"
+
+
+ENGINES: dict[str, Callable[[Any, int], Iterator[str]]] = {
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "llama.cpp": _llamacpp,
+}

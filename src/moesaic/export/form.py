@@ -1,0 +1,61 @@
+"""What an export is before it is written."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+from moesaic.arch.dense import Arch
+from moesaic.io.checkpoint import Writer
+
+
+@dataclass(frozen=True)
+class Export:
+    """What becomes of a model, decided before anything is written."""
+
+    config: Any
+    write: Callable[[Writer], None]
+    costs: Mapping[str, Any] = field(default_factory=dict)
+    """What filling up costs."""
+    exact: bool = True
+    """False where weights that should be one are nearly one."""
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.model_type)
+
+
+def base_config(config: Any, arch: Arch) -> Any:
+    """A converted config as its base's own."""
+    plain = copy.deepcopy(config)
+    own = CONFIG_MAPPING[arch.model_type]
+    plain.__class__ = own
+    plain.model_type = arch.model_type
+    plain.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[own].__name__]
+    for name in ("moesaic", "auto_map"):
+        plain.__dict__.pop(name, None)
+    return plain
+
+
+def run_script(name: str, request: str) -> str | None:
+    """Run a script of this folder in a process of its own; the last line of what went wrong.
+
+    Its folder stays off the path, or its neighbours would pass for packages of the same names.
+    """
+    script = Path(__file__).with_name(name)
+    run = subprocess.run(
+        [sys.executable, str(script), request],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )
+    said = run.stderr.strip().splitlines()[-1:] or ["no message"]
+    return said[0] if run.returncode else None

@@ -1,0 +1,138 @@
+"""Pruned and condensed mixtures in their own architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.arch.mixture import MoEArch
+from moesaic.errors import MoesaicError
+from moesaic.export.form import Export, base_config
+from moesaic.export.targets import Header, aligned
+from moesaic.io.checkpoint import Writer, skeleton
+from moesaic.io.source import Source
+from moesaic.layers.base import KINDS
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.plan import Plan
+from moesaic.surgery import base_shape, rewrite
+
+ALIGNED = aligned(1)
+
+
+def reduced(
+    source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]], ep: int
+) -> Export:
+    """Fewer experts or dense layers: one count, one dense width, filled up where that is exact.
+
+    Args:
+        source: the reduced model.
+        arch: its architecture.
+        stacks: headers by converted layer.
+        ep: the number of experts must be a multiple of it.
+
+    Raises:
+        MoesaicError: its own architecture cannot hold it.
+    """
+    config = base_config(source.config, arch)
+    shape = base_shape(skeleton(source.config), arch)
+    gone = {i for i, stack in stacks.items() if any(KINDS[h["kind"]].removes(h) for h in stack)}
+    stay = [i for i in range(len(shape.widths)) if i not in gone]
+    numbers = {old: new for new, old in enumerate(stay)}
+    counts = {i: count for i, count in enumerate(shape.experts) if count}
+    dense = {i: shape.widths[i] for i in stay if i not in counts}
+    costs: dict[str, Any] = {}
+    plans: dict[int, Any] = {}
+    if counts:
+        most = max(counts.values())
+        groups = arch.group_count(config)
+        count = next(
+            n for n in range(most, 2 * most * ep * groups) if not n % ep and not n % groups
+        )
+        if set(counts.values()) != {count}:
+            if arch.never is None or groups > 1:
+                raise MoesaicError(
+                    f"Its layers have {_spread(counts.values())} experts and would need {count}: "
+                    f"{arch.model_type} has no router that never chooses an expert. "
+                    "Prune to one legal count."
+                )
+            plans = {i: PrunedLayer(torch.arange(n)).padded(count) for i, n in counts.items()}
+        setattr(config, arch.count, count)
+        costs["experts"] = [sum(counts.values()), count * len(counts)]
+    condensed = stacks.keys() - gone - counts.keys()
+    width = max(dense.values(), default=0) or ALIGNED  # Block Drop leaves no neuron at all
+    if gone:
+        shorten(config, stay)
+    if condensed or (gone and arch.dense_layers):
+        mix = arch.dense_at(config, {numbers[i] for i in dense})
+        if mix is None:
+            raise MoesaicError(
+                f"{arch.model_type} cannot have just these dense layers: {_spread(dense)}; "
+                "condense other candidates."
+            )
+        for name, value in mix.items():
+            setattr(config, name, value)
+    if condensed:
+        config.intermediate_size = width
+        costs["dense_neurons"] = [sum(dense.values()), width * len(dense)]
+    plan = Plan("export", shape, plans)
+
+    def write(writer: Writer) -> None:
+        narrow = tuple(arch.ffn_prefix(i) for i, n in dense.items() if n < width)
+        fitting = Fitting(writer, f"{arch.layers_path}.", numbers, narrow, width)
+        rewrite(source.checkpoint, arch, plan, fitting)
+
+    return Export(config, write, costs)
+
+
+def _spread(values: Any) -> str:
+    return "/".join(map(str, sorted(set(values))))
+
+
+def shorten(config: Any, stay: Sequence[int]) -> None:
+    """Make a config that of the layers that stay, lists with an entry a layer included."""
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(config, name, [value[i] for i in stay])
+    config.num_hidden_layers = len(stay)
+
+
+class Fitting:
+    """A writer that numbers layers anew and fills up dense ones to one width.
+
+    Args:
+        writer: takes the tensors.
+        layers: the start of all layers' names.
+        numbers: the new number of each layer that stays.
+        narrow: the starts of the names of dense FFNs to fill up.
+        width: neurons they are filled up to.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        layers: str,
+        numbers: Mapping[int, int],
+        narrow: tuple[str, ...],
+        width: int,
+    ) -> None:
+        self.writer, self.layers, self.numbers = writer, layers, numbers
+        self.narrow, self.width = narrow, width
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if name.startswith(self.narrow):
+            axis = 1 if name.endswith("down_proj.weight") else 0
+            missing = self.width - tensor.shape[axis]
+            tensor = F.pad(tensor, (0, missing) if axis else (0, 0, 0, missing))
+        if name.startswith(self.layers):
+            old, dot, rest = name.removeprefix(self.layers).partition(".")
+            if int(old) not in self.numbers:
+                return
+            name = f"{self.layers}{self.numbers[int(old)]}{dot}{rest}"
+        self.writer.add(name, tensor)
+
+    def close(self) -> None:
+        self.writer.close()

@@ -1,0 +1,168 @@
+"""Results as checkpoints of architectures that transformers and its kin know: exact or refused."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moesaic.arch.mixture import MoEArch, base_arch
+from moesaic.data.text import evaluation_tokens
+from moesaic.errors import MoesaicError
+from moesaic.export.carved import as_experts, narrowed
+from moesaic.export.engines import limits
+from moesaic.export.form import Export, run_script
+from moesaic.export.mixtures import reduced
+from moesaic.io.checkpoint import ShardWriter, whole_folder
+from moesaic.io.names import check_out
+from moesaic.io.source import Source, resolve
+from moesaic.layers.base import KINDS
+from moesaic.surgery import headers_of
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+TOLERANCE = 1e-4
+"""The largest difference of logits that rounding explains, relative to the largest logit."""
+NEAR = 5e-2
+"""The difference that is allowed, as root mean squares, where several petals have nearly the weight
+they should. A token of which two petals are nearly tied may take the other one; of hundreds of
+petals some always are, and any change in rounding does the same."""
+
+
+def export_native(
+    model: str,
+    out: str | Path,
+    *,
+    target: str = "",
+    ep: int = 1,
+    untie: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:
+    """Write a converted model as a checkpoint that loads without this package.
+
+    The export is loaded in plain transformers, in a process of its own, and its logits are
+    compared with the source's in float32 before it gets its name.
+
+    Args:
+        model: a name for :func:`moesaic.io.source.resolve`.
+        out: the folder to make.
+        target: the architecture, of :data:`moesaic.export.targets.TARGETS`; empty for the one
+            with the fewest active neurons.
+        ep: what the number of experts must be a multiple of (expert-parallel size).
+        untie: write the head as a tensor of its own where it is the embedding's.
+        overwrite: replace ``out`` if it exists.
+
+    Returns:
+        ``model_type``, ``exact``, what :func:`verify` found, ``engines`` (what each lacks),
+        ``costs``.
+
+    Raises:
+        MoesaicError: no architecture holds the model; nothing is left at ``out``.
+    """
+    source = resolve(model)
+    check_out(Path(out), overwrite)
+    export = decide(source, target, ep)
+    with whole_folder(Path(out), overwrite) as folder:
+        write(source, export, folder, untie)
+        differences = verify(source, folder, export.exact)
+    return {
+        "out": str(out),
+        "model_type": export.model_type,
+        "exact": export.exact,
+        **differences,
+        "engines": limits(export.config, ep),
+        "costs": dict(export.costs),
+    }
+
+
+def decide(source: Source, target: str = "", ep: int = 1) -> Export:
+    """Which architecture holds a model, and how to write it.
+
+    Raises:
+        MoesaicError: none does; the message says what each lacks.
+    """
+    config = source.config
+    arch = base_arch(config)
+    stacks = headers_of(config)
+    for header in (header for stack in stacks.values() for header in stack):
+        obstacle = KINDS[header["kind"]].obstacle(header)
+        if obstacle is not None:
+            raise MoesaicError(obstacle)
+    if isinstance(arch, MoEArch):
+        if target and target != arch.model_type:
+            raise MoesaicError(f"A {arch.model_type} stays a {arch.model_type}, not a {target}.")
+        return reduced(source, arch, stacks, ep)
+    layers = [stacks[i][-1] if i in stacks else None for i in range(config.num_hidden_layers)]
+    if any(header and header["petals"] for header in layers):
+        return as_experts(source, arch, layers, target, ep)
+    if target and target != arch.model_type:
+        raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
+    return narrowed(source, arch, layers)
+
+
+def write(source: Source, export: Export, folder: Path, untie: bool = False) -> None:
+    """Write what was decided into an existing folder, unverified."""
+    writer = ShardWriter(folder)
+    if untie and export.config.tie_word_embeddings:
+        export.config.tie_word_embeddings = False
+        writer.add(HEAD, source.checkpoint.tensor(EMBEDDING).clone())
+    export.write(writer)
+    export.config.save_pretrained(folder)
+    source.checkpoint.copy_side_files(folder)
+
+
+# --- is it the same model? -----------------------------------------------------------------------
+
+
+def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) -> dict[str, float]:
+    """Differences of logits in float32, from the export in transformers alone.
+
+    It is loaded in a process of its own.
+
+    Returns:
+        ``largest_difference``, relative to the largest logit; ``mean_difference``, the root mean
+        square relative to that of the logits; ``same_next_token``, the share of tokens after which
+        both would say the same.
+
+    Raises:
+        MoesaicError: it does not load, or differs by more than is explained.
+    """
+    ids = _text(source, tokens)
+    with torch.inference_mode():
+        wanted = source.load(dtype=torch.float32)(ids).logits
+    with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
+        given, found = Path(place) / "ids.safetensors", Path(place) / "logits.safetensors"
+        save_file({"input_ids": ids}, given)
+        trouble = run_script("plain.py", json.dumps([str(folder), str(given), str(found)]))
+        if trouble is not None:
+            raise MoesaicError(f"The export does not load in plain transformers: {trouble}")
+        logits = load_file(found)["logits"]
+    change = logits - wanted
+    largest = float(change.abs().max() / wanted.abs().max())
+    mean = float(change.norm() / wanted.norm())
+    if exact and not largest <= TOLERANCE:
+        raise MoesaicError(
+            f"The export's logits differ from the model's by {largest:.1e} of the largest, more "
+            f"than rounding explains ({TOLERANCE:.0e}). Nothing was kept."
+        )
+    if not exact and not mean <= NEAR:
+        raise MoesaicError(
+            f"The export's logits differ from the model's by {mean:.1e} in root mean square, more "
+            f"than weights that are nearly even explain ({NEAR:.0e}). Nothing was kept."
+        )
+    same = (logits.argmax(-1) == wanted.argmax(-1)).float().mean().item()
+    return {"largest_difference": largest, "mean_difference": mean, "same_next_token": same}
+
+
+def _text(source: Source, tokens: int) -> Tensor:
+    """Real text (1, L), or random tokens where there is no tokenizer."""
+    length = min(tokens, source.config.max_position_embeddings)
+    try:
+        return evaluation_tokens("", source.tokenizer, length, length).input_ids
+    except MoesaicError:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(source.config.vocab_size, (1, length), generator=generator)

@@ -1,0 +1,27 @@
+"""Run by path in a process of its own: what plain transformers makes of an export."""
+
+import json
+import sys
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+
+def main(request: str) -> None:
+    """``request`` is the JSON list that :func:`moesaic.export.native.verify` sends."""
+    folder, given, found = json.loads(request)
+    model, loaded = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    for trouble in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if loaded.get(trouble):
+            raise SystemExit(f"{trouble}: {sorted(map(str, loaded[trouble]))[:3]}")
+    with torch.inference_mode():
+        logits = model.eval()(load_file(given)["input_ids"]).logits
+    assert not any(name.partition(".")[0] == "moesaic" for name in sys.modules)
+    save_file({"logits": logits.contiguous()}, found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

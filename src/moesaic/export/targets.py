@@ -1,0 +1,346 @@
+"""Architectures of transformers that hold a carved model: one table entry each.
+
+A carved layer is a backbone that every token runs and petals of which it runs one, with weight one
+(MoRE, Eq. 12). A target holds it as a shared expert and routed experts: the softmax over a single
+chosen logit is one, and so is a sigmoid divided by itself. All layers have one size there; what a
+layer has not is filled up with zeros, which changes no value and costs time and memory.
+
+Of several petals each has weight one, and native routers give weights that sum to one: about 1 / k
+each where the logits are small, so they are made small and down projections k times as large. The
+weights are then within :data:`SMALL` of one: nearly exact. Much smaller logits would make weights
+more even, and would be lost in rounding by engines that compare probabilities.
+
+Shape suffixes beside those of :mod:`moesaic.arch.dense`::
+
+    S neurons of the shared expert    P neurons of a routed expert    E routed experts
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.arch.dense import DenseFFN
+
+SMALL = 2.0**-6
+"""No logit of a router that chooses several petals is beyond it; most are far below."""
+
+Header = Mapping[str, Any]
+"""One layer of a plan's header."""
+Tensors = Iterator[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one config says of all layers."""
+
+    dense: int
+    """Leading layers without experts."""
+    shared: int
+    """Neurons that every token runs."""
+    experts: int
+    width: int
+    """Neurons of one expert."""
+    top_k: int = 1
+
+    @property
+    def active_width(self) -> int:
+        """Neurons that a token runs in a layer with experts."""
+        return self.shared + (self.top_k * self.width if self.experts else 0)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One FFN, as a target is to hold it."""
+
+    ffn: DenseFFN
+    """In carved order."""
+    backbone: int
+    petals: tuple[int, ...]
+    router_RD: Tensor | None
+    norm_D: Tensor
+    """The weight of the norm before the FFN."""
+
+    def shared(self, sizes: Sizes) -> DenseFFN:
+        """The backbone, filled up to S neurons."""
+        return filled(self.ffn.neurons(0, self.backbone), sizes.shared)
+
+    def experts(self, sizes: Sizes) -> list[DenseFFN]:
+        """The petals, filled up to P neurons, and to E by repeating the first.
+
+        Whichever of a petal and its repetition is chosen, the output is the same.
+        """
+        ends = accumulate(self.petals or (0,), initial=self.backbone)
+        real = [filled(self.ffn.neurons(*place), sizes.width) for place in pairwise(ends)]
+        real = [replace(e, down_DM=e.down_DM * sizes.top_k) for e in real]
+        return real + [copied(real[0]) for _ in range(sizes.experts - len(real))]
+
+    def router(self, sizes: Sizes, limit: float = math.inf) -> Tensor:
+        """One row an expert (E, D), float32, scaled so that no logit is beyond ``limit``, nor
+        beyond :data:`SMALL` where a token runs several."""
+        if self.router_RD is None:
+            return torch.zeros(sizes.experts, self.ffn.up_MD.shape[1])
+        missing = sizes.experts - len(self.petals)
+        router_ED = torch.cat([self.router_RD, self.router_RD[:1].expand(missing, -1)])
+        limit = min(limit, math.inf if sizes.top_k == 1 else SMALL)
+        return router_ED * _scale_of(router_ED, self.norm_D, limit)
+
+
+def copied(ffn: DenseFFN) -> DenseFFN:
+    """The same block in memory of its own: files refuse tensors that share theirs."""
+    found: dict[str, Any] = {k: v.clone() for k, v in vars(ffn).items() if isinstance(v, Tensor)}
+    return replace(ffn, **found)
+
+
+def filled(ffn: DenseFFN, width: int) -> DenseFFN:
+    """The same block with neurons of zeros up to ``width``."""
+    missing = width - ffn.width
+
+    def rows(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not missing:
+            return tensor
+        return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing))
+
+    up_MD = rows(ffn.up_MD)
+    assert up_MD is not None
+    return replace(
+        ffn,
+        up_MD=up_MD,
+        down_DM=F.pad(ffn.down_DM, (0, missing)),
+        gate_MD=rows(ffn.gate_MD),
+        up_bias_M=rows(ffn.up_bias_M),
+        gate_bias_M=rows(ffn.gate_bias_M),
+    )
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+
+def backbone_of(header: Header | None, width: int) -> int:
+    """Neurons that every token runs: all of them where nothing was carved."""
+    return width if header is None else header["backbone"]
+
+
+def smallest(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
+    """The sizes that all layers fit in."""
+    carved = [header for header in headers if header is not None]
+    petals = [p for header in carved for p in header["petals"]]
+    return Sizes(
+        dense=0,
+        shared=max(map(backbone_of, headers, widths)),
+        experts=max((len(header["petals"]) for header in carved), default=0),
+        width=aligned(max(petals, default=0)),
+        top_k=max((header["top_k"] for header in carved), default=0) or 1,
+    )
+
+
+def aligned(width: int) -> int:
+    """The next multiple of 8: grouped matrix products want rows of whole 16 bytes.
+
+    >>> aligned(250)
+    256
+    """
+    return 8 * -(-width // 8)
+
+
+def leading_dense(headers: Sequence[Header | None], widths: Sequence[int]) -> Sizes:
+    """The same, for a target whose first layers may be dense and whose shared expert is a
+    multiple of a routed one: the multiple with the fewest active neurons."""
+    dense = next((i for i, h in enumerate(headers) if h is not None), len(headers))
+    least = smallest(headers[dense:], widths[dense:]) if dense < len(headers) else None
+    if least is None or not least.experts:
+        return smallest(headers, widths)
+    options = []
+    for multiple in range(1, math.ceil(least.shared / least.width) + 1):
+        width = max(least.width, aligned(math.ceil(least.shared / multiple)))
+        options.append(((multiple + least.top_k) * width, multiple, width))
+    _, multiple, width = min(options, default=(0, 1, least.width))
+    return replace(least, dense=dense, shared=multiple * width, width=width)
+
+
+# --- what the targets make of a layer ------------------------------------------------------------
+
+
+def _gated(prefix: str, ffn: DenseFFN) -> Tensors:
+    assert ffn.gate_MD is not None
+    yield f"{prefix}gate_proj.weight", ffn.gate_MD
+    yield f"{prefix}up_proj.weight", ffn.up_MD
+    yield f"{prefix}down_proj.weight", ffn.down_DM
+
+
+def _both(ffn: DenseFFN) -> Tensor:
+    assert ffn.gate_MD is not None
+    return torch.cat([ffn.gate_MD, ffn.up_MD])
+
+
+def granite_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
+    """GraniteMoeShared: gate and up in one matrix, all experts in one tensor."""
+    block, experts = f"{prefix}block_sparse_moe.", layer.experts(sizes)
+    if sizes.shared:
+        shared = layer.shared(sizes)
+        yield f"{prefix}shared_mlp.input_linear.weight", _both(shared)
+        yield f"{prefix}shared_mlp.output_linear.weight", shared.down_DM
+    yield f"{block}input_linear.weight", torch.stack([_both(e) for e in experts])
+    yield f"{block}output_linear.weight", torch.stack([e.down_DM for e in experts])
+    yield f"{block}router.layer.weight", layer.router(sizes)
+
+
+def glm_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
+    """GLM4-MoE: the chosen expert's sigmoid is divided by itself, so it must be neither 0 nor lost
+    against 1: the rows are scaled so that no logit is beyond 4."""
+    block = f"{prefix}mlp."
+    yield from _gated(f"{block}shared_experts.", layer.shared(sizes))
+    for e, expert in enumerate(layer.experts(sizes)):
+        yield from _gated(f"{block}experts.{e}.", expert)
+    yield f"{block}gate.weight", layer.router(sizes, limit=4)
+    yield f"{block}gate.e_score_correction_bias", torch.zeros(sizes.experts)
+
+
+def _scale_of(router_ED: Tensor, norm_D: Tensor, limit: float) -> float:
+    """The power of two that keeps |logits| <= limit for every output of an RMSNorm.
+
+    Its output is norm * u with |u| <= sqrt(D). A power of two changes no comparison.
+    """
+    largest = float((router_ED * norm_D.float()).norm(dim=1).max()) * math.sqrt(len(norm_D))
+    return 2.0 ** math.floor(math.log2(limit / largest)) if largest > limit else 1.0
+
+
+def mixtral_tensors(prefix: str, layer: Layer, sizes: Sizes) -> Tensors:
+    """Mixtral: experts only; w1 is the gate, w3 up, w2 down."""
+    block = f"{prefix}block_sparse_moe."
+    for e, expert in enumerate(layer.experts(sizes)):
+        assert expert.gate_MD is not None
+        yield f"{block}experts.{e}.w1.weight", expert.gate_MD
+        yield f"{block}experts.{e}.w3.weight", expert.up_MD
+        yield f"{block}experts.{e}.w2.weight", expert.down_DM
+    yield f"{block}gate.weight", layer.router(sizes)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Target:
+    """One architecture that can hold carved layers."""
+
+    model_type: str
+    bases: Collection[str]
+    """Dense architectures whose attention, norms and embeddings it has under the same names."""
+    sizes: Callable[[Sequence[Header | None], Sequence[int]], Sizes]
+    settings: Callable[[Any, Sizes], dict[str, Any]]
+    """Its own config attributes, from the base's config."""
+    tensors: Callable[[str, Layer, Sizes], Tensors]
+    lacks: Callable[[Any, Sizes], str | None]
+    """What of the base's config or of the sizes it cannot hold."""
+
+
+def _granite_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
+    return {
+        "intermediate_size": sizes.width,
+        "shared_intermediate_size": sizes.shared,
+        "num_local_experts": sizes.experts,
+        "num_experts_per_tok": sizes.top_k,
+        "attention_bias": getattr(config, "attention_bias", False),
+        "attention_multiplier": getattr(
+            config, "attention_multiplier", head_dim_of(config) ** -0.5
+        ),
+        **{
+            name: getattr(config, name, 1.0)
+            for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        },
+    }
+
+
+def _glm_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
+    return {
+        "intermediate_size": config.intermediate_size,
+        "moe_intermediate_size": sizes.width,
+        "n_shared_experts": sizes.shared // sizes.width,
+        "n_routed_experts": sizes.experts,
+        "num_experts_per_tok": sizes.top_k,
+        "first_k_dense_replace": sizes.dense,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+        "head_dim": head_dim_of(config),
+        "attention_bias": config.model_type == "qwen2",
+        "use_qk_norm": config.model_type == "qwen3",
+        "rope_parameters": {"partial_rotary_factor": 1.0, **config.rope_parameters},
+    }
+
+
+def _mixtral_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
+    return {
+        "intermediate_size": sizes.width,
+        "num_local_experts": sizes.experts,
+        "num_experts_per_tok": sizes.top_k,
+        "sliding_window": getattr(config, "sliding_window", None),
+        "head_dim": head_dim_of(config),
+    }
+
+
+def head_dim_of(config: Any) -> int:
+    """Elements of one attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _windowed(config: Any) -> bool:
+    window = getattr(config, "sliding_window", None)
+    used = getattr(config, "use_sliding_window", True)
+    return bool(used and window and window < config.max_position_embeddings)
+
+
+def _granite_lacks(config: Any, sizes: Sizes) -> str | None:
+    return "sliding-window attention" if _windowed(config) else None
+
+
+def _glm_lacks(config: Any, sizes: Sizes) -> str | None:
+    if _windowed(config):
+        return "sliding-window attention"
+    if config.model_type != "qwen2" and getattr(config, "attention_bias", False):
+        return "a bias of the attention's output projection"
+    return None
+
+
+def _mixtral_lacks(config: Any, sizes: Sizes) -> str | None:
+    if sizes.shared:
+        return "a backbone that every token runs"
+    return "attention biases" if getattr(config, "attention_bias", False) else None
+
+
+TARGETS: tuple[Target, ...] = (
+    Target(
+        "mixtral",
+        bases=("llama", "mistral"),
+        sizes=smallest,
+        settings=_mixtral_settings,
+        tensors=mixtral_tensors,
+        lacks=_mixtral_lacks,
+    ),
+    Target(
+        "granitemoeshared",
+        bases=("llama", "mistral", "granite"),
+        sizes=smallest,
+        settings=_granite_settings,
+        tensors=granite_tensors,
+        lacks=_granite_lacks,
+    ),
+    Target(
+        "glm4_moe",
+        bases=("llama", "mistral", "qwen2", "qwen3"),
+        sizes=leading_dense,
+        settings=_glm_settings,
+        tensors=glm_tensors,
+        lacks=_glm_lacks,
+    ),
+)
+"""In order of preference where equally many neurons are active."""

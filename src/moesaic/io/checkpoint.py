@@ -1,0 +1,209 @@
+"""Checkpoints on disk: a lazy safetensors reader, a shard writer, folders that appear whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moesaic.errors import MoesaicError
+from moesaic.io.names import check_out
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+SIDE_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "LICENSE*",
+)
+"""What a rewritten checkpoint takes over from its source as it is."""
+
+
+class Checkpoint:
+    """A folder of safetensors, read one tensor at a time. Pickled weights are never opened."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Path] = {}
+        self._open: tuple[Path, Any] | None = None
+        for file in self._shards():
+            with _reading(file), safe_open(file, framework="pt") as shard:
+                self._files.update(dict.fromkeys(shard.keys(), file))
+
+    def _shards(self) -> list[Path]:
+        index = self.folder / INDEX_NAME
+        if index.is_file():
+            try:
+                names = set(json.loads(index.read_text())["weight_map"].values())
+            except (ValueError, KeyError) as error:
+                raise MoesaicError(f"{index} is not a valid shard index: {error}") from error
+            return [self.folder / name for name in sorted(names)]
+        if (self.folder / SINGLE_NAME).is_file():
+            return [self.folder / SINGLE_NAME]
+        if any(self.folder.glob("*.bin")) or any(self.folder.glob("*.pt")):
+            raise MoesaicError(
+                f"{self.folder} holds pickled weights only, which can run code when opened. "
+                "Convert them to safetensors first (save_pretrained does)."
+            )
+        raise MoesaicError(f"No {SINGLE_NAME} or {INDEX_NAME} in {self.folder}.")
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            MoesaicError: it is missing, or its file is corrupt.
+        """
+        if name not in self._files:
+            raise MoesaicError(f"{self.folder} has no tensor {name!r}.")
+        file = self._files[name]
+        with _reading(file):
+            if self._open is None or self._open[0] != file:
+                self._open = (file, safe_open(file, framework="pt"))
+            return self._open[1].get_tensor(name)
+
+    def under(self, prefix: str) -> dict[str, Tensor]:
+        """All tensors whose names start with ``prefix``, without it."""
+        return {n.removeprefix(prefix): self.tensor(n) for n in self._files if n.startswith(prefix)}
+
+    def nbytes(self) -> int:
+        """Size of the weight files on disk."""
+        return sum(file.stat().st_size for file in set(self._files.values()))
+
+    def copy_side_files(self, out: Path) -> None:
+        """Copy tokenizer, generation settings and licence to ``out``."""
+        for pattern in SIDE_FILES:
+            for file in self.folder.glob(pattern):
+                shutil.copyfile(file, out / file.name)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, FileNotFoundError) as error:
+        raise MoesaicError(f"{file} is missing, truncated or corrupt: {error}") from error
+
+
+class Writer(Protocol):
+    """Takes a checkpoint's tensors one by one."""
+
+    def add(self, name: str, tensor: Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ShardWriter:
+    """Writes tensors in shards as they come, and the index at the end."""
+
+    def __init__(self, folder: Path, shard_bytes: int = 2 << 30) -> None:
+        self.folder = folder
+        self.shard_bytes = shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._shards: list[list[str]] = []
+        self._total = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._pending and self._pending_bytes + tensor.nbytes > self.shard_bytes:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+        self._pending_bytes += tensor.nbytes
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"shard-{number:05d}.safetensors"
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._path(len(self._shards)), metadata={"format": "pt"})
+        self._shards.append(list(self._pending))
+        self._total += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def close(self) -> None:
+        """Write what is pending and give the shards their final names."""
+        self._flush()
+        count = len(self._shards)
+        if count == 1:
+            self._path(0).rename(self.folder / SINGLE_NAME)
+            return
+        weight_map = {}
+        for number, names in enumerate(self._shards):
+            final = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._path(number).rename(self.folder / final)
+            weight_map.update(dict.fromkeys(names, final))
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
+
+
+@contextmanager
+def whole_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A folder that exists whole or not at all: written beside ``out``, renamed at the end.
+
+    Raises:
+        MoesaicError: ``out`` exists and ``overwrite`` is False.
+    """
+    check_out(out, overwrite)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    work = out.with_name(f".{out.name}.{os.getpid()}.writing")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        yield work
+        if out.exists():
+            shutil.rmtree(out)
+        work.rename(out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def disk_full(error: BaseException) -> bool:
+    """Whether an error means that the disk is full."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, SafetensorError) and "No space left" in str(error)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """``tensor`` in ``dtype`` if that is given and it is a floating-point tensor."""
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def narrowed(model: Any) -> Callable[[str], torch.dtype]:
+    """The floating-point type that a model gives each tensor: some stay wide for exactness."""
+    dtype, wide = model.dtype, model._keep_in_fp32_modules_strict or ()
+    types = {name: p.dtype for name, p in model.named_parameters()}
+
+    def of(name: str) -> torch.dtype:
+        strict = any(part in name for part in wide)
+        return torch.float32 if strict else types.get(name, dtype)
+
+    return of
+
+
+def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
+    """The model of a config with parameters on the meta device and real buffers."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    options = {} if dtype is None else {"dtype": dtype}
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, **options).eval()
+    model.tie_weights()  # becoming empty broke the ties
+    return model

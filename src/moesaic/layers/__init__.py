@@ -1,0 +1,1 @@
+"""Layer kinds: one file for each thing that a decoder layer can become."""

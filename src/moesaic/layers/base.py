@@ -1,0 +1,204 @@
+"""A layer kind: what a converted decoder layer is, from its plan to the words that describe it.
+
+One file of this folder holds one kind and everything about it. The rest of the package asks the
+kind and never which kind it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch
+from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
+from moesaic.registry import Registry
+
+V_co = TypeVar("V_co", covariant=True)
+Header = Mapping[str, Any]
+"""What ``config.json`` says of a converted layer: enough to build its modules without values."""
+
+
+class State(Protocol):
+    """One decoder layer's tensors, live or on disk. Names are relative to the layer.
+
+    Tensors are stored under other names and in other pieces than a model in memory has them: a
+    checkpoint holds every expert by itself, memory holds all experts of a layer in one tensor.
+    """
+
+    def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
+        """The name as stored, and the name in memory, of tensors under some prefixes."""
+
+    def read(self, stored: str) -> Tensor:
+        """A tensor by the name it is stored under."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A tensor by its name in memory."""
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a name in memory is there."""
+
+
+class Seen(Protocol[V_co]):
+    """A layer as it was, and the calibration tokens that reach it; a ``stream.Site`` is one."""
+
+    @property
+    def view(self) -> V_co:
+        """A DenseFFN or a MoEFFN."""
+
+    @property
+    def layer(self) -> nn.Module:
+        """The decoder layer."""
+
+    def inputs(self) -> Iterator[Tensor]:
+        """Batches of x (T, D), the FFN's input."""
+
+    def targets(self) -> Iterator[Tensor | None]:
+        """Batches of the original's output (T, D); None where it is the FFN's own of inputs()."""
+
+    def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of x (T, D) and of a dense FFN's h (T, M)."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a layer kind says of one layer, for records."""
+
+    told: str
+    """What became of the layer, in words."""
+    shape: Mapping[str, Any] = field(default_factory=dict)
+    """What only this kind has."""
+
+
+class LayerPlan(ABC):
+    """What becomes of one decoder layer: a header, tensors, and how they are put to use.
+
+    Subclasses are frozen dataclasses. ``header`` and ``tensors`` together are the whole decision.
+    """
+
+    kind: ClassVar[str]
+
+    @property
+    def weights(self) -> str:
+        """What became of the layer's weights, one of :data:`moesaic.record.WEIGHTS`."""
+        return "own"
+
+    @abstractmethod
+    def header(self) -> JSON:
+        """``kind`` and the sizes of the new modules, as plain JSON."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Index lists, routers and replaced weights, by name."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
+        """The plan of a header and tensors; the inverse of those two methods."""
+
+    @abstractmethod
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        """Prefixes of the names, relative to the decoder layer, of all tensors that change."""
+
+    @abstractmethod
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        """The layer's tensors as they will be, those under :meth:`sources` only.
+
+        A pure function, used alike for a live model and for a checkpoint on disk.
+
+        Yields:
+            names relative to the decoder layer, and tensors; a tensor that is only moved keeps the
+            form in which it is stored.
+        """
+
+    @classmethod
+    @abstractmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        """Give ``layers[index]`` the modules that a header says, in place.
+
+        Parameters that change are new ones on the meta device, without values.
+        """
+
+    @abstractmethod
+    def describe(self, experts: int) -> Description:
+        """What became of the layer.
+
+        Args:
+            experts: routed experts that it had before; 0 where it was dense.
+        """
+
+    @classmethod
+    def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
+        """Parameters of a converted layer, and what a token uses of them, nominally.
+
+        Args:
+            layer: with its modules installed; a skeleton on the meta device will do.
+            arch: the architecture.
+            header: of the layer.
+            width: the FFN width it had before; of one expert where it routed.
+        """
+        return arch.use(layer)
+
+    @classmethod
+    def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
+        """The module that chooses a token's experts, and their sizes; None where none does."""
+        return arch.routed(layer)
+
+    def refit(self, site: Seen[Any], **options: Any) -> tuple[LayerPlan, JSON]:
+        """The layer with weights solved for, so that its output is nearest to the original's.
+
+        Returns:
+            the new plan, and ``lost``, ``recovered`` and ``strength`` for the record.
+
+        Raises:
+            MoesaicError: layers of this kind are not refitted.
+        """
+        raise MoesaicError(f"Layers of kind {self.kind!r} are not refitted.")
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        """The reason why no other architecture holds such a layer exactly; None if one may."""
+        return f"Layers of kind {cls.kind} have no native form yet."
+
+    @classmethod
+    def removes(cls, header: Header) -> bool:
+        """Whether the whole decoder layer is gone."""
+        return False
+
+    def native(self) -> JSON | None:
+        """What a config of the base's own class must say to hold the layer; None: it cannot.
+
+        Keys: ``experts`` (routed experts that are left) or ``dense`` (width of a plain MLP).
+        """
+        return None
+
+
+def same(a: LayerPlan, b: LayerPlan) -> bool:
+    """Whether two layers' decisions are identical, tensors bitwise."""
+    ta, tb = a.tensors(), b.tensors()
+    return (
+        a.header() == b.header()
+        and ta.keys() == tb.keys()
+        and all(torch.equal(ta[k], tb[k]) for k in ta)
+    )
+
+
+KINDS: Registry[type[LayerPlan]] = Registry(
+    "moesaic.layers",
+    {
+        "carved": "moesaic.layers.carved:CarvedLayer",
+        "overlapping": "moesaic.layers.overlapping:OverlappingLayer",
+        "pruned": "moesaic.layers.pruned:PrunedLayer",
+        "merged": "moesaic.layers.merged:MergedLayer",
+        "skipping": "moesaic.layers.skipping:SkippingLayer",
+        "condensed": "moesaic.layers.condensed:CondensedLayer",
+        "dropped": "moesaic.layers.dropped:DroppedLayer",
+    },
+)
+"""Layer kinds by the name in their headers."""

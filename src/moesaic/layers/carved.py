@@ -1,0 +1,258 @@
+"""A dense FFN cut into shared neurons that every token runs and experts of which it runs some.
+
+Neurons are reordered so that the shared ones (MoRE's backbone) and those of every expert (MoRE's
+petals) are contiguous.
+
+Shape suffixes: T tokens, D hidden size, M neurons in their new order, R experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch, DenseFFN, FFNNames, put, weight_of
+from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.foreign import JSON
+from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
+from moesaic.layers.recovery import Balance
+from moesaic.nn.carved import CarvedFFN, carved_like
+from moesaic.nn.routers import Router, chosen, running
+
+
+@dataclass(frozen=True)
+class CarvedLayer(LayerPlan):
+    """A dense FFN whose tokens run a part of its neurons.
+
+    An ``order_M`` shorter than the original width drops neurons: static pruning does, MoRE never.
+    """
+
+    kind: ClassVar[str] = "carved"
+
+    order_M: Tensor
+    """int64: the original neuron at each new place: shared ones first, then expert after expert."""
+    backbone: int
+    """Neurons that every token runs."""
+    petals: tuple[int, ...] = ()
+    """Neurons of each expert."""
+    top_k: int = 0
+    """Experts that a token runs."""
+    routing: str = "cosine"
+    """How they are chosen; see :mod:`moesaic.nn.routers`."""
+    router_RD: Tensor | None = None
+    """float32: one row an expert; (R, D + B) where the router sees the B shared neurons too."""
+    down_DM: Tensor | None = None
+    """A down projection in carved order that takes the place of the base's own."""
+    bias_RD: Tensor | None = None
+    """An output bias of every expert; without experts one row."""
+    gate: JSON = field(default_factory=dict)
+    """Options of a router that weighs; with a threshold ``top_k`` is the most that run."""
+
+    def __post_init__(self) -> None:
+        width = self.backbone + sum(self.petals)
+        if self.order_M.numel() != width:
+            raise ValueError(f"{self.order_M.numel()} neurons are ordered, {width} are placed")
+        if self.order_M.unique().numel() != width:
+            raise ValueError("a neuron is placed twice")
+        if not 0 <= self.top_k <= len(self.petals):
+            raise ValueError(f"top_k {self.top_k} of {len(self.petals)} experts")
+        if (self.router_RD is None) != (not self.petals):
+            raise ValueError("a router is needed for experts, and only for experts")
+        if self.gate and len(set(self.petals)) > 1:
+            raise ValueError("experts that are weighed are of one size")
+
+    @property
+    def weights(self) -> str:
+        return "own" if self.down_DM is None and self.bias_RD is None else "refitted"
+
+    @property
+    def active_width(self) -> float:
+        """Mean neurons that a token runs under uniform routing (MoRE, App. F.2)."""
+        if not self.petals:
+            return self.backbone
+        return self.backbone + self.top_k * sum(self.petals) / len(self.petals)
+
+    def header(self) -> JSON:
+        return {
+            "kind": self.kind,
+            "backbone": self.backbone,
+            "petals": list(self.petals),
+            "top_k": self.top_k,
+            "routing": self.routing,
+            **({"gate": self.gate} if self.gate else {}),
+            **({} if self.bias_RD is None else {"bias": True}),
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        optional = {"router": self.router_RD, "down": self.down_DM, "bias": self.bias_RD}
+        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        return {"order": self.order_M, **given}
+
+    @classmethod
+    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> CarvedLayer:
+        return cls(
+            order_M=tensors["order"],
+            backbone=header["backbone"],
+            petals=tuple(header["petals"]),
+            top_k=header["top_k"],
+            routing=header["routing"],
+            router_RD=tensors.get("router"),
+            gate=header.get("gate", {}),
+            down_DM=tensors.get("down"),
+            bias_RD=tensors.get("bias"),
+        )
+
+    # --- put to use ------------------------------------------------------------------------------
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return (f"{arch.ffn_path}.",)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        """The base's own values in carved order; a router, and what a refit brings, beside them."""
+        block = f"{arch.ffn_path}."
+        like = state[f"{block}{arch.ffn.down}.weight"]
+        for stored, name in state.stored(block):
+            projection, _, part = name.removeprefix(block).rpartition(".")
+            yield stored, self._ordered(arch.ffn, projection, part, state.read(stored))
+        if self.router_RD is not None:
+            yield f"{block}router.weight", self.router_RD.to(like.device)
+        if self.bias_RD is not None:
+            yield f"{block}petal_bias", self.bias_RD.to(like)
+
+    def _ordered(self, names: FFNNames, projection: str, part: str, tensor: Tensor) -> Tensor:
+        order_M = self.order_M.to(tensor.device)
+        if projection == names.down:
+            if part != "weight":
+                return tensor
+            down_DM = self.down_DM
+            return tensor.index_select(1, order_M) if down_DM is None else down_DM.to(tensor)
+        if names.fused:
+            order_M = torch.cat([order_M, order_M + tensor.shape[0] // 2])
+        return tensor.index_select(0, order_M)
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        layer = layers[index]
+        put(layer, arch.ffn_path, carved_like(arch.ffn_of(layer), arch.ffn, header))
+
+    # --- said of it ------------------------------------------------------------------------------
+
+    def describe(self, experts: int) -> Description:
+        header = self.header()
+        return Description(
+            self._told(), {k: header[k] for k in header if k not in ("kind", "top_k", "bias")}
+        )
+
+    def _told(self) -> str:
+        if not self.petals:
+            return f"every token runs the same {self.backbone:,} neurons"
+        shared = f"{self.backbone:,} neurons for every token and " if self.backbone else ""
+        if "tau" in self.gate:
+            return f"{shared}those of {len(self.petals)} experts whose gate is open"
+        return f"{shared}{self.top_k} of {len(self.petals)} experts"
+
+    @classmethod
+    def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
+        ffn = arch.ffn_of(layer)
+        assert isinstance(ffn, CarvedFFN)
+        stored = sum(weight_of(ffn, name).numel() for name in arch.ffn.projections)
+        own, experts = arch.width_of(layer), len(ffn.petals)
+        missing = stored * (width - own) // own
+        routed = ffn.top_k * sum(ffn.petals) / experts if experts else 0
+        sizes = {*ffn.petals}
+        return LayerUse(
+            cls.kind,
+            own,
+            ffn.backbone + routed,
+            arch.attention_size(layer),
+            stored,
+            experts=experts,
+            top_k=ffn.top_k,
+            expert_width=sizes.pop() if len(sizes) == 1 else 0,
+            router=0 if ffn.router is None else sum(p.numel() for p in ffn.router.parameters()),
+            dropped=max(0, missing),
+            copied=max(0, -missing),
+        )
+
+    @classmethod
+    def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
+        ffn = arch.ffn_of(layer)
+        assert isinstance(ffn, CarvedFFN)
+        if ffn.router is None:
+            return None
+        return RoutedModule(ffn.router, ffn.backbone, ffn.petals)
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        if header.get("bias"):
+            return "Output biases of experts have no native form: carve without bias."
+        if header["petals"] and header["routing"] not in ("cosine", "linear"):
+            return f"Routing by {header['routing']!r} has no native form yet."
+        return None
+
+    # --- refit -----------------------------------------------------------------------------------
+
+    def refit(
+        self, site: Seen[DenseFFN], weights: bool = True, biases: bool = False, **options: Any
+    ) -> tuple[CarvedLayer, JSON]:
+        """A new down projection, output biases of the experts, or both.
+
+        Features are h~, the input of the down projection of what a token still runs, masked by the
+        layer's own router. Biases alone are the mean of what is left out.
+
+        Args:
+            site: the layer as it was, and its tokens.
+            weights: solve for the down projection.
+            biases: solve for an output bias of every expert.
+        """
+        ffn = site.view
+        down_DM = ffn.down_DM[:, self.order_M.to(ffn.device)]
+        hidden_size, width = down_DM.shape
+        count = max(1, len(self.petals)) if biases else 0
+        balance = Balance(hidden_size, width * weights + count, ffn.device, count)
+        for (whole_TM, h_TM, on_TR), target_TD in zip(
+            self.running(site), site.targets(), strict=True
+        ):
+            y_TD = ffn.output(whole_TM) if target_TD is None else target_TD
+            features = [h_TM] * weights + [on_TR] * biases
+            balance.add(torch.cat(features, dim=1), F.linear(h_TM, down_DM, ffn.down_bias_D), y_TD)
+        fit, found = balance.solve()
+        change_DF = fit.weight_FO.T
+        plan = self
+        if weights:
+            new_DM = (down_DM.double() + change_DF[:, :width]).to(down_DM.dtype)
+            plan = replace(plan, down_DM=new_DM.cpu())
+        if biases:
+            bias_RD = change_DF[:, -count:].T.to(down_DM.dtype).contiguous()
+            plan = replace(plan, bias_RD=bias_RD.cpu())
+        return plan, found
+
+    def running(self, site: Seen[DenseFFN]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Batches of hidden activations, and of those that a token still runs.
+
+        Yields:
+            h (T, M), as it was; h~ (T, M) in carved order; ones and zeros (T, R) for the experts
+            that run, without experts one column of ones.
+        """
+        order_M = self.order_M.to(site.view.device)
+        router = self._router(site.view.device) if self.petals else None
+        for x_TD, whole_TM in site.activations():
+            h_TM = whole_TM[:, order_M]
+            if router is None:
+                yield whole_TM, h_TM, h_TM.new_ones(len(h_TM), 1)
+                continue
+            chosen_TK = router(x_TD, h_TM[:, : self.backbone] if router.sees_backbone else None)
+            on_TM = running(chosen_TK, self.backbone, self.petals)
+            yield whole_TM, h_TM * on_TM.to(h_TM), chosen(chosen_TK, len(self.petals)).to(h_TM)
+
+    def _router(self, device: torch.device) -> Router:
+        assert self.router_RD is not None
+        inputs = self.router_RD.shape[1]
+        router = Router(inputs, len(self.petals), self.top_k, self.routing).to(device)
+        router.weight.data = self.router_RD.to(device)
+        return router

@@ -1,0 +1,242 @@
+"""A mixture turned into one dense MLP: shared path and chosen experts folded (CD-MoE, Eq. 3).
+
+Shape suffixes: E routed experts, K chosen ones, M neurons, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch, FFNNames, put
+from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
+from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
+from moesaic.layers.recovery import Balance
+from moesaic.layers.state import LiveState
+from moesaic.nn.condensed import CondensedFFN
+
+Part = tuple[Tensor, Tensor, Tensor, float]
+"""gate (M, D), up (M, D), down (D, M), and the factor of its output."""
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class CondensedLayer(LayerPlan):
+    """One dense MLP in the place of a mixture.
+
+    Of a layer that is dense already, the MLP itself is the shared path.
+    """
+
+    kind: ClassVar[str] = "condensed"
+
+    experts_K: Tensor
+    """int64: the routed experts that every token runs, in the order they were chosen."""
+    gates_K: Tensor
+    """float32: g_i, their fixed weights, the router's scaling included."""
+    width: int
+    """Neurons, zeros beyond the experts' own included."""
+    shared: bool = True
+    """The shared path stays."""
+    shared_scale: float = 1.0
+    """A factor of the shared path, beside a gate of its own."""
+    gated: int = 0
+    """Neurons of the shared path that keep the base's gate, which scales them token by token."""
+    down_DM: Tensor | None = None
+    """A down projection that takes the place of the folded one."""
+
+    def __post_init__(self) -> None:
+        if self.experts_K.numel() != self.gates_K.numel():
+            raise ValueError(f"{self.experts_K.numel()} experts, {self.gates_K.numel()} weights")
+        if self.experts_K.unique().numel() != self.experts_K.numel():
+            raise ValueError("an expert is chosen twice")
+
+    @property
+    def weights(self) -> str:
+        return "own" if self.down_DM is None else "refitted"
+
+    @property
+    def experts(self) -> list[int]:
+        """The routed experts in the order they were chosen."""
+        numbers: list[int] = self.experts_K.tolist()
+        return numbers
+
+    def header(self) -> JSON:
+        return {
+            "kind": self.kind,
+            "width": self.width,
+            "shared": self.shared,
+            "shared_scale": self.shared_scale,
+            "gated": self.gated,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        down = {} if self.down_DM is None else {"down": self.down_DM}
+        return {"experts": self.experts_K, "gates": self.gates_K, **down}
+
+    @classmethod
+    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> CondensedLayer:
+        options = {k: header[k] for k in ("width", "shared", "shared_scale", "gated")}
+        return cls(tensors["experts"], tensors["gates"], **options, down_DM=tensors.get("down"))
+
+    # --- put to use ------------------------------------------------------------------------------
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return tuple(f"{path}." for path in arch.replaced_paths)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        """Gate, up and down of the MLP, and the shared path's own gate where it stays."""
+        assert isinstance(arch, MoEArch)
+        path = arch.ffn_path
+        experts = f"{path}.{arch.experts}."
+        is_dense = f"{experts}down_proj" not in state
+        parts: list[Part] = []
+        if self.shared and is_dense:
+            parts.append((*_projections(state, path, arch.ffn), 1.0))
+        elif self.shared and arch.shared_at is not None:
+            shared = _projections(state, arch.shared_at, arch.shared_names)
+            parts.append((*shared, self.shared_scale))
+        if self.experts:
+            both, down = (state[experts + name] for name in ("gate_up_proj", "down_proj"))
+            for i, scale in zip(self.experts, self.gates_K.tolist(), strict=True):
+                gate_MD, up_MD = both[i].chunk(2)
+                parts.append((gate_MD, up_MD, down[i], scale))
+        norm_D = state["post_attention_layernorm.weight"]
+        like = parts[0][2] if parts else norm_D
+        folded = dict(zip(PROJECTIONS, fold(parts, len(norm_D), self.width), strict=True))
+        if self.down_DM is not None:  # narrower where the layer was widened since
+            rest = self.width - self.down_DM.shape[1]
+            folded["down_proj"] = F.pad(self.down_DM.to(like.device), (0, rest))
+        if self.gated:
+            folded["shared_gate"] = state[f"{path}.{arch.shared_gate}.weight"]
+        for name, tensor in folded.items():
+            yield f"{path}.{name}.weight", tensor.to(like).contiguous()
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        layer = layers[index]
+        norm: Tensor = attrgetter("post_attention_layernorm.weight")(layer)
+        new = CondensedFFN(
+            norm.shape[0],
+            header["width"],
+            arch.act_of(layer),
+            header["gated"],
+            dtype=norm.dtype,
+            device="meta",
+        )
+        for path in arch.replaced_paths:
+            put(layer, path, None)
+        put(layer, arch.ffn_path, new.train(layer.training))
+
+    # --- said of it ------------------------------------------------------------------------------
+
+    def describe(self, experts: int) -> Description:
+        stays = ["the shared path"] if self.shared else []
+        if self.experts:
+            stays.append(f"{len(self.experts)} of {experts} experts with fixed weights")
+        told = " and ".join(stays) or "nothing of the feed-forward block"
+        shape: JSON = {
+            "before": experts,
+            "chosen": self.experts,
+            "gates": self.gates_K.tolist(),
+            "shared": self.shared,
+        }
+        return Description(f"one dense MLP: {told}" if stays else f"{told} stays", shape)
+
+    @classmethod
+    def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
+        return replace(Arch.use(arch, layer), kind=cls.kind)
+
+    @classmethod
+    def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
+        return None
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        if header["gated"]:
+            return (
+                "Its shared path keeps a gate token by token, which no dense layer has: "
+                "condense with shared_gate mean."
+            )
+        return None
+
+    def native(self) -> JSON | None:
+        return None if self.gated or not self.width else {"dense": self.width}
+
+    # --- refit -----------------------------------------------------------------------------------
+
+    def refit(self, site: Seen[Any], **options: Any) -> tuple[CondensedLayer, JSON]:
+        """A new down projection. Features are h~ of the shared path and the chosen experts.
+
+        A layer that was dense before, and one of which nothing is left, stay as they are.
+        """
+        view = site.view
+        if not isinstance(view, MoEFFN) or not self.width:
+            return self, {}
+        module = self.module(site.layer, view.arch)
+        down_DM: Tensor = module.down_proj.weight.detach()
+        balance = Balance(down_DM.shape[0], down_DM.shape[1], down_DM.device)
+        seen: list[Tensor] = []
+        module.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):
+            y_TD = view.output(x_TD) if target_TD is None else target_TD
+            if view.arch.beside is not None and view.shared is not None:
+                y_TD = y_TD + view.shared(x_TD)
+            kept_TD = module(x_TD)
+            balance.add(seen.pop(), kept_TD, y_TD)
+        fit, found = balance.solve()
+        new_DM = (down_DM.double() + fit.weight_FO.T).to(down_DM.dtype)
+        return replace(self, down_DM=new_DM.cpu()), found
+
+    def module(self, layer: nn.Module, arch: MoEArch) -> CondensedFFN:
+        """The MLP that takes the place of a live layer's block; the layer stays as it is."""
+        prefix = f"{arch.ffn_path}."
+        tensors = dict(self.convert(arch, LiveState(layer)))
+        norm: Tensor = attrgetter("post_attention_layernorm.weight")(layer)
+        options: JSON = {"dtype": norm.dtype, "device": norm.device}
+        new = CondensedFFN(norm.shape[0], self.width, arch.act_of(layer), self.gated, **options)
+        new.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items()}, assign=True)
+        return new.train(layer.training)
+
+
+NO_FFN = CondensedLayer(torch.empty(0, dtype=torch.int64), torch.empty(0), 0, shared=False)
+"""Nothing of the block stays: Block Drop."""
+
+
+def fold(parts: list[Part], hidden_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Gate (M, D), up (M, D) and down (D, M) of one MLP that is the weighted sum of its parts.
+
+    sum_i g_i down_i h_i = [g_1 down_1, g_2 down_2, ...] [h_1; h_2; ...]; neurons beyond the
+    parts' own are zero.
+
+    >>> one = torch.ones(1, 1)
+    >>> fold([(one, one, one, 1.0), (one, one, one, 0.5)], 1, 3)[2]
+    tensor([[1.0000, 0.5000, 0.0000]])
+    """
+    like = parts[0][0] if parts else torch.empty(0, hidden_size)
+    gate_MD = torch.cat([gate for gate, _, _, _ in parts] or [like])
+    up_MD = torch.cat([up for _, up, _, _ in parts] or [like])
+    scaled = [(down.float() * scale).to(down.dtype) for _, _, down, scale in parts]
+    down_DM = torch.cat(scaled or [like.T], dim=1)
+    rest = width - gate_MD.shape[0]
+    pad = (0, 0, 0, rest)
+    return F.pad(gate_MD, pad), F.pad(up_MD, pad), F.pad(down_DM, (0, rest))
+
+
+def _projections(state: State, at: str, names: FFNNames) -> tuple[Tensor, Tensor, Tensor]:
+    if any(f"{at}.{name}.bias" in state for name in names.projections):
+        raise MoesaicError(f"{at} has biases; only MLPs without them can be condensed.")
+    up_MD, down_DM = (state[f"{at}.{name}.weight"] for name in (names.up, names.down))
+    if names.fused:
+        gate_MD, up_MD = up_MD.chunk(2)
+        return gate_MD, up_MD, down_DM
+    return state[f"{at}.{names.gate}.weight"], up_MD, down_DM

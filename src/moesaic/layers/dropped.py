@@ -1,0 +1,67 @@
+"""A whole decoder layer that is gone, attention included (Layer Drop)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch
+from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.foreign import JSON
+from moesaic.layers.base import Description, Header, LayerPlan, State
+from moesaic.nn.condensed import PassThrough
+
+
+@dataclass(frozen=True)
+class DroppedLayer(LayerPlan):
+    """Tokens pass as they are."""
+
+    kind: ClassVar[str] = "dropped"
+
+    def header(self) -> JSON:
+        return {"kind": self.kind}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    @classmethod
+    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> DroppedLayer:
+        return cls()
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return ("",)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        """Three projections without neurons, by which the rest of the package knows the block."""
+        norm = state["post_attention_layernorm.weight"]
+        for name, shape in PassThrough.shapes(norm.shape[0]).items():
+            yield f"{arch.ffn_path}.{name}.weight", norm.new_empty(shape)
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        norm: Tensor = attrgetter("post_attention_layernorm.weight")(layers[index])
+        training = layers[index].training
+        layers[index] = PassThrough(norm.shape[0], arch.ffn_path).train(training)
+
+    def describe(self, experts: int) -> Description:
+        return Description("the whole layer is gone")
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        return None
+
+    @classmethod
+    def removes(cls, header: Header) -> bool:
+        return True
+
+    @classmethod
+    def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
+        return LayerUse(cls.kind, 0, 0, 0, 0)
+
+    @classmethod
+    def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
+        return None

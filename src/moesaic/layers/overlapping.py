@@ -1,0 +1,256 @@
+"""Experts that share weights: index lists into a dense FFN, and attention cut by dimensions.
+
+Shape suffixes: N experts, W neurons of an expert, D hidden size, A size of a head, E embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch, act_of, put, weight_of
+from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.foreign import JSON
+from moesaic.layers.base import Description, Header, LayerPlan, State
+from moesaic.layers.carved import CarvedLayer
+from moesaic.nn.carved import CarvedFFN, carved_like, projections_like
+from moesaic.nn.heads import PartialAttention
+from moesaic.nn.overlapping import OverlappingFFN
+
+EMBED, SHIFT, SCALE, OFFSET, PROJECT = "embed", "shift", "scale", "offset", "project"
+HEAD_ROUTER = (EMBED, SHIFT, SCALE, OFFSET, PROJECT)
+"""Tensors of the router over head dimensions, in the order in which they are used."""
+ROUTER, PARTIAL = "router", "partial"
+
+
+@dataclass(frozen=True)
+class OverlappingLayer(LayerPlan):
+    """An FFN of which a token runs one expert, and attention of which it uses some dimensions.
+
+    Either may be left as it was. Weights are the base's own.
+    """
+
+    kind: ClassVar[str] = "overlapping"
+
+    experts_NW: Tensor | None = None
+    """int64: the neurons of each expert, in rising order."""
+    router_ND: Tensor | None = None
+    """float32: one row an expert."""
+    materialized: bool = False
+    """Each expert holds a copy of its weights."""
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    """int64: rows that stay, by attention projection; its other outputs are zero."""
+    columns: Tensor | None = None
+    """int64: columns that stay of attention's output projection."""
+    head_router: dict[str, Tensor] = field(default_factory=dict)
+    """float32: by the names of HEAD_ROUTER: (E, D), (E,), (E,), (E,), (A, E)."""
+    head_top_k: int = 0
+    """Dimensions of a head that a token uses of values and outputs; 0 for all."""
+    mask_outputs: bool = True
+    """A query's choice applies to what it reads, as each key's does to its value."""
+
+    def __post_init__(self) -> None:
+        if (self.experts_NW is None) != (self.router_ND is None):
+            raise ValueError("experts and their router come together")
+        if set(self.head_router) != (set(HEAD_ROUTER) if self.head_top_k else set()):
+            raise ValueError("head_top_k and a router of head dimensions come together")
+
+    def header(self) -> JSON:
+        count, width = (0, 0) if self.experts_NW is None else self.experts_NW.shape
+        return {
+            "kind": self.kind,
+            "backbone": 0,
+            "petals": [width] * count,
+            "top_k": 1,
+            "routing": "cosine",
+            "materialized": self.materialized,
+            "rows": {name: rows.numel() for name, rows in self.rows.items()},
+            "columns": None if self.columns is None else self.columns.numel(),
+            "head_top_k": self.head_top_k,
+            "embedding": self.head_router[SHIFT].numel() if self.head_top_k else 0,
+            "mask_outputs": self.mask_outputs,
+        }
+
+    def tensors(self) -> dict[str, Tensor]:
+        single = {"experts": self.experts_NW, "router": self.router_ND, "columns": self.columns}
+        return {
+            **{name: tensor for name, tensor in single.items() if tensor is not None},
+            **{f"rows.{name}": rows for name, rows in self.rows.items()},
+            **{f"head.{name}": tensor for name, tensor in self.head_router.items()},
+        }
+
+    @classmethod
+    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> OverlappingLayer:
+        def part(start: str) -> dict[str, Tensor]:
+            return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
+
+        return cls(
+            experts_NW=tensors.get("experts"),
+            router_ND=tensors.get("router"),
+            materialized=header["materialized"],
+            rows=part("rows."),
+            columns=tensors.get("columns"),
+            head_router=part("head."),
+            head_top_k=header["head_top_k"],
+            mask_outputs=header["mask_outputs"],
+        )
+
+    # --- put to use ------------------------------------------------------------------------------
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        attention = (f"{arch.attention_path}.",) if _cuts_attention(self.header()) else ()
+        return (f"{arch.ffn_path}.", *attention)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        """Values are the base's own; index lists and routers stand beside them."""
+        ffn, attention = f"{arch.ffn_path}.", f"{arch.attention_path}."
+        tensors = {stored: state.read(stored) for stored, _ in state.stored(*self.sources(arch))}
+        device = next(iter(tensors.values())).device
+        for projection, rows in self.rows.items():
+            for name in (f"{attention}{projection}.{part}" for part in ("weight", "bias")):
+                if name in tensors:
+                    tensors[name] = tensors[name].index_select(0, rows.to(device))
+        if self.columns is not None:
+            name = f"{attention}{arch.attention.o}.weight"
+            tensors[name] = tensors[name].index_select(1, self.columns.to(device))
+            tensors[f"{attention}{PARTIAL}.columns"] = self.columns
+        tensors |= {f"{attention}{PARTIAL}.rows_{name}": rows for name, rows in self.rows.items()}
+        tensors |= {
+            f"{attention}{PARTIAL}.{ROUTER}.{name}": t for name, t in self.head_router.items()
+        }
+        if self.experts_NW is not None and self.router_ND is not None:
+            tensors[f"{ffn}{ROUTER}.weight"] = self.router_ND
+            if self.materialized:
+                tensors |= _copied(self.experts_NW.flatten().to(device), arch, tensors)
+            else:
+                tensors[f"{ffn}experts"] = self.experts_NW
+        for name, tensor in tensors.items():
+            yield name, tensor.to(device).contiguous()
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        layer = layers[index]
+        if header["petals"]:
+            put(layer, arch.ffn_path, _ffn_like(arch.ffn_of(layer), arch, header))
+        if _cuts_attention(header):
+            _install_attention(arch.attention_of(layer), arch, header)
+
+    # --- said of it ------------------------------------------------------------------------------
+
+    def describe(self, experts: int) -> Description:
+        header = self.header()
+        parts = []
+        if header["petals"]:
+            width, count = header["petals"][0], len(header["petals"])
+            shared = "with weights of their own" if self.materialized else "that share weights"
+            parts.append(f"one of {count} experts of {width:,} neurons {shared}")
+        if _cuts_attention(header):
+            parts.append("attention of fewer dimensions")
+        shape = {k: header[k] for k in ("petals", "materialized", "rows", "head_top_k")}
+        return Description(", ".join(parts), shape)
+
+    @classmethod
+    def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
+        ffn = arch.ffn_of(layer)
+        carved = isinstance(ffn, CarvedFFN)
+        use = CarvedLayer.use(layer, arch, header, width) if carved else arch.use(layer)
+        attention = arch.attention_of(layer)
+        partial = getattr(attention, PARTIAL, None)
+        use = replace(use, kind=cls.kind)
+        if not isinstance(partial, PartialAttention):
+            return use
+        dropped, idle, names = use.dropped, 0.0, arch.attention
+        for name in names.projections:
+            weight = weight_of(attention, name)
+            rows, columns = weight.shape
+            whole = rows * partial.outputs if name == names.o else columns * partial.sizes[name]
+            dropped += whole - weight.numel()
+        if partial.router is not None:
+            v, o = (weight_of(attention, name) for name in (names.v, names.o))
+            routed = v.shape[1] * (partial.sizes[names.v] - partial.value_start) + o.numel()
+            idle = routed * (1 - partial.router.top_k / partial.router.project.shape[0])
+        return replace(
+            use,
+            router=use.router + sum(p.numel() for p in partial.parameters()),
+            dropped=dropped,
+            active_attention=1 - idle / use.attention,
+        )
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        if _cuts_attention(header) or not header["materialized"]:
+            return (
+                "Overlapping experts and partial attention have no native form; carve with "
+                "materialize and attention=none for one."
+            )
+        return None
+
+    @classmethod
+    def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
+        return CarvedLayer.routed(layer, arch, header) if header["petals"] else None
+
+
+def _cuts_attention(header: Header) -> bool:
+    return bool(header["rows"] or header["head_top_k"] or header["columns"] is not None)
+
+
+def _copied(order: Tensor, arch: Arch, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The FFN's tensors with every expert's neurons one after another."""
+    names, copied = arch.ffn, {}
+    for name in names.projections:
+        for part in ("weight", "bias"):
+            full = f"{arch.ffn_path}.{name}.{part}"
+            if full not in tensors or (name == names.down and part == "bias"):
+                continue
+            tensor = tensors[full]
+            if name == names.down:
+                copied[full] = tensor.index_select(1, order)
+            elif names.fused:
+                both = torch.cat([order, order + tensor.shape[0] // 2])
+                copied[full] = tensor.index_select(0, both)
+            else:
+                copied[full] = tensor.index_select(0, order)
+    return copied
+
+
+def _ffn_like(ffn: nn.Module, arch: Arch, header: Header) -> CarvedFFN:
+    if header["materialized"]:
+        return carved_like(ffn, arch.ffn, header)
+    hidden_size, full = weight_of(ffn, arch.ffn.down).shape
+    with torch.device("meta"):
+        return OverlappingFFN(
+            projections_like(ffn, arch.ffn, full),
+            act_of(ffn, arch.ffn),
+            arch.ffn,
+            hidden_size,
+            len(header["petals"]),
+            header["petals"][0],
+        )
+
+
+def _install_attention(attention: nn.Module, arch: Arch, header: Header) -> None:
+    names = arch.attention
+    old: dict[str, nn.Linear] = {name: getattr(attention, name) for name in names.projections}
+    values, size = old[names.v].weight.shape[0], int(getattr(attention, "head_dim"))  # noqa: B009
+    read = old[names.o].weight.shape[1]
+    start = read + (values - read) // 2 if names.fused else 0
+    hidden_size = old[names.q].weight.shape[1]
+    sizes = {name: module.weight.shape[0] for name, module in old.items()}
+    with torch.device("meta"):
+        partial = PartialAttention(names, sizes, header, hidden_size, size, start, read)
+    for name, count in header["rows"].items():
+        setattr(attention, name, _linear_like(old[name], count, old[name].weight.shape[1]))
+    if header["columns"] is not None:
+        o = old[names.o]
+        setattr(attention, names.o, _linear_like(o, o.weight.shape[0], header["columns"]))
+    attention.add_module(PARTIAL, partial)
+    partial.watch(attention)
+
+
+def _linear_like(old: nn.Linear, rows: int, columns: int) -> nn.Linear:
+    with torch.device("meta"):
+        return nn.Linear(columns, rows, bias=old.bias is not None, dtype=old.weight.dtype)

@@ -1,0 +1,221 @@
+"""A mixture of which some experts stay, in their old order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch
+from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.foreign import JSON
+from moesaic.io.naming import expert_number, renumbered
+from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
+from moesaic.layers.recovery import recovered
+from moesaic.layers.regression import Ridge
+
+PADDING = -1
+"""In a list of kept experts: a place for an expert that can never be routed to."""
+
+DOWN = "down_proj"
+
+
+@dataclass(frozen=True)
+class PrunedLayer(LayerPlan):
+    """A mixture of which some experts stay; their weights are the base's own, unless refitted."""
+
+    kind: ClassVar[str] = "pruned"
+
+    kept_E: Tensor
+    """int64: the original expert at each new place; PADDING where there is none."""
+    down_E: Tensor | None = field(default=None, kw_only=True)
+    """Down projections at each new place that take the place of the experts' own (E, D, M), as the
+    experts' module holds them."""
+
+    def __post_init__(self) -> None:
+        real_E = self.experts
+        if real_E.numel() == 0 or not torch.equal(real_E, real_E.unique()):
+            raise ValueError(f"kept experts must be distinct and in order: {self.kept}")
+
+    @property
+    def weights(self) -> str:
+        return "own" if self.down_E is None else "refitted"
+
+    @property
+    def kept(self) -> list[int]:
+        """The original expert at each new place, PADDING where there is none."""
+        numbers: list[int] = self.kept_E.tolist()
+        return numbers
+
+    @property
+    def experts(self) -> Tensor:
+        """The original experts that stay, int64, padding left out."""
+        return self.kept_E[self.kept_E != PADDING]
+
+    def padded(self, count: int) -> PrunedLayer:
+        """The same layer with ``count`` places."""
+        missing = count - self.kept_E.numel()
+        kept_E = torch.cat([self.kept_E, self.kept_E.new_full((missing,), PADDING)])
+        down_E = self.down_E
+        if down_E is not None:
+            down_E = torch.cat([down_E, down_E.new_zeros(missing, *down_E.shape[1:])])
+        return replace(self, kept_E=kept_E, down_E=down_E)
+
+    def header(self) -> JSON:
+        return {"kind": self.kind, "experts": self.kept_E.numel()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"kept": self.kept_E, **({} if self.down_E is None else {"down": self.down_E})}
+
+    @classmethod
+    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> PrunedLayer:
+        return cls(tensors["kept"], down_E=tensors.get("down"))
+
+    # --- put to use ------------------------------------------------------------------------------
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return (f"{arch.ffn_path}.",)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        """Tensors of single experts are renumbered, those of all experts lose rows."""
+        assert isinstance(arch, MoEArch)
+        block = f"{arch.ffn_path}."
+        count = state[f"{block}{arch.router}.weight"].shape[0]
+        for stored, name in state.stored(block):
+            if expert_number(stored) in (None, 0, *self.kept):
+                inside = name.removeprefix(block)
+                yield from self._kept(arch, count, inside, stored, self.source(arch, state, stored))
+
+    def source(self, arch: MoEArch, state: State, stored: str) -> Tensor:
+        """A tensor of the block before experts are taken out."""
+        return state.read(stored)
+
+    def _kept(
+        self, arch: MoEArch, count: int, name: str, stored: str, tensor: Tensor
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The parts of one tensor that stay.
+
+        Args:
+            arch: the architecture.
+            count: the experts there were.
+            name: the tensor's name in memory, relative to the block.
+            stored: its name as stored.
+            tensor: its values.
+        """
+        number = expert_number(stored)
+        down_E = self.down_E if name == f"{arch.experts}.{DOWN}" else None
+        if number is None and down_E is not None:
+            yield stored, down_E.to(tensor)
+        elif number is None:
+            axis = arch.expert_axis(name, tensor, count)
+            yield stored, tensor if axis is None else self._taken(arch, name, tensor, axis)
+        else:
+            for place, old in enumerate(self.kept):
+                if old == number:
+                    new = tensor if down_E is None else down_E[place].to(tensor)
+                    yield renumbered(stored, place), new
+                elif old == PADDING and number == 0:
+                    yield renumbered(stored, place), torch.zeros_like(tensor)
+
+    def _taken(self, arch: MoEArch, name: str, tensor: Tensor, axis: int) -> Tensor:
+        """The kept experts' part of a tensor; padding is never chosen and holds zeros."""
+        taken = tensor.index_select(axis, self.kept_E.clamp(min=0).to(tensor.device))
+        padding = (self.kept_E == PADDING).nonzero().flatten()
+        if len(padding):
+            never = name == f"{arch.router}.{arch.never}"
+            lowest = torch.finfo(tensor.dtype).min / 4
+            taken.index_fill_(axis, padding.to(tensor.device), lowest if never else 0)
+        return taken
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        assert isinstance(arch, MoEArch)
+        resize_experts(layers[index], arch, header["experts"])
+
+    # --- said of it ------------------------------------------------------------------------------
+
+    def describe(self, experts: int) -> Description:
+        kept: list[int] = self.experts.tolist()
+        shape: JSON = {"kept": kept, "before": experts}
+        if self.kept_E.numel() > len(kept):
+            shape["places"] = self.kept_E.numel()
+        return Description(f"{len(kept)} of {experts} experts stay", shape)
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        return None
+
+    def native(self) -> JSON | None:
+        return {"experts": self.kept_E.numel()}
+
+    # --- refit -----------------------------------------------------------------------------------
+
+    def refit(self, site: Seen[MoEFFN], **options: Any) -> tuple[PrunedLayer, JSON]:
+        """New down projections of the experts that stay, one after the other.
+
+        Features are h~ = w_i h_i with the router's true weight; each expert is fitted to the error
+        that those before it left over: a system of one expert's width instead of all at once.
+        """
+        view = site.view
+        allowed_E = torch.zeros(view.count, dtype=torch.bool, device=view.device)
+        allowed_E[self.experts.to(view.device)] = True
+        inputs, residuals, weights = [], [], []
+        whole = missing = 0.0
+        for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):
+            y_TD = view.output(x_TD) if target_TD is None else target_TD
+            with view.restricted(allowed_E):
+                residual_TD = (y_TD - view.output(x_TD)).float()
+            logits_TE = view.logits(x_TD)
+            weights.append(view.routing.weights(logits_TE, allowed_E.expand_as(logits_TE)))
+            inputs.append(x_TD)
+            residuals.append(residual_TD)
+            whole += y_TD.double().square().sum().item()
+            missing += residual_TD.double().square().sum().item()
+        down = view.experts.down_proj.detach()
+        new = down[self.kept_E.clamp(min=0).to(down.device)].clone()
+        for place, i in enumerate(self.kept):
+            if i < 0:  # a place for an expert that is never routed to
+                new[place] = 0
+                continue
+            rows = [w_TE[:, i].nonzero().flatten() for w_TE in weights]
+            parts = [
+                view.hidden(i, x_TD[at]).float() * w_TE[at, i, None]
+                for x_TD, w_TE, at in zip(inputs, weights, rows, strict=True)
+            ]
+            ridge = Ridge(view.width, inputs[0].shape[1], down.device)
+            for h_TM, residual_TD, at in zip(parts, residuals, rows, strict=True):
+                ridge.add(h_TM, residual_TD[at])
+            change_MD = ridge.solve().weight_FO
+            for h_TM, residual_TD, at in zip(parts, residuals, rows, strict=True):
+                residual_TD[at] -= h_TM @ change_MD.float()
+            change = change_MD if view.experts.is_transposed else change_MD.T
+            new[place] = (new[place].double() + change).to(down.dtype)
+        left = sum(r_TD.double().square().sum().item() for r_TD in residuals)
+        return replace(self, down_E=new.cpu()), recovered(missing, left, whole)
+
+
+def resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
+    """Give a routed block room for another number of experts, in place.
+
+    Parameters and buffers that count experts become new ones on the meta device.
+    """
+    view = arch.mixture(layer)
+    before = view.count
+    for name, tensor in [*view.block.named_parameters(), *view.block.named_buffers()]:
+        axis = arch.expert_axis(name, tensor, before)
+        if axis is None:
+            continue
+        owner, _, leaf = name.rpartition(".")
+        shape = list(tensor.shape)
+        shape[axis] = count
+        new = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+        setattr(view.block.get_submodule(owner), leaf, new)
+    for module in (view.block, view.router, view.experts):
+        for name in ("num_experts", "out_features"):
+            if getattr(module, name, None) == before:
+                setattr(module, name, count)

@@ -1,0 +1,56 @@
+"""A mixture whose router leaves out a token's experts of little weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.foreign import JSON
+from moesaic.layers.base import Description, Header, LayerPlan, State
+from moesaic.nn.skipping import make_skipping
+
+
+@dataclass(frozen=True)
+class SkippingLayer(LayerPlan):
+    """Weights stay as they are; the router compares a token's weights with beta."""
+
+    kind: ClassVar[str] = "skipping"
+
+    beta: float
+    rule: str
+    """``top2``: compare the second weight with the first; ``tail``: the last ones with the sum."""
+
+    def header(self) -> JSON:
+        return {"kind": self.kind, "beta": self.beta, "rule": self.rule}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    @classmethod
+    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> SkippingLayer:
+        return cls(header["beta"], header["rule"])
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return ()
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        assert isinstance(arch, MoEArch)
+        view = arch.mixture(layers[index])
+        make_skipping(view.router, header["beta"], header["rule"], view.experts)
+
+    def describe(self, experts: int) -> Description:
+        told = f"experts are left out by beta {self.beta:.3g}"
+        return Description(told, {"beta": self.beta, "rule": self.rule})
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        return "No native router skips experts: export the model without skip."

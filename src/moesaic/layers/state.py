@@ -1,0 +1,68 @@
+"""One decoder layer's tensors, live or on disk, as layer kinds see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.io.checkpoint import cast
+from moesaic.io.naming import Naming
+
+
+class LiveState:
+    """A live layer's parameters and buffers; names as stored and in memory are the same."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._tensors = {name: tensor.detach() for name, tensor in layer.state_dict().items()}
+
+    def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
+        return ((name, name) for name in self._tensors if name.startswith(prefixes))
+
+    def read(self, stored: str) -> Tensor:
+        return self._tensors[stored]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+
+class DiskState:
+    """A layer's tensors in a checkpoint, read when they are asked for.
+
+    Args:
+        naming: of the checkpoint.
+        prefix: the start of the layer's names on disk and in memory.
+        names: the layer's tensors: by full name on disk their full name in memory.
+        dtype: the floating-point type by full name in memory, None for the checkpoint's own.
+    """
+
+    def __init__(
+        self,
+        naming: Naming,
+        prefix: str,
+        names: Mapping[str, str],
+        dtype: Callable[[str], torch.dtype | None],
+    ) -> None:
+        self._naming, self._prefix, self._dtype = naming, prefix, dtype
+        self._names = {
+            disk.removeprefix(prefix): name.removeprefix(prefix) for disk, name in names.items()
+        }
+        self._in_memory = {*self._names.values()}
+
+    def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
+        return ((d, n) for d, n in self._names.items() if n.startswith(prefixes))
+
+    def read(self, stored: str) -> Tensor:
+        tensor = self._naming.checkpoint.tensor(self._prefix + stored)
+        return cast(tensor, self._dtype(self._prefix + self._names[stored]))
+
+    def __getitem__(self, name: str) -> Tensor:
+        full = self._prefix + name
+        return self._naming.read(full, lambda tensor: cast(tensor, self._dtype(full)))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._in_memory

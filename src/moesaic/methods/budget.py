@@ -1,0 +1,167 @@
+"""Parameters and active ratio, counted one way for all methods, and solvers for a target.
+
+*Active ratio*: parameters used per token over total parameters, counting only the linear
+projections of attention and FFN in the decoder layers. Embeddings, head, norms, biases and
+routers are left out (MoRE Eq. 16: APR; PR = 1 - APR).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from moesaic.arch.dense import Arch
+from moesaic.errors import MoesaicError
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Projection weights of one dense decoder layer."""
+
+    attention: int
+    ffn: int
+    width: int
+    """Intermediate size: neurons of the FFN."""
+    hidden: int = 0
+    """Hidden size."""
+
+
+def layer_sizes(model: nn.Module, arch: Arch) -> list[LayerSize]:
+    """Count each layer of a dense model; a skeleton on the meta device will do."""
+    sizes = []
+    for layer in arch.layers(model):
+        ffn = arch.ffn_of(layer)
+        sizes.append(
+            LayerSize(
+                attention=arch.attention_size(layer),
+                ffn=sum(getattr(ffn, name).weight.numel() for name in arch.ffn.projections),
+                width=getattr(ffn, arch.ffn.down).weight.shape[1],
+                hidden=getattr(ffn, arch.ffn.down).weight.shape[0],
+            )
+        )
+    return sizes
+
+
+def active_ratio(sizes: Sequence[LayerSize], active_width: Mapping[int, float]) -> float:
+    """The share of the projections' parameters that one token uses.
+
+    Args:
+        sizes: the dense layers.
+        active_width: neurons used per token, for the layers where that is not all of them.
+    """
+    total = sum(s.attention + s.ffn for s in sizes)
+    idle = sum(sizes[i].ffn * (1 - width / sizes[i].width) for i, width in active_width.items())
+    return 1 - idle / total
+
+
+def chosen_layers(spec: str | tuple[int, ...] | list[int], count: int) -> list[int]:
+    """Which layers to carve (MoRE, App. E.4 and Table 12)."""
+    named = {
+        "all": range(count),
+        "last-half": range(count // 2, count),
+        "uniform": range(1, count, 2),
+        "early-middle": range(count // 2),
+    }
+    if isinstance(spec, str):
+        if spec in named:
+            return list(named[spec])
+        try:
+            spec = tuple(int(part) for part in spec.split(","))
+        except ValueError:
+            raise MoesaicError(
+                f"--layers {spec!r} is none of {', '.join(named)}, nor numbers such as 4,5,6."
+            ) from None
+    layers = sorted(set(spec))
+    if not layers or layers[0] < 0 or layers[-1] >= count:
+        raise MoesaicError(f"--layers must name layers from 0 to {count - 1}; got {list(spec)}.")
+    return layers
+
+
+def ffn_share(sizes: Sequence[LayerSize], layers: Sequence[int], active: float) -> float:
+    """The share a of each chosen layer's neurons that a token may use: PR = f (1 - a).
+
+    Every chosen layer gets the same share. May be negative where the target is out of reach.
+    """
+    total = sum(s.attention + s.ffn for s in sizes)
+    chosen = sum(sizes[i].ffn for i in layers)
+    return 1 - (1 - active) * total / chosen
+
+
+@dataclass(frozen=True)
+class Split:
+    """One layer's neurons: a backbone and ``experts`` petals of equal ``petal`` size."""
+
+    backbone: int
+    petal: int
+    experts: int
+    top_k: int
+
+    @property
+    def active_width(self) -> int:
+        return self.backbone + self.top_k * self.petal
+
+
+def split_for_target(
+    sizes: Sequence[LayerSize], layers: Sequence[int], active: float, experts: int, top_k: int
+) -> dict[int, Split]:
+    """Backbone and petal sizes that meet an active ratio, in closed form.
+
+    A token idles ``experts - top_k`` petals, so the petal is ``(1 - a) m / (experts - top_k)``,
+    and the backbone is what the petals leave.
+
+    Raises:
+        MoesaicError: the target is out of reach; the message says what is within it.
+    """
+    if not 0 < active <= 1:
+        raise MoesaicError(f"--active {active:g} is not a ratio; it must be above 0, at most 1.")
+    if not layers:
+        raise MoesaicError("No layer is chosen to be carved.")
+    if not 0 < top_k < experts:
+        raise MoesaicError(f"--top-k {top_k} must be at least 1 and below --experts {experts}.")
+    share = ffn_share(sizes, layers, active)
+    if share < top_k / experts:
+        lowest = {i: sizes[i].width * top_k / experts for i in layers}
+        everywhere = {i: s.width * top_k / experts for i, s in enumerate(sizes)}
+        raise MoesaicError(
+            f"--active {active:g} is out of reach: {len(layers)} of {len(sizes)} layers with "
+            f"{experts} experts, top-{top_k}, can go down to {active_ratio(sizes, lowest):.3f} "
+            f"({active_ratio(sizes, everywhere):.3f} with --layers all). "
+            "Carve more layers or use more experts."
+        )
+    splits = {}
+    for i in layers:
+        width, idle = sizes[i].width, experts - top_k
+        step = alignment(width, idle)
+        petal = step * round((1 - share) * width / idle / step)
+        petal = min(petal, width // experts // step * step)
+        splits[i] = Split(width - experts * petal, petal, experts, top_k)
+    return splits
+
+
+def solved_top_k(
+    sizes: Sequence[LayerSize], layers: Sequence[int], active: float, experts: int
+) -> int:
+    """The top-k at which about a third of a token's neurons are in petals, the others in the
+    backbone, and petals of whole neurons meet an active ratio most closely.
+
+    >>> solved_top_k([LayerSize(884_736, 2_654_208, 1536)], [0], 0.8, 256)
+    119
+    """
+    share = min(max(ffn_share(sizes, layers, active), 0.0), 1.0)
+    idle = (1 - share) * sizes[layers[0]].width
+    petal = max(1, round(idle / (experts * (1 - share / (3 - 2 * share)))))
+    return min(max(experts - round(idle / petal), 1), experts - 1)
+
+
+def alignment(width: int, idle: int) -> int:
+    """What petal sizes are a multiple of: kernels and native formats like 32, 16 or 8.
+
+    The largest of them whose rounding, times the ``idle`` petals of a token, stays within 1 % of
+    the layer's width.
+
+    >>> alignment(14_336, 3), alignment(1536, 3), alignment(1536, 32)
+    (32, 8, 1)
+    """
+    return next((step for step in (32, 16, 8) if idle * step / 2 <= 0.01 * width), 1)

@@ -1,0 +1,211 @@
+"""Condensing: some mixture layers become small dense MLPs, nothing trained.
+
+Cao et al., "Condense, Don't Just Prune: Enhancing Efficiency and Performance in MoE Layer Pruning"
+(TMLR 2025). Equation and algorithm numbers are the paper's.
+
+==================  ==========================================================
+E_s, E_i            the shared path, routed expert i
+g_{i,t}             the true combine weight of expert i for token t (T, E)
+g_i                 Eq. 2: its fixed weight, the mean of g_{i,t} where it is not 0
+C, K                the routed experts that stay, |C| = K
+h                   Eq. 3: x + E_s(x) + sum_{i in C} g_i E_i(x); no router
+==================  ==========================================================
+
+Alg. 1 chooses C greedily by JS(O_ref, O) of the decoder layer's output, each layer alone. With the
+residual, the shared path and every E_i(x) known once, each candidate's output is a sum of vectors,
+so the paper's 369 inferences a layer (66 experts, K = 6) become one.
+
+Where we depart from the paper or its code, and how to have theirs:
+
+- Experts that no token chose have no g_i and are left out.
+- Qwen's shared path keeps its gate, a sigmoid a token: ``shared_gate="token"``. ``"mean"`` fixes it
+  to its mean as Eq. 2 fixes the others, which lets the architecture itself hold the layer.
+- Models without shared experts: ``keep="shared"`` would leave nothing of a layer (Block Drop) and
+  is refused, unless ``force``.
+- ``metric="ppl"`` is for the choice of layers (Tab. 8); a layer's output has no perplexity, and
+  experts are then chosen by JS.
+- PL_Alpha_Hill is the mean over an expert's three matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import MoesaicError
+from moesaic.methods.cdmoe.divergence import DIVERGENCES, METRICS
+from moesaic.arch.mixture import MoEFFN
+from moesaic.stream.experts import mean_over_processes
+
+KEEPS = ("shared", "shared+routed", "attention", "nothing")
+EXPERT_SEARCHES = ("greedy", "random", "l1", "pl_alpha_hill")
+LAYER_SEARCHES = ("greedy", "rank", "global-rank", "cosine", "random")
+BLOCK_BYTES = 64 << 20
+"""Candidates' outputs held at a time."""
+
+
+@dataclass(frozen=True)
+class CondenseConfig:
+    """Options of condensing. The defaults are the paper's, or our decision."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    layers: int | None = None
+    """Layers to condense. One of layers, memory and active says when to stop."""
+    memory: int | None = None
+    """Bytes that the weights may take at most."""
+    active: int | None = None
+    """Parameters that a token may use at most, embeddings and head included."""
+    keep: str = "shared"
+    """What stays: shared, shared+routed, attention (Block Drop) or nothing (Layer Drop)."""
+    experts: int | None = None
+    """K, routed experts that stay with shared+routed; None for as many as a token runs."""
+    metric: str = "js"
+    """js, kl, or ppl (for layers)."""
+    expert_search: str = "greedy"
+    """greedy (Alg. 1), random, l1 or pl_alpha_hill."""
+    layer_search: str = "greedy"
+    """greedy (Alg. 2), rank, global-rank, cosine (He et al. 2024) or random."""
+    candidates: tuple[int, ...] = ()
+    """Decoder layers to choose from; empty for all that route."""
+    shared_gate: str = "token"
+    """token: a gate on the shared path stays; mean: it becomes its mean."""
+    padding: bool = True
+    """Fill up with zeros to one width where the architecture itself can then hold the result."""
+    force: bool = False
+    """Condense to the shared path even where there is none."""
+    refit: bool = False
+    """Refit the dense layers to the mixtures they take the place of. Not the paper's."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("keep", self.keep, KEEPS),
+            ("metric", self.metric, METRICS),
+            ("expert-search", self.expert_search, EXPERT_SEARCHES),
+            ("layer-search", self.layer_search, LAYER_SEARCHES),
+            ("shared-gate", self.shared_gate, ("token", "mean")),
+        ):
+            if value not in known:
+                raise MoesaicError(f"Unknown --{name} {value!r}; choose from {', '.join(known)}.")
+        if sum(target is not None for target in (self.layers, self.memory, self.active)) != 1:
+            raise MoesaicError("Give one of --layers, --memory and --active.")
+        if self.layers is not None and self.layers < 0:
+            raise MoesaicError(f"--layers {self.layers} must be 0 or more.")
+        if self.experts is not None and self.keep != "shared+routed":
+            raise MoesaicError("--experts says how many routed ones stay: --keep shared+routed.")
+        if self.experts is not None and self.experts < 0:
+            raise MoesaicError(f"--experts {self.experts} must be 0 or more.")
+
+
+# --- Eq. 2 ---------------------------------------------------------------------------------------
+
+
+def fixed_gates(sum_E: Tensor, calls_E: Tensor) -> Tensor:
+    """g_i, Eq. 2: mean of g_{i,t} over the tokens that chose i; NaN where none did (E,).
+
+    >>> fixed_gates(torch.tensor([1.5, 0.0]), torch.tensor([3, 0]))
+    tensor([0.5000,    nan])
+    """
+    return sum_E / calls_E
+
+
+# --- Alg. 1 --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """One batch of a layer's tokens, everything a condensed layer's output is a sum of."""
+
+    reference_TD: Tensor
+    """O_ref: the decoder layer's output."""
+    start_TD: Tensor
+    """The residual, and what stays of the shared path."""
+    experts_TED: Tensor
+    """E_i(x), as they are added to the residual with weight one."""
+
+
+def candidate_losses(
+    batches: Iterable[Outputs], chosen: list[int], g_E: Tensor, candidates: list[int], metric: str
+) -> Tensor:
+    """Mean divergence from O_ref with each candidate added to the chosen experts (candidates,).
+
+    An empty list of candidates scores the chosen experts alone (1,).
+    """
+    divergence = DIVERGENCES["js" if metric == "ppl" else metric]
+    total = torch.zeros(max(1, len(candidates)), dtype=torch.float64)
+    tokens = 0
+    for batch in batches:
+        now_TD = batch.start_TD.float()
+        g = g_E.to(now_TD)
+        for i in chosen:
+            now_TD = now_TD + g[i] * batch.experts_TED[:, i].float()
+        rows = max(1, BLOCK_BYTES // (4 * total.numel() * now_TD.shape[1]))
+        for at in torch.arange(len(now_TD)).split(rows):
+            trial = now_TD[at, None]
+            if candidates:
+                f = batch.experts_TED[at][:, candidates].float()
+                trial = trial + g[candidates, None] * f
+            total += divergence(batch.reference_TD[at, None], trial).double().sum(0).cpu()
+        tokens += len(now_TD)
+    return mean_over_processes(total, tokens)
+
+
+def greedy_experts(
+    batches: Callable[[], Iterator[Outputs]], g_E: Tensor, k: int, metric: str = "js"
+) -> tuple[list[int], list[float]]:
+    """Alg. 1: experts in the order chosen, and the loss after each; of equals the first."""
+    left = [i for i, g in enumerate(g_E.tolist()) if g == g]
+    chosen: list[int] = []
+    losses: list[float] = []
+    while left and len(chosen) < k:
+        loss_C = candidate_losses(batches(), chosen, g_E, left, metric)
+        best = int(loss_C.numpy().argmin())
+        losses.append(loss_C[best].item())
+        chosen.append(left.pop(best))
+    return chosen, losses
+
+
+# --- Tab. 5: experts by their weights alone ------------------------------------------------------
+
+
+def pl_alpha_hill(weight: Tensor) -> float:
+    """Eq. 4: 1 + k / sum_{i <= k} ln(lambda_{n-i+1} / lambda_{n-k}), lambda of W^T W.
+
+    k by the fix-finger method (Yang et al. 2023): lambda_{n-k} is where the histogram of
+    log10 lambda peaks.
+    """
+    value = torch.linalg.svdvals(weight.float()).square().flip(0)
+    value = value[value > value[-1] * 1e-12].double()
+    log = value.log10()
+    histogram = torch.histc(log, bins=min(100, max(2, len(log) // 2)))
+    step = (log[-1] - log[0]) / len(histogram)
+    peak = log[0] + (histogram.argmax() + 0.5) * step
+    start = min(int((log < peak).sum()), len(value) - 2)
+    tail = value[start + 1 :]
+    return 1 + len(tail) / (tail / value[start]).log().sum().clamp(min=1e-12).item()
+
+
+def weight_scores(view: MoEFFN, search: str, layer: int, seed: int) -> list[float]:
+    """A score for each expert that needs no tokens; the lowest stay."""
+    if search == "random":
+        generator = torch.Generator().manual_seed(seed * 10_007 + layer)
+        return torch.rand(view.count, dtype=torch.float64, generator=generator).tolist()
+    experts = [view.weights_of(i) for i in range(view.count)]
+    if search == "l1":
+        return [sum(w.double().abs().sum().item() for w in weights) for weights in experts]
+    return [sum(map(pl_alpha_hill, weights)) / 3 for weights in experts]
+
+
+def ranked_experts(score_E: list[float], g_E: Tensor, k: int) -> list[int]:
+    """The k experts of lowest score that some token chose.
+
+    >>> ranked_experts([0.2, 0.1, 0.3], torch.tensor([0.5, float("nan"), 0.5]), 1)
+    [0]
+    """
+    left = [i for i, g in enumerate(g_E.tolist()) if g == g]
+    return sorted(left, key=lambda i: (score_E[i], i))[:k]

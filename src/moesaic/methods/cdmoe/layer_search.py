@@ -1,0 +1,312 @@
+"""CD-MoE over a whole model: each layer's experts (Alg. 1), then which layers (Alg. 2).
+
+Alg. 2 adds the layer that moves the model's last hidden state least, after the final norm, again
+and again. One round is one pass over the layers: each candidate branches off at its own layer, and
+all branches go on together, so that a model read from disk is read once a round.
+
+Comparisons (Tab. 7): ``rank`` orders layers by the divergence of the layer's own output,
+``global-rank`` by the model's with that layer alone condensed. ``cosine`` is the rule of He et al.
+(2024) for Block Drop and Layer Drop: the module whose output is most like its input goes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.data.text import Tokens
+from moesaic.layers.condensed import NO_FFN, condensed
+from moesaic.methods.cdmoe.experts import (
+    CondenseConfig,
+    Outputs,
+    fixed_gates,
+    greedy_experts,
+    ranked_experts,
+    weight_scores,
+)
+from moesaic.methods.cdmoe.divergence import DIVERGENCES, cosine
+from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.plan import CondensedLayer, DroppedLayer
+from moesaic.stream.experts import mean_over_processes
+from moesaic.stream.stream import Block, LayerStream, Spill, valid
+
+Replaced = CondensedLayer | DroppedLayer
+NONE_K = torch.empty(0, dtype=torch.int64)
+CHUNK_BYTES = 128 << 20
+"""Expert outputs computed at a time."""
+
+
+class ExpertSearch:
+    """Decides for one layer what it would be condensed to, and how much that would change it."""
+
+    def __init__(self, config: CondenseConfig, stream: LayerStream, arch: MoEArch) -> None:
+        self.config = config
+        self.stream = stream
+        self.arch = arch
+        self.divergence = DIVERGENCES["js" if config.metric == "ppl" else config.metric]
+
+    def decide(self, block: Block, hidden: Spill) -> tuple[Replaced, dict[str, Any]]:
+        """The layer's plan, and what it costs beside the other variants (Fig. 5).
+
+        Args:
+            block: the layer, open.
+            hidden: what enters it, one entry a batch.
+        """
+        view = self.arch.view(block.layer)
+        assert isinstance(view, MoEFFN)
+        inputs, reference = Spill(1 << 30), Spill(1 << 30)
+        try:
+            with self.stream.seen(view.block, inputs, None, block.index, True):
+                self._keep(block, hidden, reference)
+            return self._decide(block, view, hidden, inputs, reference)
+        finally:
+            inputs.clear()
+            reference.clear()
+
+    def _keep(self, block: Block, hidden: Spill, into: Spill, layer: Any = None) -> None:
+        outputs = block.outputs(hidden, layer)
+        for out, mask in zip(outputs, self.stream.masks(), strict=False):
+            into.append(valid(out, mask))
+
+    def _decide(
+        self, block: Block, view: MoEFFN, hidden: Spill, inputs: Spill, reference: Spill
+    ) -> tuple[Replaced, dict[str, Any]]:
+        config = self.config
+        g_E, calls_E = self._gates(view, inputs)
+        shared, routed = self._shared(view, inputs), NONE_K
+        found: dict[str, Any] = {"calls": calls_E.tolist()}
+        if config.keep == "shared+routed":
+            k = view.top_k if config.experts is None else config.experts
+            if config.expert_search == "greedy":
+                order, losses = self._greedy(block, view, hidden, inputs, reference, shared, g_E, k)
+                found["expert_losses"] = losses
+            else:
+                scores = weight_scores(view, config.expert_search, block.index, config.seed)
+                found["scores"] = scores
+                order = ranked_experts(scores, g_E, k)
+            routed = torch.tensor(order, dtype=torch.int64)
+        both = CondensedLayer(
+            routed,
+            g_E[routed].float(),
+            shared.width + len(routed) * view.width,
+            shared.shared,
+            shared.shared_scale,
+            shared.gated,
+        )
+        variants: dict[str, Replaced] = {"attention": NO_FFN, "nothing": DroppedLayer()}
+        if shared.shared:
+            variants["shared"] = shared
+        variants[config.keep] = variants.get(config.keep, both)
+        if config.keep == "shared":
+            variants["shared"] = both
+        found |= {
+            "divergence": {n: self._cost(block, v, hidden, reference) for n, v in variants.items()},
+            "cosine": self._importance(block, hidden, reference),
+        }
+        return variants[config.keep], found
+
+    def _gates(self, view: MoEFFN, inputs: Spill) -> tuple[Tensor, Tensor]:
+        """g_E of Eq. 2 over the tokens of all processes, and how often each was chosen."""
+        sums_2E = torch.zeros(2, view.count, dtype=torch.float64)
+        for x_TD in inputs:
+            w_TE = view.rule.weights(view.logits(x_TD.to(view.device)).float())
+            sums_2E += torch.stack([w_TE.double().sum(0), (w_TE != 0).double().sum(0)]).cpu()
+        sums_2E = mean_over_processes(sums_2E, 1)
+        return fixed_gates(sums_2E[0], sums_2E[1]), sums_2E[1]
+
+    def _shared(self, view: MoEFFN, inputs: Spill) -> CondensedLayer:
+        """The layer with its shared path alone."""
+        width = view.shared_width
+        if not width:
+            return NO_FFN
+        scale, gated = 1.0, 0
+        if self.arch.shared_gate is not None:
+            gated = width
+            if self.config.shared_gate == "mean":
+                gate = getattr(view.block, self.arch.shared_gate)
+                total = torch.zeros(1, dtype=torch.float64)
+                for x_TD in inputs:
+                    total += torch.sigmoid(gate(x_TD.to(view.device))).double().sum().cpu()
+                count = sum(len(x) for x in inputs)
+                scale, gated = mean_over_processes(total, count).item(), 0
+        return CondensedLayer(NONE_K, torch.empty(0), width, True, scale, gated)
+
+    def _greedy(
+        self,
+        block: Block,
+        view: MoEFFN,
+        hidden: Spill,
+        inputs: Spill,
+        reference: Spill,
+        shared: CondensedLayer,
+        g_E: Tensor,
+        k: int,
+    ) -> tuple[list[int], list[float]]:
+        """Alg. 1 over outputs that are computed once and kept, on disk where they are many."""
+        start, experts = Spill(1 << 30), Spill(2 << 30)
+        try:
+            with condensed(block.layer, self.arch, shared) as layer:
+                self._keep(block, hidden, start, layer)
+            for x_TD in inputs:
+                rows = max(1, CHUNK_BYTES // (view.count * x_TD.shape[1] * x_TD.element_size()))
+                parts = [
+                    view.outputs(x, torch.ones(len(x), view.count, dtype=torch.bool)) * view.scale
+                    for x in x_TD.to(view.device).split(rows)
+                ]
+                experts.append(torch.cat(parts))
+
+            def batches() -> Iterator[Outputs]:
+                for o_TD, start_TD, f_TED in zip(reference, start, experts, strict=True):
+                    yield Outputs(o_TD, start_TD, f_TED)
+
+            return greedy_experts(batches, g_E, k, self.config.metric)
+        finally:
+            start.clear()
+            experts.clear()
+
+    def _cost(self, block: Block, plan: Replaced, hidden: Spill, reference: Spill) -> float:
+        """Divergence of the layer's output from what it was."""
+        with condensed(block.layer, self.arch, plan) as layer:
+            outputs = block.outputs(hidden, layer)
+            pairs = zip(reference, outputs, self.stream.masks(), strict=False)
+            divergences = [self.divergence(o, valid(out, mask)) for o, out, mask in pairs]
+        return _mean(divergences)
+
+    def _importance(self, block: Block, hidden: Spill, reference: Spill) -> dict[str, float]:
+        """1 - cos of input and output, of the block with its residual and of the whole layer."""
+        with condensed(block.layer, self.arch, NO_FFN) as layer:
+            residuals = list(zip(block.outputs(hidden, layer), self.stream.masks(), strict=False))
+        entering = zip(hidden, self.stream.masks(), strict=False)
+        return {
+            name: _mean(
+                [cosine(valid(x, m), o) for (x, m), o in zip(befores, reference, strict=True)]
+            )
+            for name, befores in (("attention", residuals), ("nothing", entering))
+        }
+
+
+def _mean(parts: Sequence[Tensor]) -> float:
+    """Mean over the tokens of all processes."""
+    total = sum(part.double().sum().cpu() for part in parts)
+    return mean_over_processes(torch.as_tensor(total), sum(len(part) for part in parts)).item()
+
+
+# --- Alg. 2 --------------------------------------------------------------------------------------
+
+
+class LayerSearch:
+    """Orders layers by what condensing them does to the model's output."""
+
+    def __init__(
+        self,
+        stream: LayerStream,
+        arch: MoEArch,
+        plans: Mapping[int, Replaced],
+        metric: str = "js",
+    ) -> None:
+        self.stream = stream
+        self.arch = arch
+        self.plans = plans
+        self.metric = metric
+        self._reference: list[Tensor] | Spill | None = None
+
+    @torch.no_grad()
+    def losses(self, chosen: Collection[int], candidates: Collection[int]) -> dict[int, float]:
+        """The model's loss with the chosen layers condensed, and each candidate as well."""
+        if self._reference is None:
+            final = self._branches((), ())[None]
+            self._reference = Spill(1 << 30)
+            for part in self._judged(final):
+                self._reference.append(part)
+            final.clear()
+        found: dict[int, float] = {}
+        for i, final in self._branches(chosen, candidates).items():
+            if i is not None:
+                found[i] = self._loss(final)
+            final.clear()
+        return found
+
+    def _branches(
+        self, chosen: Collection[int], candidates: Collection[int]
+    ) -> dict[int | None, Spill]:
+        """The last layer's output for each candidate; without candidates, under None."""
+        hidden, kwargs = self.stream.record()
+        branches: dict[int | None, Spill] = {None: hidden}
+        last = max(candidates, default=self.stream.count)
+        for block in self.stream.blocks(kwargs):
+            i, born = block.index, None
+            if i in candidates:
+                born = Spill((4 << 30) // len(candidates))
+                with condensed(block.layer, self.arch, self.plans[i]) as layer:
+                    for out in block.outputs(hidden, layer):
+                        born.append(out)
+            as_chosen = condensed(block.layer, self.arch, self.plans[i]) if i in chosen else None
+            with as_chosen or nullcontext(block.layer) as layer:
+                for name, branch in branches.items():
+                    if name is not None or i < last:
+                        block.run(branch, layer)
+            if born is not None:
+                branches[i] = born
+        if candidates:
+            branches.pop(None).clear()
+        return branches
+
+    def _judged(self, final: Spill) -> Iterator[Tensor]:
+        """What is compared of each batch: (T, D) after the final norm, or (B,) perplexities."""
+        for out, batch in self.stream.heads(final, logits=self.metric == "ppl"):
+            if self.metric == "ppl":
+                yield window_perplexities(out, batch)
+            else:
+                yield valid(out, batch.attention_mask)
+
+    def _loss(self, final: Spill) -> float:
+        assert self._reference is not None
+        pairs = zip(self._reference, self._judged(final), strict=True)
+        if self.metric == "ppl":
+            return _mean([new - old for old, new in pairs])
+        return _mean([DIVERGENCES[self.metric](old, new) for old, new in pairs])
+
+    def order(
+        self,
+        search: str,
+        scores: Mapping[int, float],
+        done: Sequence[int] = (),
+    ) -> Iterator[tuple[int, dict[int, float]]]:
+        """Layers in the order they should be condensed, each with the losses it was chosen by.
+
+        Args:
+            search: greedy, global-rank, or another by ``scores``.
+            scores: of every layer; the lowest goes first.
+            done: layers that were chosen before, in order.
+        """
+        chosen = list(done)
+        left = [i for i in self.plans if i not in chosen]
+        losses: dict[int, float] = dict(scores)
+        if search == "global-rank" and left:
+            losses = self.losses((), left)
+        while left:
+            if search == "greedy":
+                losses = self.losses(chosen, left)
+            best = min(left, key=lambda i: (losses[i], i))
+            yield best, {i: losses[i] for i in left}
+            chosen.append(best)
+            left.remove(best)
+
+    def close(self) -> None:
+        """Let go of what is kept on disk."""
+        if isinstance(self._reference, Spill):
+            self._reference.clear()
+
+
+def window_perplexities(logits_BLV: Tensor, batch: Tokens) -> Tensor:
+    """exp of the mean next-token loss of each window (B,); padding is not scored."""
+    ids = batch.input_ids.to(logits_BLV.device)[:, 1:]
+    losses = F.cross_entropy(logits_BLV[:, :-1].float().transpose(1, 2), ids, reduction="none")
+    mask = torch.ones_like(ids) if batch.attention_mask is None else batch.attention_mask[:, 1:]
+    mask = mask.to(losses)
+    return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).exp()

@@ -1,0 +1,214 @@
+"""ToMoE, from what was learned to a plan: equal widths, fixed choices, the hypernetwork dropped.
+
+Shape suffixes: T tokens, N experts, M neurons, W neurons of an expert, A size of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.arch.dense import AttentionNames, Heads
+from moesaic.methods.budget import alignment
+from moesaic.methods.tomoe.masks import MEDIAN, LayerShape, ToMoE
+from moesaic.layers.overlapping_plan import EMBED, OFFSET, PROJECT, SCALE, SHIFT, OverlappingLayer
+
+
+@dataclass(frozen=True)
+class Learned:
+    """The logits of one layer, b and the Gumbel median added: on where they exceed a threshold."""
+
+    shape: LayerShape
+    mlp_NM: Tensor
+    qk: Tensor | None = None
+    """(free,); of groups of heads where heads are pruned; None where attention stays."""
+    vo_TA: Tensor | None = None
+    """Of calibration tokens, or one row where the choice is static; None where heads are pruned."""
+
+    def widths(self, threshold: float) -> tuple[int, int, int]:
+        """Neurons of the widest expert, dimensions of Q/K, and of V/O: K of Sec. 3.3."""
+        heads, full = self.shape.heads, self.shape.width
+        step = alignment(full, 1)
+        widest = int((self.mlp_NM > threshold).sum(-1).max())
+        width = min(full, max(step, step * round(widest / step)))
+        if self.qk is None:
+            return width, heads.size, heads.size
+        on = _on(self.qk, threshold)
+        if self.vo_TA is None:  # groups of heads: the share counts as dimensions of all heads
+            share = round(heads.size * int(on.sum()) / heads.keys)
+            return width, share, share
+        mean = (self.vo_TA > threshold).sum(-1).float().mean()
+        return width, int(heads.paired(on).sum()), min(heads.size, max(1, round(float(mean))))
+
+
+def _on(logits: Tensor, threshold: float) -> Tensor:
+    """Which of some static choices are on; at least the likeliest is."""
+    return (logits > threshold) | (logits == logits.max())
+
+
+def learned(tomoe: ToMoE, head_logits: Mapping[int, Tensor]) -> dict[int, Learned]:
+    """The logits of every layer.
+
+    Args:
+        tomoe: trained; a forward pass has begun.
+        head_logits: of the V/O dimensions for calibration tokens (T, A), where they are routed.
+    """
+    bias, shift = tomoe.config.bias + MEDIAN, tomoe.config.head_bias + MEDIAN
+    layers = {}
+    for i, shape in enumerate(tomoe.shapes):
+        mlp_NM = tomoe.expert_logits(i) + bias
+        if tomoe.config.attention == "none":
+            layers[i] = Learned(shape, mlp_NM)
+            continue
+        static = tomoe.static_logits(i) + shift
+        if tomoe.config.attention == "heads":
+            layers[i] = Learned(shape, mlp_NM, static)
+        else:
+            size = shape.heads.size
+            vo_TA = head_logits[i] + shift if i in head_logits else static[None, :size]
+            layers[i] = Learned(shape, mlp_NM, static[size:], vo_TA)
+    return layers
+
+
+def active_ratio(layers: Mapping[int, Learned], threshold: float) -> float:
+    """The share of the projections that a token uses at a threshold."""
+    used = total = 0.0
+    for layer in layers.values():
+        shape = layer.shape
+        width, qk, vo = layer.widths(threshold)
+        used += shape.neuron * width + shape.dimension * (qk + vo)
+        total += shape.ffn + shape.attention
+    return used / total
+
+
+def threshold_for(layers: Mapping[int, Learned], active: float) -> float:
+    """The threshold at which the active ratio is nearest to its target.
+
+    The ratio falls as the threshold rises; training has brought it near the target at 0.
+    """
+    low, high = -16.0, 16.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if active_ratio(layers, middle) > active else (low, middle)
+    return min((0.0, low, high), key=lambda t: abs(active_ratio(layers, t) - active))
+
+
+def experts(mlp_NM: Tensor, width: int) -> Tensor:
+    """Equal widths: each expert's neurons of highest logit, in rising order (N, W)."""
+    return mlp_NM.topk(width, dim=-1).indices.sort(-1).values
+
+
+def similarity(experts_NW: Tensor, width: int) -> Tensor:
+    """The share of neurons that two experts have in common (N, N), Fig. 9.
+
+    >>> similarity(torch.tensor([[0, 1], [1, 2]]), 3)
+    tensor([[1.0000, 0.5000],
+            [0.5000, 1.0000]])
+    """
+    on_NM = torch.zeros(len(experts_NW), width).scatter_(1, experts_NW, 1)
+    return on_NM @ on_NM.T / experts_NW.shape[1]
+
+
+def decide(
+    tomoe: ToMoE, layers: Mapping[int, Learned], names: AttentionNames, threshold: float
+) -> tuple[dict[int, OverlappingLayer], dict[int, dict[str, Any]]]:
+    """The plan of every layer, and what the paper reports about it."""
+    plans, analyses = {}, {}
+    for i, layer in layers.items():
+        width, qk, vo = layer.widths(threshold)
+        experts_NW = experts(layer.mlp_NM, width)
+        attention: dict[str, Any] = {}
+        if layer.qk is not None:
+            on = _on(layer.qk, threshold)
+            attention = (
+                _pruned_heads(on, layer.shape.heads, names)
+                if layer.vo_TA is None
+                else _pruned_dimensions(tomoe, i, on, layer, vo, names)
+            )
+        plans[i] = OverlappingLayer(
+            experts_NW=experts_NW,
+            router_ND=tomoe.mlp_modules(i).router.weight.float().clone(),
+            materialized=tomoe.config.materialize,
+            mask_outputs=tomoe.config.mask_outputs,
+            **attention,
+        )
+        analyses[i] = {
+            "expert_widths": (layer.mlp_NM > threshold).sum(-1).tolist(),
+            "union": experts_NW.unique().numel() / layer.shape.width,
+            "similarity": _rounded(similarity(experts_NW, layer.shape.width)),
+            "qk": qk,
+            "vo": vo,
+            "head_dim": layer.shape.heads.size,
+        }
+    return plans, analyses
+
+
+def _rounded(x: Tensor) -> list[list[float]]:
+    return [[round(v, 4) for v in row] for row in x.tolist()]
+
+
+def _pruned_dimensions(
+    tomoe: ToMoE, index: int, on: Tensor, layer: Learned, vo: int, names: AttentionNames
+) -> dict[str, Any]:
+    """Fixed Q/K dimensions of every head; V/O ones top-K by token, or fixed as well."""
+    heads = layer.shape.heads
+    qk_A = heads.paired(on).nonzero().flatten()
+    values_A = columns = None
+    router: dict[str, Any] = {}
+    if tomoe.config.attention == "static":
+        assert layer.vo_TA is not None
+        values_A = layer.vo_TA[0].topk(vo).indices.sort().values
+        columns = _over(values_A, heads.queries, heads.size) if vo < heads.size else None
+    elif vo < heads.size:
+        modules = tomoe.mha_modules(index)
+        tensors = {
+            EMBED: modules.proj_e.weight,
+            SHIFT: tomoe.mean_embedding(index),
+            SCALE: modules.proj_d.norm.weight,
+            OFFSET: modules.proj_d.norm.bias,
+            PROJECT: modules.proj_d.linear.weight[: heads.size],
+        }
+        router = {name: tensor.float().clone() for name, tensor in tensors.items()}
+    every = torch.arange(heads.size)
+    rows = _rows(
+        {
+            "q": _over(qk_A, heads.queries, heads.size),
+            "k": _over(qk_A, heads.keys, heads.size),
+            "v": _over(every if values_A is None else values_A, heads.keys, heads.size),
+        },
+        heads,
+        names,
+    )
+    top_k = vo if router else 0
+    return {"rows": rows, "columns": columns, "head_router": router, "head_top_k": top_k}
+
+
+def _pruned_heads(on: Tensor, heads: Heads, names: AttentionNames) -> dict[str, Any]:
+    """Groups of heads that share keys and values stay or go."""
+    keys = on.repeat_interleave(heads.size).nonzero().flatten()
+    group = heads.queries // heads.keys
+    queries = on.repeat_interleave(group * heads.size).nonzero().flatten()
+    rows = _rows({"q": queries, "k": keys, "v": keys}, heads, names)
+    return {"rows": rows, "columns": None if bool(on.all()) else queries}
+
+
+def _over(kept_A: Tensor, heads: int, size: int) -> Tensor:
+    """The same dimensions of every head."""
+    return (torch.arange(heads)[:, None] * size + kept_A).flatten()
+
+
+def _rows(parts: Mapping[str, Tensor], heads: Heads, names: AttentionNames) -> dict[str, Tensor]:
+    """The rows that stay, by projection; none for a projection that stays whole."""
+    full = {"q": heads.queries * heads.size} | dict.fromkeys("kv", heads.keys * heads.size)
+    rows: dict[str, Tensor] = {}
+    sizes: dict[str, int] = {}
+    for part, name in (("q", names.q), ("k", names.k), ("v", names.v)):
+        start = sizes.get(name, 0)
+        own = parts[part] + start
+        rows[name] = torch.cat([rows[name], own]) if name in rows else own
+        sizes[name] = start + full[part]
+    return {name: kept for name, kept in rows.items() if kept.numel() < sizes[name]}

@@ -1,0 +1,389 @@
+"""ToMoE: a dense model's experts and their routers, learned over frozen weights.
+
+Gao et al., "ToMoE: Converting Dense Large Language Models to Mixture-of-Experts through Dynamic
+Structural Pruning", TMLR 2025. https://openreview.net/forum?id=RFHq46pjv6
+
+E_all = HN(z)                          expert embeddings of all layers (Eq. 1)
+s     = ST-GSig(Proj_D(G E))           neurons of each token's expert (Eq. 3)
+G     = ST-GSmax(Router(X))            the expert of each token (Eq. 3)
+s_t   = ST-GSig(Proj_D(Proj_E(X_t) + mean E))   value and output dimensions of a head (Eq. 5)
+s_0   = ST-GSig(Proj_D(mean E))        query and key dimensions, the same for all tokens
+R_P, R_U, R_L                          budget, union of experts, load balance (Eqs. 6-9)
+
+Where we depart from the paper or its released code:
+
+- A mask is tossed in training only. A result is deterministic: a neuron is on where its logit plus
+  b exceeds minus the Gumbel median, so it is the majority of the tosses.
+- The budget counts what will be deployed: the widest expert without noise, and the mean over tokens
+  of a head's dimensions. ``budget="tossed"`` counts maxima over tosses, as the paper does, which
+  leaves the result below its target.
+- At the end one threshold for all layers is moved until the active ratio is ``active``.
+- Attention starts further from its threshold than FFNs (``head_bias``): else the budget takes half
+  of it in the first steps, before the teacher is heard.
+- A mask multiplies hidden activations once, so that neurons that are off still learn whether they
+  should be on.
+- R_L is sum F P as in the released code (1/N when balanced), not N sum F P.
+- R_U covers attention too, as in the paper; the released code leaves it out.
+
+Shape suffixes: B texts, L tokens of each, N experts, M neurons, E embedding, A size of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Heads
+from moesaic.errors import MoesaicError
+from moesaic.nn.hypernetwork import Hypernetwork, LocalEmbeddings, MHAModules, MLPModules
+from moesaic.train import Schedule
+
+MEDIAN = -math.log(math.log(2))
+"""Of the Gumbel distribution."""
+ATTENTIONS = ("routed", "static", "heads", "none")
+OBJECTIVES = ("distillation", "language")
+
+
+PAPER = {"steps": 10_000, "batch": 1, "length": 2048, "lr": 1e-3, "decay": "constant"}
+"""The schedule of App. C; a process trains on one text at a time."""
+TINY = {"steps": 800, "batch": 1, "length": 256, "lr": 3e-3, "decay": "cosine"}
+"""A schedule of minutes on one core."""
+
+
+@dataclass(frozen=True)
+class ToMoEConfig:
+    """Options of ToMoE. The defaults are the paper's, or our decision."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}
+
+    active: float = 0.6
+    """p: the share of the projections' parameters that a token uses."""
+    experts: int = 8
+    attention: str = "routed"
+    """routed; static (no V/O routing); heads (head pruning); none (attention stays)."""
+    mask_outputs: bool = True
+    """A query's choice applies to what it reads (Eq. 4); False masks values alone."""
+    embeddings: str = "global"
+    """global: one hypernetwork for all layers; local: free embeddings, of FFNs alone."""
+    objective: str = "distillation"
+    """distillation, or language: the language-model loss (Fig. 6c)."""
+    budget: str = "deployed"
+    """What the budget counts: deployed widths, or tossed, the paper's maxima over tosses."""
+    parameters: float = 16.0
+    """alpha, the weight of R_P."""
+    union: float = 2.0
+    """beta, the weight of R_U."""
+    balance: float = 1.0
+    """gamma, the weight of R_L."""
+    tau: float = 0.4
+    bias: float = 3.0
+    """b: every expert starts as the whole FFN (Eq. 15)."""
+    head_bias: float = 6.0
+    """b of attention's dimensions; 3 in the paper."""
+    materialize: bool = False
+    """Give every expert a copy of its weights: faster, and larger."""
+    steps: int | None = None
+    """Optimizer steps. None here and below: the paper's, or what suits a tiny model (TINY)."""
+    batch: int | None = None
+    """Texts a process takes at a time."""
+    length: int | None = None
+    """Tokens of a text."""
+    accumulate: int = 1
+    """Batches before the modules move."""
+    lr: float | None = None
+    decay: str | None = None
+    """constant, or cosine: to 0 at the last step."""
+    warmup: float = 0.0
+    weight_decay: float = 0.05
+    recompute: bool = False
+    """Compute activations again in the backward pass, to save memory."""
+    save_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.active <= 1:
+            raise MoesaicError(f"--active {self.active:g} is not a ratio above 0, at most 1.")
+        if self.experts < 1:
+            raise MoesaicError("--experts must be at least 1.")
+        choices: dict[str, tuple[str | None, ...]] = {
+            "attention": ATTENTIONS,
+            "embeddings": ("global", "local"),
+            "objective": OBJECTIVES,
+            "budget": ("deployed", "tossed"),
+            "decay": (None, "constant", "cosine"),
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                found = getattr(self, name)
+                raise MoesaicError(f"{name} {found!r} is none of {', '.join(filter(None, known))}.")
+        if self.tau <= 0:
+            raise MoesaicError(f"tau {self.tau:g} must be above 0.")
+
+    def settled(self, tiny: bool) -> ToMoEConfig:
+        """With a schedule for a model of its size where none was given."""
+        defaults: dict[str, Any] = TINY if tiny else PAPER
+        return replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the training loop needs to know, once settled."""
+        return Schedule.of(self)
+
+
+# --- straight-through masks (App. A.3) -----------------------------------------------------------
+
+
+def gumbel(like: Tensor) -> Tensor:
+    """Noise of the Gumbel(0, 1) distribution."""
+    return -torch.empty_like(like).exponential_().log()
+
+
+def st_sigmoid(x: Tensor, tau: float, bias: float, noise: bool) -> Tensor:
+    """ST-GSig, Eq. 15: round(sigmoid((x + g + b) / tau)), with the sigmoid's gradient.
+
+    Without noise, g is the Gumbel median: the mask that is tossed more often than not.
+
+    >>> st_sigmoid(torch.tensor([-4.0, -3.0, 0.0]), 0.4, 3.0, noise=False)
+    tensor([0., 1., 1.])
+    """
+    g = gumbel(x) if noise else MEDIAN
+    soft = ((x + g + bias) / tau).sigmoid()
+    return soft + (soft.round() - soft).detach()
+
+
+def st_softmax(x: Tensor, tau: float, noise: bool) -> Tensor:
+    """ST-GSmax, Eq. 14: the one-hot of the largest (x + g) / tau, with the softmax's gradient.
+
+    >>> st_softmax(torch.tensor([1.0, 3.0, 2.0]), 0.4, noise=False)
+    tensor([0., 1., 0.])
+    """
+    soft = ((x + gumbel(x) if noise else x) / tau).softmax(-1)
+    hard = torch.zeros_like(soft).scatter_(-1, soft.argmax(-1, keepdim=True), 1)
+    return soft + (hard - soft).detach()
+
+
+# --- regularisers (Sec. 3.4) ---------------------------------------------------------------------
+
+
+def f_reg(x: Tensor, y: float) -> Tensor:
+    """log(max(x, y) / min(x, y)), 1e-3 on both as in the released code.
+
+    >>> f_reg(torch.tensor(0.5), 0.5), f_reg(torch.tensor(0.999), 0.499)
+    (tensor(0.), tensor(0.6931))
+    """
+    return ((x + 1e-3) / (y + 1e-3)).log().abs()
+
+
+def union(s_NM: Tensor) -> Tensor:
+    """The share of u = 1 - prod_i (1 - s_i), Eqs. 6 and 16: neurons that any expert has.
+
+    >>> union(torch.tensor([[1.0, 0, 0, 0], [1, 1, 0, 0]]))
+    tensor(0.5000)
+    """
+    return (1 - (1 - s_NM).prod(0)).mean()
+
+
+def load_balance(chosen_TN: Tensor, probability_TN: Tensor) -> Tensor:
+    """R_L = sum_i F_i P_i, Eq. 9 without its factor N: 1/N when balanced, 1 when collapsed.
+
+    >>> even = torch.eye(4)
+    >>> load_balance(even, even), load_balance(even[[0, 0]], even[[0, 0]])
+    (tensor(0.2500), tensor(1.))
+    """
+    return chosen_TN.mean(0) @ probability_TN.mean(0)
+
+
+# --- what trains ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What the method needs to know of a decoder layer."""
+
+    hidden_size: int
+    width: int
+    heads: Heads
+    ffn: int
+    """Projection weights of the FFN."""
+    attention: int
+    """Projection weights of attention."""
+
+    def choices(self, attention: str) -> int:
+        """Logits of its attention: of V/O dimensions, then of Q/K ones; or of groups of heads."""
+        heads = self.heads
+        return heads.keys if attention == "heads" else heads.size + heads.free
+
+    @property
+    def neuron(self) -> float:
+        return self.ffn / self.width
+
+    @property
+    def dimension(self) -> float:
+        """Weights of one dimension of all heads, of queries and keys or of values and outputs."""
+        return self.attention / 2 / self.heads.size
+
+
+class ToMoE(nn.Module):
+    """Theta of Eq. 10: what trains, and the masks it makes of a layer's input.
+
+    Args:
+        config: the options.
+        shapes: of the decoder layers.
+    """
+
+    def __init__(self, config: ToMoEConfig, shapes: Sequence[LayerShape]) -> None:
+        super().__init__()
+        self.config, self.shapes = config, shapes
+        embeddings = Hypernetwork if config.embeddings == "global" else LocalEmbeddings
+        self.hypernetwork = embeddings(2 * len(shapes), config.experts)
+        self.mlp = nn.ModuleList(MLPModules(s.hidden_size, s.width, config.experts) for s in shapes)
+        self.mha = nn.ModuleList(
+            MHAModules(s.hidden_size, s.choices(config.attention), config.attention == "routed")
+            for s in shapes
+            if config.attention != "none"
+        )
+        self.total = sum(s.attention + s.ffn for s in shapes)
+        self.noise = False
+        self.E_all = torch.empty(0)
+        self.valid_T = torch.empty(0)
+        self.kept: dict[int, list[Tensor]] | None = None
+        self.seen: dict[tuple[int, str], dict[str, Tensor]] = {}
+
+    def mlp_modules(self, index: int) -> MLPModules:
+        return cast(MLPModules, self.mlp[index])
+
+    def mha_modules(self, index: int) -> MHAModules:
+        return cast(MHAModules, self.mha[index])
+
+    def begin(self, valid_BL: Tensor, noise: bool) -> None:
+        """Before a forward pass: which tokens are real, and whether masks are tossed."""
+        self.valid_T, self.noise = valid_BL.flatten(), noise
+        with torch.autocast(valid_BL.device.type, enabled=False):
+            self.E_all = self.hypernetwork()
+
+    def _neurons(self, x: Tensor, noise: bool) -> Tensor:
+        return st_sigmoid(x, self.config.tau, self.config.bias, noise)
+
+    def _dimensions(self, x: Tensor, noise: bool) -> Tensor:
+        return st_sigmoid(x, self.config.tau, self.config.head_bias, noise)
+
+    def mean_embedding(self, index: int) -> Tensor:
+        """The mean expert embedding of one attention (Eq. 5)."""
+        return self.E_all[2 * index].mean(0)
+
+    def expert_logits(self, index: int) -> Tensor:
+        """Proj_D(E) of one FFN (N, M), Eq. 11."""
+        logits: Tensor = self.mlp_modules(index).proj_d(self.E_all[2 * index + 1])
+        return logits
+
+    def ffn(self, index: int, x_BLD: Tensor) -> Tensor:
+        """s (B, L, M), Eq. 3."""
+        tossed = self.config.budget == "tossed" and self.noise
+        with torch.autocast(x_BLD.device.type, enabled=False):
+            logits = self.mlp_modules(index).router(x_BLD.float())
+            chosen = st_softmax(logits, self.config.tau, self.noise)
+            embedded = chosen @ self.E_all[2 * index + 1]
+            s = self._neurons(self.mlp_modules(index).proj_d(embedded), self.noise)
+            s_NM = self._neurons(self.expert_logits(index), tossed)
+            valid = self.valid_T
+            self.seen[index, "mlp"] = {
+                "width": (s.flatten(0, 1)[valid] if tossed else s_NM).sum(-1).max(),
+                "union": union(s_NM),
+                "balance": load_balance(
+                    chosen.flatten(0, 1)[valid], logits.softmax(-1).flatten(0, 1)[valid]
+                ),
+            }
+        return s
+
+    def attention(self, index: int, x_BLD: Tensor) -> Mapping[str, Tensor]:
+        """s_0 for queries and keys, s_t for values and outputs, over all heads (Eqs. 4-5)."""
+        kind, heads = self.config.attention, self.shapes[index].heads
+        if kind == "none":
+            return {}
+        tossed = self.config.budget == "tossed" and self.noise
+        with torch.autocast(x_BLD.device.type, enabled=False):
+            if kind == "heads":
+                return self._pruned_heads(index)
+            static = self.static_logits(index)
+            s_0 = heads.paired(self._dimensions(static[heads.size :], self.noise))
+            deployed = heads.paired(self._dimensions(static[heads.size :], tossed))
+            logits = self.head_logits(index, x_BLD)
+            s_t = self._dimensions(logits, self.noise)
+            s_TA = (s_t if tossed == self.noise else self._dimensions(logits, tossed)).flatten(
+                0, -2
+            )
+            if kind == "routed":
+                s_TA = s_TA[self.valid_T]
+                if self.kept is not None:
+                    kept = logits.flatten(0, -2)[self.valid_T]
+                    self.kept.setdefault(index, []).append(kept)
+            widths_T = s_TA.sum(-1)
+            self.seen[index, "mha"] = {
+                "qk": deployed.sum(),
+                "vo": widths_T.max() if tossed else widths_T.mean(),
+                "union": union(s_TA),
+            }
+            masks = {
+                "q": s_0.repeat(heads.queries),
+                "k": s_0.repeat(heads.keys),
+                "v": torch.cat([s_t] * heads.keys, -1),
+            }
+            if self.config.mask_outputs:
+                masks["o"] = torch.cat([s_t] * heads.queries, -1)
+            return masks
+
+    def static_logits(self, index: int) -> Tensor:
+        """Proj_D(mean E): logits that hold for every token."""
+        logits: Tensor = self.mha_modules(index).proj_d(self.mean_embedding(index))
+        return logits
+
+    def head_logits(self, index: int, x_BLD: Tensor) -> Tensor:
+        """Logits of the V/O dimensions: (B, L, A), or (1, A) where they are static."""
+        modules, size = self.mha_modules(index), self.shapes[index].heads.size
+        if self.config.attention != "routed":
+            return self.static_logits(index)[None, :size]
+        embedded = modules.proj_e(x_BLD.float()) + self.mean_embedding(index)
+        logits: Tensor = modules.proj_d(embedded)
+        return logits[..., :size]
+
+    def _pruned_heads(self, index: int) -> Mapping[str, Tensor]:
+        """One mask a group of heads that share keys and values."""
+        heads = self.shapes[index].heads
+        logits = self.static_logits(index)
+        keys = self._dimensions(logits, self.noise).repeat_interleave(heads.size)
+        group = heads.queries // heads.keys
+        queries = keys.unflatten(0, (heads.keys, 1, -1)).expand(-1, group, -1).flatten()
+        share = self._dimensions(logits, self.noise and self.config.budget == "tossed").mean()
+        width = share * heads.size
+        self.seen[index, "mha"] = {"qk": width, "vo": width, "union": share}
+        return {"q": queries, "k": keys, "v": keys, "o": queries}
+
+    def terms(self) -> dict[str, Tensor]:
+        """R_P, R_U and R_L of the pass that was just made, and the active ratio (Eqs. 7-9)."""
+        used = self.E_all.new_zeros(())
+        for i, shape in enumerate(self.shapes):
+            used = used + shape.neuron * self.seen[i, "mlp"]["width"]
+            if self.config.attention == "none":
+                used = used + shape.attention
+            else:
+                mha = self.seen[i, "mha"]
+                used = used + shape.dimension * (mha["qk"] + mha["vo"])
+        active = used / self.total
+        unions = torch.stack([seen["union"] for seen in self.seen.values()])
+        balance = [seen["balance"] for seen in self.seen.values() if "balance" in seen]
+        return {
+            "parameters": f_reg(active, self.config.active),
+            "union": f_reg(unions, 1.0).mean(),
+            "balance": torch.stack(balance).mean(),
+            "active": active,
+        }
+
+    def penalty(self, terms: Mapping[str, Tensor]) -> Tensor:
+        """alpha R_P + beta R_U + gamma R_L, Eq. 10."""
+        weights = ("parameters", "union", "balance")
+        return sum((getattr(self.config, w) * terms[w] for w in weights), torch.zeros(()))

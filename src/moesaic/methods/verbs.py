@@ -1,0 +1,37 @@
+"""What the verbs say of themselves."""
+
+from __future__ import annotations
+
+from moesaic.config import Verb
+
+CARVE = Verb(
+    "carve",
+    "Turn a dense model into a mixture of experts.",
+    "moesaic carve smollm2 out --active 0.8 --experts 4",
+    compares="this variant at the same active ratio",
+)
+PRUNE = Verb(
+    "prune",
+    "Take experts out of a mixture of experts; the result loads wherever the original does.",
+    "moesaic prune tiny-moe out --keep 6 --criterion reconstruction",
+    observes=True,
+    compares="this criterion at the same size",
+)
+CONDENSE = Verb(
+    "condense",
+    "Turn some layers of a mixture of experts into small dense layers.",
+    "moesaic condense tiny-shared-moe out --layers 2",
+    compares="with this many of the layers condensed",
+)
+SKIP = Verb(
+    "skip",
+    "Let tokens leave out experts of little weight; beta is calibrated on MODEL as it is.",
+    "moesaic skip tiny-moe out --quantile 0.5",
+    observes=True,
+)
+TUNE = Verb(
+    "tune",
+    "Train a converted model a little. Runs under accelerate launch.",
+    "moesaic tune out tuned --data text.jsonl --what condensed",
+    calibrates=False,
+)

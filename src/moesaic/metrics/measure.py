@@ -1,0 +1,325 @@
+"""Measurements: quality, size and speed of models by name, and of a result beside its original."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.io.checkpoint import skeleton
+from moesaic.data.text import DOMAINS, Tokens, evaluation_tokens, shipped_texts
+from moesaic.errors import MoesaicError
+from moesaic.hub import Source, resolve
+from moesaic.metrics.perplexity import perplexity
+from moesaic.metrics.routing import trace
+from moesaic.metrics.score import Score, score
+from moesaic.metrics.size import model_size
+from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratio
+from moesaic.nn import ThresholdRouter
+from moesaic.progress import Track, silent
+from moesaic.recipe import Evaluation
+
+
+def evaluate(
+    model: Any,
+    *,
+    data: str | Sequence[str] | Tokens = "",
+    length: int = 512,
+    max_tokens: int | None = None,
+    tokenizer: Any = None,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    track: Track = silent,
+) -> Score:
+    """Perplexity, size and routing of a model, by name or loaded, on a text."""
+    if isinstance(model, str | Path):
+        source = resolve(str(model))
+        tokenizer = tokenizer or source.tokenizer
+        model = source.load(device, dtype)
+    if isinstance(data, Tokens):
+        tokens = data
+    else:
+        tokens = evaluation_tokens(data, tokenizer, length, max_tokens)
+    return score(model, tokens, track)
+
+
+def sweep(
+    model: str,
+    taus: Sequence[float],
+    *,
+    data: str = "",
+    length: int = 512,
+    max_tokens: int | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    track: Track = silent,
+) -> list[dict[str, Any]]:
+    """Perplexity and active ratio of a model at several thresholds of its gates (DSMoE, App. A).
+
+    Raises:
+        MoesaicError: the model's routers have no threshold.
+    """
+    source = resolve(model)
+    live = source.load(device, dtype)
+    gates = [m for m in live.modules() if isinstance(m, ThresholdRouter)]
+    if not gates:
+        raise MoesaicError(f"{model} has no gates with a threshold; --tau is for carve's dsmoe.")
+    if not taus or not all(0 <= tau < 1 for tau in taus):
+        raise MoesaicError("--tau takes thresholds of at least 0, below 1, such as 0.3,0.5,0.7.")
+    tokens = evaluation_tokens(data, source.tokenizer, length, max_tokens)
+    points = []
+    for tau in taus:
+        for gate in gates:
+            gate.tau = tau
+        points.append({"tau": tau, **score(live, tokens, _named(track, f"{tau:g}")).as_json()})
+    return points
+
+
+def speed_json(speed: Speed) -> dict[str, Any]:
+    """Medians under the names that programs rely on, and the spread."""
+    return {
+        "prefill_tokens_per_second": speed.prefill.median,
+        "prefill_spread": list(speed.prefill.spread),
+        "decode_tokens_per_second": speed.decode.median,
+        "decode_spread": list(speed.decode.spread),
+        "first_token_seconds": speed.first_token.median,
+        "first_token_spread": list(speed.first_token.spread),
+    }
+
+
+def inspect(model: str) -> dict[str, Any]:
+    """What a checkpoint is made of, read from its config alone."""
+    source = resolve(model)
+    size = model_size(skeleton(source.config))
+    return {
+        "model_type": source.config.model_type,
+        "layers": [
+            {
+                "kind": use.kind,
+                "experts": use.experts,
+                "top_k": use.top_k,
+                "width": use.width,
+                "active_width": use.active_width,
+            }
+            for use in size.layers
+        ],
+        "total_parameters": size.total_parameters,
+        "active_parameters": size.active_parameters,
+        "active_ratio": size.active_ratio,
+        "router_parameters": size.router_parameters,
+    }
+
+
+@torch.inference_mode()
+def generate(
+    model: Any, tokenizer: Any, prompt: str, new_tokens: int = 64, chat: bool = False
+) -> str:
+    """The greedy continuation of a prompt."""
+    if chat:
+        turns = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    ids = inputs["input_ids"].to(model.device)
+    if ids.numel() == 0:
+        raise MoesaicError("The prompt is empty.")
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=padding,
+    )
+    text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def measure(
+    folder: Path,
+    original: Source,
+    comparisons: Mapping[str, Callable[[], Any]],
+    settings: Evaluation,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    track: Track = silent,
+) -> dict[str, Any]:
+    """A saved result beside its original and comparisons: same text, one after another; speed.
+
+    Args:
+        folder: the result, as saved: what is measured is what a user will load.
+        original: what it was made from.
+        comparisons: other models by name, each built when its turn comes.
+    """
+    result = Source("result", folder)
+    loaders: dict[str, Callable[[], Any]] = {
+        "original": lambda: original.load(device, dtype),
+        "result": lambda: result.load(device, dtype),
+        **comparisons,
+    }
+    tokenizer = original.tokenizer
+    tokens = evaluation_tokens(settings.data, tokenizer, settings.length, settings.max_tokens)
+    scores: dict[str, Score] = {}
+    generations: dict[str, str] = {}
+    samples: list[dict[str, Any]] = []
+    active: dict[str, dict[str, float]] = {}
+    timed: dict[str, Any] = {}
+    for name, load in loaders.items():
+        model = load()
+        scores[name] = score(model, tokens, _named(track, name))
+        generations[name] = generate(model, tokenizer, settings.prompt, settings.new_tokens)
+        if name == "result":
+            samples = colour_samples(model, tokenizer)
+            active = activity(model, tokenizer, settings.length)
+        if name not in comparisons and settings.rounds:
+            timed[name] = model
+    record: dict[str, Any] = {
+        "evaluation": {"data": settings.data or "shipped", "length": settings.length},
+        "scores": {name: s.as_json() for name, s in scores.items()},
+        "routing": {
+            str(i): {
+                "share": r.share,
+                "jsd": r.jsd,
+                "active_width": r.active_width,
+                **({"idle": r.idle / r.tokens} if r.idle else {}),
+            }
+            for i, r in scores["result"].routing.items()
+        },
+        "generation": {"prompt": settings.prompt, **generations},
+        "samples": samples,
+        **({"activity": active} if active else {}),
+    }
+    if settings.rounds:
+        prompt = tokens.input_ids[:1, :512]
+        speeds = compare_speed(timed, prompt, 32, settings.rounds, track)
+        timed.clear()
+        record["speed"] = {
+            name: speed_json(speeds[name])
+            | {"peak_memory_bytes": memory(source, prompt.shape[1], 8, device, dtype)}
+            for name, source in (("original", original), ("result", result))
+        }
+        record["speed_ratio"] = {
+            "prefill": ratio(speeds["result"].prefill, speeds["original"].prefill).median,
+            "decode": ratio(speeds["result"].decode, speeds["original"].decode).median,
+        }
+    return record
+
+
+def memory(
+    source: Source, length: int, new_tokens: int, device: str, dtype: torch.dtype | None
+) -> int:
+    """Bytes at the peak of one prompt and some decoding, in a process of its own."""
+    name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+    return peak_memory(source.folder, length, new_tokens, device, name)
+
+
+def _named(track: Track, name: str) -> Track:
+    return lambda items, label, total=None: track(items, f"{label}, {name}", total)
+
+
+def colour_samples(model: Any, tokenizer: Any, tokens: int = 160) -> list[dict[str, Any]]:
+    """The start of one document a domain, token by token, with the petal of each in every layer."""
+    samples = []
+    for domain in ("prose", "reference", "code"):
+        ids = tokenizer(shipped_texts("evaluation", domain)[0], add_special_tokens=False)
+        ids = torch.tensor(ids["input_ids"][:tokens])
+        chosen = trace(model, ids)
+        pieces = [tokenizer.decode([i]) for i in ids.tolist()]
+        samples.append(
+            {
+                "domain": domain,
+                "tokens": pieces,
+                "experts": {str(layer): petals for layer, petals in chosen.items()},
+            }
+        )
+    return samples
+
+
+def activity(
+    model: Any, tokenizer: Any, length: int, tokens: int = 2048
+) -> dict[str, dict[str, float]]:
+    """Mean petals that a token runs, by domain of the shipped evaluation text and by layer.
+
+    Empty where that number is the same for every token.
+    """
+    if not any(isinstance(m, ThresholdRouter) for m in model.modules()):
+        return {}
+    found = {}
+    for domain in DOMAINS:
+        text = evaluation_tokens(domain, tokenizer, length, tokens)
+        routing = perplexity(model, text).routing
+        found[domain] = {str(i): r.calls for i, r in routing.items()}
+    return found
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Versions and machine, for every figure that is kept."""
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def parse_dtype(name: str) -> torch.dtype | None:
+    """``auto`` for the checkpoint's own, else float32, bfloat16 or float16."""
+    known = {
+        "auto": None,
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    if name not in known:
+        raise MoesaicError(f"--dtype {name!r} is none of {', '.join(known)}.")
+    return known[name]
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes, with a decimal unit if it has one.
+
+    >>> parse_bytes("1.5GB"), parse_bytes("300")
+    (1500000000, 300)
+    """
+    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    if found is None or found[2] not in units:
+        raise MoesaicError(f"{text!r} is not a number of bytes such as 800MB or 12.5GB.")
+    return int(float(found[1]) * units[found[2]])
+
+
+def check_device(name: str) -> str:
+    """The device's name, if this machine has it.
+
+    Raises:
+        MoesaicError: it has not.
+    """
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise MoesaicError(
+            f"--device {name!r} cannot be used here: {str(error).splitlines()[0]:.100}"
+        ) from None
+    return name

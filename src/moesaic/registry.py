@@ -1,0 +1,60 @@
+"""Tables of what can be named: methods, layer kinds, criteria, architectures, export targets.
+
+An entry is ``"package.module:Name"`` and is imported when it is asked for, so that a table costs
+nothing to read. Other packages add entries by Python's own means, an entry point in the group
+``moesaic.<table>`` of their metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Generic, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """A mapping from names to objects that are imported when they are first looked up.
+
+    Args:
+        group: entry points of this group are added to the entries.
+        entries: ``"module:attribute"`` by name. An entry point cannot replace one of them.
+    """
+
+    def __init__(self, group: str, entries: Mapping[str, str]) -> None:
+        self.group = group
+        self._own = dict(entries)
+        self._loaded: dict[str, T] = {}
+
+    @cached_property
+    def _where(self) -> dict[str, str]:
+        added = {e.name: e.value for e in entry_points(group=self.group)}
+        return {**added, **self._own}
+
+    def __getitem__(self, name: str) -> T:
+        if name not in self._loaded:
+            self._loaded[name] = cast(T, imported(self._where[name]))
+        return self._loaded[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._own
+        yield from (name for name in self._where if name not in self._own)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def imported(where: str) -> object:
+    """The object that ``"module:attribute"`` names.
+
+    >>> imported("math:pi")
+    3.141592653589793
+    """
+    module, _, attribute = where.partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,0 +1,365 @@
+"""What is observed of a mixture of experts, once, for every later decision.
+
+Sums over tokens for the criteria that score one expert at a time; for the exact reconstruction
+error, every token's router logits and the inner products of all its experts' outputs. Statistics
+of batches, processes and machines merge.
+
+Shape suffixes: T tokens, E experts, D hidden size, P = E (E + 1) / 2 packed pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moesaic.errors import MoesaicError
+from moesaic.arch.mixture import MoEFFN
+from moesaic.stream.stream import Site
+
+BLOCK_BYTES = 128 << 20
+"""Expert outputs held at a time."""
+
+
+@dataclass
+class ExpertStats:
+    """One routed layer's statistics, on the CPU."""
+
+    calls_E: Tensor
+    """int64: |T_j|, tokens routed to each expert."""
+    gate_E: Tensor
+    """float64: sum of the combine weights g_j over T_j."""
+    norm_E: Tensor
+    """float64: sum of |f_j| over T_j."""
+    square_E: Tensor
+    """float64: sum of |f_j|^2 over T_j."""
+    gated_E: Tensor
+    """float64: sum of g_j |f_j| over T_j."""
+    pair_EE: Tensor
+    """float64: sum of g_i g_j <f_i, f_j> over tokens."""
+    spread_E: Tensor
+    """float64: mean |w| over root mean square of w, of each expert's weights."""
+    bias_E: Tensor
+    """The router's choice bias; empty if it has none."""
+    batch_T: Tensor
+    """int64: the calibration batch that each token belongs to."""
+    logits_TE: Tensor
+    """float32: what the router decided on."""
+    sampled_T: Tensor
+    """bool: tokens of which the Gram matrix is kept."""
+    gram_SP: Tensor
+    """float32: <f_i, f_j> for i <= j, packed, one row a sampled token."""
+    cross_SE: Tensor
+    """float64: <f_j, delta>, delta being what the layer's input lost before; empty without."""
+    delta_S: Tensor
+    """float64: |delta|^2; empty without."""
+
+    @property
+    def tokens(self) -> int:
+        return len(self.batch_T)
+
+    @property
+    def experts(self) -> int:
+        return len(self.calls_E)
+
+    def merge(self, other: ExpertStats) -> ExpertStats:
+        """The statistics of both token sets together, tokens in the order of their batches."""
+        order_T = torch.cat([self.batch_T, other.batch_T]).argsort(stable=True)
+        batch_S = [s.batch_T[s.sampled_T] for s in (self, other)]
+        order_S = torch.cat(batch_S).argsort(stable=True)
+        merged = {}
+        for field in fields(self):
+            a, b = getattr(self, field.name), getattr(other, field.name)
+            if field.name in ("spread_E", "bias_E"):
+                merged[field.name] = a
+            elif field.name.endswith(("_E", "_EE")) and not field.name.startswith("cross"):
+                merged[field.name] = a + b
+            else:
+                both = torch.cat([a, b])
+                by = order_T if field.name.endswith(("_T", "_TE")) else order_S
+                merged[field.name] = both[by] if len(both) else both
+        return ExpertStats(**merged)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name).contiguous() for field in fields(self)}
+
+
+def packed(gram_SEE: Tensor) -> Tensor:
+    """The upper triangle, row after row (S, P).
+
+    >>> packed(torch.tensor([[[1.0, 2.0], [2.0, 3.0]]]))
+    tensor([[1., 2., 3.]])
+    """
+    i, j = torch.triu_indices(*gram_SEE.shape[1:])
+    return gram_SEE[:, i, j]
+
+
+def unpacked(gram_SP: Tensor, experts: int) -> Tensor:
+    """The symmetric matrices again (S, E, E), float64."""
+    i, j = torch.triu_indices(experts, experts)
+    gram_SEE = gram_SP.new_zeros(len(gram_SP), experts, experts, dtype=torch.float64)
+    gram_SEE[:, i, j] = gram_SP.double()
+    gram_SEE[:, j, i] = gram_SP.double()
+    return gram_SEE
+
+
+def sample_share(tokens: int, experts: int, limit_bytes: int) -> float:
+    """The share of tokens whose Gram matrices fit ``limit_bytes``."""
+    need = tokens * experts * (experts + 1) // 2 * 4
+    return min(1.0, limit_bytes / need) if need else 1.0
+
+
+def evenly(count: int, share: float) -> Tensor:
+    """Which of ``count`` tokens are sampled, spread evenly, bool.
+
+    >>> evenly(6, 0.5).tolist()
+    [False, True, False, True, False, True]
+    """
+    steps = (torch.arange(count + 1, dtype=torch.float64) * share).floor()
+    return steps[1:] > steps[:-1]
+
+
+def spread_of(view: MoEFFN, i: int) -> float:
+    """mean |w| / rms(w) over gate, up and down of expert ``i``: 1 where all are equally large."""
+    weights = [w.float() for w in view.weights_of(i)]
+    count = sum(w.numel() for w in weights)
+    mean = sum(w.abs().sum(dtype=torch.float64).item() for w in weights) / count
+    square = sum(w.square().sum(dtype=torch.float64).item() for w in weights) / count
+    return mean / max(square, 1e-300) ** 0.5
+
+
+@torch.no_grad()
+def observe_experts(
+    site: Site, batches: Sequence[int] | None = None, gram_share: float = 1.0
+) -> ExpertStats:
+    """Run a site's tokens through its router and experts, and keep what decisions need.
+
+    Args:
+        site: a routed layer.
+        batches: the numbers of the site's batches; None for 0, 1, 2 ...
+        gram_share: the share of tokens for which all experts are run; 0 runs routed ones only.
+    """
+    view = site.view
+    assert isinstance(view, MoEFFN)
+    numbers = range(len(site)) if batches is None else batches
+    parts = [
+        _batch(view, x_TD, target_TD, number, gram_share)
+        for x_TD, target_TD, number in zip(site.inputs(), site.targets(), numbers, strict=True)
+    ]
+    merged = reduce(ExpertStats.merge, parts)
+    merged.spread_E = torch.tensor(
+        [spread_of(view, i) for i in range(view.count)], dtype=torch.float64
+    )
+    return merged
+
+
+def _batch(
+    view: MoEFFN, x_TD: Tensor, target_TD: Tensor | None, number: int, share: float
+) -> ExpertStats:
+    count, rule = view.count, view.rule
+    sums = {name: torch.zeros(count, dtype=torch.float64) for name in ("norm", "square", "gated")}
+    pair_EE = torch.zeros(count, count, dtype=torch.float64)
+    logits_TE = view.logits(x_TD).float()
+    w_TE = rule.weights(logits_TE)
+    routed_TE = w_TE != 0
+    sampled_T = evenly(len(x_TD), share).to(x_TD.device)
+    delta_TD = None
+    if target_TD is not None:
+        delta_TD = target_TD.double() - view.output(x_TD).double()
+    grams, crosses = [], []
+    rows = max(1, BLOCK_BYTES // (count * x_TD.shape[1] * x_TD.element_size()))
+    for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
+        wanted_BE = routed_TE[block] | sampled_T[block, None]
+        f_BED = view.outputs(x_TD[block], wanted_BE)
+        for part in torch.arange(len(block), device=x_TD.device).split(max(1, rows // 8)):
+            f, at = f_BED[part].double(), block[part]
+            gram_PEE = f @ f.transpose(1, 2)
+            w_PE = w_TE[at].double()
+            square_PE = gram_PEE.diagonal(dim1=1, dim2=2) * routed_TE[at]
+            norm_PE = square_PE.sqrt()
+            sums["norm"] += norm_PE.sum(0).cpu()
+            sums["square"] += square_PE.sum(0).cpu()
+            sums["gated"] += (w_PE * norm_PE).sum(0).cpu()
+            pair_EE += torch.einsum("pi,pij,pj->ij", w_PE, gram_PEE, w_PE).cpu()
+            chosen = sampled_T[at]
+            if chosen.any():
+                grams.append(packed(gram_PEE[chosen].float()).cpu())
+                if delta_TD is not None:
+                    delta = delta_TD[at[chosen]]
+                    cross = (f[chosen] @ delta.unsqueeze(-1)).squeeze(-1)
+                    crosses.append((cross.cpu(), delta.square().sum(-1).cpu()))
+    empty = torch.empty(0, dtype=torch.float64)
+    return ExpertStats(
+        calls_E=routed_TE.sum(0).cpu(),
+        gate_E=w_TE.double().sum(0).cpu(),
+        norm_E=sums["norm"],
+        square_E=sums["square"],
+        gated_E=sums["gated"],
+        pair_EE=pair_EE,
+        spread_E=empty,
+        bias_E=empty.float() if rule.bias_E is None else rule.bias_E.float().cpu(),
+        batch_T=torch.full((len(x_TD),), number),
+        logits_TE=logits_TE.cpu(),
+        sampled_T=sampled_T.cpu(),
+        gram_SP=torch.cat(grams) if grams else torch.empty(0, count * (count + 1) // 2),
+        cross_SE=torch.cat([c for c, _ in crosses])
+        if crosses
+        else torch.empty(0, count, dtype=torch.float64),
+        delta_S=torch.cat([d for _, d in crosses]) if crosses else empty,
+    )
+
+
+# --- many processes ------------------------------------------------------------------------------
+
+
+def process() -> tuple[int, int]:
+    """This process's number and how many there are, as torchrun started them."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def join_processes() -> None:
+    """Meet the processes that torchrun or accelerate launch started beside this one, if any."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and process() == (0, 1):
+        torch.distributed.init_process_group("gloo")
+
+
+def wait_for_all() -> None:
+    """Return when every process has come here."""
+    if process()[1] > 1:
+        torch.distributed.barrier()
+
+
+def gathered(stats: ExpertStats) -> ExpertStats:
+    """The statistics of all processes together, the same in each."""
+    _, world = process()
+    if world == 1:
+        return stats
+    every: list[Any] = [None] * world
+    torch.distributed.all_gather_object(every, stats)
+    return reduce(ExpertStats.merge, every)
+
+
+def mean_over_processes(total: Tensor, count: float) -> Tensor:
+    """Sums over this process's tokens, as means over the tokens of all processes; on the CPU."""
+    both = torch.cat([total.double().cpu().flatten(), torch.tensor([float(count)]).double()])
+    if process()[1] > 1:
+        every: list[Any] = [None] * process()[1]
+        torch.distributed.all_gather_object(every, both)
+        both = torch.stack(every).sum(0)
+    return (both[:-1] / both[-1].clamp(min=1)).view(total.shape)
+
+
+# --- one file ------------------------------------------------------------------------------------
+
+
+class StatsFile:
+    """Statistics of a whole model in one safetensors file; read one layer at a time.
+
+    Raises:
+        MoesaicError: it does not exist or is not such a file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise MoesaicError(f"No statistics at {path}; moesaic observe MODEL {path} makes them.")
+        try:
+            with safe_open(path, framework="pt") as opened:
+                self.header: dict[str, Any] = json.loads((opened.metadata() or {})["moesaic"])
+        except (SafetensorError, KeyError, ValueError) as error:
+            raise MoesaicError(f"{path} is not a file of moesaic observe: {error}") from error
+
+    @property
+    def layers(self) -> list[int]:
+        return list(self.header["layers"])
+
+    def layer(self, index: int) -> ExpertStats:
+        with safe_open(self.path, framework="pt") as opened:
+            names = [field.name for field in fields(ExpertStats)]
+            return ExpertStats(**{n: opened.get_tensor(f"{index}.{n}").clone() for n in names})
+
+
+def save_layer(stats: ExpertStats, folder: Path, index: int, header: Mapping[str, Any]) -> None:
+    """Keep one layer's statistics on disk; they are there whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = layer_file(folder, index)
+    partial = file.with_suffix(".writing")
+    save_file(stats.tensors(), partial, metadata={"moesaic": json.dumps(header)})
+    partial.replace(file)
+
+
+def layer_file(folder: Path, index: int) -> Path:
+    """Where one layer's statistics are kept until all are there."""
+    return folder / f"stats-{index:04d}.safetensors"
+
+
+def join(parts: Mapping[int, Path], out: Path, header: Mapping[str, Any]) -> None:
+    """Join layers' files into one, byte by byte: nothing is held in memory."""
+    index: dict[str, Any] = {"__metadata__": {"moesaic": json.dumps(header)}}
+    start = 0
+    spans: list[tuple[Path, int]] = []
+    for layer, path in parts.items():
+        with path.open("rb") as file:
+            size = struct.unpack("<Q", file.read(8))[0]
+            part = json.loads(file.read(size))
+        part.pop("__metadata__", None)
+        for name, entry in part.items():
+            begin, end = entry["data_offsets"]
+            moved = [start + begin, start + end]
+            index[f"{layer}.{name}"] = {**entry, "data_offsets": moved}
+        spans.append((path, 8 + size))
+        start += path.stat().st_size - 8 - size
+    text = json.dumps(index).encode()
+    text += b" " * (-len(text) % 8)
+    partial = out.with_name(f".{out.name}.writing")
+    with partial.open("wb") as joined:
+        joined.write(struct.pack("<Q", len(text)) + text)
+        for path, skip in spans:
+            with path.open("rb") as file:
+                file.seek(skip)
+                shutil.copyfileobj(file, joined, 16 << 20)
+    partial.replace(out)
+
+
+def merge_files(paths: Sequence[Path], out: Path) -> None:
+    """One statistics file from several of the same model, made on different tokens.
+
+    Raises:
+        MoesaicError: they are of different models.
+    """
+    files = [StatsFile(path) for path in paths]
+    first = files[0].header
+    if any(f.header["base"] != first["base"] or f.layers != files[0].layers for f in files):
+        raise MoesaicError("These statistics are of different models and cannot be merged.")
+    folder = out.with_name(f".{out.name}.parts")
+    header = {**first, "calibration": "+".join(f.header["calibration"] for f in files)}
+    try:
+        for index in files[0].layers:
+            save_layer(reduce(ExpertStats.merge, _renumbered(files, index)), folder, index, header)
+        join({i: layer_file(folder, i) for i in files[0].layers}, out, header)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _renumbered(files: Sequence[StatsFile], index: int) -> Iterator[ExpertStats]:
+    """A layer of each file; batches keep apart."""
+    first = 0
+    for file in files:
+        stats = file.layer(index)
+        stats.batch_T = stats.batch_T + first
+        first = int(stats.batch_T.max()) + 1 if stats.tokens else first
+        yield stats

@@ -1,0 +1,182 @@
+"""A model and the tokens to observe it on: what every method works with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from moesaic.arch.dense import Arch
+from moesaic.config import RunArgs
+from moesaic.data.text import Tokens, calibration_tokens, shared_out
+from moesaic.distributed import process
+from moesaic.errors import MoesaicError
+from moesaic.io.checkpoint import skeleton
+from moesaic.io.source import Source, resolve
+from moesaic.layers.base import LayerPlan
+from moesaic.plan import BaseShape, Progress
+from moesaic.stream.stream import LayerStream
+from moesaic.surgery import base_shape
+
+A = TypeVar("A", bound=Arch)
+V = TypeVar("V")
+
+
+class Job(Generic[A]):
+    """A model, its architecture and its calibration tokens, opened when they are asked for.
+
+    Args:
+        args: what was asked for.
+        find: the architecture of a model's config; refuses models that the method cannot take.
+        length: tokens of a calibration window, where the request says nothing.
+    """
+
+    def __init__(self, args: RunArgs, find: Callable[[Any], A], length: int = 256) -> None:
+        self.args = args
+        self.device, self.dtype, self.track = args.device, args.dtype, args.track
+        model = args.model
+        self.original: Any = resolve(str(model)) if isinstance(model, str | Path) else model
+        """The caller's model, or the :class:`~moesaic.io.source.Source` to read from disk."""
+        self.arch: A = find(self.original.config)
+        self._length = length
+
+    @property
+    def on_disk(self) -> bool:
+        """The model was given by name."""
+        return isinstance(self.original, Source)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The one that was given, else the model's own; None for a loaded model without one."""
+        if self.args.tokenizer is None and self.on_disk:
+            return self.original.tokenizer
+        return self.args.tokenizer
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """The calibration tokens.
+
+        Raises:
+            MoesaicError: there is no such text, too little of it, or no tokenizer for it.
+        """
+        given, drawn = self.args.text, self.args.calibration
+        if isinstance(given, Tokens):
+            return given
+        if isinstance(given, torch.Tensor):
+            return Tokens(given.to(torch.int64))
+        source = drawn.source if given is None else given
+        tokenised = isinstance(source, str) and source.endswith(".safetensors")
+        if self.tokenizer is None and not tokenised:
+            raise MoesaicError("Calibration text needs a tokenizer: pass tokenizer=, or token ids.")
+        length = drawn.length or self._length
+        return calibration_tokens(source, self.tokenizer, drawn.samples, length, drawn.seed)
+
+    @cached_property
+    def shape(self) -> Any:
+        """The model, or a skeleton of it on the meta device."""
+        return skeleton(self.original.config) if self.on_disk else self.original
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers of :attr:`shape`."""
+        return self.arch.layers(self.shape)
+
+    @cached_property
+    def base(self) -> BaseShape:
+        """What a plan for this model will ask of its source."""
+        return base_shape(self.shape, self.arch)
+
+    @cached_property
+    def share(self) -> tuple[Tokens, list[int]]:
+        """The tokens that fall to this process, and the numbers of their batches."""
+        return shared_out(self.tokens, *process())
+
+    def stream(
+        self,
+        layers: Collection[int],
+        view: Callable[[nn.Module], V],
+        tokens: Tokens | None = None,
+        **options: Any,
+    ) -> LayerStream[V]:
+        """The wanted layers one by one, from memory or from disk.
+
+        Args:
+            layers: the decoder layers to stop at.
+            view: what a method sees of a layer, such as ``job.arch.dense`` or ``job.arch.mixture``.
+            tokens: what to run through the model; the calibration tokens by default.
+            options: of :class:`~moesaic.stream.stream.LayerStream`.
+        """
+        tokens = self.tokens if tokens is None else tokens
+        if self.on_disk:
+            return LayerStream.from_disk(
+                self.original.checkpoint,
+                self.original.config,
+                self.arch,
+                tokens,
+                layers,
+                view=view,
+                device=self.device,
+                dtype=self.dtype,
+                **options,
+            )
+        self.original.eval()
+        return LayerStream(self.original, self.arch, tokens, layers, view=view, **options)
+
+    def live(self, inplace: bool | None = None) -> Any:
+        """A model to train or to change: read from disk, the caller's own, or a copy of it.
+
+        Args:
+            inplace: take the caller's own; None for what was asked for.
+        """
+        import copy
+
+        if self.on_disk:
+            return self.original.load("cpu", self.dtype)
+        own = self.args.inplace if inplace is None else inplace
+        return self.original if own else copy.deepcopy(self.original)
+
+    def finished(self, request: Mapping[str, Any]) -> Finished:
+        """Layers of this request that were decided before, and where new ones are kept.
+
+        Args:
+            request: what identifies the run beside the model: config, comparisons, tokens.
+
+        Raises:
+            MoesaicError: the folder for progress holds another run.
+        """
+        return Finished(self.args.progress, {"base": asdict(self.base), **request})
+
+
+class Finished:
+    """Layers that were decided, kept on disk too if there is a folder for them."""
+
+    def __init__(self, folder: Path | None, request: Mapping[str, Any]) -> None:
+        self.store: dict[tuple[str, int], tuple[LayerPlan, dict[str, Any]]] = {}
+        self._file = None
+        if folder is not None:
+            self._file = Progress(folder, request)
+            self.store |= self._file.finished()
+
+    def __contains__(self, key: tuple[str, int]) -> bool:
+        return key in self.store
+
+    def __getitem__(self, key: tuple[str, int]) -> tuple[LayerPlan, dict[str, Any]]:
+        return self.store[key]
+
+    def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
+        """Keep a decided layer.
+
+        Args:
+            name: of the result or comparison that it belongs to.
+            index: its number.
+            layer: the decision.
+            analysis: what was seen on the way, as plain JSON.
+        """
+        self.store[name, index] = (layer, analysis)
+        if self._file is not None and process()[0] == 0:
+            self._file.add(name, index, layer, analysis)

@@ -1,0 +1,456 @@
+"""One decoder layer at a time, with the tokens that reach its FFN.
+
+The blocks' own keyword arguments (masks, rotary embeddings) are recorded once with every block
+replaced by the identity, then the layers are replayed one by one: bitwise the full forward, with
+one layer's weights in memory when the model is read from disk.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import PREFIX, Arch, DenseFFN
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.io.checkpoint import Checkpoint, narrowed, skeleton
+from moesaic.io.checkpoint import cast as as_dtype
+from moesaic.io.naming import Naming
+
+
+class Spill:
+    """A list of tensors that go to memory-mapped files once they fill ``limit`` bytes of memory."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._tensors: list[Tensor] = []
+        self._mapped: set[int] = set()
+        self._in_memory = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self._tensors[i]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._tensors)
+
+    def append(self, tensor: Tensor) -> None:
+        if self._in_memory + tensor.nbytes <= self.limit:
+            self._in_memory += tensor.nbytes
+            self._tensors.append(tensor)
+            return
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="moesaic-")
+        mapped = torch.from_file(
+            str(Path(self._folder.name) / str(len(self))),
+            shared=True,
+            size=tensor.numel(),
+            dtype=tensor.dtype,
+        ).view(tensor.shape)
+        self._mapped.add(len(self))
+        self._tensors.append(mapped.copy_(tensor))
+
+    def replace(self, i: int, tensor: Tensor) -> None:
+        """Put a tensor of the same shape in place ``i``, where the old one lived."""
+        if i in self._mapped:
+            self._tensors[i].copy_(tensor)
+        else:
+            self._tensors[i] = tensor
+
+    def clear(self) -> None:
+        self._tensors, self._mapped, self._in_memory = [], set(), 0
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+V = TypeVar("V")
+"""A method's view of a layer: a DenseFFN or a MoEFFN."""
+
+
+@dataclass
+class Site(Generic[V]):
+    """One decoder layer, its weights present, and the tokens that reach its FFN."""
+
+    index: int
+    layer: nn.Module
+    ffn: nn.Module
+    view: V
+    _device: torch.device
+    _inputs: Spill
+    _cache_bytes: int
+    _targets: Spill | None = None
+    _hidden: list[Tensor] | None = None
+    _residuals: Callable[[], Iterator[Tensor]] | None = None
+    change: AbstractContextManager[nn.Module | None] | None = None
+    """Set by the loop body: entered while this layer passes its tokens on to the next, through the
+    module that it gives, if it gives one. The stream must ``follow``."""
+
+    def __len__(self) -> int:
+        """Calibration batches."""
+        return len(self._inputs)
+
+    @property
+    def tokens(self) -> int:
+        """Calibration tokens, padding left out."""
+        return sum(x.shape[0] for x in self._inputs)
+
+    def inputs(self) -> Iterator[Tensor]:
+        """Batches of x (T, D): the FFN's input, padding left out."""
+        for x_TD in self._inputs:
+            yield x_TD.to(self._device)
+
+    def targets(self) -> Iterator[Tensor | None]:
+        """Batches of the FFN's output in the model as it was (T, D).
+
+        None where it is what the FFN makes of :meth:`inputs`: where the stream does not
+        ``follow``, and no layer before this one was changed.
+        """
+        for b in range(len(self._inputs)):
+            yield None if self._targets is None else self._targets[b].to(self._device)
+
+    def residuals(self) -> Iterator[Tensor]:
+        """Batches of the residual stream behind the layer as it was (T, D)."""
+        assert self._residuals is not None
+        for s_TD in self._residuals():
+            yield s_TD.to(self._device)
+
+    @torch.no_grad()
+    def activations(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batches of x (T, D) and of a dense FFN's h (T, M), computed once where memory allows."""
+        if self._hidden is not None:
+            yield from zip(self.inputs(), self._hidden, strict=True)
+            return
+        view = cast(DenseFFN, self.view)
+        size = view.width * view.up_MD.element_size()
+        hidden: list[Tensor] | None = [] if self.tokens * size <= self._cache_bytes else None
+        for x_TD in self.inputs():
+            h_TM = view.hidden(x_TD)
+            if hidden is not None:
+                hidden.append(h_TM)
+            yield x_TD, h_TM
+        self._hidden = hidden
+
+
+StandIn = Callable[[int, Tensor, dict[str, Any]], Tensor]
+
+
+@dataclass
+class Block:
+    """One decoder layer, its weights present, with its own arguments for every batch."""
+
+    index: int
+    layer: nn.Module
+    _kwargs: list[list[dict[str, Any]]]
+
+    def outputs(self, states: Iterable[Tensor], layer: nn.Module | None = None) -> Iterator[Tensor]:
+        """What the layer makes of each batch's hidden states (B, L, D).
+
+        Args:
+            states: one entry a batch.
+            layer: what stands in the layer's place.
+        """
+        for b, before in enumerate(states):
+            after: Tensor = (layer or self.layer)(before, **self._kwargs[b][self.index])
+            yield after
+
+    def run(self, states: Spill, layer: nn.Module | None = None) -> None:
+        """Pass every batch through the layer, or what stands in its place; ``states`` change."""
+        for b, after in enumerate(self.outputs(states, layer)):
+            states.replace(b, after)
+
+
+class LayerStream(Generic[V]):
+    """Iterating yields a :class:`Site` for each wanted layer, in order.
+
+    Args:
+        model: the model, live; or a skeleton whose layers ``open_layer`` fills.
+        tokens: what to run through it.
+        layers: the layers to yield; the others are only passed through. Nothing behind the last
+            one is run.
+        view: makes of a decoder layer what methods see of it.
+        spill_bytes: hidden states above this size go to a memory-mapped file.
+        cache_bytes: a layer's FFN activations are kept between passes up to this size.
+        follow: pass two sets of tokens through the layers: one through the model as it is, one
+            through every ``site.change``. Sites show the inputs of the second and, as targets, the
+            outputs of the first. Takes up to three times as long.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        arch: Arch,
+        tokens: Tokens,
+        layers: Collection[int] | None = None,
+        *,
+        view: Callable[[nn.Module], V],
+        tokens_per_batch: int = 2048,
+        spill_bytes: int = 4 << 30,
+        cache_bytes: int = 2 << 30,
+        follow: bool = False,
+        open_rest: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        open_head: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        open_layer: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    ) -> None:
+        self.model = model
+        self.arch = arch
+        self.view = view
+        self.count = len(arch.layers(model))
+        self.layers = range(self.count) if layers is None else sorted(layers)
+        self._batches = list(tokens.batches(tokens_per_batch))
+        self._spill_bytes = spill_bytes
+        self._cache_bytes = cache_bytes
+        self._follow = follow
+        self._open_rest = open_rest
+        self._open_head = open_head
+        self._open_layer = open_layer
+
+    @classmethod
+    def from_disk(
+        cls,
+        checkpoint: Checkpoint,
+        config: Any,
+        arch: Arch,
+        tokens: Tokens,
+        layers: Collection[int] | None = None,
+        *,
+        view: Callable[[nn.Module], V],
+        device: str | torch.device = "cpu",
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> LayerStream[V]:
+        """Read each layer from a checkpoint folder when its turn comes."""
+        model = skeleton(config, dtype)
+        type_of = narrowed(model)
+        naming = Naming(checkpoint, config.model_type.removeprefix(PREFIX))
+
+        @contextmanager
+        def opened(
+            module: nn.Module, prefix: str, skip: str = "\0", source: str | None = None
+        ) -> Iterator[None]:
+            state = {}
+            for name in module.state_dict():
+                if not name.startswith(skip):
+                    to = type_of(prefix + name)
+                    read = naming.read(source or prefix + name, partial(as_dtype, dtype=to))
+                    state[name] = read.to(device)
+            parameters = {name for name, _ in module.named_parameters() if name in state}
+            module.load_state_dict(state, assign=True, strict=False)
+            for name, buffer in module.named_buffers():
+                if not name.startswith(skip):
+                    buffer.data = buffer.data.to(device)
+            try:
+                yield
+            finally:
+                for name in parameters:
+                    owner, _, leaf = name.rpartition(".")
+                    parent = module.get_submodule(owner)
+                    meta = getattr(parent, leaf).to("meta")
+                    setattr(parent, leaf, nn.Parameter(meta, requires_grad=False))
+
+        prefix, _, layers_name = arch.layers_path.rpartition(".")
+        return cls(
+            model,
+            arch,
+            tokens,
+            layers,
+            view=view,
+            open_rest=lambda: opened(
+                model.get_submodule(prefix), f"{prefix}.", skip=f"{layers_name}."
+            ),
+            open_head=lambda: opened(
+                model.get_output_embeddings(),
+                "lm_head.",
+                source=f"{prefix}.embed_tokens.weight" if config.tie_word_embeddings else None,
+            ),
+            open_layer=lambda i: opened(arch.layers(model)[i], arch.layer_prefix(i)),
+            **options,
+        )
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[Site[V]]:
+        hidden, kwargs = self.record()
+        followed = self._copied(hidden) if self._follow else None
+        share = self._spill_bytes // (4 if self._follow else 2)
+        inputs, targets = Spill(share), Spill(share)
+        try:
+            for block in self.blocks(kwargs, max(self.layers, default=-1) + 1):
+                i, layer = block.index, block.layer
+                ffn = self.arch.ffn_of(layer)
+                wanted = i in self.layers
+                with self.seen(ffn, None if followed else inputs, targets, i, wanted):
+                    block.run(hidden)
+                if wanted:
+                    if followed is not None:
+                        with self.seen(ffn, inputs, None, i, wanted):
+                            for _ in block.outputs(followed):
+                                pass
+                    site = Site(
+                        i,
+                        layer,
+                        ffn,
+                        self.view(layer),
+                        next(ffn.parameters()).device,
+                        inputs,
+                        self._cache_bytes,
+                        targets if self._follow else None,
+                        _residuals=partial(self._valid, hidden),
+                    )
+                    yield site
+                    inputs.clear()
+                    targets.clear()
+                if followed is not None:
+                    change = site.change if wanted else None
+                    with change or nullcontext() as changed:
+                        block.run(followed, changed)
+        finally:
+            for spill in (hidden, followed, inputs, targets):
+                if spill is not None:
+                    spill.clear()
+
+    def blocks(
+        self, kwargs: list[list[dict[str, Any]]], stop: int | None = None
+    ) -> Iterator[Block]:
+        """Every layer in order, each open while its turn lasts.
+
+        Args:
+            kwargs: what :meth:`record` returned.
+            stop: the layer to end before; None for all.
+        """
+        for i in range(self.count if stop is None else stop):
+            with self._open_layer(i):
+                yield Block(i, self.arch.layers(self.model)[i], kwargs)
+
+    @torch.no_grad()
+    def heads(self, states: Iterable[Tensor], logits: bool = False) -> Iterator[tuple[Tensor, Any]]:
+        """What the model makes of the last layer's output: its final norm, or its logits.
+
+        Args:
+            states: the last layer's hidden states (B, L, D), one entry a batch.
+            logits: through the head as well.
+
+        Yields:
+            (B, L, D) or (B, L, vocabulary), and the batch's tokens.
+        """
+        with self._open_rest(), self._open_head() if logits else nullcontext():
+            for batch, last in zip(self._batches, states, strict=True):
+
+                def given(_: int, states: Tensor, options: Any, last: Tensor = last) -> Tensor:
+                    return last
+
+                with self._replaced(given):
+                    run = self.model if logits else self.model.base_model
+                    yield self._run(run, batch)[0], batch
+
+    def _valid(self, states: Spill) -> Iterator[Tensor]:
+        return (valid(s, mask) for s, mask in zip(states, self.masks(), strict=True))
+
+    def _copied(self, states: Spill) -> Spill:
+        copied = Spill(self._spill_bytes // 4)
+        for tensor in states:
+            copied.append(tensor.clone())
+        return copied
+
+    @contextmanager
+    def seen(
+        self, ffn: nn.Module, inputs: Spill | None, outputs: Spill | None, layer: int, wanted: bool
+    ) -> Iterator[None]:
+        """Collect what enters and leaves a wanted ``ffn``, padding dropped, one entry a batch."""
+        if not wanted:
+            yield
+            return
+        entering, leaving = self.masks(), self.masks()
+
+        def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if inputs is not None:
+                inputs.append(valid(args[0], next(entering)))
+                if not torch.isfinite(inputs[len(inputs) - 1]).all():
+                    raise MoesaicError(
+                        f"Layer {layer} meets a value that is not finite in calibration batch "
+                        f"{len(inputs) - 1}. The checkpoint may be damaged, or its dtype too "
+                        "narrow: try dtype float32."
+                    )
+
+        def after(_: nn.Module, args: Any, out: Tensor | tuple[Tensor, ...]) -> None:
+            if outputs is not None and self._follow:
+                y = out[0] if isinstance(out, tuple) else out
+                outputs.append(valid(y, next(leaving)))
+
+        handles = (ffn.register_forward_pre_hook(before), ffn.register_forward_hook(after))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def masks(self) -> Iterator[Tensor | None]:
+        """The attention mask of every batch (B, L); None where there is no padding."""
+        return (batch.attention_mask for batch in self._batches)
+
+    @torch.no_grad()
+    def record(self) -> tuple[Spill, list[list[dict[str, Any]]]]:
+        """Embeddings of every batch, and the keyword arguments of every block for it."""
+        hidden = Spill(self._spill_bytes // 2)
+        kwargs: list[list[dict[str, Any]]] = []
+        first: list[Tensor] = []
+
+        def identity(index: int, states: Tensor, given: dict[str, Any]) -> Tensor:
+            if index == 0:
+                first.append(states)
+            kwargs[-1].append(given)
+            return states
+
+        with self._open_rest(), self._replaced(identity):
+            for batch in self._batches:
+                kwargs.append([])
+                self._run(self.model.base_model, batch)
+                hidden.append(first.pop())
+        return hidden, kwargs
+
+    def _run(self, model: Any, batch: Tokens) -> Any:
+        device = self.model.get_input_embeddings().weight.device
+        mask = batch.attention_mask
+        return model(
+            input_ids=batch.input_ids.to(device),
+            attention_mask=None if mask is None else mask.to(device),
+            use_cache=False,
+        )
+
+    @contextmanager
+    def _replaced(
+        self, stand_in: Callable[[int, Tensor, dict[str, Any]], Tensor]
+    ) -> Iterator[None]:
+        """Inside, every block is ``stand_in(index, hidden states, keyword arguments)``."""
+        layers = self.arch.layers(self.model)
+        for index, layer in enumerate(layers):
+            # shadows the class's forward
+            layer.forward = _standing_in(stand_in, index)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.forward
+
+
+def _standing_in(stand_in: StandIn, index: int) -> Callable[..., Tensor]:
+    return lambda hidden_states, **given: stand_in(index, hidden_states, given)
+
+
+def valid(x: Tensor, mask: Tensor | None) -> Tensor:
+    """The real tokens: (B, L, D) to (T, D), padding dropped."""
+    x_TD = x.flatten(0, -2)
+    return x_TD if mask is None else x_TD[mask.flatten().to(x_TD.device)]

@@ -1,0 +1,349 @@
+"""The one training loop, transformers' Trainer, for everything that learns.
+
+``accelerate launch`` runs it in several processes (FSDP and DeepSpeed come with it). A step's loss
+is the mean over all its real tokens, whichever process or accumulation step they fall to, so two
+processes give the losses of one with the same global batch.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+
+from moesaic.data.text import IGNORED
+from moesaic.errors import MoesaicError
+from moesaic.progress import Figures, Track, silent
+
+TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
+NOT_KEPT = ("epoch", "grad_norm")
+NOT_DRAWN = (*NOT_KEPT, "learning_rate")
+DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
+
+Example = dict[str, list[int]]
+"""input_ids and labels of one text."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long, how much at a time, and how fast."""
+
+    steps: int | None
+    """Optimizer steps; None for ``epochs``."""
+    batch: int
+    """Texts a process takes at a time."""
+    accumulate: int
+    """Batches before the weights move."""
+    lr: float
+    warmup: float
+    """The share of the steps in which the rate rises from 0."""
+    weight_decay: float
+    seed: int
+    save_every: int
+    """Steps between checkpoints."""
+    epochs: float = 1.0
+    decay: str = "cosine"
+    """What becomes of the rate after the warm-up: cosine or constant."""
+    recompute: bool = False
+    """Gradient checkpointing: half as much again in time, for much less memory."""
+
+    @classmethod
+    def of(cls, config: Any) -> Schedule:
+        """What a method's config says of it, field by field."""
+        names = [field.name for field in fields(cls) if hasattr(config, field.name)]
+        return cls(**{name: getattr(config, name) for name in names})
+
+
+def checkpointing(model: Any, do: str) -> Any:
+    """transformers' method to enable or disable it, by its name of today or its old one."""
+    names = (f"{kind}_checkpointing_{do}" for kind in ("activation", "gradient"))
+    return next(getattr(model, name) for name in names if hasattr(model, name))
+
+
+def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
+    """A batch, padded on the right; padding is neither seen nor predicted.
+
+    >>> batch = collate([{"input_ids": [5, 6], "labels": [-100, 6]},
+    ...                  {"input_ids": [7], "labels": [7]}])
+    >>> batch["labels"].tolist(), batch["attention_mask"].tolist()
+    ([[-100, 6], [7, -100]], [[1, 1], [1, 0]])
+    """
+    longest = max(len(e["input_ids"]) for e in examples)
+
+    def rows(name: str, fill: int) -> Tensor:
+        return torch.tensor([e[name] + [fill] * (longest - len(e[name])) for e in examples])
+
+    mask = [[1] * len(e["input_ids"]) + [0] * (longest - len(e["input_ids"])) for e in examples]
+    return {
+        "input_ids": rows("input_ids", 0),
+        "labels": rows("labels", IGNORED),
+        "attention_mask": torch.tensor(mask),
+    }
+
+
+# --- what is minimised ---------------------------------------------------------------------------
+
+
+@dataclass
+class Objective(ABC):
+    """What training minimises, where that is not the model's own next-token loss."""
+
+    state: dict[str, float] = field(default_factory=dict, init=False)
+    """What it has adapted, and a resumed run continues from."""
+
+    @abstractmethod
+    def __call__(
+        self, model: nn.Module, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of a batch, and figures to log, as sums over the tokens of :func:`predicting`.
+
+        What is minimised and logged is their mean over all such tokens of a step.
+        """
+
+    def stepped(self, figures: dict[str, float]) -> dict[str, float]:
+        """Takes the figures of a step that is done; may adapt itself. Returns more to log."""
+        return {}
+
+
+def predicting(labels_BL: Tensor) -> Tensor:
+    """Which tokens are followed by one that is to be predicted (B, L), bool.
+
+    >>> predicting(torch.tensor([[-100, -100, 5, 6]])).tolist()
+    [[False, True, True, False]]
+    """
+    return F.pad(labels_BL[:, 1:] != IGNORED, (0, 1))
+
+
+def next_token_loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
+    """Sum of the cross-entropy of the next token, over the tokens that have a label."""
+    logits, labels = logits_BLV[:, :-1].flatten(0, 1).float(), labels_BL[:, 1:].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+
+
+def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tensor) -> Tensor:
+    """Sum of KL(teacher || student) of the next token, over the tokens that have a label.
+
+    >>> logits = torch.randn(1, 3, 5)
+    >>> distillation_loss(logits, logits, torch.tensor([[1, 2, 3]])).item()
+    0.0
+    """
+    valid = labels_BL[:, 1:] != IGNORED
+    student, teacher = (
+        x[:, :-1][valid].float().log_softmax(-1) for x in (student_BLV, teacher_BLV)
+    )
+    return F.kl_div(student, teacher, reduction="sum", log_target=True)
+
+
+class Distillation(Objective):
+    """The target is a teacher's next-token distribution."""
+
+    def __init__(self, teacher: Any) -> None:
+        super().__init__()
+        self.teacher = teacher.eval()
+
+    def __call__(
+        self, model: nn.Module, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        with torch.no_grad():
+            taught = self.teacher.to(logits.device)(**inputs).logits
+        return distillation_loss(logits, taught, labels), {}
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+class _Loop(Trainer):  # type: ignore[misc]
+    """Keeps only what trains in its checkpoints, and may have an objective of its own."""
+
+    objective: Objective | None = None
+    _sums: dict[str, Tensor] | None = None
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        if self.objective is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        count = predicting(inputs["labels"]).sum()
+        loss, figures = self.objective(model, inputs)
+        sums = {"tokens": count, **figures}
+        known = self._sums or {}
+        self._sums = {k: known.get(k, 0) + v.detach() for k, v in sums.items()}
+        if num_items_in_batch is None:
+            loss = loss / count.clamp(min=1)
+        else:  # DDP takes the mean of the processes' gradients
+            loss = loss * self.accelerator.num_processes / num_items_in_batch
+        return (loss, {}) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], *rest: Any, **options: Any) -> None:
+        if self.objective is not None and self._sums is not None and "loss" in logs:
+            names, sums = zip(*self._sums.items(), strict=True)
+            whole = self.accelerator.reduce(torch.stack([s.double() for s in sums]), "sum")
+            tokens, *totals = whole.tolist()
+            figures = {n: t / max(1, tokens) for n, t in zip(names[1:], totals, strict=True)}
+            logs = {**logs, **figures, **self.objective.stepped(figures)}
+            self._sums = None
+        super().log(logs, *rest, **options)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        model = self.accelerator.unwrap_model(self.model)
+        wanted = {n for n, p in model.named_parameters() if p.requires_grad}
+        state = model.state_dict() if state_dict is None else state_dict
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        trained = {n: state[n].detach().cpu().contiguous() for n in wanted}
+        save_file(trained, folder / TRAINED_NAME)
+        if self.objective is not None:
+            (folder / STATE_NAME).write_text(json.dumps(self.objective.state))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        trained = load_file(Path(resume_from_checkpoint) / TRAINED_NAME)
+        model = self.accelerator.unwrap_model(self.model if model is None else model)
+        _, unexpected = model.load_state_dict(trained, strict=False)
+        if unexpected:
+            raise MoesaicError(f"{resume_from_checkpoint} holds another run: {unexpected[0]}.")
+        if self.objective is not None:
+            state = (Path(resume_from_checkpoint) / STATE_NAME).read_text()
+            self.objective.state = json.loads(state)
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that is whole: the Trainer writes its own state last."""
+    whole = [note.parent for note in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    newest = max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
+    return None if newest is None else str(newest)
+
+
+class _Bar(TrainerCallback):  # type: ignore[misc]
+    """Turns steps into the passing of their figures, of which bar and curves are drawn."""
+
+    def __init__(self, track: Track) -> None:
+        self._track = track
+        self._passing: Any = None
+        self._figures = Figures()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if not logs or "loss" not in logs or not state.is_world_process_zero:
+            return
+        self._figures = Figures({k: v for k, v in logs.items() if k not in NOT_DRAWN})
+        if self._passing is None:
+            left = range(state.global_step, state.max_steps + 1)
+            items = (self._figures for _ in left)
+            self._passing = iter(self._track(items, "Training", len(left)))
+        next(self._passing, None)
+
+    def close(self) -> None:
+        for _ in self._passing or ():
+            pass
+
+
+def train(
+    model: Any,
+    examples: Sequence[Example] | IterableDataset[Example],
+    schedule: Schedule,
+    folder: Path | None = None,
+    *,
+    trainable: Mapping[str, nn.Parameter],
+    objective: Objective | None = None,
+    device: str = "cpu",
+    track: Track = silent,
+) -> list[dict[str, float]]:
+    """Train some of a model's parameters in place.
+
+    Args:
+        model: a causal language model. What trains is held in float32; a narrower model computes
+            in its own type.
+        examples: texts as token ids and labels; a stream needs ``schedule.steps``.
+        schedule: how long and how fast.
+        folder: for checkpoints; training continues from the last one found there. None keeps none.
+        trainable: the parameters that train, by name; all others are frozen.
+        objective: what to minimise instead of the model's own next-token loss.
+        device: cpu, or whatever accelerator there is.
+        track: shows progress.
+
+    Returns:
+        step, loss, learning rate and the objective's figures of every step.
+    """
+    if folder is None:
+        with TemporaryDirectory(prefix="moesaic-") as scratch:
+            return train(
+                model,
+                examples,
+                schedule,
+                Path(scratch),
+                trainable=trainable,
+                objective=objective,
+                device=device,
+                track=track,
+            )
+    dtype = model.dtype
+    if not trainable:
+        raise MoesaicError("Nothing is left to train.")
+    model.requires_grad_(False)
+    types = {name: parameter.dtype for name, parameter in trainable.items()}
+    for parameter in trainable.values():
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(True)
+    if schedule.recompute:
+        checkpointing(model, "enable")({"use_reentrant": False})
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=schedule.steps or -1,
+        num_train_epochs=schedule.epochs,
+        per_device_train_batch_size=schedule.batch,
+        gradient_accumulation_steps=schedule.accumulate,
+        learning_rate=schedule.lr,
+        warmup_steps=schedule.warmup,
+        lr_scheduler_type=DECAYS[schedule.decay],
+        weight_decay=schedule.weight_decay,
+        seed=schedule.seed,
+        data_seed=schedule.seed,
+        bf16=dtype == torch.bfloat16,
+        use_cpu=device == "cpu",
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_steps=schedule.save_every,
+        save_total_limit=2,
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=device != "cpu",
+    )
+    bar = _Bar(track)
+    loop = _Loop(
+        model=model,
+        args=arguments,
+        train_dataset=examples if isinstance(examples, IterableDataset) else list(examples),
+        data_collator=collate,
+        callbacks=[bar],
+    )
+    loop.objective = objective
+    loop.remove_callback(PrinterCallback)
+    loop.train(resume_from_checkpoint=last_checkpoint(folder))
+    bar.close()
+    if schedule.recompute:
+        checkpointing(model, "disable")()
+    for name, parameter in trainable.items():
+        parameter.data = parameter.data.to(types[name])
+    return [
+        {k: v for k, v in log.items() if k not in NOT_KEPT}
+        for log in loop.state.log_history
+        if "loss" in log
+    ]
