@@ -1,10 +1,10 @@
 """Reports of synthetic records: nothing lost, nothing run, nothing glossed over."""
 
-import copy
 import io
 import json
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +12,7 @@ import yaml
 from rich.console import Console
 
 from moesaic import report
+from moesaic.record import LayerRecord, Record, Step
 from moesaic.report import words
 from moesaic.report.charts import colours
 
@@ -41,33 +42,54 @@ def speed(prefill, decode, width=0.01):
     }
 
 
-def make(petals=4, layers=(2, 3, 7), result=19.57, static=20.41, prefill=1.27, decode=0.96):
+SPLIT = Step(
+    verb="carve",
+    method="more",
+    label="MoRE",
+    title="carved with MoRE to 80 % of its projections",
+    told="Its feed-forward networks are a backbone and petals, of which a router picks a few.",
+    paper="Some Authors, A Paper, 2026",
+    config={"active": 0.8, "variant": "full"},
+    variants={
+        "static": "static pruning",
+        "random": "random routing",
+        "naive": "petals without a backbone",
+        "backbone": "the backbone alone",
+    },
+    unit="petal",
+    kind="split",
+)
+
+
+def split_layer(i, petals=4):
+    return LayerRecord(
+        index=i,
+        kind="carved",
+        told=f"36 neurons for every token and 1 of {petals} experts",
+        width=36 + 64 // petals * petals,
+        width_before=100,
+        active_width=36 + 64 / petals,
+        experts=petals,
+        top_k=1,
+        shape={"backbone": 36, "petals": [64 // petals] * petals, "routing": "top-k"},
+        analysis={
+            "never_activated": {"0.1": 0.0, "0.01": 0.02, "0.001": 0.25},
+            "activation_mass": [j / 20 for j in range(21)],
+        },
+    )
+
+
+def measured(
+    petals=4, layers=(2, 3, 7), result=19.57, static=20.41, prefill=1.27, decode=0.96, routers=500
+):
     share = [(j + 1) / (petals * (petals + 1) / 2) for j in range(petals)]
     tokens = ["def", " f", "(", "\n", "   ", "\tx", "<b>", "é"]
+    ours = score(result, 0.8, total=1_000_500, active=842_000)
     return {
-        "moesaic": "0.1.0",
-        "model": "org/model",
-        "out": "/home/someone/out-folder",
-        "method": "more",
-        "config": {"active": 0.8, "experts": petals, "top_k": 1, "variant": "full"},
-        "calibration": {"source": "", "samples": 100},
-        "environment": {"torch": "2.9.0", "threads": 2, "device": "cpu", "processor": "a chip"},
-        "layers": {
-            str(i): {
-                "width": 100,
-                "backbone": 36,
-                "petals": [64 // petals] * petals,
-                "top_k": 1,
-                "active_width": 36 + 64 / petals,
-                "never_activated": {"0.1": 0.0, "0.01": 0.02, "0.001": 0.25},
-                "activation_mass": [j / 20 for j in range(21)],
-            }
-            for i in layers
-        },
         "evaluation": {"data": "shipped", "length": 512},
         "scores": {
             "static": score(static, 0.8, total=842_000),
-            "result": score(result, 0.8, total=1_000_500, active=842_000),
+            "result": {**ours, "router_parameters": routers},
             "original": score(12.79, 1.0),
         },
         "routing": {str(i): {"share": share, "jsd": 0.041} for i in layers},
@@ -82,6 +104,27 @@ def make(petals=4, layers=(2, 3, 7), result=19.57, static=20.41, prefill=1.27, d
         "speed": {"original": speed(800, 25), "result": speed(800 * prefill, 25 * decode)},
         "speed_ratio": {"prefill": prefill, "decode": decode},
     }
+
+
+def make(petals=4, layers=(2, 3, 7), **found):
+    dense = {i: LayerRecord(i, "dense", "", width=100, active_width=100) for i in range(8)}
+    cut = {i: split_layer(i, petals) for i in layers}
+    return Record(
+        model="org/model",
+        out="/home/someone/out-folder",
+        model_type="moesaic_llama",
+        native=False,
+        steps=[SPLIT],
+        layers=list((dense | cut).values()),
+        moesaic="0.1.0",
+        calibration={"source": "", "samples": 100},
+        environment={"torch": "2.9.0", "threads": 2, "device": "cpu", "processor": "a chip"},
+        measured=measured(petals, layers, **found),
+    )
+
+
+def with_step(record, **parts):
+    return replace(record, steps=[replace(record.steps[-1], **parts)])
 
 
 class Page(HTMLParser):
@@ -130,6 +173,21 @@ def printed(record, width=80):
 # --- one run -------------------------------------------------------------------------------------
 
 
+def test_a_record_is_the_same_after_json():
+    plain = json.loads(json.dumps(make().as_json()))
+    again = Record.from_json({**plain, "layers": [{**x, "new": 1} for x in plain["layers"]]})
+    assert again == make()
+    assert report.html([again]) == report.html([make()])
+
+
+@pytest.mark.parametrize("format", [None, 1, 3])
+def test_other_formats_are_refused(format):
+    with pytest.raises(ValueError, match="make the result anew"):
+        Record.from_json({**make().as_json(), "format": format})
+    with pytest.raises(ValueError, match="not whole"):
+        Record.from_json({"format": 2})
+
+
 def test_page_shows_what_the_record_holds():
     page = Page(report.html([make()]))
     for shown in ("12.79", "19.57", "20.41", "8,176", "80.0 %", "1.27×", "0.96×", "500 ms"):
@@ -159,13 +217,14 @@ def test_tokens_carry_their_petal_in_every_layer():
 
 
 def test_everything_is_escaped():
-    record = make()
-    record["model"] = record["moesaic"] = EVIL
-    record["generation"] = {"prompt": EVIL, "original": EVIL, "result": EVIL}
-    record["samples"][0]["tokens"] = [EVIL] * 8
-    record["samples"][0]["domain"] = EVIL
-    record["environment"] = {EVIL: EVIL}
-    record["scores"][EVIL] = score(15.0, 0.8)
+    record = with_step(make(), told=EVIL, title=EVIL, label=EVIL, paper=EVIL, beyond=(EVIL,))
+    record.model = record.moesaic = EVIL
+    record.layers = [replace(layer, told=EVIL) for layer in record.layers]
+    record.environment = {EVIL: EVIL}
+    found = record.measured
+    found["generation"] = {"prompt": EVIL, "original": EVIL, "result": EVIL}
+    found["samples"][0] |= {"tokens": [EVIL] * 8, "domain": EVIL}
+    found["scores"][EVIL] = score(15.0, 0.8)
     for text in (report.html([record]), report.html([record, record])):
         assert "alert(" in text
         assert "<script>alert" not in text
@@ -185,15 +244,15 @@ def test_page_needs_no_network():
 
 def test_page_says_nothing_of_where_the_result_lies():
     assert "someone" not in report.html([make()])
-    local = {**make(), "model": "/home/someone/llama"}
+    local = replace(make(), model="/home/someone/llama")
     assert "someone" not in report.html([local])
     assert Page(report.html([local])).text.count("llama")
 
 
-@pytest.mark.parametrize("key", sorted(make()))
-def test_any_part_may_be_missing(key):
+@pytest.mark.parametrize("key", sorted(measured()))
+def test_any_measurement_may_be_missing(key):
     record = make()
-    del record[key]
+    del record.measured[key]
     Page(report.html([record]))
     Page(report.html([record, make()]))
     assert printed(record)
@@ -201,27 +260,26 @@ def test_any_part_may_be_missing(key):
     ET.fromstring(report.picture(record))
 
 
-@pytest.mark.parametrize("record", [{}, {"scores": {}, "routing": {}, "layers": {}, "samples": []}])
-def test_an_empty_record_is_no_failure(record):
+def test_an_empty_record_is_no_failure():
+    record = Record("", "", "", False, [], [])
     assert "Nothing was measured" in Page(report.html([record])).text
     assert "Nothing was measured" in printed(record)
     ET.fromstring(report.picture(record))
 
 
 def test_without_evaluation_the_cut_is_still_shown():
-    record = make()
-    for key in ("scores", "routing", "generation", "samples", "speed", "speed_ratio", "evaluation"):
-        del record[key]
+    record = replace(make(), measured={})
     page = Page(report.html([record]))
-    assert "Layers 2–3, 7" in page.text
-    assert "80 % active" in page.text  # what was asked for
+    assert "Layers 2–3, 7: 36 neurons for every token and 1 of 4 experts" in page.text
+    assert "carved with MoRE to 80 %" in page.text
     assert "Perplexity" not in page.text
 
 
 def test_what_the_refit_gave_back_is_drawn():
     record = make()
-    for i, layer in record["layers"].items():
-        layer["refit"] = {"lost": 0.01 * int(i), "recovered": 0.25, "strength": None}
+    for layer in record.layers:
+        if layer.changed:
+            layer.analysis["refit"] = {"lost": 0.01 * layer.index, "recovered": 0.25}
     page = report.html([record])
     assert "Error by layer." in page
     assert "before, layer 7: 7 %" in page
@@ -229,19 +287,28 @@ def test_what_the_refit_gave_back_is_drawn():
     assert "Error by layer." not in report.html([make()])
 
 
-def test_static_variant_has_no_petals():
-    record = make()
-    record["config"]["variant"] = "static"
-    record["routing"] = {}
-    for layer in record["layers"].values():
-        layer.update(petals=[], backbone=52, top_k=0)
-    record["samples"][0]["experts"] = {}
-    page = Page(report.html([record]))
-    assert "static pruning" in page.text
-    assert "the same 52; 48 are gone" in page.text
+def test_a_result_that_does_not_route_has_no_routing():
+    record = make(routers=0)
+    record.layers = [
+        replace(
+            layer,
+            told="every token runs the same 52 neurons",
+            experts=0,
+            top_k=0,
+            shape={"backbone": 52, "petals": []},
+        )
+        if layer.changed
+        else layer
+        for layer in record.layers
+    ]
+    record.measured["routing"] = {}
+    record.measured["samples"][0]["experts"] = {}
+    text = report.html([record])
+    page = Page(text)
+    assert "every token runs the same 52 neurons" in page.text
+    assert [a["style"] for a in page.all("span", "dropped")] == ["width:48.000%"]
     assert "Token by token" not in page.text
     assert not page.all("rect", "heat")
-    assert "a router picks" not in report.model_card(record, "")
 
 
 def test_perplexities_that_are_no_numbers():
@@ -286,7 +353,7 @@ def test_pace_is_what_the_written_figure_says(ratio, word):
 def test_a_difference_within_the_rounds_is_said_to_be_one():
     record = make(decode=0.96)
     assert "spread" not in said(record)
-    record["speed"]["result"]["decode_spread"] = [20.0, 30.0]
+    record.measured["speed"]["result"]["decode_spread"] = [20.0, 30.0]
     assert "Decode 0.96×: slower than the original, but within the spread" in said(record)
 
 
@@ -302,12 +369,16 @@ def test_static_pruning_that_does_better_is_not_hidden(static, verdict):
         assert verdict in re.sub(r"\s+", " ", shown)
 
 
-def test_other_comparisons_are_named_only_when_they_shame_the_result():
+def test_every_comparison_is_told_in_words():
     record = make()
-    record["scores"]["random"] = score(25.0, 0.8)
-    assert "andom routing" not in said(record)
-    record["scores"]["random"] = score(17.0, 0.75)
+    record.measured["scores"]["random"] = score(25.0, 0.8)
+    assert "Random routing at the same active ratio does worse" in said(record)
+    record.measured["scores"]["random"] = score(17.0, 0.75)
     assert "Random routing at 75.0 % active does better" in said(record)
+
+
+def test_a_result_without_routers_blames_no_routing():
+    assert "Routing did not pay" not in said(make(static=10.0, routers=0))
 
 
 def test_costs_stand_under_costs():
@@ -323,9 +394,8 @@ def test_costs_stand_under_costs():
 
 def test_several_runs():
     other = make(result=31.2)
-    other["model"] = "org/other"
-    unmeasured = copy.deepcopy(other)
-    del unmeasured["scores"], unmeasured["speed_ratio"]
+    other.model = "org/other"
+    unmeasured = replace(other, measured={})
     page = Page(report.html([make(), other, unmeasured]))
     assert [a["id"] for a in page.all("details")] == ["run-1", "run-2", "run-3"]
     assert [a["href"] for a in page.all("a")] == ["#run-1", "#run-2", "#run-3"]
@@ -348,8 +418,8 @@ def test_runs_far_apart_are_drawn_on_a_logarithmic_scale():
 def test_terminal_fits(width):
     record = make()
     for name in ("backbone", "random", "naive"):
-        record["scores"][name] = score(30.1, 0.8)
-        record["generation"][name] = "word " * 40
+        record.measured["scores"][name] = score(30.1, 0.8)
+        record.measured["generation"][name] = "word " * 40
     text = printed(record, width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
@@ -359,7 +429,7 @@ def test_terminal_fits(width):
 
 def test_terminal_takes_text_as_it_is():
     record = make()
-    record["generation"]["result"] = "[bold]x[/bold] \x1b[31mred"
+    record.measured["generation"]["result"] = "[bold]x[/bold] \x1b[31mred"
     text = printed(record)
     assert "[bold]x[/bold]" in text
     assert "\x1b" not in text
@@ -378,7 +448,9 @@ def test_model_card():
     assert "````yaml\n" + recipe + "````" in body
     assert "import moesaic" in body
     assert "trust_remote_code=True" in body
-    assert "quality is lost" in body
+    assert "Quality is lost" in body
+    assert "Nothing was trained." in body
+    assert "Some Authors, A Paper, 2026" in body
     assert 'from_pretrained("out-folder")' in body
     assert "| perplexity | 12.79 | 19.57 | 20.41 |" in body
     assert "/home" not in body.replace(recipe, "")
@@ -386,9 +458,34 @@ def test_model_card():
 
 @pytest.mark.parametrize("name", ["a: b", "'quoted'", "- x", "smollm2", "/data/llama"])
 def test_card_front_matter_parses_for_any_model(name):
-    front = report.model_card({**make(), "model": name}, "").split("---\n")[1]
+    front = report.model_card(replace(make(), model=name), "").split("---\n")[1]
     expected = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct", "/data/llama": "llama"}
     assert yaml.safe_load(front)["base_model"] == expected.get(name, name)
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ("own", "base model's own"),
+        ("refitted", "solved for in closed form"),
+        ("averaged", "means over several"),
+        ("trained", "they were trained"),
+    ],
+)
+def test_the_card_says_what_became_of_the_weights(weights, says):
+    card = report.model_card(with_step(make(), weights=weights), "")
+    page = Page(report.html([with_step(make(), weights=weights)])).text
+    for shown in (card, page):
+        assert says in shown
+        assert ("Nothing was trained" in shown) == (weights != "trained")
+        assert ("base model's own" in shown) == (weights == "own")
+    assert ("`moesaic apply" in card) == (weights != "trained")
+
+
+def test_additions_to_a_paper_are_not_credited_to_it():
+    record = with_step(make(), beyond=("fitted router", "refitted down projections"))
+    card = report.model_card(record, "")
+    assert "Not in that paper: fitted router, refitted down projections." in card
 
 
 @pytest.mark.parametrize("petals", [2, 64])
@@ -401,3 +498,11 @@ def test_picture(petals):
     for r in root.iter(f"{name}rect"):  # groups start within, so their content must not overflow
         assert float(r.get("x")) + float(r.get("width")) <= 900
         assert float(r.get("y")) + float(r.get("height")) <= 420
+
+
+def test_a_long_title_fits_the_picture():
+    record = with_step(make(), title="a clause that goes on and on, " * 9)
+    root = ET.fromstring(report.picture(record))
+    titles = [t for t in root.iter("{http://www.w3.org/2000/svg}text") if "title" in t.get("class")]
+    assert len(titles) == 2
+    assert max(len(t.text) for t in titles) <= 112

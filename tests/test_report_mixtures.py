@@ -2,74 +2,132 @@
 
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
-from test_report import Page, make, printed, said, score
+from test_report import Page, make, measured, printed, said, score
 
 from moesaic import report
+from moesaic.record import LayerRecord, Record, Step
 
 
-def mixture(method, **parts):
+def mixture(step, layers, result=(46.66, 0.54, 800), **parts):
     """A record of a run on a mixture of experts, as far as all of them are alike."""
-    record = {k: v for k, v in make(petals=4, layers=range(3)).items() if k != "layers"}
-    record["scores"] = {
+    perplexity, ratio, total = result
+    found = measured(petals=4, layers=range(3))
+    found["scores"] = {
         "original": score(42.24, 0.44, total=1000, active=500),
-        "result": score(46.66, 0.54, total=800, active=500),
+        "result": score(perplexity, ratio, total=total, active=500),
     }
-    return {**record, "model_type": "moesaic_mixtral", "method": method, "config": {}, **parts}
+    record = Record("org/model", "out", "moesaic_mixtral", False, [step], layers, measured=found)
+    return replace(record, **parts)
 
 
 def pruned(**parts):
-    layer = {
-        "kind": "pruned",
-        "experts": 8,
-        "kept": [0, 1, 2, 3, 5, 7],
-        "loss": 33.3,
-        "relative_loss": 0.2286,
-        "search": "exhaustive",
-        "sets": 28,
-        "greedy_gap": 0.0,
-        "calls": [195, 162, 3, 40, 0, 7, 90, 8],
-    }
-    config = {"keep": 6.0, "criterion": "reconstruction"}
-    return mixture("naee", layers=[layer] * 3, config=config, **parts)
+    step = Step(
+        verb="prune",
+        method="naee",
+        label="REAP",
+        title="pruned by REAP to 6 of 8 experts",
+        told="6 of 8 experts stay in every layer that routes.",
+        paper="Some Authors, On Experts, 2026",
+        config={"keep": 6.0, "criterion": "reap"},
+        variants={"frequency": "frequency"},
+        kind="experts",
+    )
+    layers = [
+        LayerRecord(
+            i,
+            "pruned",
+            "6 of 8 experts stay",
+            width=64,
+            experts=6,
+            top_k=2,
+            shape={"before": 8, "kept": [0, 1, 2, 3, 5, 7]},
+            analysis={"relative_loss": 0.2286, "calls": [195, 162, 3, 40, 0, 7, 90, 8]},
+        )
+        for i in range(3)
+    ]
+    return mixture(step, layers, **parts)
 
 
 def skipping():
+    step = Step(
+        verb="skip",
+        method="naee",
+        label="NAEE",
+        title="20–31 % of expert calls skipped with NAEE",
+        told="Routers leave out experts that weigh little.",
+        kind="skipping",
+    )
     layers = [
-        {"kind": "skipping", "beta": b, "rule": "top2", "calls_per_token": 2 - 2 * s, "skipped": s}
-        for b, s in ((0.44, 0.25), (0.21, 0.2), (0.3, 0.31))
+        LayerRecord(
+            i,
+            "skipping",
+            f"experts are left out by beta {beta}",
+            experts=8,
+            top_k=2,
+            shape={"beta": beta, "rule": "top2"},
+            analysis={"calls_per_token": 2 - 2 * share, "skipped": share},
+        )
+        for i, (beta, share) in enumerate([(0.44, 0.25), (0.21, 0.2), (0.3, 0.31)])
     ]
-    scores = mixture("")["scores"]
-    scores["result"] = score(42.5, 0.39, total=1000, active=450)
-    return mixture("naee-skipping", layers=layers, beta=[0.44, 0.21, 0.3], scores=scores)
+    return mixture(step, layers, result=(42.5, 0.39, 1000))
 
 
-def condensed(keep="shared+routed"):
+def condensed():
+    step = Step(
+        verb="condense",
+        method="cd-moe",
+        label="CD-MoE-SR",
+        title="2 of 3 layers condensed, CD-MoE-SR",
+        told="Layers 1–2 are small dense layers.",
+        config={"layers": 2, "keep": "shared+routed", "metric": "js"},
+        kind="condensed",
+        summary={
+            "layers": [2, 1],
+            "search": [
+                {"layer": 2, "losses": {"0": 0.03, "1": 0.01, "2": 0.006}},
+                {"layer": 1, "losses": {"0": 0.04, "1": 0.014}},
+            ],
+        },
+    )
     spread = {"attention": 0.18, "nothing": 0.41, "shared": 0.056, "shared+routed": 0.036}
-    seen = {"calls": [71.0, 50.0, 0.0, 12.0], "divergence": spread, "cosine": {"nothing": 0.9}}
-    taken = {"kind": "condensed", "experts": 4, "chosen": [1, 3], "gates": [0.4, 0.2], "width": 64}
-    described = [
-        {"kind": "moe", "width": 32, **seen},
-        {**taken, **seen, "order": 1},
-        {**taken, **seen, "order": 0},
+    seen = {"calls": [71.0, 50.0, 0.0, 12.0], "divergence": spread}
+    shape = {"before": 4, "chosen": [1, 3], "gates": [0.4, 0.2]}
+    taken = "one dense MLP: 2 of 4 experts with fixed weights"
+    layers = [
+        LayerRecord(0, "moe", "", width=32, experts=4, top_k=2, analysis=seen),
+        LayerRecord(1, "condensed", taken, width=64, shape=shape, analysis=seen),
+        LayerRecord(2, "condensed", taken, width=64, shape=shape, analysis=seen),
     ]
-    record = mixture("cd-moe", layers=[2, 1], condensed=described)
-    record["config"] = {"layers": 2, "keep": keep, "metric": "js", "layer_search": "greedy"}
-    record["experts"] = {"2": [3, 1], "1": [1, 3]}
-    record["search"] = [
-        {"layer": 2, "losses": {"0": 0.03, "1": 0.01, "2": 0.006}},
-        {"layer": 1, "losses": {"0": 0.04, "1": 0.014}},
-    ]
-    record["memory_bytes"] = {"original": 2000, "result": 1600}
-    record["scores"]["1"] = score(44.0, 0.5, total=900, active=500)
+    record = mixture(step, layers)
+    record.measured["scores"]["1"] = score(44.0, 0.5, total=900, active=500)
     return record
 
 
+def tuning(steps=30):
+    logs = [
+        {"step": i + 1, "loss": 4 - i / steps, "learning_rate": 1e-4 / (i + 1), "lambda": 0.1}
+        for i in range(steps)
+    ]
+    training = {"what": "the condensed layers", "losses": logs}
+    return Step(
+        verb="tune",
+        method="sft",
+        label="fine-tuning",
+        title="the condensed layers trained",
+        told="The condensed layers were trained.",
+        weights="trained",
+        kind="trained",
+        summary={"training": {**training, "trained_parameters": 9, "total_parameters": 99}},
+    )
+
+
 def tuned(steps=30, earlier=None):
-    logs = [{"step": i + 1, "loss": 4 - i / steps, "learning_rate": 1e-4} for i in range(steps)]
-    told = {"what": "condensed", "losses": logs, "trained_parameters": 9, "total_parameters": 99}
-    return {**(earlier or mixture("tune", layers={})), "tune": told}
+    if earlier is None:
+        earlier = replace(mixture(tuning(), []), steps=[])
+    return replace(earlier, steps=[*earlier.steps, tuning(steps)])
 
 
 RUNS = {
@@ -99,17 +157,13 @@ def test_map_of_pruned_experts():
         assert "6 of 8 experts" in shown
         assert "petal" not in shown
         assert "arved" not in shown
-    assert "nothing was trained" in card
+    assert "Nothing was trained" in card
 
 
-def test_pruning_names_the_criterion_that_was_used():
+def test_comparisons_are_called_what_the_step_calls_them():
     record = pruned()
-    record["config"]["criterion"] = "reap"
-    record["scores"]["frequency"] = score(40.0, 0.54, total=800)
-    page, card, _ = whole(record)
-    assert "pruned with REAP" in page.text
-    assert "NAEE" not in page.text + card
-    assert "Pruning by frequency at the same size does better: perplexity 40.00" in said(record)
+    record.measured["scores"]["frequency"] = score(40.0, 0.54, total=800)
+    assert "Frequency at the same size does better: perplexity 40.00" in said(record)
 
 
 def test_skipping_by_layer():
@@ -118,70 +172,79 @@ def test_skipping_by_layer():
     for figure in ("0.440", "25.0 %", "31.0 %", "20–31 % of expert calls skipped"):
         assert figure in shown, figure
     assert "Stores 1,000 parameters, no fewer" in text
-    assert "routers leave out experts" in card
+    assert "Routers leave out experts" in card
 
 
 def test_condensed_layers():
     page, card, text = whole(condensed())
-    for shown in ("condensed, 1st", "condensed, 2nd", "2 of 3 layers condensed", "CD-MoE-SR"):
+    for shown in ("chosen 1st", "chosen 2nd", "2 of 3 layers condensed", "in this order: 2, 1"):
         assert shown in page.text, shown
     assert len(page.all("rect", "kept")) == len(page.all("rect", "gone")) == 2 * 2
     assert len(page.all("rect", "taken")) == 2
     assert len(page.all("polyline", "series")) == 4 + 1  # divergences, perplexity over size
     assert len(page.all("polyline", "strong")) == 1
-    assert "layers 1–2 turned from mixtures of experts into small dense layers by CD-MoE-SR" in card
+    assert "Layers 1–2 are small dense layers" in card
     assert "80.0 %" in text.replace("\xa0", " ")
 
 
-@pytest.mark.parametrize(("keep", "name"), [("attention", "Block Drop"), ("nothing", "Layer Drop")])
-def test_dropped_layers_are_not_called_condensed(keep, name):
-    page, card, _ = whole(condensed(keep))
-    assert name in page.text
-    assert "small dense layers" not in card
-    assert "without" in card
+def test_a_layer_of_an_unknown_kind_is_told_as_it_tells_itself():
+    record = pruned()
+    record.layers[1] = LayerRecord(1, "folded", "folded twice", "averaged", shape={"folds": 2})
+    page, card, _ = whole(record)
+    assert "Layer 1: folded twice." in page.text
+    assert "Layers 0, 2: 6 of 8 experts stay." in page.text
+    assert "means over several" in card
 
 
 @pytest.mark.parametrize("steps", [1, 30, 2000])
 def test_training_curve(steps):
     page, card, _ = whole(tuned(steps))
-    assert len(page.all("polyline", "series")) == 2
+    assert len(page.all("polyline", "series")) == (2 if steps > 1 else 3)
+    assert ("Constant: lambda 0.1." in page.text) == (steps > 1)
     assert max(len(a["points"]) for a in page.all("polyline", "series")) < 6000
-    assert "nothing was trained" not in card
-    assert f"the condensed layers, {steps} steps" in card
+    assert "Nothing was trained" not in card
+    assert f"Trained: the condensed layers, {steps:,} steps." in card
     assert "moesaic apply" not in card
 
 
-def test_what_was_trained_after_another_step_is_said():
-    page, card, text = whole(tuned(earlier=condensed()))
+def test_every_step_is_told_in_its_order():
+    record = tuned(earlier=condensed())
+    page, card, text = whole(record)
     assert "Training" in page.text
     assert "Which layers were condensed" in page.text
-    assert "nothing was trained" not in card
-    assert "then the condensed layers trained" in re.sub(r"\s+", " ", text)
+    assert "Nothing was trained" not in card
+    said_first, said_then = (card.index(x) for x in ("1. Layers 1", "2. The condensed layers"))
+    assert said_first < said_then
+    shown = re.sub(r"\s+", " ", text)
+    assert "2 of 3 layers condensed, CD-MoE-SR, then the condensed layers trained" in shown
 
 
 def test_native_results_need_no_import():
     for kind, own in (("mixtral", True), ("moesaic_mixtral", False)):
-        card = report.model_card(pruned(model_type=kind), "")
+        card = report.model_card(pruned(model_type=kind, native=own), "")
         assert ("import moesaic" in card) != own
         assert ("trust_remote_code" in card) != own
         assert ("ordinary mixtral checkpoint" in card) == own
 
 
 def test_a_plan_rebuilds_only_a_single_step():
-    assert "`moesaic apply" in report.model_card(pruned(), "steps: [a]")
-    assert "`moesaic apply" not in report.model_card(pruned(), "steps: [a, b]")
+    record = pruned()
+    assert "`moesaic apply" in report.model_card(record, "")
+    two = replace(record, steps=record.steps * 2)
+    assert "`moesaic apply" not in report.model_card(two, "")
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_any_part_of_any_run_may_be_missing(name):
+def test_any_finding_of_a_layer_may_be_missing(name):
     record = RUNS[name]()
-    for key in record:
-        whole({k: v for k, v in record.items() if k != key})
-    for key in ("layers", "condensed", "search"):
-        every = record.get(key)
-        for known in {k for d in every or () if isinstance(d, dict) for k in d}:
-            less = [{k: v for k, v in d.items() if k != known} for d in every]
-            whole({**record, key: less})
+    for of in ("shape", "analysis"):
+        for key in {key for layer in record.layers for key in getattr(layer, of)}:
+            less = [
+                replace(x, **{of: {k: v for k, v in getattr(x, of).items() if k != key}})
+                for x in record.layers
+            ]
+            whole(replace(record, layers=less))
+    whole(replace(record, measured={}))
 
 
 def test_several_runs_of_mixtures_are_compared_by_what_they_store():
@@ -189,5 +252,5 @@ def test_several_runs_of_mixtures_are_compared_by_what_they_store():
     charts = [a["aria-label"] for a in page.all("svg") if "over" in (a.get("aria-label") or "")]
     assert "Perplexity over active ratio, measured" in charts
     assert "Perplexity over parameters stored, of the original" in charts
-    for shown in ("pruned, NAEE", "skipping, NAEE", "condensed, CD-MoE-SR", "trained"):
+    for shown in ("prune, REAP", "skip, NAEE", "condense, CD-MoE-SR", "tune, fine-tuning"):
         assert shown in page.text

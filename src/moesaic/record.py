@@ -1,4 +1,4 @@
-"""What is known of a run: one typed structure for all verbs, written as ``result.json``.
+"""A run on record: one typed structure for all verbs, written as ``result.json``.
 
 Card, page, terminal and picture are made from it alone. Everything that they say of what was done
 is said here, by the method and by the layer kinds; the report adds no words of its own about it.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from moesaic.foreign import JSON, Values
 
 FORMAT = 2
 T = TypeVar("T")
 
 WEIGHTS = ("own", "refitted", "averaged", "trained")
-"""What became of weights, the least change first: the base model's own (moved, sliced or scaled by
+"""Changes of weights, the least first: the base model's own (moved, sliced or scaled by
 constants at most), solved for in closed form, means over several experts, trained."""
 
 
@@ -26,7 +28,7 @@ class LayerRecord:
     kind: str
     """``dense``, ``moe`` (as they were in the base), or a layer kind's name."""
     told: str
-    """What became of the layer, in words: ``6 of 8 experts stay``."""
+    """The layer's new form, in words: ``6 of 8 experts stay``."""
     weights: str = "own"
     """One of :data:`WEIGHTS`."""
     width: int = 0
@@ -39,10 +41,10 @@ class LayerRecord:
     """Routed experts; 0 where nothing routes."""
     top_k: int = 0
     """Routed experts that a token runs."""
-    shape: Mapping[str, Any] = field(default_factory=dict)
-    """What only this kind has: backbone and petals, kept experts, beta."""
-    analysis: Mapping[str, Any] = field(default_factory=dict)
-    """What the method saw of the layer: losses, calls, coverage."""
+    shape: Values = field(default_factory=dict)
+    """Figures that only this kind has: kept experts, beta."""
+    analysis: Values = field(default_factory=dict)
+    """Figures that the method saw of the layer: losses, calls, coverage."""
 
     @property
     def changed(self) -> bool:
@@ -56,27 +58,27 @@ class Step:
     verb: str
     method: str
     label: str
-    """What it is called in titles (:attr:`moesaic.config.MethodConfig.label`)."""
+    """Its name in titles (:attr:`moesaic.config.MethodConfig.label`)."""
     title: str
     """A clause for the page's and the card's title: ``pruned by REAP to 6 of 8 experts``."""
     told: str
-    """What was done, in one or two sentences for the card."""
+    """The result in one or two sentences, for the card."""
     paper: str = ""
     beyond: tuple[str, ...] = ()
-    """What was done beyond that paper."""
+    """Additions to that paper's method."""
     weights: str = "own"
-    """What became of the weights in this step: the greatest change of any layer."""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    """The greatest change of weights in this step, of any layer."""
+    config: Values = field(default_factory=dict)
     variants: Mapping[str, str] = field(default_factory=dict)
-    """What the comparisons of this step are, by the name they have in ``scores``."""
+    """Comparisons of this step in words, by the name they have in ``scores``."""
     unit: str = "expert"
-    """What the routers of its result choose."""
+    """The word for the parts that its result's routers choose."""
     kind: str = ""
-    """Which drawings suit: ``split``, ``learned``, ``gated``, ``experts``, ``skipping``,
+    """The drawings that suit: ``split``, ``learned``, ``gated``, ``experts``, ``skipping``,
     ``condensed`` or ``trained``."""
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    """What the method found of the whole model: the order of choice, training losses."""
-    output: Mapping[str, Any] = field(default_factory=dict)
+    summary: Values = field(default_factory=dict)
+    """Findings about the whole model: the order of choice, training losses."""
+    output: Values = field(default_factory=dict)
     """Keys that programs rely on in ``--json``, beside or instead of the record's own."""
 
 
@@ -96,20 +98,20 @@ class Record:
     """Every decoder layer of the result, in order."""
     moesaic: str = ""
     format: int = FORMAT
-    calibration: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, Any] = field(default_factory=dict)
-    measured: Mapping[str, Any] = field(default_factory=dict)
-    """What was measured: ``evaluation``, ``scores``, ``routing``, ``generation``, ``samples``,
+    calibration: Values = field(default_factory=dict)
+    environment: Values = field(default_factory=dict)
+    measured: Values = field(default_factory=dict)
+    """Measurements: ``evaluation``, ``scores``, ``routing``, ``generation``, ``samples``,
     ``activity``, ``speed``, ``speed_ratio``; empty without ``--eval``."""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JSON:
         """As ``result.json`` holds it: ``measured`` laid open beside the other keys."""
         plain = asdict(self)
         measured = plain.pop("measured")
         return {**plain, **measured}
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Record:
+    def from_json(cls, plain: Values) -> Record:
         """The record that ``result.json`` holds; the inverse of :meth:`as_json`.
 
         Keys of steps and layers that are unknown are left out.
@@ -118,7 +120,9 @@ class Record:
             ValueError: it is no record of this format.
         """
         if not isinstance(plain, Mapping) or plain.get("format") != FORMAT:
-            raise ValueError("is no result.json of this version of Moesaic: make the result anew.")
+            raise ValueError(
+                f"not of this version of Moesaic, format {FORMAT}: make the result anew."
+            )
         own = {f.name for f in fields(cls)} - {"measured"}
         try:
             known = {k: v for k, v in plain.items() if k in own}
@@ -126,16 +130,18 @@ class Record:
             known["layers"] = [_known(LayerRecord, x) for x in plain["layers"]]
             return cls(**known, measured={k: v for k, v in plain.items() if k not in own})
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"is no whole result.json: {error}.") from None
+            raise ValueError(f"not whole: {error}.") from None
 
-    def output(self) -> dict[str, Any]:
+    def output(self) -> JSON:
         """As ``--json`` prints it: layers laid open, and the keys that the last step promises."""
         plain = self.as_json()
-        layers = [x | x.pop("shape") | x.pop("analysis") for x in plain["layers"]]
-        return {**plain, "layers": layers, **(self.steps[-1].output if self.steps else {})}
+        for layer in plain["layers"]:
+            layer |= layer.pop("shape")
+            layer |= layer.pop("analysis")
+        return plain | (dict(self.steps[-1].output) if self.steps else {})
 
 
-def _known(cls: type[T], plain: Mapping[str, Any]) -> T:
+def _known(cls: type[T], plain: Values) -> T:
     """A dataclass of its fields in plain JSON, where lists stand for tuples."""
     names = [f.name for f in fields(cls) if f.name in plain]  # type: ignore[arg-type]
     found = {name: plain[name] for name in names}

@@ -1,11 +1,12 @@
-"""What a run's ``result.json`` says, for people: a page, a model card, a terminal, a picture.
+"""A run's :class:`~moesaic.record.Record` for people: a page, a model card, a terminal, a picture.
 
-Nothing here measures or computes beyond formatting: what is not in the record is left out.
+Nothing here measures, and nothing is known here of any method: everything that is said of what
+was done stands in the record. What was not measured is left out.
 """
 
 from moesaic.report.card import model_card
 from moesaic.report.console import terminal
-from moesaic.report.dynamic import sweep
+from moesaic.report.gated import sweep
 from moesaic.report.page import html
 from moesaic.report.picture import picture
 from moesaic.report.words import speed_words

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any
 
 import yaml
 
+from moesaic.record import Record
 from moesaic.report import figures, read, words
-from moesaic.report.read import Cell, Figures, Record, by_layer, part
+from moesaic.report.read import Cell, Figures, figure, part
 
 HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
 TAGS = ["moesaic", "mixture-of-experts"]
 
 
-def model_card(record: Mapping[str, Any], recipe_yaml: str) -> str:
+def model_card(record: Record, recipe_yaml: str) -> str:
     """The card: what it is, how to load it, what was measured, how it was made.
 
     Args:
-        record: what ``result.json`` holds.
+        record: of the run.
         recipe_yaml: the recipe that made it.
     """
     model = read.model_name(record)
@@ -33,99 +32,31 @@ def model_card(record: Mapping[str, Any], recipe_yaml: str) -> str:
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {_inline(read.title(record))}",
-        _what(record),
+        *map(_inline, words.told(record)),
+        f"{_inline(words.weights(record))} {_quality(record)}",
         _loading(record),
         *_measured(record),
         "## How it was made",
         _fence(recipe_yaml, "yaml"),
-        _rebuilding(record, recipe_yaml),
+        _rebuilding(record),
         "The base model's licence applies to its weights.",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _what(record: Record) -> str:
-    method, trained = read.method_name(record), read.trained(record)
-    by = f" by {method}" if method and read.family(record) != "skip" else ""
-    if trained:
-        steps = len(part(record, "tune").get("losses") or ())
-        how = f", {steps} steps" if steps else ""
-        weights = f"It was trained: {trained}{how}."
-    elif read.learned(record):
-        weights = LEARNED
-    else:
-        weights = KEPT.get(read.family(record), KEPT["carve"])
-    return (
-        f"{_made(record)}{by}. {weights} What it costs is below; measure it on your own text "
-        "before relying on it."
-    )
+def _quality(record: Record) -> str:
+    scores = part(record.measured, "scores")
+    ours, theirs = (figure(scores, name, "perplexity") for name in ("result", "original"))
+    lost = ours is not None and theirs is not None and not ours <= theirs
+    known = "Quality is lost: what" if lost else "What"
+    return f"{known} it costs is below; measure it on your own text before relying on it."
 
 
-KEPT = {
-    "carve": "The weights are the base model's own, rearranged: nothing was trained, and quality "
-    "is lost.",
-    "prune": "The experts and routers that stay have the base model's own weights: nothing was "
-    "trained, and quality is lost.",
-    "skip": "The weights are the base model's own, all of them: nothing was trained, and quality "
-    "is lost.",
-    "condense": "What stays of the weights is the base model's own, experts scaled by fixed "
-    "weights: nothing was trained, and quality is lost.",
-    "tune": "",
-}
-LEARNED = (
-    "Experts and routers were trained, the weights are the base model's own, and quality is lost."
-)
-
-
-def _made(record: Record) -> str:
-    """What was done to the base model, up to the method's name."""
-    model, kind = _inline(read.model_name(record)), read.family(record)
-    if kind == "prune":
-        kept = read.kept_experts(record)
-        return f"{model}, {kept or 'some of its experts'} kept in every layer that routes, chosen"
-    if kind == "skip":
-        return (
-            f"{model}, whose routers leave out experts that weigh little, token by token, by the "
-            "rule of NAEE"
-        )
-    if kind == "condense":
-        numbers = read.chosen_layers(record)
-        which = f"layer{'s' if len(numbers) > 1 else ''} {figures.ranges(numbers)}"
-        where = which if numbers else "some layers"
-        keep = part(record, "config").get("keep")
-        if keep in read.GONE:
-            what = "the feed-forward blocks of " if keep == "attention" else ""
-            return f"{model} without {what}{where}: chosen"
-        return f"{model}, {where} turned from mixtures of experts into small dense layers"
-    if kind == "tune":
-        return f"{model}, trained further"
-    layers = [i for i, _ in by_layer(part(record, "layers"))]
-    where = f" in layers {figures.ranges(layers)}" if layers else ""
-    if read.learned(record):
-        whole = part(record, "config").get("attention") == "none"
-        attention = "" if whole else ", and its attention cut down"
-        return (
-            f"{model}, its feed-forward networks{where} made experts that share their weights, of "
-            f"which each token runs one{attention}"
-        )
-    if any(part(layer, "gate") for _, layer in by_layer(part(record, "layers"))):
-        return (
-            f"{model}, its feed-forward networks{where} cut into blocks, of which each token runs "
-            "those that its gates open"
-        )
-    return (
-        f"{model}, its feed-forward networks{where} rebuilt as a backbone that every token runs "
-        "and petals of which a router picks a few"
-        if read.petals(record)
-        else f"{model}, its feed-forward networks{where} cut down"
-    )
-
-
-def _rebuilding(record: Record, recipe_yaml: str) -> str:
-    """What ``plan.json`` is good for: a trained result has none, several steps have one each."""
-    if read.trained(record):
+def _rebuilding(record: Record) -> str:
+    """The use of ``plan.json``: a trained result has none, several steps have one each."""
+    if any(step.weights == "trained" for step in record.steps):
         return "The weights were trained, so no plan can rebuild this checkpoint: keep it whole."
-    if _steps(recipe_yaml) > 1:
+    if len(record.steps) > 1:
         return "`plan.json` in this folder holds the decisions of the last step."
     return (
         "`plan.json` in this folder holds every decision; `moesaic apply BASE plan.json OUT` "
@@ -133,30 +64,19 @@ def _rebuilding(record: Record, recipe_yaml: str) -> str:
     )
 
 
-def _steps(recipe_yaml: str) -> int:
-    try:
-        recipe = yaml.safe_load(recipe_yaml)
-    except yaml.YAMLError:
-        return 1
-    steps = recipe.get("steps") if isinstance(recipe, dict) else None
-    return len(steps) if isinstance(steps, list) else 1
-
-
 def _loading(record: Record) -> str:
-    folder = PurePath(str(record.get("out") or "")).name or "path/to/this/folder"
+    folder = PurePath(record.out).name or "path/to/this/folder"
     load = f'AutoModelForCausalLM.from_pretrained("{folder}"'
-    native = read.is_native(record)
     code = (
-        ("" if native else "import moesaic  # registers the model type\n")
+        ("" if record.native else "import moesaic  # registers the model type\n")
         + "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"model = {load})\n"
         f'tokenizer = AutoTokenizer.from_pretrained("{folder}")'
     )
-    if native:
-        kind = record["model_type"]
+    if record.native:
         return (
             f"## Loading it\n\n{_fence(code, 'python')}\n\n"
-            f"An ordinary {kind} checkpoint: Moesaic is not needed."
+            f"An ordinary {record.model_type} checkpoint: Moesaic is not needed."
         )
     return (
         f"## Loading it\n\nNeeds `pip install moesaic`.\n\n{_fence(code, 'python')}\n\n"
@@ -170,13 +90,13 @@ def _measured(record: Record) -> list[str]:
     for table in (read.score_table(record), read.speed_table(record)):
         if table.rows:
             parts.append(_table(table))
-    on = part(record, "evaluation").get("data")
-    machine = part(record, "environment")
+    settings, machine = part(record.measured, "evaluation"), record.environment
+    on = settings.get("data")
     notes = []
-    if on and part(record, "scores"):
+    if on and part(record.measured, "scores"):
         text = "text that ships with Moesaic" if on == "shipped" else f"`{on}`"
-        notes.append(f"Perplexity on {text}, in windows of {part(record, 'evaluation')['length']}.")
-    if part(record, "speed") and machine:
+        notes.append(f"Perplexity on {text}, in windows of {settings['length']}.")
+    if part(record.measured, "speed") and machine:
         known = [machine.get("processor"), machine.get("device")]
         where = " · ".join(str(m) for m in known if m)
         notes.append(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 from markupsafe import Markup, escape
 
+from moesaic.foreign import Values
 from moesaic.report import figures
 
 OKABE_ITO = (
@@ -45,7 +45,7 @@ def svg(width: float, height: float, body: Iterable[str], label: str) -> Markup:
     )
 
 
-def text(x: float, y: float, content: Any, kind: str = "", anchor: str = "start") -> str:
+def text(x: float, y: float, content: object, kind: str = "", anchor: str = "start") -> str:
     """A line of text, its baseline at y."""
     kind = f' class="{kind}"' if kind else ""
     at = "" if anchor == "start" else f' text-anchor="{anchor}"'
@@ -139,7 +139,7 @@ def perplexity_bars(
 
 
 def heat(
-    routing: Sequence[tuple[int, Mapping[str, Any]]],
+    routing: Sequence[tuple[int, Values]],
     row: float = 19,
     cell: float | None = None,
     bar: float = 62,
@@ -184,7 +184,7 @@ def heat(
     return out, side + bar + 38, head + len(routing) * row
 
 
-def heat_map(routing: Sequence[tuple[int, Mapping[str, Any]]], unit: str = "petal") -> Markup:
+def heat_map(routing: Sequence[tuple[int, Values]], unit: str = "petal") -> Markup:
     """The heat map as a chart of its own."""
     body, width, height = heat(routing, unit=unit)
     return svg(width, height, body, f"Share of routed tokens by layer and {unit}")
@@ -227,14 +227,23 @@ def spectrum(layer: int, mass: Sequence[float]) -> Markup:
 
 # --- runs ----------------------------------------------------------------------------------------
 
-MARKS: dict[str, Callable[[float, float], str]] = {
-    "original": lambda x, y: f"M{x - 5:.1f} {y:.1f}a5 5 0 1 0 10 0a5 5 0 1 0 -10 0",
-    "result": lambda x, y: f"M{x - 5:.1f} {y:.1f}a5 5 0 1 0 10 0a5 5 0 1 0 -10 0",
-    "static": lambda x, y: f"M{x - 4:.1f} {y - 4:.1f}h8v8h-8z",
-    "backbone": lambda x, y: f"M{x:.1f} {y - 5:.1f}l5 9h-10z",
-    "random": lambda x, y: f"M{x:.1f} {y - 5.5:.1f}l5.5 5.5l-5.5 5.5l-5.5 -5.5z",
-    "naive": lambda x, y: f"M{x:.1f} {y + 5:.1f}l5 -9h-10z",
-}
+MARKS: tuple[Callable[[float, float], str], ...] = (
+    lambda x, y: f"M{x - 4:.1f} {y - 4:.1f}h8v8h-8z",
+    lambda x, y: f"M{x:.1f} {y - 5:.1f}l5 9h-10z",
+    lambda x, y: f"M{x:.1f} {y - 5.5:.1f}l5.5 5.5l-5.5 5.5l-5.5 -5.5z",
+    lambda x, y: f"M{x:.1f} {y + 5:.1f}l5 -9h-10z",
+)
+"""Shapes of comparisons, in turn."""
+
+
+def mark(kind: str, kinds: Sequence[str], x: float, y: float) -> str:
+    """The path of a point's shape: a circle for original and result, else by its place."""
+    if kind in ("original", "result"):
+        return f"M{x - 5:.1f} {y:.1f}a5 5 0 1 0 10 0a5 5 0 1 0 -10 0"
+    others = [k for k in kinds if k not in ("original", "result")]
+    return MARKS[others.index(kind) % len(MARKS)](x, y)
+
+
 Point = tuple[str, str, float, float]
 """Kind, name for the tooltip, ratio, perplexity."""
 
@@ -261,6 +270,7 @@ def trade(
             top + (height - top - foot) * (1 - (scale(y) - least) / (most - least)),
         )
 
+    kinds = list(dict.fromkeys(p[0] for p in points))
     out = []
     for y in powers(math.exp(least), math.exp(most)) if log else ticks(least, most):
         out.append(line([(left, at(low, y)[1]), (width - right, at(low, y)[1])], "grid"))
@@ -276,7 +286,7 @@ def trade(
         out.append(line([at(*p) for p in ours], f"series s{n % 4} thin"))
         for kind, name, x, y in sorted(group, key=lambda p: p[0] in ("original", "result")):
             tip = f"{name}: {figures.percent(x, 1)} {ratio}, perplexity {figures.perplexity(y)}"
-            shape = MARKS.get(kind, MARKS["static"])(*at(x, y))
+            shape = mark(kind, kinds, *at(x, y))
             plain = "mark" if kind in ("original", "result") else "mark other"
             hollow = " hollow" if kind == "original" else ""
             out.append(
@@ -287,8 +297,8 @@ def trade(
             x, y = at(*ours[0])
             out.append(text(x + 9, y - 7, model, f"end s{n % 4}"))
     at_x = left
-    for kind in dict.fromkeys(p[0] for p in points):
-        shape = MARKS.get(kind, MARKS["static"])(at_x + 5, height - 10)
+    for kind in kinds:
+        shape = mark(kind, kinds, at_x + 5, height - 10)
         plain = "mark" if kind in ("original", "result") else "mark other"
         hollow = " hollow" if kind == "original" else ""
         out.append(f'<path d="{shape}" class="{plain}{hollow} s0"/>')

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -13,11 +12,12 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from moesaic.record import Record
 from moesaic.report import figures, read, words
 from moesaic.report.read import Figures, part
 
 
-def terminal(record: Mapping[str, Any]) -> RenderableType:
+def terminal(record: Record) -> RenderableType:
     """Tables of figures, what they say in plain words, and the continuations side by side."""
     parts: list[RenderableType] = [Text(read.title(record), style="bold")]
     for table in (read.score_table(record), read.speed_table(record)):
@@ -28,7 +28,7 @@ def terminal(record: Mapping[str, Any]) -> RenderableType:
         style = "yellow" if sentence.against else ""
         said.add_row(Text("-" if sentence.against else "+", style=style), Text(sentence.text))
     parts.append(Padding(said, (0, 1, 1, 1)))
-    generated = dict(part(record, "generation"))
+    generated = dict(part(record.measured, "generation"))
     prompt = generated.pop("prompt", None)
     if generated:
         if prompt:

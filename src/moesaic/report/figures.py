@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 NONE = "–"
 NBSP = "\u00a0"
@@ -109,7 +108,7 @@ def memory(size: float | None) -> str:
     return f"{gib:.2f}{NBSP}GiB" if gib >= 1 else f"{mib:,.0f}{NBSP}MiB"
 
 
-def spread(values: Any) -> str:
+def spread(values: object) -> str:
     """The least and the greatest of repeated measurements.
 
     >>> spread([782.2, 829.3]), spread(None)
@@ -138,7 +137,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts)
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     """An option as text.
 
     >>> plain(True), plain(""), plain([1, 2]), plain(None), plain(0.8)

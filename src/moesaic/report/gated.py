@@ -1,21 +1,22 @@
-"""Drawings of models whose tokens choose how many blocks they run: DSMoE."""
+"""Drawings of models whose tokens choose how many blocks they run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from markupsafe import Markup, escape
 
+from moesaic.foreign import Values
+from moesaic.record import Record, Step
 from moesaic.report import figures
 from moesaic.report.charts import rect, svg, text
 from moesaic.report.lines import lines
 from moesaic.report.maps import ROW
-from moesaic.report.read import Record, by_layer, figure, listed, part, petals
+from moesaic.report.read import by_layer, most_experts, part
 
 Figure = tuple[str, str, Markup]
-"""What it shows, how to read it, the drawing."""
+"""A caption in a few words, how to read the drawing, the drawing."""
 STYLE = """
 text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
 fill:#1d2126}
@@ -26,19 +27,14 @@ fill:#1d2126}
 """
 
 
-def drawings(record: Record) -> list[tuple[str, list[Figure]]]:
-    """Headings, and the drawings under each; what the record has not is left out."""
-    drawn = [f for f in (_activity(record), *_training(record)) if f is not None and f[2]]
-    return [("How many blocks tokens run", drawn)] if drawn else []
-
-
-def _activity(record: Record) -> Figure | None:
-    texts = part(record, "activity")
+def drawings(record: Record, step: Step) -> Sequence[Figure | None]:
+    """How many blocks a token runs, by layer and text."""
+    texts = part(record.measured, "activity")
     columns = {name: dict(by_layer(part(texts, name))) for name in texts}
     if not any(columns.values()):
-        return None
-    told = "Mean number of blocks that a token runs, by layer and text (the paper’s Fig. 3)."
-    return "Active blocks.", told, activity_map(columns, petals(record))
+        return []
+    told = "Mean number of blocks that a token runs, by layer and text."
+    return [("Active blocks.", told, activity_map(columns, most_experts(record)))]
 
 
 def activity_map(columns: Mapping[str, Mapping[int, float]], blocks: int) -> Markup:
@@ -72,25 +68,7 @@ def activity_map(columns: Mapping[str, Mapping[int, float]], blocks: int) -> Mar
     return svg(*size, out, "Active blocks by layer and text")
 
 
-def _training(record: Record) -> list[Figure]:
-    logs = listed(part(record, "tune").get("losses"))
-
-    def curve(key: str) -> list[tuple[float, float]]:
-        found = [(figure(d, "step"), figure(d, key)) for _, d in logs]
-        return [(x, y) for x, y in found if x is not None and y is not None]
-
-    active, weight = curve("active_blocks"), curve("lambda")
-    drawn = []
-    if active:
-        share = lines([("", active)], "share of blocks active", "step", log=False)
-        drawn.append(("Sparsity in training.", "Of each step’s tokens.", Markup(share)))
-    if len({y for _, y in weight}) > 1:
-        moved = lines([("", weight)], "lambda", "step", log=False)
-        drawn.append(("Weight of sparsity.", "Moved to meet the target.", Markup(moved)))
-    return drawn
-
-
-def sweep(points: Sequence[Mapping[str, Any]], title: str) -> str:
+def sweep(points: Sequence[Values], title: str) -> str:
     """Perplexity against measured active ratio as one SVG file, a point a threshold.
 
     Args:

@@ -1,86 +1,71 @@
-"""Drawings of experts that were learned: curves, widths, unions, similarity (ToMoE, Figs. 3-9)."""
+"""Drawings of experts that were learned: their widths, unions and similarity."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from statistics import quantiles
-from typing import Any
 
 from markupsafe import Markup
 
+from moesaic.record import LayerRecord, Record, Step
 from moesaic.report import figures
 from moesaic.report.charts import line, rect, svg, text, ticks
 from moesaic.report.lines import lines
 from moesaic.report.maps import rows
-from moesaic.report.read import Record, figure, learned, listed, part
+from moesaic.report.read import figure
 
 Figure = tuple[str, str, Markup]
-"""What it shows, how to read it, the drawing."""
-CURVES = {
-    "distillation": "KL divergence from the dense model",
-    "language": "language-model loss",
-    "parameters": "R_P, the budget",
-    "union": "R_U, the union of experts",
-    "balance": "R_L, the load balance",
-}
+"""A caption in a few words, how to read the drawing, the drawing."""
 
 
-def drawings(record: Record) -> list[Figure | None]:
-    """What the paper draws; nothing of a record without training."""
-    if not learned(record):
-        return []
-    return [_curves(record), _widths(record), _union(record), _boxes(record), _similar(record)]
+def drawings(record: Record, step: Step) -> Sequence[Figure | None]:
+    """Widths, unions and similarity of the experts of each layer."""
+    return [_widths(record), _union(record), _boxes(record), _similar(record)]
 
 
-def _layers(record: Record) -> list[tuple[int, Any]]:
-    return [(i, d) for i, d in listed(record.get("layers")) if d.get("expert_widths")]
+def _layers(record: Record) -> list[LayerRecord]:
+    return [layer for layer in record.layers if layer.analysis.get("expert_widths")]
 
 
-def _curves(record: Record) -> Figure | None:
-    logs = listed(part(record, "training").get("losses"))
-    drawn = []
-    for name, label in CURVES.items():
-        known = [(figure(d, "step"), figure(d, name)) for _, d in logs]
-        points = [(x, y) for x, y in known if x is not None and y is not None]
-        drawn.append(lines([("", points)], label, "step", log=False))
-    count = figure(record, "training", "trained_parameters")
-    kept = figure(record, "scores", "result", "router_parameters")
-    told = ["Of the batch of each step."]
-    told += [f"{figures.count(count)} parameters were trained."] if count else []
-    whole = figure(record, "scores", "original", "total_parameters")
-    share = f", {figures.percent(kept / whole, 1)} of the original’s" if kept and whole else ""
-    told += [f"The routers that stay have {figures.count(kept)}{share}."] if kept else []
-    side_by_side = Markup('<div class="curves">{}</div>').format(Markup("").join(drawn))
-    return "The losses.", " ".join(told), side_by_side
+def _before(layer: LayerRecord) -> int:
+    """The width of the dense layer that the experts share."""
+    return layer.width_before or layer.width
 
 
 def _widths(record: Record) -> Figure | None:
     layers = _layers(record)
 
-    def shares(key: str, of: str) -> dict[int, float]:
-        known = {i: (figure(d, key), figure(d, of)) for i, d in layers}
+    def shares(key: str) -> dict[int, float]:
+        seen = {layer.index: layer.analysis for layer in layers}
+        known = {i: (figure(d, key), figure(d, "head_dim")) for i, d in seen.items()}
         return {i: a / b for i, (a, b) in known.items() if a is not None and b}
 
+    ffn = {x.index: x.active_width / _before(x) for x in layers if _before(x)}
     columns = [
-        ("FFN, an expert", shares("active_width", "width"), figures.percent),
-        ("queries and keys", shares("qk", "head_dim"), figures.percent),
-        ("values and outputs", shares("vo", "head_dim"), figures.percent),
+        ("FFN, an expert", ffn, figures.percent),
+        ("queries and keys", shares("qk"), figures.percent),
+        ("values and outputs", shares("vo"), figures.percent),
     ]
     columns = [c for c in columns if c[1]]
     if not columns:
         return None
     told = "What a token uses of each layer, of the dense model’s width."
+    kept = figure(record.measured, "scores", "result", "router_parameters")
+    whole = figure(record.measured, "scores", "original", "total_parameters")
+    if kept and whole:
+        share = figures.percent(kept / whole, 1)
+        told += f" The routers have {figures.count(kept)} parameters, {share} of the original’s."
     return "Width by layer.", told, rows(columns)
 
 
 def _union(record: Record) -> Figure | None:
     union, widths = [], []
-    for i, d in _layers(record):
-        u, active, width = (figure(d, k) for k in ("union", "active_width", "width"))
-        if u is not None and active is not None and width:
-            union.append((float(i), u))
-            widths.append((float(i), active / width))
+    for layer in _layers(record):
+        share, width = figure(layer.analysis, "union"), _before(layer)
+        if share is not None and width:
+            union.append((float(layer.index), share))
+            widths.append((float(layer.index), layer.active_width / width))
     named = [("all experts together", union), ("one expert", widths)]
     drawn = lines(named, "share of the neurons", "layer", width=430, log=False)
     told = "How much of the dense FFN some expert has."
@@ -89,11 +74,14 @@ def _union(record: Record) -> Figure | None:
 
 def _boxes(record: Record) -> Figure | None:
     """Quartiles, least and greatest of the experts' widths before they were made equal."""
-    boxes = []
-    for i, d in _layers(record):
-        values = sorted(v / d["width"] for v in d["expert_widths"] if d.get("width"))
+    boxes: list[tuple[int, float, float, float, float, float]] = []
+    for layer in _layers(record):
+        width = _before(layer)
+        values = sorted(v / width for v in layer.analysis["expert_widths"] if width)
         if len(values) > 1:
-            boxes.append((i, values[0], *quantiles(values, method="inclusive"), values[-1]))
+            boxes.append(
+                (layer.index, values[0], *quantiles(values, method="inclusive"), values[-1])
+            )
     if not boxes:
         return None
     height, top, foot, left, step = 200.0, 16.0, 34.0, 40.0, max(9.0, min(34.0, 640 / len(boxes)))
@@ -126,7 +114,8 @@ def _boxes(record: Record) -> Figure | None:
 
 
 def _similar(record: Record) -> Figure | None:
-    grids = [(i, d["similarity"]) for i, d in _layers(record) if d.get("similarity")]
+    known = [(layer.index, layer.analysis.get("similarity")) for layer in _layers(record)]
+    grids = [(i, grid) for i, grid in known if grid]
     if not grids:
         return None
     told = "The share of neurons that two experts of a layer have in common: the darker, the more."

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from moesaic.report import charts, dynamic, figures, mixtures, read, words
+from moesaic.foreign import Values
+from moesaic.record import LayerRecord, Record
+from moesaic.report import charts, figures, read, words
+from moesaic.report.drawings import drawings
 from moesaic.report.lines import lines
-from moesaic.report.read import Record, by_layer, figure, part
+from moesaic.report.read import by_layer, figure, part
 
-EXPLAINED = {
-    "more": "backbone and petals by MoRE, without training, in all layers",
-    "static": "pruned to the most important channels, the same for every token",
-    "backbone": "the result’s backbone without its petals",
-    "random": "the result’s petals, chosen by random directions",
-    "naive": "petals alone, without a shared backbone",
-    "top-k": "the same blocks, a fixed number of them for every token, trained as long",
-    "no-straight-through": "trained as long, gates below the threshold without a gradient",
-    "no-piecewise": "trained as long, the threshold left out until then",
-}
-WHOSE = {"carve": "the original’s", "tune": "the"}
-"""Of whose projections the active ratio is the share; of each model's own otherwise."""
-ABOUT = ("config", "calibration", "evaluation", "environment")
+View = dict[str, object]
+"""Values for the template, by the names that it uses."""
+MANY = 6
+"""Layers told apart beyond this number are folded away."""
 
 
 @cache
-def _template() -> Any:
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("moesaic.report", "."),
         autoescape=True,
@@ -42,21 +35,21 @@ def _template() -> Any:
     return environment.get_template("template.html")
 
 
-def html(records: Sequence[Mapping[str, Any]]) -> str:
+def html(records: Sequence[Record]) -> str:
     """One self-contained HTML file about one or more runs.
 
     Args:
-        records: what ``result.json`` holds. Parts that a record has not are left out.
+        records: of the runs. What was not measured is left out.
     """
     runs = [_view(record, f"run-{n}") for n, record in enumerate(records, 1)]
-    most = max((read.petals(record) for record in records), default=0)
+    most = max((read.most_experts(record) for record in records), default=0)
     page: str = _template().render(
         runs=runs,
         title=runs[0]["title"] if len(runs) == 1 else f"{len(runs)} runs beside each other",
         overview=_overview(records) if len(runs) > 1 else None,
         trades=_trades(records) if len(runs) > 1 else [],
         colours=charts.colours(most),
-        versions=sorted({str(r["moesaic"]) for r in records if r.get("moesaic")}),
+        versions=sorted({r.moesaic for r in records if r.moesaic}),
     )
     return page
 
@@ -64,51 +57,55 @@ def html(records: Sequence[Mapping[str, Any]]) -> str:
 # --- one run -------------------------------------------------------------------------------------
 
 
-def _view(record: Record, anchor: str) -> dict[str, Any]:
+def _view(record: Record, anchor: str) -> View:
     """Everything that the template shows of one run, ready to be written."""
-    scores, unit = part(record, "scores"), read.unit(record)
+    scores, unit = part(record.measured, "scores"), read.unit(record)
     what, ratio = read.compared_ratio(record)
     models = [
         (name, figure(scores, name, "perplexity"), ratio(name)) for name in read.names(scores)
     ]
-    routing = [(i, r) for i, r in by_layer(part(record, "routing")) if r.get("share")]
-    layers = by_layer(part(record, "layers"))
-    covered = [(i, layer) for i, layer in layers if layer.get("never_activated")]
-    generated = dict(part(record, "generation"))
+    routed = read.routing(record)
+    seen = [(layer.index, layer.analysis) for layer in record.layers]
+    generated = dict(part(record.measured, "generation"))
     prompt = generated.pop("prompt", None)
+    carved = read.kind(record) in read.CARVED
+    structures, others = _structures(read.changed(record))
     return {
         "anchor": anchor,
         "title": read.title(record),
         "model": read.model_name(record),
         "subtitle": _subtitle(record),
+        "told": [*words.told(record), words.weights(record)] if record.steps else [],
         "summary": _ledger(record),
         "tiles": _tiles(record),
         "scores": read.score_table(record),
         "explained": _explained(record),
-        "whose": WHOSE.get(read.family(record), "each model’s own"),
+        "whose": "the original’s" if carved else "each model’s own",
         "unit": unit,
-        "carved": read.family(record) == "carve",
-        "mixtures": [*mixtures.drawings(record), *dynamic.drawings(record)],
-        "renumbered": read.family(record) == "prune",
+        "carved": carved,
+        "drawings": drawings(record),
+        "renumbered": any("kept" in layer.shape for layer in record.layers),
         "bars": charts.perplexity_bars(models, what) if len(models) > 1 else "",
         "speed": read.speed_table(record),
         "prompt": prompt,
         "generations": [(name, generated[name]) for name in read.names(generated)],
-        "structures": _structures(layers),
-        "heat": charts.heat_map(routing, unit) if routing else "",
+        "structures": structures,
+        "others": others,
+        "folded": len(others) > MANY,
+        "heat": charts.heat_map(routed, unit) if routed else "",
         "routed_tokens": figures.count(figure(scores, "result", "tokens")),
-        "coverage": _coverage(covered),
+        "coverage": _coverage([(i, found) for i, found in seen if found.get("never_activated")]),
         "spectra": [
-            charts.spectrum(i, layer["activation_mass"])
-            for i, layer in layers
-            if len(layer.get("activation_mass") or ()) > 1
+            charts.spectrum(i, found["activation_mass"])
+            for i, found in seen
+            if len(found.get("activation_mass") or ()) > 1
         ],
         "samples": _samples(record),
         "about": _about(record),
     }
 
 
-def _coverage(layers: Sequence[tuple[int, Any]]) -> Markup | str:
+def _coverage(layers: Sequence[tuple[int, Values]]) -> Markup | str:
     """The share of channels that were never activated, by layer, for each activation ratio."""
     ratios = sorted({k for _, layer in layers for k in layer["never_activated"]}, key=float)
     series = []
@@ -120,52 +117,27 @@ def _coverage(layers: Sequence[tuple[int, Any]]) -> Markup | str:
 
 
 def _explained(record: Record) -> list[tuple[str, str]]:
-    """What the compared models are."""
-    scores, kind = part(record, "scores"), read.family(record)
-    if kind == "carve":
-        return [(name, EXPLAINED[name]) for name in scores if name in EXPLAINED]
-    if kind == "condense":
-        numbered = sorted(int(name) for name in scores if name.isdecimal())
-        told = "that many of the result’s layers, the first chosen, condensed"
-        return [(figures.plain(numbered), told)] if numbered else []
-    others = [n for n in read.names(scores) if n not in ("original", "result")]
-    if kind == "prune":
-        named = ((name, read.CRITERIA.get(name, name)) for name in others)
-        return [(name, f"as many experts, chosen by {told}") for name, told in named]
-    return []
+    """The compared models in words."""
+    known, compared = read.variants(record), read.comparisons(record)
+    told = [(n, known[n]) for n in compared if n in known and not n.isdecimal()]
+    sizes = sorted(int(n) for n in compared if n.isdecimal())
+    if sizes:
+        told.append((figures.plain(sizes), "only that many of the layers, the first chosen"))
+    return told
 
 
 def _subtitle(record: Record) -> str:
-    method, ratio = read.method_name(record), read.active_ratio(record)
-    layers = [i for i, _ in read.listed(record.get("layers"))]
-    chosen, kind = read.chosen_layers(record), read.family(record)
-    where = f"layers {figures.ranges(layers)}" if layers else ""
-    parts = {
-        "carve": (
-            f"carved with {method}" if method else "",
-            f"{figures.percent(ratio, 1)} of the projections active" if ratio is not None else "",
-            where,
-        ),
-        "prune": (f"pruned with {method}" if method else "pruned", read.kept_experts(record)),
-        "skip": (
-            f"{read.skipped_calls(record) or 'some'} of expert calls skipped",
-            method,
-        ),
-        "condense": (
-            method,
-            read.condensed_layers(record),
-            f"in this order: {figures.plain(chosen)}" if len(chosen) > 1 else "",
-        ),
-        "tune": (),
-    }[kind]
-    trained = read.trained(record)
-    then = f"{'trained' if kind == 'tune' else 'then trained'}: {trained}" if trained else ""
-    return " · ".join(p for p in (*parts, then) if p)
+    layers = [layer.index for layer in read.changed(record)]
+    some = layers and len(layers) < len(record.layers)
+    parts = [read.done(record), f"layers {figures.ranges(layers)}" if some else ""]
+    chosen = [read.order(s) for s in record.steps if s.kind == "condensed"]
+    parts += [f"in this order: {figures.plain(order)}" for order in chosen if len(order) > 1]
+    return " · ".join(p for p in parts if p)
 
 
 def _tiles(record: Record) -> list[tuple[str, str, bool]]:
     """The figures to see first: large, what it is, whether it is against the result."""
-    scores, tiles = part(record, "scores"), []
+    scores, tiles = part(record.measured, "scores"), []
     ours, theirs = (figure(scores, name, "perplexity") for name in ("result", "original"))
     if ours is not None:
         before = "" if theirs is None else f"{figures.perplexity(theirs)} → "
@@ -177,52 +149,51 @@ def _tiles(record: Record) -> list[tuple[str, str, bool]]:
     if stored is not None and stored < words.ALL:
         tiles.append((figures.percent(stored), "of the parameters stored", False))
     for what in ("prefill", "decode"):
-        cell = read.ratio_cell(figure(record, "speed_ratio", what))
+        cell = read.ratio_cell(figure(record.measured, "speed_ratio", what))
         if cell.note:
             tiles.append((cell.text, f"{what} speed, {cell.note}", cell.slow))
     return tiles
 
 
-def _structures(layers: Sequence[tuple[int, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """How FFNs were cut: one bar for all layers that were cut alike."""
-    alike: dict[tuple[Any, ...], list[int]] = {}
-    for i, layer in layers:
-        if layer.get("width") and layer.get("kind") != "overlapping":
-            petals = tuple(layer.get("petals") or ())
-            tau = part(layer, "gate").get("tau")
-            key = (layer["width"], layer.get("backbone") or 0, petals, layer.get("top_k") or 0, tau)
-            alike.setdefault(key, []).append(i)
-    structures = []
-    for (width, backbone, petals, top_k, tau), numbers in alike.items():
-        dropped = width - backbone - sum(petals)
-        pieces = [("backbone", backbone)] + [(f"petal p{j}", p) for j, p in enumerate(petals)]
-        sizes = figures.ranges(sorted({*petals}))
-        told = f"every token runs the same {backbone:,}"
-        if petals:
-            told = f"every token runs a backbone of {backbone:,}" if backbone else ""
-            chosen = f"{top_k} of {len(petals)} petals of {sizes}"
-            if tau is not None:
-                chosen = f"those of {len(petals)} blocks of {sizes} whose gate is above {tau:g}"
-            told = f"{told} and {chosen}" if told else f"every token runs {chosen}"
-        if dropped > 0:
-            pieces.append(("dropped", dropped))
-            told += f"; {dropped:,} are gone"
-        structures.append(
-            {
-                "layers": figures.ranges(numbers),
-                "many": len(numbers) > 1,
-                "told": f"of {width:,} neurons, {told}.",
-                "pieces": [(kind, 100 * size / width, size) for kind, size in pieces if size],
-            }
-        )
-    return structures
+Piece = tuple[str, float, int]
+"""A kind of neurons, their share in percent, their number."""
 
 
-def _samples(record: Record) -> dict[str, Any] | None:
+def _pieces(layer: LayerRecord) -> tuple[Piece, ...]:
+    """The neurons of a layer that was split, in stored order; empty of any other layer."""
+    if "backbone" not in layer.shape:
+        return ()
+    petals = layer.shape.get("petals") or ()
+    sizes = [("backbone", layer.shape["backbone"])]
+    sizes += [(f"petal p{j}", size) for j, size in enumerate(petals)]
+    stays = sum(size for _, size in sizes)
+    sizes.append(("dropped", max(0, (layer.width_before or layer.width) - stays)))
+    whole = sum(size for _, size in sizes) or 1
+    return tuple((kind, 100 * size / whole, size) for kind, size in sizes if size)
+
+
+def _structures(layers: Sequence[LayerRecord]) -> tuple[list[View], list[View]]:
+    """What became of layers, those that became the same together: with a bar, and without."""
+    alike: dict[tuple[str, tuple[Piece, ...]], list[int]] = {}
+    for layer in layers:
+        if layer.told:
+            alike.setdefault((layer.told, _pieces(layer)), []).append(layer.index)
+    found: list[View] = [
+        {
+            "layers": f"{'Layers' if len(numbers) > 1 else 'Layer'} {figures.ranges(numbers)}",
+            "told": told,
+            "pieces": pieces,
+        }
+        for (told, pieces), numbers in alike.items()
+    ]
+    return [s for s in found if s["pieces"]], [s for s in found if not s["pieces"]]
+
+
+def _samples(record: Record) -> View | None:
     """Sample texts token by token; None where no token was routed."""
     samples = []
     layers: list[int] = []
-    for sample in record.get("samples") or ():
+    for sample in record.measured.get("samples") or ():
         experts = dict(by_layer(sample.get("experts") or {}))
         if not experts:
             continue
@@ -238,7 +209,9 @@ def _samples(record: Record) -> dict[str, Any] | None:
         )
     if not samples:
         return None
-    return {"layers": layers, "texts": samples, "petals": read.petals(record)}
+    several = any(layer.top_k != 1 for layer in record.layers if layer.experts)
+    count = read.most_experts(record)
+    return {"layers": layers, "texts": samples, "petals": count, "several": several}
 
 
 def visible(token: str) -> Markup:
@@ -264,64 +237,71 @@ def _ledger(record: Record) -> list[tuple[str, list[str]]]:
 
 
 def _about(record: Record) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Options and machine, as they are in the record."""
-    about = {name: dict(part(record, name)) for name in ABOUT if part(record, name)}
-    if about.get("calibration", {}).get("source") == "":
-        about["calibration"]["source"] = "shipped"
-    return [(name, read.pairs(values)) for name, values in about.items()]
+    """Options of every step, and the machine, as they are in the record."""
+    about: dict[str, Values] = {}
+    for n, step in enumerate(record.steps, 1):
+        head = f"{n}. {step.verb}" if len(record.steps) > 1 else step.verb
+        about[head] = {"method": step.method, **step.config}
+    calibration = dict(record.calibration)
+    if calibration.get("source") == "":
+        calibration["source"] = "shipped"
+    about["calibration"] = calibration
+    about["evaluation"] = part(record.measured, "evaluation")
+    about["environment"] = record.environment
+    return [(name, read.pairs(values)) for name, values in about.items() if values]
 
 
 # --- several runs --------------------------------------------------------------------------------
 
 
-def _overview(records: Sequence[Record]) -> dict[str, Any]:
+def _overview(records: Sequence[Record]) -> View:
     """The runs as rows; columns that no run has a figure for are left out."""
-    columns = [
-        "active",
-        "stored",
-        "experts",
-        "original",
-        "result",
-        "static",
-        "parameters",
-        "prefill",
-    ]
-    columns.append("decode")
-    mixed = any(read.family(record) != "carve" for record in records)
+    compared = dict.fromkeys(n for r in records for n in read.comparisons(r) if not n.isdecimal())
+    models = ["original", "result", *compared]
+    columns = ["active", "stored", "experts", *models, "parameters", "prefill", "decode"]
+    mixed = any(read.kind(record) not in read.CARVED for record in records)
     rows = []
     for n, record in enumerate(records, 1):
-        scores = part(record, "scores")
-        experts, top_k = figure(record, "config", "experts"), figure(record, "config", "top_k")
-        carved = read.family(record) == "carve"
-        routed = carved and read.petals(record) and experts is not None
-        chosen = f"{figures.plain(top_k)} of {figures.plain(experts)}"
-        perplexities = [
-            read.Cell(figures.perplexity(figure(scores, name, "perplexity")))
-            for name in ("original", "result", "static")
-        ]
+        scores, speeds = (part(record.measured, name) for name in ("scores", "speed_ratio"))
+        perplexities = [figure(scores, name, "perplexity") for name in models]
         cells = [
             read.Cell(figures.percent(read.active_ratio(record), 1)),
             read.Cell(figures.percent(read.stored_ratio(record), 1) if mixed else figures.NONE),
-            read.Cell(chosen if routed else figures.NONE),
-            *perplexities,
+            read.Cell(_routed(record)),
+            *(read.Cell(figures.perplexity(value)) for value in perplexities),
             read.Cell(figures.count(figure(scores, "result", "active_parameters"))),
-            read.ratio_cell(figure(record, "speed_ratio", "prefill")),
-            read.ratio_cell(figure(record, "speed_ratio", "decode")),
+            read.ratio_cell(figure(speeds, "prefill")),
+            read.ratio_cell(figure(speeds, "decode")),
         ]
         rows.append((f"run-{n}", read.model_name(record), read.made(record), cells))
     kept = [j for j in range(len(columns)) if any(row[3][j].text != figures.NONE for row in rows)]
     return {
         "columns": [columns[j] for j in kept],
+        "models": [name for name in models if name in {columns[j] for j in kept}],
         "rows": [(*row[:3], [row[3][j] for j in kept]) for row in rows],
     }
 
 
+def _routed(record: Record) -> str:
+    """How many experts of how many a token runs in the layers that route."""
+    layers = [layer for layer in record.layers if layer.experts]
+    if not layers:
+        return figures.NONE
+    run, of = ({layer.top_k for layer in layers}, {layer.experts for layer in layers})
+    return f"{_span(run)} of {_span(of)}"
+
+
+def _span(values: set[int]) -> str:
+    least, most = min(values), max(values)
+    return f"{least}" if least == most else f"{least}–{most}"
+
+
 def _trades(records: Sequence[Record]) -> list[Markup]:
     """Perplexity over what was saved: active parameters of dense models, else stored ones."""
-    dense = [r for r in records if read.family(r) == "carve"]
-    mixtures = [r for r in records if read.family(r) in ("prune", "condense")]
+    dense = [r for r in records if read.kind(r) in read.CARVED]
+    mixtures = [r for r in records if read.kind(r) in read.FEWER]
     drawn = []
-    if groups := _groups(dense, lambda r, name: figure(r, "scores", name, "active_ratio")):
+    if groups := _groups(dense, read.active_ratio):
         drawn.append(charts.trade(groups))
     if groups := _groups(mixtures, read.stored_ratio):
         drawn.append(charts.trade(groups, "parameters stored, of the original", "stored"))
@@ -333,20 +313,23 @@ def _groups(
 ) -> dict[str, list[charts.Point]]:
     """The points of everything that was scored, by model."""
     groups: dict[str, list[charts.Point]] = {}
+    compared = {name for record in records for name in read.comparisons(record)}
     for record in records:
-        model, kinds = read.model_name(record), read.family(record)
-        model += "" if kinds == "carve" else f", {read.DONE[kinds]}"
-        scores = part(record, "scores")
+        step = read.main_step(record)
+        assert step is not None  # kinds are of steps
+        model = read.model_name(record)
+        model += "" if step.kind in read.CARVED else f", {step.verb}"
+        # a variant that was run by itself is drawn as the comparison that it is elsewhere
+        variant = str(step.config.get("variant"))
+        own = variant if variant in compared else "result"
+        scores = part(record.measured, "scores")
         for name in read.names(scores):
             x, y = ratio(record, name), figure(scores, name, "perplexity")
-            if x is None or y is None or not math.isfinite(y) or y <= 0:
+            if x is None or y is None or not math.isfinite(y) or y <= 0 or name == "0":
                 continue
-            variant = part(record, "config").get("variant") or "full"
-            kind = name if name != "result" or variant == "full" else str(variant)
+            kind = own if name == "result" else name
             told = f"{model}, {kind}"
-            if kinds == "condense" and name == "0":  # the original again
-                continue
-            if kinds == "condense" and name.isdecimal():  # a smaller result
+            if name.isdecimal():  # a smaller change of the same kind
                 kind, told = "result", f"{model}, {name} layers"
             point = (kind, told, x, y)
             group = groups.setdefault(model, [])

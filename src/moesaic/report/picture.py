@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from markupsafe import escape
 
+from moesaic.record import Record
 from moesaic.report import charts, figures
-from moesaic.report.read import (
-    Record,
-    by_layer,
-    compared_ratio,
-    figure,
-    names,
-    part,
-    title,
-    unit,
-)
+from moesaic.report.read import compared_ratio, figure, names, part, routing, title, unit
 
 STYLE = """
 text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
 fill:#1d2126}
 .title{font-size:19px;font-weight:600}
+.title.long{font-size:14px}
 .head{font-size:12.5px;font-weight:600}
 .quiet{fill:#666d75;font-size:11px}
 .cell{font-size:10px}
@@ -35,15 +30,15 @@ fill:#1d2126}
 def picture(record: Record) -> str:
     """Perplexity beside the original and comparisons at the left, routing shares at the right."""
     width, height, edge = 900, 420, 36
-    scores = part(record, "scores")
+    scores = part(record.measured, "scores")
     what, ratio = compared_ratio(record)
     models = [(name, figure(scores, name, "perplexity"), ratio(name)) for name in names(scores)]
-    routing = [(i, r) for i, r in by_layer(part(record, "routing")) if r.get("share")]
+    routed = routing(record)
     body = [
         f"<style>{STYLE}</style>",
         f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10" fill="#fcfbf8" '
         'stroke="#dedbd2"/>',
-        charts.text(edge, 50, title(record), "title"),
+        *_title(title(record), edge),
     ]
     tokens = figure(scores, "result", "tokens")
     if models:
@@ -55,10 +50,10 @@ def picture(record: Record) -> str:
             charts.text(edge + 440, 92, what, "quiet", "end"),
             f'<g transform="translate({edge} 106)">{"".join(drawn)}</g>',
         ]
-    if routing:
-        row = min(17.5, 262 / len(routing))
-        count = max(len(r["share"]) for _, r in routing)
-        drawn, wide, _ = charts.heat(routing, row, min(44.0, 190 / count), 64, unit(record))
+    if routed:
+        row = min(17.5, 262 / len(routed))
+        count = max(len(r["share"]) for _, r in routed)
+        drawn, wide, _ = charts.heat(routed, row, min(44.0, 190 / count), 64, unit(record))
         x = width - edge - wide + 6
         body += [
             charts.text(x + 6, 92, f"Tokens by layer and {unit(record)}, %", "head"),
@@ -69,3 +64,11 @@ def picture(record: Record) -> str:
         f'viewBox="0 0 {width} {height}" role="img">'
         f"<title>{escape(title(record))}</title>{''.join(body)}</svg>\n"
     )
+
+
+def _title(said: str, left: float) -> list[str]:
+    """One large line, or two smaller ones where that is too short."""
+    if len(said) <= 82:
+        return [charts.text(left, 50, said, "title")]
+    rows = textwrap.wrap(said, 112, max_lines=2, placeholder=" …")
+    return [charts.text(left, 42 + 22 * n, row, "title long") for n, row in enumerate(rows)]

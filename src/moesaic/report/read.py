@@ -1,105 +1,112 @@
-"""Reading a record, any part of which may be missing, and the tables of its figures."""
+"""Reading a record: names and titles, and the tables of its figures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import TypeVar
 
+from moesaic.foreign import Values
+from moesaic.record import LayerRecord, Record, Step
 from moesaic.report import figures
 
-Record = Mapping[str, Any]
+V = TypeVar("V")
+CARVED = ("split", "learned", "gated")
+"""Kinds of step that make experts of dense layers."""
+FEWER = ("experts", "condensed")
+"""Kinds of step whose result stores less, and is compared by that."""
 
-METHODS = {
-    "more": "MoRE",
-    "dsmoe": "DSMoE",
-    "tomoe": "ToMoE",
-    "naee": "NAEE",
-    "naee-skipping": "NAEE",
-    "cd-moe": "CD-MoE",
-    "tune": "",
-}
-FAMILIES = {"naee": "prune", "naee-skipping": "skip", "cd-moe": "condense", "tune": "tune"}
-CRITERIA = {
-    "reconstruction": "NAEE",
-    "pairwise": "pairwise reconstruction",
-    "random": "random choice",
-    "frequency": "frequency",
-    "gate": "gate weight",
-    "ean": "EAN",
-    "man": "MAN",
-    "msan": "MSAN",
-    "reap": "REAP",
-    "aimer": "AIMER",
-}
-KEEPS = {
-    "shared": "CD-MoE-S",
-    "shared+routed": "CD-MoE-SR",
-    "attention": "Block Drop",
-    "nothing": "Layer Drop",
-}
-DONE = {"prune": "pruned", "skip": "skipping", "condense": "condensed"}
-GONE = {"attention": "feed-forward blocks dropped", "nothing": "layers dropped"}
-TRAINED = {
-    "condensed": "the condensed layers",
-    "routers": "the routers",
-    "lora": "low-rank updates",
-    "all": "all weights",
-}
-VARIANTS = {
-    "static": "static pruning",
-    "more": "MoRE",
-    "backbone": "the backbone alone",
-    "random": "random routing",
-    "naive": "petals without a backbone",
-    "top-k": "a fixed number of blocks (LLaMA-MoE)",
-    "no-straight-through": "training without straight-through",
-    "no-piecewise": "training without the threshold",
-}
+# --- parts of what was measured ------------------------------------------------------------------
 
 
-# --- parts ---------------------------------------------------------------------------------------
-
-
-def part(record: Any, *keys: str) -> Mapping[str, Any]:
+def part(of: object, *keys: str) -> Values:
     """The mapping at a path; empty where there is none."""
     for key in keys:
-        record = record.get(key) if isinstance(record, Mapping) else None
-    return record if isinstance(record, Mapping) else {}
+        of = of.get(key) if isinstance(of, Mapping) else None
+    return of if isinstance(of, Mapping) else {}
 
 
-def figure(record: Any, *keys: str) -> float | None:
+def figure(of: object, *keys: str) -> float | None:
     """The number at a path; None where there is none."""
-    value = part(record, *keys[:-1]).get(keys[-1])
+    value = part(of, *keys[:-1]).get(keys[-1])
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def names(of: Mapping[str, Any]) -> list[str]:
+def names(of: Values) -> list[str]:
     """Models in reading order: the original, the result, then the comparisons."""
     first = [name for name in ("original", "result") if name in of]
     return first + [name for name in of if name not in first]
 
 
-def by_layer(of: Mapping[str, Any]) -> list[tuple[int, Any]]:
+def comparisons(record: Record) -> list[str]:
+    """The names of the models that were measured beside original and result."""
+    return [n for n in part(record.measured, "scores") if n not in ("original", "result")]
+
+
+def by_layer(of: Mapping[str, V]) -> list[tuple[int, V]]:
     """What is kept by layer, in the model's order."""
     return sorted((int(i), value) for i, value in of.items())
 
 
-def listed(of: Any) -> list[tuple[int, Mapping[str, Any]]]:
-    """The mappings of a list that has one a layer, or of what is kept by layer."""
-    if isinstance(of, Mapping):
-        found = by_layer(of)
-    else:
-        found = list(enumerate(of)) if isinstance(of, list | tuple) else []
-    return [(i, layer) for i, layer in found if isinstance(layer, Mapping)]
+def routing(record: Record) -> list[tuple[int, Values]]:
+    """Where tokens went in the layers of the result that route, in the model's order."""
+    return [(i, r) for i, r in by_layer(part(record.measured, "routing")) if r.get("share")]
 
 
-def petals(record: Record) -> int:
-    """The most petals, or experts, that a layer has; 0 where nothing is routed."""
-    layers = [len(layer.get("petals") or ()) for _, layer in by_layer(part(record, "layers"))]
-    shares = [len(layer.get("share") or ()) for _, layer in by_layer(part(record, "routing"))]
-    return max([0, *layers, *shares])
+# --- steps and layers ----------------------------------------------------------------------------
+
+
+def main_step(record: Record) -> Step | None:
+    """The last step that changed the model's shape, else the last; None where there is none."""
+    shaped = [step for step in record.steps if step.kind != "trained"]
+    return (shaped or record.steps or [None])[-1]  # type: ignore[list-item]
+
+
+def kind(record: Record) -> str:
+    """Of the main step; see :attr:`moesaic.record.Step.kind`."""
+    step = main_step(record)
+    return step.kind if step else ""
+
+
+def unit(record: Record) -> str:
+    """The name of the things that the result's routers choose."""
+    step = main_step(record)
+    return step.unit if step else "expert"
+
+
+def variants(record: Record) -> dict[str, str]:
+    """Comparisons in words, by name."""
+    return {name: told for step in record.steps for name, told in step.variants.items()}
+
+
+def changed(record: Record) -> list[LayerRecord]:
+    """The layers that are not as they were in the base."""
+    return [layer for layer in record.layers if layer.changed]
+
+
+def experts_before(layer: LayerRecord) -> int:
+    """The routed experts that a layer had in the model it was made from; 0 where not known."""
+    known = layer.shape.get("before") if layer.changed else layer.experts
+    return int(known or len(layer.analysis.get("calls") or ()))
+
+
+def most_experts(record: Record) -> int:
+    """The most experts that a layer of the result routes to; 0 where nothing is routed."""
+    counts = [layer.experts for layer in record.layers]
+    return max([0, *counts, *(len(r["share"]) for _, r in routing(record))])
+
+
+def trainings(record: Record) -> list[tuple[Step, Values]]:
+    """The steps that trained, and what they say of it."""
+    found = [(step, part(step.summary, "training")) for step in record.steps]
+    return [(step, training) for step, training in found if training]
+
+
+def order(step: Step) -> list[int]:
+    """Layers in the order in which a step chose them; empty where it chose none."""
+    chosen = step.summary.get("layers")
+    return list(chosen) if isinstance(chosen, list | tuple) else []
 
 
 # --- names ---------------------------------------------------------------------------------------
@@ -107,152 +114,44 @@ def petals(record: Record) -> int:
 
 def model_name(record: Record) -> str:
     """The model as it was asked for; of a path, its last part."""
-    name = str(record.get("model") or "a model")
+    name = record.model or "a model"
     looks_like_path = name.startswith(("/", "./", "../", "~")) or "\\" in name
     return (PurePath(name.replace("\\", "/")).name or name) if looks_like_path else name
 
 
-def family(record: Record) -> str:
-    """carve, prune, skip, condense or tune: by the method, else by what the record holds."""
-    known = FAMILIES.get(str(record.get("method")))
-    if known or record.get("method"):
-        return known or "carve"
-    if record.get("condensed"):
-        return "condense"
-    if record.get("beta"):
-        return "skip"
-    if any("kept" in layer for _, layer in listed(record.get("layers"))):
-        return "prune"
-    return "tune" if record.get("tune") and not record.get("layers") else "carve"
-
-
-def unit(record: Record) -> str:
-    """What the result's routers choose."""
-    return "petal" if family(record) == "carve" and not learned(record) else "expert"
-
-
-def learned(record: Record) -> bool:
-    """Whether experts were learned over weights that stayed."""
-    return bool(part(record, "training"))
-
-
-def trained(record: Record) -> str:
-    """What was trained of the result; empty where nothing was."""
-    if not record.get("tune") and record.get("method") != "tune":
-        return ""
-    what = str(part(record, "tune").get("what") or "")
-    return TRAINED.get(what, what) or "some of it"
-
-
-def is_native(record: Record) -> bool:
-    """Whether transformers knows the result's architecture by itself."""
-    kind = str(record.get("model_type") or "")
-    return bool(kind) and not kind.startswith("moesaic_")
-
-
-def method_name(record: Record) -> str:
-    """The method as its paper writes it, with the variant if it was not the full one."""
-    method, config = str(record.get("method") or ""), part(record, "config")
-    known = METHODS.get(method, method)
-    if family(record) == "prune":
-        criterion = str(config.get("criterion") or "")
-        return CRITERIA.get(criterion, criterion) or known
-    if family(record) == "condense":
-        return KEEPS.get(str(config.get("keep") or ""), known)
-    variant = str(config.get("variant") or "full")
-    return known if variant == "full" else f"{known}, {VARIANTS.get(variant, variant)}"
-
-
-def made(record: Record) -> str:
-    """What was done, in two or three words."""
-    kind, method = family(record), method_name(record)
-    done = [DONE.get(kind, ""), method, "trained" if trained(record) else ""]
-    return ", ".join(d for d in done if d)
-
-
-def active_ratio(record: Record) -> float | None:
-    """Measured where it was, else what was asked for."""
-    measured = figure(record, "scores", "result", "active_ratio")
-    return measured if measured is not None else figure(record, "config", "active")
-
-
-def stored_ratio(record: Record, name: str = "result") -> float | None:
-    """Parameters that a model stores, relative to the original."""
-    ours = figure(record, "scores", name, "total_parameters")
-    theirs = figure(record, "scores", "original", "total_parameters")
-    return ours / theirs if ours is not None and theirs else None
-
-
-def compared_ratio(record: Record) -> tuple[str, Callable[[str], float | None]]:
-    """The ratio that says most of the models of a run, in a word, and how to look it up."""
-    if family(record) in ("prune", "condense"):
-        return "stored", lambda name: stored_ratio(record, name)
-    return "active", lambda name: figure(record, "scores", name, "active_ratio")
-
-
-def chosen_layers(record: Record) -> list[int]:
-    """The layers that were condensed, in the order in which they were chosen."""
-    layers = record.get("layers")
-    if isinstance(layers, list | tuple) and all(isinstance(i, int) for i in layers):
-        return list(layers)
-    placed = [(d["order"], i) for i, d in listed(record.get("condensed")) if "order" in d]
-    return [i for _, i in sorted(placed)]
-
-
-def kept_experts(record: Record) -> str:
-    """How many experts stay of how many, such as 4–6 of 8; empty where that is not known."""
-    layers = [d for _, d in listed(record.get("layers")) if d.get("kept") and d.get("experts")]
-    if not layers:
-        return ""
-    kept, before = (
-        _span(sorted(counts))
-        for counts in ({len(d["kept"]) for d in layers}, {d["experts"] for d in layers})
-    )
-    return f"{kept} of {before} experts"
-
-
-def skipped_calls(record: Record) -> str:
-    """The share of calls that layers skip, such as 20–30 %; empty where that is not known."""
-    shares = [figure(d, "skipped") for _, d in listed(record.get("layers"))]
-    known = sorted(share for share in shares if share is not None)
-    if not known:
-        return ""
-    least, most = figures.percent(known[0]), figures.percent(known[-1])
-    return most if least == most else f"{least.split(figures.NBSP)[0]}–{most}"
-
-
-def condensed_layers(record: Record) -> str:
-    """How many layers were condensed or dropped, in words; empty where that is not known."""
-    chosen, every = chosen_layers(record), len(listed(record.get("condensed")))
-    if not chosen:
-        return ""
-    how = GONE.get(str(part(record, "config").get("keep")), "layers condensed")
-    return f"{len(chosen)} of {every} {how}" if every else f"{len(chosen)} {how}"
-
-
-def _span(values: Sequence[int]) -> str:
-    return f"{values[0]}" if len(values) == 1 else f"{values[0]}–{values[-1]}"
+def done(record: Record) -> str:
+    """The clauses of all steps."""
+    return ", then ".join(step.title for step in record.steps)
 
 
 def title(record: Record) -> str:
     """One line: what was made of what, how far."""
-    line, method = model_name(record), method_name(record)
-    kind, by = family(record), f" with {method}" if method else ""
-    if kind == "carve":
-        line += f", carved{by}" if method else ""
-        ratio = active_ratio(record)
-        line += "" if ratio is None else f" to {figures.percent(ratio)} active"
-    elif kind == "prune":
-        kept = kept_experts(record)
-        line += f", pruned{by}" + (f" to {kept}" if kept else "")
-    elif kind == "skip":
-        skipped = skipped_calls(record)
-        line += f", {skipped} of expert calls skipped{by}" if skipped else f", skipping{by}"
-    elif kind == "condense":
-        line += f", {condensed_layers(record) or 'condensed'}{by}"
-    if what := trained(record):
-        line += f", {what} trained" if kind == "tune" else f", then {what} trained"
-    return line
+    return ", ".join(part for part in (model_name(record), done(record)) if part)
+
+
+def made(record: Record) -> str:
+    """The verbs and methods of all steps, short."""
+    return " · ".join(f"{step.verb}, {step.label}" for step in record.steps)
+
+
+def stored_ratio(record: Record, name: str = "result") -> float | None:
+    """Parameters that a model stores, relative to the original."""
+    scores = record.measured.get("scores")
+    ours = figure(scores, name, "total_parameters")
+    theirs = figure(scores, "original", "total_parameters")
+    return ours / theirs if ours is not None and theirs else None
+
+
+def active_ratio(record: Record, name: str = "result") -> float | None:
+    """The share of the projections that a token runs, as measured."""
+    return figure(record.measured, "scores", name, "active_ratio")
+
+
+def compared_ratio(record: Record) -> tuple[str, Callable[[str], float | None]]:
+    """The ratio that says most of the models of a run, in a word, and how to look it up."""
+    if kind(record) in FEWER:
+        return "stored", lambda name: stored_ratio(record, name)
+    return "active", lambda name: active_ratio(record, name)
 
 
 # --- tables --------------------------------------------------------------------------------------
@@ -297,7 +196,7 @@ SPEEDS: tuple[tuple[str, str, str, str, Format], ...] = (
 
 def score_table(record: Record) -> Figures:
     """Quality and size of all models that were scored; no rows if none was."""
-    scores = part(record, "scores")
+    scores = part(record.measured, "scores")
     columns = names(scores)
     rows = []
     for label, key, form in SCORES:
@@ -305,16 +204,16 @@ def score_table(record: Record) -> Figures:
         if any(value is not None for value in values):
             rows.append((label, [Cell(form(value)) for value in values]))
     ratios = [stored_ratio(record, name) for name in columns]
-    if family(record) != "carve" and any(ratio not in (None, 1.0) for ratio in ratios):
+    if kind(record) not in CARVED and any(ratio not in (None, 1.0) for ratio in ratios):
         rows.append((STORED, [Cell(figures.percent(ratio, 1)) for ratio in ratios]))
     return Figures(columns, rows)
 
 
 def speed_table(record: Record) -> Figures:
     """Speed and memory of all models that were timed, and the ratio to the original."""
-    speeds = part(record, "speed")
+    speeds = part(record.measured, "speed")
     columns = names(speeds)
-    ratios = part(record, "speed_ratio")
+    ratios = part(record.measured, "speed_ratio")
     rows = []
     for label, key, around, ratio, form in SPEEDS:
         values = [figure(speeds, name, key) for name in columns]
@@ -346,13 +245,14 @@ def pace(ratio: float | None) -> str:
 
 def within_spread(record: Record, what: str) -> bool:
     """Whether the rounds of result and original overlap, so that either may be the faster."""
-    pairs = [part(record, "speed", name).get(f"{what}_spread") for name in ("result", "original")]
+    speeds = part(record.measured, "speed")
+    pairs = [part(speeds, name).get(f"{what}_spread") for name in ("result", "original")]
     if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
         return False
     (low, high), (other_low, other_high) = pairs  # type: ignore[misc]
     return bool(low <= other_high and other_low <= high)
 
 
-def pairs(of: Mapping[str, Any]) -> list[tuple[str, str]]:
+def pairs(of: Values) -> list[tuple[str, str]]:
     """Options by name, as text."""
     return [(key.replace("_", " "), figures.plain(value)) for key, value in of.items()]
