@@ -5,6 +5,7 @@ transformers brings no types; its classes are named here so that signatures say 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -18,3 +19,6 @@ else:
 
 JSON: TypeAlias = dict[str, Any]
 """A JSON object."""
+
+Values: TypeAlias = Mapping[str, Any]
+"""A JSON object that is only read, or options by name."""

@@ -34,6 +34,12 @@ class BaseShape:
     experts: tuple[int, ...] = ()
     """Routed experts of every decoder layer, 0 for dense ones; empty for a dense model."""
 
+    @classmethod
+    def load(cls, plain: JSON) -> BaseShape:
+        """The shape that ``asdict`` and JSON made plain."""
+        lists = {name: tuple(plain[name]) for name in ("widths", "experts")}
+        return cls(**{**plain, **lists})
+
     def experts_of(self, index: int) -> int:
         """Routed experts of one decoder layer, 0 for a dense one."""
         return self.experts[index] if self.experts else 0
@@ -106,8 +112,7 @@ class Plan:
                 )
                 for i, h in header["layers"].items()
             }
-            shape = {k: tuple(v) if isinstance(v, list) else v for k, v in header["base"].items()}
-            base = BaseShape(**shape)
+            base = BaseShape.load(header["base"])
             return cls(header["method"], base, layers, header["config"], header["calibration"])
         except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
             raise MoesaicError(f"The plan at {path} cannot be read: {error}") from error

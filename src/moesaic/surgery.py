@@ -20,7 +20,7 @@ from moesaic.io.checkpoint import Checkpoint, Writer, cast
 from moesaic.io.naming import Naming
 from moesaic.layers.base import KINDS, Header, LayerPlan
 from moesaic.layers.state import DiskState, LiveState
-from moesaic.plan import BaseShape, Plan
+from moesaic.plan import FORMAT, BaseShape, Plan
 
 # --- bases ---------------------------------------------------------------------------------------
 
@@ -68,8 +68,16 @@ def headers_of(config: Config) -> dict[int, list[Header]]:
     """By decoder layer, the headers of what was made of it, in the order in which it was made.
 
     Layers that are as the base has them are left out.
+
+    Raises:
+        MoesaicError: another version wrote the config.
     """
-    said = getattr(config, "moesaic", None) or {"layers": {}}
+    said = getattr(config, "moesaic", None) or {"format": FORMAT, "layers": {}}
+    if said.get("format") != FORMAT:
+        raise MoesaicError(
+            f"This {config.model_type} was written in format {said.get('format')}; this version "
+            f"reads {FORMAT}. Convert the original again."
+        )
     return {int(i): list(stack) for i, stack in said["layers"].items()}
 
 

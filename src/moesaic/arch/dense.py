@@ -259,7 +259,7 @@ class Heads:
         return self.rotary // 2 + self.size - self.rotary
 
     def paired(self, chosen: Tensor) -> Tensor:
-        """What is chosen (..., free), for every dimension of a head (..., size).
+        """A choice among free dimensions (..., free), laid out for all of a head (..., size).
 
         >>> Heads(1, 1, 6, 4).paired(torch.tensor([1, 2, 3, 4]))
         tensor([1, 2, 1, 2, 3, 4])

@@ -117,7 +117,7 @@ class MoEArch(Arch):
 
     @property
     def shared_at(self) -> str | None:
-        """Where the shared path is, relative to the decoder layer."""
+        """The path of the shared path's module in the decoder layer."""
         return self.beside if self.shared is None else f"{self.ffn_path}.{self.shared}"
 
     @property
@@ -270,7 +270,7 @@ class MoEFFN:
     shared_module: Any
     """The MLP of the shared path; None without one."""
     scale: float = 1.0
-    """What the decoder layer multiplies the block's output with before it adds it."""
+    """The factor by which the decoder layer multiplies the block's output before adding it."""
 
     @property
     def count(self) -> int:
@@ -299,7 +299,7 @@ class MoEFFN:
         return int(getattr(self.shared_module, self.arch.shared_names.down).weight.shape[1])
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """What the router decides on (T, E)."""
+        """The router's logits (T, E)."""
         logits_TE: Tensor = self.router(x_TD)[0]
         return logits_TE
 
@@ -343,7 +343,7 @@ class MoEFFN:
     def restricted(self, allowed_E: Tensor) -> Iterator[None]:
         """Inside, the block routes as if only the allowed experts were there."""
 
-        def route(_: nn.Module, args: Any, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def route(_: nn.Module, args: object, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             logits_TE = out[0]
             allowed_TE = allowed_E.to(logits_TE.device).expand_as(logits_TE)
             weights_TK, chosen_TK = self.routing.choose(logits_TE, allowed_TE)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from moesaic.data.text import mix_weights, stream_texts
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Tokenizer
 
 PIECE = 1_000_000
 """Characters that are tokenised at a time."""
@@ -36,7 +36,7 @@ class PackedText(IterableDataset[dict[str, list[int]]]):
     """
 
     def __init__(
-        self, source: str, tokenizer: Any, length: int, seed: int = 0, buffer: int = 1000
+        self, source: str, tokenizer: Tokenizer, length: int, seed: int = 0, buffer: int = 1000
     ) -> None:
         mixed = "=" in source and not Path(source).is_file()
         self.weights = mix_weights(source) if mixed else {source: 1.0}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Tokenizer
 
 DOMAINS = ("prose", "reference", "code")
 """Domains of the text that ships with the package; each can be named instead of a file."""
@@ -187,7 +188,7 @@ def _hub_rows(source: str, use: str, limit: int | None) -> Iterator[Any]:
         ) from error
 
 
-def windows(texts: Sequence[str], tokenizer: Any, length: int) -> Tensor:
+def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
     """Non-overlapping windows (N, length) of the texts joined by blank lines.
 
     No BOS or other special token is added; the last partial window is dropped.
@@ -198,7 +199,10 @@ def windows(texts: Sequence[str], tokenizer: Any, length: int) -> Tensor:
 
 
 def evaluation_tokens(
-    source: str | Sequence[str], tokenizer: Any, length: int = 512, max_tokens: int | None = None
+    source: str | Sequence[str],
+    tokenizer: Tokenizer,
+    length: int = 512,
+    max_tokens: int | None = None,
 ) -> Tokens:
     """The first windows of a text, in order.
 
@@ -220,7 +224,7 @@ def evaluation_tokens(
 
 def calibration_tokens(
     source: str | Sequence[str],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     samples: int = 100,
     length: int = 256,
     seed: int = 0,
@@ -246,7 +250,7 @@ def calibration_tokens(
     return Tokens(ids[chosen])
 
 
-def _mixed(source: str, tokenizer: Any, samples: int, length: int, seed: int) -> Tokens:
+def _mixed(source: str, tokenizer: Tokenizer, samples: int, length: int, seed: int) -> Tokens:
     """Windows of several sources in proportion to their weights, such as ``code=3,prose=1``."""
     weights = mix_weights(source)
     shares = split_evenly(samples, list(weights.values()))
@@ -298,7 +302,7 @@ PROMPT_KEYS = ("prompt", "instruction", "input", "question")
 
 
 def training_examples(
-    source: str | Sequence[Any], tokenizer: Any, length: int
+    source: str | Sequence[Any], tokenizer: Tokenizer, length: int
 ) -> list[dict[str, list[int]]]:
     """Texts to learn from, as input_ids and labels; IGNORED where nothing is to be predicted.
 

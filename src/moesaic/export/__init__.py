@@ -9,11 +9,12 @@ from typing import Any
 from moesaic.errors import MoesaicError
 from moesaic.export.llamacpp import export_gguf
 from moesaic.export.native import export_native
+from moesaic.foreign import JSON
 
-FORMS: dict[str, Callable[..., dict[str, Any]]] = {"native": export_native, "gguf": export_gguf}
+FORMS: dict[str, Callable[..., JSON]] = {"native": export_native, "gguf": export_gguf}
 
 
-def export(model: str, out: str | Path, to: str = "native", **options: Any) -> dict[str, Any]:
+def export(model: str, out: str | Path, to: str = "native", **options: Any) -> JSON:
     """Write a model in the form that other engines load.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from moesaic.export.targets import (
     backbone_of,
     filled,
 )
+from moesaic.foreign import JSON, Config, Values
 from moesaic.io.checkpoint import Checkpoint, Writer, skeleton
 from moesaic.io.source import Source
 
@@ -94,7 +95,7 @@ def _repeats(headers: Sequence[Header | None], sizes: Sizes) -> str | None:
     return f"room for {told} petals a token beside {sizes.top_k} of {sizes.experts} experts"
 
 
-def _lacks(target: Target, config: Any, sizes: Sizes) -> str | None:
+def _lacks(target: Target, config: Config, sizes: Sizes) -> str | None:
     if config.model_type not in target.bases:
         return f"the attention of {config.model_type}"
     if getattr(config, "mlp_bias", False):
@@ -102,12 +103,12 @@ def _lacks(target: Target, config: Any, sizes: Sizes) -> str | None:
     return target.lacks(config, sizes)
 
 
-def _shared_settings(config: Any) -> dict[str, Any]:
+def _shared_settings(config: Config) -> JSON:
     found = {k: getattr(config, k) for k in SHARED_SETTINGS if hasattr(config, k)}
     return copy.deepcopy(found)
 
 
-def _config(model_type: str, settings: Mapping[str, Any]) -> Any:
+def _config(model_type: str, settings: Values) -> Any:
     config = CONFIG_MAPPING[model_type](**settings)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     return config
@@ -115,7 +116,7 @@ def _config(model_type: str, settings: Mapping[str, Any]) -> Any:
 
 def _costs(
     headers: Sequence[Header | None], widths: Sequence[int], active: int, sizes: Sizes
-) -> dict[str, Any]:
+) -> JSON:
     """Neurons stored and run in all layers, before and after filling up."""
     before = sum(map(backbone_of, headers, widths))
     run = before + sum(h["top_k"] * max(h["petals"]) for h in headers if h and h["petals"])

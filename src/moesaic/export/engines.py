@@ -1,4 +1,4 @@
-"""What the engines that serve native exports accept, read in their own sources.
+"""Limits of the engines that serve native exports, read in their own sources.
 
 transformers is not in the table: every export is run there before it is kept. The others are
 read, not run, but for llama.cpp, which the slow tests run.
@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from moesaic.export.targets import head_dim_of
+from moesaic.foreign import Config
 
 
-def limits(config: Any, ep: int = 1) -> dict[str, list[str]]:
+def limits(config: Config, ep: int = 1) -> dict[str, list[str]]:
     """By engine, what it lacks for a checkpoint of this config; an empty list where nothing.
 
     Args:
@@ -22,7 +23,7 @@ def limits(config: Any, ep: int = 1) -> dict[str, list[str]]:
     return {name: list(engine(config, ep)) for name, engine in ENGINES.items()}
 
 
-def _experts(config: Any) -> int:
+def _experts(config: Config) -> int:
     return next(
         (
             n
@@ -33,18 +34,18 @@ def _experts(config: Any) -> int:
     )
 
 
-def _activation(config: Any) -> Iterator[str]:
+def _activation(config: Config) -> Iterator[str]:
     if config.hidden_act not in ("silu", "swish"):
         yield f"the activation {config.hidden_act}: its experts know silu"
 
 
-def _granite_attention(config: Any) -> Iterator[str]:
+def _granite_attention(config: Config) -> Iterator[str]:
     head_dim = config.hidden_size // config.num_attention_heads
     if head_dim_of(config) != head_dim:
         yield f"heads of {head_dim_of(config)}: its Granite takes hidden size / heads, {head_dim}"
 
 
-def _vllm(config: Any, ep: int) -> Iterator[str]:
+def _vllm(config: Config, ep: int) -> Iterator[str]:
     """vllm-project/vllm: model_executor/models/{granitemoe,granitemoeshared,glm4_moe,mixtral}.py.
 
     ``determine_expert_map`` (layers/fused_moe/layer.py) spreads a remainder of experts over the
@@ -60,7 +61,7 @@ def _vllm(config: Any, ep: int) -> Iterator[str]:
             yield "attention biases: its Granite builds the projections with bias=False"
 
 
-def _sglang(config: Any, ep: int) -> Iterator[str]:
+def _sglang(config: Config, ep: int) -> Iterator[str]:
     """sgl-project/sglang: srt/models/{granitemoeshared,glm4_moe}.py, srt/layers/moe."""
     count = _experts(config)
     if not count:
@@ -74,7 +75,7 @@ def _sglang(config: Any, ep: int) -> Iterator[str]:
         yield f"{count} experts over {ep} ranks: it asserts that they divide"
 
 
-def _llamacpp(config: Any, ep: int) -> Iterator[str]:
+def _llamacpp(config: Config, ep: int) -> Iterator[str]:
     """ggml-org/llama.cpp: src/models/*.cpp, src/llama-hparams.h, conversion/*.py."""
     kind, count = config.model_type, _experts(config)
     if kind == "phi" and config.intermediate_size != 4 * config.hidden_size:

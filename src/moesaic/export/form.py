@@ -1,4 +1,4 @@
-"""What an export is before it is written."""
+"""An export before it is written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,18 @@ from typing import Any
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moesaic.arch.dense import Arch
+from moesaic.foreign import Config, Values
 from moesaic.io.checkpoint import Writer
 
 
 @dataclass(frozen=True)
 class Export:
-    """What becomes of a model, decided before anything is written."""
+    """The form that a model will have, decided before anything is written."""
 
-    config: Any
+    config: Config
     write: Callable[[Writer], None]
-    costs: Mapping[str, Any] = field(default_factory=dict)
-    """What filling up costs."""
+    costs: Values = field(default_factory=dict)
+    """Neurons before and after filling up, by name."""
     exact: bool = True
     """False where weights that should be one are nearly one."""
 
@@ -33,7 +34,7 @@ class Export:
         return str(self.config.model_type)
 
 
-def base_config(config: Any, arch: Arch) -> Any:
+def base_config(config: Config, arch: Arch) -> Any:
     """A converted config as its base's own."""
     plain = copy.deepcopy(config)
     own = CONFIG_MAPPING[arch.model_type]

@@ -14,6 +14,7 @@ from moesaic.errors import MoesaicError
 from moesaic.export.engines import limits
 from moesaic.export.form import run_script
 from moesaic.export.native import export_native
+from moesaic.foreign import JSON
 from moesaic.io.source import resolve
 
 TYPES = ("f32", "bf16", "q8_0")
@@ -48,7 +49,7 @@ def export_gguf(
     converter: str | Path | None = None,
     overwrite: bool = False,
     **native: Any,
-) -> dict[str, Any]:
+) -> JSON:
     """Write a model and its tokenizer as one GGUF file.
 
     A model of a class of this package is exported to a native architecture first.
@@ -75,7 +76,7 @@ def export_gguf(
     source = resolve(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
-        record: dict[str, Any] = {"model_type": source.config.model_type}
+        record: JSON = {"model_type": source.config.model_type}
         folder = source.folder
         asked = native.get("target") or native.get("untie") or native.get("ep", 1) > 1
         if asked or source.config.model_type.startswith(PREFIX):

@@ -13,6 +13,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.export.form import Export, base_config
 from moesaic.export.targets import Header, aligned
+from moesaic.foreign import JSON, Config
 from moesaic.io.checkpoint import Writer, skeleton
 from moesaic.io.source import Source
 from moesaic.layers.base import KINDS
@@ -44,7 +45,7 @@ def reduced(
     numbers = {old: new for new, old in enumerate(stay)}
     counts = {i: count for i, count in enumerate(shape.experts) if count}
     dense = {i: shape.widths[i] for i in stay if i not in counts}
-    costs: dict[str, Any] = {}
+    costs: JSON = {}
     plans: dict[int, Any] = {}
     if counts:
         most = max(counts.values())
@@ -92,7 +93,7 @@ def _spread(values: Any) -> str:
     return "/".join(map(str, sorted(set(values))))
 
 
-def shorten(config: Any, stay: Sequence[int]) -> None:
+def shorten(config: Config, stay: Sequence[int]) -> None:
     """Make a config that of the layers that stay, lists with an entry a layer included."""
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == config.num_hidden_layers:

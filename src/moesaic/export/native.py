@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +17,7 @@ from moesaic.export.carved import as_experts, narrowed
 from moesaic.export.engines import limits
 from moesaic.export.form import Export, run_script
 from moesaic.export.mixtures import reduced
+from moesaic.foreign import JSON
 from moesaic.io.checkpoint import ShardWriter, whole_folder
 from moesaic.io.names import check_out
 from moesaic.io.source import Source, resolve
@@ -41,7 +41,7 @@ def export_native(
     ep: int = 1,
     untie: bool = False,
     overwrite: bool = False,
-) -> dict[str, Any]:
+) -> JSON:
     """Write a converted model as a checkpoint that loads without this package.
 
     The export is loaded in plain transformers, in a process of its own, and its logits are
@@ -80,7 +80,7 @@ def export_native(
 
 
 def decide(source: Source, target: str = "", ep: int = 1) -> Export:
-    """Which architecture holds a model, and how to write it.
+    """The architecture that holds a model, and the way to write it.
 
     Raises:
         MoesaicError: none does; the message says what each lacks.

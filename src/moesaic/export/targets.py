@@ -18,7 +18,7 @@ Shape suffixes beside those of :mod:`moesaic.arch.dense`::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -28,18 +28,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
+from moesaic.foreign import JSON, Config, Values
 
 SMALL = 2.0**-6
 """No logit of a router that chooses several petals is beyond it; most are far below."""
 
-Header = Mapping[str, Any]
+Header = Values
 """One layer of a plan's header."""
 Tensors = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What one config says of all layers."""
+    """The sizes that one config gives to all layers."""
 
     dense: int
     """Leading layers without experts."""
@@ -95,7 +96,7 @@ class Layer:
 
 def copied(ffn: DenseFFN) -> DenseFFN:
     """The same block in memory of its own: files refuse tensors that share theirs."""
-    found: dict[str, Any] = {k: v.clone() for k, v in vars(ffn).items() if isinstance(v, Tensor)}
+    found: JSON = {k: v.clone() for k, v in vars(ffn).items() if isinstance(v, Tensor)}
     return replace(ffn, **found)
 
 
@@ -234,14 +235,14 @@ class Target:
     bases: Collection[str]
     """Dense architectures whose attention, norms and embeddings it has under the same names."""
     sizes: Callable[[Sequence[Header | None], Sequence[int]], Sizes]
-    settings: Callable[[Any, Sizes], dict[str, Any]]
+    settings: Callable[[Any, Sizes], JSON]
     """Its own config attributes, from the base's config."""
     tensors: Callable[[str, Layer, Sizes], Tensors]
     lacks: Callable[[Any, Sizes], str | None]
-    """What of the base's config or of the sizes it cannot hold."""
+    """The part of the base's config or of the sizes that it cannot hold; None if it holds all."""
 
 
-def _granite_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _granite_settings(config: Config, sizes: Sizes) -> JSON:
     return {
         "intermediate_size": sizes.width,
         "shared_intermediate_size": sizes.shared,
@@ -258,7 +259,7 @@ def _granite_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _glm_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _glm_settings(config: Config, sizes: Sizes) -> JSON:
     return {
         "intermediate_size": config.intermediate_size,
         "moe_intermediate_size": sizes.width,
@@ -278,7 +279,7 @@ def _glm_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _mixtral_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
+def _mixtral_settings(config: Config, sizes: Sizes) -> JSON:
     return {
         "intermediate_size": sizes.width,
         "num_local_experts": sizes.experts,
@@ -288,22 +289,22 @@ def _mixtral_settings(config: Any, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def head_dim_of(config: Any) -> int:
+def head_dim_of(config: Config) -> int:
     """Elements of one attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _windowed(config: Any) -> bool:
+def _windowed(config: Config) -> bool:
     window = getattr(config, "sliding_window", None)
     used = getattr(config, "use_sliding_window", True)
     return bool(used and window and window < config.max_position_embeddings)
 
 
-def _granite_lacks(config: Any, sizes: Sizes) -> str | None:
+def _granite_lacks(config: Config, sizes: Sizes) -> str | None:
     return "sliding-window attention" if _windowed(config) else None
 
 
-def _glm_lacks(config: Any, sizes: Sizes) -> str | None:
+def _glm_lacks(config: Config, sizes: Sizes) -> str | None:
     if _windowed(config):
         return "sliding-window attention"
     if config.model_type != "qwen2" and getattr(config, "attention_bias", False):
@@ -311,7 +312,7 @@ def _glm_lacks(config: Any, sizes: Sizes) -> str | None:
     return None
 
 
-def _mixtral_lacks(config: Any, sizes: Sizes) -> str | None:
+def _mixtral_lacks(config: Config, sizes: Sizes) -> str | None:
     if sizes.shared:
         return "a backbone that every token runs"
     return "attention biases" if getattr(config, "attention_bias", False) else None

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Config, Model
 from moesaic.io.names import check_out
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -185,7 +186,7 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
-def narrowed(model: Any) -> Callable[[str], torch.dtype]:
+def narrowed(model: Model) -> Callable[[str], torch.dtype]:
     """The floating-point type that a model gives each tensor: some stay wide for exactness."""
     dtype, wide = model.dtype, model._keep_in_fp32_modules_strict or ()
     types = {name: p.dtype for name, p in model.named_parameters()}
@@ -197,7 +198,7 @@ def narrowed(model: Any) -> Callable[[str], torch.dtype]:
     return of
 
 
-def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
+def skeleton(config: Config, dtype: torch.dtype | None = None) -> Any:
     """The model of a config with parameters on the meta device and real buffers."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM

@@ -42,7 +42,7 @@ def check_out(out: Path, overwrite: bool = False) -> None:
         MoesaicError: it exists and may not be replaced, or is no model folder.
     """
     if out.exists() and not overwrite:
-        raise MoesaicError(f"{out} exists. Choose another name, or overwrite it.")
+        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
     if out.exists() and not (
         out.is_dir() and ((out / "config.json").exists() or not any(out.iterdir()))
     ):

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
+from moesaic.foreign import JSON, Values
 from moesaic.registry import Registry
 
 V_co = TypeVar("V_co", covariant=True)
-Header = Mapping[str, Any]
-"""What ``config.json`` says of a converted layer: enough to build its modules without values."""
+Header = Values
+"""A converted layer in ``config.json``: enough to build its modules without values."""
 
 
 class State(Protocol):
@@ -68,12 +68,12 @@ class Seen(Protocol[V_co]):
 
 @dataclass(frozen=True)
 class Description:
-    """What a layer kind says of one layer, for records."""
+    """A layer in words and figures, for records."""
 
     told: str
-    """What became of the layer, in words."""
-    shape: Mapping[str, Any] = field(default_factory=dict)
-    """What only this kind has."""
+    """The layer's new form, in words: ``6 of 8 experts stay``."""
+    shape: Values = field(default_factory=dict)
+    """Figures that only this kind has."""
 
 
 class LayerPlan(ABC):

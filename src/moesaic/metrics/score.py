@@ -14,13 +14,13 @@ from moesaic.progress import Track, silent
 
 @dataclass(frozen=True)
 class Score:
-    """What ``eval`` reports of one model."""
+    """The figures that ``eval`` reports of one model."""
 
     perplexity: float
     tokens: int
     total_parameters: int
     active_parameters: int
-    """What one token runs on this text, embeddings and head included."""
+    """Parameters that one token runs on this text, embeddings and head included."""
     active_ratio: float
     """Measured on this text's routed tokens."""
     nominal_active_ratio: float

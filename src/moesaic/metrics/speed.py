@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Model, Values
 from moesaic.progress import Track, silent
 
 
@@ -51,7 +51,7 @@ def _clock(device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def _round(model: Any, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+def _round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
     """Seconds for the prompt, and for ``new_tokens`` greedy steps after it."""
     prompt = prompt.to(model.device)
     start = _clock(prompt.device)
@@ -69,7 +69,7 @@ Runner = Callable[[torch.Tensor, int], tuple[float, float]]
 
 
 def compare_speed(
-    models: Mapping[str, Any],
+    models: Values,
     prompt: torch.Tensor,
     new_tokens: int = 32,
     rounds: int = 5,
@@ -116,7 +116,7 @@ def ratio(ours: Timing, theirs: Timing) -> Timing:
     return Timing(tuple(a / b for a, b in zip(ours.values, theirs.values, strict=True)))
 
 
-def against(ours: Speed, theirs: Speed, ideal: float) -> dict[str, dict[str, Any]]:
+def against(ours: Speed, theirs: Speed, ideal: float) -> dict[str, JSON]:
     """How much faster ours is, beside what its active parameters alone would allow.
 
     Args:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import DenseFFN, FFNNames, assembled, dense_ffn
+from moesaic.foreign import Values
 from moesaic.nn.routers import WEIGHING, by_neuron, chosen, make_router, norm_scale
 
 NARROW = 256
@@ -61,7 +62,7 @@ class CarvedFFN(nn.Module):
         top_k: int,
         routing: str,
         bias: bool = False,
-        gate: Mapping[str, Any] | None = None,
+        gate: Values | None = None,
     ) -> None:
         super().__init__()
         for name, projection in projections.items():
@@ -131,7 +132,7 @@ class CarvedFFN(nn.Module):
         return ffn.neurons(*self.slices[number])
 
     def _by_neuron(self, on_TR: Tensor, width: int) -> Tensor:
-        """What is said of each petal, said of each neuron (T, M)."""
+        """Values of experts (T, R) repeated for their neurons (T, M)."""
         return by_neuron(on_TR, self.backbone, self.petals)
 
     def _biased(self, y_TD: Tensor, on_TR: Tensor | None) -> Tensor:
@@ -318,7 +319,7 @@ def projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, n
     return projections
 
 
-def carved_like(ffn: nn.Module, names: FFNNames, header: Mapping[str, Any]) -> CarvedFFN:
+def carved_like(ffn: nn.Module, names: FFNNames, header: Values) -> CarvedFFN:
     """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives."""
     width = header["backbone"] + sum(header["petals"])
     with torch.device("meta"):

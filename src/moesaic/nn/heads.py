@@ -8,13 +8,13 @@ any attention kernel, cache and position embedding works as before.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import AttentionNames
+from moesaic.foreign import Values
 
 
 def spread(x: Tensor, kept: Tensor, size: int) -> Tensor:
@@ -76,7 +76,7 @@ class PartialAttention(nn.Module):
         self,
         names: AttentionNames,
         sizes: Mapping[str, int],
-        header: Mapping[str, Any],
+        header: Values,
         hidden_size: int,
         head_dim: int,
         value_start: int,
@@ -86,6 +86,7 @@ class PartialAttention(nn.Module):
         self.names, self.sizes, self.mask_outputs = names, dict(sizes), header["mask_outputs"]
         self.value_start, self.outputs = value_start, outputs
         self.mask: Tensor | None = None
+        self.columns: Tensor | None
         self._watched: dict[int, str] = {}
         # index lists stay out of the router, whose tensors are kept in float32
         for name, count in header["rows"].items():
@@ -101,7 +102,7 @@ class PartialAttention(nn.Module):
         """Act on this module from now on."""
         attention.register_forward_pre_hook(self._before, with_kwargs=True)
 
-    def _before(self, attention: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, attention: nn.Module, args: tuple[Tensor, ...], kwargs: Values) -> None:
         if self.router is not None:
             self.mask = self.router(
                 kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -117,7 +118,7 @@ class PartialAttention(nn.Module):
             elif self._writes not in projection._forward_hooks.values():
                 projection.register_forward_hook(self._writes)
 
-    def _writes(self, projection: nn.Module, args: Any, out: Tensor) -> Tensor:
+    def _writes(self, projection: nn.Module, args: object, out: Tensor) -> Tensor:
         name = self._watched.get(id(projection))
         if name is None:
             return out
@@ -128,7 +129,7 @@ class PartialAttention(nn.Module):
             out = over_heads(out, self.mask, self.value_start)
         return out
 
-    def _reads(self, projection: nn.Module, args: Any) -> Any:
+    def _reads(self, projection: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         if id(projection) not in self._watched:
             return args
         (x,) = args

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -15,7 +16,10 @@ Inputs = tuple[Tensor, ...]
 
 
 class Masker(Protocol):
-    """Chooses the part of a layer that a token uses. Shape suffixes: B texts, L tokens, M neurons."""
+    """Chooses the part of a layer that a token uses.
+
+    Shape suffixes: B texts, L tokens, M neurons.
+    """
 
     def attention(self, index: int, x_BLD: Tensor) -> Mapping[str, Tensor]:
         """Masks by projection, from attention's input: of what q, k and v write, and o reads."""

@@ -1,4 +1,4 @@
-"""What chooses a token's petals, and weighs them.
+"""Routers of carved layers: they choose a token's experts, or weigh them.
 
 A router that only chooses returns the petals' numbers (T, K); one that weighs returns a weight for
 every petal (T, R), zero where the token does not run it.
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from moesaic.foreign import JSON
 
 CHOOSING = ("cosine", "random", "linear", "backbone")
 
@@ -92,6 +94,11 @@ class Router(nn.Module):
             scores_TR = torch.frac(scores_TR.abs() * 1e4)
         return scores_TR
 
+    @property
+    def learns(self) -> bool:
+        """Its weights have a gradient in training; a random choice has none."""
+        return self.routing != "random"
+
     def extra_repr(self) -> str:
         experts, inputs = self.weight.shape
         return f"{inputs} -> top-{self.top_k} of {experts}, {self.routing}"
@@ -115,7 +122,7 @@ def _widths(petals: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def by_neuron(on_TR: Tensor, backbone: int, petals: tuple[int, ...]) -> Tensor:
-    """What is said of each petal, said of its neurons; ones for the backbone's (T, M)."""
+    """Values of experts (T, R) repeated for their neurons (T, M); ones for the shared neurons."""
     widths = _widths(petals, on_TR.device)
     on_TM = on_TR.repeat_interleave(widths, dim=1, output_size=sum(petals))
     return F.pad(on_TM, (backbone, 0), value=1)
@@ -236,7 +243,7 @@ class SoftmaxRouter(nn.Module):
         return f"{hidden_size} -> top-{self.top_k} of {experts}"
 
 
-WEIGHING: dict[str, Any] = {"threshold": ThresholdRouter, "softmax": SoftmaxRouter}
+WEIGHING: JSON = {"threshold": ThresholdRouter, "softmax": SoftmaxRouter}
 
 
 def make_router(

@@ -11,7 +11,7 @@ RULES = ("top2", "tail")
 
 
 def survivors(weights_TK: Tensor, beta: float, rule: str) -> Tensor:
-    """Which of a token's experts stay, for weights in falling order (T, K), bool.
+    """The experts of a token that stay, for weights in falling order (T, K), bool.
 
     ``top2``: the second goes when w_2 < beta w_1 (Sec. 3.3). ``tail``: the smallest i stay for
     which the sum of the others is below beta times the sum of all (App. A.2).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from moesaic.config import RunArgs
 from moesaic.data.text import Tokens, calibration_tokens, shared_out
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Values
 from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source, resolve
 from moesaic.layers.base import LayerPlan
@@ -140,7 +141,7 @@ class Job(Generic[A]):
         own = self.args.inplace if inplace is None else inplace
         return self.original if own else copy.deepcopy(self.original)
 
-    def finished(self, request: Mapping[str, Any]) -> Finished:
+    def finished(self, request: Values) -> Finished:
         """Layers of this request that were decided before, and where new ones are kept.
 
         Args:
@@ -155,8 +156,8 @@ class Job(Generic[A]):
 class Finished:
     """Layers that were decided, kept on disk too if there is a folder for them."""
 
-    def __init__(self, folder: Path | None, request: Mapping[str, Any]) -> None:
-        self.store: dict[tuple[str, int], tuple[LayerPlan, dict[str, Any]]] = {}
+    def __init__(self, folder: Path | None, request: Values) -> None:
+        self.store: dict[tuple[str, int], tuple[LayerPlan, JSON]] = {}
         self._file = None
         if folder is not None:
             self._file = Progress(folder, request)
@@ -165,10 +166,10 @@ class Finished:
     def __contains__(self, key: tuple[str, int]) -> bool:
         return key in self.store
 
-    def __getitem__(self, key: tuple[str, int]) -> tuple[LayerPlan, dict[str, Any]]:
+    def __getitem__(self, key: tuple[str, int]) -> tuple[LayerPlan, JSON]:
         return self.store[key]
 
-    def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
+    def add(self, name: str, index: int, layer: LayerPlan, analysis: JSON) -> None:
         """Keep a decided layer.
 
         Args:

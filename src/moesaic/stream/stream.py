@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import PREFIX, Arch, DenseFFN
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import Checkpoint, narrowed, skeleton
 from moesaic.io.checkpoint import cast as as_dtype
 from moesaic.io.naming import Naming
@@ -143,7 +144,7 @@ class Site(Generic[V]):
         self._hidden = hidden
 
 
-StandIn = Callable[[int, Tensor, dict[str, Any]], Tensor]
+StandIn = Callable[[int, Tensor, JSON], Tensor]
 
 
 @dataclass
@@ -152,7 +153,7 @@ class Block:
 
     index: int
     layer: nn.Module
-    _kwargs: list[list[dict[str, Any]]]
+    _kwargs: list[list[JSON]]
 
     def outputs(self, states: Iterable[Tensor], layer: nn.Module | None = None) -> Iterator[Tensor]:
         """What the layer makes of each batch's hidden states (B, L, D).
@@ -189,7 +190,7 @@ class LayerStream(Generic[V]):
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         arch: Arch,
         tokens: Tokens,
         layers: Collection[int] | None = None,
@@ -199,9 +200,9 @@ class LayerStream(Generic[V]):
         spill_bytes: int = 4 << 30,
         cache_bytes: int = 2 << 30,
         follow: bool = False,
-        open_rest: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        open_head: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        open_layer: Callable[[int], AbstractContextManager[Any]] = lambda _: nullcontext(),
+        open_rest: Callable[[], AbstractContextManager[None]] = nullcontext,
+        open_head: Callable[[], AbstractContextManager[None]] = nullcontext,
+        open_layer: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.model = model
         self.arch = arch
@@ -220,7 +221,7 @@ class LayerStream(Generic[V]):
     def from_disk(
         cls,
         checkpoint: Checkpoint,
-        config: Any,
+        config: Config,
         arch: Arch,
         tokens: Tokens,
         layers: Collection[int] | None = None,
@@ -322,9 +323,7 @@ class LayerStream(Generic[V]):
                 if spill is not None:
                     spill.clear()
 
-    def blocks(
-        self, kwargs: list[list[dict[str, Any]]], stop: int | None = None
-    ) -> Iterator[Block]:
+    def blocks(self, kwargs: list[list[JSON]], stop: int | None = None) -> Iterator[Block]:
         """Every layer in order, each open while its turn lasts.
 
         Args:
@@ -385,7 +384,7 @@ class LayerStream(Generic[V]):
                         "narrow: try dtype float32."
                     )
 
-        def after(_: nn.Module, args: Any, out: Tensor | tuple[Tensor, ...]) -> None:
+        def after(_: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
             if outputs is not None and self._follow:
                 y = out[0] if isinstance(out, tuple) else out
                 outputs.append(valid(y, next(leaving)))
@@ -402,13 +401,13 @@ class LayerStream(Generic[V]):
         return (batch.attention_mask for batch in self._batches)
 
     @torch.no_grad()
-    def record(self) -> tuple[Spill, list[list[dict[str, Any]]]]:
+    def record(self) -> tuple[Spill, list[list[JSON]]]:
         """Embeddings of every batch, and the keyword arguments of every block for it."""
         hidden = Spill(self._spill_bytes // 2)
-        kwargs: list[list[dict[str, Any]]] = []
+        kwargs: list[list[JSON]] = []
         first: list[Tensor] = []
 
-        def identity(index: int, states: Tensor, given: dict[str, Any]) -> Tensor:
+        def identity(index: int, states: Tensor, given: JSON) -> Tensor:
             if index == 0:
                 first.append(states)
             kwargs[-1].append(given)
@@ -421,7 +420,7 @@ class LayerStream(Generic[V]):
                 hidden.append(first.pop())
         return hidden, kwargs
 
-    def _run(self, model: Any, batch: Tokens) -> Any:
+    def _run(self, model: Model, batch: Tokens) -> Any:
         device = self.model.get_input_embeddings().weight.device
         mask = batch.attention_mask
         return model(
@@ -431,9 +430,7 @@ class LayerStream(Generic[V]):
         )
 
     @contextmanager
-    def _replaced(
-        self, stand_in: Callable[[int, Tensor, dict[str, Any]], Tensor]
-    ) -> Iterator[None]:
+    def _replaced(self, stand_in: Callable[[int, Tensor, JSON], Tensor]) -> Iterator[None]:
         """Inside, every block is ``stand_in(index, hidden states, keyword arguments)``."""
         layers = self.arch.layers(self.model)
         for index, layer in enumerate(layers):
