@@ -506,3 +506,47 @@ def test_a_long_title_fits_the_picture():
     titles = [t for t in root.iter("{http://www.w3.org/2000/svg}text") if "title" in t.get("class")]
     assert len(titles) == 2
     assert max(len(t.text) for t in titles) <= 112
+
+
+# --- drawings that suit a step -------------------------------------------------------------------
+
+
+def test_learned_experts_are_drawn():
+    seen = {
+        "expert_widths": [30, 40, 50, 60],
+        "union": 0.9,
+        "similarity": [[1.0, 0.5], [0.5, 1.0]],
+        "qk": 8,
+        "vo": 12,
+        "head_dim": 16,
+    }
+    logs = [{"step": n, "distillation": 1 / n, "balance": 0.1 * n} for n in (1, 2, 3)]
+    training = {
+        "what": "experts and routers",
+        "losses": logs,
+        "trained_parameters": 9,
+        "labels": {"distillation": "KL divergence"},
+    }
+    record = with_step(make(), kind="learned", unit="expert", summary={"training": training})
+    record.layers = [
+        replace(x, shape={}, analysis=seen, width_before=100, active_width=60) if x.changed else x
+        for x in record.layers
+    ]
+    page = Page(report.html([record]))
+    for shown in ("Width by layer", "The union of experts", "Widths of experts", "Similarity of"):
+        assert shown in page.text, shown
+    assert "layer 2, FFN, an expert: 60 %" in page.text.replace("\xa0", " ")
+    assert "KL divergence" in page.text
+    assert "balance" in page.text
+    card = report.model_card(record, "")
+    assert "Trained: experts and routers, 3 steps." in card
+    assert "base model's own" in card
+    assert "Nothing was trained" not in card
+
+
+def test_active_blocks_are_drawn_by_text():
+    record = with_step(make(), kind="gated")
+    record.measured["activity"] = {"code": {"2": 1.5, "3": 2.0}, "prose": {"2": 1.0, "3": 3.5}}
+    page = Page(report.html([record]))
+    assert "How many blocks tokens run" in page.text
+    assert "layer 3, prose: 3.50 of 4 blocks" in page.text
