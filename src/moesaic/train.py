@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,11 +20,20 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 
-from moesaic.data.text import IGNORED
+from moesaic.config import MethodConfig
+from moesaic.data.text import IGNORED, Tokens, training_examples
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Model, Tokenizer
 from moesaic.progress import Figures, Track, silent
 
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
@@ -55,25 +64,29 @@ class Schedule:
     """Steps between checkpoints."""
     epochs: float = 1.0
     decay: str = "cosine"
-    """What becomes of the rate after the warm-up: cosine or constant."""
+    """The rate after the warm-up: cosine, to 0, or constant."""
     recompute: bool = False
     """Gradient checkpointing: half as much again in time, for much less memory."""
 
     @classmethod
-    def of(cls, config: Any) -> Schedule:
-        """What a method's config says of it, field by field."""
+    def of(cls, config: MethodConfig) -> Schedule:
+        """The schedule of a method's config, field by field."""
         names = [field.name for field in fields(cls) if hasattr(config, field.name)]
         return cls(**{name: getattr(config, name) for name in names})
 
 
-def checkpointing(model: Any, do: str) -> Any:
+def checkpointing(model: nn.Module, do: str) -> Callable[..., None]:
     """transformers' method to enable or disable it, by its name of today or its old one."""
     names = (f"{kind}_checkpointing_{do}" for kind in ("activation", "gradient"))
-    return next(getattr(model, name) for name in names if hasattr(model, name))
+    method: Callable[..., None] = next(getattr(model, n) for n in names if hasattr(model, n))
+    return method
 
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
     """A batch, padded on the right; padding is neither seen nor predicted.
+
+    Returns:
+        ``input_ids``, ``labels`` and ``attention_mask`` (B, L).
 
     >>> batch = collate([{"input_ids": [5, 6], "labels": [-100, 6]},
     ...                  {"input_ids": [7], "labels": [7]}])
@@ -93,15 +106,44 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
     }
 
 
+def examples_of(
+    given: str | Sequence[Any] | Tokens | Tensor, tokenizer: Tokenizer | None, length: int
+) -> list[Example]:
+    """Texts to train on, whatever they are given as.
+
+    Args:
+        given: a source; texts, or mappings with a prompt and an answer; mappings with input_ids
+            and labels; or tokens (N, L).
+        tokenizer: for text.
+        length: tokens of a text at most.
+
+    Returns:
+        ``input_ids`` and ``labels`` of each text.
+
+    Raises:
+        MoesaicError: there is no such text, or no tokenizer for it.
+    """
+    if isinstance(given, Tensor):
+        given = Tokens(given.to(torch.int64))
+    if isinstance(given, Tokens):
+        return given.examples()
+    rows = [] if isinstance(given, str) else given
+    if len(rows) > 0 and isinstance(rows[0], Mapping) and "labels" in rows[0]:
+        return list(given)
+    if tokenizer is None and not (isinstance(given, str) and given.endswith(".safetensors")):
+        raise MoesaicError("Training text needs a tokenizer: pass tokenizer=, or token ids.")
+    return training_examples(given, tokenizer, length)
+
+
 # --- what is minimised ---------------------------------------------------------------------------
 
 
 @dataclass
 class Objective(ABC):
-    """What training minimises, where that is not the model's own next-token loss."""
+    """A loss to minimise instead of the model's own next-token loss."""
 
     state: dict[str, float] = field(default_factory=dict, init=False)
-    """What it has adapted, and a resumed run continues from."""
+    """Values that it adapts; a resumed run continues from them."""
 
     @abstractmethod
     def __call__(
@@ -109,7 +151,7 @@ class Objective(ABC):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a batch, and figures to log, as sums over the tokens of :func:`predicting`.
 
-        What is minimised and logged is their mean over all such tokens of a step.
+        Minimised and logged is their mean over all such tokens of a step.
         """
 
     def stepped(self, figures: dict[str, float]) -> dict[str, float]:
@@ -118,7 +160,7 @@ class Objective(ABC):
 
 
 def predicting(labels_BL: Tensor) -> Tensor:
-    """Which tokens are followed by one that is to be predicted (B, L), bool.
+    """True for tokens that are followed by one to be predicted (B, L).
 
     >>> predicting(torch.tensor([[-100, -100, 5, 6]])).tolist()
     [[False, True, True, False]]
@@ -149,7 +191,7 @@ def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tenso
 class Distillation(Objective):
     """The target is a teacher's next-token distribution."""
 
-    def __init__(self, teacher: Any) -> None:
+    def __init__(self, teacher: Model) -> None:
         super().__init__()
         self.teacher = teacher.eval()
 
@@ -177,10 +219,11 @@ class _Loop(Trainer):  # type: ignore[misc]
         model: nn.Module,
         inputs: dict[str, Tensor],
         return_outputs: bool = False,
-        num_items_in_batch: Any = None,
-    ) -> Any:
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         if self.objective is None:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            own: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return own
         count = predicting(inputs["labels"]).sum()
         loss, figures = self.objective(model, inputs)
         sums = {"tokens": count, **figures}
@@ -192,7 +235,7 @@ class _Loop(Trainer):  # type: ignore[misc]
             loss = loss * self.accelerator.num_processes / num_items_in_batch
         return (loss, {}) if return_outputs else loss
 
-    def log(self, logs: dict[str, float], *rest: Any, **options: Any) -> None:
+    def log(self, logs: dict[str, float], *rest: object, **options: object) -> None:
         if self.objective is not None and self._sums is not None and "loss" in logs:
             names, sums = zip(*self._sums.items(), strict=True)
             whole = self.accelerator.reduce(torch.stack([s.double() for s in sums]), "sum")
@@ -202,7 +245,9 @@ class _Loop(Trainer):  # type: ignore[misc]
             self._sums = None
         super().log(logs, *rest, **options)
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(
+        self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
+    ) -> None:
         model = self.accelerator.unwrap_model(self.model)
         wanted = {n for n, p in model.named_parameters() if p.requires_grad}
         state = model.state_dict() if state_dict is None else state_dict
@@ -213,7 +258,9 @@ class _Loop(Trainer):  # type: ignore[misc]
         if self.objective is not None:
             (folder / STATE_NAME).write_text(json.dumps(self.objective.state))
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         trained = load_file(Path(resume_from_checkpoint) / TRAINED_NAME)
         model = self.accelerator.unwrap_model(self.model if model is None else model)
         _, unexpected = model.load_state_dict(trained, strict=False)
@@ -236,10 +283,17 @@ class _Bar(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, track: Track) -> None:
         self._track = track
-        self._passing: Any = None
+        self._passing: Iterator[Figures] | None = None
         self._figures = Figures()
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: object,
+    ) -> None:
         if not logs or "loss" not in logs or not state.is_world_process_zero:
             return
         self._figures = Figures({k: v for k, v in logs.items() if k not in NOT_DRAWN})
@@ -255,7 +309,7 @@ class _Bar(TrainerCallback):  # type: ignore[misc]
 
 
 def train(
-    model: Any,
+    model: nn.Module,
     examples: Sequence[Example] | IterableDataset[Example],
     schedule: Schedule,
     folder: Path | None = None,
@@ -279,7 +333,10 @@ def train(
         track: shows progress.
 
     Returns:
-        step, loss, learning rate and the objective's figures of every step.
+        of every step ``step``, ``loss``, ``learning_rate`` and the objective's figures.
+
+    Raises:
+        MoesaicError: nothing is left to train, or the folder holds another run.
     """
     if folder is None:
         with TemporaryDirectory(prefix="moesaic-") as scratch:
@@ -293,7 +350,7 @@ def train(
                 device=device,
                 track=track,
             )
-    dtype = model.dtype
+    dtype: object = model.dtype
     if not trainable:
         raise MoesaicError("Nothing is left to train.")
     model.requires_grad_(False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import Arch, weight_of
 from moesaic.errors import MoesaicError
 
 
@@ -32,15 +32,9 @@ def layer_sizes(model: nn.Module, arch: Arch) -> list[LayerSize]:
     """Count each layer of a dense model; a skeleton on the meta device will do."""
     sizes = []
     for layer in arch.layers(model):
-        ffn = arch.ffn_of(layer)
-        sizes.append(
-            LayerSize(
-                attention=arch.attention_size(layer),
-                ffn=sum(getattr(ffn, name).weight.numel() for name in arch.ffn.projections),
-                width=getattr(ffn, arch.ffn.down).weight.shape[1],
-                hidden=getattr(ffn, arch.ffn.down).weight.shape[0],
-            )
-        )
+        use = arch.use(layer)
+        hidden = weight_of(arch.ffn_of(layer), arch.ffn.down).shape[0]
+        sizes.append(LayerSize(use.attention, use.ffn, use.width, hidden))
     return sizes
 
 
@@ -54,29 +48,6 @@ def active_ratio(sizes: Sequence[LayerSize], active_width: Mapping[int, float]) 
     total = sum(s.attention + s.ffn for s in sizes)
     idle = sum(sizes[i].ffn * (1 - width / sizes[i].width) for i, width in active_width.items())
     return 1 - idle / total
-
-
-def chosen_layers(spec: str | tuple[int, ...] | list[int], count: int) -> list[int]:
-    """Which layers to carve (MoRE, App. E.4 and Table 12)."""
-    named = {
-        "all": range(count),
-        "last-half": range(count // 2, count),
-        "uniform": range(1, count, 2),
-        "early-middle": range(count // 2),
-    }
-    if isinstance(spec, str):
-        if spec in named:
-            return list(named[spec])
-        try:
-            spec = tuple(int(part) for part in spec.split(","))
-        except ValueError:
-            raise MoesaicError(
-                f"--layers {spec!r} is none of {', '.join(named)}, nor numbers such as 4,5,6."
-            ) from None
-    layers = sorted(set(spec))
-    if not layers or layers[0] < 0 or layers[-1] >= count:
-        raise MoesaicError(f"--layers must name layers from 0 to {count - 1}; got {list(spec)}.")
-    return layers
 
 
 def ffn_share(sizes: Sequence[LayerSize], layers: Sequence[int], active: float) -> float:
@@ -115,19 +86,19 @@ def split_for_target(
         MoesaicError: the target is out of reach; the message says what is within it.
     """
     if not 0 < active <= 1:
-        raise MoesaicError(f"--active {active:g} is not a ratio; it must be above 0, at most 1.")
+        raise MoesaicError(f"active {active:g} is not a ratio; it must be above 0, at most 1.")
     if not layers:
         raise MoesaicError("No layer is chosen to be carved.")
     if not 0 < top_k < experts:
-        raise MoesaicError(f"--top-k {top_k} must be at least 1 and below --experts {experts}.")
+        raise MoesaicError(f"top_k {top_k} must be at least 1 and below experts {experts}.")
     share = ffn_share(sizes, layers, active)
     if share < top_k / experts:
         lowest = {i: sizes[i].width * top_k / experts for i in layers}
         everywhere = {i: s.width * top_k / experts for i, s in enumerate(sizes)}
         raise MoesaicError(
-            f"--active {active:g} is out of reach: {len(layers)} of {len(sizes)} layers with "
+            f"active {active:g} is out of reach: {len(layers)} of {len(sizes)} layers with "
             f"{experts} experts, top-{top_k}, can go down to {active_ratio(sizes, lowest):.3f} "
-            f"({active_ratio(sizes, everywhere):.3f} with --layers all). "
+            f"({active_ratio(sizes, everywhere):.3f} with layers=all). "
             "Carve more layers or use more experts."
         )
     splits = {}
@@ -156,7 +127,7 @@ def solved_top_k(
 
 
 def alignment(width: int, idle: int) -> int:
-    """What petal sizes are a multiple of: kernels and native formats like 32, 16 or 8.
+    """The number that petal sizes are a multiple of: kernels and native formats like 32, 16 or 8.
 
     The largest of them whose rounding, times the ``idle`` petals of a token, stays within 1 % of
     the layer's width.

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
+from torch import nn
 
-from moesaic.methods.beyond.refit import refitted
+from moesaic.arch.dense import DenseFFN
+from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.foreign import JSON
 from moesaic.plan import Plan
-from moesaic.progress import Track
-from moesaic.result import Finished, Job
+from moesaic.stream.job import Finished, Job
 from moesaic.surgery import applied
 
 
 @torch.no_grad()
 def recover(
-    job: Job,
+    job: Job[MoEArch],
     plans: Mapping[str, Plan],
     finished: Finished,
-    track: Track,
     *,
     propagate: bool = False,
-) -> tuple[dict[str, Plan], dict[int, dict[str, Any]]]:
-    """Refit every layer of some plans of one model; see :mod:`moesaic.methods.beyond.refit`.
+) -> tuple[dict[str, Plan], dict[int, JSON]]:
+    """Refit every layer of some plans of one model; see :meth:`LayerPlan.refit`.
 
     Where there are several processes each does all of it, with the same result.
 
@@ -36,23 +36,27 @@ def recover(
         job: the model and the calibration tokens.
         plans: by name; "result" is the one that matters.
         finished: layers that were refitted before, and where new ones are kept.
-        track: shows progress.
         propagate: fit each layer on what the converted layers before it pass on; of one plan.
 
     Returns:
-        the plans, and what was recovered of each layer of "result".
+        the plans, and by layer of "result" ``lost``, ``recovered`` and ``strength`` for the record.
 
     Raises:
-        MoesaicError: the request cannot be met.
+        MoesaicError: layers of some plan's kind are not refitted.
     """
+
+    def view(layer: nn.Module) -> DenseFFN | MoEFFN:
+        return job.arch.mixture(layer) if job.arch.is_moe(layer) else job.arch.dense(layer)
+
     layers = sorted({i for plan in plans.values() for i in plan.layers})
     wanted = {(name, i) for name, plan in plans.items() for i in plan.layers}
     if not all((f"{name}-refit", i) in finished for name, i in wanted):
-        for site in track(job.stream(layers, follow=propagate), "Refitting layers", len(layers)):
+        stream = job.stream(layers, view, follow=propagate)
+        for site in job.args.track(stream, "Refitting layers", len(layers)):
             i = site.index
             for name, plan in plans.items():
                 if (name, i) in wanted and (f"{name}-refit", i) not in finished:
-                    layer, found = refitted(plan.layers[i], site)
+                    layer, found = plan.layers[i].refit(site)
                     finished.add(f"{name}-refit", i, layer, found)
             if propagate:
                 site.change = applied(site.layer, job.arch, finished["result-refit", i][0])

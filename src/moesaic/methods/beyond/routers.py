@@ -1,8 +1,8 @@
-"""Routers in closed form: a regression from what a router sees to the energies of the petals.
+"""Routers in closed form: a regression from a router's inputs to the energies of the petals.
 
 Not in a paper. MoRE's router compares x with the mean x of each petal's tokens (Eqs. 11 to 13).
-What it should find are the petals whose absence would change the output most. By the triangle
-inequality's square that is about their *weighted energy*,
+It should find the petals whose absence would change the output most. By the triangle inequality's
+square that is about their *weighted energy*,
 
     A_e(t) = sqrt(sum over j in petal e of (h_j(t) ||W_down[:, j]||)^2),
 
@@ -27,12 +27,12 @@ from moesaic.stream.stream import Site
 
 
 def neuron_weights(ffn: DenseFFN) -> Tensor:
-    """||W_down[:, j]||_2, what a neuron's activation is worth in the output (M,)."""
+    """||W_down[:, j]||_2, the size of a neuron's contribution to the output for h_j = 1 (M,)."""
     return ffn.down_DM.float().norm(dim=0)
 
 
 def petal_energies(h_TM: Tensor, norm_M: Tensor, petals: Sequence[Tensor]) -> Tensor:
-    """A, the weighted energy of each petal (T, R).
+    """A, the weighted energy of each petal for each token (T, R).
 
     >>> one, two = torch.tensor([0]), torch.tensor([1, 2])
     >>> petal_energies(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([5.0, 1.0, 2.0]), [one, two])
@@ -45,7 +45,7 @@ def petal_energies(h_TM: Tensor, norm_M: Tensor, petals: Sequence[Tensor]) -> Te
 
 
 def fit_router(
-    site: Site, backbone: Tensor, petals: Sequence[Tensor], sees_backbone: bool
+    site: Site[DenseFFN], backbone: Tensor, petals: Sequence[Tensor], sees_backbone: bool
 ) -> Tensor:
     """The router of a layer, by ridge regression.
 

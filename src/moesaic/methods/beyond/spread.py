@@ -18,14 +18,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moesaic.methods.budget import LayerSize, Split
+from moesaic.arch.dense import DenseFFN
 from moesaic.errors import MoesaicError
 from moesaic.methods.beyond.routers import neuron_weights
+from moesaic.methods.budget import LayerSize, Split
 from moesaic.stream.stream import Site
 
 
-def losses(site: Site) -> Tensor:
-    """l, what leaving each neuron out would change, relative to the residual stream (M,)."""
+def losses(site: Site[DenseFFN]) -> Tensor:
+    """l, the change that leaving each neuron out makes, relative to the residual stream (M,)."""
     ffn = site.view
     sum_M = torch.zeros(ffn.width, dtype=torch.float64, device=ffn.device)
     worth_M = neuron_weights(ffn)
@@ -75,7 +76,7 @@ def spread_splits(
         steps += [(value / (cost[i] * idle), i) for value in cheapest_M.tolist()]
     if sum(cost[i] * idle for _, i in steps) < budget * 0.999:
         raise MoesaicError(
-            f"--active {active:g} is out of reach with {experts} experts, top-{top_k}, and at "
+            f"active {active:g} is out of reach with {experts} experts, top-{top_k}, and at "
             f"least {least:g} of each layer active. Carve more layers or use more experts."
         )
     petal = dict.fromkeys(losses_M, 0)

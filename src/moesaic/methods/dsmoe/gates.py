@@ -32,94 +32,17 @@ Where the paper is silent or we depart from it:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.methods.budget import LayerSize, active_ratio, chosen_layers, ffn_share
-from moesaic.errors import MoesaicError
-from moesaic.plan import CarvedLayer
-from moesaic.train import Objective, Schedule, next_token_loss, predicting
+from moesaic.methods.dsmoe.config import DSMoEConfig
+from moesaic.train import Objective, next_token_loss, predicting
 
 SWIFT = 10.0
 """The controller's proportional gain, relative to the integral one: steps it looks back on."""
-
-Variant = Literal["full", "no-straight-through", "no-piecewise", "top-k"]
-
-
-@dataclass(frozen=True)
-class DSMoEConfig:
-    """Options of DSMoE. The defaults are the paper's, or our decision where it gives none."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    active: float | None = None
-    """Target active ratio of the whole model, reached by moving lambda; None leaves it as it is."""
-    experts: int = 8
-    """Blocks n a layer."""
-    layers: str | tuple[int, ...] = "all"
-    """all, last-half, uniform, early-middle, or layer numbers."""
-    variant: Variant = "full"
-    """full; no-straight-through (G for S in Eq. 11), no-piecewise (Eq. 20), top-k (LLaMA-MoE)."""
-    tau: float = 0.5
-    """Threshold of the gates."""
-    sparsity: float = 1.0
-    """lambda: the weight of the sparsity loss."""
-    gain: float = 0.3
-    """What lambda grows by in a step in which all blocks are active and none should be."""
-    gate_bias: float = 0.0
-    """Added to every gate's logit."""
-    force_one: bool = False
-    """A token with no gate above tau runs the largest."""
-    top_k: int | None = None
-    """top-k: blocks a token runs; None for as many as ``active`` asks for."""
-    top_k_scale: float = 1.0
-    """top-k: the sum of a token's weights."""
-    balance: float = 0.01
-    """top-k: the weight of the load-balance loss."""
-    data: str = ""
-    """Text to train on: as for --calibration, a mix of weights included."""
-    length: int = 1024
-    """Tokens a window."""
-    steps: int = 1000
-    """Optimizer steps; the paper's 10B tokens are 305,176 of its batches."""
-    batch: int = 32
-    """Windows a process takes at a time."""
-    accumulate: int = 1
-    """Batches before the weights move."""
-    lr: float = 2e-5
-    warmup: float = 0.1
-    """The share of the steps in which the rate rises."""
-    weight_decay: float = 0.0
-    recompute: bool = False
-    """Gradient checkpointing."""
-    save_every: int = 100
-    """Steps between checkpoints."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.variant not in get_args(Variant):
-            raise MoesaicError(
-                f"Unknown variant {self.variant!r}; choose from {', '.join(get_args(Variant))}."
-            )
-        if self.active is not None and not 0 < self.active <= 1:
-            raise MoesaicError(f"--active {self.active:g} is not a ratio above 0, at most 1.")
-        if not 0 <= self.tau < 1 or not 0 <= self.warmup < 1:
-            raise MoesaicError("tau and warmup must be at least 0 and below 1.")
-        for name in ("experts", "length", "steps", "batch", "accumulate", "save_every"):
-            if getattr(self, name) < 1:
-                raise MoesaicError(f"{name} must be at least 1.")
-        if self.top_k is not None and not 0 < self.top_k <= self.experts:
-            raise MoesaicError(f"--top-k {self.top_k} is not from 1 to --experts {self.experts}.")
-
-    @property
-    def schedule(self) -> Schedule:
-        """What the training loop needs to know."""
-        return Schedule.of(self)
 
 
 # --- losses --------------------------------------------------------------------------------------
@@ -151,10 +74,14 @@ def imbalance(weights_TN: Tensor, probabilities_TN: Tensor) -> Tensor:
 
 @contextmanager
 def recorded(routers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
-    """What goes in and out of each router inside."""
+    """Records the input and the output of each router while the context lasts.
+
+    Yields:
+        by router its input (T, D) and its output (T, N).
+    """
     seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
-    def note(router: nn.Module, args: Any, out: Tensor) -> None:
+    def note(router: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         seen[router] = (args[0], out)
 
     handles = [router.register_forward_hook(note) for router in routers]
@@ -225,83 +152,3 @@ class SparseObjective(Objective):
             weight = self.config.sparsity + total + SWIFT * gain * excess
             self.state = {"lambda": weight, "sum": total}
         return {"lambda": used}
-
-
-# --- the method ----------------------------------------------------------------------------------
-
-
-class DSMoE:
-    """Split every FFN into blocks with gates, then train everything."""
-
-    name = "dsmoe"
-
-    def __init__(self, config: DSMoEConfig) -> None:
-        self.config = config
-
-    def target(self, sizes: list[LayerSize]) -> float | None:
-        """The share of blocks to be active that ``active`` asks for.
-
-        Raises:
-            MoesaicError: the FFNs are too small a part of the model.
-        """
-        config = self.config
-        if config.active is None:
-            return None
-        layers = chosen_layers(config.layers, len(sizes))
-        share = ffn_share(sizes, layers, config.active)
-        if share * config.experts < 1:
-            least = active_ratio(sizes, {i: sizes[i].width / config.experts for i in layers})
-            raise MoesaicError(
-                f"--active {config.active:g} is out of reach: with one of {config.experts} blocks "
-                f"in each of {len(layers)} layers the ratio is {least:.3f}."
-            )
-        return share
-
-    def start(self, sizes: list[LayerSize]) -> Mapping[int, CarvedLayer]:
-        """The layers as training finds them: dense weights, random gates.
-
-        Raises:
-            MoesaicError: an FFN cannot be cut into so many equal blocks.
-        """
-        config = self.config
-        layers, blocks = chosen_layers(config.layers, len(sizes)), config.experts
-        for i in layers:
-            if sizes[i].width % blocks:
-                raise MoesaicError(
-                    f"Layer {i} has {sizes[i].width} neurons, which {blocks} blocks cannot share "
-                    "evenly; choose another --experts."
-                )
-        seeded = torch.Generator().manual_seed(config.seed)
-        return {i: self._layer(sizes[i], self._top_k(sizes), seeded) for i in layers}
-
-    def _top_k(self, sizes: list[LayerSize]) -> int:
-        config = self.config
-        if config.variant != "top-k":
-            return config.experts
-        share = self.target(sizes)
-        if config.top_k is None and share is None:
-            raise MoesaicError("variant top-k needs --top-k or --active.")
-        return config.top_k or max(1, round(config.experts * float(share or 0)))
-
-    def _layer(self, size: LayerSize, top_k: int, seeded: torch.Generator) -> CarvedLayer:
-        config, blocks = self.config, self.config.experts
-        gate: dict[str, Any]
-        if config.variant == "top-k":
-            gate = {"scale": config.top_k_scale}
-        else:
-            gate = {
-                "tau": config.tau,
-                "bias": config.gate_bias,
-                "force_one": config.force_one,
-                "through": config.variant != "no-straight-through",
-                "piecewise": config.variant != "no-piecewise",
-            }
-        return CarvedLayer(
-            order_M=torch.arange(size.width),
-            backbone=0,
-            petals=(size.width // blocks,) * blocks,
-            top_k=top_k,
-            routing="softmax" if config.variant == "top-k" else "threshold",
-            router_RD=0.02 * torch.randn(blocks, size.hidden, generator=seeded),
-            gate=gate,
-        )

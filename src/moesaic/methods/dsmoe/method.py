@@ -1,194 +1,216 @@
-"""Dense to MoE by continued training: the verb ``carve`` where all weights train."""
+"""DSMoE as a method: every FFN is split into blocks with gates, then everything trains."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from moesaic import hub
 from moesaic.arch.dense import Arch, dense_arch
-from moesaic.methods.budget import layer_sizes
-from moesaic.io.checkpoint import skeleton
-from moesaic.data.text import Tokens, training_examples
-from moesaic.errors import MoesaicError
-from moesaic.hub import Source, resolve
-from moesaic.methods.dsmoe.gates import DSMoE, DSMoEConfig, SparseObjective
+from moesaic.config import chosen_layers
 from moesaic.data.packing import PackedText
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Config, Model
+from moesaic.layers.carved import CarvedLayer
+from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.budget import LayerSize, active_ratio, ffn_share, layer_sizes
+from moesaic.methods.dsmoe.config import DSMoEConfig
+from moesaic.methods.dsmoe.gates import SparseObjective
+from moesaic.methods.words import carved, number, some
 from moesaic.plan import Plan
-from moesaic.progress import Track, silent
-from moesaic.result import Result
-from moesaic.surgery import apply_plan, base_shape
-from moesaic.train import train
+from moesaic.record import LayerRecord
+from moesaic.stream.job import Job
+from moesaic.surgery import apply_plan, routed_modules
+from moesaic.train import Example, Schedule, examples_of, train
+
+Texts = list[Example] | IterableDataset[Example]
 
 
-@dataclass
-class Trained(Result):
-    """A converted model whose weights were trained as well.
+class DSMoE(Method[DSMoEConfig, Arch]):
+    """Carves a dense model into blocks with gates and trains all of it."""
 
-    The plan says what training began from. It cannot rebuild the result and is not saved.
-    """
+    kind = "gated"
 
-    trained: Any = None
-    losses: list[dict[str, float]] = field(default_factory=list)
-    """step, loss, learning rate and the method's figures of every step."""
-    others: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    """What trains each comparison."""
+    def find(self, config: Config) -> Arch:
+        """The architecture of a dense model's config.
 
-    @property
-    def model(self) -> Any:
-        """The trained model, an ordinary PreTrainedModel."""
-        return self.trained
+        Raises:
+            MoesaicError: the model is a mixture of experts, was converted already, or is unknown.
+        """
+        return dense_arch(config)
 
-    @property
-    def builders(self) -> dict[str, Callable[[], Any]]:
-        """What trains each comparison, on the same text for as long."""
-        return self.others
+    def run(self, job: Job[Arch]) -> Decision:
+        """Split the FFNs and train; comparisons train when they are asked for.
 
-    def write(self, folder: Path) -> None:
-        """Write the checkpoint into an existing folder."""
-        hub.save_live(self.trained, self.tokenizer, folder)
+        Raises:
+            MoesaicError: the request cannot be met.
+        """
+        config, args = self.config, job.args
+        variants = {"": self}
+        for name in args.compare:
+            config.compared(name)
+            variants[name] = DSMoE(replace(config, variant=name))  # type: ignore[arg-type]
+        sizes = layer_sizes(job.shape, job.arch)
+        plans = {
+            name: Plan(config.name, job.base, dict(method.start(sizes)), asdict(method.config))
+            for name, method in variants.items()
+        }
+        texts = self._texts(job)
 
+        def trained(name: str) -> tuple[Model, list[dict[str, float]]]:
+            folder = args.progress and args.progress / name
+            live = job.live() if not name else job.live(inplace=False)
+            method = variants[name]
+            apply_plan(live, job.arch, plans[name])
+            hub.convert_class(live, job.arch, plans[name])
+            routed = routed_modules(live, job.arch)
+            objective = SparseObjective(
+                [routed[i].router for i in sorted(plans[name].layers)],
+                method.config,
+                method.target(sizes),
+            )
+            losses = train(
+                live,
+                texts,
+                Schedule.of(method.config),
+                folder,
+                trainable=dict(live.named_parameters()),
+                objective=objective,
+                device=args.device,
+                track=args.track,
+            )
+            live.requires_grad_(True).to("cpu").eval()
+            return live, losses
 
-def carve_and_train(
-    model: Any,
-    config: DSMoEConfig | None = None,
-    *,
-    calibration: str | Sequence[Any] | Tokens | torch.Tensor = "",
-    tokenizer: Any = None,
-    compare: Sequence[str] = (),
-    inplace: bool = False,
-    device: str = "cpu",
-    dtype: torch.dtype | None = None,
-    progress: Path | None = None,
-    track: Track = silent,
-) -> Trained:
-    """Carve a dense model into a mixture of experts and train it.
+        def compared(name: str) -> Model:
+            return trained(name)[0].to(args.device)
 
-    Args:
-        model: a loaded PreTrainedModel, or a name for :func:`moesaic.hub.resolve`.
-        config: what to make of it, on which text, how long.
-        calibration: what to train on, where ``config.data`` names nothing: a source, texts, or
-            tokens (N, L).
-        tokenizer: for texts, when ``model`` is loaded.
-        compare: variants of the method to train beside it, on the same text.
-        inplace: convert the caller's model itself.
-        device: cpu, or whatever accelerator there is.
-        dtype: floating-point type, when ``model`` is a name.
-        progress: folder for checkpoints; a run that finds them there continues.
-        track: shows progress.
-
-    Raises:
-        MoesaicError: the request cannot be met.
-    """
-    config = config or DSMoEConfig()
-    original: Any = resolve(str(model)) if isinstance(model, str | Path) else model
-    arch = dense_arch(original.config)
-    on_disk = isinstance(original, Source)
-    if tokenizer is None and on_disk:
-        tokenizer = original.tokenizer
-    shape = skeleton(original.config) if on_disk else original
-    sizes, base = layer_sizes(shape, arch), base_shape(shape, arch)
-    examples = _examples(config, calibration, tokenizer)
-    variants = {name: replace(config, variant=name) for name in compare}  # type: ignore[arg-type]
-    plans = {
-        name: Plan(DSMoE.name, base, dict(DSMoE(wanted).start(sizes)), asdict(wanted))
-        for name, wanted in ({"": config} | variants).items()
-    }
-
-    def trained(name: str) -> tuple[Any, list[dict[str, float]]]:
-        if on_disk:
-            live = original.load("cpu", dtype)
-        else:
-            live = original if inplace and not name else copy.deepcopy(original)
-        wanted = variants.get(name, config)
-        folder = progress and progress / name
-        return live, _train(
-            live,
-            arch,
-            plans[name],
-            wanted,
-            DSMoE(wanted).target(sizes),
-            examples,
-            folder,
-            device,
-            track,
+        live, losses = trained("")
+        count = sum(p.numel() for p in live.parameters())
+        return Decision(
+            plans[""],
+            summary={
+                "training": {
+                    "what": "all weights",
+                    "losses": losses,
+                    "trained_parameters": count,
+                    "total_parameters": count,
+                }
+            },
+            trained=live,
+            retrained={name: partial(compared, name) for name in args.compare},
         )
 
-    live, losses = trained("")
-    count = sum(p.numel() for p in live.parameters())
-    return Trained(
-        plan=plans[""],
-        analyses={},
-        arch=arch,
-        original=original,
-        comparisons={name: plans[name] for name in compare},
-        summary={
-            "tune": {
-                "what": "all",
-                "losses": losses,
-                "trained_parameters": count,
-                "total_parameters": count,
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+        """Says how FFNs were split, how blocks are chosen, and how long that was trained."""
+        assert decision.plan is not None
+        where = some(len(decision.plan.layers), len(layers))
+        blocks = f"{number(self.config.experts)} blocks each"
+        steps = len(decision.summary["training"]["losses"])
+        return Told(
+            carved(self.config, self.config.active if active is None else active),
+            f"The feed-forward networks of {where} are cut into {blocks}, of which each token runs "
+            f"{self._chosen(layers)}. All weights were trained for {steps:,} steps.",
+        )
+
+    def _chosen(self, layers: Iterable[LayerRecord]) -> str:
+        """The blocks that a token runs, in words."""
+        config = self.config
+        if config.variant == "top-k":
+            counts = {layer.top_k for layer in layers if layer.experts}
+            few = number(counts.pop()) if len(counts) == 1 else "a fixed number"
+            return f"{few}, chosen and weighed by a softmax as in LLaMA-MoE"
+        largest = ", or the largest" if config.force_one else ""
+        gates = f"those whose gates are above {config.tau:g}{largest}"
+        if config.variant == "no-straight-through":
+            return f"{gates}; in training, gates below it had no gradient"
+        if config.variant == "no-piecewise":
+            return f"{gates}; in training, this threshold was left out"
+        return gates
+
+    def _texts(self, job: Job[Arch]) -> Texts:
+        """The text to train on, as it streams in, or whole where it is at hand as tokens."""
+        config, args = self.config, job.args
+        given = args.calibration.source if args.text is None else args.text
+        if not isinstance(given, Tokens | torch.Tensor):
+            given = config.data or given
+        if isinstance(given, str) and not given.endswith(".safetensors"):
+            if job.tokenizer is None:
+                raise MoesaicError(
+                    "Training text needs a tokenizer: pass tokenizer=, or token ids."
+                )
+            return PackedText(given, job.tokenizer, config.length, config.seed)
+        return examples_of(given, job.tokenizer, config.length)
+
+    def target(self, sizes: list[LayerSize]) -> float | None:
+        """The share of blocks to be active that ``active`` asks for; None where it asks nothing.
+
+        Raises:
+            MoesaicError: the FFNs are too small a part of the model.
+        """
+        config = self.config
+        if config.active is None:
+            return None
+        layers = chosen_layers(config.layers, len(sizes))
+        share = ffn_share(sizes, layers, config.active)
+        if share * config.experts < 1:
+            least = active_ratio(sizes, {i: sizes[i].width / config.experts for i in layers})
+            raise MoesaicError(
+                f"active {config.active:g} is out of reach: with one of {config.experts} blocks "
+                f"in each of {len(layers)} layers the ratio is {least:.3f}."
+            )
+        return share
+
+    def start(self, sizes: list[LayerSize]) -> Mapping[int, CarvedLayer]:
+        """The layers as training finds them: dense weights, random gates.
+
+        Raises:
+            MoesaicError: an FFN cannot be cut into so many equal blocks.
+        """
+        config = self.config
+        layers, blocks = chosen_layers(config.layers, len(sizes)), config.experts
+        for i in layers:
+            if sizes[i].width % blocks:
+                raise MoesaicError(
+                    f"Layer {i} has {sizes[i].width} neurons, which {blocks} blocks cannot share "
+                    "evenly; choose another number of experts."
+                )
+        seeded = torch.Generator().manual_seed(config.seed)
+        return {i: self._layer(sizes[i], self._top_k(sizes), seeded) for i in layers}
+
+    def _top_k(self, sizes: list[LayerSize]) -> int:
+        config = self.config
+        if config.variant != "top-k":
+            return config.experts
+        share = self.target(sizes)
+        if config.top_k is None and share is None:
+            raise MoesaicError("variant top-k needs top_k or active.")
+        return config.top_k or max(1, round(config.experts * float(share or 0)))
+
+    def _layer(self, size: LayerSize, top_k: int, seeded: torch.Generator) -> CarvedLayer:
+        config, blocks = self.config, self.config.experts
+        gate: JSON
+        if config.variant == "top-k":
+            gate = {"scale": config.top_k_scale}
+        else:
+            gate = {
+                "tau": config.tau,
+                "bias": config.gate_bias,
+                "force_one": config.force_one,
+                "through": config.variant != "no-straight-through",
+                "piecewise": config.variant != "no-piecewise",
             }
-        },
-        tokenizer=tokenizer,
-        inplace=inplace,
-        dtype=dtype,
-        device=device,
-        trained=live,
-        losses=losses,
-        others={name: partial(lambda name: trained(name)[0].to(device), name) for name in compare},
-    )
-
-
-def _train(
-    live: Any,
-    arch: Arch,
-    plan: Plan,
-    config: DSMoEConfig,
-    target: float | None,
-    examples: Any,
-    progress: Path | None,
-    device: str,
-    track: Track,
-) -> list[dict[str, float]]:
-    apply_plan(live, arch, plan)
-    hub.convert_class(live, arch, plan)
-    routers: list[Any] = [arch.ffn_of(arch.layers(live)[i]).router for i in sorted(plan.layers)]
-    losses = train(
-        live,
-        examples,
-        config.schedule,
-        progress,
-        trainable=dict(live.named_parameters()),
-        objective=SparseObjective(routers, config, target),
-        device=device,
-        track=track,
-    )
-    live.requires_grad_(True).to("cpu").eval()
-    return losses
-
-
-def _examples(config: DSMoEConfig, given: Any, tokenizer: Any) -> Any:
-    if isinstance(given, torch.Tensor):
-        given = Tokens(given)
-    if isinstance(given, Tokens):
-        return given.examples()
-    if config.data or isinstance(given, str):
-        given = config.data or given
-        if not given.endswith(".safetensors"):
-            _need(tokenizer)
-            return PackedText(given, tokenizer, config.length, config.seed)
-    else:
-        _need(tokenizer)
-    return training_examples(given, tokenizer, config.length)
-
-
-def _need(tokenizer: Any) -> None:
-    if tokenizer is None:
-        raise MoesaicError("Training text needs a tokenizer: pass tokenizer=, or token ids.")
+        return CarvedLayer(
+            order_M=torch.arange(size.width),
+            backbone=0,
+            petals=(size.width // blocks,) * blocks,
+            top_k=top_k,
+            routing="softmax" if config.variant == "top-k" else "threshold",
+            router_RD=0.02 * torch.randn(blocks, size.hidden, generator=seeded),
+            gate=gate,
+        )

@@ -1,4 +1,4 @@
-"""What may train of a converted model.
+"""The parameters of a converted model that train.
 
 condensed   Cao et al. (CD-MoE, Sec. 4.3): the projections of the condensed layers; gate values,
             attention and everything else stay. Rate 1e-4, 10 % warm-up, cosine.
@@ -12,86 +12,27 @@ The released code of CD-MoE has no effective warm-up and predicts prompts and pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, ClassVar
-
 from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.errors import MoesaicError
-from moesaic.arch.mixture import MoEArch, MoEFFN
-from moesaic.nn import CarvedFFN
-from moesaic.plan import CondensedLayer, Plan
-from moesaic.train import Schedule
-
-WHATS = ("condensed", "routers", "lora", "all")
-
-
-@dataclass(frozen=True)
-class TuneConfig:
-    """Options of training. The defaults are the paper's, or our decision."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    what: str = "condensed"
-    """condensed, routers, lora or all."""
-    data: str = ""
-    """Text to train on; rows with a question and an answer are trained on the answer only."""
-    teacher: str = ""
-    """The original model: its next-token distribution is then the target, not the text's. Routers
-    need it."""
-    length: int = 512
-    """Tokens of a text at most."""
-    steps: int | None = None
-    """Optimizer steps; None for ``epochs``."""
-    epochs: float = 1.0
-    batch: int = 8
-    """Texts a process takes at a time."""
-    accumulate: int = 1
-    """Batches before the weights move."""
-    lr: float = 1e-4
-    warmup: float = 0.1
-    weight_decay: float = 0.0
-    rank: int = 8
-    """lora: the rank of the updates."""
-    save_every: int = 100
-    """Steps between checkpoints."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.what not in WHATS:
-            raise MoesaicError(f"Unknown --what {self.what!r}; choose from {', '.join(WHATS)}.")
-        if self.what == "routers" and not self.teacher:
-            raise MoesaicError("--what routers learns from the original model: name it, --teacher.")
-        if not 0 <= self.warmup < 1:
-            raise MoesaicError(f"--warmup {self.warmup:g} is a share of the steps, below 1.")
-        for name in ("length", "batch", "accumulate", "rank", "save_every"):
-            if getattr(self, name) < 1:
-                raise MoesaicError(f"--{name.replace('_', '-')} must be at least 1.")
-
-    @property
-    def schedule(self) -> Schedule:
-        """What the training loop needs to know."""
-        return Schedule.of(self)
-
+from moesaic.foreign import Model
+from moesaic.plan import Plan
+from moesaic.surgery import routed_modules
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def condensed_layers(plan: Plan) -> list[int]:
-    """The layers that routed once and are condensed now."""
-    return [
-        i
-        for i, layer in plan.layers.items()
-        if isinstance(layer, CondensedLayer) and plan.base.experts[i] and layer.width
-    ]
-
-
 def trainable(
-    model: Any, arch: Arch, what: str, plan: Plan | None = None
+    model: Model, arch: Arch, what: str, plan: Plan | None = None
 ) -> dict[str, nn.Parameter]:
     """The parameters that train, by name.
+
+    Args:
+        model: converted.
+        arch: its architecture.
+        what: ``condensed``, ``routers`` or ``all``.
+        plan: the plan that made it, which knows the layers that routed once.
 
     Raises:
         MoesaicError: the model has none of what was asked for.
@@ -99,29 +40,26 @@ def trainable(
     if what == "all":
         return dict(model.named_parameters())
     if what == "condensed":
-        layers = [] if plan is None else condensed_layers(plan)
-        if not layers:
+        found = {} if plan is None else _condensed(model, arch, plan)
+        if not found:
             raise MoesaicError("This model has no condensed layers; condense it first.")
-        starts = tuple(f"{arch.ffn_prefix(i)}{name}." for i in layers for name in PROJECTIONS)
-        return {n: p for n, p in model.named_parameters() if n.startswith(starts)}
-    found = {
-        f"{arch.ffn_prefix(i)}{name}.{n}": p
-        for i, layer in enumerate(arch.layers(model))
-        for name, router in _routers(arch, layer)
-        for n, p in router.named_parameters(recurse=False)
+        return found
+    routers = {
+        id(parameter)
+        for routed in routed_modules(model, arch).values()
+        if getattr(routed.router, "learns", True)
+        for parameter in routed.router.parameters(recurse=False)
     }
+    found = {name: p for name, p in model.named_parameters() if id(p) in routers}
     if not found:
         raise MoesaicError("This model has no routers that learn.")
     return found
 
 
-def _routers(arch: Arch, layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The router of a layer and its name, if it has one that learns."""
-    if isinstance(arch, MoEArch):
-        view = arch.view(layer)
-        if isinstance(view, MoEFFN):
-            yield arch.router, view.router
-        return
-    ffn = arch.ffn_of(layer)
-    if isinstance(ffn, CarvedFFN) and ffn.router is not None and ffn.router.routing != "random":
-        yield "router", ffn.router
+def _condensed(model: Model, arch: Arch, plan: Plan) -> dict[str, nn.Parameter]:
+    """Projections of layers that routed once, route no more, and still have neurons."""
+    routed, before = routed_modules(model, arch), plan.base.experts
+    layers = [i for i in plan.layers if before and before[i] and i not in routed]
+    starts = tuple(f"{arch.ffn_prefix(i)}{name}." for i in layers for name in PROJECTIONS)
+    named = model.named_parameters()
+    return {name: p for name, p in named if name.startswith(starts or "\0") and p.numel()}

@@ -1,4 +1,4 @@
-"""ToMoE, from what was learned to a plan: equal widths, fixed choices, the hypernetwork dropped.
+"""ToMoE, from learned logits to a plan: equal widths, fixed choices, the hypernetwork dropped.
 
 Shape suffixes: T tokens, N experts, M neurons, W neurons of an expert, A size of a head.
 """
@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moesaic.arch.dense import AttentionNames, Heads
+from moesaic.foreign import JSON
+from moesaic.layers.overlapping import EMBED, OFFSET, PROJECT, SCALE, SHIFT, OverlappingLayer
 from moesaic.methods.budget import alignment
-from moesaic.methods.tomoe.masks import MEDIAN, LayerShape, ToMoE
-from moesaic.layers.overlapping_plan import EMBED, OFFSET, PROJECT, SCALE, SHIFT, OverlappingLayer
+from moesaic.methods.tomoe.masks import MEDIAN, LayerShape, MaskingModules
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,11 @@ class Learned:
     """Of calibration tokens, or one row where the choice is static; None where heads are pruned."""
 
     def widths(self, threshold: float) -> tuple[int, int, int]:
-        """Neurons of the widest expert, dimensions of Q/K, and of V/O: K of Sec. 3.3."""
+        """Neurons of the widest expert, dimensions of Q/K, and of V/O: K of Sec. 3.3.
+
+        Args:
+            threshold: logits above it are on.
+        """
         heads, full = self.shape.heads, self.shape.width
         step = alignment(full, 1)
         widest = int((self.mlp_NM > threshold).sum(-1).max())
@@ -46,26 +50,26 @@ class Learned:
 
 
 def _on(logits: Tensor, threshold: float) -> Tensor:
-    """Which of some static choices are on; at least the likeliest is."""
+    """True for the static choices that are on; at least the likeliest is."""
     return (logits > threshold) | (logits == logits.max())
 
 
-def learned(tomoe: ToMoE, head_logits: Mapping[int, Tensor]) -> dict[int, Learned]:
-    """The logits of every layer.
+def learned(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -> dict[int, Learned]:
+    """The logits of every layer, by its number.
 
     Args:
-        tomoe: trained; a forward pass has begun.
+        masking: trained; a forward pass has begun.
         head_logits: of the V/O dimensions for calibration tokens (T, A), where they are routed.
     """
-    bias, shift = tomoe.config.bias + MEDIAN, tomoe.config.head_bias + MEDIAN
+    bias, shift = masking.config.bias + MEDIAN, masking.config.head_bias + MEDIAN
     layers = {}
-    for i, shape in enumerate(tomoe.shapes):
-        mlp_NM = tomoe.expert_logits(i) + bias
-        if tomoe.config.attention == "none":
+    for i, shape in enumerate(masking.shapes):
+        mlp_NM = masking.expert_logits(i) + bias
+        if masking.config.attention == "none":
             layers[i] = Learned(shape, mlp_NM)
             continue
-        static = tomoe.static_logits(i) + shift
-        if tomoe.config.attention == "heads":
+        static = masking.static_logits(i) + shift
+        if masking.config.attention == "heads":
             layers[i] = Learned(shape, mlp_NM, static)
         else:
             size = shape.heads.size
@@ -114,26 +118,37 @@ def similarity(experts_NW: Tensor, width: int) -> Tensor:
 
 
 def decide(
-    tomoe: ToMoE, layers: Mapping[int, Learned], names: AttentionNames, threshold: float
-) -> tuple[dict[int, OverlappingLayer], dict[int, dict[str, Any]]]:
-    """The plan of every layer, and what the paper reports about it."""
+    masking: MaskingModules, layers: Mapping[int, Learned], names: AttentionNames, threshold: float
+) -> tuple[dict[int, OverlappingLayer], dict[int, JSON]]:
+    """The plan of every layer, and the figures that the paper reports about it.
+
+    Args:
+        masking: trained; a forward pass has begun.
+        layers: its logits.
+        names: of attention's projections.
+        threshold: logits above it are on.
+
+    Returns:
+        plans by layer; and for the record ``expert_widths``, ``union``, ``similarity``, ``qk``,
+        ``vo`` and ``head_dim`` by layer.
+    """
     plans, analyses = {}, {}
     for i, layer in layers.items():
         width, qk, vo = layer.widths(threshold)
         experts_NW = experts(layer.mlp_NM, width)
-        attention: dict[str, Any] = {}
+        attention: JSON = {}
         if layer.qk is not None:
             on = _on(layer.qk, threshold)
             attention = (
                 _pruned_heads(on, layer.shape.heads, names)
                 if layer.vo_TA is None
-                else _pruned_dimensions(tomoe, i, on, layer, vo, names)
+                else _pruned_dimensions(masking, i, on, layer, vo, names)
             )
         plans[i] = OverlappingLayer(
             experts_NW=experts_NW,
-            router_ND=tomoe.mlp_modules(i).router.weight.float().clone(),
-            materialized=tomoe.config.materialize,
-            mask_outputs=tomoe.config.mask_outputs,
+            router_ND=masking.mlp_modules(i).router.weight.float().clone(),
+            materialized=masking.config.materialize,
+            mask_outputs=masking.config.mask_outputs,
             **attention,
         )
         analyses[i] = {
@@ -152,22 +167,22 @@ def _rounded(x: Tensor) -> list[list[float]]:
 
 
 def _pruned_dimensions(
-    tomoe: ToMoE, index: int, on: Tensor, layer: Learned, vo: int, names: AttentionNames
-) -> dict[str, Any]:
+    masking: MaskingModules, index: int, on: Tensor, layer: Learned, vo: int, names: AttentionNames
+) -> JSON:
     """Fixed Q/K dimensions of every head; V/O ones top-K by token, or fixed as well."""
     heads = layer.shape.heads
     qk_A = heads.paired(on).nonzero().flatten()
     values_A = columns = None
-    router: dict[str, Any] = {}
-    if tomoe.config.attention == "static":
+    router: JSON = {}
+    if masking.config.attention == "static":
         assert layer.vo_TA is not None
         values_A = layer.vo_TA[0].topk(vo).indices.sort().values
         columns = _over(values_A, heads.queries, heads.size) if vo < heads.size else None
     elif vo < heads.size:
-        modules = tomoe.mha_modules(index)
+        modules = masking.mha_modules(index)
         tensors = {
             EMBED: modules.proj_e.weight,
-            SHIFT: tomoe.mean_embedding(index),
+            SHIFT: masking.mean_embedding(index),
             SCALE: modules.proj_d.norm.weight,
             OFFSET: modules.proj_d.norm.bias,
             PROJECT: modules.proj_d.linear.weight[: heads.size],
@@ -187,7 +202,7 @@ def _pruned_dimensions(
     return {"rows": rows, "columns": columns, "head_router": router, "head_top_k": top_k}
 
 
-def _pruned_heads(on: Tensor, heads: Heads, names: AttentionNames) -> dict[str, Any]:
+def _pruned_heads(on: Tensor, heads: Heads, names: AttentionNames) -> JSON:
     """Groups of heads that share keys and values stay or go."""
     keys = on.repeat_interleave(heads.size).nonzero().flatten()
     group = heads.queries // heads.keys

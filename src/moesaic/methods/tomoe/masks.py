@@ -32,107 +32,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Heads
-from moesaic.errors import MoesaicError
+from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.nn.hypernetwork import Hypernetwork, LocalEmbeddings, MHAModules, MLPModules
-from moesaic.train import Schedule
 
 MEDIAN = -math.log(math.log(2))
 """Of the Gumbel distribution."""
-ATTENTIONS = ("routed", "static", "heads", "none")
-OBJECTIVES = ("distillation", "language")
-
-
-PAPER = {"steps": 10_000, "batch": 1, "length": 2048, "lr": 1e-3, "decay": "constant"}
-"""The schedule of App. C; a process trains on one text at a time."""
-TINY = {"steps": 800, "batch": 1, "length": 256, "lr": 3e-3, "decay": "cosine"}
-"""A schedule of minutes on one core."""
-
-
-@dataclass(frozen=True)
-class ToMoEConfig:
-    """Options of ToMoE. The defaults are the paper's, or our decision."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    active: float = 0.6
-    """p: the share of the projections' parameters that a token uses."""
-    experts: int = 8
-    attention: str = "routed"
-    """routed; static (no V/O routing); heads (head pruning); none (attention stays)."""
-    mask_outputs: bool = True
-    """A query's choice applies to what it reads (Eq. 4); False masks values alone."""
-    embeddings: str = "global"
-    """global: one hypernetwork for all layers; local: free embeddings, of FFNs alone."""
-    objective: str = "distillation"
-    """distillation, or language: the language-model loss (Fig. 6c)."""
-    budget: str = "deployed"
-    """What the budget counts: deployed widths, or tossed, the paper's maxima over tosses."""
-    parameters: float = 16.0
-    """alpha, the weight of R_P."""
-    union: float = 2.0
-    """beta, the weight of R_U."""
-    balance: float = 1.0
-    """gamma, the weight of R_L."""
-    tau: float = 0.4
-    bias: float = 3.0
-    """b: every expert starts as the whole FFN (Eq. 15)."""
-    head_bias: float = 6.0
-    """b of attention's dimensions; 3 in the paper."""
-    materialize: bool = False
-    """Give every expert a copy of its weights: faster, and larger."""
-    steps: int | None = None
-    """Optimizer steps. None here and below: the paper's, or what suits a tiny model (TINY)."""
-    batch: int | None = None
-    """Texts a process takes at a time."""
-    length: int | None = None
-    """Tokens of a text."""
-    accumulate: int = 1
-    """Batches before the modules move."""
-    lr: float | None = None
-    decay: str | None = None
-    """constant, or cosine: to 0 at the last step."""
-    warmup: float = 0.0
-    weight_decay: float = 0.05
-    recompute: bool = False
-    """Compute activations again in the backward pass, to save memory."""
-    save_every: int = 100
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.active <= 1:
-            raise MoesaicError(f"--active {self.active:g} is not a ratio above 0, at most 1.")
-        if self.experts < 1:
-            raise MoesaicError("--experts must be at least 1.")
-        choices: dict[str, tuple[str | None, ...]] = {
-            "attention": ATTENTIONS,
-            "embeddings": ("global", "local"),
-            "objective": OBJECTIVES,
-            "budget": ("deployed", "tossed"),
-            "decay": (None, "constant", "cosine"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                found = getattr(self, name)
-                raise MoesaicError(f"{name} {found!r} is none of {', '.join(filter(None, known))}.")
-        if self.tau <= 0:
-            raise MoesaicError(f"tau {self.tau:g} must be above 0.")
-
-    def settled(self, tiny: bool) -> ToMoEConfig:
-        """With a schedule for a model of its size where none was given."""
-        defaults: dict[str, Any] = TINY if tiny else PAPER
-        return replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})
-
-    @property
-    def schedule(self) -> Schedule:
-        """What the training loop needs to know, once settled."""
-        return Schedule.of(self)
 
 
 # --- straight-through masks (App. A.3) -----------------------------------------------------------
@@ -203,7 +114,7 @@ def load_balance(chosen_TN: Tensor, probability_TN: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What the method needs to know of a decoder layer."""
+    """The sizes of a decoder layer that the method asks for."""
 
     hidden_size: int
     width: int
@@ -228,8 +139,8 @@ class LayerShape:
         return self.attention / 2 / self.heads.size
 
 
-class ToMoE(nn.Module):
-    """Theta of Eq. 10: what trains, and the masks it makes of a layer's input.
+class MaskingModules(nn.Module):
+    """Theta of Eq. 10: all that trains, and the masks that it makes of a layer's input.
 
     Args:
         config: the options.
@@ -301,7 +212,11 @@ class ToMoE(nn.Module):
         return s
 
     def attention(self, index: int, x_BLD: Tensor) -> Mapping[str, Tensor]:
-        """s_0 for queries and keys, s_t for values and outputs, over all heads (Eqs. 4-5)."""
+        """s_0 for queries and keys, s_t for values and outputs, over all heads (Eqs. 4-5).
+
+        Returns:
+            masks by ``q``, ``k``, ``v`` and ``o``; empty where attention stays.
+        """
         kind, heads = self.config.attention, self.shapes[index].heads
         if kind == "none":
             return {}
@@ -364,7 +279,11 @@ class ToMoE(nn.Module):
         return {"q": queries, "k": keys, "v": keys, "o": queries}
 
     def terms(self) -> dict[str, Tensor]:
-        """R_P, R_U and R_L of the pass that was just made, and the active ratio (Eqs. 7-9)."""
+        """The regularisers of the pass that was just made (Eqs. 7-9).
+
+        Returns:
+            ``parameters``, ``union`` and ``balance``: R_P, R_U and R_L; ``active``: the ratio.
+        """
         used = self.E_all.new_zeros(())
         for i, shape in enumerate(self.shapes):
             used = used + shape.neuron * self.seen[i, "mlp"]["width"]
@@ -385,5 +304,10 @@ class ToMoE(nn.Module):
 
     def penalty(self, terms: Mapping[str, Tensor]) -> Tensor:
         """alpha R_P + beta R_U + gamma R_L, Eq. 10."""
-        weights = ("parameters", "union", "balance")
-        return sum((getattr(self.config, w) * terms[w] for w in weights), torch.zeros(()))
+        config = self.config
+        weights = {
+            "parameters": config.parameters,
+            "union": config.union,
+            "balance": config.balance,
+        }
+        return sum((weight * terms[w] for w, weight in weights.items()), torch.zeros(()))

@@ -1,0 +1,95 @@
+"""The options of DSMoE. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from moesaic.config import MethodConfig, option
+from moesaic.errors import MoesaicError
+
+Variant = Literal["full", "no-straight-through", "no-piecewise", "top-k"]
+
+
+@dataclass(frozen=True)
+class DSMoEConfig(MethodConfig):
+    """Options of DSMoE. The defaults are the paper's, or our decision where it gives none."""
+
+    verb: ClassVar[str] = "carve"
+    name: ClassVar[str] = "dsmoe"
+    title: ClassVar[str] = "DSMoE"
+    paper: ClassVar[str] = (
+        "Lv et al., DSMoE: Matrix-Partitioned Experts with Dynamic Routing for "
+        "Computation-Efficient Dense LLMs"
+    )
+    implementation: ClassVar[str] = "moesaic.methods.dsmoe.method:DSMoE"
+    variants: ClassVar[dict[str, str]] = {
+        "top-k": "a fixed number of blocks (LLaMA-MoE)",
+        "no-straight-through": "DSMoE without straight-through",
+        "no-piecewise": "DSMoE without the threshold in training",
+    }
+
+    active: float | None = option(
+        None,
+        "Target active ratio of the whole model, reached by moving lambda. Default: no target.",
+    )
+    experts: int = option(8, "Blocks of a layer.", minimum=1)
+    layers: str | tuple[int, ...] = option(
+        "all", "Layers to carve: all, last-half, uniform, early-middle, or numbers such as 4,5,6."
+    )
+    variant: Variant = option(
+        "full",
+        "full; the paper's ablations no-straight-through (G for S in Eq. 11) and no-piecewise "
+        "(Eq. 20); or top-k (LLaMA-MoE).",
+    )
+    tau: float = option(0.5, "Threshold of the gates.", seldom=True)
+    sparsity: float = option(1.0, "lambda: the weight of the sparsity loss.", seldom=True)
+    gain: float = option(
+        0.3,
+        "lambda grows by this in a step in which all blocks are active and none should be.",
+        seldom=True,
+    )
+    gate_bias: float = option(
+        0.0, "Added to every gate's logit; 3 starts near the dense model.", seldom=True
+    )
+    force_one: bool = option(False, "A token with no gate above tau runs the largest.", seldom=True)
+    top_k: int | None = option(
+        None, "top-k: blocks that a token runs. Default: as many as active asks for."
+    )
+    top_k_scale: float = option(1.0, "top-k: the sum of a token's weights.", seldom=True)
+    balance: float = option(0.01, "top-k: the weight of the load-balance loss.", seldom=True)
+    data: str = option(
+        "",
+        "Text to train on, a mix of weights included. Default: the calibration text.",
+        seldom=True,
+    )
+    length: int = option(1024, "Tokens of a window.", minimum=1, seldom=True)
+    steps: int = option(
+        1000,
+        "Optimizer steps; the paper's 10B tokens are 305,176 of its batches.",
+        minimum=1,
+    )
+    batch: int = option(32, "Windows that a process takes at a time.", minimum=1, seldom=True)
+    accumulate: int = option(1, "Batches before the weights move.", minimum=1, seldom=True)
+    lr: float = option(2e-5, "The highest learning rate.", seldom=True)
+    warmup: float = option(0.1, "Share of the steps in which the rate rises.", seldom=True)
+    weight_decay: float = option(0.0, "AdamW's weight decay.", seldom=True)
+    recompute: bool = option(
+        False, "Compute activations again in the backward pass, to save memory.", seldom=True
+    )
+    save_every: int = option(100, "Steps between checkpoints.", minimum=1, seldom=True)
+    seed: int = option(0, "Seed of the gates' start and of the order of the text.", seldom=True)
+
+    def check(self) -> None:
+        """Refuse values out of range.
+
+        Raises:
+            MoesaicError: names the field.
+        """
+        if self.active is not None and not 0 < self.active <= 1:
+            raise MoesaicError(f"active {self.active:g} is not a ratio above 0, at most 1.")
+        for name in ("tau", "warmup"):
+            if not 0 <= getattr(self, name) < 1:
+                raise MoesaicError(f"{name} {getattr(self, name):g} must be from 0 to below 1.")
+        if self.top_k is not None and not 0 < self.top_k <= self.experts:
+            raise MoesaicError(f"top_k {self.top_k} is not from 1 to experts {self.experts}.")

@@ -1,0 +1,133 @@
+"""The options of MoRE. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
+
+from moesaic.config import MethodConfig, about, option
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
+
+Variant = Literal["full", "backbone", "random", "naive", "static"]
+Router = Literal["cosine", "ridge", "backbone"]
+Spread = Literal["uniform", "sensitivity"]
+
+BEST: JSON = {
+    "experts": 256,
+    "top_k": 0,
+    "layers": "all",
+    "router": "ridge",
+    "refit": True,
+}
+IDLE = {
+    "static": ("router", "weighted"),
+    "backbone": ("router", "weighted"),
+    "random": ("router",),
+}
+"""Options that change nothing in a variant."""
+
+
+@dataclass(frozen=True)
+class MoREConfig(MethodConfig):
+    """Options of MoRE. The defaults are the paper's, or our decision where it gives none."""
+
+    verb: ClassVar[str] = "carve"
+    name: ClassVar[str] = "more"
+    title: ClassVar[str] = "MoRE"
+    paper: ClassVar[str] = (
+        "Zhang et al., Less Prune, MoRE Experts: Recognizing and Restructuring Latent Experts for "
+        "Model Compression"
+    )
+    implementation: ClassVar[str] = "moesaic.methods.more.method:MoRE"
+    variants: ClassVar[dict[str, str]] = {
+        "static": "static pruning",
+        "backbone": "the backbone alone",
+        "random": "random routing",
+        "naive": "petals without a backbone",
+    }
+    bundles: ClassVar[dict[str, JSON]] = {"best": BEST}
+    unit: ClassVar[str] = "petal"
+
+    active: float = option(
+        0.8, "Target active ratio: the share of the projections' parameters that a token uses."
+    )
+    experts: int = option(4, "Petals of a layer.")
+    top_k: int = option(
+        1,
+        "Petals that a token runs beside the backbone; 0 for as many as leave two thirds of a "
+        "token's neurons to the backbone.",
+    )
+    layers: str | tuple[int, ...] = option(
+        "last-half",
+        "Layers to carve: last-half, all, uniform, early-middle, or numbers such as 4,5,6.",
+    )
+    variant: Variant = option(
+        "full",
+        "full, or one of the paper's comparisons: backbone (no petals), random (random routing), "
+        "naive (no backbone), static (pruned to the same active width).",
+    )
+    activation_ratio: float = option(
+        0.1, "The share of channels that count as activated by a token (Eq. 4).", seldom=True
+    )
+    alpha: float = option(
+        0.5, "Exponent of an expert's size that its energy is divided by (Eq. 9).", seldom=True
+    )
+    balanced: bool = option(True, "Petals of equal size.", seldom=True)
+    weighted: bool = option(
+        False,
+        "Neurons count by |h_j| ||W_down[:, j]|| instead of |h_j| in Eqs. 4 and 9.",
+        beyond="weighted channels",
+        seldom=True,
+    )
+    router: Router = option(
+        "cosine",
+        "cosine (the paper's), or fitted in closed form: ridge; backbone, which sees the "
+        "backbone's hidden activations too.",
+        beyond="fitted router",
+    )
+    refit: bool = option(
+        False,
+        "Solve for new down projections that bring outputs near the original layers'.",
+        beyond="refitted down projections",
+    )
+    bias: bool = option(
+        False,
+        "An output bias for each petal: the mean of what it leaves out.",
+        beyond="output biases",
+    )
+    propagate: bool = option(
+        False,
+        "Refit on what the layers converted before pass on, towards the original's outputs.",
+        beyond="refitted on propagated inputs",
+    )
+    spread: Spread = option(
+        "uniform",
+        "uniform: the same share of every layer; sensitivity: more where more would be lost.",
+        beyond="widths spread by sensitivity",
+    )
+    seed: int = option(0, "Seed of clustering and of random routing.", seldom=True)
+
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            MoesaicError: names the fields.
+        """
+        if self.spread != "uniform" and self.variant == "naive":
+            raise MoesaicError(f"variant naive has no backbone for spread {self.spread} to widen.")
+        if self.propagate and not (self.refit or self.bias):
+            raise MoesaicError("propagate says what a refit looks at: it needs refit or bias.")
+        if not 0 < self.activation_ratio <= 1:
+            raise MoesaicError(
+                f"activation_ratio {self.activation_ratio:g} must be above 0, at most 1."
+            )
+        if not 0 <= self.alpha <= 1:
+            raise MoesaicError(f"alpha {self.alpha:g} must be from 0 to 1.")
+
+    @property
+    def beyond(self) -> tuple[str, ...]:
+        """The options' additions to the paper's method; options without effect are left out."""
+        idle = IDLE.get(self.variant, ())
+        acting = (f for f in fields(self) if f.name not in idle and about(f).beyond)
+        return tuple(about(f).beyond for f in acting if getattr(self, f.name) != f.default)

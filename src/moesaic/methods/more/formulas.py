@@ -1,0 +1,221 @@
+"""MoRE: Mixture of Recognized Experts, dense to MoE without training.
+
+Zhang et al., "Less Prune, MoRE Experts: Recognizing and Restructuring Latent Experts for Model
+Compression". Equation numbers are the paper's.
+
+==================  ==========================================================
+x, h                FFN input (T, D), input of the down projection (T, M)
+S(t), k_act         activated channels of a token, their number (Eq. 4)
+f, C                channel frequency, co-activation (Eqs. 5, 6)
+s                   global importance of a channel (Eq. 7)
+C_share             backbone: the channels every token runs
+S_i, r              petals: a partition of the other channels, their number
+E_i                 expert: S_i and C_share
+A(h, E_i)           expert energy (Eq. 9)
+T_i, mu_i           calibration tokens of an expert, their centroid (Eqs. 10, 11)
+==================  ==========================================================
+
+Where the paper is silent or we depart from it:
+
+- Gated FFNs: h is the true input of the down projection, act(gate) * up, and experts keep their
+  gate rows. The paper ignores the gate; dropping it would break the model.
+- rho_act = 0.1 and alpha = 0.5 are not given in the paper. Both are options.
+- Petals have equal sizes by default (``balanced``), which native architectures need. Otherwise
+  k-means sizes, clamped to half and one and a half times the mean. No channel is dropped.
+- Channels that are never activated together with another go to the smallest petal.
+- An expert that no token prefers takes the centroid of its highest-energy tokens.
+- ``weighted``, ``router``, ``refit``, ``bias``, ``propagate`` and ``spread`` go beyond the paper:
+  :mod:`moesaic.methods.beyond`, docs/beyond.md. Their defaults are the paper's method.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.arch.dense import DenseFFN
+from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
+from moesaic.stream.stream import Site
+
+COVERAGE = (0.1, 0.01, 0.001)
+"""Shares of the channels for which Table 4's never-activated ratio is reported."""
+
+
+# --- Sums over tokens: Eqs. 4 to 7 ---------------------------------------------------------------
+
+
+def activated(h_TM: Tensor, ratio: float) -> Tensor:
+    """S(t), Eq. 4: the k_act channels of largest magnitude a token, largest first (T, k_act).
+
+    >>> activated(torch.tensor([[0.1, -3.0, 2.0, 0.0]]), ratio=0.5)
+    tensor([[1, 2]])
+    """
+    k_act = max(1, int(ratio * h_TM.shape[1]))
+    return h_TM.abs().topk(k_act, dim=1).indices
+
+
+def frequency(channels_TK: Tensor, width: int) -> Tensor:
+    """N f, Eq. 5: how many tokens activate each channel (M,).
+
+    >>> frequency(torch.tensor([[0, 1], [1, 2]]), width=4)
+    tensor([1, 2, 1, 0])
+    """
+    return torch.bincount(channels_TK.flatten(), minlength=width)
+
+
+def add_coactivation(into_MM: Tensor, channels_TK: Tensor, block: int = 4096) -> None:
+    """Add N C, Eq. 6: how many tokens activate both channels. Upper blocks only.
+
+    Counts in float32 are exact up to 2^24 tokens. Blocks below the diagonal stay zero until
+    :func:`mirror`.
+
+    >>> C = torch.zeros(3, 3)
+    >>> add_coactivation(C, torch.tensor([[0, 1], [1, 2]])); C.tolist()
+    [[1.0, 1.0, 0.0], [1.0, 2.0, 1.0], [0.0, 1.0, 1.0]]
+    """
+    tokens, width = len(channels_TK), into_MM.shape[0]
+    on_TM = torch.zeros(tokens, width, device=into_MM.device)
+    on_TM.scatter_(1, channels_TK, 1)
+    for row in range(0, width, block):
+        rows = slice(row, row + block)
+        into_MM[rows, row:].addmm_(on_TM[:, rows].T, on_TM[:, row:])
+
+
+def mirror(upper_MM: Tensor, block: int = 4096) -> Tensor:
+    """Fill the blocks below the diagonal from those above, in place."""
+    for row in range(0, upper_MM.shape[0], block):
+        stop = row + block
+        upper_MM[stop:, row:stop] = upper_MM[row:stop, stop:].T
+    return upper_MM
+
+
+def importance(ffn: DenseFFN, x_square_D: Tensor, h_square_M: Tensor) -> Tensor:
+    """s, Eq. 7: s_j = sum_i |W_up[j,i]| E[x_i^2] + sum_k |W_down[k,j]| E[h_j^2] (M,)."""
+    up_MD, down_DM = ffn.up_MD.double().abs(), ffn.down_DM.double().abs()
+    return up_MD @ x_square_D + down_DM.sum(0) * h_square_M
+
+
+@dataclass
+class MoREStats:
+    """Running sums over one layer's tokens."""
+
+    tokens: int
+    x_square_D: Tensor
+    """float64: sum of x_i^2."""
+    h_square_M: Tensor
+    """float64: sum of h_j^2."""
+    frequency_M: Tensor
+    """int64: tokens that activate a channel."""
+    coactivation_MM: Tensor
+    """float32: tokens that activate both channels."""
+    covered: dict[float, Tensor]
+    """For each share of COVERAGE, the channels that were ever among a token's largest."""
+
+    def merge(self, other: MoREStats) -> MoREStats:
+        """The statistics of both token sets together."""
+        return MoREStats(
+            self.tokens + other.tokens,
+            self.x_square_D + other.x_square_D,
+            self.h_square_M + other.h_square_M,
+            self.frequency_M + other.frequency_M,
+            self.coactivation_MM + other.coactivation_MM,
+            {share: seen | other.covered[share] for share, seen in self.covered.items()},
+        )
+
+
+# --- Petals: spectral clustering of the residual co-activation -----------------------------------
+
+
+def petals_of(
+    coactivation_MM: Tensor, members: Tensor, experts: int, balanced: bool, seed: int
+) -> list[Tensor]:
+    """S_1 ... S_r: a partition of ``members`` by how often channels are activated together.
+
+    Args:
+        coactivation_MM: how many tokens activate both channels.
+        members: the channels to divide.
+        experts: petals r.
+        balanced: petals of equal size.
+        seed: of the clustering.
+    """
+    if experts == 1:
+        return [members]
+    connected = (affinity_degree(coactivation_MM, members) > 0).cpu().numpy()
+    label = np.full(len(members), -1)
+    mean = len(members) / experts
+    if balanced:
+        least, most = np.full(experts, int(mean)), np.full(experts, int(np.ceil(mean)))
+    else:
+        least, most = np.full(experts, int(0.5 * mean)), np.full(experts, int(1.5 * mean))
+    if connected.sum() >= experts:
+        tied = members[torch.from_numpy(connected).to(members.device)]
+        points = spectral_embedding(coactivation_MM, tied, experts, seed)
+        labels, distance = cluster(points, experts, seed)
+        fits = np.bincount(labels, minlength=experts)
+        within = not balanced and (fits >= least).all() and (fits <= most).all()
+        none = np.zeros(experts, dtype=int)
+        label[connected] = labels if within else fill(distance, none, most)
+    sizes = np.bincount(label[label >= 0], minlength=experts)
+    for channel in np.flatnonzero(label < 0):  # isolated: to the smallest petal
+        label[channel] = sizes.argmin()
+        sizes[label[channel]] += 1
+    if not balanced or (sizes < least).any():
+        label = fill((label[:, None] != np.arange(experts)).astype(float), least, most)
+    return [members[torch.from_numpy(label == e).to(members.device)] for e in range(experts)]
+
+
+# --- Prototypes: Eqs. 9 to 11 --------------------------------------------------------------------
+
+
+def memberships(backbone: Tensor, petals: list[Tensor], width: int) -> Tensor:
+    """E_i = S_i and C_share as columns of zeros and ones (M, R)."""
+    member_MR = torch.zeros(width, len(petals), device=backbone.device)
+    member_MR[backbone] = 1
+    for i, petal in enumerate(petals):
+        member_MR[petal, i] = 1
+    return member_MR
+
+
+def energies(h_TM: Tensor, member_MR: Tensor, alpha: float) -> Tensor:
+    """A(h, E_i), Eq. 9: ||h on E_i||_2 / |E_i|^alpha (T, R).
+
+    >>> experts = memberships(torch.tensor([0]), [torch.tensor([1]), torch.tensor([2])], 3)
+    >>> energies(torch.tensor([[3.0, 4.0, 0.0]]), experts, alpha=0.0)
+    tensor([[5., 3.]])
+    """
+    return (h_TM.float().square() @ member_MR).sqrt() / member_MR.sum(0) ** alpha
+
+
+def prototypes(
+    site: Site[DenseFFN], member_MR: Tensor, alpha: float, worth_M: Tensor | None = None
+) -> Tensor:
+    """mu_i, Eqs. 10 and 11, of norm one: the directions that the router compares x with (R, D).
+
+    Args:
+        site: the layer and its tokens.
+        member_MR: the experts' neurons as columns of zeros and ones.
+        alpha: of Eq. 9.
+        worth_M: a factor for each neuron's activation; None for 1.
+    """
+    experts = member_MR.shape[1]
+    keep = max(1, site.tokens // (100 * experts))
+    hidden_size = site.view.up_MD.shape[1]
+    sum_RD = torch.zeros(experts, hidden_size, dtype=torch.float64, device=member_MR.device)
+    count_R = torch.zeros(experts, device=member_MR.device)
+    best: list[tuple[Tensor, Tensor]] = []  # energies and inputs of each expert's top tokens
+    for x_TD, h_TM in site.activations():
+        energy_TR = energies(h_TM if worth_M is None else h_TM * worth_M, member_MR, alpha)
+        assigned_TR = F.one_hot(energy_TR.argmax(1), experts).double()
+        sum_RD += assigned_TR.T @ x_TD.double()
+        count_R += assigned_TR.sum(0)
+        top = energy_TR.topk(min(keep, len(energy_TR)), dim=0)
+        best.append((top.values, x_TD[top.indices]))
+    for i in torch.nonzero(count_R == 0).flatten().tolist():
+        values = torch.cat([v[:, i] for v, _ in best])
+        candidates = torch.cat([x[:, i] for _, x in best]).double()
+        sum_RD[i] = candidates[values.topk(min(keep, len(values))).indices].sum(0)
+    return F.normalize(sum_RD, dim=1).float()  # the centroid's length changes no cosine

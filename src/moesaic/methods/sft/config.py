@@ -1,0 +1,71 @@
+"""The options of training a converted model. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from moesaic.config import MethodConfig, option
+from moesaic.errors import MoesaicError
+
+TRAINED = {
+    "condensed": "the condensed layers",
+    "routers": "the routers",
+    "lora": "low-rank updates",
+    "all": "all weights",
+}
+"""The parameters that train, in words."""
+
+
+@dataclass(frozen=True)
+class TuneConfig(MethodConfig):
+    """Options of training. The defaults are CD-MoE's, or our decision."""
+
+    verb: ClassVar[str] = "tune"
+    name: ClassVar[str] = "sft"
+    title: ClassVar[str] = "supervised fine-tuning"
+    paper: ClassVar[str] = ""
+    implementation: ClassVar[str] = "moesaic.methods.sft.method:Tuning"
+
+    what: Literal["condensed", "routers", "lora", "all"] = option(
+        "condensed",
+        "condensed: the condensed layers' projections; routers; lora: low-rank updates, merged at "
+        "the end; all: everything.",
+    )
+    data: str = option(
+        "",
+        "Text to train on: as for calibration; rows with a question and an answer are trained on "
+        "the answer only. Default: ships.",
+    )
+    teacher: str = option(
+        "",
+        "Learn from this original's next-token distribution, not from the text; routers need it.",
+        metavar="MODEL",
+    )
+    length: int = option(512, "Tokens of a text at most.", minimum=2)
+    steps: int | None = option(None, "Optimizer steps. Default: epochs.", minimum=1)
+    epochs: float = option(1.0, "Times that the text passes.")
+    batch: int = option(8, "Texts that a process takes at a time.", minimum=1)
+    accumulate: int = option(1, "Batches before the weights move.", minimum=1)
+    lr: float = option(1e-4, "The highest learning rate.")
+    warmup: float = option(0.1, "Share of the steps in which the rate rises.")
+    weight_decay: float = option(0.0, "AdamW's weight decay.")
+    rank: int = option(8, "lora: the rank of the updates.", minimum=1)
+    save_every: int = option(100, "Steps between checkpoints.", minimum=1)
+    seed: int = option(0, "Seed of every random choice.")
+
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            MoesaicError: names the fields.
+        """
+        if self.what == "routers" and not self.teacher:
+            raise MoesaicError("what routers learns from the original model: name it as teacher.")
+        if not 0 <= self.warmup < 1:
+            raise MoesaicError(f"warmup {self.warmup:g} is a share of the steps, below 1.")
+
+    @property
+    def base_label(self) -> str:
+        """``training of the routers``: it credits nobody."""
+        return f"training of {TRAINED[self.what]}"

@@ -1,0 +1,115 @@
+"""The options of ToMoE. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from moesaic.config import MethodConfig, option
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
+
+PAPER: JSON = {"steps": 10_000, "batch": 1, "length": 2048, "lr": 1e-3, "decay": "constant"}
+"""The schedule of App. C; a process trains on one text at a time."""
+TINY: JSON = {"steps": 800, "batch": 1, "length": 256, "lr": 3e-3, "decay": "cosine"}
+"""A schedule of minutes on one core."""
+
+
+@dataclass(frozen=True)
+class ToMoEConfig(MethodConfig):
+    """Options of ToMoE. The defaults are the paper's, or our decision."""
+
+    verb: ClassVar[str] = "carve"
+    name: ClassVar[str] = "tomoe"
+    title: ClassVar[str] = "ToMoE"
+    paper: ClassVar[str] = (
+        "Gao et al., ToMoE: Converting Dense Large Language Models to Mixture-of-Experts through "
+        "Dynamic Structural Pruning, TMLR 2025"
+    )
+    implementation: ClassVar[str] = "moesaic.methods.tomoe.method:ToMoE"
+    variants: ClassVar[dict[str, str]] = {"more": "MoRE", "static": "static pruning"}
+
+    active: float = option(
+        0.6, "Target active ratio: the share of the projections' parameters that a token uses."
+    )
+    experts: int = option(8, "Experts of a layer.", minimum=1)
+    attention: Literal["routed", "static", "heads", "none"] = option(
+        "routed",
+        "routed: each token chooses dimensions of values and outputs; static: all tokens use the "
+        "same; heads: whole heads are pruned; none: attention stays.",
+        seldom=True,
+    )
+    mask_outputs: bool = option(
+        True,
+        "A query's choice applies to the outputs that it reads (Eq. 4); false masks values alone.",
+        seldom=True,
+    )
+    embeddings: Literal["global", "local"] = option(
+        "global",
+        "global: one hypernetwork for all layers; local: free embeddings, of FFNs alone.",
+        seldom=True,
+    )
+    objective: Literal["distillation", "language"] = option(
+        "distillation",
+        "Learn from the model without masks, or from the text: language (Fig. 6c).",
+        seldom=True,
+    )
+    budget: Literal["deployed", "tossed"] = option(
+        "deployed",
+        "Widths that the budget counts: deployed ones, or tossed, the paper's maxima over tosses.",
+        seldom=True,
+    )
+    parameters: float = option(16.0, "alpha, the weight of the budget R_P.", seldom=True)
+    union: float = option(2.0, "beta, the weight of the union of experts R_U.", seldom=True)
+    balance: float = option(1.0, "gamma, the weight of the load balance R_L.", seldom=True)
+    tau: float = option(0.4, "Temperature of the straight-through masks.", seldom=True)
+    bias: float = option(
+        3.0, "b: with it every expert starts as the whole FFN (Eq. 15).", seldom=True
+    )
+    head_bias: float = option(6.0, "b of attention's dimensions; 3 in the paper.", seldom=True)
+    materialize: bool = option(
+        False, "Give every expert a copy of its weights: faster, and larger."
+    )
+    steps: int | None = option(
+        None,
+        "Optimizer steps. Default: 10,000 as in the paper; 800 for a model below 20 M parameters.",
+        minimum=1,
+    )
+    batch: int | None = option(
+        None, "Texts that a process takes at a time. Default: 1.", minimum=1, seldom=True
+    )
+    length: int | None = option(
+        None, "Tokens of a text. Default: 2048; tiny models: 256.", minimum=2, seldom=True
+    )
+    accumulate: int = option(1, "Batches before the modules move.", minimum=1, seldom=True)
+    lr: float | None = option(
+        None, "The highest learning rate. Default: 1e-3; tiny models: 3e-3.", seldom=True
+    )
+    decay: Literal["constant", "cosine"] | None = option(
+        None,
+        "constant, or cosine: to 0 at the last step. Default: constant; tiny models: cosine.",
+        seldom=True,
+    )
+    warmup: float = option(0.0, "Share of the steps in which the rate rises.", seldom=True)
+    weight_decay: float = option(0.05, "AdamW's weight decay.", seldom=True)
+    recompute: bool = option(
+        False, "Compute activations again in the backward pass, to save memory.", seldom=True
+    )
+    save_every: int = option(100, "Steps between checkpoints.", minimum=1, seldom=True)
+    seed: int = option(0, "Seed of the modules' start and of tosses.", seldom=True)
+
+    def check(self) -> None:
+        """Refuse values out of range.
+
+        Raises:
+            MoesaicError: names the field.
+        """
+        if not 0 < self.active <= 1:
+            raise MoesaicError(f"active {self.active:g} is not a ratio above 0, at most 1.")
+        if self.tau <= 0:
+            raise MoesaicError(f"tau {self.tau:g} must be above 0.")
+
+    def settled(self, tiny: bool) -> ToMoEConfig:
+        """These options with a schedule for the model's size where none was given."""
+        defaults = TINY if tiny else PAPER
+        return replace(self, **{k: v for k, v in defaults.items() if getattr(self, k) is None})

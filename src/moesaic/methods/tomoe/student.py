@@ -1,0 +1,155 @@
+"""The model that ToMoE trains: frozen weights, masked by modules that learn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch
+from moesaic.data.text import Tokens
+from moesaic.distributed import process
+from moesaic.foreign import Config, Model
+from moesaic.methods.budget import layer_sizes
+from moesaic.methods.tomoe.config import ToMoEConfig
+from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
+from moesaic.nn import Masked
+from moesaic.train import (
+    Objective,
+    checkpointing,
+    distillation_loss,
+    next_token_loss,
+    predicting,
+)
+
+KEPT_TOKENS = 8192
+"""Calibration tokens, at most, of which logits are kept."""
+Terms = dict[str, Tensor | dict[str, Tensor]]
+
+
+def layer_shapes(model: Model, arch: Arch) -> list[LayerShape]:
+    """The sizes of each layer that ToMoE asks for.
+
+    Raises:
+        MoesaicError: the model has no rotary positions.
+    """
+    hidden_size = model.get_input_embeddings().weight.shape[1]
+    return [
+        LayerShape(
+            hidden_size, size.width, arch.heads(layer, model.config), size.ffn, size.attention
+        )
+        for layer, size in zip(arch.layers(model), layer_sizes(model, arch), strict=True)
+    ]
+
+
+class Student(nn.Module):
+    """A frozen model, masked; the same weights, unmasked, are its teacher (App. B.1)."""
+
+    def __init__(self, base: Model, arch: Arch, config: ToMoEConfig) -> None:
+        super().__init__()
+        self.base, self.arch, self.objective = base, arch, config.objective
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.masking = MaskingModules(config, layer_shapes(base, arch))
+        self.masked = Masked(base, arch, self.masking)
+        self.recomputing = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.base.dtype
+        return dtype
+
+    @property
+    def config(self) -> Config:
+        return self.base.config
+
+    @property
+    def learning(self) -> dict[str, nn.Parameter]:
+        """The parameters that train, by name."""
+        return {n: p for n, p in self.named_parameters() if n.startswith("masking.")}
+
+    def train(self, mode: bool = True) -> Student:
+        """The base stays as it is when it runs, without dropout; its layers may recompute."""
+        super().train(mode)
+        self.base.eval()
+        for layer in self.arch.layers(self.base):
+            layer.training = mode and self.recomputing
+        return self
+
+    def gradient_checkpointing_enable(self, options: dict[str, bool]) -> None:
+        self.recomputing = True
+        checkpointing(self.base, "enable")(options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.recomputing = False
+        checkpointing(self.base, "disable")()
+
+    def logits(self, ids_BL: Tensor, mask_BL: Tensor | None = None) -> Tensor:
+        """The masked model's logits (B, L, V)."""
+        valid = torch.ones_like(ids_BL) if mask_BL is None else mask_BL
+        self.masking.begin(valid.bool(), self.training)
+        out = self.base(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False)
+        logits: Tensor = out.logits
+        return logits
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
+    ) -> Terms:
+        """The loss of Eq. 10.
+
+        Returns:
+            ``loss``, and ``terms``: its terms by name, before they are weighed.
+        """
+        if self.objective == "distillation":
+            with torch.no_grad(), self.masked.off():
+                taught = self.base(
+                    input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+                ).logits
+            loss = distillation_loss(self.logits(input_ids, attention_mask), taught, labels)
+        else:
+            loss = next_token_loss(self.logits(input_ids, attention_mask), labels)
+        loss = loss / predicting(labels).sum().clamp(min=1)
+        terms = self.masking.terms()
+        whole = loss + self.masking.penalty(terms)
+        return {"loss": whole, "terms": {self.objective: loss, **terms}}
+
+    @torch.no_grad()
+    def head_logits(self, tokens: Tokens) -> dict[int, Tensor]:
+        """Logits of the V/O dimensions (T, A) by layer, for real tokens, without noise."""
+        self.eval()
+        self.masking.kept = {}
+        device = self.base.device
+        for batch in tokens.batches():
+            mask = batch.attention_mask
+            self.logits(batch.input_ids.to(device), None if mask is None else mask.to(device))
+            kept = next(iter(self.masking.kept.values()), [])
+            if sum(len(x) for x in kept) >= KEPT_TOKENS:
+                break
+        parts, self.masking.kept = self.masking.kept, None
+        return {i: torch.cat(logits).cpu() for i, logits in parts.items()}
+
+    def release(self) -> None:
+        """Leave the base as it was."""
+        self.masked.remove()
+        self.base.requires_grad_(True).eval()
+
+
+class StudentLoss(Objective):
+    """Eq. 10, which the student computes as a mean, as the sum that the training loop takes.
+
+    A batch's tosses follow from its number among the batches of all processes, so that several
+    processes toss what one that accumulates as many batches would.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed, self.state = seed, {"batches": 0}
+
+    def __call__(
+        self, model: nn.Module, inputs: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        number, of = process()
+        torch.manual_seed(1_000_003 * self.seed + int(self.state["batches"]) * of + number)
+        self.state["batches"] += 1
+        count = predicting(inputs["labels"]).sum()
+        out = model(**inputs)
+        return out["loss"] * count, {name: term * count for name, term in out["terms"].items()}

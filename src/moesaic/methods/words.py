@@ -1,0 +1,48 @@
+"""Phrases that methods share in what they say of their results."""
+
+from __future__ import annotations
+
+from moesaic.config import MethodConfig
+
+NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def percent(share: float) -> str:
+    """A share in percent, with a space that does not break.
+
+    >>> percent(0.804).replace(chr(160), " ")
+    '80 %'
+    """
+    return f"{100 * share:.0f}\u00a0%"
+
+
+def number(count: int) -> str:
+    """A count as text has it.
+
+    >>> number(1), number(12)
+    ('one', '12')
+    """
+    return NUMBERS[count] if 0 <= count < len(NUMBERS) else f"{count:,}"
+
+
+def some(count: int, of: int) -> str:
+    """How many layers: ``all layers``, ``2 of 8 layers``.
+
+    >>> some(8, 8), some(2, 8)
+    ('all layers', '2 of 8 layers')
+    """
+    return "all layers" if count == of else f"{count} of {of} layers"
+
+
+def carved(config: MethodConfig, active: float | None) -> str:
+    """The title's clause of a carved model.
+
+    Args:
+        config: the method's options.
+        active: the share of its projections that a token uses; None where that is not known.
+    """
+    known = "" if active is None else f" to {percent(active)} active"
+    if not config.beyond:
+        return f"carved with {config.base_label}{known}"
+    added = f"carved, beyond {config.base_label} ({', '.join(config.beyond)})"
+    return f"{added},{known}" if known else added
