@@ -1,4 +1,4 @@
-"""What is observed of a mixture of experts, once, for every later decision.
+"""Statistics of a mixture of experts, observed once for every later decision.
 
 Sums over tokens for the criteria that score one expert at a time; for the exact reconstruction
 error, every token's router logits and the inner products of all its experts' outputs. Statistics
@@ -10,24 +10,25 @@ Shape suffixes: T tokens, E experts, D hidden size, P = E (E + 1) / 2 packed pai
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moesaic.errors import MoesaicError
 from moesaic.arch.mixture import MoEFFN
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
 from moesaic.stream.stream import Site
 
+FORMAT = 2
+"""Version of statistics files; others are refused."""
 BLOCK_BYTES = 128 << 20
 """Expert outputs held at a time."""
 
@@ -67,10 +68,12 @@ class ExpertStats:
 
     @property
     def tokens(self) -> int:
+        """Tokens that were observed."""
         return len(self.batch_T)
 
     @property
     def experts(self) -> int:
+        """Routed experts of the layer."""
         return len(self.calls_E)
 
     def merge(self, other: ExpertStats) -> ExpertStats:
@@ -91,7 +94,13 @@ class ExpertStats:
                 merged[field.name] = both[by] if len(both) else both
         return ExpertStats(**merged)
 
+    @classmethod
+    def merged(cls, parts: Iterable[ExpertStats]) -> ExpertStats:
+        """The statistics of several token sets together."""
+        return reduce(cls.merge, parts)
+
     def tensors(self) -> dict[str, Tensor]:
+        """The fields by name."""
         return {field.name: getattr(self, field.name).contiguous() for field in fields(self)}
 
 
@@ -121,7 +130,7 @@ def sample_share(tokens: int, experts: int, limit_bytes: int) -> float:
 
 
 def evenly(count: int, share: float) -> Tensor:
-    """Which of ``count`` tokens are sampled, spread evenly, bool.
+    """The tokens of ``count`` that are sampled, spread evenly: bool (count,).
 
     >>> evenly(6, 0.5).tolist()
     [False, True, False, True, False, True]
@@ -141,7 +150,7 @@ def spread_of(view: MoEFFN, i: int) -> float:
 
 @torch.no_grad()
 def observe_experts(
-    site: Site, batches: Sequence[int] | None = None, gram_share: float = 1.0
+    site: Site[MoEFFN], batches: Sequence[int] | None = None, gram_share: float = 1.0
 ) -> ExpertStats:
     """Run a site's tokens through its router and experts, and keep what decisions need.
 
@@ -151,13 +160,12 @@ def observe_experts(
         gram_share: the share of tokens for which all experts are run; 0 runs routed ones only.
     """
     view = site.view
-    assert isinstance(view, MoEFFN)
     numbers = range(len(site)) if batches is None else batches
     parts = [
         _batch(view, x_TD, target_TD, number, gram_share)
         for x_TD, target_TD, number in zip(site.inputs(), site.targets(), numbers, strict=True)
     ]
-    merged = reduce(ExpertStats.merge, parts)
+    merged = ExpertStats.merged(parts)
     merged.spread_E = torch.tensor(
         [spread_of(view, i) for i in range(view.count)], dtype=torch.float64
     )
@@ -167,11 +175,11 @@ def observe_experts(
 def _batch(
     view: MoEFFN, x_TD: Tensor, target_TD: Tensor | None, number: int, share: float
 ) -> ExpertStats:
-    count, rule = view.count, view.rule
+    count, routing = view.count, view.routing
     sums = {name: torch.zeros(count, dtype=torch.float64) for name in ("norm", "square", "gated")}
     pair_EE = torch.zeros(count, count, dtype=torch.float64)
     logits_TE = view.logits(x_TD).float()
-    w_TE = rule.weights(logits_TE)
+    w_TE = routing.weights(logits_TE)
     routed_TE = w_TE != 0
     sampled_T = evenly(len(x_TD), share).to(x_TD.device)
     delta_TD = None
@@ -208,7 +216,7 @@ def _batch(
         gated_E=sums["gated"],
         pair_EE=pair_EE,
         spread_E=empty,
-        bias_E=empty.float() if rule.bias_E is None else rule.bias_E.float().cpu(),
+        bias_E=empty.float() if routing.bias_E is None else routing.bias_E.float().cpu(),
         batch_T=torch.full((len(x_TD),), number),
         logits_TE=logits_TE.cpu(),
         sampled_T=sampled_T.cpu(),
@@ -220,49 +228,6 @@ def _batch(
     )
 
 
-# --- many processes ------------------------------------------------------------------------------
-
-
-def process() -> tuple[int, int]:
-    """This process's number and how many there are, as torchrun started them."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
-
-
-def join_processes() -> None:
-    """Meet the processes that torchrun or accelerate launch started beside this one, if any."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and process() == (0, 1):
-        torch.distributed.init_process_group("gloo")
-
-
-def wait_for_all() -> None:
-    """Return when every process has come here."""
-    if process()[1] > 1:
-        torch.distributed.barrier()
-
-
-def gathered(stats: ExpertStats) -> ExpertStats:
-    """The statistics of all processes together, the same in each."""
-    _, world = process()
-    if world == 1:
-        return stats
-    every: list[Any] = [None] * world
-    torch.distributed.all_gather_object(every, stats)
-    return reduce(ExpertStats.merge, every)
-
-
-def mean_over_processes(total: Tensor, count: float) -> Tensor:
-    """Sums over this process's tokens, as means over the tokens of all processes; on the CPU."""
-    both = torch.cat([total.double().cpu().flatten(), torch.tensor([float(count)]).double()])
-    if process()[1] > 1:
-        every: list[Any] = [None] * process()[1]
-        torch.distributed.all_gather_object(every, both)
-        both = torch.stack(every).sum(0)
-    return (both[:-1] / both[-1].clamp(min=1)).view(total.shape)
-
-
 # --- one file ------------------------------------------------------------------------------------
 
 
@@ -270,7 +235,7 @@ class StatsFile:
     """Statistics of a whole model in one safetensors file; read one layer at a time.
 
     Raises:
-        MoesaicError: it does not exist or is not such a file.
+        MoesaicError: it does not exist, is not such a file, or is of another version's format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -279,37 +244,51 @@ class StatsFile:
             raise MoesaicError(f"No statistics at {path}; moesaic observe MODEL {path} makes them.")
         try:
             with safe_open(path, framework="pt") as opened:
-                self.header: dict[str, Any] = json.loads((opened.metadata() or {})["moesaic"])
+                header: JSON = json.loads((opened.metadata() or {})["moesaic"])
         except (SafetensorError, KeyError, ValueError) as error:
             raise MoesaicError(f"{path} is not a file of moesaic observe: {error}") from error
+        version = header.pop("format", None)
+        if version != FORMAT:
+            raise MoesaicError(
+                f"{path} has statistics of format {version or 1}; this version reads and writes "
+                f"format {FORMAT}. Observe the model again."
+            )
+        self.header: JSON = header
+        """``base``, ``layers``, ``calibration``, ``tokens`` and ``gram``."""
 
     @property
     def layers(self) -> list[int]:
+        """The decoder layers that were observed."""
         return list(self.header["layers"])
 
     def layer(self, index: int) -> ExpertStats:
+        """One layer's statistics."""
         with safe_open(self.path, framework="pt") as opened:
             names = [field.name for field in fields(ExpertStats)]
             return ExpertStats(**{n: opened.get_tensor(f"{index}.{n}").clone() for n in names})
 
 
-def save_layer(stats: ExpertStats, folder: Path, index: int, header: Mapping[str, Any]) -> None:
+def save_layer(stats: ExpertStats, folder: Path, index: int, header: JSON) -> None:
     """Keep one layer's statistics on disk; they are there whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     file = layer_file(folder, index)
     partial = file.with_suffix(".writing")
-    save_file(stats.tensors(), partial, metadata={"moesaic": json.dumps(header)})
+    save_file(stats.tensors(), partial, metadata=_metadata(header))
     partial.replace(file)
 
 
+def _metadata(header: JSON) -> dict[str, str]:
+    return {"moesaic": json.dumps({"format": FORMAT, **header})}
+
+
 def layer_file(folder: Path, index: int) -> Path:
-    """Where one layer's statistics are kept until all are there."""
+    """The file that keeps one layer's statistics until all are there."""
     return folder / f"stats-{index:04d}.safetensors"
 
 
-def join(parts: Mapping[int, Path], out: Path, header: Mapping[str, Any]) -> None:
+def join(parts: Mapping[int, Path], out: Path, header: JSON) -> None:
     """Join layers' files into one, byte by byte: nothing is held in memory."""
-    index: dict[str, Any] = {"__metadata__": {"moesaic": json.dumps(header)}}
+    index: JSON = {"__metadata__": _metadata(header)}
     start = 0
     spans: list[tuple[Path, int]] = []
     for layer, path in parts.items():
@@ -349,7 +328,7 @@ def merge_files(paths: Sequence[Path], out: Path) -> None:
     header = {**first, "calibration": "+".join(f.header["calibration"] for f in files)}
     try:
         for index in files[0].layers:
-            save_layer(reduce(ExpertStats.merge, _renumbered(files, index)), folder, index, header)
+            save_layer(ExpertStats.merged(_renumbered(files, index)), folder, index, header)
         join({i: layer_file(folder, i) for i in files[0].layers}, out, header)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

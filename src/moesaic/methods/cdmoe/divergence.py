@@ -43,4 +43,4 @@ def cosine(p_ND: Tensor, q_ND: Tensor) -> Tensor:
 
 
 DIVERGENCES = {"js": js, "kl": kl}
-METRICS = (*DIVERGENCES, "ppl")
+"""Measures of change by name, of hidden states."""

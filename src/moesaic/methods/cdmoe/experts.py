@@ -31,75 +31,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from moesaic.errors import MoesaicError
-from moesaic.methods.cdmoe.divergence import DIVERGENCES, METRICS
 from moesaic.arch.mixture import MoEFFN
-from moesaic.stream.experts import mean_over_processes
+from moesaic.distributed import mean_over_processes
+from moesaic.methods.cdmoe.divergence import DIVERGENCES
 
-KEEPS = ("shared", "shared+routed", "attention", "nothing")
-EXPERT_SEARCHES = ("greedy", "random", "l1", "pl_alpha_hill")
-LAYER_SEARCHES = ("greedy", "rank", "global-rank", "cosine", "random")
 BLOCK_BYTES = 64 << 20
 """Candidates' outputs held at a time."""
-
-
-@dataclass(frozen=True)
-class CondenseConfig:
-    """Options of condensing. The defaults are the paper's, or our decision."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    layers: int | None = None
-    """Layers to condense. One of layers, memory and active says when to stop."""
-    memory: int | None = None
-    """Bytes that the weights may take at most."""
-    active: int | None = None
-    """Parameters that a token may use at most, embeddings and head included."""
-    keep: str = "shared"
-    """What stays: shared, shared+routed, attention (Block Drop) or nothing (Layer Drop)."""
-    experts: int | None = None
-    """K, routed experts that stay with shared+routed; None for as many as a token runs."""
-    metric: str = "js"
-    """js, kl, or ppl (for layers)."""
-    expert_search: str = "greedy"
-    """greedy (Alg. 1), random, l1 or pl_alpha_hill."""
-    layer_search: str = "greedy"
-    """greedy (Alg. 2), rank, global-rank, cosine (He et al. 2024) or random."""
-    candidates: tuple[int, ...] = ()
-    """Decoder layers to choose from; empty for all that route."""
-    shared_gate: str = "token"
-    """token: a gate on the shared path stays; mean: it becomes its mean."""
-    padding: bool = True
-    """Fill up with zeros to one width where the architecture itself can then hold the result."""
-    force: bool = False
-    """Condense to the shared path even where there is none."""
-    refit: bool = False
-    """Refit the dense layers to the mixtures they take the place of. Not the paper's."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, value, known in (
-            ("keep", self.keep, KEEPS),
-            ("metric", self.metric, METRICS),
-            ("expert-search", self.expert_search, EXPERT_SEARCHES),
-            ("layer-search", self.layer_search, LAYER_SEARCHES),
-            ("shared-gate", self.shared_gate, ("token", "mean")),
-        ):
-            if value not in known:
-                raise MoesaicError(f"Unknown --{name} {value!r}; choose from {', '.join(known)}.")
-        if sum(target is not None for target in (self.layers, self.memory, self.active)) != 1:
-            raise MoesaicError("Give one of --layers, --memory and --active.")
-        if self.layers is not None and self.layers < 0:
-            raise MoesaicError(f"--layers {self.layers} must be 0 or more.")
-        if self.experts is not None and self.keep != "shared+routed":
-            raise MoesaicError("--experts says how many routed ones stay: --keep shared+routed.")
-        if self.experts is not None and self.experts < 0:
-            raise MoesaicError(f"--experts {self.experts} must be 0 or more.")
 
 
 # --- Eq. 2 ---------------------------------------------------------------------------------------
@@ -158,7 +99,17 @@ def candidate_losses(
 def greedy_experts(
     batches: Callable[[], Iterator[Outputs]], g_E: Tensor, k: int, metric: str = "js"
 ) -> tuple[list[int], list[float]]:
-    """Alg. 1: experts in the order chosen, and the loss after each; of equals the first."""
+    """Alg. 1: the greedy choice of experts; of equally good ones the first.
+
+    Args:
+        batches: gives the batches anew, once a step.
+        g_E: the fixed weights of Eq. 2; experts without one are left out.
+        k: experts to choose.
+        metric: ``js`` or ``kl``; ``ppl`` counts as ``js``.
+
+    Returns:
+        experts in the order in which they were chosen, and the loss after each.
+    """
     left = [i for i, g in enumerate(g_E.tolist()) if g == g]
     chosen: list[int] = []
     losses: list[float] = []

@@ -13,29 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
-from moesaic.layers.condensed import NO_FFN, condensed
+from moesaic.distributed import mean_over_processes
+from moesaic.foreign import JSON
+from moesaic.layers.condensed import NO_FFN, CondensedLayer
+from moesaic.layers.dropped import DroppedLayer
+from moesaic.methods.cdmoe.config import CondenseConfig
+from moesaic.methods.cdmoe.divergence import DIVERGENCES, cosine
 from moesaic.methods.cdmoe.experts import (
-    CondenseConfig,
     Outputs,
     fixed_gates,
     greedy_experts,
     ranked_experts,
     weight_scores,
 )
-from moesaic.methods.cdmoe.divergence import DIVERGENCES, cosine
-from moesaic.arch.mixture import MoEArch, MoEFFN
-from moesaic.plan import CondensedLayer, DroppedLayer
-from moesaic.stream.experts import mean_over_processes
 from moesaic.stream.stream import Block, LayerStream, Spill, valid
+from moesaic.surgery import applied
 
-Replaced = CondensedLayer | DroppedLayer
+Replaced: TypeAlias = CondensedLayer | DroppedLayer
 NONE_K = torch.empty(0, dtype=torch.int64)
 CHUNK_BYTES = 128 << 20
 """Expert outputs computed at a time."""
@@ -44,21 +46,20 @@ CHUNK_BYTES = 128 << 20
 class ExpertSearch:
     """Decides for one layer what it would be condensed to, and how much that would change it."""
 
-    def __init__(self, config: CondenseConfig, stream: LayerStream, arch: MoEArch) -> None:
+    def __init__(self, config: CondenseConfig, stream: LayerStream[MoEFFN], arch: MoEArch) -> None:
         self.config = config
         self.stream = stream
         self.arch = arch
         self.divergence = DIVERGENCES["js" if config.metric == "ppl" else config.metric]
 
-    def decide(self, block: Block, hidden: Spill) -> tuple[Replaced, dict[str, Any]]:
+    def decide(self, block: Block, hidden: Spill) -> tuple[Replaced, JSON]:
         """The layer's plan, and what it costs beside the other variants (Fig. 5).
 
         Args:
             block: the layer, open.
             hidden: what enters it, one entry a batch.
         """
-        view = self.arch.view(block.layer)
-        assert isinstance(view, MoEFFN)
+        view = self.arch.mixture(block.layer)
         inputs, reference = Spill(1 << 30), Spill(1 << 30)
         try:
             with self.stream.seen(view.block, inputs, None, block.index, True):
@@ -68,18 +69,20 @@ class ExpertSearch:
             inputs.clear()
             reference.clear()
 
-    def _keep(self, block: Block, hidden: Spill, into: Spill, layer: Any = None) -> None:
+    def _keep(
+        self, block: Block, hidden: Spill, into: Spill, layer: nn.Module | None = None
+    ) -> None:
         outputs = block.outputs(hidden, layer)
         for out, mask in zip(outputs, self.stream.masks(), strict=False):
             into.append(valid(out, mask))
 
     def _decide(
         self, block: Block, view: MoEFFN, hidden: Spill, inputs: Spill, reference: Spill
-    ) -> tuple[Replaced, dict[str, Any]]:
+    ) -> tuple[Replaced, JSON]:
         config = self.config
         g_E, calls_E = self._gates(view, inputs)
         shared, routed = self._shared(view, inputs), NONE_K
-        found: dict[str, Any] = {"calls": calls_E.tolist()}
+        found: JSON = {"calls": calls_E.tolist()}
         if config.keep == "shared+routed":
             k = view.top_k if config.experts is None else config.experts
             if config.expert_search == "greedy":
@@ -114,7 +117,7 @@ class ExpertSearch:
         """g_E of Eq. 2 over the tokens of all processes, and how often each was chosen."""
         sums_2E = torch.zeros(2, view.count, dtype=torch.float64)
         for x_TD in inputs:
-            w_TE = view.rule.weights(view.logits(x_TD.to(view.device)).float())
+            w_TE = view.routing.weights(view.logits(x_TD.to(view.device)).float())
             sums_2E += torch.stack([w_TE.double().sum(0), (w_TE != 0).double().sum(0)]).cpu()
         sums_2E = mean_over_processes(sums_2E, 1)
         return fixed_gates(sums_2E[0], sums_2E[1]), sums_2E[1]
@@ -150,7 +153,7 @@ class ExpertSearch:
         """Alg. 1 over outputs that are computed once and kept, on disk where they are many."""
         start, experts = Spill(1 << 30), Spill(2 << 30)
         try:
-            with condensed(block.layer, self.arch, shared) as layer:
+            with applied(block.layer, self.arch, shared) as layer:
                 self._keep(block, hidden, start, layer)
             for x_TD in inputs:
                 rows = max(1, CHUNK_BYTES // (view.count * x_TD.shape[1] * x_TD.element_size()))
@@ -171,7 +174,7 @@ class ExpertSearch:
 
     def _cost(self, block: Block, plan: Replaced, hidden: Spill, reference: Spill) -> float:
         """Divergence of the layer's output from what it was."""
-        with condensed(block.layer, self.arch, plan) as layer:
+        with applied(block.layer, self.arch, plan) as layer:
             outputs = block.outputs(hidden, layer)
             pairs = zip(reference, outputs, self.stream.masks(), strict=False)
             divergences = [self.divergence(o, valid(out, mask)) for o, out, mask in pairs]
@@ -179,7 +182,7 @@ class ExpertSearch:
 
     def _importance(self, block: Block, hidden: Spill, reference: Spill) -> dict[str, float]:
         """1 - cos of input and output, of the block with its residual and of the whole layer."""
-        with condensed(block.layer, self.arch, NO_FFN) as layer:
+        with applied(block.layer, self.arch, NO_FFN) as layer:
             residuals = list(zip(block.outputs(hidden, layer), self.stream.masks(), strict=False))
         entering = zip(hidden, self.stream.masks(), strict=False)
         return {
@@ -204,7 +207,7 @@ class LayerSearch:
 
     def __init__(
         self,
-        stream: LayerStream,
+        stream: LayerStream[MoEFFN],
         arch: MoEArch,
         plans: Mapping[int, Replaced],
         metric: str = "js",
@@ -242,10 +245,10 @@ class LayerSearch:
             i, born = block.index, None
             if i in candidates:
                 born = Spill((4 << 30) // len(candidates))
-                with condensed(block.layer, self.arch, self.plans[i]) as layer:
+                with applied(block.layer, self.arch, self.plans[i]) as layer:
                     for out in block.outputs(hidden, layer):
                         born.append(out)
-            as_chosen = condensed(block.layer, self.arch, self.plans[i]) if i in chosen else None
+            as_chosen = applied(block.layer, self.arch, self.plans[i]) if i in chosen else None
             with as_chosen or nullcontext(block.layer) as layer:
                 for name, branch in branches.items():
                     if name is not None or i < last:

@@ -1,59 +1,103 @@
-"""Criteria that score one expert at a time: baselines and newer ones. The lowest scores go.
+"""Criteria: how it is decided which experts of a layer stay. One entry each; torch-free to import.
 
-==========  ====================================================  ==========================
+A criterion either scores one expert at a time, and the lowest scores go, or gives the loss of a
+whole set of experts, and the best set is searched for (:mod:`moesaic.methods.naee.search`).
+
+==========  ==========================
 T_j         tokens routed to expert j
-g_j, f_j    its true combine weight, its output
-==========  ====================================================  ==========================
+g_j, f_j    its combine weight, its output
+==========  ==========================
 
-frequency   Lu et al. (2024), Sec. 4.1: |T_j|
-gate        sum of g_j over T_j
-ean         expert activation norm: sum of ||f_j|| over T_j
-man, msan   mean of ||f_j||, of ||f_j||^2, over T_j
-reap        Lasby et al. (2025), router-weighted expert activation pruning: mean of g_j ||f_j||
-aimer       without data: mean |w| over rms(w), pooled over gate, up and down; the highest go
+Another package adds a criterion by an entry point in the group ``moesaic.criteria`` that names a
+:class:`Criterion`: ``mine = "my_package:MINE"``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from moesaic.registry import Registry
 
-from moesaic.stream.experts import ExpertStats
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moesaic.arch.routing import RoutingFunction
+    from moesaic.methods.naee.config import PruneConfig
+    from moesaic.methods.naee.search import Losses
+    from moesaic.stream.experts import ExpertStats
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer of which experts are to go: everything that a criterion may look at."""
+
+    stats: ExpertStats
+    """What was observed of the layer."""
+    routing: RoutingFunction
+    """The layer's routing function."""
+    layer: int
+    """Its number."""
+    config: PruneConfig
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A way to decide which experts stay. It has ``score`` or ``losses``, one of them."""
+
+    name: str
+    """What ``criterion`` calls it."""
+    title: str
+    """As titles write it: ``pruned by REAP``."""
+    help: str
+    """What it measures, in a few words."""
+    paper: str = ""
+    """Authors, title and place; empty where it is of no paper that we know."""
+    score: Callable[[Case], Tensor] | None = None
+    """Each expert's score (E,); the highest stay."""
+    losses: Callable[[Case], tuple[Losses, float]] | None = None
+    """The loss of sets of experts, and the loss that counts as everything lost."""
+    squared: bool = False
+    """``losses`` gives squares; records get their roots."""
+    observes: bool = True
+    """It looks at tokens; without, no loss is known by which layers could be compared."""
+    gram: bool = False
+    """It needs the inner products of all experts' outputs, token by token."""
+    merges: bool = False
+    """The experts that go are averaged into those that stay."""
+
+
+# --- scores --------------------------------------------------------------------------------------
 
 
 def mean_over(sum_E: Tensor, calls_E: Tensor) -> Tensor:
-    """Mean over T_j; 0 for an expert that no token was routed to.
+    """Mean over T_j (E,); 0 for an expert that no token was routed to.
 
+    >>> import torch
     >>> mean_over(torch.tensor([6.0, 0.0]), torch.tensor([3, 0]))
     tensor([2., 0.])
     """
     return sum_E / calls_E.clamp(min=1)
 
 
-SCORES: dict[str, Callable[[ExpertStats], Tensor]] = {
-    "frequency": lambda s: s.calls_E.double(),
-    "gate": lambda s: s.gate_E,
-    "ean": lambda s: s.norm_E,
-    "man": lambda s: mean_over(s.norm_E, s.calls_E),
-    "msan": lambda s: mean_over(s.square_E, s.calls_E),
-    "reap": lambda s: mean_over(s.gated_E, s.calls_E),
-    "aimer": lambda s: -s.spread_E,
-}
-
-
 def random_scores(experts: int, layer: int, seed: int) -> Tensor:
-    """A score that says nothing, the same for the same seed and layer."""
+    """Scores that say nothing (E,), the same for the same seed and layer."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed * 10_007 + layer)
     return torch.rand(experts, dtype=torch.float64, generator=generator)
 
 
+# --- losses of sets ------------------------------------------------------------------------------
+
+
 def pairwise_losses(pair_EE: Tensor) -> Callable[[Tensor], Tensor]:
-    """What dropping a set S costs if no token is rerouted: 1_S^T Q 1_S.
+    """The loss of dropping a set S if no token is rerouted: 1_S^T Q 1_S; sets (C, E) to (C,).
 
     Q_ij = sum over tokens of g_i g_j <f_i, f_j>.
 
+    >>> import torch
     >>> loss = pairwise_losses(torch.tensor([[1.0, -1.0], [-1.0, 2.0]]))
     >>> loss(torch.tensor([[False, True], [False, False]]))
     tensor([1., 1.])
@@ -64,3 +108,136 @@ def pairwise_losses(pair_EE: Tensor) -> Callable[[Tensor], Tensor]:
         return ((gone_CE @ pair_EE) * gone_CE).sum(-1)
 
     return losses
+
+
+def _pairwise(case: Case) -> tuple[Losses, float]:
+    return pairwise_losses(case.stats.pair_EE), case.stats.pair_EE.sum().item() ** 0.5
+
+
+def _reconstruction(case: Case) -> tuple[Losses, float]:
+    from moesaic.methods.naee.reconstruction import output_norm, reconstruction_losses
+
+    losses = reconstruction_losses(case.stats, case.routing, case.config.sum_batch_norms)
+    return losses, output_norm(case.stats, case.routing)
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+NAEE = (
+    'Lu et al., "Not All Experts are Equal: Efficient Expert Pruning and Skipping for '
+    'Mixture-of-Experts Large Language Models" (ACL 2024)'
+)
+
+SCORING = (
+    'Liu et al., "How to Score Experts for One-Shot MoE Expert Pruning: A Unified Formulation and '
+    'Selection Principle" (2026)'
+)
+
+OWN = (
+    Criterion(
+        "reconstruction",
+        "NAEE",
+        "change of the routed output, Eq. 3",
+        NAEE,
+        losses=_reconstruction,
+        gram=True,
+    ),
+    Criterion(
+        "pairwise",
+        "pairwise reconstruction",
+        "change of the routed output, were no token rerouted",
+        losses=_pairwise,
+        squared=True,
+    ),
+    Criterion(
+        "random",
+        "random choice",
+        "a seeded draw",
+        NAEE,
+        score=lambda c: random_scores(c.stats.experts, c.layer, c.config.seed),
+        observes=False,
+    ),
+    Criterion(
+        "frequency",
+        "frequency",
+        "tokens routed to the expert: |T_j|",
+        NAEE,
+        score=lambda c: c.stats.calls_E.double(),
+    ),
+    Criterion(
+        "gate", "gate weight", "sum of its combine weights g_j", score=lambda c: c.stats.gate_E
+    ),
+    Criterion(
+        "ean",
+        "EAN",
+        "expert activation norm: sum of |f_j| over T_j",
+        'Jaiswal et al., "Finding Fantastic Experts in MoEs: A Unified Study for Expert Dropping '
+        'Strategies and Observations" (2025)',
+        score=lambda c: c.stats.norm_E,
+    ),
+    Criterion(
+        "man",
+        "MAN",
+        "mean of |f_j| over T_j",
+        SCORING,
+        score=lambda c: mean_over(c.stats.norm_E, c.stats.calls_E),
+    ),
+    Criterion(
+        "msan",
+        "MSAN",
+        "mean of |f_j|^2 over T_j",
+        SCORING,
+        score=lambda c: mean_over(c.stats.square_E, c.stats.calls_E),
+    ),
+    Criterion(
+        "reap",
+        "REAP",
+        "router-weighted expert activation pruning: mean of g_j |f_j| over T_j",
+        'Lasby et al., "REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression" '
+        "(2025)",
+        score=lambda c: mean_over(c.stats.gated_E, c.stats.calls_E),
+    ),
+    Criterion(
+        "aimer",
+        "AIMER",
+        "without data: mean |w| over rms(w), pooled over gate, up and down; the highest go",
+        'Liu et al., "AIMER: Calibration-Free Task-Agnostic MoE Pruning" (2026)',
+        score=lambda c: -c.stats.spread_E,
+        observes=False,
+    ),
+    Criterion(
+        "merge",
+        "M-SMoE merging",
+        "frequency, and the experts that go are merged into those that stay",
+        'Li et al., "Merge, Then Compress: Demystify Efficient SMoE with Hints from Its Routing '
+        'Policy" (ICLR 2024)',
+        score=lambda c: c.stats.calls_E.double(),
+        merges=True,
+    ),
+)
+"""Ours, in the order in which they are listed. A new one is an entry here."""
+
+
+class _Criteria(Registry[Criterion]):
+    """Our criteria are at hand; those of other packages are imported when they are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("moesaic.criteria", dict.fromkeys((c.name for c in OWN), __name__))
+        self._loaded.update({c.name: c for c in OWN})
+
+
+CRITERIA: Registry[Criterion] = _Criteria()
+"""The criteria by name."""
+
+
+class Compared(Mapping[str, str]):
+    """What a comparison with each criterion is, in words; read when it is asked for."""
+
+    def __getitem__(self, name: str) -> str:
+        return f"pruning by {CRITERIA[name].title}"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(CRITERIA)
+
+    def __len__(self) -> int:
+        return len(CRITERIA)

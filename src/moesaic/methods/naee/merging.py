@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.plan import MergedLayer
+from moesaic.layers.merged import MergedLayer
 
 
 def most_alike(logits_TE: Tensor, kept_E: Tensor) -> Tensor:

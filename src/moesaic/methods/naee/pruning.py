@@ -1,22 +1,9 @@
 """Expert pruning: fewer experts in every layer, nothing trained.
 
 Lu et al., "Not All Experts are Equal: Efficient Expert Pruning and Skipping for Mixture-of-Experts
-Large Language Models" (ACL 2024). Equation numbers are the paper's.
-
-==================  ==========================================================
-n, r                experts of a layer, experts that stay
-C                   the experts that stay, |C| = r
-w, w'               combine weights of a token, with all experts and with C (T, E)
-f_i(x)              output of expert i
-F(x), F'(x, C)      output of the routed experts, with all and with C
-G_t                 <f_i(x_t), f_j(x_t)>: the Gram matrix of a token (E, E)
-==================  ==========================================================
-
-Eq. 3: C minimises ||F'(x, C) - F(x)||_F. With every expert's output known once,
-
-    ||F'(x, C) - F(x)||^2 = sum_t (w'_t - w_t)^T G_t (w'_t - w_t),
-
-so a set costs its routing and a small quadratic form: exact, and no layer is run again.
+Large Language Models" (ACL 2024): the set of experts that stays is the one that changes the
+layer's output least (:mod:`moesaic.methods.naee.reconstruction`). Other criteria, of other papers,
+stand in :mod:`moesaic.methods.naee.criteria`.
 
 Where we depart from the paper or its code, and how to have theirs:
 
@@ -33,228 +20,79 @@ Where we depart from the paper or its code, and how to have theirs:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
-from moesaic.methods.naee.criteria import SCORES, pairwise_losses, random_scores
+from moesaic.foreign import JSON, Config
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.beyond.recovery import recover
+from moesaic.methods.mixtures import credited, original, span
+from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.naee.criteria import Case
 from moesaic.methods.naee.merging import merged_layer
+from moesaic.methods.naee.observed import NO_TEXT, from_file, observed, routing_of
 from moesaic.methods.naee.search import (
     Found,
     Losses,
+    allocate,
     best_scores,
     exhaustive,
     greedy,
     refined,
     subsets,
 )
-from moesaic.arch.mixture import Rule
-from moesaic.plan import PrunedLayer
-from moesaic.stream.experts import ExpertStats, unpacked
+from moesaic.plan import Plan
+from moesaic.record import LayerRecord
+from moesaic.stream.experts import ExpertStats
+from moesaic.stream.job import Finished, Job
 
-SEARCHED = ("reconstruction", "pairwise")
-MERGE = "merge"
-"""Frequency, and the experts that go are merged into those that stay (M-SMoE)."""
-CRITERIA = (*SEARCHED, "random", *SCORES, MERGE)
-DATA_FREE = ("random", "aimer")
-ELEMENTS = 1 << 22
-"""Numbers in one block of candidate sets times tokens times experts."""
+RESULT = "result"
+"""The name of what was asked for, beside its comparisons."""
 
 
-@dataclass(frozen=True)
-class PruneConfig:
-    """Options of expert pruning. The defaults are the paper's, or our decision."""
+class Pruner(Method[PruneConfig, MoEArch]):
+    """Takes experts out of every layer that routes."""
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
+    kind = "experts"
 
-    keep: float = 6
-    """Experts that stay in each layer; their mean, if counts may differ."""
-    criterion: str = "reconstruction"
-    """reconstruction (Eq. 3), frequency, random, reap, ean, man, msan, gate, aimer, pairwise,
-    or merge (M-SMoE)."""
-    progressive: bool = False
-    """Each layer sees the tokens as the layers pruned before it pass them on."""
-    uniform: bool = True
-    """Equally many experts in every layer, as the architecture itself needs."""
-    padding: bool = False
-    """Fill unequal counts up with experts that are never chosen, for the architecture's sake."""
-    sum_batch_norms: bool = False
-    """Sum the norms of batches, as the released code does."""
-    exhaustive_limit: int = 13_000
-    """The most sets that are enumerated; C(16, 8) = 12870."""
-    gram_mb: int = 256
-    """Memory for one layer's Gram matrices."""
-    refit: bool = False
-    """Refit the experts that stay to the whole layer's output. Not the paper's."""
-    seed: int = 0
+    def find(self, config: Config) -> MoEArch:
+        return original(config, "prune the original, then skip")
 
-    def __post_init__(self) -> None:
-        if self.criterion not in CRITERIA:
-            raise MoesaicError(
-                f"Unknown criterion {self.criterion!r}; choose from {', '.join(CRITERIA)}."
-            )
-        if self.uniform and self.keep != int(self.keep):
-            raise MoesaicError(
-                f"--keep {self.keep:g} is not a whole number; a mean needs --non-uniform."
-            )
-        if self.padding and self.uniform:
-            raise MoesaicError("--padding fills unequal counts up: it needs --non-uniform.")
-        if not self.uniform and self.criterion in DATA_FREE:
-            raise MoesaicError(
-                f"--criterion {self.criterion} gives no loss by which layers could be compared; "
-                "--non-uniform needs another."
-            )
-        if not self.uniform and self.progressive:
-            raise MoesaicError(
-                "--progressive decides a layer before the next is seen; --non-uniform needs all."
-            )
-        if self.progressive and self.criterion in DATA_FREE:
-            raise MoesaicError(f"--criterion {self.criterion} sees no tokens: drop --progressive.")
-        if self.refit and self.criterion == MERGE:
-            raise MoesaicError("--criterion merge makes experts of its own: drop --refit.")
-        if self.progressive and self.criterion == MERGE:
-            raise MoesaicError(
-                "--progressive passes tokens on without the experts that go, not with merged ones: "
-                "--criterion merge decides every layer on the original's tokens."
-            )
-
-    @property
-    def gram_bytes(self) -> int:
-        """Memory for one layer's Gram matrices; none are needed by most criteria."""
-        return self.gram_mb << 20 if self.criterion == "reconstruction" else 0
-
-
-# --- Eq. 3 ---------------------------------------------------------------------------------------
-
-
-def squared_errors(diff_SCE: Tensor, gram_SEE: Tensor) -> Tensor:
-    """||F'(x_t, C) - F(x_t)||^2 = (w' - w)^T G_t (w' - w) for every token and set (S, C).
-
-    >>> diff = torch.tensor([[[1.0, -1.0]]])
-    >>> gram = torch.tensor([[[2.0, 0.5], [0.5, 1.0]]])
-    >>> squared_errors(diff, gram)
-    tensor([[2.]])
-    """
-    return ((diff_SCE @ gram_SEE) * diff_SCE).sum(-1)
-
-
-def reconstruction_losses(stats: ExpertStats, rule: Rule, sum_batch_norms: bool = False) -> Losses:
-    """||F'(x, C) - F(x)||_F of Eq. 3 for many sets at once, (C, E) to (C,), float64.
-
-    Tokens go through in blocks, so that memory is bounded whatever their number. With cross terms
-    (progressive pruning) the target is the original model's output, F(x) + delta.
-    """
-    logits_SE = stats.logits_TE[stats.sampled_T]
-    w_SE = rule.weights(logits_SE).double()
-    batches, batch_S = stats.batch_T[stats.sampled_T].unique(return_inverse=True)
-    rows = max(1, ELEMENTS // stats.experts**2)
-
-    def losses(kept_CE: Tensor) -> Tensor:
-        squared_CB = torch.zeros(len(kept_CE), len(batches), dtype=torch.float64)
-        for block in torch.arange(len(w_SE)).split(rows):
-            gram_SEE = unpacked(stats.gram_SP[block], stats.experts)
-            sets = max(1, ELEMENTS // (len(block) * stats.experts))
-            for at in torch.arange(len(kept_CE)).split(sets):
-                diff_SCE = weights_for(rule, logits_SE[block], kept_CE[at]) - w_SE[block, None]
-                error_SC = squared_errors(diff_SCE, gram_SEE)
-                if len(stats.delta_S):
-                    cross_SC = (diff_SCE @ stats.cross_SE[block].unsqueeze(-1)).squeeze(-1)
-                    error_SC = error_SC - 2 * cross_SC + stats.delta_S[block, None]
-                into = torch.zeros(len(at), len(batches), dtype=torch.float64)
-                squared_CB[at] += into.index_add_(1, batch_S[block], error_SC.T.contiguous())
-        squared_CB = squared_CB.clamp(min=0)
-        return squared_CB.sqrt().sum(1) if sum_batch_norms else squared_CB.sum(1).sqrt()
-
-    return losses
-
-
-def weights_for(rule: Rule, logits_SE: Tensor, kept_CE: Tensor) -> Tensor:
-    """w', the combine weights with only a set of experts there (S, C, E), float64."""
-    tokens, sets = len(logits_SE), len(kept_CE)
-    every_NE = logits_SE.repeat_interleave(sets, 0)
-    w_NE = rule.weights(every_NE, kept_CE.repeat(tokens, 1))
-    return w_NE.double().view(tokens, sets, -1)
-
-
-def output_norm(stats: ExpertStats, rule: Rule) -> float:
-    """||F(x)||_F over the sampled tokens: what a loss is a share of."""
-    logits_SE = stats.logits_TE[stats.sampled_T]
-    total = 0.0
-    for block in torch.arange(len(logits_SE)).split(max(1, ELEMENTS // stats.experts**2)):
-        w_SE = rule.weights(logits_SE[block]).double()
-        gram_SEE = unpacked(stats.gram_SP[block], stats.experts)
-        total += squared_errors(w_SE.unsqueeze(1), gram_SEE).sum().item()
-    return max(total, 0.0) ** 0.5
-
-
-# --- counts that differ --------------------------------------------------------------------------
-
-
-def allocate(losses: Mapping[int, Mapping[int, float]], total: int) -> dict[int, int]:
-    """Experts for each layer, ``total`` in all, of least summed squared loss; exact.
-
-    Args:
-        losses: by layer and number of experts, relative to the layer's output.
-        total: experts of all layers together.
-
-    >>> allocate({0: {1: 0.9, 2: 0.1, 3: 0.0}, 1: {1: 0.2, 2: 0.1, 3: 0.0}}, 3)
-    {0: 2, 1: 1}
-    """
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for options in losses.values():
-        grown: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for spent, (loss, counts) in best.items():
-            for count, more in options.items():
-                offer = (loss + more**2, (*counts, count))
-                if spent + count not in grown or offer < grown[spent + count]:
-                    grown[spent + count] = offer
-        best = grown
-    reach = max((spent for spent in best if spent <= total), default=min(best))
-    return dict(zip(losses, best[reach][1], strict=True))
-
-
-# --- The method ----------------------------------------------------------------------------------
-
-
-class Pruner:
-    """Decides, from one layer's statistics, which experts stay at one or more sizes."""
-
-    name = "naee"
-
-    def __init__(self, config: PruneConfig) -> None:
-        self.config = config
+    # --- one layer -------------------------------------------------------------------------------
 
     def decide(
-        self, stats: ExpertStats, rule: Rule, layer: int, sizes: list[int], groups: int = 1
-    ) -> dict[int, tuple[PrunedLayer, dict[str, Any]]]:
-        """The experts that stay for each size, and what that costs.
+        self, case: Case, sizes: list[int], groups: int = 1
+    ) -> dict[int, tuple[PrunedLayer, JSON]]:
+        """The experts that stay in a layer, for each size.
 
         Args:
-            stats: what was observed of the layer.
-            rule: the layer's router.
-            layer: its number.
+            case: the layer.
             sizes: how many experts may stay.
             groups: router groups, which lose equally many.
+
+        Returns:
+            by size the layer's plan, and what it costs: ``calls``, and of criteria that look at
+            tokens ``loss`` and ``relative_loss``.
         """
-        config = self.config
-        if config.criterion not in SEARCHED:
-            score_E = self._scores(stats, layer)
+        criterion, stats = self.config.chosen, case.stats
+        if criterion.score is not None:
+            score_E = criterion.score(case)
             return {r: self._scored(score_E, stats, r, groups) for r in sizes}
-        if config.criterion == "pairwise":
-            losses, scale = pairwise_losses(stats.pair_EE), stats.pair_EE.sum().item() ** 0.5
-        else:
-            losses = reconstruction_losses(stats, rule, config.sum_batch_norms)
-            scale = output_norm(stats, rule)
-        decided = {}
+        assert criterion.losses is not None, f"{criterion.name} neither scores nor searches"
+        losses, scale = criterion.losses(case)
+        decided: dict[int, tuple[PrunedLayer, JSON]] = {}
         path_E = torch.ones(stats.experts, dtype=torch.bool)
         for r in sorted(sizes, reverse=True):
             path = greedy(losses, path_E, r, groups)
             path_E = path.kept_E
             found, gap = self._search(losses, path, r, groups)
-            loss = max(found.loss, 0) ** 0.5 if config.criterion == "pairwise" else found.loss
+            loss = max(found.loss, 0) ** 0.5 if criterion.squared else found.loss
             analysis = {
                 "loss": loss,
                 "relative_loss": loss / scale if scale else 0.0,
@@ -282,25 +120,192 @@ class Pruner:
         other = refined(losses, path, groups)
         return best, {"greedy_gap": other.loss / best.loss - 1 if best.loss > 0 else 0.0}
 
-    def _scores(self, stats: ExpertStats, layer: int) -> Tensor:
-        if self.config.criterion == "random":
-            return random_scores(stats.experts, layer, self.config.seed)
-        criterion = self.config.criterion
-        return SCORES["frequency" if criterion == MERGE else criterion](stats)
-
     def _scored(
         self, score_E: Tensor, stats: ExpertStats, r: int, groups: int
-    ) -> tuple[PrunedLayer, dict[str, Any]]:
+    ) -> tuple[PrunedLayer, JSON]:
         kept_E = best_scores(score_E, r, groups)
-        analysis: dict[str, Any] = {"scores": score_E.tolist(), "calls": stats.calls_E.tolist()}
-        if self.config.criterion not in DATA_FREE:
+        analysis: JSON = {"scores": score_E.tolist(), "calls": stats.calls_E.tolist()}
+        if self.config.chosen.observes:
             gone = score_E[~kept_E].sum().item()
             analysis |= {"loss": gone, "relative_loss": gone / max(score_E.sum().item(), 1e-300)}
-        if self.config.criterion == MERGE:
+        if self.config.chosen.merges:
             merged = merged_layer(kept_E, stats.logits_TE, stats.calls_E)
             return merged, {**analysis, "into": merged.into_E.tolist()}
         return _layer(kept_E), analysis
 
+    # --- a model ---------------------------------------------------------------------------------
+
+    def run(self, job: Job[MoEArch]) -> Decision:
+        config, args = self.config, job.args
+        stats, compare = args.calibration.stats, args.compare
+        pruners = {name: Pruner(replace(config, criterion=name)) for name in compare}
+        pruners[RESULT] = self
+        if stats and config.progressive:
+            raise MoesaicError("progressive must see the model: it cannot decide from stats.")
+        if compare and config.progressive:
+            raise MoesaicError(
+                "progressive follows one criterion: nothing can be decided beside it."
+            )
+        criteria = [pruner.config.chosen for pruner in pruners.values()]
+        sizes = _sizes(job, config)
+        if any(criterion.merges for criterion in criteria):
+            _check_mergeable(job)
+        file, blind = None, not any(criterion.observes for criterion in criteria)
+        if stats:
+            file = from_file(job, stats, any(criterion.gram for criterion in criteria))
+            fingerprint = str(file.header["calibration"])
+        else:
+            fingerprint = job.tokens.fingerprint if config.refit or not blind else ""
+        finished = job.finished(
+            {
+                "config": asdict(config),
+                "compare": list(compare),
+                "stats": stats,
+                "calibration": job.tokens.fingerprint if config.refit else fingerprint,
+            }
+        )
+        groups = job.arch.group_count(job.shape.config)
+
+        def decide(i: int, seen: ExpertStats) -> None:
+            for name, pruner in pruners.items():
+                case = Case(seen, routing_of(job, i, seen), i, pruner.config)
+                for size, (layer, analysis) in pruner.decide(case, sizes[i], groups).items():
+                    if blind and file is None:
+                        del analysis["calls"]  # of no text
+                    finished.add(_key(name, size), i, layer, analysis)
+
+        missing = [
+            i
+            for i, options in sizes.items()
+            if any((_key(name, r), i) not in finished for name in pruners for r in options)
+        ]
+        if file is not None:
+            for i in job.track(missing, "Deciding layers", len(sizes)):
+                decide(i, file.layer(i))
+        elif missing:
+            gram_bytes = max(pruner.config.gram_bytes for pruner in pruners.values())
+            tokens = NO_TEXT if blind else job.tokens
+            share, numbers = (tokens, [0]) if blind else job.share
+            stream = job.stream(sizes, job.arch.mixture, share, follow=config.progressive)
+            for site in job.track(stream, "Pruning layers", len(sizes)):
+                i = site.index
+                if i in missing:
+                    decide(i, observed(site, tokens, numbers, gram_bytes))
+                if config.progressive:
+                    kept = cast(PrunedLayer, finished[_key(RESULT, sizes[i][0]), i][0])
+                    allowed_E = torch.zeros(site.view.count, dtype=torch.bool)
+                    allowed_E[kept.experts] = True
+                    site.change = site.view.restricted(allowed_E)
+        counts = {name: self._counts(name, sizes, finished) for name in pruners}
+        plans = {
+            name: _plan(job, pruner.config, name, counts[name], finished, fingerprint)
+            for name, pruner in pruners.items()
+        }
+        analyses = {i: finished[_key(RESULT, r), i][1] for i, r in counts[RESULT].items()}
+        if config.refit:
+            plans, found = recover(job, plans, finished, propagate=config.progressive)
+            analyses = {i: {**seen, "refit": found[i]} for i, seen in analyses.items()}
+        return Decision(plans.pop(RESULT), analyses, plans)
+
+    def _counts(
+        self, name: str, sizes: Mapping[int, list[int]], finished: Finished
+    ) -> dict[int, int]:
+        """How many experts stay in each layer."""
+        if self.config.uniform:
+            return {i: options[0] for i, options in sizes.items()}
+        curves = {
+            i: {r: finished[_key(name, r), i][1]["relative_loss"] for r in options}
+            for i, options in sizes.items()
+        }
+        return allocate(curves, round(self.config.keep * len(sizes)))
+
+    # --- words -----------------------------------------------------------------------------------
+
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+        changed = [layer for layer in layers if layer.index in decision.analyses]
+        stay = span([len(layer.shape["kept"]) for layer in changed])
+        before = span([layer.shape["before"] for layer in changed])
+        comma = "," if self.config.beyond else ""
+        title = f"pruned{credited(self.config, 'by')}{comma} to {stay} of {before} experts"
+        chosen = self.config.chosen
+        by = chosen.title + (" on calibration text" if chosen.observes else "")
+        told = f"{stay} of {before} experts stay in every layer that routes, chosen by {by}."
+        if chosen.merges:
+            told += " The experts that go are averaged into those that stay."
+        if self.config.refit:
+            told += " The down projections of the experts that stay were then refitted."
+        return Told(title, told)
+
+
+def _key(name: str, size: int) -> str:
+    return f"{name}-keep-{size}"
+
 
 def _layer(kept_E: Tensor) -> PrunedLayer:
     return PrunedLayer(kept_E.nonzero().flatten())
+
+
+def _plan(
+    job: Job[MoEArch],
+    config: PruneConfig,
+    name: str,
+    kept: Mapping[int, int],
+    finished: Finished,
+    fingerprint: str,
+) -> Plan:
+    layers = {i: finished[_key(name, r), i][0] for i, r in kept.items()}
+    if config.padding:
+        most = max(kept.values())
+        layers = {i: cast(PrunedLayer, layer).padded(most) for i, layer in layers.items()}
+    return Plan(config.name, job.base, layers, asdict(config), fingerprint)
+
+
+def _sizes(job: Job[MoEArch], config: PruneConfig) -> dict[int, list[int]]:
+    """The numbers of experts that each layer may keep.
+
+    Raises:
+        MoesaicError: the request cannot be met.
+    """
+    arch, model_config = job.arch, job.shape.config
+    groups = arch.group_count(model_config)
+    sizes = {}
+    for i in arch.moe_layers(job.shape):
+        view = arch.mixture(job.layers[i])
+        least = max(view.top_k, groups * arch.per_group if groups > 1 else 1)
+        if groups > 1:
+            open_groups = min(getattr(model_config, "topk_group", None) or groups, groups)
+            least = max(least, -(-view.top_k // open_groups) * groups)
+        least += -least % groups
+        if not least <= config.keep <= view.count:
+            raise MoesaicError(
+                f"keep {config.keep:g} is out of reach: layer {i} has {view.count} experts and "
+                f"needs at least {least} (a token runs {view.top_k}"
+                + (f", {groups} router groups)." if groups > 1 else ").")
+            )
+        if config.uniform and config.keep % groups:
+            raise MoesaicError(
+                f"keep {config.keep:g} is not a multiple of the {groups} router groups, which "
+                f"must lose equally many; {int(config.keep // groups) * groups} is."
+            )
+        if config.padding and arch.never is None:
+            raise MoesaicError(
+                f"padding needs a router with a bias that can keep an expert from being chosen; "
+                f"{arch.model_type} has none. Without padding the result is moesaic_"
+                f"{arch.model_type}."
+            )
+        every = range(least, view.count + 1, groups)
+        sizes[i] = [int(config.keep)] if config.uniform else list(every)
+    if not sizes:
+        raise MoesaicError("No layer of this model routes.")
+    return sizes
+
+
+def _check_mergeable(job: Job[MoEArch]) -> None:
+    """Refuse experts whose neurons cannot be matched."""
+    for i in job.arch.moe_layers(job.shape):
+        experts: Any = job.arch.mixture(job.layers[i]).experts
+        if experts.has_bias or experts.is_transposed:
+            raise MoesaicError(
+                f"The experts of {job.arch.model_type} have biases and an order of weights of "
+                "their own; only plain gated MLPs are merged."
+            )

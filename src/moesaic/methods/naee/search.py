@@ -7,7 +7,7 @@ lose equally many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, combinations, islice, product
 from math import comb
@@ -124,3 +124,29 @@ def best_scores(score_E: Tensor, keep: int, groups: int = 1) -> Tensor:
     score_GE = score_E.view(groups, -1)
     gone_GE = score_GE.argsort(dim=1, stable=True)[:, : score_GE.shape[1] - keep // groups]
     return torch.ones_like(score_GE, dtype=torch.bool).scatter(1, gone_GE, False).flatten()
+
+
+# --- counts that differ by layer ------------------------------------------------------------------
+
+
+def allocate(losses: Mapping[int, Mapping[int, float]], total: int) -> dict[int, int]:
+    """Experts for each layer, ``total`` in all, of least summed squared loss; exact.
+
+    Args:
+        losses: by layer and number of experts, relative to the layer's output.
+        total: experts of all layers together.
+
+    >>> allocate({0: {1: 0.9, 2: 0.1, 3: 0.0}, 1: {1: 0.2, 2: 0.1, 3: 0.0}}, 3)
+    {0: 2, 1: 1}
+    """
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for options in losses.values():
+        grown: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for spent, (loss, counts) in best.items():
+            for count, more in options.items():
+                offer = (loss + more**2, (*counts, count))
+                if spent + count not in grown or offer < grown[spent + count]:
+                    grown[spent + count] = offer
+        best = grown
+    reach = max((spent for spent in best if spent <= total), default=min(best))
+    return dict(zip(losses, best[reach][1], strict=True))

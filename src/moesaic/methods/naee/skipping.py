@@ -18,43 +18,33 @@ Where we depart from the paper:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
+from moesaic.arch.mixture import MoEArch, moe_arch
+from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
-from moesaic.arch.mixture import Rule
+from moesaic.foreign import JSON, Config
+from moesaic.layers.skipping import SkippingLayer
+from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.naee.config import SkipConfig
+from moesaic.methods.naee.observed import from_file, observed, routing_of
+from moesaic.methods.words import percent
 from moesaic.nn import survivors
-from moesaic.plan import SkippingLayer
+from moesaic.plan import Plan
+from moesaic.record import LayerRecord
 from moesaic.stream.experts import ExpertStats
-
-
-@dataclass(frozen=True)
-class SkipConfig:
-    """Options of dynamic skipping. The defaults are the paper's."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid"}
-
-    quantile: float = 0.5
-    """Which quantile of the ratio beta is; 0.5 is the median."""
-    calls: float | None = None
-    """The mean number of experts a token should run instead."""
-    rule: str = "auto"
-    """top2, tail, or auto: top2 where a token has two experts."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.quantile <= 1:
-            raise MoesaicError(f"--quantile {self.quantile:g} must be from 0 to 1.")
-        if self.rule not in ("auto", "top2", "tail"):
-            raise MoesaicError(f"Unknown rule {self.rule!r}; choose from auto, top2, tail.")
-        if self.calls is not None and self.calls < 1:
-            raise MoesaicError(f"--calls {self.calls:g}: a token runs at least one expert.")
+from moesaic.stream.job import Job
 
 
 def ratios(weights_TK: Tensor, rule: str) -> Tensor:
-    """What beta is a quantile of, for weights in falling order: w_2 / w_1, or w_k / sum w (T,).
+    """Ratios of which beta is a quantile (T,): w_2 / w_1, or w_k / sum w.
+
+    Args:
+        weights_TK: combine weights in falling order.
+        rule: ``top2`` or ``tail``.
 
     >>> ratios(torch.tensor([[0.6, 0.3]]), "top2"), ratios(torch.tensor([[0.6, 0.3]]), "tail")
     (tensor([0.5000]), tensor([0.3333]))
@@ -65,7 +55,7 @@ def ratios(weights_TK: Tensor, rule: str) -> Tensor:
 
 
 def mean_calls(weights_TK: Tensor, beta: float, rule: str) -> float:
-    """Experts a token runs at this beta."""
+    """Experts a token runs at this beta, in the mean."""
     return survivors(weights_TK, beta, rule).sum().item() / max(1, len(weights_TK))
 
 
@@ -86,36 +76,6 @@ def beta_for_calls(weights_TK: Tensor, calls: float, rule: str, steps: int = 60)
     return high
 
 
-class Skipper:
-    """Decides, from one layer's statistics, when its router skips."""
-
-    name = "naee-skipping"
-
-    def __init__(self, config: SkipConfig) -> None:
-        self.config = config
-
-    def decide(
-        self, stats: ExpertStats, rule: Rule, top_k: int
-    ) -> tuple[SkippingLayer, dict[str, Any]]:
-        """The layer's beta, and how much it skips of the calibration tokens."""
-        config = self.config
-        if top_k < 2:
-            raise MoesaicError("A token runs one expert already: there is nothing to skip.")
-        kind = ("top2" if top_k == 2 else "tail") if config.rule == "auto" else config.rule
-        if kind == "top2" and top_k != 2:
-            raise MoesaicError(f"--rule top2 is for two experts a token; here there are {top_k}.")
-        weights_TK = rule.weights(stats.logits_TE).topk(top_k, dim=-1).values.double()
-        if config.calls is not None:
-            if config.calls > top_k:
-                raise MoesaicError(f"--calls {config.calls:g}: a token runs {top_k} experts now.")
-            beta = beta_for_calls(weights_TK, config.calls, kind)
-        else:
-            beta = quantile(ratios(weights_TK, kind), config.quantile)
-        calls = mean_calls(weights_TK, beta, kind)
-        analysis = {"calls_per_token": calls, "skipped": 1 - calls / top_k}
-        return SkippingLayer(beta, kind), analysis
-
-
 def quantile(values_T: Tensor, q: float) -> float:
     """The quantile, between neighbours in proportion; for any number of values.
 
@@ -127,3 +87,95 @@ def quantile(values_T: Tensor, q: float) -> float:
     low = int(place)
     high = min(low + 1, len(ranked_T) - 1)
     return torch.lerp(ranked_T[low], ranked_T[high], place - low).item()
+
+
+class Skipper(Method[SkipConfig, MoEArch]):
+    """Lets the routers of a mixture of experts skip, token by token, experts that weigh little.
+
+    Beta is calibrated on the model that is given: prune first, then skip.
+    """
+
+    kind = "skipping"
+
+    def find(self, config: Config) -> MoEArch:
+        said = getattr(config, "moesaic", None) or {"layers": {}}
+        headers = [header for layer in said["layers"].values() for header in layer]
+        if any(header["kind"] == SkippingLayer.kind for header in headers):
+            raise MoesaicError("This model skips already; start from the one it was made from.")
+        return moe_arch(config)
+
+    def decide(
+        self, stats: ExpertStats, routing: RoutingFunction, top_k: int
+    ) -> tuple[SkippingLayer, JSON]:
+        """A layer's beta, and how much it skips of the calibration tokens.
+
+        Returns:
+            the layer's plan, and ``calls_per_token`` and ``skipped``, the share of calls.
+
+        Raises:
+            MoesaicError: the request cannot be met.
+        """
+        config = self.config
+        if top_k < 2:
+            raise MoesaicError("A token runs one expert already: there is nothing to skip.")
+        kind = ("top2" if top_k == 2 else "tail") if config.rule == "auto" else config.rule
+        if kind == "top2" and top_k != 2:
+            raise MoesaicError(f"rule 'top2' is for two experts a token; here there are {top_k}.")
+        weights_TK = routing.weights(stats.logits_TE).topk(top_k, dim=-1).values.double()
+        if config.calls is not None:
+            if config.calls > top_k:
+                raise MoesaicError(f"calls {config.calls:g}: a token runs {top_k} experts now.")
+            beta = beta_for_calls(weights_TK, config.calls, kind)
+        else:
+            beta = quantile(ratios(weights_TK, kind), config.quantile)
+        calls = mean_calls(weights_TK, beta, kind)
+        analysis = {"calls_per_token": calls, "skipped": 1 - calls / top_k}
+        return SkippingLayer(beta, kind), analysis
+
+    def run(self, job: Job[MoEArch]) -> Decision:
+        wanted = job.arch.moe_layers(job.shape)
+        if not wanted:
+            raise MoesaicError("No layer of this model routes.")
+        stats = job.args.calibration.stats
+        file = from_file(job, stats, needs_gram=False) if stats else None
+        fingerprint = job.tokens.fingerprint if file is None else str(file.header["calibration"])
+        options = asdict(self.config)
+        finished = job.finished({"config": options, "stats": stats, "calibration": fingerprint})
+
+        def decide(i: int, seen: ExpertStats) -> None:
+            view = job.arch.mixture(job.layers[i])
+            finished.add("result", i, *self.decide(seen, routing_of(job, i, seen), view.top_k))
+
+        missing = [i for i in wanted if ("result", i) not in finished]
+        if file is not None:
+            for i in missing:
+                decide(i, file.layer(i))
+        elif missing:
+            share, numbers = job.share
+            stream = job.stream(wanted, job.arch.mixture, share)
+            for site in job.track(stream, "Calibrating layers", len(wanted)):
+                if site.index in missing:
+                    decide(site.index, observed(site, job.tokens, numbers, 0))
+        layers = {i: finished["result", i][0] for i in wanted}
+        plan = Plan(self.config.name, job.base, layers, options, fingerprint)
+        return Decision(plan, {i: finished["result", i][1] for i in wanted})
+
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+        shares = [seen["skipped"] for seen in decision.analyses.values()]
+        skipped = _percents(min(shares), max(shares))
+        title = f"{skipped} of expert calls skipped with {self.config.label}"
+        told = (
+            "The routers leave out experts that weigh little, token by token, by the rule of "
+            f"{self.config.label}: {skipped} of expert calls on the calibration text."
+        )
+        return Told(title, told, {"beta": [layer.shape.get("beta") for layer in layers]})
+
+
+def _percents(least: float, most: float) -> str:
+    """A span of shares.
+
+    >>> _percents(0.2, 0.304)[:-2]
+    '20–30'
+    """
+    ends = [percent(share) for share in (least, most)]
+    return ends[0] if ends[0] == ends[1] else f"{ends[0][:-2]}–{ends[1]}"

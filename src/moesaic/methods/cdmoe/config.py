@@ -1,0 +1,111 @@
+"""The options of condensing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from moesaic.config import MethodConfig, option
+from moesaic.errors import MoesaicError
+
+CD_MOE = (
+    "Cao et al., \"Condense, Don't Just Prune: Enhancing Efficiency and Performance in MoE Layer "
+    'Pruning" (TMLR 2025)'
+)
+DROP = (
+    'He et al., "Demystifying the Compression of Mixture-of-Experts Through a Unified Framework" '
+    "(2024)"
+)
+KEEPS = {
+    "shared": ("CD-MoE-S", CD_MOE),
+    "shared+routed": ("CD-MoE-SR", CD_MOE),
+    "attention": ("Block Drop", DROP),
+    "nothing": ("Layer Drop", DROP),
+}
+"""By what stays of a layer: the name of that, and the paper."""
+
+
+@dataclass(frozen=True)
+class CondenseConfig(MethodConfig):
+    """Options of condensing. The defaults are the paper's, or our decision.
+
+    One of ``layers``, ``memory`` and ``active`` says when to stop; one layer where none does.
+    """
+
+    verb = "condense"
+    name = "cd-moe"
+    title = "CD-MoE"
+    paper = CD_MOE
+    implementation = "moesaic.methods.cdmoe.method:Condenser"
+    bundles: ClassVar[Mapping[str, Mapping[str, Any]]] = {"best": {"refit": True}}
+    window = 512
+
+    layers: int | None = option(
+        None, "Layers to condense; 1 where memory and active are not given either.", minimum=0
+    )
+    memory: int | None = option(
+        None, "Condense until the weights fit: bytes, 12GB, 800MB.", minimum=0, parse="bytes"
+    )
+    active: int | None = option(
+        None,
+        "Condense until a token uses at most this many parameters, embeddings and head included.",
+        minimum=0,
+    )
+    keep: Literal["shared", "shared+routed", "attention", "nothing"] = option(
+        "shared", "What stays of a layer; attention is Block Drop, nothing is Layer Drop."
+    )
+    experts: int | None = option(
+        None,
+        "Routed experts that stay with shared+routed. Default: as many as a token runs.",
+        minimum=0,
+    )
+    metric: Literal["js", "kl", "ppl"] = option(
+        "js", "The measure of change; ppl is for the choice of layers, experts then go by js."
+    )
+    expert_search: Literal["greedy", "random", "l1", "pl_alpha_hill"] = option(
+        "greedy", "How the experts that stay are chosen; greedy is the paper's Alg. 1."
+    )
+    layer_search: Literal["greedy", "rank", "global-rank", "cosine", "random"] = option(
+        "greedy", "How layers are chosen; greedy is the paper's Alg. 2, cosine is of He et al."
+    )
+    candidates: tuple[int, ...] = option(
+        (), "Decoder layers to choose from, such as 1,2,3. Default: all that route."
+    )
+    shared_gate: Literal["token", "mean"] = option(
+        "token", "A gate on the shared path: token keeps it, mean fixes it at its mean."
+    )
+    padding: bool = option(
+        True, "Fill up with zeros to one width where the architecture itself can then hold it."
+    )
+    force: bool = option(False, "Keep the shared path even where there is none.")
+    refit: bool = option(
+        False,
+        "Solve for new down projections of the dense layers, nearest to the original's output.",
+        beyond="refitted down projections",
+    )
+    seed: int = option(0, "Seed of random choices.", seldom=True)
+
+    def __post_init__(self) -> None:
+        if self.layers is None and self.memory is None and self.active is None:
+            object.__setattr__(self, "layers", 1)
+        super().__post_init__()
+
+    def check(self) -> None:
+        if sum(target is not None for target in (self.layers, self.memory, self.active)) != 1:
+            raise MoesaicError("Give one of layers, memory and active.")
+        if self.experts is not None and self.keep != "shared+routed":
+            raise MoesaicError("experts says how many routed ones stay: keep 'shared+routed'.")
+
+    @property
+    def credit(self) -> str:
+        return KEEPS[self.keep][1]
+
+    @property
+    def base_label(self) -> str:
+        return KEEPS[self.keep][0]
+
+    def compared(self, name: str) -> str:
+        if not name.isdecimal():
+            raise MoesaicError(f"compare {name!r}: give a number of layers.")
+        return f"{name} of the layers condensed, the first chosen"

@@ -1,0 +1,54 @@
+"""Bytes and active parameters of a model with some of its layers condensed, without building it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from torch import nn
+
+from moesaic.arch.mixture import MoEArch
+from moesaic.io.checkpoint import skeleton
+from moesaic.layers.base import LayerPlan
+from moesaic.stream.job import Job
+from moesaic.surgery import layer_uses, shaped
+
+
+class Footprint:
+    """Bytes of the weights and parameters a token uses, of a model and of its results."""
+
+    def __init__(self, job: Job[MoEArch]) -> None:
+        self._arch = job.arch
+        shape = skeleton(job.original.config, job.dtype) if job.on_disk else job.shape
+        layers = job.arch.layers(shape)
+        self._itemsize = next(layers.parameters()).element_size()
+        self.bytes = sum(p.numel() * p.element_size() for p in shape.parameters())
+        uses = layer_uses(shape, job.arch)
+        total = _count(shape)
+        stored = sum(use.attention + use.ffn for use in uses)
+        used = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
+        self.active = round(total - stored + used)
+        self._whole = [_count(layer) for layer in layers]
+        self._idle = [round(use.ffn - use.active_ffn) for use in uses]
+        self._skeleton = job.arch.layers(skeleton(shape.config))
+        self._left: dict[tuple[int, str], int] = {}
+
+    def of(self, plans: Mapping[int, LayerPlan]) -> tuple[int, int]:
+        """Bytes and active parameters with the layers' plans applied."""
+        bytes_, active = self.bytes, self.active
+        for i, plan in plans.items():
+            gone = self._whole[i] - self._parameters(i, plan)
+            bytes_ -= gone * self._itemsize
+            active -= gone - self._idle[i]
+        return bytes_, active
+
+    def _parameters(self, index: int, plan: LayerPlan) -> int:
+        """Parameters of a layer as its plan will have it."""
+        key = (index, json.dumps(plan.header()))
+        if key not in self._left:
+            self._left[key] = _count(shaped(self._skeleton[index], self._arch, plan))
+        return self._left[key]
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,60 @@
+"""Shared by the methods that make a mixture of experts smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from moesaic.arch.dense import PREFIX
+from moesaic.arch.mixture import MoEArch, moe_arch
+from moesaic.config import MethodConfig
+from moesaic.errors import MoesaicError
+from moesaic.foreign import Config
+
+
+def original(config: Config, instead: str) -> MoEArch:
+    """The architecture of a mixture of experts that was not converted before.
+
+    Args:
+        config: the model's.
+        instead: the advice where it was converted.
+
+    Raises:
+        MoesaicError: it was converted, or is no mixture of experts that is known.
+    """
+    if config.model_type.startswith(PREFIX):
+        raise MoesaicError(f"{config.model_type} was reduced already; {instead}.")
+    return moe_arch(config)
+
+
+def credited(config: MethodConfig, by: str) -> str:
+    """The end of a title's clause: a method, and what was done beyond it.
+
+    Args:
+        config: the method's options.
+        by: the word that leads to its name: ``by`` or ``with``.
+    """
+    if not config.beyond:
+        return f" {by} {config.base_label}"
+    return f", beyond {config.base_label} ({', '.join(config.beyond)})"
+
+
+def span(counts: Collection[int]) -> str:
+    """The least and the greatest of some numbers; nothing of none.
+
+    >>> span([6, 4]), span([8, 8]), span([])
+    ('4–6', '8', '0')
+    """
+    least, most = min(counts, default=0), max(counts, default=0)
+    return f"{least}" if least == most else f"{least}–{most}"
+
+
+def listed(numbers: Sequence[int]) -> str:
+    """Layers in words.
+
+    >>> listed([1]), listed([0, 2, 5]), listed([])
+    ('layer 1', 'layers 0, 2 and 5', 'no layer')
+    """
+    if not numbers:
+        return "no layer"
+    *first, last = map(str, numbers)
+    return f"layers {', '.join(first)} and {last}" if first else f"layer {last}"

@@ -1,0 +1,72 @@
+"""Statistics of a model's routed layers, from the model itself or from a file of ``observe``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.routing import RoutingFunction
+from moesaic.data.text import Tokens
+from moesaic.distributed import gathered
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
+from moesaic.plan import BaseShape
+from moesaic.stream.experts import (
+    ExpertStats,
+    StatsFile,
+    observe_experts,
+    sample_share,
+)
+from moesaic.stream.job import Job
+from moesaic.stream.stream import Site
+
+NO_TEXT = Tokens(torch.zeros(1, 1, dtype=torch.int64))
+"""Passed through the model where its weights say everything."""
+
+
+def observed(
+    site: Site[MoEFFN], tokens: Tokens, numbers: Sequence[int], gram_bytes: int
+) -> ExpertStats:
+    """A layer's statistics over the tokens of all processes, the same in each.
+
+    Args:
+        site: the layer, and this process's share of the tokens.
+        tokens: those of all processes.
+        numbers: of the batches in this process's share.
+        gram_bytes: memory for the layer's Gram matrices; 0 for none.
+    """
+    share = sample_share(tokens.count, site.view.count, gram_bytes)
+    return ExpertStats.merged(gathered(observe_experts(site, numbers, share)))
+
+
+def from_file(job: Job[MoEArch], path: str | Path, needs_gram: bool) -> StatsFile:
+    """A statistics file of this model.
+
+    Raises:
+        MoesaicError: it is of another model, or lacks what is needed.
+    """
+    file = StatsFile(Path(path))
+    if file.header["base"] != plain(job.base):
+        raise MoesaicError(f"{path} was observed on another model than this.")
+    if needs_gram and not file.header["gram"]:
+        raise MoesaicError(f"{path} holds no Gram matrices, which reconstruction needs.")
+    return file
+
+
+def plain(base: BaseShape) -> JSON:
+    """A base's shape as JSON reads it back."""
+    shape: JSON = json.loads(json.dumps(asdict(base)))
+    return shape
+
+
+def routing_of(job: Job[MoEArch], layer: int, stats: ExpertStats) -> RoutingFunction:
+    """A layer's routing function, ready to decide over recorded logits."""
+    routing = job.arch.mixture(job.layers[layer]).routing
+    if routing.bias_E is not None:
+        routing.bias_E = stats.bias_E
+    return routing

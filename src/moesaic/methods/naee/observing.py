@@ -1,0 +1,83 @@
+"""A mixture of experts observed once, for any number of decisions: observe()."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from moesaic.arch.mixture import moe_arch
+from moesaic.config import RunArgs
+from moesaic.distributed import process
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
+from moesaic.methods.naee.observed import observed, plain
+from moesaic.stream.experts import StatsFile, join, layer_file, save_layer
+from moesaic.stream.job import Job
+
+
+def observe(
+    model: Any,
+    out: str | Path,
+    *,
+    gram_mb: int = 256,
+    overwrite: bool = False,
+    resume: bool = False,
+    **options: Any,
+) -> Path:
+    """Observe a mixture of experts once; ``prune`` and ``skip`` then decide without the model.
+
+    The file serves every criterion and size of ``prune``, and ``skip``. Files of the same model on
+    different tokens merge (:func:`moesaic.stream.experts.merge_files`).
+
+    Args:
+        model: a loaded PreTrainedModel, or a name.
+        out: the file to write.
+        gram_mb: MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with
+            them.
+        overwrite: replace ``out`` if it exists.
+        resume: continue an unfinished run of the same.
+        options: of :meth:`moesaic.config.RunArgs.of`: calibration, samples, device and so on.
+
+    Returns:
+        the file.
+
+    Raises:
+        MoesaicError: the request cannot be met.
+    """
+    out = Path(out)
+    if out.exists() and not overwrite:
+        raise MoesaicError(f"{out} exists. Choose another name, or overwrite it.")
+    job = Job(RunArgs.of(model, **options), moe_arch)
+    layers = job.arch.moe_layers(job.shape)
+    request: JSON = {
+        "base": plain(job.base),
+        "layers": layers,
+        "calibration": job.tokens.fingerprint,
+        "tokens": job.tokens.count,
+        "gram": gram_mb > 0,
+    }
+    folder = out.with_name(out.name + ".partial")
+    if folder.exists() and not resume:
+        if not overwrite:
+            raise MoesaicError(
+                f"{folder} holds an unfinished run: resume it, or overwrite it to start anew."
+            )
+        shutil.rmtree(folder)
+    done = [i for i in layers if layer_file(folder, i).exists()]
+    for i in done:
+        if StatsFile(layer_file(folder, i)).header != request:
+            raise MoesaicError(f"{folder} holds layers of another request.")
+    if len(done) < len(layers):
+        share, numbers = job.share
+        stream = job.stream(layers, job.arch.mixture, share)
+        for site in job.track(stream, "Observing layers", len(layers)):
+            if site.index in done:
+                continue
+            stats = observed(site, job.tokens, numbers, gram_mb << 20)
+            if process()[0] == 0:
+                save_layer(stats, folder, site.index, request)
+    if process()[0] == 0:
+        join({i: layer_file(folder, i) for i in layers}, out, request)
+        shutil.rmtree(folder)
+    return out
