@@ -8,8 +8,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from moesaic.io.checkpoint import Checkpoint, ShardWriter, check_out, disk_full, whole_folder
 from moesaic.errors import MoesaicError
+from moesaic.io.checkpoint import Checkpoint, ShardWriter, check_out, disk_full, whole_folder
 
 
 def test_shards_hold_what_was_added(tmp_path):
@@ -87,7 +87,7 @@ def test_existing_out_needs_overwrite(tmp_path):
     out = tmp_path / "out"
     with whole_folder(out) as work:
         (work / "config.json").write_text("1")
-    with pytest.raises(MoesaicError, match="--overwrite"):
+    with pytest.raises(MoesaicError, match="exists.*overwrite"):
         check_out(out)
     with pytest.raises(RuntimeError), whole_folder(out, overwrite=True):
         raise RuntimeError

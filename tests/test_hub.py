@@ -7,24 +7,11 @@ import sys
 
 import pytest
 import torch
-from conftest import tiny_model
-from test_arch import whole_plan
+from builders import carved_model
 from transformers import AutoModelForCausalLM
 
 from moesaic import hub
-from moesaic.arch.dense import dense_arch
-from moesaic.errors import MoesaicError
 from moesaic.nn import CarvedFFN
-from moesaic.surgery import apply_plan
-
-
-def carved_model(model_type="llama", **changes):
-    model = tiny_model(model_type, **changes)
-    arch = dense_arch(model.config)
-    plan = whole_plan(model, arch, top_k=1)
-    apply_plan(model, arch, plan)
-    hub.convert_class(model, arch, plan)
-    return model
 
 
 @pytest.fixture
@@ -160,34 +147,8 @@ def test_torchao_int8(tokens):
         quantize_(model, Int8WeightOnlyConfig(version=2))
         ffn = model.model.layers[1].mlp
         assert isinstance(ffn, CarvedFFN)
-        assert ffn._plain() is None
         found = model(tokens.input_ids).logits
     assert (found - exact).norm() < 0.1 * exact.norm()
-
-
-def test_unreachable_hub_names_the_model_and_the_way_out():
-    with pytest.raises(MoesaicError, match=r"some/model could not be fetched.*pass the folder"):
-        hub.resolve("some/model")
-
-
-@pytest.mark.parametrize("name", ["nothing-here", "./nothing", "/no/such/place", "a/b/c"])
-def test_unknown_names_list_what_is_known(name):
-    with pytest.raises(MoesaicError, match="No model folder at .*smollm2, tiny-dense"):
-        hub.resolve(name)
-
-
-def test_folder_without_config(tmp_path):
-    with pytest.raises(MoesaicError, match=r"no config\.json"):
-        _ = hub.resolve(str(tmp_path)).config
-
-
-def test_gguf_that_is_none(tmp_path, monkeypatch):
-    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"not a model")
-    with pytest.raises(MoesaicError, match="cannot be read as GGUF"):
-        hub.resolve(str(file))
-    assert not (tmp_path / "cache").exists() or not any((tmp_path / "cache").iterdir())
 
 
 def test_deepcopy_of_a_carved_model(tokens):

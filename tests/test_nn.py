@@ -1,14 +1,16 @@
 """The carved FFN: grouped, one token at a time and masked are the same function."""
 
+import copy
+
 import pytest
 import torch
-from conftest import tiny_model
+from builders import masked, tiny_model
 from torch import nn
 
 from moesaic.arch.dense import FFNNames, dense_arch, dense_ffn
-from moesaic.nn import CarvedFFN, Router, carved_like
-from moesaic.plan import CarvedLayer
-from moesaic.surgery import carve_tensors
+from moesaic.layers.carved import CarvedLayer
+from moesaic.nn import CarvedFFN, Router
+from moesaic.surgery import apply_layer
 
 
 def carved(model_type, top_k, petals=(8, 16, 24), dtype=torch.float64, routing="cosine"):
@@ -23,9 +25,9 @@ def carved(model_type, top_k, petals=(8, 16, 24), dtype=torch.float64, routing="
         routing=routing,
         router_RD=torch.randn(len(petals), 32) if petals else None,
     )
-    module = carved_like(ffn, arch.ffn, layer.header())
-    module.load_state_dict(carve_tensors(layer, arch.ffn, ffn.state_dict()), assign=True)
-    return module, ffn, layer, arch
+    ffn = copy.deepcopy(ffn)
+    apply_layer(arch.layers(model), 0, arch, layer)
+    return arch.ffn_of(arch.layers(model)[0]), ffn, layer, arch
 
 
 def by_hand(module, ffn, layer, arch, x_TD):
@@ -49,7 +51,7 @@ def test_grouped_is_masked_is_by_hand(model_type, top_k, tokens):
     x_TD = torch.randn(tokens, 32, dtype=torch.float64)
     expected = by_hand(module, ffn, layer, arch, x_TD)
     torch.testing.assert_close(module(x_TD), expected)
-    torch.testing.assert_close(module._masked(x_TD), expected)
+    torch.testing.assert_close(masked(module)(x_TD), expected)
     torch.testing.assert_close(module(x_TD.view(1, tokens, 32)), expected.view(1, tokens, 32))
 
 
@@ -60,20 +62,18 @@ def test_no_backbone_and_no_petals(top_k):
     x_TD = torch.randn(5, 32, dtype=torch.float64)
     torch.testing.assert_close(module(x_TD), by_hand(module, ffn, layer, arch, x_TD))
     module.top_k = module.router.top_k = 0
-    torch.testing.assert_close(module(x_TD), module._masked(x_TD))
+    torch.testing.assert_close(module(x_TD), masked(module)(x_TD))
 
 
-def test_masked_path_is_taken_for_wrapped_projections():
+def test_wrapped_projections_are_called():
+    """Adapters and quantisers put modules of their own in the place of the projections."""
     module, *_ = carved("llama", 1, dtype=torch.float32)
     x_TD = torch.randn(4, 32)
-    expected = module(x_TD)
-
-    class Wrapped(nn.Linear):
-        pass
-
-    module.up_proj.__class__ = Wrapped
-    assert module._plain() is None
-    torch.testing.assert_close(module(x_TD), expected)
+    expected, ran = module(x_TD), []
+    wrapped = masked(module)
+    wrapped.up_proj.register_forward_hook(lambda *_: ran.append(True))
+    torch.testing.assert_close(wrapped(x_TD), expected)
+    assert ran
 
 
 @pytest.mark.parametrize("top_k", [1, 2])

@@ -1,0 +1,293 @@
+"""Tiny random models, plans and files that tests are made of. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto import CONFIG_MAPPING
+
+from moesaic import hub
+from moesaic.arch.dense import Arch
+from moesaic.arch.mixture import base_arch
+from moesaic.io.checkpoint import Checkpoint
+from moesaic.io.source import Source, resolve
+from moesaic.layers.base import LayerPlan
+from moesaic.layers.carved import CarvedLayer
+from moesaic.plan import Plan
+from moesaic.surgery import apply_plan, base_shape
+
+TESTS = Path(__file__).parent
+VOCAB = 384
+
+# --- dense models --------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 8, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8},
+    "qwen3": {"head_dim": 8},
+    "llama": {"mlp_bias": True},
+    "granite": {"residual_multiplier": 0.5, "embedding_multiplier": 2.0},
+}
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """The config of a tiny model of an architecture."""
+    return CONFIG_MAPPING[model_type](**{**SMALL, **EXTRA.get(model_type, {}), **changes})
+
+
+def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
+    """A random model whose weights are large enough for neurons to differ."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **changes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+# --- mixtures of experts -------------------------------------------------------------------------
+
+MOE_SMALL: dict[str, Any] = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"} | {
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "intermediate_size": 16,
+}
+
+COUNT: dict[str, str] = {
+    "mixtral": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_moe": "num_experts",
+    "olmoe": "num_experts",
+    "deepseek_v2": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
+    "glm4_moe": "n_routed_experts",
+    "ernie4_5_moe": "moe_num_experts",
+    "granitemoe": "num_local_experts",
+    "granitemoeshared": "num_local_experts",
+    "gpt_oss": "num_local_experts",
+    "phimoe": "num_local_experts",
+}
+MLA = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 2.5,
+}
+MOE_EXTRA: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {"moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True},
+    "deepseek_v2": {
+        **MLA,
+        "n_group": 2,
+        "topk_group": 1,
+        "topk_method": "group_limited_greedy",
+        "n_shared_experts": 1,
+    },
+    "deepseek_v3": {**MLA, "n_group": 2, "topk_group": 1, "n_shared_experts": 1},
+    "glm4_moe": {
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 8,
+        "first_k_dense_replace": 1,
+    },
+    "ernie4_5_moe": {
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_k": 2,
+    },
+    "granitemoeshared": {"shared_intermediate_size": 24},
+    "gpt_oss": {"head_dim": 8, "sliding_window": 8},
+    "phimoe": {"router_jitter_noise": 0.01, "input_jitter_noise": 0.0},
+}
+
+
+def tiny_moe(model_type: str, experts: int = 8, top_k: int = 2, **changes: Any) -> Any:
+    """A random model whose routers send tokens everywhere and whose choice biases matter."""
+    extra = {**MOE_EXTRA.get(model_type, {}), COUNT[model_type]: experts}
+    key = "moe_k" if model_type == "ernie4_5_moe" else "num_experts_per_tok"
+    settings = {**MOE_SMALL, "tie_word_embeddings": False, **extra, key: top_k, **changes}
+    model = tiny_model(model_type, **settings)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            router = ".gate.weight" in name or ".router.weight" in name
+            if router or name.endswith(("router.bias", "e_score_correction_bias")):
+                scale = 0.5 if router else 0.3
+                tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=scale)
+    return model
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+def whole_plan(model: Any, arch: Arch, top_k: int = 3, seed: int = 0) -> Plan:
+    """Experts in a random order, of which ``top_k`` of 3 are run; with 3 every neuron is."""
+    generator = torch.Generator().manual_seed(seed)
+    base = base_shape(model, arch)
+    layers = {}
+    for i in (1, 3):
+        layers[i] = CarvedLayer(
+            order_M=torch.randperm(base.widths[i], generator=generator),
+            backbone=base.widths[i] - 3 * 16,
+            petals=(16, 16, 16),
+            top_k=top_k,
+            router_RD=torch.randn(3, base.hidden_size, generator=generator),
+        )
+    return Plan("test", base, layers)
+
+
+def carved_layer(backbone: int, petals: Any, seed: int = 0, **changes: Any) -> CarvedLayer:
+    """A layer of a tiny model with neurons and routers at random."""
+    width, hidden = SMALL["intermediate_size"], SMALL["hidden_size"]
+    generator = torch.Generator().manual_seed(seed)
+    router = torch.randn(len(petals), hidden, generator=generator)
+    options = {
+        "top_k": min(1, len(petals)),
+        "router_RD": router / router.norm(dim=1, keepdim=True) if petals else None,
+        **changes,
+    }
+    order = torch.randperm(width, generator=generator)[: backbone + sum(petals)]
+    return CarvedLayer(order, backbone, tuple(petals), **options)
+
+
+def converted(model: Any, layers: dict[int, LayerPlan]) -> Any:
+    """A model with these layers converted, in place."""
+    arch = base_arch(model.config)
+    plan = Plan("test", base_shape(model, arch), layers)
+    apply_plan(model, arch, plan)
+    hub.convert_class(model, arch, plan)
+    return model
+
+
+def carved_model(model_type: str = "llama", **changes: Any) -> Any:
+    """Two of four layers carved, of which tokens run one expert in three."""
+    model = tiny_model(model_type, **changes)
+    return converted(model, dict(whole_plan(model, base_arch(model.config), top_k=1).layers))
+
+
+def saved(folder: Path, model: Any, layers: dict[int, LayerPlan]) -> Source:
+    """A model with these layers converted, saved as a user would have it."""
+    hub.save_live(converted(model, layers), None, folder)
+    return resolve(str(folder))
+
+
+# --- comparisons ---------------------------------------------------------------------------------
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name."""
+    checkpoint = Checkpoint(Path(folder))
+    return {name: checkpoint.tensor(name) for name in checkpoint.names()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    """Whether two sets of tensors are the same, bitwise."""
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@torch.no_grad()
+def logits(model: nn.Module, tokens: Any) -> Tensor:
+    """The logits (N, T, V) of a model that is loaded."""
+    found: Tensor = model(tokens.input_ids).logits
+    return found
+
+
+def loaded(folder: Path) -> Any:
+    """The model of a folder, as a user loads it, with every weight found and none left over."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"], info
+    assert not info["unexpected_keys"], info
+    return model.eval()
+
+
+# --- processes -----------------------------------------------------------------------------------
+
+
+def python(*arguments: Any, **env: str) -> subprocess.Popen[bytes]:
+    """Python with these arguments, which finds ``builders`` and what is on this one's path."""
+    path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
+    return subprocess.Popen(
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **env},
+        stderr=subprocess.PIPE,
+    )
+
+
+def processes(*arguments: Any, count: int = 2) -> subprocess.Popen[bytes]:
+    """Python with these arguments in several CPU processes, by accelerate's launcher and gloo."""
+    launch = ["-m", "accelerate.commands.launch", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    launch += ["--multi_gpu", "--num_processes", str(count)]  # it starts CPU processes too
+    return python(*launch, *arguments, ACCELERATE_USE_CPU="true")
+
+
+def launch(*arguments: Any) -> None:
+    """Run Python with these arguments in two processes to their end."""
+    process = processes(*arguments)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors.decode()
+
+
+# --- carved modules ------------------------------------------------------------------------------
+
+
+class Wrapped(nn.Linear):
+    """A projection of a class of its own, as adapters and quantisers put into models."""
+
+
+def masked(ffn: nn.Module) -> nn.Module:
+    """A twin of a carved block that calls its projections and sets idle neurons to zero."""
+    twin = copy.deepcopy(ffn)
+    for module in twin.children():
+        if type(module) is nn.Linear:
+            module.__class__ = Wrapped
+    return twin
+
+
+# --- several experts a token ---------------------------------------------------------------------
+
+WAYS = {
+    "every neuron": {"WIDE": 1 << 20, "CROWDED": 0},
+    "one by one": {"WIDE": 1, "NARROW": 1 << 20, "CROWDED": 1e9},
+    "one by one, down too": {"WIDE": 1, "NARROW": 1},
+    "petal by petal": {"CROWDED": 2, "SHARED": 0, "WIDE": 1 << 20},
+}
+"""How several experts run, forced."""
+
+
+def force(monkeypatch: Any, way: str) -> None:
+    """Run several experts that way, whatever is faster."""
+    for name, value in WAYS[way].items():
+        monkeypatch.setattr(f"moesaic.nn.carved.{name}", value)

@@ -1,0 +1,254 @@
+"""Laws of every architecture of the tables, and of any that a new entry adds."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from builders import (
+    COUNT,
+    converted,
+    equal,
+    loaded,
+    logits,
+    saved,
+    tiny_model,
+    tiny_moe,
+    weights,
+    whole_plan,
+)
+from transformers import AutoConfig
+
+from moesaic import hub
+from moesaic.arch.dense import DENSE, dense_arch
+from moesaic.arch.mixture import MOE, architectures, base_arch, moe_arch
+from moesaic.io.checkpoint import Checkpoint
+from moesaic.io.naming import Naming
+from moesaic.io.source import Source
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.plan import Plan
+from moesaic.result import save_applied
+from moesaic.stream.stream import LayerStream
+from moesaic.surgery import base_shape
+
+KEEP = 6
+
+
+@pytest.fixture(params=sorted({**DENSE, **MOE}))
+def any_type(request):
+    return request.param
+
+
+def any_model(model_type):
+    return tiny_moe(model_type) if model_type in MOE else tiny_model(model_type)
+
+
+def some_layers(model, keep=KEEP):
+    """Layers as a method may leave them: experts of every routed layer, or neurons of some."""
+    arch = base_arch(model.config)
+    if not base_shape(model, arch).routed:
+        return dict(whole_plan(model, arch, top_k=1).layers)
+    return {i: PrunedLayer(torch.arange(keep)) for i in arch.moe_layers(model)}
+
+
+def views(model):
+    arch = moe_arch(model.config)
+    found = [arch.mixture(arch.layers(model)[i]) for i in arch.moe_layers(model)]
+    assert found
+    return found
+
+
+def some_sets(count, groups):
+    """A few sets that keep KEEP of ``count`` experts, equally many a group."""
+    for seed in range(4):
+        order = torch.rand(groups, count // groups, generator=torch.Generator().manual_seed(seed))
+        yield (order.argsort(1).argsort(1) < KEEP // groups).flatten()
+
+
+# --- all -----------------------------------------------------------------------------------------
+
+
+def test_every_entry_is_registered():
+    assert hub.CLASSES.keys() == architectures().keys() >= {*DENSE, *MOE}
+
+
+def test_config_round_trips_key_for_key(any_type, tmp_path):
+    """A result's config is the base's own and what was changed, saved once or twice."""
+    model = any_model(any_type)
+    model.config.save_pretrained(tmp_path / "base")
+    saved(tmp_path / "out", model, some_layers(model))
+    AutoConfig.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
+    base, out, again = (
+        json.loads((tmp_path / name / "config.json").read_text())
+        for name in ("base", "out", "again")
+    )
+    out.pop("architectures"), again.pop("architectures", None), base.pop("architectures", None)
+    assert out == again
+    if any_type in MOE:
+        changed = {name for name in out if out[name] != base.get(name)} - {"dtype"}
+        assert {out[name] for name in changed} == {KEEP}
+    else:
+        added = {"moesaic", "auto_map", "model_type", "dtype"}
+        assert {k: v for k, v in out.items() if k not in added} == {
+            k: v for k, v in base.items() if k not in added
+        }
+
+
+def test_saved_is_live_bitwise(any_type, tokens, tmp_path):
+    model = any_model(any_type)
+    before = logits(model, tokens)
+    saved(tmp_path, model, some_layers(model))
+    again = loaded(tmp_path)
+    native = any_type in MOE
+    assert again.config.model_type == any_type if native else f"moesaic_{any_type}"
+    assert equal(dict(again.state_dict()), dict(model.state_dict()))
+    assert torch.equal(logits(again, tokens), logits(model, tokens))
+    assert not torch.equal(logits(again, tokens), before)
+
+
+def test_names_on_disk_and_in_memory_cover_each_other(any_type, tmp_path):
+    model = any_model(any_type)
+    model.save_pretrained(tmp_path)
+    naming = Naming(Checkpoint(tmp_path), any_type)
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    state = {name: t for name, t in model.state_dict().items() if name not in tied}
+    assert set(naming.in_memory.values()) == set(state)
+    for name, tensor in state.items():
+        assert torch.equal(naming.read(name), tensor), name
+
+
+@torch.no_grad()
+def test_reading_from_disk_is_loading(any_type, tokens, tmp_path):
+    """bfloat16, where some tensors stay wide."""
+    any_model(any_type).save_pretrained(tmp_path / "base", max_shard_size="50KB")
+    source = Source("base", tmp_path / "base")
+    model = source.load(dtype=torch.bfloat16)
+    arch = base_arch(model.config)
+    stream = LayerStream.from_disk(
+        source.checkpoint, model.config, arch, tokens, view=lambda layer: layer, dtype=model.dtype
+    )
+    for site in stream:
+        wanted, found = arch.layers(model)[site.index].state_dict(), site.layer.state_dict()
+        assert equal(wanted, found)
+        assert all(found[name].dtype == tensor.dtype for name, tensor in wanted.items())
+
+
+# --- dense ---------------------------------------------------------------------------------------
+
+
+def test_view_recomputes_the_block(model_type):
+    model = tiny_model(model_type)
+    arch = dense_arch(model.config)
+    x_TD = torch.randn(7, 32)
+    for layer in arch.layers(model):
+        ffn, view = arch.ffn_of(layer), arch.dense(layer)
+        torch.testing.assert_close(view.output(view.hidden(x_TD)), ffn(x_TD))
+        assert view.width == arch.width_of(layer) == 64
+        assert view.up_MD.untyped_storage().data_ptr() in {
+            p.untyped_storage().data_ptr() for p in ffn.parameters()
+        }
+
+
+def test_all_experts_are_the_dense_model(model_type, tokens):
+    dense = tiny_model(model_type).double()
+    carved = copy.deepcopy(dense)
+    converted(carved, dict(whole_plan(dense, dense_arch(dense.config)).layers))
+    torch.testing.assert_close(
+        logits(carved, tokens), logits(dense, tokens), rtol=1e-10, atol=1e-10
+    )
+
+
+def test_weights_are_the_bases_own_only_permuted(model_type):
+    dense = tiny_model(model_type)
+    arch = dense_arch(dense.config)
+    plan = whole_plan(dense, arch)
+    carved = converted(copy.deepcopy(dense), dict(plan.layers))
+    for i, layer in plan.layers.items():
+        old = arch.dense(arch.layers(dense)[i])
+        new = arch.ffn_of(arch.layers(carved)[i]).view()
+        assert torch.equal(new.up_MD, old.up_MD[layer.order_M])
+        assert torch.equal(new.down_DM, old.down_DM[:, layer.order_M])
+        if old.gate_MD is not None:
+            assert torch.equal(new.gate_MD, old.gate_MD[layer.order_M])
+
+
+# --- mixtures of experts -------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_the_block_is_what_its_view_says(moe):
+    x_TD = torch.randn(64, 32)
+    for view in views(moe):
+        w_TE = view.routing.weights(view.logits(x_TD))
+        assert (w_TE != 0).sum(1).unique().tolist() == [view.top_k]
+        y_TD = (w_TE.unsqueeze(-1) * view.outputs(x_TD, w_TE != 0)).sum(1)
+        if view.shared is not None and view.arch.beside is None:
+            y_TD = y_TD + view.shared(x_TD)
+        block_TD = view.output(x_TD)
+        assert block_TD.abs().max() > 0.01
+        torch.testing.assert_close(y_TD, block_TD, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_an_experts_weights_are_its_output(moe):
+    x_TD = torch.randn(8, 32)
+    view = views(moe)[0]
+    gate, up, down = view.weights_of(3)
+    if moe.config.model_type == "gpt_oss":  # biases and a clamped gate besides
+        assert (gate.shape, up.shape, down.shape) == ((16, 32), (16, 32), (32, 16))
+        return
+    y_TD = (view.experts.act_fn(x_TD @ gate.T) * (x_TD @ up.T)) @ down.T
+    torch.testing.assert_close(y_TD, view.expert(3, x_TD))
+
+
+@torch.no_grad()
+def test_masked_routing_is_the_router_of_the_sliced_model(moe):
+    """A set of experts is scored as it will be deployed."""
+    arch = moe_arch(moe.config)
+    x_TD = torch.randn(64, 32)
+    i = arch.moe_layers(moe)[-1]
+    whole = arch.mixture(arch.layers(moe)[i])
+    for kept_E in some_sets(8, arch.group_count(moe.config)):
+        logits_TE = whole.logits(x_TD)
+        w_TE = whole.routing.weights(logits_TE, kept_E.expand_as(logits_TE))
+        assert not w_TE[:, ~kept_E].any()
+        model = converted(copy.deepcopy(moe), {i: PrunedLayer(kept_E.nonzero().flatten())})
+        sliced = arch.mixture(arch.layers(model)[i])
+        assert sliced.count == KEEP
+        found_TE = sliced.routing.weights(sliced.logits(x_TD))
+        torch.testing.assert_close(w_TE[:, kept_E], found_TE, rtol=1e-5, atol=1e-6)
+        with whole.restricted(kept_E):
+            torch.testing.assert_close(
+                whole.output(x_TD), sliced.output(x_TD), rtol=1e-4, atol=1e-5
+            )
+
+
+def test_candidate_sets_can_share_one_call(moe):
+    """Choice biases are masked row by row, too."""
+    view = views(moe)[0]
+    groups = view.arch.group_count(moe.config)
+    logits_TE = torch.randn(16, 8)
+    sets_CE = torch.stack(list(some_sets(8, groups)))
+    together = view.routing.weights(
+        logits_TE.repeat_interleave(len(sets_CE), 0), sets_CE.repeat(len(logits_TE), 1)
+    ).view(16, len(sets_CE), 8)
+    for c, kept_E in enumerate(sets_CE):
+        alone = view.routing.weights(logits_TE, kept_E.expand_as(logits_TE))
+        assert torch.equal(together[:, c], alone)
+
+
+def test_keeping_all_experts_is_the_identity(moe, tokens, tmp_path):
+    moe.save_pretrained(tmp_path / "base")
+    before = logits(moe, tokens)
+    plan = Plan("test", base_shape(moe, moe_arch(moe.config)), some_layers(moe, keep=8))
+    (tmp_path / "out").mkdir()
+    save_applied(Source("base", tmp_path / "base"), plan, tmp_path / "out")
+    assert equal(weights(tmp_path / "base"), weights(tmp_path / "out"))
+    assert torch.equal(logits(converted(moe, dict(plan.layers)), tokens), before)
+
+
+def test_count_says_how_many_experts_stay(moe, moe_type):
+    converted(moe, some_layers(moe))
+    assert getattr(moe.config, COUNT[moe_type]) == KEEP

@@ -1,0 +1,31 @@
+"""Models by name: found, or refused with what would work."""
+
+import pytest
+
+from moesaic.errors import MoesaicError
+from moesaic.io.source import resolve
+
+
+def test_unreachable_hub_names_the_model_and_the_way_out():
+    with pytest.raises(MoesaicError, match=r"some/model could not be fetched.*pass the folder"):
+        resolve("some/model")
+
+
+@pytest.mark.parametrize("name", ["nothing-here", "./nothing", "/no/such/place", "a/b/c"])
+def test_unknown_names_list_what_is_known(name):
+    with pytest.raises(MoesaicError, match="No model folder at .*smollm2, tiny-dense"):
+        resolve(name)
+
+
+def test_folder_without_config(tmp_path):
+    with pytest.raises(MoesaicError, match=r"no config\.json"):
+        _ = resolve(str(tmp_path)).config
+
+
+def test_gguf_that_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"not a model")
+    with pytest.raises(MoesaicError, match="cannot be read as GGUF"):
+        resolve(str(file))
+    assert not (tmp_path / "cache").exists() or not any((tmp_path / "cache").iterdir())
