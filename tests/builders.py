@@ -17,10 +17,13 @@ from transformers.models.auto import CONFIG_MAPPING
 from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import base_arch
+from moesaic.exports.form import Export
+from moesaic.exports.native import NEAR, decide, write
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import Source, resolve
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.carved import CarvedLayer
+from moesaic.layers.condensed import CondensedLayer
 from moesaic.plan import Plan
 from moesaic.surgery import apply_plan, base_shape
 
@@ -182,6 +185,19 @@ def carved_layer(backbone: int, petals: Any, seed: int = 0, **changes: Any) -> C
     return CarvedLayer(order, backbone, tuple(petals), **options)
 
 
+EQUAL = dict.fromkeys(range(4), (32, (8, 8, 8, 8)))
+LAST_HALF = dict.fromkeys((2, 3), (32, (8, 8, 8, 8)))
+BARE = dict.fromkeys(range(4), (0, (16, 16, 16, 16)))
+UNEVEN = {0: (30, (12, 10, 12)), 1: (24, (8, 16, 8, 8)), 2: (40, (12, 12)), 3: (32, (8, 8, 8, 8))}
+"""Arguments of :func:`carved_layer` by layer."""
+
+
+def condensed_layer(experts: list[int], width: int, **changes: Any) -> CondensedLayer:
+    """Half of each of these experts in one MLP."""
+    gates = torch.full((len(experts),), 0.5)
+    return CondensedLayer(torch.tensor(experts), gates, width, **changes)
+
+
 def converted(model: Any, layers: dict[int, LayerPlan]) -> Any:
     """A model with these layers converted, in place."""
     arch = base_arch(model.config)
@@ -230,6 +246,23 @@ def loaded(folder: Path) -> Any:
     assert not info["missing_keys"], info
     assert not info["unexpected_keys"], info
     return model.eval()
+
+
+def same_model(source: Source, folder: Path, tokens: Any, **options: Any) -> tuple[Export, Any]:
+    """Export a model; it must load as a class of transformers and compute what the source does."""
+    options = {"target": "", "ep": 1, "untie": False} | options
+    untie = options.pop("untie")
+    decided = decide(source, **options)
+    folder.mkdir()
+    write(source, decided, folder, untie)
+    model = loaded(folder)
+    assert type(model).__module__.startswith("transformers.")
+    wanted, found = logits(source.load(), tokens), logits(model, tokens)
+    if decided.exact:
+        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+    else:
+        assert 0 < (found - wanted).norm() <= NEAR * wanted.norm()
+    return decided, model
 
 
 # --- processes -----------------------------------------------------------------------------------

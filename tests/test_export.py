@@ -5,71 +5,30 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import tiny_config, tiny_model
-from moe_models import tiny_moe
+from builders import (
+    BARE,
+    EQUAL,
+    LAST_HALF,
+    UNEVEN,
+    carved_layer,
+    condensed_layer,
+    same_model,
+    saved,
+    tiny_config,
+    tiny_model,
+    tiny_moe,
+)
 from safetensors.torch import load_file, save_file
-from test_cli import moesaic  # noqa: F401
-from transformers import AutoModelForCausalLM
 
-from moesaic import export, hub
-from moesaic.errors import MoesaicError
-from moesaic.export.engines import limits
-from moesaic.export.native import NEAR, decide, verify, write
-from moesaic.hub import resolve
+from moesaic import export
 from moesaic.arch.mixture import base_arch
-from moesaic.plan import CarvedLayer, CondensedLayer, DroppedLayer, Plan, PrunedLayer, SkippingLayer
-from moesaic.surgery import apply_plan, base_shape
+from moesaic.errors import MoesaicError
+from moesaic.exports.engines import limits
+from moesaic.exports.native import decide, verify, write
+from moesaic.layers.dropped import DroppedLayer
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.layers.skipping import SkippingLayer
 
-WIDTH, HIDDEN = 64, 32
-
-
-def carved_layer(backbone, petals, seed=0, **changes):
-    generator = torch.Generator().manual_seed(seed)
-    router = torch.randn(len(petals), HIDDEN, generator=generator)
-    options = {
-        "top_k": min(1, len(petals)),
-        "router_RD": router / router.norm(dim=1, keepdim=True) if petals else None,
-        **changes,
-    }
-    order = torch.randperm(WIDTH, generator=generator)[: backbone + sum(petals)]
-    return CarvedLayer(order, backbone, tuple(petals), **options)
-
-
-def saved(folder, model, layers):
-    """A model with these layers converted, saved as a user would have it."""
-    arch = base_arch(model.config)
-    plan = Plan("test", base_shape(model, arch), layers)
-    apply_plan(model, arch, plan)
-    hub.convert_class(model, arch, plan)
-    model.save_pretrained(folder)
-    hub.write_stub(model.config, folder)
-    return resolve(str(folder))
-
-
-def same_model(source, folder, tokens, **options):
-    """The export loads as a class of transformers and computes what the source does."""
-    options = {"target": "", "ep": 1, "untie": False} | options
-    untie = options.pop("untie")
-    decided = decide(source, **options)
-    folder.mkdir()
-    write(source, decided, folder, untie)
-    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert type(model).__module__.startswith("transformers.")
-    with torch.no_grad():
-        wanted = source.load()(tokens.input_ids).logits
-        found = model.eval()(tokens.input_ids).logits
-    if decided.exact:
-        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    else:
-        assert 0 < (found - wanted).norm() <= NEAR * wanted.norm()
-    return decided, model
-
-
-EQUAL = dict.fromkeys(range(4), (32, (8, 8, 8, 8)))
-LAST_HALF = dict.fromkeys((2, 3), (32, (8, 8, 8, 8)))
-BARE = dict.fromkeys(range(4), (0, (16, 16, 16, 16)))
 CASES = {
     "llama": ("llama", EQUAL, {}, "granitemoeshared"),
     "mistral": ("mistral", EQUAL, {}, "granitemoeshared"),
@@ -134,9 +93,6 @@ def test_several_petals_are_never_repeated(tmp_path, tokens):
         decide(source)
 
 
-UNEVEN = {0: (30, (12, 10, 12)), 1: (24, (8, 16, 8, 8)), 2: (40, (12, 12)), 3: (32, (8, 8, 8, 8))}
-
-
 @pytest.mark.parametrize("target", ["granitemoeshared", "glm4_moe"])
 @pytest.mark.parametrize("ep", [1, 3])
 def test_what_differs_by_layer_is_filled_up(target, ep, tmp_path, tokens):
@@ -197,8 +153,8 @@ def test_routers_stay_in_float32(tmp_path):
 # --- refused -------------------------------------------------------------------------------------
 
 REFUSED = {
-    "'random', which has no native form": ("llama", {"routing": "random"}, {}),
-    "'threshold', which has no native form": (
+    "'random' has no native form": ("llama", {"routing": "random"}, {}),
+    "'threshold' has no native form": (
         "llama",
         {"routing": "threshold", "top_k": 4, "gate": {"tau": 0.5}},
         {},
@@ -279,11 +235,6 @@ def test_a_router_that_cannot_leave_an_expert_out_is_not_filled_up(model_type, t
         export(str(source.folder), tmp_path / "out")
 
 
-def condensed_layer(experts, width, **changes):
-    gates = torch.full((len(experts),), 0.5)
-    return CondensedLayer(torch.tensor(experts), gates, width, **changes)
-
-
 def test_condensed_layers_get_one_width(tmp_path, tokens):
     layers = {
         0: condensed_layer([1], 16, shared=False),
@@ -313,7 +264,7 @@ def test_blocks_that_are_gone_are_zeros(tmp_path, tokens):
 
 
 REFUSED_MIXTURES = {
-    "shared-gate mean": ("qwen2_moe", condensed_layer([1], 40, gated=24)),
+    "shared_gate mean": ("qwen2_moe", condensed_layer([1], 40, gated=24)),
     "cannot have just these dense layers: 2": ("mixtral", condensed_layer([1], 16, shared=False)),
     "No native router skips": ("mixtral", SkippingLayer(0.5, "top2")),
 }
@@ -330,21 +281,18 @@ def test_what_a_mixture_cannot_say_is_refused(message, tmp_path):
 # --- the whole way -------------------------------------------------------------------------------
 
 
-def test_export_says_what_it_did_and_refuses_what_is_not_the_same(
-    moesaic,  # noqa: F811
-    tmp_path,
-):
+def test_export_says_what_it_did_and_refuses_what_is_not_the_same(command, tmp_path):
     layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
     source = saved(tmp_path / "carved", tiny_model("llama", mlp_bias=False), layers)
     out = tmp_path / "native"
-    code, text, _ = moesaic("export", source.folder, out, "--ep", 8, "--json")
+    code, text, _ = command("export", source.folder, out, "--ep", 8, "--json")
     assert code == 0
     record = json.loads(text)
     assert record["model_type"] == "granitemoeshared"
     assert 0 <= record["largest_difference"] < 1e-5
     assert record["engines"].keys() == {"vllm", "sglang", "llama.cpp"}
     assert record["costs"]["experts"] == [4, 8]
-    code, _, said = moesaic("export", source.folder, out)
+    code, _, said = command("export", source.folder, out)
     assert code == 2
     assert "--overwrite" in said
     weights = load_file(out / "model.safetensors")

@@ -9,17 +9,26 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import tiny_model
-from moe_models import tiny_moe
-from test_export import BARE, EQUAL, LAST_HALF, UNEVEN, carved_layer, condensed_layer, saved
+from builders import (
+    BARE,
+    EQUAL,
+    LAST_HALF,
+    UNEVEN,
+    carved_layer,
+    condensed_layer,
+    saved,
+    tiny_model,
+    tiny_moe,
+)
 
 from moesaic import MoREConfig, bench, carve, export
 from moesaic.arch.dense import DENSE
-from moesaic.data.text import shipped_texts
-from moesaic.export.native import NEAR
-from moesaic.hub import resolve
 from moesaic.arch.mixture import base_arch
-from moesaic.plan import DroppedLayer, PrunedLayer
+from moesaic.data.text import shipped_texts
+from moesaic.exports.native import NEAR
+from moesaic.io.source import resolve
+from moesaic.layers.dropped import DroppedLayer
+from moesaic.layers.pruned import PrunedLayer
 
 pytestmark = [
     pytest.mark.slow,

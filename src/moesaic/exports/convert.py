@@ -15,7 +15,7 @@ from typing import Any
 
 
 def main(request: str) -> None:
-    """``request`` is the JSON list that :func:`moesaic.export.llamacpp.convert` sends."""
+    """``request`` is the JSON list that :func:`moesaic.exports.llamacpp.convert` sends."""
     script, folder, out, outtype = json.loads(request)
     sys.path.insert(0, str(Path(script).parent))
     converter = importlib.import_module(Path(script).stem)

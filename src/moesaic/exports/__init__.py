@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.errors import MoesaicError
-from moesaic.export.llamacpp import export_gguf
-from moesaic.export.native import export_native
+from moesaic.exports.llamacpp import export_gguf
+from moesaic.exports.native import export_native
 from moesaic.foreign import JSON
 
 FORMS: dict[str, Callable[..., JSON]] = {"native": export_native, "gguf": export_gguf}
@@ -20,8 +20,8 @@ def export(model: str, out: str | Path, to: str = "native", **options: Any) -> J
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the folder, or the GGUF file, to make.
-        to: ``native`` (:func:`moesaic.export.native.export_native`) or ``gguf``
-            (:func:`moesaic.export.llamacpp.export_gguf`).
+        to: ``native`` (:func:`moesaic.exports.native.export_native`) or ``gguf``
+            (:func:`moesaic.exports.llamacpp.export_gguf`).
         options: of that function.
 
     Raises:

@@ -11,9 +11,9 @@ from typing import Any
 
 from moesaic.arch.dense import PREFIX
 from moesaic.errors import MoesaicError
-from moesaic.export.engines import limits
-from moesaic.export.form import run_script
-from moesaic.export.native import export_native
+from moesaic.exports.engines import limits
+from moesaic.exports.form import run_script
+from moesaic.exports.native import export_native
 from moesaic.foreign import JSON
 from moesaic.io.source import resolve
 
@@ -60,7 +60,7 @@ def export_gguf(
         type: what weights are stored as, of :data:`TYPES`; routers and norms stay in f32.
         converter: llama.cpp's script or folder; None to look for it.
         overwrite: replace ``out`` if it exists.
-        native: options of :func:`moesaic.export.native.export_native`.
+        native: options of :func:`moesaic.exports.native.export_native`.
 
     Raises:
         MoesaicError: there is no converter, it refuses the model, or llama.cpp would compute

@@ -14,8 +14,8 @@ from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from moesaic.arch.dense import Arch, DenseFFN, FFNNames, assembled
 from moesaic.arch.mixture import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.export.form import Export, base_config
-from moesaic.export.targets import (
+from moesaic.exports.form import Export, base_config
+from moesaic.exports.targets import (
     TARGETS,
     Header,
     Layer,

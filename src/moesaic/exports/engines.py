@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from moesaic.export.targets import head_dim_of
+from moesaic.exports.targets import head_dim_of
 from moesaic.foreign import Config
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from moesaic.arch.mixture import MoEArch, base_arch
 from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
-from moesaic.export.carved import as_experts, narrowed
-from moesaic.export.engines import limits
-from moesaic.export.form import Export, run_script
-from moesaic.export.mixtures import reduced
+from moesaic.exports.carved import as_experts, narrowed
+from moesaic.exports.engines import limits
+from moesaic.exports.form import Export, run_script
+from moesaic.exports.mixtures import reduced
 from moesaic.foreign import JSON
 from moesaic.io.checkpoint import ShardWriter, whole_folder
 from moesaic.io.names import check_out
@@ -50,7 +50,7 @@ def export_native(
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the folder to make.
-        target: the architecture, of :data:`moesaic.export.targets.TARGETS`; empty for the one
+        target: the architecture, of :data:`moesaic.exports.targets.TARGETS`; empty for the one
             with the fewest active neurons.
         ep: what the number of experts must be a multiple of (expert-parallel size).
         untie: write the head as a tensor of its own where it is the embedding's.

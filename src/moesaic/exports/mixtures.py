@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
-from moesaic.export.form import Export, base_config
-from moesaic.export.targets import Header, aligned
+from moesaic.exports.form import Export, base_config
+from moesaic.exports.targets import Header, aligned
 from moesaic.foreign import JSON, Config
 from moesaic.io.checkpoint import Writer, skeleton
 from moesaic.io.source import Source

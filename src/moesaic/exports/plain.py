@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main(request: str) -> None:
-    """``request`` is the JSON list that :func:`moesaic.export.native.verify` sends."""
+    """``request`` is the JSON list that :func:`moesaic.exports.native.verify` sends."""
     folder, given, found = json.loads(request)
     model, loaded = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
