@@ -20,6 +20,7 @@ from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.mixture import architectures
 from moesaic.foreign import JSON, Config, Model, Tokenizer
+from moesaic.layers.base import KINDS
 from moesaic.plan import Plan
 from moesaic.surgery import headers_of, install
 
@@ -83,6 +84,7 @@ def _register() -> dict[str, tuple[type, type]]:
 
 
 CLASSES = _register()
+_ = [*KINDS.values()]  # imported now: models are built where new tensors have no values
 
 
 # --- native or not -------------------------------------------------------------------------------

@@ -208,7 +208,10 @@ class CondensedLayer(LayerPlan):
         return new.train(layer.training)
 
 
-NO_FFN = CondensedLayer(torch.empty(0, dtype=torch.int64), torch.empty(0), 0, shared=False)
+NONE_K = torch.empty(0, dtype=torch.int64, device="cpu")
+"""No routed expert."""
+
+NO_FFN = CondensedLayer(NONE_K, torch.empty(0, device="cpu"), 0, shared=False)
 """Nothing of the block stays: Block Drop."""
 
 
