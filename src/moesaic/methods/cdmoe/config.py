@@ -93,9 +93,11 @@ class CondenseConfig(MethodConfig):
 
     def check(self) -> None:
         if sum(target is not None for target in (self.layers, self.memory, self.active)) != 1:
-            raise MoesaicError("Give one of layers, memory and active.")
+            raise MoesaicError("layers, memory and active say when to stop: give one of them.")
         if self.experts is not None and self.keep != "shared+routed":
-            raise MoesaicError("experts says how many routed ones stay: keep 'shared+routed'.")
+            raise MoesaicError(
+                "experts says how many routed ones stay: it needs keep=shared+routed."
+            )
 
     @property
     def credit(self) -> str:

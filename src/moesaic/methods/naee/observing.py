@@ -47,7 +47,7 @@ def observe(
     """
     out = Path(out)
     if out.exists() and not overwrite:
-        raise MoesaicError(f"{out} exists. Choose another name, or overwrite it.")
+        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
     job = Job(RunArgs.of(model, **options), moe_arch)
     layers = job.arch.moe_layers(job.shape)
     request: JSON = {
@@ -61,7 +61,8 @@ def observe(
     if folder.exists() and not resume:
         if not overwrite:
             raise MoesaicError(
-                f"{folder} holds an unfinished run: resume it, or overwrite it to start anew."
+                f"{folder} holds an unfinished run: continue it with resume=True, or start "
+                "anew with overwrite=True."
             )
         shutil.rmtree(folder)
     done = [i for i in layers if layer_file(folder, i).exists()]

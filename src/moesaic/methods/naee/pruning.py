@@ -306,6 +306,6 @@ def _check_mergeable(job: Job[MoEArch]) -> None:
         experts: Any = job.arch.mixture(job.layers[i]).experts
         if experts.has_bias or experts.is_transposed:
             raise MoesaicError(
-                f"The experts of {job.arch.model_type} have biases and an order of weights of "
-                "their own; only plain gated MLPs are merged."
+                f"criterion 'merge': the experts of {job.arch.model_type} have biases and an order "
+                "of weights of their own; only plain gated MLPs are merged."
             )
