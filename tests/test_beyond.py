@@ -6,14 +6,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import VOCAB, WAYS, force, tiny_model
+from builders import VOCAB, WAYS, force, same_model, tiny_model, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_models import tiny_moe
-from test_export import same_model
 
 import moesaic
+from moesaic import CondenseConfig, MoREConfig, PruneConfig
 from moesaic.arch.dense import dense_arch
+from moesaic.arch.mixture import MOE, moe_arch
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.exports.native import decide
+from moesaic.io.checkpoint import Checkpoint
+from moesaic.io.source import resolve
+from moesaic.layers.base import same
+from moesaic.layers.carved import CarvedLayer
+from moesaic.layers.condensed import CondensedLayer
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.layers.regression import STRENGTHS, Ridge
+from moesaic.methods.beyond.routers import fit_router, neuron_weights, petal_energies
+from moesaic.methods.beyond.spread import losses, spread_splits
 from moesaic.methods.budget import (
     LayerSize,
     active_ratio,
@@ -21,28 +33,18 @@ from moesaic.methods.budget import (
     solved_top_k,
     split_for_target,
 )
-from moesaic.io.checkpoint import Checkpoint
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
-from moesaic.export.native import decide
-from moesaic.hub import resolve
-from moesaic.methods import CondenseConfig, MoREConfig, PruneConfig
-from moesaic.methods.more.method import petals_of
-from moesaic.methods.beyond.refit import refit_carved, refitted, runs
-from moesaic.methods.beyond.routers import fit_router, neuron_weights, petal_energies
-from moesaic.methods.beyond.spread import losses, spread_splits
+from moesaic.methods.more.formulas import petals_of
 from moesaic.metrics.size import model_size
-from moesaic.arch.mixture import MOE, moe_arch
-from moesaic.plan import CarvedLayer, CondensedLayer, Plan, PrunedLayer, same
+from moesaic.plan import Plan
 from moesaic.recipe import step_config
-from moesaic.layers.regression import STRENGTHS, Ridge
-from moesaic.result import Job
+from moesaic.stream.job import Job
 from moesaic.stream.stream import LayerStream
 from moesaic.surgery import applied
 
 
 def site_of(model, arch, tokens, index=2, **options):
-    iterator = iter(LayerStream(model, arch, tokens, [index], **options))
+    view = getattr(arch, "mixture", arch.dense)
+    iterator = iter(LayerStream(model, arch, tokens, [index], view=view, **options))
     site = next(iterator)
     site.stream = iterator  # keeps the tokens alive with the site
     return site
@@ -72,8 +74,8 @@ def missing(plan, site):
     x_TD = torch.cat(list(site.inputs()))
     y_TD = site.ffn(x_TD)
     arch = dense_arch(tiny_model("llama").config)
-    with applied(site.layer, arch, plan):
-        return (arch.ffn_of(site.layer)(x_TD) - y_TD).double().square().sum().item()
+    with applied(site.layer, arch, plan) as layer:
+        return (arch.ffn_of(layer)(x_TD) - y_TD).double().square().sum().item()
 
 
 @pytest.fixture
@@ -167,7 +169,7 @@ def test_ridge_router_beats_cosine_and_random_on_energy(tokens, sees_backbone):
         plan = moesaic.carve(model, MoREConfig(**config, **more), calibration=tokens).plan.layers[2]
         site = dense_site(tokens)
         worth_M = neuron_weights(site.view)[plan.order_M]
-        kept[name] = sum((h_TM * worth_M).square().sum() for _, h_TM, _ in runs(plan, site))
+        kept[name] = sum((h_TM * worth_M).square().sum() for _, h_TM, _ in plan.running(site))
     assert kept["fitted"] > kept["cosine"]
     assert kept["fitted"] > kept["random"]
 
@@ -222,10 +224,10 @@ def test_execution_is_what_was_fitted(tokens, routing, top_k, count, way, monkey
     site = dense_site(tokens)
     arch = dense_arch(tiny_model("llama").config)
     x_TD = next(site.inputs())
-    _, h_TM, on_TR = next(runs(plan, site))
+    _, h_TM, on_TR = next(plan.running(site))
     expected = h_TM @ plan.down_DM.T + on_TR @ plan.bias_RD + site.view.down_bias_D
-    with applied(site.layer, arch, plan):
-        module = arch.ffn_of(site.layer)
+    with applied(site.layer, arch, plan) as layer:
+        module = arch.ffn_of(layer)
         torch.testing.assert_close(module(x_TD[:count]), expected[:count], atol=1e-4, rtol=1e-4)
         masked = module._masked(x_TD[:count])
     torch.testing.assert_close(masked, expected[:count], atol=1e-4, rtol=1e-4)
@@ -238,7 +240,7 @@ def test_execution_is_what_was_fitted(tokens, routing, top_k, count, way, monkey
 def test_everything_kept_is_left_alone(tokens):
     site = dense_site(tokens)
     plan = petals_plan(top_k=4)
-    new, found = refit_carved(plan, site, weights=True, biases=False)
+    new, found = plan.refit(site, weights=True, biases=False)
     assert found["lost"] < 1e-10
     torch.testing.assert_close(new.down_DM, site.view.down_DM[:, plan.order_M])
 
@@ -249,7 +251,7 @@ def test_refit_loses_less(tokens, routing):
     plan = petals_plan(routing=routing)
     before = missing(plan, site)
     loss = {
-        (weights, biases): missing(refit_carved(plan, site, weights, biases)[0], site)
+        (weights, biases): missing(plan.refit(site, weights, biases)[0], site)
         for weights, biases in ((True, False), (False, True), (True, True))
     }
     assert max(loss.values()) < before
@@ -259,11 +261,11 @@ def test_refit_loses_less(tokens, routing):
 def test_bias_alone_is_the_mean_of_what_is_left_out(tokens):
     site = dense_site(tokens)
     plan = petals_plan(top_k=1)
-    new, _ = refit_carved(plan, site, weights=False, biases=True)
+    new, _ = plan.refit(site, weights=False, biases=True)
     assert new.down_DM is None
     out_TD = torch.cat([site.ffn(x) for x in site.inputs()])
     down_DM = site.view.down_DM[:, plan.order_M]
-    kept = [(h @ down_DM.T + site.view.down_bias_D, on) for _, h, on in runs(plan, site)]
+    kept = [(h @ down_DM.T + site.view.down_bias_D, on) for _, h, on in plan.running(site)]
     kept_TD, on_TR = (torch.cat(part) for part in zip(*kept, strict=True))
     for e in on_TR.any(0).nonzero().flatten().tolist():
         mean_D = (out_TD - kept_TD)[on_TR[:, e] > 0].mean(0)
@@ -274,7 +276,7 @@ def test_infinite_strength_changes_nothing(tokens, monkeypatch):
     monkeypatch.setattr("moesaic.layers.regression.STRENGTHS", (math.inf,))
     site = dense_site(tokens)
     plan = petals_plan()
-    new, found = refit_carved(plan, site, weights=True, biases=False)
+    new, found = plan.refit(site, weights=True, biases=False)
     assert torch.equal(new.down_DM, site.view.down_DM[:, plan.order_M])
     assert found["recovered"] == 0
 
@@ -282,7 +284,7 @@ def test_infinite_strength_changes_nothing(tokens, monkeypatch):
 def test_static_layers_are_refitted_too(tokens):
     site = dense_site(tokens)
     plan = CarvedLayer(order_M=torch.arange(40), backbone=40)
-    new, _ = refitted(plan, site, weights=True, biases=True)
+    new, _ = plan.refit(site, weights=True, biases=True)
     assert new.bias_RD.shape == (1, 32)
     assert missing(new, site) < missing(plan, site)
 
@@ -360,8 +362,9 @@ def test_refit_takes_no_pass_of_its_own(tokens, monkeypatch):
     plain = moesaic.carve(model, config, calibration=tokens)
     whole = moesaic.carve(model, replace(config, refit=True), calibration=tokens)
     assert len(passes) == 2
-    for site in LayerStream(model, dense_arch(model.config), tokens, range(4)):
-        expected, _ = refitted(plain.plan.layers[site.index], site)
+    arch = dense_arch(model.config)
+    for site in LayerStream(model, arch, tokens, range(4), view=arch.dense):
+        expected, _ = plain.plan.layers[site.index].refit(site)
         assert same(expected, whole.plan.layers[site.index])
 
 
@@ -372,7 +375,7 @@ def test_propagated_inputs_are_those_of_the_carved_model(tokens):
     result = moesaic.carve(model, config, calibration=tokens)
     arch = dense_arch(model.config)
     expected = torch.cat(list(site_of(result.model, arch, tokens, 3).inputs()))
-    stream = LayerStream(model, arch, tokens, range(4), follow=True)
+    stream = LayerStream(model, arch, tokens, range(4), view=arch.dense, follow=True)
     for site in stream:
         found = torch.cat(list(site.inputs()))
         site.change = applied(site.layer, arch, result.plan.layers[site.index])
@@ -382,8 +385,8 @@ def test_propagated_inputs_are_those_of_the_carved_model(tokens):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"router": "magic"}, "choose from cosine, ridge, backbone"),
-        ({"spread": "even"}, "choose from uniform, sensitivity"),
+        ({"router": "magic"}, "none of cosine, ridge, backbone"),
+        ({"spread": "even"}, "none of uniform, sensitivity"),
         ({"propagate": True}, "needs refit or bias"),
     ],
 )
@@ -512,11 +515,11 @@ def block_error(model, plan, tokens, index):
     before = site.view.output(x_TD)
     if arch.beside is not None:
         before = before + site.view.shared(x_TD)
-    with applied(site.layer, arch, plan):
-        block = arch.ffn_of(site.layer)
+    with applied(site.layer, arch, plan) as layer:
+        block = arch.ffn_of(layer)
         after = block(x_TD.unsqueeze(0))
         after = after[0] if isinstance(after, tuple) else after
-        beside = getattr(site.layer, arch.beside) if arch.beside is not None else None
+        beside = getattr(layer, arch.beside) if arch.beside is not None else None
         if beside is not None:
             after = after + beside(x_TD.unsqueeze(0))
     return (after[0] - before).double().square().sum().item()
@@ -572,7 +575,7 @@ def test_condensed_layers_are_refitted(model_type, tokens, tmp_path):
 
 
 def test_merged_experts_are_not_refitted():
-    with pytest.raises(MoesaicError, match="drop --refit"):
+    with pytest.raises(MoesaicError, match="refit"):
         PruneConfig(keep=4, criterion="merge", refit=True)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import VOCAB, WAYS, force, launch, tiny_model
+from builders import VOCAB, WAYS, force, launch, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,14 +20,17 @@ from typer.testing import CliRunner
 import moesaic
 from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
 from moesaic.arch.dense import dense_arch
-from moesaic.methods.budget import layer_sizes
 from moesaic.cli import app
-from moesaic.methods.dsmoe.method import carve_and_train
-from moesaic.methods.dsmoe.gates import DSMoE, SparseObjective, imbalance, sparsity
+from moesaic.data.packing import PackedText
+from moesaic.hub import convert_class
+from moesaic.io.source import resolve
+from moesaic.layers.base import same
+from moesaic.methods.budget import layer_sizes
+from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
+from moesaic.methods.dsmoe.method import DSMoE
+from moesaic.metrics.measure import sweep
 from moesaic.metrics.score import score
 from moesaic.nn import CarvedFFN
-from moesaic.data.packing import PackedText
-from moesaic.plan import same
 from moesaic.recipe import parse_recipe
 from moesaic.surgery import apply_plan, base_shape
 
@@ -42,7 +45,9 @@ def carved(model: Any, **options: Any) -> Any:
     """A model with gates of its own scale, in place."""
     arch = dense_arch(model.config)
     layers = DSMoE(DSMoEConfig(experts=BLOCKS, **options)).start(layer_sizes(model, arch))
-    apply_plan(model, arch, Plan("dsmoe", base_shape(model, arch), dict(layers)))
+    plan = Plan("dsmoe", base_shape(model, arch), dict(layers))
+    apply_plan(model, arch, plan)
+    convert_class(model, arch, plan)
     return model
 
 
@@ -262,17 +267,23 @@ def test_the_controller_reaches_its_target() -> None:
         model = tiny_model("llama", mlp_bias=False, num_hidden_layers=2)
         arch = dense_arch(model.config)
         target = DSMoE(config).target(layer_sizes(model, arch))
-        result = carve_and_train(model, config, calibration=tokens)
+        result = moesaic.carve(model, config, calibration=tokens)
         assert target is not None
-        last = [step["active_blocks"] for step in result.losses[-10:]]
+        last = [step["active_blocks"] for step in losses_of(result)[-10:]]
         assert sum(last) / 10 == pytest.approx(target, abs=0.08)
         measured = score(result.model, Tokens(tokens))
         assert measured.active_ratio == pytest.approx(active, abs=0.08)
-        least = min(step["lambda"] for step in result.losses)
+        least = min(step["lambda"] for step in losses_of(result))
         assert (least < 0) == above, "what is too sparse is rewarded for activity"
 
 
 # --- training ------------------------------------------------------------------------------------
+
+
+def losses_of(result: Any) -> list[dict[str, float]]:
+    losses: list[dict[str, float]] = result.summary["training"]["losses"]
+    return losses
+
 
 FEW: dict[str, Any] = {"experts": BLOCKS, "steps": 6, "batch": 4, "lr": 1e-2, "save_every": 2}
 
@@ -296,13 +307,13 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
     config = DSMoEConfig(active=0.6, length=24, **FEW)
     text = {"calibration": "prose=2,code=1", "tokenizer": tokenizer}
     options: dict[str, Any] = text if streamed else {"calibration": rows()}
-    whole = carve_and_train(model, config, **options)
+    whole = moesaic.carve(model, config, **options)
     with pytest.raises(Stop):
-        carve_and_train(model, config, progress=tmp_path, track=stopping, **options)
+        moesaic.carve(model, config, progress=tmp_path, track=stopping, **options)
     assert (tmp_path / "checkpoint-4").is_dir()
-    resumed = carve_and_train(model, config, progress=tmp_path, **options)
-    assert [s["step"] for s in resumed.losses] == [1, 2, 3, 4, 5, 6]
-    for ours, theirs in zip(resumed.losses, whole.losses, strict=True):
+    resumed = moesaic.carve(model, config, progress=tmp_path, **options)
+    assert [s["step"] for s in losses_of(resumed)] == [1, 2, 3, 4, 5, 6]
+    for ours, theirs in zip(losses_of(resumed), losses_of(whole), strict=True):
         assert ours == pytest.approx(theirs)
     for name, tensor in whole.model.state_dict().items():
         assert torch.allclose(tensor, resumed.model.state_dict()[name], atol=1e-6), name
@@ -311,28 +322,28 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
 def test_everything_trains_and_the_callers_model_does_not() -> None:
     model = tiny_model("llama")
     before = copy.deepcopy(model.state_dict())
-    result = carve_and_train(model, DSMoEConfig(gate_bias=3.0, **FEW), calibration=rows())
+    result = moesaic.carve(model, DSMoEConfig(gate_bias=3.0, **FEW), calibration=rows())
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
     after = result.model.state_dict()
     assert not [n for n in before if torch.equal(before[n], after[n])]
     assert sum(n.endswith("router.weight") for n in after) == 4
-    assert result.losses[-1]["language"] < result.losses[0]["language"]
-    assert result.losses[0]["active_blocks"] > 0.9, "a start near the dense model"
+    assert losses_of(result)[-1]["language"] < losses_of(result)[0]["language"]
+    assert losses_of(result)[0]["active_blocks"] > 0.9, "a start near the dense model"
 
 
 def test_recomputing_changes_nothing_but_memory() -> None:
     model = tiny_model("llama")
     plain, again = (
-        carve_and_train(model, DSMoEConfig(recompute=r, accumulate=2, **FEW), calibration=rows(64))
+        moesaic.carve(model, DSMoEConfig(recompute=r, accumulate=2, **FEW), calibration=rows(64))
         for r in (False, True)
     )
-    for ours, theirs in zip(again.losses, plain.losses, strict=True):
+    for ours, theirs in zip(losses_of(again), losses_of(plain), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_bfloat16_keeps_routers_in_float32(tmp_path: Path) -> None:
     model = tiny_model("qwen2").to(torch.bfloat16)
-    result = carve_and_train(model, DSMoEConfig(**FEW), calibration=rows())
+    result = moesaic.carve(model, DSMoEConfig(**FEW), calibration=rows())
     result.save(tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     for live in (result.model, loaded):
@@ -343,13 +354,13 @@ def test_bfloat16_keeps_routers_in_float32(tmp_path: Path) -> None:
 
 SCRIPT = """
 import json, sys
+import moesaic
 from moesaic import DSMoEConfig
-from moesaic.methods.dsmoe.method import carve_and_train
-from moesaic.stream.experts import process
+from moesaic.distributed import process
 folder, batch, out = sys.argv[1:]
 config = DSMoEConfig(experts=4, steps=4, batch=int(batch), lr=1e-2, active=0.6,
                      data=folder + "/data.safetensors")
-losses = carve_and_train(folder + "/model", config, tokenizer=object()).losses
+losses = moesaic.carve(folder + "/model", config, tokenizer=object()).summary["training"]["losses"]
 if process()[0] == 0:
     json.dump({"world": process()[1], "losses": losses}, open(out, "w"))
 """
@@ -369,7 +380,7 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     assert found["world"] == 2
     data = str(tmp_path / "data.safetensors")
     config = DSMoEConfig(steps=4, batch=8, lr=1e-2, active=0.6, experts=BLOCKS, data=data)
-    one = carve_and_train(tmp_path / "model", config, tokenizer=object()).losses
+    one = losses_of(moesaic.carve(tmp_path / "model", config, tokenizer=object()))
     for ours, theirs in zip(found["losses"], one, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
@@ -401,7 +412,7 @@ def test_a_saved_result_is_the_live_one(variant: str, tmp_path: Path, tokens: To
 
 
 def test_the_start_of_training_is_a_plan_like_others(llama_folder: Path, tmp_path: Path) -> None:
-    source = moesaic.hub.resolve(str(llama_folder))
+    source = resolve(str(llama_folder))
     live = source.load()
     arch = dense_arch(live.config)
     layers = dict(DSMoE(DSMoEConfig(experts=BLOCKS, force_one=True)).start(layer_sizes(live, arch)))
@@ -424,7 +435,6 @@ def test_activity_is_counted_on_real_tokens(tokens: Tokens) -> None:
             ffn.router.weight.mul_(20)
     outs: list[Tensor] = []
     hooks = [f.router.register_forward_hook(lambda *a: outs.append(a[2])) for f in ffns(model)]
-    model.config.moesaic = {"base": {"widths": [64] * 4}}
     measured = score(model, tokens)
     for hook in hooks:
         hook.remove()
@@ -479,13 +489,13 @@ def test_text_that_cannot_be_read(source: str, tmp_path: Path, tokenizer: Any) -
     [
         ({"experts": 5}, "64 neurons"),
         ({"active": 0.3, "experts": 4}, "out of reach"),
-        ({"variant": "top-k"}, "needs --top-k"),
+        ({"variant": "top-k"}, "needs top_k"),
         ({"layers": "9"}, "layers from 0 to 3"),
     ],
 )
 def test_requests_that_cannot_be_met(options: dict[str, Any], says: str) -> None:
     with pytest.raises(MoesaicError, match=says):
-        carve_and_train(tiny_model("llama"), DSMoEConfig(**options), calibration=rows())
+        moesaic.carve(tiny_model("llama"), DSMoEConfig(**options), calibration=rows())
 
 
 @pytest.mark.parametrize(
@@ -507,18 +517,19 @@ def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path
         "evaluation: {length: 32, max_tokens: 64, rounds: 0, compare: [top-k]}\n"
     )
     record = moesaic.run_recipe(recipe)
-    assert len(record["tune"]["losses"]) == 3
-    assert {"original", "result", "top-k"} == record["scores"].keys()
-    assert record["activity"].keys() == {"prose", "reference", "code"}
-    assert all(0 <= v <= 4 for d in record["activity"].values() for v in d.values())
+    assert len(record.steps[-1].summary["training"]["losses"]) == 3
+    assert {"original", "result", "top-k"} == record.measured["scores"].keys()
+    assert record.measured["activity"].keys() == {"prose", "reference", "code"}
+    assert all(0 <= v <= 4 for d in record.measured["activity"].values() for v in d.values())
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Active blocks" in page
-    assert "gate is above 0.5" in page
+    assert "share of blocks active" in page
+    assert "whose gates are above 0.5" in (tmp_path / "out" / "README.md").read_text()
     asked = f"eval {tmp_path}/out --tau 0.4,0.5,0.6 --draw {tmp_path}/s.svg --json"
     shown = CliRunner().invoke(app, [*asked.split(), "--length", "32", "--max-tokens", "128"])
-    sweep = json.loads(shown.stdout)["sweep"]
-    ratios = [point["active_ratio"] for point in sweep]
+    points = json.loads(shown.stdout)["sweep"]
+    ratios = [point["active_ratio"] for point in points]
     assert ratios == sorted(ratios, reverse=True)
     assert "τ 0.5" in (tmp_path / "s.svg").read_text()
     with pytest.raises(MoesaicError, match="no gates"):
-        moesaic.metrics.measure.sweep(str(llama_folder), [0.5])
+        sweep(str(llama_folder), [0.5])

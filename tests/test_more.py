@@ -5,20 +5,19 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_model
+from builders import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesaic.arch.dense import dense_arch, dense_ffn
+from moesaic.config import chosen_layers
+from moesaic.errors import MoesaicError
 from moesaic.methods.budget import LayerSize, active_ratio, layer_sizes, split_for_target
 from moesaic.methods.clustering import fill, spectral_embedding
-from moesaic.errors import MoesaicError
-from moesaic.methods.more.method import (
-    MoRE,
-    MoREConfig,
+from moesaic.methods.more.config import MoREConfig
+from moesaic.methods.more.formulas import (
     activated,
     add_coactivation,
-    chosen_layers,
     energies,
     frequency,
     importance,
@@ -27,13 +26,15 @@ from moesaic.methods.more.method import (
     petals_of,
     prototypes,
 )
+from moesaic.methods.more.method import MoRE
 from moesaic.metrics.routing import jsd
 from moesaic.stream.stream import LayerStream
 
 
 def site_of(tokens, index=2, **options):
     model = tiny_model("llama")
-    stream = LayerStream(model, dense_arch(model.config), tokens, [index], **options)
+    arch = dense_arch(model.config)
+    stream = LayerStream(model, arch, tokens, [index], view=arch.dense, **options)
     iterator = iter(stream)
     site = next(iterator)
     site.stream = iterator  # keeps the tokens alive with the site
@@ -222,7 +223,7 @@ def test_sunflower(tokens, config):
 
 
 def test_same_seed_same_plan(tokens):
-    from moesaic.plan import same
+    from moesaic.layers.base import same
 
     plans = []
     for _ in range(2):
@@ -289,7 +290,7 @@ def test_budget_counts_the_models_own_projections():
     [
         ({"active": 0.2}, "out of reach.*can go down to"),
         ({"active": 1.5}, "not a ratio"),
-        ({"top_k": 4}, "below --experts 4"),
+        ({"top_k": 4}, "below experts 4"),
         ({"layers": "9"}, "from 0 to 3"),
         ({"layers": "some"}, "none of all, last-half"),
     ],
@@ -300,7 +301,7 @@ def test_impossible_requests_say_what_would_work(options, message):
 
 
 def test_unknown_variant():
-    with pytest.raises(MoesaicError, match="Unknown variant 'best'"):
+    with pytest.raises(MoesaicError, match="variant 'best' is none of"):
         MoREConfig(variant="best")
 
 

@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, launch, tiny_model
-from moe_models import tiny_moe
+from builders import VOCAB, launch, tiny_model, tiny_moe
 from safetensors.torch import save_file
 
-from moesaic import MoesaicError, Tokens
-from moesaic.methods.cdmoe.method import condense
-from moesaic.data.text import training_examples
-from moesaic.methods import CondenseConfig, MoREConfig, TuneConfig
+import moesaic
+from moesaic import CondenseConfig, MoesaicError, MoREConfig, Tokens, TuneConfig
 from moesaic.arch.mixture import moe_arch
+from moesaic.data.text import training_examples
+from moesaic.pipeline import run_recipe
 from moesaic.recipe import parse_recipe
-from moesaic.pipeline import carve, run_recipe
 from moesaic.train import collate, distillation_loss
-from moesaic.methods.sft.method import tune
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours
@@ -33,8 +30,15 @@ def rows(count: int = 16, length: int = 20) -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "labels": row} for row in ids.tolist()]
 
 
+def losses_of(result: Any) -> list[dict[str, float]]:
+    losses: list[dict[str, float]] = result.summary["training"]["losses"]
+    return losses
+
+
 def condensed_model(model_type: str, tokens: Tokens, keep: str = "shared+routed") -> Any:
-    return condense(tiny_moe(model_type), CondenseConfig(layers=1, keep=keep), calibration=tokens)
+    return moesaic.condense(
+        tiny_moe(model_type), CondenseConfig(layers=1, keep=keep), calibration=tokens
+    )
 
 
 def changed(before: Any, after: Any) -> set[str]:
@@ -53,19 +57,21 @@ def test_only_the_condensed_layers_projections_train(model_type: str, tokens: To
     }
     before = copy.deepcopy(result.model)
     config = TuneConfig(steps=3, batch=4, lr=1e-2)
-    tuned = tune(result.model, config, examples=rows(), plan=result.plan)
+    tuned = moesaic.tune(result.model, config, text=rows(), plan=result.plan)
     assert changed(before, tuned.model) == projections
     width = result.plan.layers[i].width
-    assert tuned.trained_parameters == 3 * 32 * width
-    assert tuned.total_parameters == sum(p.numel() for p in before.parameters())
+    assert tuned.summary["training"]["trained_parameters"] == 3 * 32 * width
+    assert tuned.summary["training"]["total_parameters"] == sum(
+        p.numel() for p in before.parameters()
+    )
 
 
 def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:
     model = tiny_moe("deepseek_v2", intermediate_size=64)
-    result = condense(model, CondenseConfig(layers=1, candidates=(1,)), calibration=tokens)
+    result = moesaic.condense(model, CondenseConfig(layers=1, candidates=(1,)), calibration=tokens)
     assert result.plan.layers[1].width == 64
-    tuned = tune(
-        result.model, TuneConfig(steps=3, lr=1e-2), examples=rows(), plan=result.plan
+    tuned = moesaic.tune(
+        result.model, TuneConfig(steps=3, lr=1e-2), text=rows(), plan=result.plan
     ).model
     ffn = tuned.model.layers[1].mlp
     assert not ffn.gate_proj.weight[16:].any()
@@ -75,7 +81,7 @@ def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:
 
 def test_condensed_layers_learn_from_a_teacher(tokens: Tokens) -> None:
     original = tiny_moe("qwen2_moe")
-    given = condense(original, CondenseConfig(layers=1), calibration=tokens)
+    given = moesaic.condense(original, CondenseConfig(layers=1), calibration=tokens)
     ids = torch.tensor([row["input_ids"] for row in rows()])
 
     def apart(model: Any) -> float:
@@ -84,7 +90,7 @@ def test_condensed_layers_learn_from_a_teacher(tokens: Tokens) -> None:
 
     before = apart(given.model)
     config = TuneConfig(teacher="given", steps=20, batch=16, lr=1e-2)
-    tuned = tune(given.model, config, examples=rows(), teacher=original, plan=given.plan)
+    tuned = moesaic.tune(given.model, config, text=rows(), teacher=original, plan=given.plan)
     assert apart(tuned.model) < 0.9 * before
 
 
@@ -98,9 +104,9 @@ def test_routers_learn_from_the_original() -> None:
             weight.mul_(0.2)
     before = copy.deepcopy(student)
     config = TuneConfig(what="routers", teacher="given", steps=12, batch=16, lr=2e-2)
-    tuned = tune(student, config, examples=rows(), teacher=original)
+    tuned = moesaic.tune(student, config, text=rows(), teacher=original)
     assert changed(before, tuned.model) == gates
-    losses = [step["loss"] for step in tuned.losses]
+    losses = [step["loss"] for step in losses_of(tuned)]
     assert losses[-1] < losses[0]
     ids = torch.tensor([row["input_ids"] for row in rows()])
     with torch.no_grad():
@@ -117,17 +123,17 @@ def test_a_carved_models_routers_learn(router: str, top_k: int, tokens: Tokens) 
     """Only they change, towards the original, and what trains is what runs."""
     original = tiny_model("llama")
     config = MoREConfig(experts=8, top_k=top_k, layers="all", router=router, refit=True)
-    student = carve(original, config, calibration=tokens).model
+    student = moesaic.carve(original, config, calibration=tokens).model
     before = copy.deepcopy(student)
     options = TuneConfig(what="routers", teacher="given", steps=25, batch=16, lr=3e-3)
-    tuned = tune(student, options, examples=rows(), teacher=original)
+    tuned = moesaic.tune(student, options, text=rows(), teacher=original)
     assert changed(before, tuned.model) == {f"model.layers.{i}.mlp.router.weight" for i in range(4)}
     ids = torch.tensor([row["input_ids"] for row in rows()])
     with torch.no_grad():
         target = original(ids).logits
         lost = [distillation_loss(m(ids).logits, target, ids).item() for m in (before, tuned.model)]
     count = ids[:, 1:].numel()
-    assert tuned.losses[0]["loss"] == pytest.approx(lost[0] / count, rel=1e-4)
+    assert losses_of(tuned)[0]["loss"] == pytest.approx(lost[0] / count, rel=1e-4)
     assert lost[1] < lost[0]
 
 
@@ -135,7 +141,7 @@ def test_a_carved_models_routers_learn(router: str, top_k: int, tokens: Tokens) 
 def test_lora_is_merged_and_all_is_all(what: str, tokens: Tokens, tmp_path: Path) -> None:
     result = condensed_model("qwen2_moe", tokens)
     before = copy.deepcopy(result.model)
-    tuned = tune(result.model, TuneConfig(what=what, steps=2, lr=1e-2), examples=rows())
+    tuned = moesaic.tune(result.model, TuneConfig(what=what, steps=2, lr=1e-2), text=rows())
     names = changed(before, tuned.model)
     assert any(".q_proj." in name for name in names)
     assert any(".embed_tokens." in name for name in names) == (what == "all")
@@ -148,18 +154,18 @@ def test_lora_is_merged_and_all_is_all(what: str, tokens: Tokens, tmp_path: Path
 
 def test_a_dense_model_trains_by_lora_but_has_no_routers() -> None:
     model = tiny_model("llama")
-    assert tune(model, TuneConfig(what="all", steps=1), examples=rows()).losses
+    assert losses_of(moesaic.tune(model, TuneConfig(what="all", steps=1), text=rows()))
     with pytest.raises(MoesaicError, match="no condensed layers"):
-        tune(model, TuneConfig(), examples=rows())
+        moesaic.tune(model, TuneConfig(), text=rows())
     with pytest.raises(MoesaicError, match="no routers that learn"):
-        tune(model, TuneConfig(what="routers", teacher="given"), examples=rows(), teacher=model)
+        moesaic.tune(model, TuneConfig(what="routers", teacher="given"), text=rows(), teacher=model)
 
 
 def test_bfloat16_trains_in_float32_and_stays_bfloat16(tokens: Tokens) -> None:
     result = condensed_model("deepseek_v2", tokens)
     model = result.model.to(torch.bfloat16)
     before = copy.deepcopy(model)
-    tuned = tune(model, TuneConfig(steps=3, lr=1e-2), examples=rows(), plan=result.plan)
+    tuned = moesaic.tune(model, TuneConfig(steps=3, lr=1e-2), text=rows(), plan=result.plan)
     assert all(p.dtype == torch.bfloat16 for p in tuned.model.parameters())
     assert changed(before, tuned.model)
 
@@ -203,7 +209,7 @@ def test_loss_is_the_mean_over_answers_alone(tokens: Tokens) -> None:
     for batch, accumulate in ((2, 1), (1, 2)):
         config = TuneConfig(steps=1, batch=batch, accumulate=accumulate)
         model = copy.deepcopy(result.model)
-        (step,) = tune(model, config, examples=[short, long], plan=result.plan).losses
+        (step,) = losses_of(moesaic.tune(model, config, text=[short, long], plan=result.plan))
         assert step["loss"] == pytest.approx(total / count, rel=1e-4)
 
 
@@ -223,31 +229,34 @@ def test_a_killed_run_goes_on_from_its_checkpoint(tokens: Tokens, tmp_path: Path
                 raise Stop
             yield item
 
-    whole = tune(copy.deepcopy(result.model), config, examples=rows(), plan=result.plan)
+    whole = moesaic.tune(copy.deepcopy(result.model), config, text=rows(), plan=result.plan)
     folder = tmp_path / "progress"
-    options = {"examples": rows(), "plan": result.plan, "progress": folder}
+    options = {"text": rows(), "plan": result.plan, "progress": folder}
     with pytest.raises(Stop):
-        tune(copy.deepcopy(result.model), config, track=track, **options)
+        moesaic.tune(copy.deepcopy(result.model), config, track=track, **options)
     assert (folder / "checkpoint-4").is_dir()
-    resumed = tune(copy.deepcopy(result.model), config, **options)
-    assert [s["step"] for s in resumed.losses] == [1, 2, 3, 4, 5, 6]
-    assert [s["loss"] for s in resumed.losses] == pytest.approx([s["loss"] for s in whole.losses])
+    resumed = moesaic.tune(copy.deepcopy(result.model), config, **options)
+    assert [s["step"] for s in losses_of(resumed)] == [1, 2, 3, 4, 5, 6]
+    assert [s["loss"] for s in losses_of(resumed)] == pytest.approx(
+        [s["loss"] for s in losses_of(whole)]
+    )
     for name, tensor in whole.model.state_dict().items():
         assert torch.allclose(tensor, resumed.model.state_dict()[name], atol=1e-6), name
 
 
 SCRIPT = """
 import json, sys
-from moesaic.methods import TuneConfig
-from moesaic.stream.experts import process
-from moesaic.methods.sft.method import tune
+import moesaic
+from moesaic import TuneConfig
+from moesaic.distributed import process
 folder, batch, out = sys.argv[1:]
 found = {}
 for what in ("condensed", "routers"):
     teacher = folder + "/teacher" if what == "routers" else ""
     config = TuneConfig(what=what, steps=4, batch=int(batch), lr=1e-2, teacher=teacher,
                         data=folder + "/data.safetensors")
-    found[what] = tune(folder + "/student", config, tokenizer=object()).losses
+    tuned = moesaic.tune(folder + "/student", config, tokenizer=object())
+    found[what] = tuned.summary["training"]["losses"]
 found["world"] = process()[1]
 if process()[0] == 0:
     json.dump(found, open(out, "w"))
@@ -272,7 +281,7 @@ def test_two_processes_give_the_losses_of_one(tokens: Tokens, tmp_path: Path) ->
         teacher = str(tmp_path / "teacher") if what == "routers" else ""
         data = str(tmp_path / "data.safetensors")
         config = TuneConfig(what=what, steps=4, batch=8, lr=1e-2, teacher=teacher, data=data)
-        one = tune(tmp_path / "student", config, tokenizer=object()).losses
+        one = losses_of(moesaic.tune(tmp_path / "student", config, tokenizer=object()))
         assert len(one) == 4
         losses = [step["loss"] for step in found[what]]
         assert losses == pytest.approx([step["loss"] for step in one], rel=1e-4)
@@ -292,7 +301,7 @@ def test_options_that_make_no_sense(options: Any) -> None:
 
 def test_nothing_to_train(tokens: Tokens) -> None:
     with pytest.raises(MoesaicError, match="no condensed layers"):
-        tune(tiny_moe("mixtral"), TuneConfig(), examples=rows())
+        moesaic.tune(tiny_moe("mixtral"), TuneConfig(), text=rows())
 
 
 def test_a_recipe_condenses_then_tunes(tmp_path: Path, tokenizer: Any) -> None:
@@ -306,10 +315,9 @@ def test_a_recipe_condenses_then_tunes(tmp_path: Path, tokenizer: Any) -> None:
         "evaluation: {length: 32, max_tokens: 64, rounds: 0}\n"
     )
     record = run_recipe(recipe)
-    assert len(record["layers"]) == 1
-    assert [step["step"] for step in record["tune"]["losses"]] == [1, 2]
-    assert record["tune"]["trained_parameters"] == 3 * 32 * 32
-    assert (
-        record["scores"]["result"]["total_parameters"]
-        < record["scores"]["original"]["total_parameters"]
-    )
+    assert [layer.kind for layer in record.layers if layer.changed] == ["condensed"]
+    training = record.steps[-1].summary["training"]
+    assert [step["step"] for step in training["losses"]] == [1, 2]
+    assert training["trained_parameters"] == 3 * 32 * 32
+    scores = record.measured["scores"]
+    assert scores["result"]["total_parameters"] < scores["original"]["total_parameters"]

@@ -30,6 +30,16 @@ from moesaic.train import Example, Schedule, examples_of, train
 
 Texts = list[Example] | IterableDataset[Example]
 
+CURVES = {
+    "language": "language-model loss",
+    "active_blocks": "share of blocks active",
+    "idle_tokens": "share of tokens that run no block",
+    "sparsity": "sparsity loss",
+    "imbalance": "load-balance loss",
+    "lambda": "lambda, the weight of sparsity",
+}
+"""The figures that training logs, in words."""
+
 
 class DSMoE(Method[DSMoEConfig, Arch]):
     """Carves a dense model into blocks with gates and trains all of it."""
@@ -98,6 +108,7 @@ class DSMoE(Method[DSMoEConfig, Arch]):
                 "training": {
                     "what": "all weights",
                     "losses": losses,
+                    "labels": CURVES,
                     "trained_parameters": count,
                     "total_parameters": count,
                 }

@@ -17,6 +17,8 @@ from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
 from moesaic.train import Distillation, Schedule, examples_of, train
 
+KL = "KL divergence from the teacher"
+
 
 class Tuning(Method[TuneConfig, Arch]):
     """Trains a model, converted or not. The result is no plan's result any more."""
@@ -70,6 +72,7 @@ class Tuning(Method[TuneConfig, Arch]):
                 "training": {
                     "what": TRAINED[config.what],
                     "losses": losses,
+                    "labels": {"loss": "next-token loss" if teacher is None else KL},
                     "trained_parameters": count,
                     "total_parameters": total,
                     "distilled": teacher is not None,

@@ -25,6 +25,15 @@ from moesaic.train import Example, Schedule, examples_of, train
 
 TINY = 20_000_000
 """Parameters below which the default schedule is a short one."""
+CURVES = {
+    "distillation": "KL divergence from the dense model",
+    "language": "language-model loss",
+    "parameters": "R_P, the budget",
+    "union": "R_U, the union of experts",
+    "balance": "R_L, the load balance",
+    "active": "active ratio",
+}
+"""The figures that training logs, in words."""
 
 
 class ToMoE(Method[ToMoEConfig, Arch]):
@@ -92,6 +101,7 @@ class ToMoE(Method[ToMoEConfig, Arch]):
                 "training": {
                     "what": "experts and routers",
                     "losses": losses,
+                    "labels": CURVES,
                     "trained_parameters": sum(p.numel() for p in learning.values()),
                     "total_parameters": total,
                     "active": active,
