@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, State
+from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
 from moesaic.nn.condensed import PassThrough
 
 
@@ -65,3 +65,7 @@ class DroppedLayer(LayerPlan):
     @classmethod
     def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
         return None
+
+    def refit(self, site: Seen[Any], **options: Any) -> tuple[DroppedLayer, JSON]:
+        """The layer as it is: nothing is left of it that could be fitted."""
+        return self, {}
