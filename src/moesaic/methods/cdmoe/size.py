@@ -30,7 +30,7 @@ class Footprint:
         self.active = round(total - stored + used)
         self._whole = [_count(layer) for layer in layers]
         self._idle = [round(use.ffn - use.active_ffn) for use in uses]
-        self._skeleton = job.arch.layers(skeleton(shape.config))
+        self._skeleton = layers if job.on_disk else job.arch.layers(skeleton(shape.config))
         self._left: dict[tuple[int, str], int] = {}
 
     def of(self, plans: Mapping[int, LayerPlan]) -> tuple[int, int]:
