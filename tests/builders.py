@@ -6,17 +6,20 @@ import copy
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto import CONFIG_MAPPING
 
 from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import base_arch
+from moesaic.data.text import shipped_texts
 from moesaic.exports.form import Export
 from moesaic.exports.native import NEAR, decide, write
 from moesaic.io.checkpoint import Checkpoint
@@ -150,6 +153,25 @@ def tiny_moe(model_type: str, experts: int = 8, top_k: int = 2, **changes: Any) 
                 scale = 0.5 if router else 0.3
                 tensor.add_(torch.randn(tensor.shape, generator=generator), alpha=scale)
     return model
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+@cache
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer, trained on a little of the text that ships."""
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(shipped_texts("calibration", "prose")[:5], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|endoftext|>")
 
 
 # --- plans ---------------------------------------------------------------------------------------

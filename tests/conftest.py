@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, tiny_model, tiny_moe
+from builders import VOCAB, tiny_model, tiny_moe, tiny_tokenizer
 from hypothesis import settings
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from moesaic.arch.dense import DENSE
 from moesaic.arch.mixture import MOE
-from moesaic.data.text import Tokens, shipped_texts
+from moesaic.data.text import Tokens
 
 logging.disable_progress_bar()
 torch.set_num_threads(1)
@@ -66,17 +65,7 @@ def padded(tokens: Tokens) -> Tokens:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    raw.train_from_iterator(shipped_texts("calibration", "prose")[:5], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|endoftext|>")
+    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="session")

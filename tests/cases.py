@@ -1,0 +1,113 @@
+"""Every method of the registry, with settings that a test can afford and a model it takes.
+
+A new entry of the registry is in every suite of laws by itself. Its quick settings are found by
+the names of its options; its model is the first of the tiny ones that it does not refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from builders import VOCAB, loaded, tiny_model, tiny_moe, tiny_tokenizer
+
+from moesaic import hub
+from moesaic.api import verb
+from moesaic.config import MethodConfig, about, choices
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.methods import METHODS, VERBS, implementation
+from moesaic.plan import Plan
+
+QUICK: dict[str, Any] = {"steps": 3, "batch": 2, "lr": 1e-2, "save_every": 1}
+"""Settings of options that decide how long a method takes, where it has them."""
+OWN: dict[str, dict[str, Any]] = {
+    "carve.tomoe": {"active": 0.7, "experts": 3, "head_bias": 3.0},
+    "carve.dsmoe": {"experts": 4},
+    "tune.sft": {"what": "condensed"},
+}
+"""Settings that tiny models need."""
+AFTER = {"tune": "condense"}
+"""Verbs that start from another one's result, whose config is the default one."""
+
+
+def many_tokens() -> Tokens:
+    """Three batches of a stream: enough for two processes to share, and little to run."""
+    ids = torch.randint(1, VOCAB, (96, 64), generator=torch.Generator().manual_seed(1))
+    return Tokens(ids)
+
+
+def config_of(key: str, **options: Any) -> MethodConfig:
+    """A method's quick config; without further options its defaults otherwise."""
+    known = {of.name for of in fields(METHODS[key])}
+    quick = {name: value for name, value in QUICK.items() if name in known}
+    return METHODS[key](**{**quick, **OWN.get(key, {}), **options})
+
+
+def variants(key: str) -> Iterator[MethodConfig]:
+    """The default, each ``variant`` and ``criterion``, what stays, and all that is beyond a paper.
+
+    Options that need another one are tried with ``refit``; impossible ones are left out.
+    """
+    config = config_of(key)
+    yield config
+    for of in fields(config):
+        default, named = getattr(config, of.name), choices(type(config), of.name)
+        others: list[Any] = [v for v in named if v != default]
+        if not about(of).beyond and of.name not in ("variant", "criterion", "keep", "what"):
+            continue
+        if isinstance(default, bool):
+            others = [not default]
+        for value in others:
+            for more in ({}, {"refit": True}, {"teacher": "tiny-moe"}):
+                try:
+                    yield config_of(key, **{of.name: value, **more})
+                except (MoesaicError, TypeError):
+                    continue
+                break
+
+
+def make_start(key: str, folder: Path) -> Path:
+    """Write the tiny model that a method starts from, as a user would have it."""
+    name = key.partition(".")[0]
+    if name in AFTER:
+        before = next(k for k in METHODS if k.startswith(f"{AFTER[name]}."))
+        start = make_start(before, folder.with_name(f"{folder.name}-before"))
+        saved: Path = result_of(before, str(start)).save(folder)
+        return saved
+    method = implementation(config_of(key))
+    for model in (tiny_model("llama"), tiny_moe("qwen2_moe")):
+        try:
+            method.find(model.config)  # type: ignore[attr-defined]
+        except MoesaicError:
+            continue
+        folder.mkdir(parents=True)
+        hub.save_live(model, tiny_tokenizer(), folder)
+        return folder
+    raise AssertionError(f"{key} takes none of the tiny models")
+
+
+def given(start: Path, live: bool) -> dict[str, Any]:
+    """A model as a verb takes it: by name, or loaded together with the plan that made it."""
+    if not live:
+        return {"model": str(start)}
+    plan = Plan.load(start) if (start / "plan.json").exists() else None
+    return {"model": loaded(start), "plan": plan}
+
+
+def result_of(key: str, model: Any, config: MethodConfig | None = None, **options: Any) -> Any:
+    """What a method makes of a model that is given live, or by the name of its folder."""
+    config = config or config_of(key)
+    return verb(config.verb, model, config, calibration=many_tokens(), **options)
+
+
+def request_of(config: MethodConfig) -> dict[str, Any]:
+    """A config as JSON, from which ``METHODS[key](**request)`` makes it again."""
+    return asdict(config)
+
+
+KEYS = tuple(METHODS)
+assert set(VERBS) == {key.partition(".")[0] for key in KEYS}

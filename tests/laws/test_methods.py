@@ -1,0 +1,199 @@
+"""Laws of every method: the same result from memory and from disk, in one go or not, by one or two.
+
+They hold for methods that other files never heard of: see :mod:`cases`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import TESTS, equal, launch, loaded, logits, python, weights
+from cases import KEYS, config_of, given, make_start, request_of, result_of
+
+from moesaic.config import MethodConfig, about
+from moesaic.layers.base import same
+from moesaic.methods import METHODS, VERBS, implementation
+from moesaic.methods.base import Method
+from moesaic.plan import Plan
+from moesaic.registry import imported
+
+MODES = ("memory", "disk")
+CARRY_OUT = TESTS / "carry_out.py"
+
+
+@cache
+def whole(key: str, mode: str, folder: Path, accumulate: int) -> Path:
+    """A result that was made in this process in one go, written to a folder."""
+    out = folder / f"{key}-{mode}-{accumulate}"
+    config = config_of(key)
+    if accumulate > 1 and learns(key):
+        config = replace(config, accumulate=accumulate)  # type: ignore[call-arg]
+    result = made(key, mode, folder, config=config)
+    out.mkdir()
+    result.write(out)
+    (out / "summary.json").write_text(json.dumps(dict(result.summary)))
+    return out
+
+
+@cache
+def start_of(key: str, folder: Path) -> Path:
+    """The folder of the model that a method starts from."""
+    return make_start(key, folder / f"{key}-start")
+
+
+def made(key: str, mode: str, folder: Path, **options: object) -> Any:
+    """What a method makes of its tiny model, given live or by its folder."""
+    return result_of(key, **given(start_of(key, folder), mode == "memory"), **options)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("methods")
+
+
+def learns(key: str) -> bool:
+    """Whether a method trains: it accumulates gradients."""
+    return any(of.name == "accumulate" for of in fields(METHODS[key]))
+
+
+def losses(folder: Path) -> list[dict[str, float]]:
+    found = json.loads((folder / "summary.json").read_text())
+    return found.get("training", {}).get("losses", [])
+
+
+def check_same(found: Path, wanted: Path, exact: bool = True) -> None:
+    """Two results: their plans, their tensors, their losses."""
+    for ours, theirs in zip(losses(found), losses(wanted), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    assert (found / "plan.json").exists() == (wanted / "plan.json").exists()
+    if (wanted / "plan.json").exists():
+        a, b = Plan.load(found), Plan.load(wanted)
+        assert a.base == b.base
+        assert a.layers.keys() == b.layers.keys()
+        if exact:
+            assert all(same(layer, b.layers[i]) for i, layer in a.layers.items())
+    ours, theirs = weights(found), weights(wanted)
+    assert ours.keys() == theirs.keys()
+    if exact:
+        assert equal(ours, theirs)
+    else:
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+# --- what a method says of itself ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_method_says_what_it_is(key):
+    config = METHODS[key]
+    verb, _, name = key.partition(".")
+    assert issubclass(config, MethodConfig)
+    assert (config.verb, config.name) == (verb, name)
+    assert config.verb in VERBS
+    assert config.title
+    assert issubclass(imported(config.implementation), Method)
+    for of in fields(config):
+        assert about(of).help, f"{of.name} has no help text"
+    assert isinstance(implementation(config()), Method)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_without_options_it_is_its_papers_method(key):
+    """Nothing beyond the paper happens unasked, and a bundle that goes beyond it says so."""
+    config = METHODS[key]
+    assert config().beyond == ()
+    assert "beyond" not in config().label
+    for name, options in config.bundles.items():
+        assert config(**options).beyond, name
+        assert "beyond" in config(**options).label
+
+
+# --- one result ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_from_disk_is_from_memory(key, place):
+    check_same(whole(key, "disk", place, 1), whole(key, "memory", place, 1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("key", KEYS)
+def test_saved_is_live_bitwise(key, mode, place, tokens):
+    start = start_of(key, place)
+    result = made(key, mode, place)
+    saved = loaded(result.save(place / f"{key}-{mode}-saved"))
+    assert torch.equal(logits(saved, tokens), logits(result.model, tokens))
+    assert not torch.equal(logits(saved, tokens), logits(loaded(start), tokens))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_callers_model_is_left_alone_unless_asked(key, place):
+    options = given(start_of(key, place), live=True)
+    model = options["model"]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert result_of(key, **options).model is not model
+    assert equal(before, dict(model.state_dict()))
+    result = result_of(key, inplace=True, **options)
+    assert result.model is model
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_killed_and_resumed_is_whole(mode, place, tmp_path):
+    """Every method, killed when it begins to keep its second layer or training checkpoint."""
+    requests = [
+        {
+            "key": key,
+            "config": request_of(config_of(key)),
+            "model": str(start_of(key, place)),
+            "live": mode == "memory",
+            "out": str(tmp_path / key / "out"),
+            "progress": str(tmp_path / key / "progress"),
+            "kill": True,
+        }
+        for key in KEYS
+    ]
+    file = tmp_path / "requests.json"
+    file.write_text(json.dumps(requests))
+    process = python(CARRY_OUT, file)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors.decode()
+    ends = json.loads((tmp_path / "ends.json").read_text())
+    assert ends == dict.fromkeys(KEYS, -9), errors.decode()
+    for request in requests:
+        key, progress, out = request["key"], Path(request["progress"]), Path(request["out"])
+        assert not out.exists()
+        kept = {f: f.stat().st_mtime_ns for f in progress.glob("layer-*.safetensors")}
+        result = made(key, mode, place, progress=progress)
+        assert kept == {f: f.stat().st_mtime_ns for f in kept}, "what was kept was made again"
+        out.mkdir()
+        result.write(out)
+        (out / "summary.json").write_text(json.dumps(dict(result.summary)))
+        check_same(out, whole(key, mode, place, 1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_processes_are_one(mode, place, tmp_path):
+    """Every method; those that train do what one process does that accumulates two batches."""
+    requests = [
+        {
+            "key": key,
+            "config": request_of(config_of(key)),
+            "model": str(start_of(key, place)),
+            "live": mode == "memory",
+            "out": str(tmp_path / key),
+        }
+        for key in KEYS
+    ]
+    file = tmp_path / "requests.json"
+    file.write_text(json.dumps(requests))
+    launch(CARRY_OUT, file)
+    for key in KEYS:
+        trained = learns(key)
+        check_same(tmp_path / key, whole(key, mode, place, 2 if trained else 1), exact=not trained)
