@@ -1,63 +1,32 @@
 """Moesaic rebuilds pretrained language models out of experts.
 
-Importing it registers the converted model types with ``AutoModelForCausalLM``.
+Importing it makes the converted model types known to ``AutoModelForCausalLM``; nothing heavy is
+imported before it is used.
 
 >>> import moesaic
 >>> config = moesaic.MoREConfig(active=0.8)
 >>> result = moesaic.carve("smollm2", config)  # doctest: +SKIP
 """
 
-from moesaic.metrics.bench import bench
-from moesaic.methods.cdmoe.method import condense
-from moesaic.data.text import Tokens
-from moesaic.errors import MoesaicError
-from moesaic.export import export
-from moesaic.metrics.measure import evaluate, generate, inspect
-from moesaic.methods import (
-    CondenseConfig,
-    DSMoEConfig,
-    MoREConfig,
-    PruneConfig,
-    SkipConfig,
-    ToMoEConfig,
-    TuneConfig,
-)
-from moesaic.plan import Plan
-from moesaic.recipe import Recipe, load_recipe
-from moesaic.methods.naee.reduction import observe, prune, skip
-from moesaic.result import Result
-from moesaic.pipeline import apply, carve, run_recipe
-from moesaic.stream.experts import merge_files
-from moesaic.methods.sft.method import tune
-from moesaic.version import __version__
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
 
-__all__ = [
-    "CondenseConfig",
-    "DSMoEConfig",
-    "MoREConfig",
-    "MoesaicError",
-    "Plan",
-    "PruneConfig",
-    "Recipe",
-    "Result",
-    "SkipConfig",
-    "ToMoEConfig",
-    "Tokens",
-    "TuneConfig",
-    "__version__",
-    "apply",
-    "bench",
-    "carve",
-    "condense",
-    "evaluate",
-    "export",
-    "generate",
-    "inspect",
-    "load_recipe",
-    "merge_files",
-    "observe",
-    "prune",
-    "run_recipe",
-    "skip",
-    "tune",
-]
+import lazy_loader
+import wrapt
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+@wrapt.when_imported("transformers.models.auto.configuration_auto")
+def _register(auto: ModuleType) -> None:
+    """Register our model types with transformers when it first reads a config."""
+
+    def from_pretrained(
+        wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        import moesaic.hub  # noqa: F401
+
+        return wrapped(*args, **kwargs)
+
+    wrapt.wrap_function_wrapper(auto, "AutoConfig.from_pretrained", from_pretrained)

@@ -1,4 +1,4 @@
-"""What a user may ask for. Every option's default, choices and help text stand in one place.
+"""Requests: every option's default, choices and help text, each in one place.
 
 The command line's options, a recipe's fields and the tables of the documents are made from the
 dataclasses here and from the methods' own. Nothing here imports torch, so that a wrong request is
@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.progress import Track, silent
 
 if TYPE_CHECKING:
     import torch
 
-STRICT: dict[str, Any] = {"extra": "forbid"}
+STRICT: JSON = {"extra": "forbid"}
 
 
 # --- options -------------------------------------------------------------------------------------
@@ -27,7 +28,7 @@ STRICT: dict[str, Any] = {"extra": "forbid"}
 
 @dataclass(frozen=True)
 class About:
-    """What an option says of itself."""
+    """An option's help text, and how it is given."""
 
     help: str
     choices: tuple[str, ...] = ()
@@ -39,8 +40,8 @@ class About:
     minimum: float | None = None
     """The least value that is allowed."""
     beyond: str = ""
-    """What setting this option adds to the paper's method, in a few words; empty for the paper's
-    own options."""
+    """The addition to the paper's method that this option makes, in a few words; empty for the
+    paper's own options."""
     seldom: bool = False
     """Left out of the command's own options; given as ``-o name=value`` and in recipes."""
     required: bool = False
@@ -58,7 +59,7 @@ def option(default: Any = MISSING, help: str = "", **about: Any) -> Any:
 
 
 def about(of: Field[Any]) -> About:
-    """What a field says of itself; nothing for a field that is no option."""
+    """An option's help text and the rest; empty for a field that is no option."""
     said: About = of.metadata.get("about", About(""))
     return said
 
@@ -73,7 +74,7 @@ def choices(config: type[Any], name: str) -> tuple[str, ...]:
     return next((get_args(k) for k in kinds if get_origin(k) is Literal), ())
 
 
-def check_options(config: Any) -> None:
+def check_options(config: Config) -> None:
     """Refuse values that are none of an option's choices, or below its minimum.
 
     Raises:
@@ -104,7 +105,7 @@ class MethodConfig:
     verb: ClassVar[str]
     """The command that it belongs to, such as ``carve``."""
     name: ClassVar[str]
-    """What ``--method`` and plans call it."""
+    """The name that ``--method`` and plans use."""
     title: ClassVar[str]
     """As its paper writes it."""
     paper: ClassVar[str]
@@ -112,13 +113,13 @@ class MethodConfig:
     implementation: ClassVar[str]
     """``"module:Class"`` of a :class:`moesaic.methods.base.Method`."""
     variants: ClassVar[Mapping[str, str]] = {}
-    """What ``compare`` takes, and what each is in words: ``static`` is ``static pruning``."""
-    bundles: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Names that ``compare`` takes, each in words: ``static`` is ``static pruning``."""
+    bundles: ClassVar[Mapping[str, Values]] = {}
     """Options that measure best together, by the name that ``--recipe`` takes."""
     window: ClassVar[int] = 256
     """Tokens of a calibration window, where the request says nothing."""
     unit: ClassVar[str] = "expert"
-    """What the result's routers choose."""
+    """The word for the parts that the result's routers choose."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -137,7 +138,7 @@ class MethodConfig:
         return self.paper
 
     def compared(self, name: str) -> str:
-        """What a comparison is, in words: ``static pruning`` for ``static``.
+        """A comparison in words: ``static pruning`` for ``static``.
 
         Raises:
             MoesaicError: there is no such comparison.
@@ -149,19 +150,19 @@ class MethodConfig:
 
     @property
     def beyond(self) -> tuple[str, ...]:
-        """What these options add to the paper's method, in words; empty for the paper's method."""
+        """Additions of these options to the paper's method, in words; empty for that method."""
         changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
         return tuple(about(f).beyond for f in changed if about(f).beyond)
 
     @property
     def base_label(self) -> str:
-        """What the method with these options is called, additions to it left out."""
+        """The name of the method with these options, additions to it left out."""
         variant = getattr(self, "variant", "full")
         return self.title if variant == "full" else self.variants.get(variant, str(variant))
 
     @property
     def label(self) -> str:
-        """What titles call a result of these options. It credits a paper with its own method only.
+        """The name of a result of these options, for titles; a paper is credited with its own alone.
 
         ``MoRE``, ``static pruning``, ``MoRE and beyond it: fitted router, refit``.
         """
@@ -184,7 +185,7 @@ class Verb:
     observes: bool = False
     """It can decide from a file of ``observe``: it takes ``--stats``."""
     compares: str = ""
-    """What ``--compare`` names; empty for a verb without comparisons."""
+    """The meaning of ``--compare``; empty for a verb without comparisons."""
 
 
 # --- a run ---------------------------------------------------------------------------------------
@@ -210,10 +211,13 @@ class Calibration:
         "", "Decide from this file of observe; the model is not run.", metavar="FILE"
     )
 
+    def __post_init__(self) -> None:
+        check_options(self)
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is measured of the result, beside the original."""
+    """Measurements of the result, beside the original."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
@@ -229,19 +233,41 @@ class Evaluation:
     prompt: str = option("The capital of France is", "Continued by every model.", seldom=True)
     new_tokens: int = option(40, "Tokens that the prompt is continued by.", minimum=1, seldom=True)
 
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """How speed is measured."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    engine: Literal["transformers", "llamacpp"] = option(
+        "transformers",
+        "transformers, or llamacpp, which takes GGUF files too and converts other models.",
+    )
+    type: Literal["f32", "bf16", "q8_0"] = option("f32", "Of weights converted for llamacpp.")
+    length: int = option(512, "Prompt tokens.", minimum=2)
+    new_tokens: int = option(32, "Greedy decoding steps of a round.", minimum=1)
+    rounds: int = option(5, "Counted rounds, after one of warm-up.", minimum=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
 
 @dataclass(frozen=True)
 class RunArgs:
-    """What every verb takes beside its config."""
+    """The arguments of every verb beside its config."""
 
-    model: Any
+    model: Model
     """A loaded PreTrainedModel, or a name for :func:`moesaic.io.source.resolve`. A model given by
     name is read from disk layer by layer and never held whole, unless it is trained."""
     calibration: Calibration = field(default_factory=Calibration)
     text: Any = None
     """Text itself instead of a source: texts, rows to train on, or tokens (N, T) as
     :class:`~moesaic.data.text.Tokens` or int64 tensor."""
-    tokenizer: Any = None
+    tokenizer: Tokenizer = None
     """For texts, when ``model`` is loaded; a name brings its own."""
     compare: tuple[str, ...] = ()
     """Variants of the method to decide on beside it, from the same statistics."""
@@ -252,7 +278,7 @@ class RunArgs:
     inplace: bool = False
     """Convert the caller's model itself; without it the caller's model is not changed."""
     device: str = "cpu"
-    """Where layers run, when ``model`` is a name."""
+    """The device that layers run on, when ``model`` is a name."""
     dtype: torch.dtype | None = None
     """Floating-point type, when ``model`` is a name; None for the checkpoint's own."""
     progress: Path | None = None
@@ -261,7 +287,7 @@ class RunArgs:
     """Shows progress."""
 
     @classmethod
-    def of(cls, model: Any, **options: Any) -> RunArgs:
+    def of(cls, model: Model, **options: Any) -> RunArgs:
         """From the flat keyword arguments of the library's verbs.
 
         Args:
@@ -291,6 +317,7 @@ class RunArgs:
 # --- values --------------------------------------------------------------------------------------
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu", "mlu", "musa")
 
 
 def parse_dtype(name: str) -> torch.dtype | None:
@@ -327,6 +354,9 @@ def check_device(name: str) -> str:
     """
     if name == "cpu":
         return name
+    if name.partition(":")[0] not in DEVICES:
+        known = ", ".join(DEVICES)
+        raise MoesaicError(f"device {name!r} is none of {known}, with a number such as cuda:1.")
     import torch
 
     try:

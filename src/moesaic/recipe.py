@@ -1,137 +1,185 @@
 """A complete run as strict dataclasses, read from and written to YAML.
 
 Unknown keys, wrong types and unknown methods are refused with the place and what would work.
+Nothing here imports torch, so that a wrong request is answered at once.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
+from moesaic.config import (
+    DTYPES,
+    STRICT,
+    Calibration,
+    Evaluation,
+    MethodConfig,
+    about,
+    check_device,
+    option,
+    parse_bytes,
+)
 from moesaic.errors import MoesaicError
-from moesaic.methods import BUNDLES, STEPS
+from moesaic.io.names import check_name, check_out
+from moesaic.methods import VERBS, methods_of
 
-STRICT: dict[str, Any] = {"extra": "forbid"}
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """The text that statistics are taken on."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    source: str = ""
-    """A file, a hub dataset id, prose, reference or code; empty for all text that ships."""
-    samples: int = 100
-    length: int = 256
-    seed: int = 0
-    stats: str = ""
-    """A file of observe to decide from, instead of running the model over text."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What is measured of the result, beside the original."""
-
-    __pydantic_config__: ClassVar = STRICT
-
-    data: str = ""
-    length: int = 512
-    max_tokens: int | None = 16_384
-    compare: tuple[str, ...] = ()
-    """Variants measured beside the result at the same active width, such as static."""
-    rounds: int = 3
-    """Rounds of the speed comparison; 0 leaves speed and memory out."""
-    prompt: str = "The capital of France is"
-    """Continued by every model, for the eye."""
-    new_tokens: int = 40
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Recipe:
     """One run: model, calibration, steps, evaluation."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[Any] = STRICT
 
     model: str
     out: str
     steps: tuple[Any, ...]
-    """The steps' configs, in order; their classes say which step and method."""
-    calibration: Calibration = Calibration()
-    evaluation: Evaluation | None = Evaluation()
-    device: str = "cpu"
-    dtype: str = "auto"
+    """The steps' configs, in order; their classes say which verb and method."""
+    calibration: Calibration = field(default_factory=Calibration)
+    evaluation: Evaluation | None = field(default_factory=Evaluation)
+    device: str = option("cpu", "Where to compute: cpu, cuda, cuda:1, mps.")
+    dtype: str = option("auto", "Floating-point type; auto is the checkpoint's.", choices=DTYPES)
 
     def to_yaml(self) -> str:
         """The recipe as text that :func:`parse_recipe` reads back to an equal recipe."""
-        plain = {**asdict(self), "steps": [_step_to_plain(step) for step in self.steps]}
-        return yaml.safe_dump(_lists(plain), sort_keys=False, allow_unicode=True)
+        steps = [{step.verb: {"method": step.name, **asdict(step)}} for step in self.steps]
+        plain = _plain({**asdict(self), "steps": steps})
+        return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
-def _step_to_plain(step: Any) -> dict[str, Any]:
-    for verb, methods in STEPS.items():
-        for method, config_class in methods.items():
-            if type(step) is config_class:
-                return {verb: {"method": method, **asdict(step)}}
-    raise TypeError(f"{type(step).__name__} is not a step")
-
-
-def _lists(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """The same with lists for tuples."""
     if isinstance(value, dict):
-        return {k: _lists(v) for k, v in value.items()}
-    return [_lists(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def step_config(verb: str, options: Any, where: str = "") -> Any:
+# --- checks --------------------------------------------------------------------------------------
+
+
+def unfinished(out: str | Path) -> Path:
+    """The folder where an unfinished run keeps its finished layers."""
+    out = Path(out)
+    return out.with_name(out.name + ".partial")
+
+
+def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> None:
+    """Refuse what can be seen to be wrong without opening the model.
+
+    Args:
+        recipe: what was asked for.
+        overwrite: replace ``out`` if it exists.
+        resume: continue an unfinished run.
+
+    Raises:
+        MoesaicError: names the field, its value and what would work.
+    """
+    last, settings = recipe.steps[-1], recipe.evaluation
+    for step in recipe.steps:
+        verb = VERBS[step.verb]
+        if recipe.calibration.stats and not verb.observes:
+            raise MoesaicError(
+                f"stats={recipe.calibration.stats}: {verb.name} takes no statistics."
+            )
+    if settings is not None and settings.compare:
+        if not VERBS[last.verb].compares:
+            raise MoesaicError(f"{last.verb} compares nothing: leave compare out.")
+        for name in settings.compare if last.variants else ():
+            last.compared(name)
+    check_name(recipe.model)
+    if recipe.dtype not in DTYPES:
+        raise MoesaicError(f"dtype {recipe.dtype!r} is none of {', '.join(DTYPES)}.")
+    check_out(Path(recipe.out), overwrite)
+    folder = unfinished(recipe.out)
+    if folder.exists() and not (resume or overwrite):
+        raise MoesaicError(
+            f"{folder} holds an unfinished run: continue it with resume=True, "
+            "or start anew with overwrite=True."
+        )
+    check_device(recipe.device)
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def step_config(verb: str, options: Any, where: str = "") -> MethodConfig:
     """The config of one step, checked.
+
+    Args:
+        verb: such as ``carve``.
+        options: the fields of the method's config, and ``method`` and ``recipe``, the name of a
+            bundle of options.
+        where: the step's place in a recipe, for messages.
 
     Raises:
         MoesaicError: the verb, the method or an option is unknown or of the wrong type.
     """
     where = where or verb
-    if verb not in STEPS:
-        raise MoesaicError(f"{where}: unknown step {verb!r}; known: {', '.join(STEPS)}.")
+    if verb not in VERBS:
+        raise MoesaicError(f"{where}: unknown step {verb!r}; known: {', '.join(VERBS)}.")
+    methods = methods_of(verb)
     if not isinstance(options, dict):
         raise MoesaicError(f"{where}: expected options such as 'method: ...', got {options!r:.60}.")
-    methods = STEPS[verb]
     options = dict(options)
     method = options.pop("method", next(iter(methods)))
     if method not in methods:
         raise MoesaicError(f"{where}: unknown method {method!r}; known: {', '.join(methods)}.")
+    config = methods[method]
     bundle = options.pop("recipe", None)
     if bundle is not None:
-        options = {**_bundle(bundle, method, methods[method], where), **options}
-    return _checked(methods[method], options, where)
+        options = {**_bundle(verb, method, bundle, where), **options}
+    for of in fields(config):
+        value = options.get(of.name)
+        if about(of).parse == "bytes" and isinstance(value, str):
+            options[of.name] = parse_bytes(value)
+    return checked(config, options, where)
 
 
-def _bundle(name: Any, method: str, config: Any, where: str) -> dict[str, Any]:
+def _bundle(verb: str, method: str, name: Any, where: str) -> dict[str, Any]:
     """The options that a name stands for."""
-    if name not in BUNDLES:
-        raise MoesaicError(f"{where}: unknown recipe {name!r}; known: {', '.join(BUNDLES)}.")
-    known = {f.name for f in fields(config)}
-    bundle = BUNDLES[name].get(method, {})
-    if not bundle.keys() & known:
-        raise MoesaicError(
-            f"{where}: recipe {name!r} is for {', '.join(BUNDLES[name])}, not for {method}."
-        )
-    return bundle
+    bundles = {other: config.bundles for other, config in methods_of(verb).items()}
+    if name in bundles[method]:
+        return dict(bundles[method][name])
+    known = dict.fromkeys(n for other in bundles.values() for n in other)
+    if name not in known:
+        listed = ", ".join(known) or "none"
+        raise MoesaicError(f"{where}: unknown recipe {name!r}; known: {listed}.")
+    able = ", ".join(other for other, names in bundles.items() if name in names)
+    raise MoesaicError(f"{where}: recipe {name!r} is for {able}, not for {method}.")
 
 
-def _checked(cls: Any, data: Any, where: str) -> Any:
+def checked(cls: type[T], data: Any, where: str) -> T:
+    """Plain data as a dataclass, every field checked.
+
+    Args:
+        cls: the dataclass.
+        data: a mapping of its fields.
+        where: named in messages.
+
+    Raises:
+        MoesaicError: a field is unknown, missing or of the wrong type.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
     try:
         return TypeAdapter(cls).validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join([where, *map(str, first["loc"])]).strip(".")
-        known = [f.name for f in fields(cls)]
+        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         if first["type"] == "unexpected_keyword_argument":
             raise MoesaicError(f"{place} is not an option; known: {', '.join(known)}.") from None
         raise MoesaicError(f"{place}: {first['msg']} (got {first['input']!r:.60}).") from None
+
+
+# --- files ---------------------------------------------------------------------------------------
 
 
 def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe") -> Recipe:
@@ -140,7 +188,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe"
     Args:
         text: YAML.
         overrides: ``key=value``, the key dotted, such as ``steps.0.carve.active=0.7``.
-        where: named in errors.
+        where: named in messages.
 
     Raises:
         MoesaicError: the recipe is not valid; the message names the place.
@@ -159,15 +207,18 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe"
     configs = []
     for i, step in enumerate(steps):
         if not isinstance(step, dict) or len(step) != 1:
-            raise MoesaicError(f"{where}: steps.{i} must have one key: {', '.join(STEPS)}.")
+            raise MoesaicError(f"{where}: steps.{i} must have one key: {', '.join(VERBS)}.")
         ((verb, options),) = step.items()
         configs.append(step_config(verb, options, f"steps.{i}.{verb}"))
-    recipe: Recipe = _checked(Recipe, {**data, "steps": tuple(configs)}, "")
-    return recipe
+    return checked(Recipe, {**data, "steps": tuple(configs)}, "")
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file; see :func:`parse_recipe`."""
+def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file; see :func:`parse_recipe`.
+
+    Raises:
+        MoesaicError: there is no such file, or it is not valid.
+    """
     file = Path(path)
     if not file.is_file():
         raise MoesaicError(f"No recipe at {file}.")

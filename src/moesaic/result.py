@@ -1,10 +1,10 @@
-"""A converted model, and what every verb that makes one shares."""
+"""A converted model: what was decided, and from it the model, its files, its scores, its record."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -12,101 +12,267 @@ from typing import Any
 import torch
 
 from moesaic import hub
-from moesaic.arch.dense import Arch
-from moesaic.io.checkpoint import ShardWriter, narrowed, skeleton, whole_folder
-from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens, shared_out
-from moesaic.errors import MoesaicError
-from moesaic.hub import Source, resolve
-from moesaic.metrics.score import Score, score
+from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.mixture import base_arch
-from moesaic.plan import BaseShape, LayerPlan, Plan, Progress
-from moesaic.recipe import Evaluation
-from moesaic.stream.experts import process
-from moesaic.stream.stream import LayerStream
-from moesaic.surgery import apply_plan, base_shape, check_base, rewrite
-
-# --- a result ------------------------------------------------------------------------------------
+from moesaic.arch.use import LayerUse
+from moesaic.config import Evaluation
+from moesaic.data.text import Tokens, evaluation_tokens
+from moesaic.errors import MoesaicError
+from moesaic.foreign import Model, Values
+from moesaic.io.checkpoint import ShardWriter, narrowed, skeleton, whole_folder
+from moesaic.io.source import Source
+from moesaic.methods.base import Decision, Method
+from moesaic.metrics.score import Score, score
+from moesaic.metrics.size import model_size
+from moesaic.plan import Plan
+from moesaic.record import LayerRecord, Record, Step, strongest
+from moesaic.stream.job import Job
+from moesaic.surgery import apply_plan, check_base, rewrite
+from moesaic.version import __version__
 
 
 @dataclass
 class Result:
-    """A converted model: the decision, and from it the model, its files and its scores."""
+    """What a method made of a model; of methods that train, too."""
 
-    plan: Plan
-    analyses: dict[int, dict[str, Any]]
-    """What the method saw of each layer."""
-    arch: Arch
-    original: Any
-    """The caller's model, or the :class:`~moesaic.hub.Source` that was read from disk."""
-    comparisons: dict[str, Plan] = field(default_factory=dict)
-    """Plans of the variants that were asked for, from the same statistics."""
-    summary: dict[str, Any] = field(default_factory=dict)
-    """What the method found of the whole model."""
-    tokenizer: Any = None
-    inplace: bool = False
-    dtype: torch.dtype | None = None
-    device: str = "cpu"
+    method: Method[Any, Any]
+    job: Job[Any]
+    decision: Decision
     evaluation: Tokens | None = field(default=None, repr=False)
+    """Tokens for :attr:`scores`; None for the text that ships."""
 
-    def build(self, plan: Plan) -> Any:
-        """The original with a plan applied, live. The original is left alone."""
-        if isinstance(self.original, Source):
-            model = self.original.load(self.device, self.dtype)
-        else:
-            model = self.original if self.inplace else copy.deepcopy(self.original)
+    @property
+    def plan(self) -> Plan | None:
+        """What was decided; None where a converted model was only trained further."""
+        return self.decision.plan
+
+    @property
+    def analyses(self) -> Mapping[int, Values]:
+        """What the method saw of each layer, as plain JSON, by layer."""
+        return self.decision.analyses
+
+    @property
+    def comparisons(self) -> Mapping[str, Plan]:
+        """Plans of the variants that were asked for, by name."""
+        return self.decision.comparisons
+
+    @property
+    def summary(self) -> Values:
+        """What the method found of the whole model, as plain JSON; curves under ``training``."""
+        return self.decision.summary
+
+    @property
+    def arch(self) -> Arch:
+        arch: Arch = self.job.arch
+        return arch
+
+    # --- the model -------------------------------------------------------------------------------
+
+    def build(self, plan: Plan) -> Model:
+        """The original with a plan applied, live; the caller's own model where that was asked."""
+        model = self.job.original
+        if self.job.on_disk:
+            model = model.load(self.job.device, self.job.dtype)
+        elif not self.job.args.inplace:
+            model = copy.deepcopy(model)
         apply_plan(model, self.arch, plan)
         hub.convert_class(model, self.arch, plan)
         return model
 
     @property
-    def builders(self) -> dict[str, Callable[[], Any]]:
-        """What builds each comparison."""
-        return {name: partial(self.build, plan) for name, plan in self.comparisons.items()}
+    def builders(self) -> dict[str, Callable[[], Model]]:
+        """By the name of each comparison, a function that returns its live model."""
+        plans, trained = self.decision.comparisons, self.decision.retrained
+        built = {name: partial(self.build, plan) for name, plan in plans.items()}
+        return {**built, **trained}
 
     @cached_property
-    def model(self) -> Any:
+    def model(self) -> Model:
         """The converted model, an ordinary PreTrainedModel."""
+        if self.decision.trained is not None:
+            return self.decision.trained
+        assert self.plan is not None
         return self.build(self.plan)
 
     @cached_property
     def scores(self) -> dict[str, Score]:
-        """Perplexity and size of result and original on text that was not calibrated on.
+        """Perplexity and size on text that was not calibrated on, under ``result`` and, unless
+        the caller's model was converted itself, ``original``.
 
         Raises:
             MoesaicError: there is no tokenizer to read the text with.
         """
-        tokens = self.evaluation
+        tokens, job = self.evaluation, self.job
         if tokens is None:
-            if self.tokenizer is None:
-                raise MoesaicError("scores need a tokenizer: pass tokenizer= to carve.")
+            if job.tokenizer is None:
+                raise MoesaicError("Scores need a tokenizer: pass tokenizer=.")
             settings = Evaluation()
-            tokens = evaluation_tokens("", self.tokenizer, settings.length, settings.max_tokens)
+            tokens = evaluation_tokens("", job.tokenizer, settings.length, settings.max_tokens)
         scores = {"result": score(self.model, tokens)}
-        if not self.inplace:
-            original = self.original
-            loaded = original.load(self.device) if isinstance(original, Source) else original
-            scores["original"] = score(loaded, tokens)
+        if not job.args.inplace:
+            original = job.original.load(job.device) if job.on_disk else job.original
+            scores["original"] = score(original, tokens)
         return scores
 
+    # --- its files -------------------------------------------------------------------------------
+
     def save(self, out: str | Path, overwrite: bool = False) -> Path:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint, whole or not at all.
+
+        Raises:
+            MoesaicError: ``out`` exists.
+        """
         with whole_folder(Path(out), overwrite) as folder:
             self.write(folder)
         return Path(out)
 
     def write(self, folder: Path) -> None:
-        """Write checkpoint and plan into an existing folder."""
-        if isinstance(self.original, Source):
-            save_applied(self.original, self.plan, folder, self.dtype)
+        """Write the checkpoint, and the plan that rebuilds it, into an existing folder."""
+        plan = self.plan if self.decision.trained is None else None
+        if plan is not None and self.job.on_disk:
+            save_applied(self.job.original, plan, folder, self.job.dtype)
         else:
-            hub.save_live(self.model, self.tokenizer, folder)
-        self.plan.save(folder)
+            hub.save_live(self.model, self.job.tokenizer, folder)
+        if plan is not None:
+            plan.save(folder)
+
+    # --- its record ------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> Model:
+        """The result, or a skeleton of it on the meta device."""
+        if self.decision.trained is not None or not self.job.on_disk:
+            return self.model
+        assert self.plan is not None
+        config = copy.deepcopy(self.job.original.config)
+        hub.convert_config(config, self.arch, self.plan)
+        return skeleton(config)
+
+    def record(
+        self,
+        model: str,
+        out: str,
+        *,
+        earlier: Record | None = None,
+        calibration: Values | None = None,
+        environment: Values | None = None,
+        measured: Values | None = None,
+    ) -> Record:
+        """Everything that is known of the result.
+
+        Args:
+            model: the name that was asked for; of the first step's model.
+            out: the result's folder.
+            earlier: the record of the steps before this one.
+            calibration: the text that was asked for, by the fields of
+                :class:`~moesaic.config.Calibration`.
+            environment: versions and machine.
+            measured: what was measured of the result beside its original.
+        """
+        shape = self.shape
+        before = {} if earlier is None else {layer.index: layer for layer in earlier.layers}
+        uses = model_size(shape).layers
+        layers = [self._layer(i, use, before.get(i)) for i, use in enumerate(uses)]
+        measured, calibration = measured or {}, calibration or {}
+        fingerprint = self.plan.calibration if self.plan is not None else ""
+        if fingerprint:
+            used = {**calibration, "fingerprint": fingerprint}
+            used["length"] = used.get("length") or self.method.config.window
+        else:
+            used = {} if earlier is None else dict(earlier.calibration)
+        model_type = str(shape.config.model_type)
+        return Record(
+            model=model,
+            out=out,
+            model_type=model_type,
+            native=not model_type.startswith(PREFIX),
+            steps=[*(earlier.steps if earlier else ()), self._step(layers, measured)],
+            layers=layers,
+            moesaic=__version__,
+            calibration=used,
+            environment=environment or {},
+            measured=measured,
+        )
+
+    def _step(self, layers: list[LayerRecord], measured: Values) -> Step:
+        """This step in words."""
+        config, decision, plan = self.method.config, self.decision, self.plan
+        active = measured.get("scores", {}).get("result", {}).get("active_ratio")
+        said = self.method.tell(layers, decision, active)
+        changed = [] if plan is None else [layer.weights for layer in plan.layers.values()]
+        return Step(
+            verb=config.verb,
+            method=config.name,
+            label=config.label,
+            title=said.title,
+            told=said.told,
+            paper=config.credit,
+            beyond=config.beyond,
+            weights="trained" if decision.trained is not None else strongest(changed),
+            config=plan.config if plan is not None else asdict(config),
+            variants={name: config.compared(name) for name in self.builders},
+            unit=config.unit,
+            kind=self.method.kind,
+            summary=decision.summary,
+            output=said.output,
+        )
+
+    def _layer(self, index: int, use: LayerUse, before: LayerRecord | None) -> LayerRecord:
+        """One layer in words; what earlier steps said of it still holds while it routes."""
+        plan, base = self.plan, self.job.base
+        planned = None if plan is None else plan.layers.get(index)
+        analysis = self.decision.analyses.get(index, {})
+        weights = [before.weights] if before else []
+        if self.decision.trained is not None:
+            trained = self.decision.summary.get("training", {}).get("layers")
+            weights += ["trained"] if trained is None or index in trained else []
+        routed = base.experts[index] if base.experts else 0
+        one = routed and use.experts
+        layer = LayerRecord(
+            index,
+            use.kind,
+            "as it was",
+            width=(use.expert_width or base.widths[index]) if one else use.width,
+            active_width=use.active_width,
+            experts=use.experts,
+            top_k=use.top_k,
+            analysis=analysis,
+        )
+        if planned is not None:
+            said = planned.describe(routed)
+            weights.append(planned.weights)
+            width = base.widths[index]
+            layer = replace(
+                layer, kind=planned.kind, told=said.told, shape=said.shape, width_before=width
+            )
+            if before is not None and before.changed and use.experts:
+                layer = replace(
+                    layer,
+                    told=f"{before.told}; {said.told}",
+                    width_before=before.width_before,
+                    shape={**before.shape, **said.shape},
+                    analysis={**before.analysis, **analysis},
+                )
+        elif before is not None:
+            layer = replace(
+                layer,
+                kind=before.kind,
+                told=before.told,
+                width_before=before.width_before,
+                shape=before.shape,
+                analysis={**before.analysis, **analysis},
+            )
+        return replace(layer, weights=strongest(weights))
 
 
 def save_applied(
     source: Source, plan: Plan, folder: Path, dtype: torch.dtype | None = None
 ) -> None:
-    """Write a source with a plan applied, tensor by tensor from disk to disk."""
+    """Write a source with a plan applied, tensor by tensor from disk to disk.
+
+    Raises:
+        MoesaicError: the plan was made for another model.
+    """
     config = copy.deepcopy(source.config)
     arch = base_arch(config)
     model = skeleton(config, dtype)
@@ -119,133 +285,3 @@ def save_applied(
     config.save_pretrained(folder)
     hub.write_stub(config, folder)
     source.checkpoint.copy_side_files(folder)
-
-
-# --- a job ---------------------------------------------------------------------------------------
-
-
-@dataclass
-class Job:
-    """A model and the tokens to observe it on."""
-
-    original: Any
-    """The caller's model, or the :class:`~moesaic.hub.Source` to read from disk."""
-    arch: Any
-    tokens: Tokens
-    tokenizer: Any = None
-    device: str = "cpu"
-    dtype: torch.dtype | None = None
-
-    @classmethod
-    def open(
-        cls,
-        model: Any,
-        find: Callable[[Any], Arch],
-        calibration: str | Sequence[str] | Tokens | torch.Tensor,
-        *,
-        samples: int,
-        length: int,
-        seed: int,
-        tokenizer: Any,
-        device: str,
-        dtype: torch.dtype | None,
-    ) -> Job:
-        """Find the model and its table entry, and read the tokens.
-
-        Args:
-            model: a loaded PreTrainedModel, or a name for :func:`moesaic.hub.resolve`.
-            find: the table entry of a config; refuses models that the verb cannot take.
-            calibration: texts, tokens (N, L), or what ``--calibration`` takes.
-            samples: windows drawn from text.
-            length: tokens a window.
-            seed: of the draw.
-            tokenizer: for texts, when ``model`` is loaded; a name brings its own.
-            device: where layers run, when ``model`` is a name.
-            dtype: floating-point type, when ``model`` is a name; None for the checkpoint's own.
-        """
-        original: Any = resolve(str(model)) if isinstance(model, str | Path) else model
-        arch = find(original.config)
-        if tokenizer is None and isinstance(original, Source):
-            tokenizer = original.tokenizer
-        tokens = _tokens(calibration, tokenizer, samples, length, seed)
-        return cls(original, arch, tokens, tokenizer, device, dtype)
-
-    @cached_property
-    def shape(self) -> Any:
-        """The model, or a skeleton of it."""
-        on_disk = isinstance(self.original, Source)
-        return skeleton(self.original.config) if on_disk else self.original
-
-    @cached_property
-    def base(self) -> BaseShape:
-        return base_shape(self.shape, self.arch)
-
-    @cached_property
-    def share(self) -> tuple[Tokens, list[int]]:
-        """The tokens that fall to this process, and the numbers of their batches."""
-        return shared_out(self.tokens, *process())
-
-    def stream(
-        self, layers: Collection[int], tokens: Tokens | None = None, **options: Any
-    ) -> LayerStream:
-        """The wanted layers one by one, from memory or from disk."""
-        tokens = tokens or self.tokens
-        if isinstance(self.original, Source):
-            return LayerStream.from_disk(
-                self.original.checkpoint,
-                self.original.config,
-                self.arch,
-                tokens,
-                layers,
-                device=self.device,
-                dtype=self.dtype,
-                **options,
-            )
-        self.original.eval()
-        return LayerStream(self.original, self.arch, tokens, layers, **options)
-
-    def result(self, plan: Plan, analyses: dict[int, dict[str, Any]], **rest: Any) -> Result:
-        return Result(
-            plan=plan,
-            analyses=analyses,
-            arch=self.arch,
-            original=self.original,
-            tokenizer=self.tokenizer,
-            dtype=self.dtype,
-            device=self.device,
-            **rest,
-        )
-
-
-class Finished:
-    """Layers that were decided, kept on disk if there is a folder for them."""
-
-    def __init__(self, folder: Path | None, job: Job, request: dict[str, Any]) -> None:
-        self.store: dict[tuple[str, int], Any] = {}
-        self._file = None
-        if folder is not None:
-            asked = {"base": asdict(job.base), **request, "calibration": job.tokens.fingerprint}
-            self._file = Progress(folder, asked)
-            self.store |= self._file.finished()
-
-    def __contains__(self, key: tuple[str, int]) -> bool:
-        return key in self.store
-
-    def __getitem__(self, key: tuple[str, int]) -> tuple[Any, dict[str, Any]]:
-        found: tuple[Any, dict[str, Any]] = self.store[key]
-        return found
-
-    def add(self, name: str, index: int, layer: LayerPlan, analysis: dict[str, Any]) -> None:
-        self.store[name, index] = (layer, analysis)
-        if self._file is not None and process()[0] == 0:
-            self._file.add(name, index, layer, analysis)
-
-
-def _tokens(given: Any, tokenizer: Any, samples: int, length: int, seed: int) -> Tokens:
-    if isinstance(given, Tokens):
-        return given
-    if isinstance(given, torch.Tensor):
-        return Tokens(given.to(torch.int64))
-    if tokenizer is None and not (isinstance(given, str) and given.endswith(".safetensors")):
-        raise MoesaicError("Calibration text needs a tokenizer: pass tokenizer=, or token ids.")
-    return calibration_tokens(given, tokenizer, samples, length, seed)

@@ -1,7 +1,10 @@
-"""The commands. Text for people goes through rich; ``--json`` puts one JSON object on stdout."""
+"""The commands. Text for people goes through rich; ``--json`` puts one JSON object on stdout.
 
-from moesaic.cli import convert, measure, results
+Nothing here imports torch before it is needed: help, the version and wrong arguments are answered
+at once.
+"""
+
 from moesaic.cli.entry import main
 from moesaic.cli.shared import app
 
-__all__ = ["app", "convert", "main", "measure", "results"]
+__all__ = ["app", "main"]

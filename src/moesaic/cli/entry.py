@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Annotated
 
 import typer
+import wrapt
 
-from moesaic.io.checkpoint import disk_full
+from moesaic.cli import measure, results, verbs
 from moesaic.cli.shared import app, fail
 from moesaic.errors import MoesaicError
-from moesaic.stream.experts import join_processes
 from moesaic.version import __version__
+
+for group in (verbs, measure, results):
+    group.commands()
 
 
 @app.callback(invoke_without_command=True)
@@ -35,6 +41,8 @@ def explained() -> Iterator[None]:
         fail(str(error), 2)
     except BrokenPipeError:
         sys.exit(1)
+    except KeyboardInterrupt:
+        fail("Interrupted.", 130)
     except Exception as error:
         if os.environ.get("MOESAIC_DEBUG"):
             raise
@@ -49,17 +57,33 @@ def explained() -> Iterator[None]:
         )
 
 
-def quiet_libraries() -> None:
-    """Keep other libraries' bars and notices out of the output."""
-    from transformers.utils import logging
+def disk_full(error: BaseException) -> bool:
+    """Whether an error, or one behind it, says that the disk is full."""
+    behind = error.__cause__ or error.__context__
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    full = full or "No space left on device" in str(error)
+    return full or (behind is not None and disk_full(behind))
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+
+def quiet_libraries() -> None:
+    """Keep other libraries' bars and notices out of the output, as soon as they are imported."""
+    for name in ("torchao", "torch.utils._pytree"):  # what torchao says while it is imported
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+    @wrapt.when_imported("transformers.utils.logging")
+    def quiet(module: ModuleType) -> None:
+        module.set_verbosity_error()
+        module.disable_progress_bar()
+        # A checkpoint whose weights are missing is told by this one.
+        logging.getLogger("transformers.modeling_utils").setLevel(logging.WARNING)
 
 
 def main() -> None:
     """Entry point of the ``moesaic`` command."""
     quiet_libraries()
     with explained():
-        join_processes()
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            from moesaic.distributed import join_processes
+
+            join_processes()
         app()

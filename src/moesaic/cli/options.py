@@ -1,160 +1,253 @@
-"""What the commands take: options by type, and those that commands share as dataclasses."""
+"""Command-line options made from the fields of dataclasses: name, type, help and default."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+import yaml
 
-from moesaic.cli.shared import carry_out
+from moesaic.config import About, about, choices
 from moesaic.errors import MoesaicError
-from moesaic.recipe import Calibration, Evaluation, Recipe
+from moesaic.recipe import Recipe
 
 MODELS = "A hub id, a folder, a .gguf file, smollm2, or a model that ships (tiny-dense ...)."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS, show_default=False)]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")]
-Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of the same.")]
-CalibrationText = Annotated[
-    str,
-    typer.Option(
-        "--calibration",
-        help="Text to calibrate on, or to train on: a .txt, .jsonl, .json or .parquet file, a "
-        ".safetensors file of input_ids, a hub dataset id, prose, reference or code, or a mix such "
-        "as code=3,prose=1. Default: all text that ships.",
-    ),
-]
-Samples = Annotated[int, typer.Option(min=1, help="Calibration windows.")]
-CalibrationLength = Annotated[int, typer.Option("--length", min=2, help="Tokens a window.")]
-Seed = Annotated[int, typer.Option(help="Seed of every random choice.")]
-EvalData = Annotated[
-    str, typer.Option("--data", help="Text to measure on; as for --calibration. Default: ships.")
-]
-EvalLength = Annotated[int, typer.Option("--length", min=2, help="Tokens a window.")]
-MaxTokens = Annotated[int | None, typer.Option(min=2, help="Use at most this much of the text.")]
-Refit = Annotated[
-    bool | None,
-    typer.Option("--refit", help="Refit down projections to the original layers' outputs."),
-]
-Bundle = Annotated[
-    str | None,
-    typer.Option(
-        "--recipe", metavar="NAME", help="best: what measures best, where no option says otherwise."
-    ),
-]
-Stats = Annotated[
-    str, typer.Option(metavar="FILE", help="Decide from this file of observe; run nothing.")
-]
-Evaluate = Annotated[bool, typer.Option("--eval/--no-eval", help="Measure result and original.")]
 
 
-def said(**given: Any) -> dict[str, Any]:
-    """The options that were given; a method's config has the defaults of the others."""
-    return {name: value for name, value in given.items() if value is not None}
+# --- an option -----------------------------------------------------------------------------------
 
 
-def options(pairs: list[str] | None) -> dict[str, Any]:
-    """``key=value`` pairs; values are read as in a recipe."""
-    given = {}
-    for pair in pairs or []:
+@dataclass(frozen=True)
+class Option:
+    """An option of a command, before typer sees it. An option that is not given is ``None``."""
+
+    name: str
+    """Of the parameter."""
+    flag: str
+    """``--keep``, ``--option -o``, or ``--padding/--no-padding`` for a switch that is on."""
+    kind: Any
+    """bool, int, float, str, or list for an option that may be given several times."""
+    help: str
+    metavar: str = ""
+    commas: bool = False
+    """Its value is a list, given with commas between."""
+    required: bool = False
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """As a parameter of a function that typer takes."""
+        kind = list[str] if self.kind is list else self.kind
+        words = {bool: None, int: "INT", float: "NUMBER"}
+        info = typer.Option(
+            *self.flag.split(),
+            help=self.help,
+            metavar=self.metavar or words.get(self.kind, "TEXT"),
+            show_default=False,
+        )
+        default = inspect.Parameter.empty if self.required else None
+        kind = kind if self.required else kind | None
+        annotation: Any = Annotated[kind, info]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(self.name, keyword, default=default, annotation=annotation)
+
+    def read(self, value: Any) -> Any:
+        """The value that the dataclass's field takes."""
+        if self.commas:
+            return [part.strip() for part in value.split(",") if part.strip()]
+        return tuple(value) if self.kind is list else value
+
+
+def option(config: type[Any], name: str, *, flag: str = "", help: str = "") -> Option:
+    """The option of one field.
+
+    Args:
+        config: the dataclass.
+        name: of the field.
+        flag: instead of the field's own.
+        help: instead of the field's own.
+    """
+    return _merged([("", config, _field(config, name))], flag, help)
+
+
+def of_methods(configs: Mapping[str, type[Any]], taken: Iterable[str]) -> list[Option]:
+    """The options of several methods' configs, each once; seldom ones are left out.
+
+    Args:
+        configs: the dataclasses by the method's name.
+        taken: flags that mean something else.
+    """
+    found: dict[str, list[tuple[str, type[Any], Field[Any]]]] = {}
+    for method, config in configs.items():
+        for of in fields(config):
+            if not about(of).seldom and _flag(of) not in taken:
+                found.setdefault(of.name, []).append((method, config, of))
+    return [_merged(group, methods=len(configs)) for group in found.values()]
+
+
+def _field(config: type[Any], name: str) -> Field[Any]:
+    return next(of for of in fields(config) if of.name == name)
+
+
+def _flag(of: Field[Any]) -> str:
+    """The name on the command line: ``--keep``, or two of a switch."""
+    return about(of).flag or f"--{of.name.replace('_', '-')}"
+
+
+def _merged(
+    group: Sequence[tuple[str, type[Any], Field[Any]]],
+    flag: str = "",
+    help: str = "",
+    methods: int = 1,
+) -> Option:
+    """One option of the fields that several methods call by the same name."""
+    (_, config, first), said = group[0], about(group[0][2])
+    kind, commas = _kind(get_type_hints(config)[first.name], said)
+    flag = flag or _flag(first)
+    if kind is bool and first.default is True and "/" not in flag:
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    return Option(
+        first.name,
+        flag,
+        kind,
+        help or _help(group, methods),
+        said.metavar,
+        commas,
+        said.required,
+    )
+
+
+def _kind(hint: Any, said: About) -> tuple[Any, bool]:
+    """The type that typer reads a field as, and whether it is a list with commas between."""
+    kinds = [k for k in (get_args(hint) or (hint,)) if k not in (type(None), Ellipsis)]
+    if get_origin(hint) in (Literal, tuple):
+        kinds = [hint]
+    plain = [k for k in kinds if k in (bool, int, float, str)]
+    if said.parse or str in plain or any(get_origin(k) is Literal for k in kinds):
+        return str, False
+    if any(get_origin(k) is tuple for k in kinds):
+        return (list, False) if str in get_args(kinds[0]) else (str, True)
+    return (float if float in plain else plain[0]), False
+
+
+def _help(group: Sequence[tuple[str, type[Any], Field[Any]]], methods: int) -> str:
+    """Help, choices and default; with the methods' names where they differ."""
+    texts: dict[str, list[str]] = {}
+    for method, config, of in group:
+        known = [str(choice) for choice in choices(config, of.name)]
+        text = about(of).help
+        if any(not re.search(rf"\b{re.escape(name)}(?![\w-])", text) for name in known):
+            text = f"{text} One of {', '.join(known)}."
+        texts.setdefault(text, []).append(method)
+    whole = len(texts) == 1 and len(group) == methods
+    told = [t if whole else f"{', '.join(names)}: {t}" for t, names in texts.items()]
+    values: dict[str, list[str]] = {}
+    for method, _, of in group:
+        values.setdefault(_default(of), []).append(method)
+    if len(values) == 1:
+        (value,) = values
+        default = f"Default: {value}." if value else ""
+    else:
+        default = ", ".join(f"{', '.join(m)} {v}" for v, m in values.items() if v)
+        default = f"Default: {default}." if default else ""
+    if "efault" in " ".join(told) or about(group[0][2]).required:
+        default = ""
+    return " ".join([*told, default]).strip()
+
+
+def _default(of: Field[Any]) -> str:
+    """A field's default as a user would write it; empty for one that says nothing."""
+    value = of.default if of.default is not MISSING else None
+    if value is None or value is False or value in ("", ()):
+        return ""
+    return "on" if value is True else str(value)
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def pairs(given: Sequence[str] | None) -> dict[str, Any]:
+    """``key=value`` pairs; lists, mappings and null are read as in a recipe.
+
+    >>> pairs(["alpha=0.5", "layers=[1, 2]", "steps=null"])
+    {'alpha': '0.5', 'layers': [1, 2], 'steps': None}
+
+    Raises:
+        MoesaicError: one is no such pair.
+    """
+    found = {}
+    for pair in given or []:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise MoesaicError(f"--option {pair!r} is not key=value.")
-        given[key] = value
-    return given
+            raise MoesaicError(f"option {pair!r} is not key=value.")
+        read = yaml.safe_load(value) if re.match(r"\s*[\[{]|null$", value) else value
+        found[key] = read
+    return found
 
 
 def numbers(text: str) -> list[float]:
-    """Numbers between commas."""
+    """Numbers between commas.
+
+    >>> numbers("0.3,0.5")
+    [0.3, 0.5]
+
+    Raises:
+        MoesaicError: there is something else between them.
+    """
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise MoesaicError(f"{text!r} is not a list of numbers such as 0.3,0.5.") from None
 
 
-# --- options that commands share -----------------------------------------------------------------
+# --- messages ------------------------------------------------------------------------------------
+
+MENTIONS = re.compile(
+    r"^(?:\w+\.)?(?P<first>[a-z]\w*)(?:\.\d+)?(?: (?P<said>'[^']*'|[\d.]*\d))?(?=[ ,:;.]|$)"
+    r"|(?<![\w=.-])(?P<set>[a-z]\w*)=(?P<value>[\w.+/'-]*\w)"
+    r"|(?<![\w.=-])(?P<bare>[a-z]+_\w+)\b"
+)
+"""Fields in a message: its first word, one with ``=`` and a value, a name with an underscore."""
 
 
-@dataclass(frozen=True)
-class CalibrationOptions:
-    """What is calibrated on."""
+def in_flags(message: str, flags: Mapping[str, str]) -> str:
+    """A message of the library, which speaks of fields, in words of the command line.
 
-    calibration: CalibrationText = ""
-    samples: Samples = 100
-    length: CalibrationLength = 256
-    seed: Seed = 0
+    Args:
+        message: such as ``keep 9 is out of reach``.
+        flags: by field, ``--keep``, ``--padding/--no-padding`` or, of a seldom one, ``-o alpha``.
 
-    def drawn(self, stats: str = "") -> Calibration:
-        """As a recipe says it."""
-        return Calibration(self.calibration, self.samples, self.length, self.seed, stats)
+    >>> flags = {"keep": "--keep", "uniform": "--uniform/--non-uniform", "gram_mb": "-o gram_mb"}
+    >>> in_flags("keep 5.5 is no whole number; pass uniform=False.", flags)
+    '--keep 5.5 is no whole number; pass --non-uniform.'
+    >>> in_flags("gram_mb 0 leaves keep out; more gram_mb=9, experts keep 3.", flags)
+    '-o gram_mb=0 leaves keep out; more -o gram_mb=9, experts keep 3.'
+    >>> in_flags("prune.keep: Input should be a number.", flags)
+    '--keep: Input should be a number.'
+    """
 
+    def flag(found: re.Match[str]) -> str:
+        name = found["first"] or found["set"] or found["bare"]
+        value = found["said"] or found["value"]
+        if name not in flags:
+            return found[0]
+        on, _, off = flags[name].partition("/")
+        on, between = (on, "=") if on.startswith("-o ") else (on.split()[0], " ")
+        if value in ("True", "False") and between == " ":
+            return on if value == "True" else off or f"-o {name}=false"
+        return on if value is None else f"{on}{between}{value}"
 
-@dataclass(frozen=True)
-class RunOptions:
-    """What is measured, where it runs, and what is shown."""
-
-    evaluate: Evaluate = True
-    data: EvalData = ""
-    max_tokens: MaxTokens = 16_384
-    device: Device = "cpu"
-    dtype: Dtype = "auto"
-    overwrite: Overwrite = False
-    resume: Resume = False
-    as_json: AsJson = False
-
-    def carry_out(
-        self,
-        model: str,
-        out: Path,
-        step: Any,
-        calibration: Calibration | None = None,
-        compare: list[str] | None = None,
-    ) -> None:
-        """Run one step as a recipe, and show what came of it."""
-        measured = Evaluation(self.data, max_tokens=self.max_tokens, compare=tuple(compare or ()))
-        recipe = Recipe(
-            model=model,
-            out=str(out),
-            steps=(step,),
-            calibration=calibration or Calibration(),
-            evaluation=measured if self.evaluate else None,
-            device=self.device,
-            dtype=self.dtype,
-        )
-        carry_out(recipe, self.overwrite, self.resume, self.as_json)
+    speaks, known, listed = message.partition("known: ")
+    return MENTIONS.sub(flag, speaks) + known + listed
 
 
-def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters may be dataclasses: each field becomes an option."""
-    signature = inspect.signature(command, eval_str=True)
-    groups: dict[str, tuple[Any, list[str]]] = {}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in signature.parameters.items():
-        group = parameter.annotation
-        if not is_dataclass(group):
-            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
-            continue
-        hints = get_type_hints(group, include_extras=True)
-        groups[name] = (group, [field.name for field in fields(group)])
-        parameters += [
-            inspect.Parameter(
-                f.name, parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
-            )
-            for f in fields(group)
-        ]
-
-    def run(**given: Any) -> None:
-        for name, (group, names) in groups.items():
-            given[name] = group(**{n: given.pop(n) for n in names})
-        command(**given)
-
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return run
+DEVICE, DTYPE = option(Recipe, "device"), option(Recipe, "dtype")

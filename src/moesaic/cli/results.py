@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
-from rich.table import Table
 
-from moesaic import exporting, report, run
 from moesaic.cli.options import MODELS, AsJson, Model, Out, Overwrite, Resume
-from moesaic.cli.shared import app, carry_out, emit, example, figure
+from moesaic.cli.shared import carry_out, emit, figure, register
+from moesaic.config import Bench, Evaluation
 from moesaic.errors import MoesaicError
-from moesaic.export.llamacpp import TYPES
-from moesaic.methods import MoREConfig
-from moesaic.recipe import Evaluation, Recipe, load_recipe
+from moesaic.io.names import check_name, check_out
+from moesaic.recipe import Recipe, load_recipe, step_config
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FORMS = ("native", "gguf")
+TYPES = get_args(get_type_hints(Bench)["type"])
 
 
-@app.command("run", epilog=example("moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder"))
-def run_file(
+def run(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="A recipe.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Places to change.")
@@ -32,7 +35,6 @@ def run_file(
     carry_out(load_recipe(recipe, overrides or ()), overwrite, resume, as_json)
 
 
-@app.command(epilog=example("moesaic demo --out moesaic-demo"))
 def demo(
     out: Annotated[Path, typer.Option(help="The folder to make.")] = Path("moesaic-demo"),
     overwrite: Overwrite = False,
@@ -42,13 +44,12 @@ def demo(
     recipe = Recipe(
         model="smollm2",
         out=str(out),
-        steps=(MoREConfig(),),
+        steps=(step_config("carve", {}),),
         evaluation=Evaluation(compare=("static",)),
     )
     carry_out(recipe, overwrite, overwrite, as_json)
 
 
-@app.command(epilog=example("moesaic apply smollm2 out/plan.json rebuilt"))
 def apply(
     base: Annotated[str, typer.Argument(metavar="BASE", help=MODELS)],
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json or its folder.")],
@@ -57,11 +58,16 @@ def apply(
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a result from its base and its plan."""
-    run.apply(base, plan, out, overwrite)
+    check_name(base)
+    check_out(out, overwrite)
+    if not plan.exists():
+        raise MoesaicError(f"No plan at {plan}.")
+    from moesaic import pipeline
+
+    pipeline.apply(base, plan, out, overwrite)
     emit(as_json, {"out": str(out)}, f"Checkpoint in {out}")
 
 
-@app.command(epilog=example("moesaic export out out-native --to native"))
 def export(
     model: Model,
     out: Out,
@@ -83,15 +89,25 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
+    for name, value, known in (("to", to, FORMS), ("type", type, TYPES)):
+        if value not in known:
+            raise MoesaicError(f"{name} {value!r} is none of {', '.join(known)}.")
+    check_name(model)
+    if to == "native" or not out.is_file() or not overwrite:
+        check_out(out, overwrite)
+    from moesaic.exports import export
+
     given: dict[str, Any] = {"target": target, "ep": ep, "untie": untie, "overwrite": overwrite}
     if to == "gguf":
         given |= {"type": type, "converter": converter}
-    record = exporting.export(model, out, to, **given)
+    record = export(model, out, to, **given)
     emit(as_json, record, exported(record))
 
 
 def exported(record: dict[str, Any]) -> Table:
     """What was written, what it cost, and who loads it."""
+    from rich.table import Table
+
     table = Table(show_header=False)
     differences = ("largest_difference", "mean_difference", "same_next_token")
     for name in ("out", "model_type", "type", "bytes", "exact", *differences):
@@ -107,19 +123,31 @@ def exported(record: dict[str, Any]) -> Table:
     return table
 
 
-@app.command("report", epilog=example("moesaic report out-0.8 out-0.7 --out compare.html"))
-def write_report(
+def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Result folders.")],
     out: Annotated[Path, typer.Option(help="The HTML file to make.")] = Path("report.html"),
     as_json: AsJson = False,
 ) -> None:
     """One HTML file about one or more results."""
+    from moesaic.record import Record
+
     records = []
     for folder in runs:
         file = folder / "result.json" if folder.is_dir() else folder
         try:
-            records.append(json.loads(file.read_text("utf-8")))
+            records.append(Record.from_json(json.loads(file.read_text("utf-8"))))
         except (OSError, ValueError) as error:
             raise MoesaicError(f"{folder} has no readable result.json: {error}") from error
+    from moesaic import report
+
     out.write_text(report.html(records), "utf-8")
     emit(as_json, {"report": str(out)}, f"Report in {out}")
+
+
+def commands() -> None:
+    """Make these commands."""
+    register("run", run, "moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder")
+    register("demo", demo, "moesaic demo --out moesaic-demo")
+    register("apply", apply, "moesaic apply smollm2 out/plan.json rebuilt")
+    register("export", export, "moesaic export out out-native --to native")
+    register("report", report, "moesaic report out-0.8 out-0.7 --out compare.html")

@@ -1,21 +1,21 @@
-"""What the commands share: the app, and how it shows what came of a run."""
+"""What the commands share: how they are registered, and how they show what came of a run."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from moesaic import report, run
-from moesaic.cli.bars import bars, err_console
-from moesaic.recipe import Recipe
-from moesaic.stream.experts import process
+from moesaic.cli.options import Option, in_flags
+from moesaic.errors import MoesaicError
+from moesaic.recipe import Recipe, check_run
 
-out_console = Console()
+if TYPE_CHECKING:
+    from rich.table import Table
 
 app = typer.Typer(
     help="Rebuild pretrained language models out of experts.",
@@ -26,39 +26,106 @@ app = typer.Typer(
 )
 
 
+def register(
+    name: str,
+    run: Callable[..., None],
+    example: str,
+    options: Sequence[Option] = (),
+    seldom: Sequence[str] = (),
+) -> None:
+    """Make a command of a function.
+
+    Args:
+        name: of the command.
+        run: its parameters and its docstring are the command's; ``**given`` takes the options,
+            those that were given.
+        example: a command line that works.
+        options: options made from dataclasses, which follow the function's own parameters.
+        seldom: fields that ``-o`` takes.
+    """
+    signature = inspect.signature(run)
+    hints = get_type_hints(run, include_extras=True)
+    own = [
+        p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY)
+        for p in signature.parameters.values()
+        if p.kind is not p.VAR_KEYWORD
+    ]
+    arguments = [p for p in own if _is_argument(p)]
+    switches = [p for p in own if not _is_argument(p)]
+    flags = {p.name: _flag(p) for p in switches}
+    flags |= {field: f"-o {field}" for field in seldom} | {o.name: o.flag for o in options}
+    read = {o.name: o for o in options}
+
+    def command(**given: Any) -> None:
+        said = {
+            key: read[key].read(value) if key in read else value
+            for key, value in given.items()
+            if key not in read or value is not None
+        }
+        try:
+            run(**said)
+        except MoesaicError as error:
+            raise MoesaicError(in_flags(str(error), flags)) from error
+
+    made = [*arguments, *(o.parameter for o in options), *switches]
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    command.__signature__ = signature.replace(parameters=made)  # type: ignore[attr-defined]
+    app.command(name, epilog=f"Example: [bold]{example}[/bold]")(command)
+
+
+def _info(parameter: inspect.Parameter) -> Any:
+    return parameter.annotation.__metadata__[0]
+
+
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    return isinstance(_info(parameter), typer.models.ArgumentInfo)
+
+
+def _flag(parameter: inspect.Parameter) -> str:
+    said = _info(parameter).param_decls or ()
+    return said[0] if said else f"--{parameter.name.replace('_', '-')}"
+
+
 def emit(as_json: bool, data: Any, view: Any) -> None:
     """Print ``data`` as JSON, or the view for people."""
     if as_json:
         sys.stdout.write(json.dumps(data) + "\n")
     else:
-        out_console.print(view)
+        from rich.console import Console
 
-
-def example(line: str) -> str:
-    """The example at the end of a help text."""
-    return f"Example: [bold]{line}[/bold]"
+        Console().print(view)
 
 
 def carry_out(recipe: Recipe, overwrite: bool, resume: bool, as_json: bool) -> None:
     """Run a recipe and show what came of it."""
+    check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
+    from moesaic import pipeline, report
+    from moesaic.cli.bars import bars, err_console
+
     try:
-        record = run.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
+        record = pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
     except KeyboardInterrupt:
         fail("Interrupted. Finished layers are kept; --resume continues from them.", 130)
-    if process()[0]:  # another process wrote the result
+    if record is None:  # another process wrote the result
         return
-    emit(as_json, record, report.terminal(record))
+    emit(as_json, record.output(), report.terminal(record))
     err_console.print(f"Checkpoint in {recipe.out}, report in {recipe.out}/report.html")
 
 
 def fail(message: str, code: int) -> NoReturn:
     """Say what is wrong on stderr and leave."""
-    err_console.print(f"[bold red]Error:[/bold red] {message}", highlight=False, soft_wrap=True)
+    from rich.console import Console
+    from rich.text import Text
+
+    said = Text.assemble(("Error:", "bold red"), " ", message)
+    Console(stderr=True).print(said, soft_wrap=True)
     sys.exit(code)
 
 
-def columns(figures: dict[str, dict[str, Any]]) -> Table:
+def columns(figures: Mapping[str, Mapping[str, Any]]) -> Table:
     """Figures as rows, models as columns."""
+    from rich.table import Table
+
     table = Table()
     table.add_column("")
     for name in figures:

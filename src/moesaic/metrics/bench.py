@@ -6,60 +6,53 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from moesaic.config import Bench
 from moesaic.data.text import evaluation_tokens, shipped_texts
 from moesaic.errors import MoesaicError
-from moesaic.export.llamacpp import export_gguf
-from moesaic.hub import Source, base_arch_or_any, resolve
-from moesaic.metrics.measure import memory, speed_json
+from moesaic.exports.llamacpp import export_gguf
+from moesaic.foreign import JSON, Model
+from moesaic.io.source import Source, resolve
 from moesaic.metrics.llamacpp import Engine, gguf_parameters
+from moesaic.metrics.measure import memory, speed_json
 from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Speed, against, compare_speed, interleaved, peak_memory
 from moesaic.progress import Track, silent
-
-ENGINES = ("transformers", "llamacpp")
 
 
 def bench(
     models: Mapping[str, str],
     *,
-    engine: str = "transformers",
-    type: str = "f32",
-    length: int = 512,
-    new_tokens: int = 32,
-    rounds: int = 5,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     track: Track = silent,
-) -> dict[str, dict[str, Any]]:
+    **options: str | int,
+) -> dict[str, JSON]:
     """Speed of models in one interleaved run, the peak memory of each in its own process.
 
     Args:
-        models: names for :func:`moesaic.hub.resolve` by column; ``model`` is compared with
+        models: names for :func:`moesaic.io.source.resolve` by column; ``model`` is compared with
             ``against`` where both are there.
-        engine: transformers, or llamacpp, which takes GGUF files too and converts other models.
-        type: what the weights of converted models are stored as.
-        length: prompt tokens.
-        new_tokens: greedy decoding steps a round.
-        rounds: counted rounds.
         device: for transformers.
         dtype: floating-point type for transformers; None for the checkpoint's own.
+        track: shows progress.
+        options: fields of :class:`~moesaic.config.Bench`.
 
     Returns:
-        by column its figures, and under ``ratio`` those of :func:`moesaic.metrics.speed.against`.
+        by column the keys of :func:`~moesaic.metrics.measure.speed_json`, ``peak_memory_bytes``,
+        ``active_parameters`` and ``file_bytes``; under ``ratio`` those of
+        :func:`moesaic.metrics.speed.against`.
 
     Raises:
         MoesaicError: the engine is unknown or not there, or a model cannot be loaded.
     """
-    if engine not in ENGINES:
-        raise MoesaicError(f"--engine {engine!r} is none of {', '.join(ENGINES)}.")
-    if engine == "llamacpp":
-        speeds, figures = _llamacpp(models, type, length, new_tokens, rounds, track)
+    asked = Bench(**options)  # type: ignore[arg-type]
+    if asked.engine == "llamacpp":
+        speeds, figures = _llamacpp(models, asked, track)
     else:
-        speeds, figures = _transformers(models, length, new_tokens, rounds, device, dtype, track)
+        speeds, figures = _transformers(models, asked, device, dtype, track)
     found = {name: {**speed_json(speeds[name]), **figures[name]} for name in models}
     if {"model", "against"} <= speeds.keys():
         theirs, ours = (figures[name]["active_parameters"] for name in ("against", "model"))
@@ -67,18 +60,17 @@ def bench(
     return found
 
 
-Found = tuple[dict[str, Speed], dict[str, dict[str, Any]]]
+Found = tuple[dict[str, Speed], dict[str, JSON]]
 
 
 def _transformers(
     models: Mapping[str, str],
-    length: int,
-    new_tokens: int,
-    rounds: int,
+    asked: Bench,
     device: str,
     dtype: torch.dtype | None,
     track: Track,
 ) -> Found:
+    length, new_tokens, rounds = asked.length, asked.new_tokens, asked.rounds
     sources = {name: resolve(model) for name, model in models.items()}
     loaded = {name: source.load(device, dtype) for name, source in sources.items()}
     speeds = compare_speed(loaded, _prompt(sources, length), new_tokens, rounds, track)
@@ -99,23 +91,21 @@ def _prompt(sources: Mapping[str, Source], length: int) -> torch.Tensor:
     return evaluation_tokens("", first.tokenizer, length, length).input_ids
 
 
-def _active(model: Any) -> int:
-    if base_arch_or_any(model.config) is None:
+def _active(model: Model) -> int:
+    """Parameters that a token uses; all, of a model whose architecture we do not know."""
+    try:
+        return model_size(model).active_parameters
+    except MoesaicError:
         return sum(p.numel() for p in model.parameters())
-    return model_size(model).active_parameters
 
 
-def _llamacpp(
-    models: Mapping[str, str],
-    type: str,
-    length: int,
-    new_tokens: int,
-    rounds: int,
-    track: Track,
-) -> Found:
+def _llamacpp(models: Mapping[str, str], asked: Bench, track: Track) -> Found:
+    length, new_tokens, rounds = asked.length, asked.new_tokens, asked.rounds
     context = length + new_tokens + 1
     with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
-        files = {n: _gguf(model, Path(place) / f"{n}.gguf", type) for n, model in models.items()}
+        files = {
+            n: _gguf(model, Path(place) / f"{n}.gguf", asked.type) for n, model in models.items()
+        }
         with ExitStack() as opened:
             engines = {n: opened.enter_context(Engine(f, context)) for n, f in files.items()}
             first = next(iter(engines.values()))

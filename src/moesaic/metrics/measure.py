@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from moesaic.io.checkpoint import skeleton
+from moesaic.config import Evaluation
 from moesaic.data.text import DOMAINS, Tokens, evaluation_tokens, shipped_texts
 from moesaic.errors import MoesaicError
-from moesaic.hub import Source, resolve
+from moesaic.foreign import JSON, Model, Tokenizer
+from moesaic.io.checkpoint import skeleton
+from moesaic.io.source import Source, resolve
 from moesaic.metrics.perplexity import perplexity
 from moesaic.metrics.routing import trace
 from moesaic.metrics.score import Score, score
@@ -21,21 +21,34 @@ from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratio
 from moesaic.nn import ThresholdRouter
 from moesaic.progress import Track, silent
-from moesaic.recipe import Evaluation
 
 
 def evaluate(
-    model: Any,
+    model: str | Path | Model,
     *,
     data: str | Sequence[str] | Tokens = "",
-    length: int = 512,
+    length: int = Evaluation.length,
     max_tokens: int | None = None,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     track: Track = silent,
 ) -> Score:
-    """Perplexity, size and routing of a model, by name or loaded, on a text."""
+    """Perplexity, size and routing of a model on a text.
+
+    Args:
+        model: a loaded PreTrainedModel, or a name for :func:`moesaic.io.source.resolve`.
+        data: texts, tokens (N, L), or a source; the text that ships by default.
+        length: tokens of a window.
+        max_tokens: use at most this much of the text; None for all of it.
+        tokenizer: for texts, when ``model`` is loaded.
+        device: where to compute, when ``model`` is a name.
+        dtype: floating-point type, when ``model`` is a name; None for the checkpoint's own.
+        track: shows progress.
+
+    Raises:
+        MoesaicError: there is no such model or text.
+    """
     if isinstance(model, str | Path):
         source = resolve(str(model))
         tokenizer = tokenizer or source.tokenizer
@@ -52,13 +65,22 @@ def sweep(
     taus: Sequence[float],
     *,
     data: str = "",
-    length: int = 512,
+    length: int = Evaluation.length,
     max_tokens: int | None = None,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     track: Track = silent,
-) -> list[dict[str, Any]]:
+) -> list[JSON]:
     """Perplexity and active ratio of a model at several thresholds of its gates (DSMoE, App. A).
+
+    Args:
+        model: a name for :func:`moesaic.io.source.resolve`.
+        taus: the thresholds.
+        data: as for :func:`evaluate`; so are the further arguments.
+
+    Returns:
+        for each threshold a dict of ``tau`` and the keys of
+        :meth:`moesaic.metrics.score.Score.as_json`.
 
     Raises:
         MoesaicError: the model's routers have no threshold.
@@ -67,9 +89,9 @@ def sweep(
     live = source.load(device, dtype)
     gates = [m for m in live.modules() if isinstance(m, ThresholdRouter)]
     if not gates:
-        raise MoesaicError(f"{model} has no gates with a threshold; --tau is for carve's dsmoe.")
+        raise MoesaicError(f"{model} has no gates with a threshold; tau is for results of dsmoe.")
     if not taus or not all(0 <= tau < 1 for tau in taus):
-        raise MoesaicError("--tau takes thresholds of at least 0, below 1, such as 0.3,0.5,0.7.")
+        raise MoesaicError("tau takes thresholds of at least 0, below 1, such as 0.3,0.5,0.7.")
     tokens = evaluation_tokens(data, source.tokenizer, length, max_tokens)
     points = []
     for tau in taus:
@@ -79,8 +101,13 @@ def sweep(
     return points
 
 
-def speed_json(speed: Speed) -> dict[str, Any]:
-    """Medians under the names that programs rely on, and the spread."""
+def speed_json(speed: Speed) -> JSON:
+    """Medians under the names that programs rely on, and the spread.
+
+    Returns:
+        ``prefill_tokens_per_second``, ``decode_tokens_per_second`` and ``first_token_seconds``,
+        and the range of each: ``prefill_spread``, ``decode_spread``, ``first_token_spread``.
+    """
     return {
         "prefill_tokens_per_second": speed.prefill.median,
         "prefill_spread": list(speed.prefill.spread),
@@ -91,8 +118,17 @@ def speed_json(speed: Speed) -> dict[str, Any]:
     }
 
 
-def inspect(model: str) -> dict[str, Any]:
-    """What a checkpoint is made of, read from its config alone."""
+def inspect(model: str) -> JSON:
+    """The parts of a checkpoint, read from its config alone.
+
+    Returns:
+        ``model_type``, ``layers`` (of each ``kind``, ``experts``, ``top_k``, ``width`` and
+        ``active_width``), ``total_parameters``, ``active_parameters``, ``active_ratio`` and
+        ``router_parameters``.
+
+    Raises:
+        MoesaicError: there is no such model, or its architecture is unknown.
+    """
     source = resolve(model)
     size = model_size(skeleton(source.config))
     return {
@@ -116,9 +152,20 @@ def inspect(model: str) -> dict[str, Any]:
 
 @torch.inference_mode()
 def generate(
-    model: Any, tokenizer: Any, prompt: str, new_tokens: int = 64, chat: bool = False
+    model: Model, tokenizer: Tokenizer, prompt: str, new_tokens: int = 64, chat: bool = False
 ) -> str:
-    """The greedy continuation of a prompt."""
+    """The greedy continuation of a prompt.
+
+    Args:
+        model: a live model.
+        tokenizer: its own.
+        prompt: text to continue.
+        new_tokens: tokens to add at most.
+        chat: put the prompt as a user's turn into the tokenizer's chat template.
+
+    Raises:
+        MoesaicError: the prompt is empty.
+    """
     if chat:
         turns = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(
@@ -144,22 +191,32 @@ def generate(
 def measure(
     folder: Path,
     original: Source,
-    comparisons: Mapping[str, Callable[[], Any]],
+    comparisons: Mapping[str, Callable[[], Model]],
     settings: Evaluation,
     *,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     track: Track = silent,
-) -> dict[str, Any]:
+) -> JSON:
     """A saved result beside its original and comparisons: same text, one after another; speed.
 
     Args:
         folder: the result, as saved: what is measured is what a user will load.
         original: what it was made from.
         comparisons: other models by name, each built when its turn comes.
+        settings: text, its length, and how speed is measured.
+        device: where to compute.
+        dtype: floating-point type; None for the checkpoint's own.
+        track: shows progress.
+
+    Returns:
+        the fields of :attr:`moesaic.record.Record.measured`.
+
+    Raises:
+        MoesaicError: there is no such text, or too little of it.
     """
     result = Source("result", folder)
-    loaders: dict[str, Callable[[], Any]] = {
+    loaders: dict[str, Callable[[], Model]] = {
         "original": lambda: original.load(device, dtype),
         "result": lambda: result.load(device, dtype),
         **comparisons,
@@ -168,9 +225,9 @@ def measure(
     tokens = evaluation_tokens(settings.data, tokenizer, settings.length, settings.max_tokens)
     scores: dict[str, Score] = {}
     generations: dict[str, str] = {}
-    samples: list[dict[str, Any]] = []
+    samples: list[JSON] = []
     active: dict[str, dict[str, float]] = {}
-    timed: dict[str, Any] = {}
+    timed: dict[str, Model] = {}
     for name, load in loaders.items():
         model = load()
         scores[name] = score(model, tokens, _named(track, name))
@@ -180,7 +237,7 @@ def measure(
             active = activity(model, tokenizer, settings.length)
         if name not in comparisons and settings.rounds:
             timed[name] = model
-    record: dict[str, Any] = {
+    record: JSON = {
         "evaluation": {"data": settings.data or "shipped", "length": settings.length},
         "scores": {name: s.as_json() for name, s in scores.items()},
         "routing": {
@@ -224,8 +281,12 @@ def _named(track: Track, name: str) -> Track:
     return lambda items, label, total=None: track(items, f"{label}, {name}", total)
 
 
-def colour_samples(model: Any, tokenizer: Any, tokens: int = 160) -> list[dict[str, Any]]:
-    """The start of one document a domain, token by token, with the petal of each in every layer."""
+def colour_samples(model: Model, tokenizer: Tokenizer, tokens: int = 160) -> list[JSON]:
+    """The start of one document a domain, token by token, with the expert of each in every layer.
+
+    Returns:
+        of each document ``domain``, ``tokens`` (as text) and ``experts`` (by layer, one a token).
+    """
     samples = []
     for domain in ("prose", "reference", "code"):
         ids = tokenizer(shipped_texts("evaluation", domain)[0], add_special_tokens=False)
@@ -236,16 +297,16 @@ def colour_samples(model: Any, tokenizer: Any, tokens: int = 160) -> list[dict[s
             {
                 "domain": domain,
                 "tokens": pieces,
-                "experts": {str(layer): petals for layer, petals in chosen.items()},
+                "experts": {str(layer): experts for layer, experts in chosen.items()},
             }
         )
     return samples
 
 
 def activity(
-    model: Any, tokenizer: Any, length: int, tokens: int = 2048
+    model: Model, tokenizer: Tokenizer, length: int, tokens: int = 2048
 ) -> dict[str, dict[str, float]]:
-    """Mean petals that a token runs, by domain of the shipped evaluation text and by layer.
+    """Mean experts that a token runs, by domain of the shipped evaluation text and by layer.
 
     Empty where that number is the same for every token.
     """
@@ -259,8 +320,13 @@ def activity(
     return found
 
 
-def environment(device: str = "cpu") -> dict[str, Any]:
-    """Versions and machine, for every figure that is kept."""
+def environment(device: str = "cpu") -> JSON:
+    """Versions and machine, for every figure that is kept.
+
+    Returns:
+        ``python``, ``torch``, ``transformers``, ``machine``, ``processor``, ``threads``,
+        ``device``.
+    """
     import transformers
 
     return {
@@ -282,44 +348,3 @@ def _processor() -> str:
         )
     except (OSError, StopIteration):
         return platform.processor()
-
-
-def parse_dtype(name: str) -> torch.dtype | None:
-    """``auto`` for the checkpoint's own, else float32, bfloat16 or float16."""
-    known = {
-        "auto": None,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
-    if name not in known:
-        raise MoesaicError(f"--dtype {name!r} is none of {', '.join(known)}.")
-    return known[name]
-
-
-def parse_bytes(text: str) -> int:
-    """A number of bytes, with a decimal unit if it has one.
-
-    >>> parse_bytes("1.5GB"), parse_bytes("300")
-    (1500000000, 300)
-    """
-    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
-    if found is None or found[2] not in units:
-        raise MoesaicError(f"{text!r} is not a number of bytes such as 800MB or 12.5GB.")
-    return int(float(found[1]) * units[found[2]])
-
-
-def check_device(name: str) -> str:
-    """The device's name, if this machine has it.
-
-    Raises:
-        MoesaicError: it has not.
-    """
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise MoesaicError(
-            f"--device {name!r} cannot be used here: {str(error).splitlines()[0]:.100}"
-        ) from None
-    return name

@@ -1,0 +1,79 @@
+"""The library's verbs: a line each.
+
+A model is a loaded PreTrainedModel, or a name: a hub id, a folder, a ``.gguf`` file, ``smollm2`` or
+a model that ships. The caller's model is not changed unless ``inplace=True``. The further
+``options`` of the verbs that convert are the fields of :class:`~moesaic.config.RunArgs` and of
+:class:`~moesaic.config.Calibration`, such as ``calibration="prose", samples=50, device="cuda"``;
+``calibration`` may also be texts, or tokens (N, T). Each returns a
+:class:`~moesaic.result.Result`, and raises :class:`~moesaic.errors.MoesaicError` where the request
+cannot be met.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moesaic.config import MethodConfig, RunArgs
+from moesaic.exports import export
+from moesaic.methods import methods_of
+from moesaic.methods.naee.observing import observe
+from moesaic.metrics.bench import bench
+from moesaic.metrics.measure import evaluate, generate, inspect
+from moesaic.pipeline import apply, convert, run_recipe
+from moesaic.result import Result
+
+__all__ = [
+    "apply",
+    "bench",
+    "carve",
+    "condense",
+    "evaluate",
+    "export",
+    "generate",
+    "inspect",
+    "observe",
+    "prune",
+    "run_recipe",
+    "skip",
+    "tune",
+    "verb",
+]
+
+
+def carve(model: Any, config: MethodConfig | None = None, **options: Any) -> Result:
+    """Turn a dense model into a mixture of experts; by default with MoRE."""
+    return verb("carve", model, config, **options)
+
+
+def prune(model: Any, config: MethodConfig | None = None, **options: Any) -> Result:
+    """Take experts out of a mixture of experts; by default with NAEE."""
+    return verb("prune", model, config, **options)
+
+
+def condense(model: Any, config: MethodConfig | None = None, **options: Any) -> Result:
+    """Turn some layers of a mixture of experts into small dense layers; by default with CD-MoE."""
+    return verb("condense", model, config, **options)
+
+
+def skip(model: Any, config: MethodConfig | None = None, **options: Any) -> Result:
+    """Let tokens leave out experts of little weight; by default with NAEE's dynamic skipping."""
+    return verb("skip", model, config, **options)
+
+
+def tune(model: Any, config: MethodConfig | None = None, **options: Any) -> Result:
+    """Train a converted model a little."""
+    return verb("tune", model, config, **options)
+
+
+def verb(name: str, model: Any, config: MethodConfig | None = None, **options: Any) -> Result:
+    """Carry out a verb of :data:`moesaic.methods.VERBS` by name; other packages may add some.
+
+    Raises:
+        MoesaicError: there is no such verb, or the request cannot be met.
+        TypeError: the config is another verb's, or an option is unknown.
+    """
+    methods = methods_of(name)
+    config = next(iter(methods.values()))() if config is None else config
+    if config.verb != name:
+        raise TypeError(f"{type(config).__name__} is a config of {config.verb}, not of {name}.")
+    return convert(config, RunArgs.of(model, **options))

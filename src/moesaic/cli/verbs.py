@@ -1,0 +1,175 @@
+"""The commands that make a model of a model: one for each verb, made from its methods' configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moesaic.cli.options import (
+    DEVICE,
+    DTYPE,
+    AsJson,
+    Model,
+    Option,
+    Out,
+    Overwrite,
+    Resume,
+    of_methods,
+    option,
+    pairs,
+)
+from moesaic.cli.shared import carry_out, emit, register
+from moesaic.config import Calibration, Evaluation, Verb, about, check_device, parse_dtype
+from moesaic.errors import MoesaicError
+from moesaic.io.names import check_name
+from moesaic.methods import VERBS, methods_of
+from moesaic.recipe import Recipe, checked, step_config
+
+TEXT = ("source", "samples", "length", "seed")
+"""The fields of Calibration that say which text."""
+SELDOM = tuple(of.name for of in fields(Evaluation) if about(of).seldom)
+
+
+def verb_options(verb: Verb) -> list[Option]:
+    """The options of a verb's command, most used first."""
+    methods = methods_of(verb.name)
+    names = TEXT if verb.calibrates else ()
+    calibration = [option(Calibration, name) for name in names]
+    own = of_methods(methods, {o.flag for o in calibration})
+    bundles = {name: m for m, config in methods.items() for name in config.bundles}
+    taken = {o.flag for o in own}
+    data = "--eval-data" if "--data" in taken else "--data"
+    first, rest = [], []
+    if len(methods) > 1:
+        known = ", ".join(methods)
+        first.append(Option("method", "--method", str, f"{known}. Default: {next(iter(methods))}."))
+    if bundles:
+        told = f"Options that measure best together, where none is given: {', '.join(bundles)}."
+        rest.append(Option("recipe", "--recipe", str, told, metavar="NAME"))
+    if verb.compares:
+        told = f"Also measure {verb.compares}. Repeatable."
+        rest.append(option(Evaluation, "compare", help=told))
+    rest.append(
+        Option("option", "--option -o", list, "Any other option of the method.", "KEY=VALUE")
+    )
+    if verb.observes:
+        rest.append(option(Calibration, "stats"))
+    evaluation = [option(Evaluation, "data", flag=data), option(Evaluation, "max_tokens")]
+    if data != "--data":
+        evaluation[0] = replace(evaluation[0], name="eval_data")
+    return [*first, *own, *rest, *calibration, *evaluation, DEVICE, DTYPE]
+
+
+def command(verb: Verb) -> Callable[..., None]:
+    """The function behind a verb's command."""
+    methods = methods_of(verb.name)
+    default = next(iter(methods))
+    text = {*TEXT, "stats"} if verb.calibrates else {"stats"}
+
+    def run(
+        model: Model,
+        out: Out,
+        evaluate: Annotated[
+            bool, typer.Option("--eval/--no-eval", help="Measure result and original.")
+        ] = True,
+        overwrite: Overwrite = False,
+        resume: Resume = False,
+        as_json: AsJson = False,
+        **given: Any,
+    ) -> None:
+        extra = pairs(given.pop("option", None))
+        device = {name: given.pop(name) for name in ("device", "dtype") if name in given}
+        calibration = {name: given.pop(name) for name in text & given.keys()}
+        measured = {
+            name: given.pop(key)
+            for key, name in (
+                ("data" if "eval_data" not in names else "eval_data", "data"),
+                ("max_tokens", "max_tokens"),
+                ("compare", "compare"),
+            )
+            if key in given
+        }
+        chosen = methods.get(given.get("method", default))
+        own = {of.name for of in fields(chosen)} if chosen else set()
+        measured |= {key: extra.pop(key) for key in SELDOM if key in extra and key not in own}
+        if "seed" in calibration and "seed" in own:
+            given["seed"] = calibration["seed"]
+        recipe = Recipe(
+            model=model,
+            out=str(out),
+            steps=(step_config(verb.name, {**given, **extra}),),
+            calibration=checked(Calibration, calibration, ""),
+            evaluation=checked(Evaluation, measured, "") if evaluate else None,
+            **device,
+        )
+        carry_out(recipe, overwrite, resume, as_json)
+
+    names = {o.name for o in verb_options(verb)}
+    run.__name__, run.__doc__ = verb.name, verb.help
+    return run
+
+
+# --- observe -------------------------------------------------------------------------------------
+
+
+def observe(
+    model: Model,
+    stats: Annotated[Path, typer.Argument(metavar="STATS", help="The file to make.")],
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option(help="Merge this file of the same model in; MODEL is not run. Repeatable."),
+    ] = None,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+    **given: Any,
+) -> None:
+    """Observe a mixture of experts once; prune and skip then decide in seconds with --stats."""
+    if stats.exists() and not overwrite:
+        raise MoesaicError(f"{stats} exists. Choose another name, or pass overwrite=True.")
+    if not merge:
+        check_name(model)
+    device = check_device(given.pop("device", Recipe.device))
+    dtype = parse_dtype(given.pop("dtype", Recipe.dtype))
+    gram = {"gram_mb": given.pop("gram_mb")} if "gram_mb" in given else {}
+    calibration = checked(Calibration, given, "")
+    from moesaic import api
+    from moesaic.cli.bars import bars
+    from moesaic.distributed import process
+    from moesaic.stream.experts import StatsFile, merge_files
+
+    if merge:
+        merge_files(merge, stats)
+    else:
+        api.observe(
+            model,
+            stats,
+            calibration=calibration,
+            **gram,
+            device=device,
+            dtype=dtype,
+            overwrite=overwrite,
+            resume=resume,
+            track=bars,
+        )
+    if process()[0]:
+        return
+    header = StatsFile(stats).header
+    figures = {"stats": str(stats), "bytes": stats.stat().st_size, "layers": header["layers"]}
+    emit(as_json, figures, f"Statistics of {len(header['layers'])} layers in {stats}")
+
+
+def commands() -> None:
+    """Make the commands of all verbs, and of observe."""
+    for name in VERBS:
+        verb = VERBS[name]
+        known = [of.name for config in methods_of(name).values() for of in fields(config)]
+        register(name, command(verb), verb.example, verb_options(verb), [*SELDOM, *known])
+    told = "MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with them."
+    text = [option(Calibration, name) for name in TEXT]
+    options = [*text, Option("gram_mb", "--gram-mb", int, told), DEVICE, DTYPE]
+    register("observe", observe, "moesaic observe tiny-moe tiny-moe.stats", options)
