@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from moesaic.methods.beyond.refit import refitted
 
 from moesaic.arch.dense import dense_arch
-from moesaic.methods.budget import layer_sizes
 from moesaic.data.text import evaluation_tokens
 from moesaic.hub import resolve
-from moesaic.metrics.measure import environment
 from moesaic.methods import BUNDLES, MoRE, MoREConfig
-from moesaic.methods.more.method import chosen_layers
-from moesaic.methods.beyond.refit import refitted
 from moesaic.methods.beyond.spread import losses
+from moesaic.methods.budget import layer_sizes
+from moesaic.methods.more.method import chosen_layers
+from moesaic.metrics.measure import environment
 from moesaic.metrics.memory import forget_peak, peak_resident
 from moesaic.metrics.score import score
 from moesaic.plan import Plan

@@ -21,8 +21,8 @@ from typing import Any
 import moesaic
 from moesaic.data.text import evaluation_tokens
 from moesaic.hub import resolve
-from moesaic.metrics.measure import environment
 from moesaic.methods import CondenseConfig, PruneConfig
+from moesaic.metrics.measure import environment
 from moesaic.metrics.memory import forget_peak, peak_resident
 from moesaic.metrics.perplexity import perplexity
 

@@ -22,8 +22,8 @@ import torch
 import moesaic
 from moesaic.data.text import calibration_tokens, evaluation_tokens
 from moesaic.hub import resolve
-from moesaic.metrics.measure import environment
 from moesaic.methods import BUNDLES, MoREConfig, TuneConfig
+from moesaic.metrics.measure import environment
 from moesaic.metrics.perplexity import perplexity
 
 LENGTH, BATCH = 256, 4

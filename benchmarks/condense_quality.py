@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from moesaic.io.checkpoint import Checkpoint
-from moesaic.methods.cdmoe.method import condense
+from moesaic.arch.mixture import moe_arch
 from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
 from moesaic.hub import resolve
-from moesaic.metrics.measure import environment
+from moesaic.io.checkpoint import Checkpoint
 from moesaic.methods import CondenseConfig, TuneConfig
-from moesaic.metrics.perplexity import perplexity
-from moesaic.arch.mixture import moe_arch
+from moesaic.methods.cdmoe.method import condense
 from moesaic.methods.sft.method import tune
+from moesaic.metrics.measure import environment
+from moesaic.metrics.perplexity import perplexity
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "greedy": {"keep": "shared"},

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from moesaic.methods.cdmoe.layers import ExpertSearch, LayerSearch
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from moesaic.methods.cdmoe.method import condense
-from moesaic.data.text import calibration_tokens
-from moesaic.layers.condensed import condensed
-from moesaic.hub import resolve
-from moesaic.metrics.measure import environment
-from moesaic.methods.cdmoe.experts import CondenseConfig
-from moesaic.methods.cdmoe.divergence import js
-from moesaic.methods.cdmoe.layers import ExpertSearch, LayerSearch
 from moesaic.arch.mixture import moe_arch
+from moesaic.data.text import calibration_tokens
+from moesaic.hub import resolve
+from moesaic.layers.condensed import condensed
+from moesaic.methods.cdmoe.divergence import js
+from moesaic.methods.cdmoe.experts import CondenseConfig
+from moesaic.methods.cdmoe.method import condense
+from moesaic.metrics.measure import environment
 from moesaic.plan import CondensedLayer, Plan
 from moesaic.stream.stream import LayerStream, Spill
 

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 import moesaic
-from moesaic.methods.dsmoe.method import carve_and_train
 from moesaic.data.text import Tokens, evaluation_tokens, load_texts, windows
 from moesaic.hub import resolve
-from moesaic.metrics.measure import environment
 from moesaic.methods.dsmoe.gates import recorded
+from moesaic.methods.dsmoe.method import carve_and_train
+from moesaic.metrics.measure import environment
 from moesaic.metrics.score import score
 from moesaic.nn import ThresholdRouter
 

@@ -22,8 +22,8 @@ import moesaic
 from moesaic import PruneConfig, SkipConfig
 from moesaic.data.text import evaluation_tokens
 from moesaic.hub import resolve
-from moesaic.metrics.measure import environment
 from moesaic.methods.naee.pruning import CRITERIA
+from moesaic.metrics.measure import environment
 from moesaic.metrics.perplexity import perplexity
 
 DOMAINS = ("prose", "reference", "code")

@@ -20,9 +20,9 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from moesaic import Tokens
-from moesaic.metrics.measure import environment
-from moesaic.methods import PruneConfig, Pruner
 from moesaic.arch.mixture import moe_arch
+from moesaic.methods import PruneConfig, Pruner
+from moesaic.metrics.measure import environment
 from moesaic.stream.experts import observe_experts
 from moesaic.stream.stream import LayerStream
 

@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import dense_arch
-from moesaic.methods.budget import layer_sizes
 from moesaic.data.text import Tokens, evaluation_tokens
-from moesaic.metrics.measure import environment
-from moesaic.methods import MoRE, MoREConfig
-from moesaic.methods.more.method import memberships, prototypes
-from moesaic.methods.beyond.routers import neuron_weights, petal_energies
-from moesaic.nn.routers import running
 from moesaic.layers.regression import Ridge
+from moesaic.methods import MoRE, MoREConfig
+from moesaic.methods.beyond.routers import neuron_weights, petal_energies
+from moesaic.methods.budget import layer_sizes
+from moesaic.methods.more.method import memberships, prototypes
+from moesaic.metrics.measure import environment
+from moesaic.nn.routers import running
 from moesaic.result import Job
 from moesaic.stream.stream import Site
 

@@ -15,6 +15,7 @@ from typing import Any
 import lazy_loader
 import wrapt
 
+__version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 

@@ -29,4 +29,5 @@ from .recipe import load_recipe as load_recipe
 from .record import Record as Record
 from .result import Result as Result
 from .stream.experts import merge_files as merge_files
-from .version import __version__ as __version__
+
+__version__: str

@@ -11,10 +11,12 @@ cannot be met.
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TypeAlias
 
 from moesaic.config import MethodConfig, RunArgs
 from moesaic.exports import export
+from moesaic.foreign import Model
 from moesaic.methods import methods_of
 from moesaic.methods.naee.observing import observe
 from moesaic.metrics.bench import bench
@@ -39,33 +41,36 @@ __all__ = [
     "verb",
 ]
 
+Named: TypeAlias = str | Path | Model
+"""A model, or a name of one."""
 
-def carve(model: Any, config: MethodConfig | None = None, **options: Any) -> Result:
+
+def carve(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Turn a dense model into a mixture of experts; by default with MoRE."""
     return verb("carve", model, config, **options)
 
 
-def prune(model: Any, config: MethodConfig | None = None, **options: Any) -> Result:
+def prune(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Take experts out of a mixture of experts; by default with NAEE."""
     return verb("prune", model, config, **options)
 
 
-def condense(model: Any, config: MethodConfig | None = None, **options: Any) -> Result:
+def condense(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Turn some layers of a mixture of experts into small dense layers; by default with CD-MoE."""
     return verb("condense", model, config, **options)
 
 
-def skip(model: Any, config: MethodConfig | None = None, **options: Any) -> Result:
+def skip(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Let tokens leave out experts of little weight; by default with NAEE's dynamic skipping."""
     return verb("skip", model, config, **options)
 
 
-def tune(model: Any, config: MethodConfig | None = None, **options: Any) -> Result:
+def tune(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Train a converted model a little."""
     return verb("tune", model, config, **options)
 
 
-def verb(name: str, model: Any, config: MethodConfig | None = None, **options: Any) -> Result:
+def verb(name: str, model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Carry out a verb of :data:`moesaic.methods.VERBS` by name; other packages may add some.
 
     Raises:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
-from moesaic.progress import Track, silent
+from moesaic.foreign import JSON, Config, Model, Tokenizer, Track, Values, silent
 
 if TYPE_CHECKING:
     import torch
@@ -162,7 +161,7 @@ class MethodConfig:
 
     @property
     def label(self) -> str:
-        """The name of a result of these options, for titles; a paper is credited with its own alone.
+        """The name of a result of these options, for titles; it credits a paper with its own alone.
 
         ``MoRE``, ``static pruning``, ``MoRE and beyond it: fitted router, refit``.
         """

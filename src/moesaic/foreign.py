@@ -1,12 +1,13 @@
-"""Names for what is passed around but not ours: plain JSON, and transformers' classes.
+"""Names for what comes from outside: plain JSON, transformers' classes, the caller's progress bars.
 
-transformers brings no types; its classes are named here so that signatures say what they take.
+transformers brings no types; its classes are named here so that signatures say what they take. The
+library itself is silent: the command line draws bars through a :class:`Track`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -22,3 +23,20 @@ JSON: TypeAlias = dict[str, Any]
 
 Values: TypeAlias = Mapping[str, Any]
 """A JSON object that is only read, or options by name."""
+
+T = TypeVar("T")
+
+
+class Figures(dict[str, float]):
+    """An item that tells figures, of which curves are drawn as the items pass."""
+
+
+class Track(Protocol):
+    """Wraps an iterable so that passing through it is shown."""
+
+    def __call__(self, items: Iterable[T], label: str, total: int | None = None) -> Iterable[T]: ...
+
+
+def silent(items: Iterable[T], label: str, total: int | None = None) -> Iterable[T]:
+    """Show nothing."""
+    return items

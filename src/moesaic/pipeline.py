@@ -12,7 +12,7 @@ from moesaic import report
 from moesaic.config import MethodConfig, RunArgs, check_device, parse_dtype
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Values
+from moesaic.foreign import JSON, Track, Values, silent
 from moesaic.io.checkpoint import whole_folder
 from moesaic.io.names import check_out
 from moesaic.io.source import resolve
@@ -20,7 +20,6 @@ from moesaic.methods import VERBS, implementation
 from moesaic.methods.base import Method
 from moesaic.metrics.measure import environment, measure
 from moesaic.plan import Plan, Progress
-from moesaic.progress import Track, silent
 from moesaic.recipe import Recipe, check_run, unfinished
 from moesaic.record import Record
 from moesaic.result import Result, save_applied

@@ -26,6 +26,7 @@ from moesaic.config import (
     parse_bytes,
 )
 from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
 from moesaic.io.names import check_name, check_out
 from moesaic.methods import VERBS, methods_of
 
@@ -40,7 +41,7 @@ class Recipe:
 
     model: str
     out: str
-    steps: tuple[Any, ...]
+    steps: tuple[MethodConfig, ...]
     """The steps' configs, in order; their classes say which verb and method."""
     calibration: Calibration = field(default_factory=Calibration)
     evaluation: Evaluation | None = field(default_factory=Evaluation)
@@ -54,7 +55,7 @@ class Recipe:
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """The same with lists for tuples."""
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
@@ -109,7 +110,7 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
 # --- steps ---------------------------------------------------------------------------------------
 
 
-def step_config(verb: str, options: Any, where: str = "") -> MethodConfig:
+def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     """The config of one step, checked.
 
     Args:
@@ -142,11 +143,12 @@ def step_config(verb: str, options: Any, where: str = "") -> MethodConfig:
     return checked(config, options, where)
 
 
-def _bundle(verb: str, method: str, name: Any, where: str) -> dict[str, Any]:
+def _bundle(verb: str, method: str, name: object, where: str) -> JSON:
     """The options that a name stands for."""
     bundles = {other: config.bundles for other, config in methods_of(verb).items()}
-    if name in bundles[method]:
-        return dict(bundles[method][name])
+    own = bundles[method].get(str(name))
+    if own is not None:
+        return dict(own)
     known = dict.fromkeys(n for other in bundles.values() for n in other)
     if name not in known:
         listed = ", ".join(known) or "none"
@@ -155,7 +157,7 @@ def _bundle(verb: str, method: str, name: Any, where: str) -> dict[str, Any]:
     raise MoesaicError(f"{where}: recipe {name!r} is for {able}, not for {method}.")
 
 
-def checked(cls: type[T], data: Any, where: str) -> T:
+def checked(cls: type[T], data: object, where: str) -> T:
     """Plain data as a dataclass, every field checked.
 
     Args:

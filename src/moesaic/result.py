@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moesaic import hub
+from moesaic import __version__, hub
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.mixture import base_arch
 from moesaic.arch.use import LayerUse
@@ -28,7 +28,6 @@ from moesaic.plan import Plan
 from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.stream.job import Job
 from moesaic.surgery import apply_plan, check_base, rewrite
-from moesaic.version import __version__
 
 
 @dataclass

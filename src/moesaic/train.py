@@ -33,8 +33,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from moesaic.config import MethodConfig
 from moesaic.data.text import IGNORED, Tokens, training_examples
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Model, Tokenizer
-from moesaic.progress import Figures, Track, silent
+from moesaic.foreign import Figures, Model, Tokenizer, Track, silent
 
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
 NOT_KEPT = ("epoch", "grad_norm")

@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from moesaic.progress import Figures
+from moesaic.foreign import Figures
 
 T = TypeVar("T")
 err_console = Console(stderr=True)

@@ -14,10 +14,10 @@ from typing import Annotated
 import typer
 import wrapt
 
+from moesaic import __version__
 from moesaic.cli import measure, results, verbs
 from moesaic.cli.shared import app, fail
 from moesaic.errors import MoesaicError
-from moesaic.version import __version__
 
 for group in (verbs, measure, results):
     group.commands()

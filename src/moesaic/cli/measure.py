@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, numbers, option
+from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, numbers, option
 from moesaic.cli.shared import columns, emit, register
 from moesaic.config import Bench, Evaluation, check_device, parse_dtype
 from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
 from moesaic.io.names import check_name
 from moesaic.recipe import Recipe
 
 Against = Annotated[str | None, typer.Option(metavar="MODEL", help="Measured beside it.")]
 
 
-def place(given: dict[str, Any]) -> dict[str, Any]:
+def place(given: JSON) -> JSON:
     """Device and floating-point type, taken out of what was given."""
     dtype = parse_dtype(given.pop("dtype", Recipe.dtype))
     return {"device": check_device(given.pop("device", Recipe.device)), "dtype": dtype}
@@ -34,7 +35,7 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE.svg", help="With --tau: draw what was measured.")
     ] = None,
     as_json: AsJson = False,
-    **given: Any,
+    **given: Value,
 ) -> None:
     """Perplexity, parameters and active ratio, measured on routed tokens."""
     if draw and not tau:
@@ -65,7 +66,7 @@ def evaluate(
     emit(as_json, figures, columns({names[key]: scores[key] for key in names}))
 
 
-def bench(model: Model, against: Against = None, as_json: AsJson = False, **given: Any) -> None:
+def bench(model: Model, against: Against = None, as_json: AsJson = False, **given: Value) -> None:
     """Speed in interleaved rounds beside the ideal one, peak memory and file size."""
     names = {"model": model} | ({"against": against} if against else {})
     where = place(given)
@@ -113,7 +114,7 @@ def generate(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Ask as a user would.")] = False,
     as_json: AsJson = False,
-    **given: Any,
+    **given: Value,
 ) -> None:
     """Continue a text greedily."""
     if not prompt:

@@ -7,14 +7,27 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import typer
 import yaml
 
 from moesaic.config import About, about, choices
 from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
 from moesaic.recipe import Recipe
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MODELS = "A hub id, a folder, a .gguf file, smollm2, or a model that ships (tiny-dense ...)."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS, show_default=False)]
@@ -22,6 +35,12 @@ Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.", 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of the same.")]
+
+Value: TypeAlias = Any
+"""A value that typer has read."""
+
+Place: TypeAlias = "tuple[str, type[DataclassInstance], Field[object]]"
+"""A method's name, its config and a field of that."""
 
 
 # --- an option -----------------------------------------------------------------------------------
@@ -35,7 +54,7 @@ class Option:
     """Of the parameter."""
     flag: str
     """``--keep``, ``--option -o``, or ``--padding/--no-padding`` for a switch that is on."""
-    kind: Any
+    kind: type[object]
     """bool, int, float, str, or list for an option that may be given several times."""
     help: str
     metavar: str = ""
@@ -55,19 +74,18 @@ class Option:
             show_default=False,
         )
         default = inspect.Parameter.empty if self.required else None
-        kind = kind if self.required else kind | None
-        annotation: Any = Annotated[kind, info]
+        annotation: object = Annotated[kind if self.required else kind | None, info]
         keyword = inspect.Parameter.KEYWORD_ONLY
         return inspect.Parameter(self.name, keyword, default=default, annotation=annotation)
 
-    def read(self, value: Any) -> Any:
+    def read(self, value: Value) -> Value:
         """The value that the dataclass's field takes."""
         if self.commas:
             return [part.strip() for part in value.split(",") if part.strip()]
         return tuple(value) if self.kind is list else value
 
 
-def option(config: type[Any], name: str, *, flag: str = "", help: str = "") -> Option:
+def option(config: type[DataclassInstance], name: str, *, flag: str = "", help: str = "") -> Option:
     """The option of one field.
 
     Args:
@@ -79,14 +97,16 @@ def option(config: type[Any], name: str, *, flag: str = "", help: str = "") -> O
     return _merged([("", config, _field(config, name))], flag, help)
 
 
-def of_methods(configs: Mapping[str, type[Any]], taken: Iterable[str]) -> list[Option]:
+def of_methods(
+    configs: Mapping[str, type[DataclassInstance]], taken: Iterable[str]
+) -> list[Option]:
     """The options of several methods' configs, each once; seldom ones are left out.
 
     Args:
         configs: the dataclasses by the method's name.
         taken: flags that mean something else.
     """
-    found: dict[str, list[tuple[str, type[Any], Field[Any]]]] = {}
+    found: dict[str, list[Place]] = {}
     for method, config in configs.items():
         for of in fields(config):
             if not about(of).seldom and _flag(of) not in taken:
@@ -94,17 +114,17 @@ def of_methods(configs: Mapping[str, type[Any]], taken: Iterable[str]) -> list[O
     return [_merged(group, methods=len(configs)) for group in found.values()]
 
 
-def _field(config: type[Any], name: str) -> Field[Any]:
+def _field(config: type[DataclassInstance], name: str) -> Field[object]:
     return next(of for of in fields(config) if of.name == name)
 
 
-def _flag(of: Field[Any]) -> str:
+def _flag(of: Field[object]) -> str:
     """The name on the command line: ``--keep``, or two of a switch."""
     return about(of).flag or f"--{of.name.replace('_', '-')}"
 
 
 def _merged(
-    group: Sequence[tuple[str, type[Any], Field[Any]]],
+    group: Sequence[Place],
     flag: str = "",
     help: str = "",
     methods: int = 1,
@@ -126,7 +146,7 @@ def _merged(
     )
 
 
-def _kind(hint: Any, said: About) -> tuple[Any, bool]:
+def _kind(hint: object, said: About) -> tuple[type[object], bool]:
     """The type that typer reads a field as, and whether it is a list with commas between."""
     kinds = [k for k in (get_args(hint) or (hint,)) if k not in (type(None), Ellipsis)]
     if get_origin(hint) in (Literal, tuple):
@@ -139,7 +159,7 @@ def _kind(hint: Any, said: About) -> tuple[Any, bool]:
     return (float if float in plain else plain[0]), False
 
 
-def _help(group: Sequence[tuple[str, type[Any], Field[Any]]], methods: int) -> str:
+def _help(group: Sequence[Place], methods: int) -> str:
     """Help, choices and default; with the methods' names where they differ."""
     texts: dict[str, list[str]] = {}
     for method, config, of in group:
@@ -164,7 +184,7 @@ def _help(group: Sequence[tuple[str, type[Any], Field[Any]]], methods: int) -> s
     return " ".join([*told, default]).strip()
 
 
-def _default(of: Field[Any]) -> str:
+def _default(of: Field[object]) -> str:
     """A field's default as a user would write it; empty for one that says nothing."""
     value = of.default if of.default is not MISSING else None
     if value is None or value is False or value in ("", ()):
@@ -175,7 +195,7 @@ def _default(of: Field[Any]) -> str:
 # --- values --------------------------------------------------------------------------------------
 
 
-def pairs(given: Sequence[str] | None) -> dict[str, Any]:
+def pairs(given: Sequence[str] | None) -> JSON:
     """``key=value`` pairs; lists, mappings and null are read as in a recipe.
 
     >>> pairs(["alpha=0.5", "layers=[1, 2]", "steps=null"])

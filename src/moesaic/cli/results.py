@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, get_args, get_type_hints
 
 import typer
 
@@ -12,6 +12,7 @@ from moesaic.cli.options import MODELS, AsJson, Model, Out, Overwrite, Resume
 from moesaic.cli.shared import carry_out, emit, figure, register
 from moesaic.config import Bench, Evaluation
 from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
 from moesaic.io.names import check_name, check_out
 from moesaic.recipe import Recipe, load_recipe, step_config
 
@@ -97,14 +98,14 @@ def export(
         check_out(out, overwrite)
     from moesaic.exports import export
 
-    given: dict[str, Any] = {"target": target, "ep": ep, "untie": untie, "overwrite": overwrite}
+    given: JSON = {"target": target, "ep": ep, "untie": untie, "overwrite": overwrite}
     if to == "gguf":
         given |= {"type": type, "converter": converter}
     record = export(model, out, to, **given)
     emit(as_json, record, exported(record))
 
 
-def exported(record: dict[str, Any]) -> Table:
+def exported(record: JSON) -> Table:
     """What was written, what it cost, and who loads it."""
     from rich.table import Table
 

@@ -6,12 +6,13 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, NoReturn, get_type_hints
 
 import typer
 
-from moesaic.cli.options import Option, in_flags
+from moesaic.cli.options import Option, Value, in_flags
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Values
 from moesaic.recipe import Recipe, check_run
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def register(
     flags |= {field: f"-o {field}" for field in seldom} | {o.name: o.flag for o in options}
     read = {o.name: o for o in options}
 
-    def command(**given: Any) -> None:
+    def command(**given: Value) -> None:
         said = {
             key: read[key].read(value) if key in read else value
             for key, value in given.items()
@@ -73,7 +74,7 @@ def register(
     app.command(name, epilog=f"Example: [bold]{example}[/bold]")(command)
 
 
-def _info(parameter: inspect.Parameter) -> Any:
+def _info(parameter: inspect.Parameter) -> Value:
     return parameter.annotation.__metadata__[0]
 
 
@@ -86,7 +87,7 @@ def _flag(parameter: inspect.Parameter) -> str:
     return said[0] if said else f"--{parameter.name.replace('_', '-')}"
 
 
-def emit(as_json: bool, data: Any, view: Any) -> None:
+def emit(as_json: bool, data: object, view: object) -> None:
     """Print ``data`` as JSON, or the view for people."""
     if as_json:
         sys.stdout.write(json.dumps(data) + "\n")
@@ -122,7 +123,7 @@ def fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def columns(figures: Mapping[str, Mapping[str, Any]]) -> Table:
+def columns(figures: Mapping[str, Values]) -> Table:
     """Figures as rows, models as columns."""
     from rich.table import Table
 
@@ -137,7 +138,7 @@ def columns(figures: Mapping[str, Mapping[str, Any]]) -> Table:
     return table
 
 
-def figure(value: Any) -> str:
+def figure(value: object) -> str:
     """A figure as a table shows it."""
     if value is None:
         return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -18,6 +18,7 @@ from moesaic.cli.options import (
     Out,
     Overwrite,
     Resume,
+    Value,
     of_methods,
     option,
     pairs,
@@ -79,7 +80,7 @@ def command(verb: Verb) -> Callable[..., None]:
         overwrite: Overwrite = False,
         resume: Resume = False,
         as_json: AsJson = False,
-        **given: Any,
+        **given: Value,
     ) -> None:
         extra = pairs(given.pop("option", None))
         device = {name: given.pop(name) for name in ("device", "dtype") if name in given}
@@ -126,7 +127,7 @@ def observe(
     overwrite: Overwrite = False,
     resume: Resume = False,
     as_json: AsJson = False,
-    **given: Any,
+    **given: Value,
 ) -> None:
     """Observe a mixture of experts once; prune and skip then decide in seconds with --stats."""
     if stats.exists() and not overwrite:

@@ -13,13 +13,12 @@ from moesaic.config import Bench
 from moesaic.data.text import evaluation_tokens, shipped_texts
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import export_gguf
-from moesaic.foreign import JSON, Model
+from moesaic.foreign import JSON, Model, Track, silent
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.llamacpp import Engine, gguf_parameters
 from moesaic.metrics.measure import memory, speed_json
 from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Speed, against, compare_speed, interleaved, peak_memory
-from moesaic.progress import Track, silent
 
 
 def bench(

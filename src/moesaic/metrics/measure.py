@@ -11,7 +11,7 @@ import torch
 from moesaic.config import Evaluation
 from moesaic.data.text import DOMAINS, Tokens, evaluation_tokens, shipped_texts
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, Tokenizer
+from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
 from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.perplexity import perplexity
@@ -20,7 +20,6 @@ from moesaic.metrics.score import Score, score
 from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratio
 from moesaic.nn import ThresholdRouter
-from moesaic.progress import Track, silent
 
 
 def evaluate(

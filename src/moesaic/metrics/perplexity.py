@@ -10,9 +10,8 @@ import torch.nn.functional as F
 
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Model
+from moesaic.foreign import Model, Track, silent
 from moesaic.metrics.routing import Routing, counted
-from moesaic.progress import Track, silent
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moesaic.data.text import Tokens
-from moesaic.foreign import JSON, Model
+from moesaic.foreign import JSON, Model, Track, silent
 from moesaic.metrics.perplexity import perplexity
 from moesaic.metrics.routing import Routing
 from moesaic.metrics.size import model_size
-from moesaic.progress import Track, silent
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, Values
-from moesaic.progress import Track, silent
+from moesaic.foreign import JSON, Model, Track, Values, silent
 
 
 @dataclass(frozen=True)

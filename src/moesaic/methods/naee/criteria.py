@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from moesaic.registry import Registry
 
@@ -24,9 +24,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moesaic.arch.routing import RoutingFunction
-    from moesaic.methods.naee.config import PruneConfig
     from moesaic.methods.naee.search import Losses
     from moesaic.stream.experts import ExpertStats
+
+
+class Options(Protocol):
+    """Options of pruning that a criterion may look at."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def sum_batch_norms(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class Case:
     """The layer's routing function."""
     layer: int
     """Its number."""
-    config: PruneConfig
+    config: Options
 
 
 @dataclass(frozen=True)
