@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from moesaic.arch.dense import DenseFFN, FFNNames, assembled, dense_ffn
 from moesaic.foreign import Values
@@ -245,18 +246,23 @@ class CarvedFFN(nn.Module):
         return y_TD
 
     def _plain(self) -> DenseFFN | None:
-        """The view, or None where a projection is quantised or wrapped by an adapter.
+        """The view, or None where somebody waits for a projection itself to be called.
+
+        That is one that is quantised, wrapped by an adapter, observed by a hook, replicated, or
+        offloaded, so that its weight comes only when it is called.
 
         Looks into the modules' own tables: asking for attributes took as long as the router does.
         """
+        if _has_any_global_hook():
+            return None
         weights: dict[str, Tensor] = {}
         biases: dict[str, Tensor | None] = {}
         for name in self._projections:
             projection = self._modules[name]
-            if type(projection) is not nn.Linear:
+            if type(projection) is not nn.Linear or _watched(projection):
                 return None
             tensors = projection._parameters
-            weight = tensors["weight"]
+            weight = tensors.get("weight")
             if weight is None or type(weight) not in (nn.Parameter, Tensor):
                 return None
             weights[name], biases[name] = weight, tensors["bias"]
@@ -288,6 +294,20 @@ class CarvedFFN(nn.Module):
 
     def extra_repr(self) -> str:
         return f"backbone={self.backbone}, petals={self.petals}, top_k={self.top_k}"
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its forward (as torch itself decides it).
+
+    accelerate puts its hooks around ``forward`` itself, in the module's own table.
+    """
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
 
 
 def joined(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

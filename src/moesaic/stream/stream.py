@@ -8,7 +8,7 @@ one layer's weights in memory when the model is read from disk.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +28,15 @@ from moesaic.io.naming import Naming
 
 
 class Spill:
-    """A list of tensors that go to memory-mapped files once they fill ``limit`` bytes of memory."""
+    """A list of tensors that go to memory-mapped files once they fill ``limit`` bytes of memory.
+
+    Each comes back on the device that it was on.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._tensors: list[Tensor] = []
+        self._devices: list[torch.device] = []
         self._mapped: set[int] = set()
         self._in_memory = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -41,12 +45,13 @@ class Spill:
         return len(self._tensors)
 
     def __getitem__(self, i: int) -> Tensor:
-        return self._tensors[i]
+        return self._tensors[i].to(self._devices[i])
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._tensors)
+        return (self[i] for i in range(len(self)))
 
     def append(self, tensor: Tensor) -> None:
+        self._devices.append(tensor.device)
         if self._in_memory + tensor.nbytes <= self.limit:
             self._in_memory += tensor.nbytes
             self._tensors.append(tensor)
@@ -64,13 +69,14 @@ class Spill:
 
     def replace(self, i: int, tensor: Tensor) -> None:
         """Put a tensor of the same shape in place ``i``, where the old one lived."""
+        self._devices[i] = tensor.device
         if i in self._mapped:
             self._tensors[i].copy_(tensor)
         else:
             self._tensors[i] = tensor
 
     def clear(self) -> None:
-        self._tensors, self._mapped, self._in_memory = [], set(), 0
+        self._tensors, self._devices, self._mapped, self._in_memory = [], [], set(), 0
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -155,6 +161,11 @@ class Block:
     layer: nn.Module
     _kwargs: list[list[JSON]]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the layer's weights are."""
+        return next(self.layer.parameters()).device
+
     def outputs(self, states: Iterable[Tensor], layer: nn.Module | None = None) -> Iterator[Tensor]:
         """What the layer makes of each batch's hidden states (B, L, D).
 
@@ -162,8 +173,9 @@ class Block:
             states: one entry a batch.
             layer: what stands in the layer's place.
         """
+        device = self.device
         for b, before in enumerate(states):
-            after: Tensor = (layer or self.layer)(before, **self._kwargs[b][self.index])
+            after: Tensor = (layer or self.layer)(before.to(device), **self._kwargs[b][self.index])
             yield after
 
     def run(self, states: Spill, layer: nn.Module | None = None) -> None:
@@ -335,7 +347,9 @@ class LayerStream(Generic[V]):
                 yield Block(i, self.arch.layers(self.model)[i], kwargs)
 
     @torch.no_grad()
-    def heads(self, states: Iterable[Tensor], logits: bool = False) -> Iterator[tuple[Tensor, Any]]:
+    def heads(
+        self, states: Iterable[Tensor], logits: bool = False
+    ) -> Iterator[tuple[Tensor, Tokens]]:
         """What the model makes of the last layer's output: its final norm, or its logits.
 
         Args:
@@ -348,8 +362,8 @@ class LayerStream(Generic[V]):
         with self._open_rest(), self._open_head() if logits else nullcontext():
             for batch, last in zip(self._batches, states, strict=True):
 
-                def given(_: int, states: Tensor, options: Any, last: Tensor = last) -> Tensor:
-                    return last
+                def given(_: int, states: Tensor, options: JSON, last: Tensor = last) -> Tensor:
+                    return last.to(states.device)
 
                 with self._replaced(given):
                     run = self.model if logits else self.model.base_model
@@ -376,13 +390,14 @@ class LayerStream(Generic[V]):
 
         def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             if inputs is not None:
-                inputs.append(valid(args[0], next(entering)))
-                if not torch.isfinite(inputs[len(inputs) - 1]).all():
+                x_TD = valid(args[0], next(entering))
+                if not torch.isfinite(x_TD).all():
                     raise MoesaicError(
                         f"Layer {layer} meets a value that is not finite in calibration batch "
-                        f"{len(inputs) - 1}. The checkpoint may be damaged, or its dtype too "
+                        f"{len(inputs)}. The checkpoint may be damaged, or its dtype too "
                         "narrow: try dtype float32."
                     )
+                inputs.append(x_TD)
 
         def after(_: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
             if outputs is not None and self._follow:
@@ -420,7 +435,7 @@ class LayerStream(Generic[V]):
                 hidden.append(first.pop())
         return hidden, kwargs
 
-    def _run(self, model: Model, batch: Tokens) -> Any:
+    def _run(self, model: Model, batch: Tokens) -> Sequence[Tensor]:
         device = self.model.get_input_embeddings().weight.device
         mask = batch.attention_mask
         return model(
@@ -433,14 +448,19 @@ class LayerStream(Generic[V]):
     def _replaced(self, stand_in: Callable[[int, Tensor, JSON], Tensor]) -> Iterator[None]:
         """Inside, every block is ``stand_in(index, hidden states, keyword arguments)``."""
         layers = self.arch.layers(self.model)
+        # device_map's hooks stand in the same place: they come back
+        hooked = [layer.__dict__.get("forward") for layer in layers]
         for index, layer in enumerate(layers):
             # shadows the class's forward
             layer.forward = _standing_in(stand_in, index)
         try:
             yield
         finally:
-            for layer in layers:
-                del layer.forward
+            for layer, forward in zip(layers, hooked, strict=True):
+                if forward is None:
+                    del layer.forward
+                else:
+                    layer.forward = forward
 
 
 def _standing_in(stand_in: StandIn, index: int) -> Callable[..., Tensor]:
