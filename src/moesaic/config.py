@@ -99,7 +99,7 @@ class MethodConfig:
     that carries it out without importing it.
     """
 
-    __pydantic_config__: ClassVar[Any] = STRICT
+    __pydantic_config__: ClassVar[JSON] = STRICT
 
     verb: ClassVar[str]
     """The command that it belongs to, such as ``carve``."""
@@ -194,7 +194,7 @@ class Verb:
 class Calibration:
     """The text that statistics are taken on, or that a method trains on."""
 
-    __pydantic_config__: ClassVar[Any] = STRICT
+    __pydantic_config__: ClassVar[JSON] = STRICT
 
     source: str = option(
         "",
@@ -218,7 +218,7 @@ class Calibration:
 class Evaluation:
     """Measurements of the result, beside the original."""
 
-    __pydantic_config__: ClassVar[Any] = STRICT
+    __pydantic_config__: ClassVar[JSON] = STRICT
 
     data: str = option("", "Text to measure on; as for --calibration. Default: ships.")
     length: int = option(512, "Tokens of a window.", minimum=2, seldom=True)
@@ -240,7 +240,7 @@ class Evaluation:
 class Bench:
     """How speed is measured."""
 
-    __pydantic_config__: ClassVar[Any] = STRICT
+    __pydantic_config__: ClassVar[JSON] = STRICT
 
     engine: Literal["transformers", "llamacpp"] = option(
         "transformers",
@@ -272,7 +272,7 @@ class RunArgs:
     """Variants of the method to decide on beside it, from the same statistics."""
     plan: Any = None
     """The plan that a loaded model was made by, where a method asks for it."""
-    teacher: Any = None
+    teacher: Model | None = None
     """A loaded model to learn from, where a method distils."""
     inplace: bool = False
     """Convert the caller's model itself; without it the caller's model is not changed."""
@@ -286,7 +286,7 @@ class RunArgs:
     """Shows progress."""
 
     @classmethod
-    def of(cls, model: Model, **options: Any) -> RunArgs:
+    def of(cls, model: Model | str | Path, **options: Any) -> RunArgs:
         """From the flat keyword arguments of the library's verbs.
 
         Args:

@@ -37,7 +37,7 @@ T = TypeVar("T")
 class Recipe:
     """One run: model, calibration, steps, evaluation."""
 
-    __pydantic_config__: ClassVar[Any] = STRICT
+    __pydantic_config__: ClassVar[JSON] = STRICT
 
     model: str
     out: str

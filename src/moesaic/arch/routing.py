@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def _floor(dtype: torch.dtype) -> float:
@@ -32,11 +32,11 @@ class RoutingFunction:
         choice_bias: the name of that bias inside the router.
     """
 
-    def __init__(self, router: Any, choice_bias: str | None = None) -> None:
+    def __init__(self, router: nn.Module, choice_bias: str | None = None) -> None:
         self._router = _unbound(router)
         self._forward = type(router).forward
         self._choice_bias = choice_bias
-        self.count: int = router.weight.shape[0]
+        self.count = int(attrgetter("weight")(router).shape[0])
         self.bias_E: Tensor | None = None
         if choice_bias is not None:
             self.bias_E = attrgetter(choice_bias)(router).detach().flatten()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import export_gguf
@@ -14,7 +13,7 @@ from moesaic.foreign import JSON
 FORMS: dict[str, Callable[..., JSON]] = {"native": export_native, "gguf": export_gguf}
 
 
-def export(model: str, out: str | Path, to: str = "native", **options: Any) -> JSON:
+def export(model: str, out: str | Path, to: str = "native", **options: object) -> JSON:
     """Write a model in the form that other engines load.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +107,7 @@ def _shared_settings(config: Config) -> JSON:
     return copy.deepcopy(found)
 
 
-def _config(model_type: str, settings: Values) -> Any:
+def _config(model_type: str, settings: Values) -> Config:
     config = CONFIG_MAPPING[model_type](**settings)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
     return config
@@ -142,7 +141,9 @@ def source_widths(source: Source) -> list[int]:
     ]
 
 
-def read_ffn(checkpoint: Checkpoint, prefix: str, names: FFNNames) -> tuple[DenseFFN, Any]:
+def read_ffn(
+    checkpoint: Checkpoint, prefix: str, names: FFNNames
+) -> tuple[DenseFFN, Tensor | None]:
     """A dense or carved layer's FFN on disk as three matrices, and its router rows if any."""
     state = checkpoint.under(prefix)
     weights = {name: state[f"{name}.weight"] for name in names.projections}

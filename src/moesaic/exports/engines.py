@@ -7,7 +7,6 @@ read, not run, but for llama.cpp, which the slow tests run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from moesaic.exports.targets import head_dim_of
 from moesaic.foreign import Config
@@ -118,7 +117,7 @@ def _llamacpp(config: Config, ep: int) -> Iterator[str]:
             yield f"a shared expert that is not {wanted} wide: dense width / key-value heads"
 
 
-ENGINES: dict[str, Callable[[Any, int], Iterator[str]]] = {
+ENGINES: dict[str, Callable[[Config, int], Iterator[str]]] = {
     "vllm": _vllm,
     "sglang": _sglang,
     "llama.cpp": _llamacpp,

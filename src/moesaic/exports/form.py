@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -34,7 +33,7 @@ class Export:
         return str(self.config.model_type)
 
 
-def base_config(config: Config, arch: Arch) -> Any:
+def base_config(config: Config, arch: Arch) -> Config:
     """A converted config as its base's own."""
     plain = copy.deepcopy(config)
     own = CONFIG_MAPPING[arch.model_type]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +45,7 @@ def reduced(
     counts = {i: count for i, count in enumerate(shape.experts) if count}
     dense = {i: shape.widths[i] for i in stay if i not in counts}
     costs: JSON = {}
-    plans: dict[int, Any] = {}
+    plans: dict[int, PrunedLayer] = {}
     if counts:
         most = max(counts.values())
         groups = arch.group_count(config)
@@ -89,7 +88,7 @@ def reduced(
     return Export(config, write, costs)
 
 
-def _spread(values: Any) -> str:
+def _spread(values: Iterable[int]) -> str:
     return "/".join(map(str, sorted(set(values))))
 
 

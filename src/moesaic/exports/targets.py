@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -235,10 +234,10 @@ class Target:
     bases: Collection[str]
     """Dense architectures whose attention, norms and embeddings it has under the same names."""
     sizes: Callable[[Sequence[Header | None], Sequence[int]], Sizes]
-    settings: Callable[[Any, Sizes], JSON]
+    settings: Callable[[Config, Sizes], JSON]
     """Its own config attributes, from the base's config."""
     tensors: Callable[[str, Layer, Sizes], Tensors]
-    lacks: Callable[[Any, Sizes], str | None]
+    lacks: Callable[[Config, Sizes], str | None]
     """The part of the base's config or of the sizes that it cannot hold; None if it holds all."""
 
 

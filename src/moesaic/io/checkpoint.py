@@ -198,7 +198,7 @@ def narrowed(model: Model) -> Callable[[str], torch.dtype]:
     return of
 
 
-def skeleton(config: Config, dtype: torch.dtype | None = None) -> Any:
+def skeleton(config: Config, dtype: torch.dtype | None = None) -> Model:
     """The model of a config with parameters on the meta device and real buffers."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM

@@ -150,7 +150,7 @@ class LayerPlan(ABC):
         """The module that chooses a token's experts, and their sizes; None where none does."""
         return arch.routed(layer)
 
-    def refit(self, site: Seen[Any], **options: Any) -> tuple[LayerPlan, JSON]:
+    def refit(self, site: Seen[Any], **options: bool) -> tuple[LayerPlan, JSON]:
         """The layer with weights solved for, so that its output is nearest to the original's.
 
         Returns:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -198,7 +198,7 @@ class CarvedLayer(LayerPlan):
     # --- refit -----------------------------------------------------------------------------------
 
     def refit(
-        self, site: Seen[DenseFFN], weights: bool = True, biases: bool = False, **options: Any
+        self, site: Seen[DenseFFN], weights: bool = True, biases: bool = False, **options: bool
     ) -> tuple[CarvedLayer, JSON]:
         """A new down projection, output biases of the experts, or both.
 

@@ -174,7 +174,7 @@ class CondensedLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: Seen[Any], **options: Any) -> tuple[CondensedLayer, JSON]:
+    def refit(self, site: Seen[Any], **options: bool) -> tuple[CondensedLayer, JSON]:
         """A new down projection. Features are h~ of the shared path and the chosen experts.
 
         A layer that was dense before, and one of which nothing is left, stay as they are.

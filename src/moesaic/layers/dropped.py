@@ -66,6 +66,6 @@ class DroppedLayer(LayerPlan):
     def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
         return None
 
-    def refit(self, site: Seen[Any], **options: Any) -> tuple[DroppedLayer, JSON]:
+    def refit(self, site: Seen[Any], **options: bool) -> tuple[DroppedLayer, JSON]:
         """The layer as it is: nothing is left of it that could be fitted."""
         return self, {}

@@ -70,7 +70,7 @@ class MergedLayer(PrunedLayer):
         told = f"{experts} experts averaged into {len(self.experts)}"
         return Description(told, {**before.shape, "into": self.into_E.tolist()})
 
-    def refit(self, site: Seen[Any], **options: Any) -> tuple[PrunedLayer, JSON]:
+    def refit(self, site: Seen[Any], **options: bool) -> tuple[PrunedLayer, JSON]:
         raise MoesaicError("Merged experts are not refitted; choose another criterion.")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ class PrunedLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: Seen[MoEFFN], **options: Any) -> tuple[PrunedLayer, JSON]:
+    def refit(self, site: Seen[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
         """New down projections of the experts that stay, one after the other.
 
         Features are h~ = w_i h_i with the router's true weight; each expert is fitted to the error

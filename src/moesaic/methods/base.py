@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
+from moesaic.foreign import Config, Model, Values
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord, strongest
 from moesaic.stream.job import Job
@@ -24,15 +25,15 @@ class Decision:
     plan: Plan | None
     """What was decided; of a method that trains, where training began; None where a converted
     model was only trained further."""
-    analyses: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    analyses: Mapping[int, Values] = field(default_factory=dict)
     """What was seen of each layer, as plain JSON."""
     comparisons: Mapping[str, Plan] = field(default_factory=dict)
     """Plans of the variants that were asked for, from the same statistics."""
-    summary: Mapping[str, Any] = field(default_factory=dict)
+    summary: Values = field(default_factory=dict)
     """What was found of the whole model, as plain JSON; training curves under ``training``."""
-    trained: Any = None
+    trained: Model | None = None
     """The live model where weights were trained: no plan can rebuild it."""
-    retrained: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    retrained: Mapping[str, Callable[[], Model]] = field(default_factory=dict)
     """Comparisons that must be trained, each by a function that returns the live model."""
 
 
@@ -44,7 +45,7 @@ class Told:
     """A clause: ``pruned by REAP to 6 of 8 experts``. The model's name stands before it."""
     told: str
     """One or two sentences: what the result is, as against the model it was made from."""
-    output: Mapping[str, Any] = field(default_factory=dict)
+    output: Values = field(default_factory=dict)
     """Keys that programs rely on in ``--json``."""
 
 
@@ -62,7 +63,7 @@ class Method(ABC, Generic[C, A]):
         self.config = config
 
     @abstractmethod
-    def find(self, config: Any) -> A:
+    def find(self, config: Config) -> A:
         """The architecture of a model's config.
 
         Raises:

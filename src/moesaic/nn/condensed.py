@@ -71,5 +71,5 @@ class PassThrough(nn.Module):
         self.self_attn = nn.Identity()
         setattr(self, ffn_path, CondensedFFN(hidden_size, 0, nn.Identity()))
 
-    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
         return hidden_states

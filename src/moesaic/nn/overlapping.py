@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ class OverlappingFFN(CarvedFFN):
     def __init__(
         self,
         projections: Mapping[str, nn.Module],
-        act: Any,
+        act: Callable[[Tensor], Tensor],
         names: FFNNames,
         hidden_size: int,
         experts: int,

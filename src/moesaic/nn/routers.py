@@ -7,13 +7,12 @@ every petal (T, R), zero where the token does not run it.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.foreign import JSON
+from moesaic.foreign import JSON, Values
 
 CHOOSING = ("cosine", "random", "linear", "backbone")
 
@@ -251,7 +250,7 @@ def make_router(
     experts: int,
     top_k: int,
     routing: str,
-    options: Any = None,
+    options: Values | None = None,
     backbone: int = 0,
 ) -> nn.Module:
     """The router of that name, its weights not set."""

@@ -16,7 +16,7 @@ from moesaic.config import RunArgs
 from moesaic.data.text import Tokens, calibration_tokens, shared_out
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Values
+from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source, resolve
 from moesaic.layers.base import LayerPlan
@@ -37,11 +37,11 @@ class Job(Generic[A]):
         length: tokens of a calibration window, where the request says nothing.
     """
 
-    def __init__(self, args: RunArgs, find: Callable[[Any], A], length: int = 256) -> None:
+    def __init__(self, args: RunArgs, find: Callable[[Config], A], length: int = 256) -> None:
         self.args = args
         self.device, self.dtype, self.track = args.device, args.dtype, args.track
         model = args.model
-        self.original: Any = resolve(str(model)) if isinstance(model, str | Path) else model
+        self.original: Model = resolve(str(model)) if isinstance(model, str | Path) else model
         """The caller's model, or the :class:`~moesaic.io.source.Source` to read from disk."""
         self.arch: A = find(self.original.config)
         self._length = length
@@ -52,7 +52,7 @@ class Job(Generic[A]):
         return isinstance(self.original, Source)
 
     @cached_property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer | None:
         """The one that was given, else the model's own; None for a loaded model without one."""
         if self.args.tokenizer is None and self.on_disk:
             return self.original.tokenizer
@@ -78,7 +78,7 @@ class Job(Generic[A]):
         return calibration_tokens(source, self.tokenizer, drawn.samples, length, drawn.seed)
 
     @cached_property
-    def shape(self) -> Any:
+    def shape(self) -> Model:
         """The model, or a skeleton of it on the meta device."""
         return skeleton(self.original.config) if self.on_disk else self.original
 
@@ -128,7 +128,7 @@ class Job(Generic[A]):
         self.original.eval()
         return LayerStream(self.original, self.arch, tokens, layers, view=view, **options)
 
-    def live(self, inplace: bool | None = None) -> Any:
+    def live(self, inplace: bool | None = None) -> Model:
         """A model to train or to change: read from disk, the caller's own, or a copy of it.
 
         Args:

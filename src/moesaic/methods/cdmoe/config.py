@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Values
 
 CD_MOE = (
     "Cao et al., \"Condense, Don't Just Prune: Enhancing Efficiency and Performance in MoE Layer "
@@ -38,7 +39,7 @@ class CondenseConfig(MethodConfig):
     title = "CD-MoE"
     paper = CD_MOE
     implementation = "moesaic.methods.cdmoe.method:Condenser"
-    bundles: ClassVar[Mapping[str, Mapping[str, Any]]] = {"best": {"refit": True}}
+    bundles: ClassVar[Mapping[str, Values]] = {"best": {"refit": True}}
     window = 512
 
     layers: int | None = option(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Values
 from moesaic.methods.naee.criteria import CRITERIA, NAEE, Compared, Criterion
 
 
@@ -21,7 +22,7 @@ class PruneConfig(MethodConfig):
     paper = NAEE
     implementation = "moesaic.methods.naee.pruning:Pruner"
     variants: ClassVar[Mapping[str, str]] = Compared()
-    bundles: ClassVar[Mapping[str, Mapping[str, Any]]] = {"best": {"refit": True}}
+    bundles: ClassVar[Mapping[str, Values]] = {"best": {"refit": True}}
 
     keep: float = option(
         6,

@@ -10,14 +10,14 @@ from moesaic.arch.mixture import moe_arch
 from moesaic.config import RunArgs
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
+from moesaic.foreign import JSON, Model
 from moesaic.methods.naee.observed import observed, plain
 from moesaic.stream.experts import StatsFile, join, layer_file, save_layer
 from moesaic.stream.job import Job
 
 
 def observe(
-    model: Any,
+    model: Model | str | Path,
     out: str | Path,
     *,
     gram_mb: int = 256,
