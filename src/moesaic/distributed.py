@@ -22,7 +22,20 @@ def process() -> tuple[int, int]:
 def join_processes() -> None:
     """Meet the processes that were started beside this one, if any."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and process() == (0, 1):
-        torch.distributed.init_process_group("gloo")
+        gpus = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+        if gpus:
+            torch.cuda.set_device(own_device("cuda"))
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+
+
+def own_device(name: str) -> str:
+    """This process's device: of several processes on a machine, each has a GPU of its own.
+
+    Args:
+        name: as asked for; a number in it is meant.
+    """
+    local = os.environ.get("LOCAL_RANK")
+    return f"cuda:{local}" if name == "cuda" and local is not None else name
 
 
 def wait_for_all() -> None:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from accelerate import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
@@ -32,8 +34,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from moesaic.config import MethodConfig
 from moesaic.data.text import IGNORED, Tokens, training_examples
+from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Figures, Model, Tokenizer, Track, silent
+from moesaic.foreign import Figures, Model, Tokenizer, Track, silent, Values
+from moesaic.io.fingerprint import of_examples
+from moesaic.plan import Progress
 
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
 NOT_KEPT = ("epoch", "grad_norm")
@@ -277,6 +282,28 @@ def last_checkpoint(folder: Path) -> str | None:
     return None if newest is None else str(newest)
 
 
+@dataclass
+class _Arguments(TrainingArguments):  # type: ignore[misc]
+    """On the one device that was asked for: several GPUs are for several processes.
+
+    Left alone, one process takes all that it sees into nn.DataParallel, or the first of them.
+    """
+
+    place: str = "cpu"
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        found: torch.device = super()._setup_devices
+        asked = torch.device(self.place)
+        self._n_gpu = min(self._n_gpu, 1)
+        if found.type != asked.type or asked.index is None:
+            return found
+        if self.distributed_state.distributed_type != DistributedType.NO:
+            return found  # each process on its own
+        torch.get_device_module(asked).set_device(asked)
+        return asked
+
+
 class _Bar(TrainerCallback):  # type: ignore[misc]
     """Turns steps into the passing of their figures, of which bar and curves are drawn."""
 
@@ -314,6 +341,7 @@ def train(
     folder: Path | None = None,
     *,
     trainable: Mapping[str, nn.Parameter],
+    request: Values | None = None,
     objective: Objective | None = None,
     device: str = "cpu",
     track: Track = silent,
@@ -327,8 +355,10 @@ def train(
         schedule: how long and how fast.
         folder: for checkpoints; training continues from the last one found there. None keeps none.
         trainable: the parameters that train, by name; all others are frozen.
+        request: identifies the run beside schedule, texts and names; a resumed run must ask for
+            the same.
         objective: what to minimise instead of the model's own next-token loss.
-        device: cpu, or whatever accelerator there is.
+        device: cpu, or the accelerator; of several processes each takes its own.
         track: shows progress.
 
     Returns:
@@ -345,6 +375,7 @@ def train(
                 schedule,
                 Path(scratch),
                 trainable=trainable,
+                request=request,
                 objective=objective,
                 device=device,
                 track=track,
@@ -352,6 +383,17 @@ def train(
     dtype: object = model.dtype
     if not trainable:
         raise MoesaicError("Nothing is left to train.")
+    asked = {
+        **(request or {}),
+        "schedule": asdict(schedule),
+        "texts": of_examples(examples),
+        "trained": sorted(trainable),
+    }
+    run = Progress(folder, asked)
+    run.check()
+    wait_for_all()  # nobody writes before all have looked
+    if process()[0] == 0:
+        run.begin()
     model.requires_grad_(False)
     types = {name: parameter.dtype for name, parameter in trainable.items()}
     for parameter in trainable.values():
@@ -359,7 +401,8 @@ def train(
         parameter.requires_grad_(True)
     if schedule.recompute:
         checkpointing(model, "enable")({"use_reentrant": False})
-    arguments = TrainingArguments(
+    arguments = _Arguments(
+        place=device,
         output_dir=str(folder),
         max_steps=schedule.steps or -1,
         num_train_epochs=schedule.epochs,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -14,10 +14,11 @@ from torch import nn
 from moesaic.arch.dense import Arch
 from moesaic.config import RunArgs
 from moesaic.data.text import Tokens, calibration_tokens, shared_out
-from moesaic.distributed import process
+from moesaic.distributed import own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.io.checkpoint import skeleton
+from moesaic.io.fingerprint import of_model
 from moesaic.io.source import Source, resolve
 from moesaic.layers.base import LayerPlan
 from moesaic.plan import BaseShape, Progress
@@ -39,12 +40,29 @@ class Job(Generic[A]):
 
     def __init__(self, args: RunArgs, find: Callable[[Config], A], length: int = 256) -> None:
         self.args = args
-        self.device, self.dtype, self.track = args.device, args.dtype, args.track
+        self.dtype, self.track = args.dtype, args.track
         model = args.model
         self.original: Model = resolve(str(model)) if isinstance(model, str | Path) else model
         """The caller's model, or the :class:`~moesaic.io.source.Source` to read from disk."""
+        self.device = own_device(args.device)
+        """Where to compute. A live model that is on an accelerator is not moved."""
+        self.home = "cpu"
+        """Where a live model belongs once nothing is computed any more."""
+        if not self.on_disk:
+            self._check_in_memory(model)
+            self.home = str(model.device)
+            if self.home != "cpu":
+                self.device = self.home
         self.arch: A = find(self.original.config)
         self._length = length
+
+    @staticmethod
+    def _check_in_memory(model: Model) -> None:
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise MoesaicError(
+                "Some of this model's weights wait on disk or beside the device (device_map). Pass "
+                "its name or its folder instead: then layers are read one at a time."
+            )
 
     @property
     def on_disk(self) -> bool:
@@ -74,8 +92,15 @@ class Job(Generic[A]):
         tokenised = isinstance(source, str) and source.endswith(".safetensors")
         if self.tokenizer is None and not tokenised:
             raise MoesaicError("Calibration text needs a tokenizer: pass tokenizer=, or token ids.")
-        length = drawn.length or self._length
-        return calibration_tokens(source, self.tokenizer, drawn.samples, length, drawn.seed)
+        return calibration_tokens(
+            source,
+            self.tokenizer,
+            drawn.samples,
+            drawn.length,
+            drawn.seed,
+            documents=drawn.documents,
+            window=self._length,
+        )
 
     @cached_property
     def shape(self) -> Model:
@@ -90,7 +115,20 @@ class Job(Generic[A]):
     @cached_property
     def base(self) -> BaseShape:
         """What a plan for this model will ask of its source."""
-        return base_shape(self.shape, self.arch)
+        original = self.original
+        weights = original.fingerprint if self.on_disk else of_model(original)
+        name = original.name if self.on_disk else str(original.config._name_or_path)
+        return replace(base_shape(self.shape, self.arch), weights=weights, name=name)
+
+    def request(self, asked: Values) -> JSON:
+        """Everything that a run must have in common with the one that it continues.
+
+        Args:
+            asked: what identifies the run beside the model: config, comparisons, text.
+        """
+        own = self.original.config.dtype if self.on_disk else self.original.dtype
+        dtype = own if self.dtype is None or not self.on_disk else self.dtype
+        return {"base": asdict(self.base), "dtype": str(dtype), **asked}
 
     @cached_property
     def share(self) -> tuple[Tokens, list[int]]:
@@ -150,7 +188,7 @@ class Job(Generic[A]):
         Raises:
             MoesaicError: the folder for progress holds another run.
         """
-        return Finished(self.args.progress, {"base": asdict(self.base), **request})
+        return Finished(self.args.progress, self.request(request))
 
 
 class Finished:

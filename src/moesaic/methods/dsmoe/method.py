@@ -90,15 +90,16 @@ class DSMoE(Method[DSMoEConfig, Arch]):
                 Schedule.of(method.config),
                 folder,
                 trainable=dict(live.named_parameters()),
+                request=job.request({"config": asdict(method.config)}),
                 objective=objective,
-                device=args.device,
+                device=job.device,
                 track=args.track,
             )
-            live.requires_grad_(True).to("cpu").eval()
+            live.requires_grad_(True).to(job.home).eval()
             return live, losses
 
         def compared(name: str) -> Model:
-            return trained(name)[0].to(args.device)
+            return trained(name)[0].to(job.device)
 
         live, losses = trained("")
         count = sum(p.numel() for p in live.parameters())

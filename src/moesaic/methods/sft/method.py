@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import torch
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import base_arch
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model
+from moesaic.io.fingerprint import of_model
 from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Told
 from moesaic.methods.sft.config import TRAINED, TuneConfig
@@ -43,9 +46,14 @@ class Tuning(Method[TuneConfig, Arch]):
         given = config.data if args.text is None else args.text
         examples = examples_of(given, job.tokenizer, config.length)
         live = job.live()
+        request = job.request({"config": asdict(config)})
         teacher = args.teacher
-        if config.teacher and teacher is None:
-            teacher = resolve(config.teacher).load("cpu", args.dtype)
+        if teacher is not None:
+            request["teacher"] = of_model(teacher)
+        elif config.teacher:
+            source = resolve(config.teacher)
+            request["teacher"] = source.fingerprint
+            teacher = source.load("cpu", args.dtype)
         total = sum(p.numel() for p in live.parameters())
         if config.what == "lora":
             tuned, chosen = _with_lora(live, config.rank)
@@ -59,8 +67,9 @@ class Tuning(Method[TuneConfig, Arch]):
             Schedule.of(config),
             args.progress,
             trainable=chosen,
+            request=request,
             objective=None if teacher is None else Distillation(teacher),
-            device=args.device,
+            device=job.device,
             track=args.track,
         )
         if config.what == "lora":
@@ -78,7 +87,7 @@ class Tuning(Method[TuneConfig, Arch]):
                     "distilled": teacher is not None,
                 }
             },
-            trained=live.to("cpu"),
+            trained=live.to(job.home),
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 import torch
 
 from moesaic.arch.dense import Arch, dense_arch
-from moesaic.distributed import process
 from moesaic.foreign import Config
 from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.methods.base import Decision, Method, Told
@@ -18,7 +17,7 @@ from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.methods.tomoe.decision import Learned, active_ratio, decide, learned, threshold_for
 from moesaic.methods.tomoe.student import Student, StudentLoss
 from moesaic.methods.words import carved, number, some
-from moesaic.plan import Plan, Progress
+from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
 from moesaic.train import Example, Schedule, examples_of, train
@@ -68,20 +67,17 @@ class ToMoE(Method[ToMoEConfig, Arch]):
         student = Student(live, job.arch, config)
         learning = student.learning
         examples = _examples(job, config)
-        if args.progress is not None:
-            asked = {"base": asdict(job.base), "config": asdict(config)}
-            run = Progress(args.progress, {**asked, "calibration": job.tokens.fingerprint})
-            run.finished()
-            if process()[0] == 0:
-                run.begin()
         losses = train(
             student,
             examples,
             Schedule.of(config),
             args.progress and args.progress / "training",
             trainable=learning,
+            request=job.request(
+                {"config": asdict(config), "calibration": job.tokens.fingerprint}
+            ),
             objective=StudentLoss(config.seed),
-            device=args.device,
+            device=job.device,
             track=args.track,
         )
         head_logits = student.head_logits(job.tokens)
@@ -92,6 +88,7 @@ class ToMoE(Method[ToMoEConfig, Arch]):
             threshold = threshold_for(layers, config.active)
             plans, analyses = decide(student.masking, layers, job.arch.attention, threshold)
         student.release()
+        live.to(job.home)
         active = active_ratio(layers, threshold)
         return Decision(
             Plan(config.name, job.base, dict(plans), asdict(config), job.tokens.fingerprint),
