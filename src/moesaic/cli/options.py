@@ -109,7 +109,7 @@ def of_methods(
     found: dict[str, list[Place]] = {}
     for method, config in configs.items():
         for of in fields(config):
-            if not about(of).seldom and _flag(of) not in taken:
+            if not about(of).seldom and flag_of(of) not in taken:
                 found.setdefault(of.name, []).append((method, config, of))
     return [_merged(group, methods=len(configs)) for group in found.values()]
 
@@ -118,9 +118,30 @@ def _field(config: type[DataclassInstance], name: str) -> Field[object]:
     return next(of for of in fields(config) if of.name == name)
 
 
-def _flag(of: Field[object]) -> str:
-    """The name on the command line: ``--keep``, or two of a switch."""
-    return about(of).flag or f"--{of.name.replace('_', '-')}"
+def flag_of(of: Field[object]) -> str:
+    """The name on the command line: ``--keep``, or two of a switch that is on."""
+    flag = about(of).flag or f"--{of.name.replace('_', '-')}"
+    if of.default is True and "/" not in flag:
+        return f"{flag}/--no-{flag.removeprefix('--')}"
+    return flag
+
+
+def help_of(config: type[DataclassInstance], of: Field[object]) -> str:
+    """A field's help text, and its choices where the text does not name them."""
+    known, text = [str(choice) for choice in choices(config, of.name)], about(of).help
+    if any(not re.search(rf"\b{re.escape(name)}(?![\w-])", text) for name in known):
+        text = f"{text} One of {', '.join(known)}."
+    return text
+
+
+def default_of(of: Field[object]) -> str:
+    """A field's default as a user would write it; empty for one that says nothing."""
+    value = of.default if of.default is not MISSING else None
+    if value is None or value is False or value in ("", ()):
+        return ""
+    if value is True:
+        return "on"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _merged(
@@ -132,9 +153,7 @@ def _merged(
     """One option of the fields that several methods call by the same name."""
     (_, config, first), said = group[0], about(group[0][2])
     kind, commas = _kind(get_type_hints(config)[first.name], said)
-    flag = flag or _flag(first)
-    if kind is bool and first.default is True and "/" not in flag:
-        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    flag = flag or flag_of(first)
     return Option(
         first.name,
         flag,
@@ -163,16 +182,12 @@ def _help(group: Sequence[Place], methods: int) -> str:
     """Help, choices and default; with the methods' names where they differ."""
     texts: dict[str, list[str]] = {}
     for method, config, of in group:
-        known = [str(choice) for choice in choices(config, of.name)]
-        text = about(of).help
-        if any(not re.search(rf"\b{re.escape(name)}(?![\w-])", text) for name in known):
-            text = f"{text} One of {', '.join(known)}."
-        texts.setdefault(text, []).append(method)
+        texts.setdefault(help_of(config, of), []).append(method)
     whole = len(texts) == 1 and len(group) == methods
     told = [t if whole else f"{', '.join(names)}: {t}" for t, names in texts.items()]
     values: dict[str, list[str]] = {}
     for method, _, of in group:
-        values.setdefault(_default(of), []).append(method)
+        values.setdefault(default_of(of), []).append(method)
     if len(values) == 1:
         (value,) = values
         default = f"Default: {value}." if value else ""
@@ -182,14 +197,6 @@ def _help(group: Sequence[Place], methods: int) -> str:
     if "efault" in " ".join(told) or about(group[0][2]).required:
         default = ""
     return " ".join([*told, default]).strip()
-
-
-def _default(of: Field[object]) -> str:
-    """A field's default as a user would write it; empty for one that says nothing."""
-    value = of.default if of.default is not MISSING else None
-    if value is None or value is False or value in ("", ()):
-        return ""
-    return "on" if value is True else str(value)
 
 
 # --- values --------------------------------------------------------------------------------------

@@ -71,7 +71,10 @@ class MoREConfig(MethodConfig):
         0.1, "The share of channels that count as activated by a token (Eq. 4).", seldom=True
     )
     alpha: float = option(
-        0.5, "Exponent of an expert's size that its energy is divided by (Eq. 9).", seldom=True
+        0.5,
+        "Exponent of an expert's size that its energy is divided by (Eq. 9); without effect while "
+        "petals are balanced, and so of one size.",
+        seldom=True,
     )
     balanced: bool = option(True, "Petals of equal size.", seldom=True)
     weighted: bool = option(

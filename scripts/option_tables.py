@@ -1,0 +1,114 @@
+"""Write the tables of options into the documents, from the methods' own configs.
+
+    python scripts/option_tables.py        rewrites docs/*.md and README.md where they are stale
+
+A table stands between two comments, the first of which names what it lists:
+
+    <!-- options carve.more own: written by make docs-tables -->
+    <!-- end of options -->
+
+Names are those of METHODS, or of a dataclass of moesaic.config such as Calibration. ``own`` leaves
+out what goes beyond the paper, ``beyond`` lists nothing else; of several methods the table says
+whose each option is. ``criteria`` lists the criteria of prune.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any
+
+from moesaic import config as requests
+from moesaic.cli.options import default_of, flag_of, help_of
+from moesaic.config import about
+from moesaic.methods import METHODS
+from moesaic.methods.naee.criteria import CRITERIA
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(
+    r"(?P<head><!-- options (?P<names>[^:]*):[^\n]*-->\n)(?P<table>.*?)"
+    r"(?P<foot><!-- end of options -->)",
+    re.DOTALL,
+)
+ENTRIES = {"own": (False,), "beyond": (True,)}
+
+
+def pages() -> list[Path]:
+    """The documents that may hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def rewritten(page: str) -> str:
+    """A page with all its tables as they should be."""
+    return BLOCK.sub(lambda found: found["head"] + table(found["names"]) + found["foot"], page)
+
+
+def listed(page: str) -> set[str]:
+    """The names in the comments of a page."""
+    return {name for found in BLOCK.finditer(page) for name in found["names"].split()}
+
+
+def table(names: str) -> str:
+    """The table that a comment asks for, in Markdown."""
+    asked = names.split()
+    if asked == ["criteria"]:
+        head, found = ("criterion", "measure", "paper"), criteria()
+    else:
+        wanted = next((ENTRIES[name] for name in asked if name in ENTRIES), (False, True))
+        methods = [name for name in asked if name not in ENTRIES]
+        found = rows(methods, wanted)
+        head = ("option", "of", "default", "meaning")
+        if len(methods) == 1:
+            head, found = head[:1] + head[2:], (row[:1] + row[2:] for row in found)
+    lines = [head, tuple("---" for _ in head), *found]
+    return "".join(f"| {' | '.join(cell(text) for text in line)} |\n" for line in lines)
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def criteria() -> Iterator[tuple[str, ...]]:
+    """Name, meaning and paper of every criterion."""
+    for name in CRITERIA:
+        yield f"`{name}`", CRITERIA[name].help, CRITERIA[name].paper
+
+
+def rows(names: list[str], wanted: tuple[bool, ...]) -> Iterator[tuple[str, ...]]:
+    """Flag, verb, default and help of every wanted option of some configs."""
+    for name in names:
+        config: type[Any] = METHODS[name] if "." in name else getattr(requests, name)
+        verb = name.partition(".")[0]
+        for of in fields(config):
+            if bool(about(of).beyond) in wanted:
+                flag = f"-o {of.name}=" if about(of).seldom else flag_of(of)
+                yield f"`{flag}`", f"`{verb}`", default(of), help_of(config, of)
+        for bundle, options in getattr(config, "bundles", {}).items() if True in wanted else ():
+            values = ", ".join(f"`{key}={plain(value)}`" for key, value in options.items())
+            yield f"`--recipe {bundle}`", f"`{verb}`", "", f"{values}, where not given otherwise."
+
+
+def default(of: Field[Any]) -> str:
+    """A field's default as the option takes it; empty where there is none."""
+    if about(of).required:
+        return ""
+    switch = about(of).seldom and isinstance(of.default, bool)
+    value = plain(of.default) if switch else default_of(of)
+    return f"`{value}`" if value else ""
+
+
+def plain(value: object) -> str:
+    """A value as ``-o`` takes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def main() -> None:
+    for page in pages():
+        text = page.read_text("utf-8")
+        page.write_text(rewritten(text), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

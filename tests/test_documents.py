@@ -1,0 +1,273 @@
+"""Documents say what is there: commands parse, tables are fresh, links lead somewhere, scripts run.
+
+Nothing here runs a command: each is read by the real command line and stopped before its work.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+import moesaic
+from moesaic.cli import app, verbs
+from moesaic.cli import results as works
+from moesaic.methods import METHODS
+from moesaic.recipe import Recipe
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "src/moesaic/assets").rglob("*.md"),
+    ]
+)
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py")])
+COMMANDS: Any = get_command(app)
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`([^`\n]+)`")
+OTHERS = ("accelerate", "torchrun", "pip", "python", "pytest", "git", "make", "LLAMA_CPP")
+"""Programs whose flags are not ours."""
+FOREIGN = ("--num_processes", "-o name=value")
+"""A flag of such a program that stands alone, and a placeholder."""
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """Language and text of every fenced block."""
+    yield from FENCED.findall(page.read_text("utf-8"))
+
+
+def lines(page: Path) -> Iterator[str]:
+    """Whole command lines of a document: of its fenced blocks, of a recipe's or script's head."""
+    if page.suffix == ".md":
+        texts = [text for _, text in blocks(page)]
+    else:
+        texts = [re.sub(r"^# ?", "", page.read_text("utf-8"), flags=re.MULTILINE)]
+    for text in texts:
+        yield from (line.strip() for line in text.replace("\\\n", " ").splitlines())
+
+
+def arguments(line: str) -> list[str] | None:
+    """The arguments of a line that runs our command line, in whatever way; None of others."""
+    if line.startswith("moesaic "):
+        return shlex.split(line, comments=True)[1:]
+    if " -m moesaic.cli " in line and not line.startswith("#"):
+        words = shlex.split(line, comments=True)
+        return words[words.index("moesaic.cli") + 1 :]
+    return None
+
+
+def spoken() -> Iterator[Any]:
+    """Every command line of the documents, by page."""
+    for page in [*PAGES, *RECIPES]:
+        for line in lines(page):
+            given = arguments(line)
+            if given and "..." not in given:
+                yield pytest.param(given, id=f"{page.relative_to(ROOT)}: {' '.join(given)}")
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def read(given: list[str], monkeypatch: pytest.MonkeyPatch) -> Recipe | None:
+    """A command line as the real one reads it; a verb's as far as its recipe, checked."""
+    recipes: list[Recipe] = []
+
+    def keep(recipe: Recipe, *_: Any) -> None:
+        recipes.append(recipe)
+
+    monkeypatch.chdir(ROOT)
+    for module in (verbs, works):
+        monkeypatch.setattr(module, "carry_out", keep)
+    name, *rest = given
+    assert name in COMMANDS.commands, f"there is no command {name}"
+    command = COMMANDS.commands[name]
+    context = command.make_context(name, rest)
+    if name in verbs.VERBS or name == "run":
+        command.invoke(context)
+    return recipes[0] if recipes else None
+
+
+@pytest.mark.parametrize("given", list(spoken()))
+def test_commands_are_understood(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    read(given, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "carved smollm2 out",
+        "carve smollm2 out --actve 0.8",
+        "carve smollm2 out --method nobody",
+        "carve smollm2 out -o nobody=1",
+        "carve smollm2",
+        "prune MODEL OUT --keep 6 --criterion nobody",
+        "run recipes/nobody.yaml",
+        "eval out --nobody",
+    ],
+)
+def test_wrong_commands_are_found(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Exception, match=r"(?i)no such|nobody|there is no|missing (argument|parameter)"):
+        read(shlex.split(line), monkeypatch)
+
+
+def flags() -> set[str]:
+    """All options of all commands."""
+    every = [COMMANDS, *COMMANDS.commands.values()]
+    found = {flag for c in every for p in c.params for flag in (*p.opts, *p.secondary_opts)}
+    return found | {"--help"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_in_sentences_exist(page: Path) -> None:
+    known, fields_ = flags(), {of.name for config in METHODS.values() for of in fields(config)}
+    fields_ |= {
+        of.name for config in (moesaic.Calibration, moesaic.Evaluation) for of in fields(config)
+    }
+    for span in INLINE.findall(FENCED.sub("", page.read_text("utf-8"))):
+        if span.split()[0] in OTHERS or span.startswith(FOREIGN):
+            continue
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", span):
+            assert flag in known, f"`{span}`: there is no {flag}"
+        for name in re.findall(r"-o (\w+)=", span):
+            assert name in fields_, f"`{span}`: there is no option {name}"
+        if span.startswith("moesaic ") and span.split()[1].isalpha():
+            assert span.split()[1] in COMMANDS.commands, f"`{span}`: there is no such command"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if any(k == "python" for k, _ in blocks(p))])
+def test_python_in_documents_names_what_exists(page: Path) -> None:
+    for kind, text in blocks(page):
+        for node in ast.walk(ast.parse(text)) if kind == "python" else ():
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                named = ast.unparse(node.func)
+                if re.fullmatch(r"moesaic\.\w+Config", named):
+                    config: Any = getattr(moesaic, node.func.attr)
+                    config(**{str(k.arg): ast.literal_eval(k.value) for k in node.keywords})
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "moesaic":
+                assert hasattr(moesaic, node.attr), f"there is no moesaic.{node.attr}"
+
+
+# --- links ---------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page: Path) -> None:
+    text = page.read_text("utf-8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"\w+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+    for path in INLINE.findall(FENCED.sub("", text)):
+        if re.fullmatch(r"(src|tests|docs|scripts|benchmarks|recipes)/[\w./-]+", path):
+            assert (ROOT / path).exists(), f"`{path}` is not there"
+        elif re.fullmatch(r"[a-z_]+(/\w+)*/\w+\.py", path) and "srt/" not in path:
+            assert (ROOT / "src/moesaic" / path).exists(), f"`{path}` is not there"
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def option_tables() -> Any:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        return import_module("option_tables")
+    finally:
+        sys.path.pop(0)
+
+
+def test_tables_of_options_are_fresh(option_tables: Any) -> None:
+    for page in option_tables.pages():
+        text = page.read_text("utf-8")
+        assert option_tables.rewritten(text) == text, f"{page.name} is stale: make docs-tables"
+
+
+def test_stale_tables_are_found(option_tables: Any) -> None:
+    page = (ROOT / "docs/more.md").read_text("utf-8")
+    stale = page.replace("| `--experts` | `4` |", "| `--experts` | `5` |")
+    assert stale != page
+    assert option_tables.rewritten(stale) == page
+
+
+def test_every_method_has_a_table(option_tables: Any) -> None:
+    known = {
+        name
+        for page in option_tables.pages()
+        for name in option_tables.listed(page.read_text("utf-8"))
+    }
+    ours = {name for name, config in METHODS.items() if config.__module__.startswith("moesaic.")}
+    assert ours <= known, f"no table of options in docs/ of {', '.join(sorted(ours - known))}"
+
+
+# --- scripts -------------------------------------------------------------------------------------
+
+IMPORTS = """
+import json, runpy, sys, contextlib, io
+found = {}
+for path in sys.argv[1:]:
+    sys.path.insert(0, path.rpartition("/")[0])
+    try:
+        run = runpy.run_path(path, run_name="imported")
+        if "ArgumentParser" in open(path).read() and "main" in run:
+            sys.argv = [path, "--help"]
+            with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+                run["main"]()
+            assert "usage" in out.getvalue(), "--help says nothing"
+    except BaseException as error:
+        found[path] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+def test_scripts_import_and_answer_help(tmp_path: Path) -> None:
+    """One process for all; mypy checks the rest of them as it checks the package."""
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTS, *map(str, SCRIPTS)],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1]) == {}
+
+
+def test_scripts_in_documents_exist_with_their_options() -> None:
+    texts = {page: list(lines(page)) + INLINE.findall(page.read_text("utf-8")) for page in PAGES}
+    texts |= {script: list(lines(script)) for script in SCRIPTS}
+    for page, said in texts.items():
+        for line in said:
+            for script, rest in re.findall(
+                r"python ((?:benchmarks|scripts)/\w+\.py)([^`|]*)", line
+            ):
+                assert (ROOT / script).exists(), f"{page.name}: there is no {script}"
+                source = (ROOT / script).read_text("utf-8")
+                for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*", rest):
+                    name = flag.removeprefix("--")
+                    assert f'"{flag}"' in source or f'("{name}"' in source, f"{page.name}: {line}"
