@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import faraway
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
-from builders import EQUAL, carved_layer, converted, tiny_model
+from builders import EQUAL, carved_layer, converted, tiny_model, tiny_moe
 from torch import Tensor, nn
 
+import moesaic
+from moesaic.arch.dense import dense_arch
+from moesaic.arch.mixture import moe_arch
+from moesaic.config import RunArgs
+from moesaic.distributed import own_device
+from moesaic.errors import MoesaicError
+from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.nn import CarvedFFN
 from moesaic.nn.overlapping import OverlappingFFN
+from moesaic.stream.experts import observe_experts
+from moesaic.stream.job import Job
+from moesaic.stream.stream import LayerStream, Spill
+from moesaic.train import Schedule, train
 
 # --- offloaded and hooked results ----------------------------------------------------------------
 
@@ -252,3 +264,186 @@ def test_torchao_quantises_a_result(name: str, tokens: Any) -> None:
         assert {type(m.weight) for m in projections(model).values()} != kinds
         found = model(tokens.input_ids).logits
     assert (found - expected).norm() < 0.1 * expected.norm()
+
+
+# --- a device that refuses tensors of another ----------------------------------------------------
+
+
+def test_the_other_device_refuses_tensors_of_this_one() -> None:
+    with faraway.device():
+        x = torch.ones(3).to(faraway.FAR)
+        assert (x + x).tolist() == [2, 2, 2]
+        assert (x + torch.tensor(1.0)).tolist() == [2, 2, 2], "numbers may mix"
+        with pytest.raises(faraway.Mixed):
+            x + torch.ones(3)
+        with pytest.raises(faraway.Mixed):
+            torch.nn.functional.linear(x, torch.ones(2, 3))
+
+
+@pytest.fixture
+def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything goes to mapped files of the CPU."""
+    first = Spill.__init__
+
+    def made(self: Spill, limit: int) -> None:
+        first(self, 0)
+
+    monkeypatch.setattr(Spill, "__init__", made)
+
+
+@pytest.mark.usefixtures("spilling")
+def test_what_is_spilled_comes_back_on_its_device() -> None:
+    with faraway.device():
+        spill = Spill(1 << 30)
+        spill.append(torch.arange(4.0).to(faraway.FAR))
+        spill.append(torch.arange(3.0))
+        assert [x.device for x in spill] == [faraway.FAR, torch.device("cpu")]
+        spill.replace(1, torch.ones(3).to(faraway.FAR))
+        assert spill[1].device == faraway.FAR
+        assert spill[1].tolist() == [1, 1, 1]
+        spill.clear()
+
+
+@pytest.mark.usefixtures("spilling")
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_stream_on_another_device(follow: bool, padded: Any) -> None:
+    def seen(model: Any) -> list[Tensor]:
+        arch = dense_arch(model.config)
+        stream = LayerStream(model, arch, padded, view=arch.dense, follow=follow)
+        found = []
+        for site in stream:
+            found += [h.cpu() for _, h in site.activations()]
+            found += [y.cpu() for y in site.targets() if y is not None]
+            found += [s.cpu() for s in site.residuals()]
+        return found
+
+    expected = seen(tiny_model("llama"))
+    with faraway.device():
+        found = seen(faraway.put_far(tiny_model("llama")))
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def experts_on_cpu(model_type: str) -> Any:
+    model = tiny_moe(model_type)
+    model.config._experts_implementation = "eager"
+    return model
+
+
+@pytest.mark.usefixtures("spilling")
+def test_experts_are_observed_on_another_device(tokens: Any) -> None:
+    def seen(model: Any) -> list[Any]:
+        arch = moe_arch(model.config)
+        layers = arch.moe_layers(model)
+        stream = LayerStream(model, arch, tokens, layers, view=arch.mixture, follow=True)
+        return [observe_experts(site) for site in stream]
+
+    expected = seen(experts_on_cpu("qwen2_moe"))
+    with faraway.device():
+        found = seen(faraway.put_far(experts_on_cpu("qwen2_moe")))
+    for ours, theirs in zip(found, expected, strict=True):
+        for name, tensor in theirs.tensors().items():
+            mine = ours.tensors()[name]
+            assert type(mine) is Tensor, f"{name} stayed on the device"
+            assert torch.allclose(mine.float(), tensor.float(), rtol=1e-3, atol=1e-4), name
+
+
+@pytest.mark.usefixtures("spilling")
+@pytest.mark.parametrize("search", ["greedy", "global-rank", "ppl"])
+def test_condensing_on_another_device(search: str, tokens: Any) -> None:
+    options: dict[str, Any] = {"layers": 2, "layer_search": search}
+    if search == "ppl":
+        options = {"layers": 2, "metric": "ppl"}
+
+    def decided(model: Any) -> Any:
+        result = moesaic.condense(model, CondenseConfig(**options), text=tokens, inplace=True)
+        return result.plan.layers, result.analyses
+
+    layers, analyses = decided(experts_on_cpu("qwen2_moe"))
+    with faraway.device():
+        found, ours = decided(faraway.put_far(experts_on_cpu("qwen2_moe")))
+    assert found.keys() == layers.keys()
+    for i, seen in analyses.items():
+        assert ours[i]["divergence"] == pytest.approx(seen["divergence"], abs=1e-4)
+
+
+# --- which device --------------------------------------------------------------------------------
+
+
+def test_each_of_several_processes_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert own_device("cuda") == "cuda"
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert [own_device(name) for name in ("cuda", "cuda:1", "cpu")] == ["cuda:3", "cuda:1", "cpu"]
+    model = tiny_model("llama")
+    job = Job(RunArgs(model=model, device="cuda"), dense_arch)
+    assert job.device == "cuda:3"
+
+
+def test_a_model_that_is_somewhere_stays_there(tokens: Any) -> None:
+    with faraway.device():
+        model = faraway.put_far(tiny_model("llama"))
+        job = Job(RunArgs(model=model), dense_arch)
+        assert torch.device(job.device) == faraway.FAR
+        assert torch.device(job.home) == faraway.FAR
+
+
+def test_a_model_whose_weights_are_elsewhere_is_refused(tokens: Any) -> None:
+    model = tiny_model("llama")
+    cpu_offload(model, execution_device="cpu")
+    with pytest.raises(MoesaicError, match="Pass its name or its folder"):
+        moesaic.carve(model, text=tokens)
+
+
+def test_streaming_leaves_the_hooks_of_a_device_map(tokens: Any, tmp_path: Any) -> None:
+    model = tiny_model("llama")
+    device_map = {"": "cpu"}
+    dispatch_model(model, device_map, main_device="cpu", force_hooks=True)
+    layers = model.model.layers
+    for layer in layers:
+        layer.forward = layer.forward  # as a hook on each layer stands
+    before = [layer.__dict__["forward"] for layer in layers]
+    arch = dense_arch(model.config)
+    for _ in LayerStream(model, arch, tokens, view=arch.dense):
+        pass
+    assert [layer.__dict__.get("forward") for layer in layers] == before
+
+
+class Seen(Exception):
+    """Training got as far as its arguments."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cuda:3", "cuda:3")]
+)
+def test_one_process_trains_on_the_one_gpu_that_was_asked_for(
+    asked: str, expected: str, monkeypatch: pytest.MonkeyPatch, tokens: Any
+) -> None:
+    """On a machine of four GPUs: not the first one whatever was asked for, and no DataParallel."""
+    chosen: list[Any] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+
+    def trainer(self: Any, *, args: Any, **_: Any) -> None:
+        self.asked = args
+        raise Seen(args)
+
+    monkeypatch.setattr("moesaic.train._Loop.__init__", trainer)
+    model = tiny_model("llama")
+    schedule = Schedule(
+        steps=1, batch=1, accumulate=1, lr=1e-3, warmup=0, weight_decay=0, seed=0, save_every=1
+    )
+    with pytest.raises(Seen) as raised:
+        train(
+            model,
+            tokens.examples(),
+            schedule,
+            trainable=dict(model.named_parameters()),
+            device=asked,
+        )
+    (arguments,) = raised.value.args
+    assert arguments.n_gpu == 1, "transformers would wrap the model in nn.DataParallel"
+    assert arguments.device == torch.device(expected)
+    assert torch.device(chosen[-1]) == torch.device(expected), "accelerate takes the current one"
