@@ -57,7 +57,7 @@ def main(texts: list[str]) -> None:
             ),
         )
         record = moesaic.run_recipe(recipe)
-        shipped = "\n\n".join(moesaic.data.text.shipped_texts("evaluation"))
+        shipped = "\n\n".join(moesaic.data.reader.shipped_texts("evaluation"))
         record["independent_perplexity"] = plain_perplexity(out, shipped)
         record["other_texts"] = {}
         static = Path(work) / "static"

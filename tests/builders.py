@@ -19,7 +19,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import base_arch
-from moesaic.data.text import shipped_texts
+from moesaic.data.reader import shipped_texts
 from moesaic.exports.form import Export
 from moesaic.exports.native import NEAR, decide, write
 from moesaic.io.checkpoint import Checkpoint
@@ -268,6 +268,32 @@ def loaded(folder: Path) -> Any:
     assert not info["missing_keys"], info
     assert not info["unexpected_keys"], info
     return model.eval()
+
+
+def directions(tensor: Tensor) -> list[Tensor]:
+    """Rows of a tensor, and its columns, of length one and their largest entry positive."""
+    values = tensor.detach().double()
+    sides = (
+        [values.flatten(0, -2), values.mT.flatten(0, -2)] if tensor.dim() > 1 else [values[None]]
+    )
+    out = []
+    for side in sides:
+        rows = side[side.norm(dim=1) > 0]
+        sign = rows.gather(1, rows.abs().argmax(1, keepdim=True)).sign()
+        out.append(rows / rows.norm(dim=1, keepdim=True) * sign)
+    return out
+
+
+def is_own(found: Tensor, base: list[Tensor]) -> bool:
+    """Whether all rows, or all columns, of a tensor are the base's, scaled by constants."""
+    known = [part for tensor in base for part in directions(tensor)]
+    for rows in directions(found):
+        same_size = [k for k in known if k.shape[1] == rows.shape[1]]
+        if not len(rows):
+            return True
+        if same_size and (torch.cdist(rows, torch.cat(same_size)).min(1).values < 1e-5).all():
+            return True
+    return False
 
 
 def same_model(source: Source, folder: Path, tokens: Any, **options: Any) -> tuple[Export, Any]:

@@ -8,14 +8,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from moesaic.data.reader import shipped_texts
+from moesaic.data.rows import ALPACA
+from moesaic.data.source import DOMAINS
 from moesaic.data.text import (
-    DOMAINS,
     IGNORED,
     Tokens,
     calibration_tokens,
     evaluation_tokens,
     load_texts,
-    shipped_texts,
     windows,
 )
 from moesaic.errors import MoesaicError
@@ -34,8 +35,14 @@ def test_files_of_every_kind(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"question": "q", "answer": "a"}\n')
     (tmp_path / "a.json").write_text(json.dumps([{"instruction": "i", "output": "o"}, "plain"]))
     assert load_texts(str(tmp_path / "a.txt"), "calibration") == ["one\n\ntwo"]
-    assert load_texts(str(tmp_path / "a.jsonl"), "calibration") == ["one", "q\na"]
-    assert load_texts(str(tmp_path / "a.json"), "calibration") == ["i\no", "plain"]
+    assert load_texts(str(tmp_path / "a.jsonl"), "calibration") == [
+        "one",
+        "Question: q\nAnswer: a",
+    ]
+    assert load_texts(str(tmp_path / "a.json"), "calibration") == [
+        f"{ALPACA.format('i')}o",
+        "plain",
+    ]
 
 
 def test_parquet(tmp_path):
@@ -58,7 +65,7 @@ def test_broken_file(tmp_path):
 
 def test_row_without_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"label": 3}\n')
-    with pytest.raises(MoesaicError, match="no text under any of text"):
+    with pytest.raises(MoesaicError, match="the columns label are not known; known: text; "):
         load_texts(str(tmp_path / "a.jsonl"), "calibration")
 
 
@@ -81,9 +88,9 @@ def test_calibration_is_drawn_without_replacement_and_seeded(tokenizer):
 
 
 def test_too_little_text_says_how_much_there_is(tokenizer):
-    with pytest.raises(MoesaicError, match=r"fills \d windows of 8 tokens.*--samples \d"):
+    with pytest.raises(MoesaicError, match=r"fills \d windows of 8 tokens.*pass samples=\d"):
         calibration_tokens(["A short text of a few words only."], tokenizer, 100, 8)
-    with pytest.raises(MoesaicError, match="fills 0 windows.*lower --length"):
+    with pytest.raises(MoesaicError, match="fills 0 windows.*lower length"):
         calibration_tokens([""], tokenizer, 100, 8)
     with pytest.raises(MoesaicError, match="shorter than one window"):
         evaluation_tokens([""], tokenizer, 8)

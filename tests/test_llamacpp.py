@@ -24,7 +24,7 @@ from builders import (
 from moesaic import MoREConfig, bench, carve, export
 from moesaic.arch.dense import DENSE
 from moesaic.arch.mixture import base_arch
-from moesaic.data.text import shipped_texts
+from moesaic.data.reader import shipped_texts
 from moesaic.exports.native import NEAR
 from moesaic.io.source import resolve
 from moesaic.layers.dropped import DroppedLayer

@@ -2,31 +2,38 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
-from conftest import tiny_model
+from builders import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moesaic
-from moesaic import MoesaicError, MoREConfig, run
-from moesaic.data.text import evaluation_tokens
-from moesaic.methods import MoRE
+from moesaic import (
+    Calibration,
+    Evaluation,
+    MoesaicError,
+    MoREConfig,
+    PruneConfig,
+    Recipe,
+    SkipConfig,
+    pipeline,
+    run_recipe,
+)
+from moesaic.data.reader import shipped_texts
+from moesaic.data.text import calibration_tokens, evaluation_tokens
+from moesaic.io.source import Source
+from moesaic.layers.base import same
+from moesaic.methods.more.method import MoRE
 from moesaic.metrics.routing import routers
-from moesaic.plan import Plan, same
-from moesaic.recipe import Calibration, Evaluation, Recipe
+from moesaic.plan import Plan
 
 CONFIG = MoREConfig(active=0.8, layers="all")
 QUICK = {"samples": 12, "length": 32}
 
 
 def weights(folder):
-    checkpoint = moesaic.hub.Source("x", folder).checkpoint
+    checkpoint = Source("x", folder).checkpoint
     return {name: checkpoint.tensor(name) for name in checkpoint.names()}
 
 
@@ -68,7 +75,7 @@ def test_the_callers_model_is_left_alone_unless_asked(llama_folder, tokenizer):
 
 def test_calibration_as_texts_tokens_or_tensor(llama_folder, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
-    tokens = moesaic.data.text.calibration_tokens("", tokenizer, **QUICK)
+    tokens = calibration_tokens("", tokenizer, **QUICK)
     plans = [
         moesaic.carve(model, CONFIG, calibration=given, tokenizer=tokenizer, **QUICK).plan
         for given in ("", tokens, tokens.input_ids)
@@ -94,7 +101,7 @@ def test_apply_refuses_another_model(llama_folder, tmp_path):
 
 
 def test_recipe_run_leaves_everything(llama_folder, tmp_path):
-    record = run.run_recipe(
+    record = run_recipe(
         recipe(
             llama_folder,
             tmp_path / "out",
@@ -116,13 +123,13 @@ def test_recipe_run_leaves_everything(llama_folder, tmp_path):
         "result.json",
         "tokenizer.json",
     }
-    assert record == json.loads((tmp_path / "out" / "result.json").read_text())
+    assert record.as_json() == json.loads((tmp_path / "out" / "result.json").read_text())
     assert not (tmp_path / "out.partial").exists()
-    assert set(record["scores"]) == {"original", "result", "static", "random"}
-    result, static = record["scores"]["result"], record["scores"]["static"]
+    assert set(record.measured["scores"]) == {"original", "result", "static", "random"}
+    result, static = (record.measured["scores"][name] for name in ("result", "static"))
     assert result["nominal_active_ratio"] == pytest.approx(0.8, abs=0.02)
     assert static["active_ratio"] == pytest.approx(result["nominal_active_ratio"])
-    assert record["speed"]["result"]["peak_memory_bytes"] > 50e6
+    assert record.measured["speed"]["result"]["peak_memory_bytes"] > 50e6
     again = moesaic.load_recipe(tmp_path / "out" / "recipe.yaml")
     assert again == recipe(
         llama_folder,
@@ -138,7 +145,7 @@ def test_perplexity_agrees_with_a_plain_loop(llama_folder, tmp_path):
     found = moesaic.evaluate(str(tmp_path / "out"), length=32, max_tokens=640)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = "\n\n".join(moesaic.data.text.shipped_texts("evaluation"))
+    text = "\n\n".join(shipped_texts("evaluation"))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][:640]
     losses = []
     for start in range(0, 640, 32):
@@ -174,73 +181,42 @@ def test_measured_ratio_counts_routed_tokens(llama_folder, tokenizer):
 
 def test_scores_beside_the_original(llama_folder):
     result = moesaic.carve(str(llama_folder), CONFIG, **QUICK)
-    result.evaluation = evaluation_tokens("", result.tokenizer, 32, 320)
+    result.evaluation = evaluation_tokens("", result.job.tokenizer, 32, 320)
     assert set(result.scores) == {"result", "original"}
     assert result.scores["original"].active_ratio == 1.0
 
 
-class Breaks(MoRE):
-    """Fails at the third layer, once."""
+def test_resume_after_a_failure_gives_the_identical_plan(llama_folder, tmp_path, monkeypatch):
+    run_recipe(recipe(llama_folder, tmp_path / "whole", evaluation=None))
+    plain = MoRE.decide
 
-    def decide(self, stats, site, budget):
+    def breaks(self, stats, site, budget):
+        """Fails at the third layer."""
         if site.index == 2:
             raise RuntimeError("power cut")
-        return super().decide(stats, site, budget)
+        return plain(self, stats, site, budget)
 
-
-def test_resume_after_a_failure_gives_the_identical_plan(llama_folder, tmp_path, monkeypatch):
-    run.run_recipe(recipe(llama_folder, tmp_path / "whole", evaluation=None))
-    monkeypatch.setitem(run.CARVERS, MoREConfig, Breaks)
+    monkeypatch.setattr(MoRE, "decide", breaks)
     broken = recipe(llama_folder, tmp_path / "out", evaluation=None)
     with pytest.raises(RuntimeError, match="power cut"):
-        run.run_recipe(broken)
+        run_recipe(broken)
     assert not (tmp_path / "out").exists()
     assert len(list((tmp_path / "out.partial").glob("layer-*"))) == 2
-    monkeypatch.setitem(run.CARVERS, MoREConfig, MoRE)
-    with pytest.raises(MoesaicError, match="--resume to continue"):
-        run.run_recipe(broken)
+    monkeypatch.setattr(MoRE, "decide", plain)
+    with pytest.raises(MoesaicError, match="continue it with resume=True"):
+        run_recipe(broken)
     other = recipe(llama_folder, tmp_path / "out", evaluation=None, steps=(MoREConfig(active=0.9),))
     with pytest.raises(MoesaicError, match="another request"):
-        run.run_recipe(other, resume=True)
+        run_recipe(other, resume=True)
     observed = []
-    plain = MoRE.observe
+    looks = MoRE.observe
     monkeypatch.setattr(
-        MoRE, "observe", lambda s, site: observed.append(site.index) or plain(s, site)
+        MoRE, "observe", lambda s, site: observed.append(site.index) or looks(s, site)
     )
-    run.run_recipe(broken, resume=True)
+    run_recipe(broken, resume=True)
     assert observed == [2, 3]
     assert equal(weights(tmp_path / "out"), weights(tmp_path / "whole"))
     assert not (tmp_path / "out.partial").exists()
-
-
-def test_a_killed_run_leaves_nothing_at_out_and_resumes(llama_folder, tmp_path):
-    code = (
-        "import sys, time\nfrom moesaic import run, MoREConfig\nfrom moesaic.methods import MoRE\n"
-        "from test_run import recipe\n"
-        "plain = MoRE.decide\n"
-        "def slow(self, stats, site, budget):\n"
-        "    if site.index == 2: time.sleep(60)\n"
-        "    return plain(self, stats, site, budget)\n"
-        "MoRE.decide = slow\n"
-        "run.run_recipe(recipe(sys.argv[1], sys.argv[2], evaluation=None))\n"
-    )
-    out = tmp_path / "out"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(llama_folder), str(out)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])},
-    )
-    partial = tmp_path / "out.partial"
-    for _ in range(600):
-        if len(list(partial.glob("layer-*.safetensors"))) == 2 or process.poll() is not None:
-            break
-        time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert len(list(partial.glob("layer-*.safetensors"))) == 2
-    assert not out.exists()
-    run.run_recipe(recipe(llama_folder, out, evaluation=None), resume=True)
-    run.run_recipe(recipe(llama_folder, tmp_path / "whole", evaluation=None))
-    assert equal(weights(out), weights(tmp_path / "whole"))
 
 
 def test_a_failure_while_writing_leaves_nothing(llama_folder, tmp_path, monkeypatch):
@@ -249,15 +225,15 @@ def test_a_failure_while_writing_leaves_nothing(llama_folder, tmp_path, monkeypa
 
     monkeypatch.setattr("moesaic.io.checkpoint.ShardWriter.close", full)
     with pytest.raises(OSError, match="No space"):
-        run.run_recipe(recipe(llama_folder, tmp_path / "out", evaluation=None))
+        run_recipe(recipe(llama_folder, tmp_path / "out", evaluation=None))
     assert [p.name for p in tmp_path.iterdir()] == ["out.partial"]
 
 
 def test_existing_out_is_refused_before_any_work(llama_folder, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
-    monkeypatch.setattr(run, "carve", None)
+    monkeypatch.setattr(pipeline, "convert", None)
     with pytest.raises(MoesaicError, match="exists"):
-        run.run_recipe(recipe(llama_folder, tmp_path / "out"))
+        run_recipe(recipe(llama_folder, tmp_path / "out"))
 
 
 def test_dtype_is_applied_on_the_way(llama_folder, tmp_path):
@@ -267,3 +243,38 @@ def test_dtype_is_applied_on_the_way(llama_folder, tmp_path):
     kinds = {t.dtype for n, t in saved.items() if not n.endswith("router.weight")}
     assert kinds == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_steps_add_up_in_one_record(moe_folder, tmp_path):
+    steps = (PruneConfig(keep=5), SkipConfig(quantile=0.5))
+    record = run_recipe(recipe(moe_folder, tmp_path / "out", steps=steps, evaluation=None))
+    assert [step.verb for step in record.steps] == ["prune", "skip"]
+    assert [layer.kind for layer in record.layers] == ["skipping", "dense", "skipping"]
+    first = record.layers[0]
+    assert len(first.shape["kept"]) == 5
+    assert 0 < first.shape["beta"] < 1
+    assert "5 of 6 experts stay; " in first.told
+    assert first.analysis.keys() >= {"loss", "calls"}
+    assert record.model == str(moe_folder)
+    assert not record.native
+    assert record.calibration["length"] == 32
+
+
+def test_what_a_verb_cannot_take_is_refused(moe_folder, llama_folder, tmp_path):
+    with pytest.raises(MoesaicError, match="skip compares nothing"):
+        moesaic.skip(str(moe_folder), compare=("top2",))
+    with pytest.raises(MoesaicError, match="carve takes no statistics"):
+        moesaic.carve(str(llama_folder), stats=str(tmp_path / "stats"))
+    with pytest.raises(TypeError, match="unknown option sampels"):
+        moesaic.carve(str(llama_folder), sampels=3)
+    with pytest.raises(TypeError, match="a config of prune, not of carve"):
+        moesaic.carve(str(llama_folder), PruneConfig())
+    for out, changes, message in (
+        ("a", {"evaluation": Evaluation(compare=("best",))}, "compare 'best' is none of"),
+        ("b", {"calibration": Calibration(stats="x")}, "takes no statistics"),
+        ("c", {"dtype": "int3"}, "dtype 'int3'"),
+        ("d", {"model": "/nowhere"}, "No model folder"),
+    ):
+        with pytest.raises(MoesaicError, match=message):
+            run_recipe(recipe(llama_folder, tmp_path / out, **changes))
+    assert not any(tmp_path.iterdir())

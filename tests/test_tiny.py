@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic.data.text import DOMAINS
-from moesaic.hub import SHIPPED, resolve
+from moesaic.data.source import DOMAINS
+from moesaic.hub import SHIPPED
+from moesaic.io.source import resolve
 
 
 @pytest.fixture(params=SHIPPED)

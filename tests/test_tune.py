@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, Tokens, TuneConfig
 from moesaic.arch.mixture import moe_arch
-from moesaic.data.text import training_examples
+from moesaic.data.training import training_examples
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import parse_recipe
 from moesaic.train import collate, distillation_loss
@@ -177,16 +177,17 @@ def test_prompts_and_padding_are_not_predicted(tokenizer: Any) -> None:
     data = [
         {"instruction": "Add", "input": "one and two", "output": "three"},
         {"question": "Why?", "answer": "Because of it, I should say."},
-        {"text": "plain text " * 40},
+        {"text": "plain text " * 200},
     ]
-    examples = training_examples(data, tokenizer, 48)
-    for row, example in zip(data[:2], examples[:2], strict=True):
-        answer = tokenizer(row.get("output") or row["answer"])["input_ids"]
+    examples = training_examples(data, tokenizer, 512)
+    answers = ("three", " Because of it, I should say.")
+    for text, example in zip(answers, examples[:2], strict=True):
+        answer = tokenizer(text)["input_ids"]
         told = [label for label in example["labels"] if label != -100]
         assert told == [*answer, tokenizer.eos_token_id]
         assert example["input_ids"][-len(told) :] == told
     assert examples[2]["labels"] == examples[2]["input_ids"]
-    assert len(examples[2]["labels"]) == 48
+    assert len(examples[2]["labels"]) == 512
     batch = collate(examples)
     assert (batch["labels"][batch["attention_mask"] == 0] == -100).all()
 

@@ -46,7 +46,8 @@ class About:
     required: bool = False
     """The command line has no default for it; recipes and the library have."""
     parse: str = ""
-    """How the command line reads it where its type does not say: ``bytes`` for 12GB or 800MB."""
+    """How it is read where its type does not say: ``bytes`` for 12GB or 800MB; ``text`` for a name
+    of text, which a recipe may give as a mapping or a list of them."""
 
 
 def option(default: Any = MISSING, help: str = "", **about: Any) -> Any:
@@ -199,13 +200,19 @@ class Calibration:
     source: str = option(
         "",
         "Text to calibrate on, or to train on: a .txt, .jsonl, .json or .parquet file, a "
-        ".safetensors file of input_ids, a hub data set, prose, reference or code, or a mix such "
-        "as code=3,prose=1. Default: all text that ships.",
+        ".safetensors file of input_ids, a data set as name:config:data_dir:split, prose, "
+        "reference or code, or a mix such as code=3,prose=1. Default: all text that ships.",
         flag="--calibration",
+        parse="text",
     )
-    samples: int = option(100, "Calibration windows.", minimum=1)
+    samples: int | None = option(
+        None, "Calibration windows. Default: 100; of a .safetensors file, all.", minimum=1
+    )
     length: int | None = option(None, "Tokens of a window. Default: the method's own.", minimum=2)
     seed: int = option(0, "Seed of every random choice.")
+    documents: bool = option(
+        False, "Each calibration window is one document, cut at length, not a piece of all text."
+    )
     stats: str = option(
         "", "Decide from this file of observe; the model is not run.", metavar="FILE"
     )
@@ -220,9 +227,20 @@ class Evaluation:
 
     __pydantic_config__: ClassVar[JSON] = STRICT
 
-    data: str = option("", "Text to measure on; as for --calibration. Default: ships.")
-    length: int = option(512, "Tokens of a window.", minimum=2, seldom=True)
-    max_tokens: int | None = option(16_384, "Measure on at most this much of the text.", minimum=2)
+    data: str = option(
+        "",
+        "Text to measure on, as for --calibration; of a mix, each source too. Default: ships.",
+        parse="text",
+    )
+    length: int | None = option(
+        None,
+        "Tokens of a window. Default: 512; of a .safetensors file, its own.",
+        minimum=2,
+        seldom=True,
+    )
+    max_tokens: int | None = option(
+        16_384, "Measure on at most this much of the text; 0: on all of it.", minimum=0
+    )
     compare: tuple[str, ...] = option(
         (), "Also measure this variant, from the same statistics. Repeatable."
     )

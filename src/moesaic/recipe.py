@@ -25,6 +25,8 @@ from moesaic.config import (
     option,
     parse_bytes,
 )
+from moesaic.data.reader import check_apart
+from moesaic.data.source import spelled
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.io.names import check_name, check_out
@@ -53,6 +55,14 @@ class Recipe:
         steps = [{step.verb: {"method": step.name, **asdict(step)}} for step in self.steps]
         plain = _plain({**asdict(self), "steps": steps})
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+    @property
+    def texts(self) -> list[str]:
+        """The names of all text that the steps calibrate or train on."""
+        found = [self.calibration.source]
+        for step in self.steps:
+            found += [getattr(step, f.name) for f in fields(step) if about(f).parse == "text"]
+        return found
 
 
 def _plain(value: object) -> object:
@@ -105,6 +115,8 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
             "or start anew with overwrite=True."
         )
     check_device(recipe.device)
+    if settings is not None:
+        check_apart(recipe.texts, settings.data)
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -136,11 +148,19 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     bundle = options.pop("recipe", None)
     if bundle is not None:
         options = {**_bundle(verb, method, bundle, where), **options}
+    return checked(config, _read(config, options), where)
+
+
+def _read(config: type[Any], options: JSON) -> JSON:
+    """The same with sizes and names of text as their fields hold them."""
+    read = dict(options)
     for of in fields(config):
         value = options.get(of.name)
         if about(of).parse == "bytes" and isinstance(value, str):
-            options[of.name] = parse_bytes(value)
-    return checked(config, options, where)
+            read[of.name] = parse_bytes(value)
+        if about(of).parse == "text" and isinstance(value, dict | list):
+            read[of.name] = spelled(value)
+    return read
 
 
 def _bundle(verb: str, method: str, name: object, where: str) -> JSON:
@@ -212,6 +232,9 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe"
             raise MoesaicError(f"{where}: steps.{i} must have one key: {', '.join(VERBS)}.")
         ((verb, options),) = step.items()
         configs.append(step_config(verb, options, f"steps.{i}.{verb}"))
+    for name, config in (("calibration", Calibration), ("evaluation", Evaluation)):
+        if isinstance(data.get(name), dict):
+            data[name] = _read(config, data[name])
     return checked(Recipe, {**data, "steps": tuple(configs)}, "")
 
 

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +32,11 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 
 from moesaic.config import MethodConfig
-from moesaic.data.text import IGNORED, Tokens, training_examples
+from moesaic.data.packing import Example
+from moesaic.data.text import IGNORED
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Figures, Model, Tokenizer, Track, silent, Values
+from moesaic.foreign import Figures, Model, Track, Values, silent
 from moesaic.io.fingerprint import of_examples
 from moesaic.plan import Progress
 
@@ -44,9 +44,6 @@ TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
 NOT_KEPT = ("epoch", "grad_norm")
 NOT_DRAWN = (*NOT_KEPT, "learning_rate")
 DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
-
-Example = dict[str, list[int]]
-"""input_ids and labels of one text."""
 
 
 @dataclass(frozen=True)
@@ -108,35 +105,6 @@ def collate(examples: Sequence[Example]) -> dict[str, Tensor]:
         "labels": rows("labels", IGNORED),
         "attention_mask": torch.tensor(mask),
     }
-
-
-def examples_of(
-    given: str | Sequence[Any] | Tokens | Tensor, tokenizer: Tokenizer | None, length: int
-) -> list[Example]:
-    """Texts to train on, whatever they are given as.
-
-    Args:
-        given: a source; texts, or mappings with a prompt and an answer; mappings with input_ids
-            and labels; or tokens (N, L).
-        tokenizer: for text.
-        length: tokens of a text at most.
-
-    Returns:
-        ``input_ids`` and ``labels`` of each text.
-
-    Raises:
-        MoesaicError: there is no such text, or no tokenizer for it.
-    """
-    if isinstance(given, Tensor):
-        given = Tokens(given.to(torch.int64))
-    if isinstance(given, Tokens):
-        return given.examples()
-    rows = [] if isinstance(given, str) else given
-    if len(rows) > 0 and isinstance(rows[0], Mapping) and "labels" in rows[0]:
-        return list(given)
-    if tokenizer is None and not (isinstance(given, str) and given.endswith(".safetensors")):
-        raise MoesaicError("Training text needs a tokenizer: pass tokenizer=, or token ids.")
-    return training_examples(given, tokenizer, length)
 
 
 # --- what is minimised ---------------------------------------------------------------------------

@@ -63,7 +63,11 @@ def evaluate(
     figures = dict(scores["model"])
     if against:
         figures["against"] = scores["against"]
-    emit(as_json, figures, columns({names[key]: scores[key] for key in names}))
+    table = columns({names[key]: scores[key] for key in names})
+    most = given.get("max_tokens", Evaluation.max_tokens)
+    if most:
+        table.caption = f"On at most {most:,} tokens of the text; --max-tokens 0: on all of it."
+    emit(as_json, {**figures, "max_tokens": most or None}, table)
 
 
 def bench(model: Model, against: Against = None, as_json: AsJson = False, **given: Value) -> None:
@@ -138,16 +142,10 @@ def generate(
 
 def commands() -> None:
     """Make these commands."""
-    told = "Measure on at most this much of the text. Default: all of it."
-    text = [
-        option(Evaluation, "data"),
-        option(Evaluation, "length"),
-        option(Evaluation, "max_tokens", help=told),
-    ]
+    text = [option(Evaluation, name) for name in ("data", "length", "max_tokens")]
     speed = [option(Bench, of.name) for of in fields(Bench)]
     where = [DEVICE, DTYPE]
-    sixteen = "moesaic eval out --against smollm2 --max-tokens 16384"
-    register("eval", evaluate, sixteen, [*text, *where])
+    register("eval", evaluate, "moesaic eval out --against smollm2", [*text, *where])
     register("bench", bench, "moesaic bench out --against smollm2 --rounds 5", [*speed, *where])
     register("inspect", inspect, "moesaic inspect out")
     register("generate", generate, 'moesaic generate out "The capital of France is"', where)

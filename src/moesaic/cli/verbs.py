@@ -30,7 +30,7 @@ from moesaic.io.names import check_name
 from moesaic.methods import VERBS, methods_of
 from moesaic.recipe import Recipe, checked, step_config
 
-TEXT = ("source", "samples", "length", "seed")
+TEXT = ("source", "samples", "length", "seed", "documents")
 """The fields of Calibration that say which text."""
 SELDOM = tuple(of.name for of in fields(Evaluation) if about(of).seldom)
 

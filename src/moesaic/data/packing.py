@@ -2,51 +2,83 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import islice
 
 from torch.utils.data import IterableDataset
 
-from moesaic.data.text import mix_weights, stream_texts
+from moesaic.data.reader import Rows, open_rows
+from moesaic.data.rows import Asked, Row, asked, text_of
+from moesaic.data.source import text_sources
+from moesaic.data.text import IGNORED
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Tokenizer
 
+Example = dict[str, list[int]]
+"""input_ids and labels of one text."""
+
 PIECE = 1_000_000
 """Characters that are tokenised at a time."""
+SEEN = 8
+"""Windows of each source that a fingerprint covers."""
 
 
-class PackedText(IterableDataset[dict[str, list[int]]]):
+class PackedText(IterableDataset[Example]):
     """Windows of tokens without end, the same for the same seed.
 
     Documents are joined by the tokenizer's end of text, or a blank line where it has none. A source
-    that ends begins anew. Windows are drawn from a buffer a source, so that neighbours in the text
-    are no neighbours in training.
+    that ends begins anew, in another order. Rows come in a random order: of files and small data
+    sets any order is as likely as any other; of large ones, several shards are read at a time and
+    rows are drawn from a buffer. Windows are drawn from a buffer too, so that neighbours in a
+    document are no neighbours in training. A run that continues reads the same windows again.
 
     Args:
-        source: as for :func:`moesaic.data.text.stream_texts`, or a mix such as ``code=3,prose=1``:
-            sources by the share of tokens that come from each.
+        source: as for :func:`moesaic.data.source.text_sources`; the weights of a mix are shares of
+            the windows.
         tokenizer: of the model.
         length: tokens a window.
         seed: of every draw.
         buffer: windows a source that are drawn from.
+        answers: rows with a prompt are an example each, of which only the answer is learned.
 
     Raises:
         MoesaicError: a source cannot be read, or has no text.
     """
 
     def __init__(
-        self, source: str, tokenizer: Tokenizer, length: int, seed: int = 0, buffer: int = 1000
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        length: int,
+        seed: int = 0,
+        buffer: int = 1000,
+        answers: bool = False,
     ) -> None:
-        mixed = "=" in source and not Path(source).is_file()
-        self.weights = mix_weights(source) if mixed else {source: 1.0}
+        sources = text_sources(source)
+        self.weights = {str(s): s.weight for s in sources}
         self.tokenizer, self.length = tokenizer, length
-        self.seed, self.buffer = seed, buffer
-        for name in self.weights:  # found out now, not in the middle of training
-            if next(stream_texts(name, "calibration"), None) is None:
-                raise MoesaicError(f"{name or 'The text that ships'} has no text in it.")
+        self.seed, self.buffer, self.answers = seed, buffer, answers
+        self._rows: dict[str, Rows] = {}
+        for part in sources:  # found out now, not in the middle of training
+            if part.tokenised:
+                raise MoesaicError(f"{part}: a file of token ids cannot be part of a stream.")
+            self._rows[str(part)] = rows = open_rows(part, "calibration")
+            first = next(iter(rows), None)
+            if first is None:
+                raise MoesaicError(f"{part.name or 'The text that ships'} has no text in it.")
+            text_of(first)
 
-    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the sources, their shares, the draws, and the first windows of each."""
+        said = hashlib.sha256(repr((self.weights, self.length, self.seed, self.answers)).encode())
+        for name in self.weights:
+            said.update(repr(list(islice(self._examples(name), SEEN))).encode())
+        return said.hexdigest()[:16]
+
+    def __iter__(self) -> Iterator[Example]:
         drawn = random.Random(self.seed)
         names = list(self.weights)
         streams = {
@@ -54,30 +86,70 @@ class PackedText(IterableDataset[dict[str, list[int]]]):
         }
         while True:
             (name,) = drawn.choices(names, list(self.weights.values()))
-            ids = next(streams[name])
-            yield {"input_ids": ids, "labels": ids}
+            yield next(streams[name])
 
-    def _shuffled(self, name: str, drawn: random.Random) -> Iterator[list[int]]:
-        windows = self._windows(name)
-        held = [next(windows) for _ in range(self.buffer)]
+    def _shuffled(self, name: str, drawn: random.Random) -> Iterator[Example]:
+        examples = self._examples(name)
+        held = [next(examples) for _ in range(self.buffer)]
         while True:
             place = drawn.randrange(len(held))
             yield held[place]
-            held[place] = next(windows)
+            held[place] = next(examples)
 
-    def _windows(self, name: str) -> Iterator[list[int]]:
+    def _examples(self, name: str) -> Iterator[Example]:
         end = self.tokenizer.eos_token_id
         between = self._ids("\n\n") if end is None else [end]
         rest: list[int] = []
+        passes = 0
         while True:
-            for text in stream_texts(name, "calibration"):
+            found = False
+            for row in self._rows[name].shuffled(f"{self.seed} {name} {passes}"):
+                pair = self._asked(row)
+                if pair is not None:
+                    example = answered(pair, self.tokenizer, self.length)
+                    if example is not None:
+                        found = True
+                        yield example
+                    continue
+                text = text_of(row)
+                if not text:
+                    continue
+                found = True
                 for start in range(0, len(text), PIECE):
                     rest += self._ids(text[start : start + PIECE])
                 rest += between
-                while len(rest) >= self.length:
-                    yield rest[: self.length]
-                    del rest[: self.length]
+                whole = len(rest) // self.length * self.length
+                for start in range(0, whole, self.length):
+                    ids = rest[start : start + self.length]
+                    yield {"input_ids": ids, "labels": ids}
+                del rest[:whole]
+            if not found:
+                raise MoesaicError(f"{name or 'The text that ships'} has no text in it.")
+            passes += 1
+
+    def _asked(self, row: Row) -> Asked | None:
+        return asked(row) if self.answers else None
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
+
+
+def answered(pair: Asked, tokenizer: Tokenizer, length: int) -> Example | None:
+    """A prompt and its answer of which only the answer is learned; None if none of it is left.
+
+    Args:
+        pair: the texts.
+        tokenizer: its end of text ends the answer.
+        length: tokens at which the example is cut.
+    """
+    prompt, answer = (
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for text in (pair.prompt, pair.answer)
+    )
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = (prompt + answer + end)[:length]
+    labels = ([IGNORED] * len(prompt) + answer + end)[:length]
+    if all(label == IGNORED for label in labels[1:]):
+        return None
+    return {"input_ids": ids, "labels": labels}

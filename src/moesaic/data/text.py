@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from importlib.resources import files
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from moesaic.data.reader import Held, Rows, Taken, Use, open_rows
+from moesaic.data.rows import Row, text_of
+from moesaic.data.source import text_sources
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Tokenizer
+from moesaic.foreign import JSON, Tokenizer
 
-DOMAINS = ("prose", "reference", "code")
-"""Domains of the text that ships with the package; each can be named instead of a file."""
+POOL = 20_000_000
+"""Characters of a larger source that windows are drawn from, in a random order of its rows."""
 
-TEXT_KEYS = ("text", "content", "instruction", "input", "question", "output", "answer", "response")
-
+SAMPLES, LENGTH = 100, 512
+"""Windows to calibrate on, and tokens of one to measure on, where nobody says."""
 
 IGNORED = -100
 """The label of a token that is not predicted: a prompt's, or padding."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Windows of one source."""
+
+    taken: Taken
+    windows: int
+
+    def as_json(self) -> JSON:
+        """The keys of :meth:`moesaic.data.reader.Taken.as_json`, and ``windows``."""
+        return {**self.taken.as_json(), "windows": self.windows}
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,8 @@ class Tokens:
     """int64 (N, L)."""
     attention_mask: Tensor | None = None
     """bool (N, L), False on padding; None where there is no padding."""
+    origins: tuple[Origin, ...] = ()
+    """The sources that the windows come from, one after the other; empty where nobody said."""
 
     @property
     def count(self) -> int:
@@ -50,6 +64,23 @@ class Tokens:
         if self.attention_mask is not None:
             digest.update(self.attention_mask.numpy().tobytes())
         return digest.hexdigest()[:16]
+
+    def rows(self, chosen: slice | Tensor) -> Tokens:
+        """Some of the windows; all of one source, or nothing is said of where they are from."""
+        ids, mask = self.input_ids[chosen], self.attention_mask
+        origins = self.origins if len(self.origins) == 1 else ()
+        told = tuple(replace(origin, windows=len(ids)) for origin in origins)
+        return Tokens(ids, None if mask is None else mask[chosen], told)
+
+    def padded(self, length: int) -> Tokens:
+        """The same windows with padding up to a length."""
+        more = length - self.input_ids.shape[1]
+        if more <= 0:
+            return self
+        mask = self.attention_mask
+        mask = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask
+        ids = torch.nn.functional.pad(self.input_ids, (0, more))
+        return Tokens(ids, torch.nn.functional.pad(mask, (0, more)), self.origins)
 
     def examples(self) -> list[dict[str, list[int]]]:
         """Windows to learn from, as input_ids and labels; padding is not predicted."""
@@ -85,109 +116,6 @@ def shared_out(
     return Tokens(ids, None if masks[0] is None else torch.cat(masks)), mine  # type: ignore[arg-type]
 
 
-def shipped_texts(split: Literal["calibration", "evaluation"], domain: str = "") -> list[str]:
-    """Documents that ship with the package, of one domain or all in turn."""
-    lines = files("moesaic").joinpath(f"assets/{split}.jsonl").read_text("utf-8").splitlines()
-    documents = map(json.loads, lines)
-    return [d["text"] for d in documents if domain in ("", d["domain"])]
-
-
-def load_texts(source: str, split: Literal["calibration", "evaluation"]) -> list[str]:
-    """Documents of a source; see :func:`stream_rows`."""
-    return [_text_of(row) for row in load_rows(source, split)]
-
-
-def stream_texts(source: str, split: Literal["calibration", "evaluation"]) -> Iterator[str]:
-    """Documents of a source one by one; see :func:`stream_rows`."""
-    return map(_text_of, stream_rows(source, split))
-
-
-def load_rows(source: str, split: Literal["calibration", "evaluation"]) -> list[Any]:
-    """Rows of a source, of a hub dataset the first 10,000; see :func:`stream_rows`."""
-    return list(stream_rows(source, split, hub_limit=10_000))
-
-
-def stream_rows(
-    source: str, split: Literal["calibration", "evaluation"], hub_limit: int | None = None
-) -> Iterator[Any]:
-    """Rows of a source one by one: a file, a hub dataset id, or text that ships.
-
-    Args:
-        source: ``""`` for all the text that ships, one of :data:`DOMAINS`, a ``.txt``, ``.jsonl``,
-            ``.json`` or ``.parquet`` file, or a hub dataset id, ``name`` or ``name:config``.
-        split: which part of the shipped text.
-        hub_limit: rows of a hub dataset at most.
-
-    Yields:
-        texts, or mappings with texts in them.
-
-    Raises:
-        MoesaicError: the source does not exist or cannot be read.
-    """
-    if source == "" or source in DOMAINS:
-        yield from shipped_texts(split, source)
-        return
-    path = Path(source)
-    if not path.is_file():
-        if path.suffix or path.exists() or source.startswith((".", "/")):
-            raise MoesaicError(f"No text file at {source}.")
-        yield from _hub_rows(source, split, hub_limit)
-        return
-    try:
-        if path.suffix == ".jsonl":
-            with path.open(encoding="utf-8") as lines:
-                yield from (json.loads(line) for line in lines if line.strip())
-        elif path.suffix == ".json":
-            rows = json.loads(path.read_text("utf-8"))
-            yield from rows if isinstance(rows, list) else [rows]
-        elif path.suffix == ".parquet":
-            yield from _datasets().Dataset.from_parquet(str(path))
-        else:
-            yield path.read_text("utf-8")
-    except (ValueError, OSError) as error:
-        raise MoesaicError(
-            f"{source} cannot be read as {path.suffix or 'text'}: {error}"
-        ) from error
-
-
-def _text_of(row: Any) -> str:
-    if isinstance(row, str):
-        return row
-    parts = (
-        [row[k] for k in TEXT_KEYS if isinstance(row.get(k), str)] if hasattr(row, "get") else []
-    )
-    if not parts:
-        raise MoesaicError(f"A row has no text under any of {', '.join(TEXT_KEYS)}: {row!r:.80}")
-    return parts[0] if "text" in row else "\n".join(parts)
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MoesaicError("This source needs: pip install 'moesaic[datasets]'") from error
-    return datasets
-
-
-def _hub_rows(source: str, use: str, limit: int | None) -> Iterator[Any]:
-    """Rows of a hub dataset: of its train split, or its test split to evaluate."""
-    name, _, config = source.partition(":")
-    try:
-        datasets = _datasets()
-        splits = datasets.get_dataset_split_names(name, config or None)
-        order = ("test", "validation") if use == "evaluation" else ("train",)
-        split = next((s for s in order if s in splits), splits[0])
-        rows = datasets.load_dataset(name, config or None, split=split, streaming=True)
-        yield from rows if limit is None else rows.take(limit)
-    except MoesaicError:
-        raise
-    except Exception as error:
-        raise MoesaicError(
-            f"{source!r} is neither a file nor a data set that can be reached "
-            f"({type(error).__name__}). Pass a local .txt, .jsonl, .json or .parquet file."
-        ) from error
-
-
 def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
     """Non-overlapping windows (N, length) of the texts joined by blank lines.
 
@@ -198,89 +126,210 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
     return torch.tensor(ids[: whole * length], dtype=torch.int64).view(whole, length)
 
 
-def evaluation_tokens(
-    source: str | Sequence[str],
-    tokenizer: Tokenizer,
-    length: int = 512,
-    max_tokens: int | None = None,
-) -> Tokens:
-    """The first windows of a text, in order.
+# --- sources to tokens ---------------------------------------------------------------------------
+
+
+def load_texts(source: str, use: Use) -> list[str]:
+    """All documents of a source, or of each source of a mix in turn.
 
     Raises:
-        MoesaicError: the text does not fill one window.
+        MoesaicError: a source cannot be read, or its columns are not known.
     """
-    if isinstance(source, str) and source.endswith(".safetensors"):
-        return _tokenised(Path(source))
-    texts = load_texts(source, "evaluation") if isinstance(source, str) else source
-    ids = windows(texts, tokenizer, length)
+    return [text_of(row) for part in text_sources(source) for row in open_rows(part, use)]
+
+
+def evaluation_tokens(
+    source: str | Sequence[Row],
+    tokenizer: Tokenizer,
+    length: int | None = None,
+    max_tokens: int | None = None,
+) -> Tokens:
+    """The first windows of a text, in order; of a mix, of each source in turn.
+
+    Args:
+        source: as for :func:`moesaic.data.source.text_sources`, or rows.
+        tokenizer: of the model; not used for a file of token ids.
+        length: tokens of a window; None for 512, or for a token file's own.
+        max_tokens: at most this much; 0 or None for all of it. A mix shares it by its weights.
+
+    Raises:
+        MoesaicError: a source cannot be read, or does not fill one window.
+    """
+    if not isinstance(source, str):
+        rows = Held(source, Taken("given", stop=len(source)))
+        return _first(rows, tokenizer, length or LENGTH, max_tokens or None)
+    max_tokens = max_tokens or None
+    sources = text_sources(source)
+    shares: list[int | None] = [max_tokens] * len(sources)
+    if max_tokens is not None:
+        shares = [*split_evenly(max_tokens, [s.weight for s in sources])]
+    parts = [
+        _first_of_file(Path(s.name), length, share)
+        if s.tokenised
+        else _first(open_rows(s, "evaluation"), tokenizer, length or LENGTH, share)
+        for s, share in zip(sources, shares, strict=True)
+    ]
+    return joined(parts)
+
+
+def _first(rows: Rows, tokenizer: Tokenizer, length: int, max_tokens: int | None) -> Tokens:
+    limit = None if max_tokens is None else max(POOL // 10, 32 * max_tokens)
+    ids = windows(_some(map(text_of, rows), limit), tokenizer, length)
     if max_tokens is not None:
         ids = ids[: max(1, max_tokens // length)]
     if len(ids) == 0:
         raise MoesaicError(
-            f"The evaluation text is shorter than one window of {length} tokens; lower --length."
+            f"length {length}: the evaluation text is shorter than one window; lower it."
         )
-    return Tokens(ids)
+    return Tokens(ids, origins=(Origin(rows.taken, len(ids)),))
+
+
+def _first_of_file(path: Path, length: int | None, max_tokens: int | None) -> Tokens:
+    tokens = token_file(path, length)
+    if max_tokens is None:
+        return tokens
+    mask = tokens.attention_mask
+    each = torch.full((len(tokens.input_ids),), tokens.input_ids.shape[1])
+    each = each if mask is None else mask.sum(1)
+    return tokens.rows(slice(max(1, int((each.cumsum(0) <= max_tokens).sum()))))
 
 
 def calibration_tokens(
-    source: str | Sequence[str],
+    source: str | Sequence[Row],
     tokenizer: Tokenizer,
-    samples: int = 100,
-    length: int = 256,
+    samples: int | None = None,
+    length: int | None = None,
     seed: int = 0,
+    *,
+    documents: bool = False,
+    window: int = 256,
 ) -> Tokens:
-    """``samples`` windows of ``length`` tokens, drawn without replacement.
+    """Windows drawn without replacement; of a mix, so many of each source as its weight says.
+
+    Args:
+        source: as for :func:`moesaic.data.source.text_sources`, or rows.
+        tokenizer: of the model; not used for a file of token ids.
+        samples: windows; None for 100, or for all of a token file.
+        length: tokens of a window, of a document at most; None for ``window``, or for a token
+            file's own.
+        seed: of the draw.
+        documents: each window is one document with the tokenizer's special tokens, cut at
+            ``length`` and padded, instead of a piece of all text.
+        window: tokens of a window where ``length`` says nothing.
 
     Raises:
         MoesaicError: the text is empty or does not fill that many windows.
     """
-    if isinstance(source, str) and source.endswith(".safetensors"):
-        return _tokenised(Path(source))
-    if isinstance(source, str) and "=" in source and not Path(source).is_file():
-        return _mixed(source, tokenizer, samples, length, seed)
-    texts = load_texts(source, "calibration") if isinstance(source, str) else source
-    ids = windows(texts, tokenizer, length)
-    if len(ids) < samples:
-        remedy = f"pass --samples {len(ids)}" if len(ids) else "lower --length"
-        raise MoesaicError(
-            f"The calibration text fills {len(ids)} windows of {length} tokens, {samples} were "
-            f"asked for; {remedy}, or give more text."
-        )
-    chosen = torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))[:samples]
-    return Tokens(ids[chosen])
-
-
-def _mixed(source: str, tokenizer: Tokenizer, samples: int, length: int, seed: int) -> Tokens:
-    """Windows of several sources in proportion to their weights, such as ``code=3,prose=1``."""
-    weights = mix_weights(source)
-    shares = split_evenly(samples, list(weights.values()))
+    draw = partial(_documents if documents else _windows, tokenizer=tokenizer, seed=seed)
+    if not isinstance(source, str):
+        rows = Held(source, Taken("given", stop=len(source)))
+        return draw(rows, length=length or window, samples=samples or SAMPLES)
+    sources = text_sources(source)
+    wanted: list[int | None] = [samples]
+    if len(sources) > 1:
+        wanted = [*split_evenly(samples or SAMPLES, [s.weight for s in sources])]
     parts = [
-        calibration_tokens(name, tokenizer, share, length, seed).input_ids
-        for name, share in zip(weights, shares, strict=True)
-        if share
-    ]
-    return Tokens(torch.cat(parts))
-
-
-def mix_weights(source: str) -> dict[str, float]:
-    """Sources and their weights, of a mix such as ``code=3,prose=1``.
-
-    >>> mix_weights("code=3,prose=1")
-    {'code': 3.0, 'prose': 1.0}
-    """
-    weights: dict[str, float] = {}
-    for pair in source.split(","):
-        name, _, weight = pair.rpartition("=")
-        try:
-            weights[name.strip()] = float(weight)
-        except ValueError:
-            weights[name.strip()] = 0.0
-    if "" in weights or min(weights.values()) <= 0:
-        raise MoesaicError(
-            f"{source!r} is not a mix such as code=3,prose=1: a source and its "
-            "weight, above 0, for each part."
+        _drawn_of_file(Path(s.name), length, share, seed)
+        if s.tokenised
+        else draw(
+            open_rows(s, "calibration"),
+            length=length or window,
+            samples=SAMPLES if share is None else share,
         )
-    return weights
+        for s, share in zip(sources, wanted, strict=True)
+        if share != 0
+    ]
+    return joined(parts)
+
+
+def _windows(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, seed: int) -> Tokens:
+    ids = windows(_pool(rows, samples * length, seed), tokenizer, length)
+    return _drawn(Tokens(ids), rows.taken, samples, length, seed)
+
+
+def _documents(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, seed: int) -> Tokens:
+    texts = [text for text in _pool(rows, samples * length, seed) if text.strip()]
+    order = torch.randperm(len(texts), generator=_seeded(seed))[:samples].tolist()
+    if len(order) < samples:
+        raise MoesaicError(
+            f"samples {samples}: the calibration text has {len(order)} documents; give more text, "
+            f"or pass samples={len(order)}."
+        )
+    found = [
+        tokenizer(texts[i], truncation=True, max_length=length, verbose=False)["input_ids"]
+        for i in order
+    ]
+    longest = max(map(len, found))
+    filling = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    ids = torch.tensor([row + [filling] * (longest - len(row)) for row in found])
+    mask = torch.tensor([[i < len(row) for i in range(longest)] for row in found])
+    origins = (Origin(rows.taken, samples),)
+    return Tokens(ids, None if bool(mask.all()) else mask, origins)
+
+
+def _drawn_of_file(path: Path, length: int | None, samples: int | None, seed: int) -> Tokens:
+    tokens = token_file(path, length)
+    if samples is None or samples == len(tokens.input_ids):
+        return tokens
+    (origin,) = tokens.origins
+    return _drawn(tokens, origin.taken, samples, tokens.input_ids.shape[1], seed)
+
+
+def _drawn(tokens: Tokens, taken: Taken, samples: int, length: int, seed: int) -> Tokens:
+    """Some of the windows, in a random order."""
+    count = len(tokens.input_ids)
+    if count < samples:
+        remedy = f"pass samples={count}" if count else "lower length"
+        raise MoesaicError(
+            f"samples {samples}: the calibration text fills {count} windows of {length} tokens; "
+            f"{remedy}, or give more text."
+        )
+    chosen = torch.randperm(count, generator=_seeded(seed))[:samples]
+    return replace(tokens.rows(chosen), origins=(Origin(taken, samples),))
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _pool(rows: Rows, tokens: int, seed: int) -> list[str]:
+    """The texts to draw from: all in order, or of a large source some in a random order."""
+    limit = max(POOL, 16 * tokens)
+    if rows.at_hand:
+        texts = _some(map(text_of, rows), limit)
+        if sum(map(len, texts)) < limit:
+            return texts
+    return _some(map(text_of, rows.shuffled(f"{seed} {rows.taken.source}")), limit)
+
+
+def _some(texts: Iterable[str], limit: int | None) -> list[str]:
+    """The first texts, until they have so many characters."""
+    found, count = [], 0
+    for text in texts:
+        found.append(text)
+        count += len(text)
+        if limit is not None and count >= limit:
+            break
+    return found
+
+
+def joined(parts: Sequence[Tokens]) -> Tokens:
+    """The windows of all parts, the shorter ones padded.
+
+    Raises:
+        MoesaicError: there are none.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    length = max(part.input_ids.shape[1] for part in parts)
+    padded = [part.padded(length) for part in parts]
+    masks = [part.attention_mask for part in padded]
+    ids = torch.cat([part.input_ids for part in padded])
+    mask = None
+    if any(m is not None for m in masks):
+        whole = [torch.ones_like(part.input_ids, dtype=torch.bool) for part in padded]
+        mask = torch.cat([w if m is None else m for w, m in zip(whole, masks, strict=True)])
+    return Tokens(ids, mask, tuple(origin for part in parts for origin in part.origins))
 
 
 def split_evenly(total: int, weights: Sequence[float]) -> list[int]:
@@ -297,56 +346,16 @@ def split_evenly(total: int, weights: Sequence[float]) -> list[int]:
     return parts
 
 
-ANSWER_KEYS = ("output", "answer", "response", "completion")
-PROMPT_KEYS = ("prompt", "instruction", "input", "question")
+def token_file(path: Path, length: int | None = None) -> Tokens:
+    """Token windows of a ``.safetensors`` file, as they are or cut into shorter ones.
 
-
-def training_examples(
-    source: str | Sequence[Any], tokenizer: Tokenizer, length: int
-) -> list[dict[str, list[int]]]:
-    """Texts to learn from, as input_ids and labels; IGNORED where nothing is to be predicted.
-
-    Rows with a prompt and an answer (:data:`PROMPT_KEYS`, :data:`ANSWER_KEYS`) are one example
-    each, their prompt not predicted; all other text becomes windows of ``length`` tokens.
+    Args:
+        path: holds ``input_ids``, int64 (N, L), and ``attention_mask`` (N, L) if there is padding.
+        length: tokens of a window; what remains of a row is left out, and windows of padding.
 
     Raises:
-        MoesaicError: there is not enough text for one example.
+        MoesaicError: there is no such file, or its windows are shorter.
     """
-    if isinstance(source, str) and source.endswith(".safetensors"):
-        return _tokenised(Path(source)).examples()
-    rows = load_rows(source, "calibration") if isinstance(source, str) else source
-    examples, texts = [], []
-    for row in rows:
-        prompt, answer = _conversation(row)
-        if answer is None:
-            texts.append(_text_of(row))
-            continue
-        asked, told = (
-            tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            for text in (f"{prompt}\n", answer)
-        )
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        ids = (asked + told + end)[:length]
-        labels = ([IGNORED] * len(asked) + told + end)[:length]
-        if any(label != IGNORED for label in labels[1:]):
-            examples.append({"input_ids": ids, "labels": labels})
-    whole = windows(texts, tokenizer, length).tolist() if texts else []
-    examples += [{"input_ids": ids, "labels": ids} for ids in whole]
-    if not examples:
-        raise MoesaicError(f"The text does not fill one window of {length} tokens; lower --length.")
-    return examples
-
-
-def _conversation(row: Any) -> tuple[str, str | None]:
-    """The prompt and the answer of a row; no answer where the row is plain text."""
-    if isinstance(row, str) or "text" in row:
-        return "", None
-    prompt = "\n".join(row[k] for k in PROMPT_KEYS if isinstance(row.get(k), str) and row[k])
-    answer = next((row[k] for k in ANSWER_KEYS if isinstance(row.get(k), str)), None)
-    return prompt, answer if prompt else None
-
-
-def _tokenised(path: Path) -> Tokens:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -354,10 +363,25 @@ def _tokenised(path: Path) -> Tokens:
         raise MoesaicError(f"No file at {path}.")
     try:
         tensors = load_file(path)
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise MoesaicError(f"{path} is not a safetensors file: {error}") from error
     ids = tensors.get("input_ids")
     if ids is None or ids.dtype != torch.int64 or ids.dim() != 2 or ids.numel() == 0:
         raise MoesaicError(f"{path} must hold input_ids, int64 of shape (N, T), not empty.")
     mask = tensors.get("attention_mask")
-    return Tokens(ids, None if mask is None else mask.bool())
+    if mask is not None and mask.shape != ids.shape:
+        raise MoesaicError(f"{path}: attention_mask must have the shape of input_ids.")
+    mask = None if mask is None or bool(mask.bool().all()) else mask.bool()
+    if mask is not None and not bool(mask.any()):
+        raise MoesaicError(f"{path}: attention_mask leaves no token.")
+    own = ids.shape[1]
+    if length is not None and length > own:
+        raise MoesaicError(
+            f"length {length}: {path} has windows of {own} tokens; pass length={own} or less."
+        )
+    if length is not None and length < own:
+        ids = ids[:, : own // length * length].reshape(-1, length)
+        if mask is not None:
+            mask = mask[:, : own // length * length].reshape(-1, length)
+            ids, mask = ids[mask.any(1)], mask[mask.any(1)]
+    return Tokens(ids, mask, (Origin(Taken(str(path.resolve()), stop=len(ids)), len(ids)),))

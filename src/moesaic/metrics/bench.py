@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 from moesaic.config import Bench
-from moesaic.data.text import evaluation_tokens, shipped_texts
+from moesaic.data.reader import shipped_texts
+from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import export_gguf
 from moesaic.foreign import JSON, Model, Track, silent

@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 
 from moesaic.config import Evaluation
-from moesaic.data.text import DOMAINS, Tokens, evaluation_tokens, shipped_texts
+from moesaic.data.reader import shipped_texts
+from moesaic.data.source import DOMAINS
+from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
 from moesaic.io.checkpoint import skeleton
@@ -26,8 +28,8 @@ def evaluate(
     model: str | Path | Model,
     *,
     data: str | Sequence[str] | Tokens = "",
-    length: int = Evaluation.length,
-    max_tokens: int | None = None,
+    length: int | None = Evaluation.length,
+    max_tokens: int | None = Evaluation.max_tokens,
     tokenizer: Tokenizer | None = None,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
@@ -38,8 +40,8 @@ def evaluate(
     Args:
         model: a loaded PreTrainedModel, or a name for :func:`moesaic.io.source.resolve`.
         data: texts, tokens (N, L), or a source; the text that ships by default.
-        length: tokens of a window.
-        max_tokens: use at most this much of the text; None for all of it.
+        length: tokens of a window; None for 512, or for a token file's own.
+        max_tokens: use at most this much of the text; 0 or None for all of it.
         tokenizer: for texts, when ``model`` is loaded.
         device: where to compute, when ``model`` is a name.
         dtype: floating-point type, when ``model`` is a name; None for the checkpoint's own.
@@ -64,8 +66,8 @@ def sweep(
     taus: Sequence[float],
     *,
     data: str = "",
-    length: int = Evaluation.length,
-    max_tokens: int | None = None,
+    length: int | None = Evaluation.length,
+    max_tokens: int | None = Evaluation.max_tokens,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     track: Track = silent,
@@ -233,11 +235,16 @@ def measure(
         generations[name] = generate(model, tokenizer, settings.prompt, settings.new_tokens)
         if name == "result":
             samples = colour_samples(model, tokenizer)
-            active = activity(model, tokenizer, settings.length)
+            active = activity(model, tokenizer, tokens.input_ids.shape[1])
         if name not in comparisons and settings.rounds:
             timed[name] = model
     record: JSON = {
-        "evaluation": {"data": settings.data or "shipped", "length": settings.length},
+        "evaluation": {
+            "data": settings.data or "shipped",
+            "length": tokens.input_ids.shape[1],
+            "max_tokens": settings.max_tokens,
+            "sources": [origin.as_json() for origin in tokens.origins],
+        },
         "scores": {name: s.as_json() for name, s in scores.items()},
         "routing": {
             str(i): {

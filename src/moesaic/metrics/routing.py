@@ -94,23 +94,34 @@ def _choice(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     return chosen_TR.masked_fill(weights_TR == 0, chosen.shape[-1])
 
 
+class Counts(dict[int, Routing]):
+    """Routing by decoder layer, while it is counted."""
+
+    mask: Tensor | None = None
+    """bool (B, L), False on padding of the batch that runs, which is not counted."""
+
+
 @contextmanager
-def counted(model: Model) -> Iterator[dict[int, Routing]]:
+def counted(model: Model) -> Iterator[Counts]:
     """Count the routing of everything that runs inside."""
     found = routers(model)
+    counts = Counts({i: routing for i, (_, routing) in found.items()})
     handles = [
-        router.register_forward_hook(_counter(routing)) for router, routing in found.values()
+        router.register_forward_hook(_counter(routing, counts))
+        for router, routing in found.values()
     ]
     try:
-        yield {i: routing for i, (_, routing) in found.items()}
+        yield counts
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _counter(layer: Routing) -> Callable[..., None]:
+def _counter(layer: Routing, counts: Counts) -> Callable[..., None]:
     def count(_: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
         chosen_TK = _choice(out)
+        if counts.mask is not None:
+            chosen_TK = chosen_TK[counts.mask.flatten().to(chosen_TK.device)]
         experts = len(layer.widths)
         layer.tokens += chosen_TK.shape[0]
         layer.idle += int((chosen_TK == experts).all(-1).sum())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moesaic.data.text import Tokens
 from moesaic.foreign import JSON, Model, Track, silent
 from moesaic.metrics.perplexity import perplexity
 from moesaic.metrics.routing import Routing
 from moesaic.metrics.size import model_size
+from moesaic.nn.channels import set_mode
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,12 @@ class Score:
     """Under uniform routing."""
     router_parameters: int
     routing: dict[int, Routing]
+    sources: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Of a mix, each source's perplexity and tokens."""
 
     def as_json(self) -> JSON:
         """The figures under the names that programs rely on."""
-        return {
+        figures: JSON = {
             "perplexity": self.perplexity,
             "tokens": self.tokens,
             "total_parameters": self.total_parameters,
@@ -38,12 +41,19 @@ class Score:
             "nominal_active_ratio": self.nominal_active_ratio,
             "router_parameters": self.router_parameters,
         }
+        if self.sources:
+            figures["sources"] = {
+                name: {"perplexity": value, "tokens": count}
+                for name, (value, count) in self.sources.items()
+            }
+        return figures
 
 
 def score(model: Model, tokens: Tokens, track: Track = silent) -> Score:
     """Measure a model on a text."""
-    quality = perplexity(model, tokens, track)
-    measured = model_size(model, quality.routing)
+    with set_mode(model, "always"):  # channels: what is read is counted
+        quality = perplexity(model, tokens, track)
+        measured = model_size(model, quality.routing)
     return Score(
         perplexity=quality.perplexity,
         tokens=quality.tokens,
@@ -53,4 +63,5 @@ def score(model: Model, tokens: Tokens, track: Track = silent) -> Score:
         nominal_active_ratio=model_size(model).active_ratio,
         router_parameters=measured.router_parameters,
         routing=quality.routing,
+        sources=quality.sources,
     )

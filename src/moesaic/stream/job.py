@@ -23,7 +23,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.layers.base import LayerPlan
 from moesaic.plan import BaseShape, Progress
 from moesaic.stream.stream import LayerStream
-from moesaic.surgery import base_shape
+from moesaic.surgery import base_shape, predicting_layers
 
 A = TypeVar("A", bound=Arch)
 V = TypeVar("V")
@@ -54,6 +54,8 @@ class Job(Generic[A]):
             if self.home != "cpu":
                 self.device = self.home
         self.arch: A = find(self.original.config)
+        self.predicting = predicting_layers(self.original.config)
+        """Layers behind the last that predict further tokens; results go without them."""
         self._length = length
 
     @staticmethod

@@ -61,6 +61,7 @@ class DSMoEConfig(MethodConfig):
     data: str = option(
         "",
         "Text to train on, a mix of weights included. Default: the calibration text.",
+        parse="text",
         seldom=True,
     )
     length: int = option(1024, "Tokens of a window.", minimum=1, seldom=True)

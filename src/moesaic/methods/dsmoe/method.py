@@ -7,13 +7,12 @@ from dataclasses import asdict, replace
 from functools import partial
 
 import torch
-from torch.utils.data import IterableDataset
 
 from moesaic import hub
 from moesaic.arch.dense import Arch, dense_arch
 from moesaic.config import chosen_layers
-from moesaic.data.packing import PackedText
 from moesaic.data.text import Tokens
+from moesaic.data.training import Examples, training_text
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.layers.carved import CarvedLayer
@@ -26,9 +25,7 @@ from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
 from moesaic.surgery import apply_plan, routed_modules
-from moesaic.train import Example, Schedule, examples_of, train
-
-Texts = list[Example] | IterableDataset[Example]
+from moesaic.train import Schedule, train
 
 CURVES = {
     "language": "language-model loss",
@@ -145,19 +142,20 @@ class DSMoE(Method[DSMoEConfig, Arch]):
             return f"{gates}; in training, this threshold was left out"
         return gates
 
-    def _texts(self, job: Job[Arch]) -> Texts:
+    def _texts(self, job: Job[Arch]) -> Examples:
         """The text to train on, as it streams in, or whole where it is at hand as tokens."""
         config, args = self.config, job.args
         given = args.calibration.source if args.text is None else args.text
         if not isinstance(given, Tokens | torch.Tensor):
             given = config.data or given
-        if isinstance(given, str) and not given.endswith(".safetensors"):
-            if job.tokenizer is None:
-                raise MoesaicError(
-                    "Training text needs a tokenizer: pass tokenizer=, or token ids."
-                )
-            return PackedText(given, job.tokenizer, config.length, config.seed)
-        return examples_of(given, job.tokenizer, config.length)
+        return training_text(
+            given,
+            job.tokenizer,
+            config.length,
+            steps=config.steps,
+            seed=config.seed,
+            stream=True,
+        )
 
     def target(self, sizes: list[LayerSize]) -> float | None:
         """The share of blocks to be active that ``active`` asks for; None where it asks nothing.

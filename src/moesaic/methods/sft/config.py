@@ -35,7 +35,8 @@ class TuneConfig(MethodConfig):
     data: str = option(
         "",
         "Text to train on: as for calibration; rows with a question and an answer are trained on "
-        "the answer only. Default: ships.",
+        "the answer only. A mix needs steps. Default: ships.",
+        parse="text",
     )
     teacher: str = option(
         "",

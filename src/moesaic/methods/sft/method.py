@@ -8,6 +8,7 @@ import torch
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import base_arch
+from moesaic.data.training import training_text
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model
 from moesaic.io.fingerprint import of_model
@@ -18,7 +19,7 @@ from moesaic.methods.sft.parameters import trainable
 from moesaic.plan import JSON_NAME, Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
-from moesaic.train import Distillation, Schedule, examples_of, train
+from moesaic.train import Distillation, Schedule, train
 
 KL = "KL divergence from the teacher"
 
@@ -44,7 +45,14 @@ class Tuning(Method[TuneConfig, Arch]):
         """
         config, args = self.config, job.args
         given = config.data if args.text is None else args.text
-        examples = examples_of(given, job.tokenizer, config.length)
+        examples = training_text(
+            given,
+            job.tokenizer,
+            config.length,
+            steps=config.steps,
+            seed=config.seed,
+            answers=True,
+        )
         live = job.live()
         request = job.request({"config": asdict(config)})
         teacher = args.teacher

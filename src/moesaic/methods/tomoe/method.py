@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 import torch
 
 from moesaic.arch.dense import Arch, dense_arch
+from moesaic.data.training import Examples, training_text
+from moesaic.errors import MoesaicError
 from moesaic.foreign import Config
 from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.methods.base import Decision, Method, Told
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.more.method import MoRE
 from moesaic.methods.tomoe.config import ToMoEConfig
-from moesaic.methods.tomoe.decision import Learned, active_ratio, decide, learned, threshold_for
-from moesaic.methods.tomoe.student import Student, StudentLoss
+from moesaic.methods.tomoe.decision import (
+    Learned,
+    active_ratio,
+    decide,
+    learned,
+    least_ratio,
+    threshold_for,
+)
+from moesaic.methods.tomoe.student import Student, StudentLoss, layer_shapes
 from moesaic.methods.words import carved, number, some
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
-from moesaic.train import Example, Schedule, examples_of, train
+from moesaic.train import Schedule, train
 
 TINY = 20_000_000
 """Parameters below which the default schedule is a short one."""
@@ -60,6 +69,14 @@ class ToMoE(Method[ToMoEConfig, Arch]):
         args = job.args
         for name in args.compare:
             self.config.compared(name)
+        least = least_ratio(layer_shapes(job.shape, job.arch), self.config.attention)
+        if self.config.active < least:
+            kept = "; attention='routed' reaches lower" * (self.config.attention == "none")
+            raise MoesaicError(
+                f"active {self.config.active:g} is out of reach: with experts of the least width "
+                f"in every layer and attention {self.config.attention!r} the ratio is "
+                f"{least:.3f}{kept}."
+            )
         job.tokens  # noqa: B018 - what is wrong with the text is said before a model is read
         live = job.live()
         total = sum(p.numel() for p in live.parameters())
@@ -73,9 +90,7 @@ class ToMoE(Method[ToMoEConfig, Arch]):
             Schedule.of(config),
             args.progress and args.progress / "training",
             trainable=learning,
-            request=job.request(
-                {"config": asdict(config), "calibration": job.tokens.fingerprint}
-            ),
+            request=job.request({"config": asdict(config), "calibration": job.tokens.fingerprint}),
             objective=StudentLoss(config.seed),
             device=job.device,
             track=args.track,
@@ -103,7 +118,7 @@ class ToMoE(Method[ToMoEConfig, Arch]):
                     "total_parameters": total,
                     "active": active,
                     "threshold": threshold,
-                    "examples": len(examples),
+                    "examples": len(examples) if isinstance(examples, Sequence) else None,
                     "copied_parameters": _copied(layers, plans) if config.materialize else 0,
                 }
             },
@@ -156,8 +171,9 @@ def _copied(layers: Mapping[int, Learned], plans: Mapping[int, OverlappingLayer]
     return round(sum(layers[i].shape.ffn * (share - 1) for i, share in shares.items()))
 
 
-def _examples(job: Job[Arch], config: ToMoEConfig) -> list[Example]:
-    """All of the calibration text, in windows to learn from."""
+def _examples(job: Job[Arch], config: ToMoEConfig) -> Examples:
+    """All of the calibration text, prompts included, in windows to learn from."""
     args = job.args
     given = args.calibration.source if args.text is None else args.text
-    return examples_of(given, job.tokenizer, config.length or config.window)
+    length = config.length or config.window
+    return training_text(given, job.tokenizer, length, steps=config.steps, seed=config.seed)

@@ -1,0 +1,437 @@
+"""The one reader of text: any source as rows, in order or shuffled, for one use.
+
+Text that is trained or calibrated on and text that is measured are never the same rows: the splits
+of a data set where it has them, otherwise rows that are held out for measuring.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import random
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.resources import files
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal
+
+from moesaic.data.rows import Row
+from moesaic.data.source import TextSource, text_sources
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
+
+Use = Literal["calibration", "evaluation"]
+"""Calibration and training are one use."""
+
+MEASURED = ("test", "validation", "valid", "val", "dev")
+"""Splits to measure on, the first that there is."""
+HELD_OUT = 5_000
+"""Rows that a data set without such a split gives up for measuring, at most; at most 5 % too."""
+AT_HAND = 1 << 30
+"""Bytes up to which a data set is read whole instead of streamed."""
+OPEN, BUFFER = 16, 10_000
+"""Shards of a stream that are read at a time, and rows that are drawn from."""
+PIECE = 65_536
+"""Characters of the pieces that a long document is cut into for training."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The rows that were opened."""
+
+    source: str
+    split: str = ""
+    start: int = 0
+    stop: int | None = None
+    """None where the end is not known."""
+    held_out: bool = False
+    """The data set has no split to measure on; these rows are kept from training."""
+
+    def meets(self, other: Taken) -> bool:
+        """Some row is in both."""
+        if (self.source, self.split) != (other.source, other.split):
+            return False
+        ends = (float("inf") if t.stop is None else t.stop for t in (self, other))
+        return max(self.start, other.start) < min(ends)
+
+    def as_json(self) -> JSON:
+        """The source, split and rows in plain words.
+
+        Returns:
+            ``source``; ``split`` where there are several; ``rows``, first and one past the last,
+            where they are not all; ``held_out`` where it is so.
+        """
+        told: JSON = {"source": self.source or "shipped"}
+        if self.split:
+            told["split"] = self.split
+        if self.start or (self.held_out and self.stop is not None):
+            told["rows"] = [self.start, self.stop]
+        return {**told, "held_out": True} if self.held_out else told
+
+
+class Rows(ABC):
+    """Rows of one source."""
+
+    def __init__(self, taken: Taken, at_hand: bool) -> None:
+        self.taken = taken
+        self.at_hand = at_hand
+        """All rows can be had at once, and are meant to be read whole."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Row]:
+        """All rows in order."""
+
+    @abstractmethod
+    def shuffled(self, seed: str) -> Iterator[Row]:
+        """All rows once in an order that is the same for the same seed."""
+
+
+class Held(Rows):
+    """Rows that can be read in any order."""
+
+    def __init__(
+        self, rows: Sequence[Row], taken: Taken, at_hand: bool = True, where: str = ""
+    ) -> None:
+        super().__init__(taken, at_hand)
+        stop = len(rows) if taken.stop is None else taken.stop
+        self._rows, self._range, self._where = rows, range(taken.start, stop), where
+
+    def __iter__(self) -> Iterator[Row]:
+        return self._read(self._range)
+
+    def shuffled(self, seed: str) -> Iterator[Row]:
+        """All rows once, in a uniformly random order; long documents in pieces."""
+        drawn = random.Random(seed)
+        rows = self._read(drawn.sample(self._range, len(self._range)))
+        if len(self._range) > 1:
+            return rows
+        cut = [piece for row in rows for piece in _pieces(row)]
+        return iter(drawn.sample(cut, len(cut)))
+
+    def _read(self, order: Iterable[int]) -> Iterator[Row]:
+        with _readable(self._where or self.taken.source):
+            for i in order:
+                yield self._rows[i]
+
+
+class Streamed(Rows):
+    """Rows of a data set that is too large to be read whole.
+
+    Args:
+        data: a streaming data set.
+        taken: the rows of it.
+        first_shard: the rows count within its first shard.
+    """
+
+    def __init__(self, data: Any, taken: Taken, first_shard: bool) -> None:
+        super().__init__(taken, at_hand=False)
+        self._data, self._first = data, first_shard
+
+    def __iter__(self) -> Iterator[Row]:
+        return chain.from_iterable(self._shards())
+
+    def shuffled(self, seed: str) -> Iterator[Row]:
+        """All rows once: some shards at a time in a random order, rows drawn from a buffer."""
+        drawn = random.Random(seed)
+        shards = self._shards()
+        drawn.shuffle(shards)
+        return drawn_from(interleaved(shards, drawn), drawn, BUFFER)
+
+    def _shards(self) -> list[Iterable[Row]]:
+        taken, data = self.taken, self._data
+        count = max(1, data.num_shards)
+        if not self._first:
+            return [self._part(data)]
+        shards = [data if count == 1 else data.shard(count, i) for i in range(count)]
+        if taken.stop is not None:
+            return [self._part(shards[0])]
+        return [self._part(shards[0]), *map(self._guarded, shards[1:])]
+
+    def _part(self, data: Any) -> Iterable[Row]:
+        taken = self.taken
+        if taken.start:
+            data = data.skip(taken.start)
+        return self._guarded(data if taken.stop is None else data.take(taken.stop - taken.start))
+
+    def _guarded(self, data: Iterable[Row]) -> Iterable[Row]:
+        return _Guarded(data, self.taken.source)
+
+
+@dataclass(frozen=True)
+class _Guarded:
+    """Rows whose errors are ours."""
+
+    rows: Iterable[Row]
+    source: str
+
+    def __iter__(self) -> Iterator[Row]:
+        with _reached(self.source):
+            yield from self.rows
+
+
+def interleaved(shards: Sequence[Iterable[Row]], drawn: random.Random) -> Iterator[Row]:
+    """Rows of all shards, each from a shard drawn from a few that are open."""
+    waiting = iter(shards)
+    active = [iter(shard) for shard in islice(waiting, OPEN)]
+    while active:
+        place = drawn.randrange(len(active))
+        for row in active[place]:
+            yield row
+            break
+        else:
+            following = next(waiting, None)
+            if following is None:
+                active.pop(place)
+            else:
+                active[place] = iter(following)
+
+
+def drawn_from(rows: Iterator[Row], drawn: random.Random, size: int) -> Iterator[Row]:
+    """The same rows, each drawn from a buffer."""
+    held = list(islice(rows, size))
+    for row in rows:
+        place = drawn.randrange(len(held))
+        yield held[place]
+        held[place] = row
+    drawn.shuffle(held)
+    yield from held
+
+
+def _pieces(row: Row) -> Iterator[Row]:
+    """A long text cut at line ends; anything else as it is."""
+    if not isinstance(row, str):
+        yield row
+        return
+    start = 0
+    while start < len(row):
+        stop = min(len(row), start + PIECE)
+        if stop < len(row):
+            stop = row.rfind("\n", start, stop) + 1 or stop
+        yield row[start:stop]
+        start = stop
+
+
+# --- opening -------------------------------------------------------------------------------------
+
+
+def open_rows(source: TextSource, use: Use) -> Rows:
+    """A source's rows for one use.
+
+    Args:
+        source: of the text.
+        use: text that ships and data sets with several splits have other rows for each.
+
+    Raises:
+        MoesaicError: the source does not exist or cannot be read.
+    """
+    path = Path(source.name)
+    if source.shipped:
+        return _held(shipped_texts(use, source.name), source, source.name)
+    if path.is_file():
+        return _held(_file_rows(path), source, str(path.resolve()), str(path))
+    missing = path.suffix in (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
+    if not path.is_dir() and (missing or source.name.startswith((".", "/"))):
+        raise MoesaicError(f"No text file at {source.name}.")
+    return _data_set(source, use)
+
+
+def check_apart(used: Iterable[str], measured: str) -> None:
+    """Refuse to measure on rows that are calibrated or trained on.
+
+    Args:
+        used: names of the texts that are, as for :func:`moesaic.data.source.text_sources`.
+        measured: the text to measure on.
+
+    Raises:
+        MoesaicError: some row is in both, or a source cannot be read.
+    """
+    ours = [source for spec in used for source in text_sources(spec) if not source.shipped]
+    for theirs in text_sources(measured):
+        for source in ours:
+            if _place(source) == _place(theirs) and _meet(source, theirs):
+                raise MoesaicError(
+                    f"{theirs} is to be measured on, and rows of it are calibrated or trained on "
+                    f"too ({source}). Measure on another text or split, or on a slice, such as "
+                    f"{_example(theirs, '[:10%]')} here and {_example(source, '[10%:]')} there."
+                )
+
+
+def _example(source: TextSource, rows: str) -> str:
+    return str(replace(source, split=f"{source.split_name}{rows}"))
+
+
+def _place(source: TextSource) -> tuple[str, str, str]:
+    path = Path(source.name)
+    name = str(path.resolve()) if path.exists() else source.name
+    return name, source.config, source.data_dir
+
+
+def _meet(source: TextSource, theirs: TextSource) -> bool:
+    if source.tokenised:
+        return True
+    taken = open_rows(source, "calibration").taken
+    return taken.meets(open_rows(theirs, "evaluation").taken)
+
+
+def shipped_texts(split: Use, domain: str = "") -> list[str]:
+    """Documents that ship with the package, of one domain or all in turn."""
+    lines = files("moesaic").joinpath(f"assets/{split}.jsonl").read_text("utf-8").splitlines()
+    documents = map(json.loads, lines)
+    return [d["text"] for d in documents if domain in ("", d["domain"])]
+
+
+def _held(rows: Sequence[Row], source: TextSource, name: str, where: str = "") -> Held:
+    if source.config or source.data_dir or source.split_name not in ("", "train"):
+        raise MoesaicError(
+            f"{source}: a file has no config, data_dir or splits; name rows as "
+            f"{source.name}:::[:90%]."
+        )
+    start, stop = source.rows(len(rows))
+    return Held(rows, Taken(name, "", start, stop), where=where)
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+class Lines(Sequence[Row]):
+    """Rows of a .jsonl file, read when they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._starts = array("q")
+        with path.open("rb") as lines:
+            at = 0
+            for line in lines:
+                if line.strip():
+                    self._starts.append(at)
+                at += len(line)
+
+    @cached_property
+    def _bytes(self) -> mmap.mmap:
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: Any) -> Any:
+        start = self._starts[index]
+        end = self._bytes.find(b"\n", start)
+        return json.loads(self._bytes[start : None if end < 0 else end])
+
+
+def _file_rows(path: Path) -> Sequence[Row]:
+    with _readable(str(path)):
+        if path.suffix == ".jsonl":
+            return Lines(path)
+        if path.suffix == ".json":
+            rows = json.loads(path.read_text("utf-8"))
+            return rows if isinstance(rows, list) else [rows]
+        if path.suffix == ".parquet":
+            data: Sequence[Row] = _datasets().Dataset.from_parquet(str(path))
+            return data
+        return [path.read_text("utf-8")]
+
+
+@contextmanager
+def _readable(where: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, OSError, RecursionError) as error:
+        kind = Path(where).suffix or "text"
+        raise MoesaicError(f"{where} cannot be read as {kind}: {error}") from error
+
+
+# --- data sets -----------------------------------------------------------------------------------
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MoesaicError("This source needs: pip install 'moesaic[datasets]'") from error
+    return datasets
+
+
+@contextmanager
+def _reached(name: str) -> Iterator[None]:
+    try:
+        yield
+    except MoesaicError:
+        raise
+    except Exception as error:
+        raise MoesaicError(
+            f"{name!r} is neither a file nor a data set that can be reached "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''!s:.120}). "
+            "Pass a local .txt, .jsonl, .json or .parquet file."
+        ) from error
+
+
+def _data_set(source: TextSource, use: Use) -> Rows:
+    """Rows of a data set of the hub, or of a folder as the hub has them."""
+    datasets = _datasets()
+    where: JSON = {"data_dir": source.data_dir} if source.data_dir else {}
+    config = source.config or None
+    with _reached(str(source)):
+        splits = datasets.get_dataset_split_names(source.name, config, **where)
+        builder = datasets.load_dataset_builder(source.name, config, **where)
+    split, held_out = chosen_split(source, splits, use)
+    known = (builder.info.splits or {}).get(split)
+    count = known and known.num_examples
+    with _reached(str(source)):
+        whole = _size(source, builder.info) <= AT_HAND
+        data = datasets.load_dataset(source.name, config, split=split, streaming=not whole, **where)
+    if whole:
+        count = len(data)
+    taken = Taken(str(replace(source, name=_place(source)[0], split="")), split)
+    apart = len(splits) > 1 and any(name in splits for name in MEASURED)
+    if source.sliced:
+        start, stop = source.rows(count)
+        taken = replace(taken, start=start, stop=stop)
+    elif not apart:
+        spared = HELD_OUT if not count else min(HELD_OUT, max(1, count // 20))
+        if held_out:
+            taken = replace(taken, stop=spared, held_out=True)
+        elif use == "calibration":
+            taken = replace(taken, start=spared)
+    if not whole:
+        return Streamed(data, taken, first_shard=not source.sliced)
+    return Held(data, replace(taken, stop=count) if taken.stop is None else taken)
+
+
+def chosen_split(source: TextSource, splits: Sequence[str], use: Use) -> tuple[str, bool]:
+    """The split to read, and whether rows of a split for training are to be held out of it.
+
+    Raises:
+        MoesaicError: there is no such split, or it is not clear which one is meant.
+    """
+    listed = ", ".join(splits)
+    named = source.split_name
+    if named:
+        if named not in splits:
+            raise MoesaicError(f"{source}: there is no split {named!r}; known: {listed}.")
+        return named, False
+    measured = [name for name in MEASURED if name in splits]
+    if use == "evaluation" and measured and len(splits) > 1:
+        return measured[0], False
+    if "train" in splits or len(splits) == 1:
+        split = "train" if "train" in splits else splits[0]
+        return split, use == "evaluation" and not source.sliced
+    example = str(replace(source, split=splits[0]))
+    raise MoesaicError(
+        f"{source} has no split named train, but {listed}: name one, such as {example}."
+    )
+
+
+def _size(source: TextSource, info: Any) -> float:
+    """Bytes of a data set; infinite where that is not known."""
+    path = Path(source.name)
+    if path.is_dir():
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    size = info.download_size or info.dataset_size
+    return float("inf") if size is None else float(size)

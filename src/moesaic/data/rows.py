@@ -1,0 +1,186 @@
+"""Rows to text: the columns that are known, and how a model is shown them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.errors import MoesaicError
+
+Row = str | Mapping[str, Any]
+"""A text, or columns."""
+
+PLAIN = ("text", "content")
+"""Columns that are a text of their own, whatever stands beside them."""
+
+ASIDE = frozenset(
+    [
+        "id",
+        "idx",
+        "index",
+        "uid",
+        "url",
+        "source",
+        "category",
+        "subject",
+        "type",
+        "level",
+        "task",
+        "topic",
+        "language",
+        "difficulty",
+        "original_question",
+        "unique_id",
+        "metadata",
+    ]
+)
+"""Columns that are about a row and are not read."""
+
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{0}\n\n### Response:\n"
+)
+ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{0}\n\n### Input:\n{1}\n\n### Response:\n"
+)
+"""The template of Alpaca's own ``text`` column; Code Alpaca, MetaMath and LLM-Adapters
+(commonsense170k) use it too."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt and its answer; one after the other they are the whole text."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Columns that belong together."""
+
+    of: str
+    """The data sets that have them."""
+    needs: tuple[str, ...]
+    may: tuple[str, ...]
+    """Columns that it reads, or that say again what others say."""
+    read: Callable[[Mapping[str, Any]], Asked]
+
+    def fits(self, row: Mapping[str, Any]) -> bool:
+        """All columns are there, and none that is not known."""
+        known = {*self.needs, *self.may, *ASIDE, *PLAIN}
+        return row.keys() >= set(self.needs) and row.keys() <= known
+
+
+def _alpaca(instruction: str, given: str, answer: str) -> Asked:
+    instruction, given = instruction.strip(), given.strip()
+    if given:
+        return Asked(ALPACA_INPUT.format(instruction, given), answer)
+    return Asked(ALPACA.format(instruction), answer)
+
+
+def _choices(row: Mapping[str, Any]) -> Asked:
+    choices, right = row["choices"], row["answer"]
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(choices)]
+    if isinstance(right, str):
+        right = letters.find(right.strip().upper()) if right.strip() else -1
+    if not 0 <= right < len(choices):
+        raise MoesaicError(f"An answer {row['answer']!r} is none of {len(choices)} choices.")
+    listed = "".join(f"\n{a}. {choice}" for a, choice in zip(letters, choices, strict=True))
+    return Asked(f"{row['question'].strip()}{listed}\nAnswer:", f" {letters[right]}")
+
+
+SCHEMAS = (
+    Schema(
+        "Alpaca, Code Alpaca, commonsense170k",
+        ("instruction", "output"),
+        ("input", "answer"),
+        lambda row: _alpaca(row["instruction"], row.get("input") or "", row["output"]),
+    ),
+    Schema(
+        "instructions with a response",
+        ("instruction", "response"),
+        ("input",),
+        lambda row: _alpaca(row["instruction"], row.get("input") or "", row["response"]),
+    ),
+    Schema(
+        "MetaMathQA",
+        ("query", "response"),
+        (),
+        lambda row: _alpaca(row["query"], "", row["response"]),
+    ),
+    Schema("MMLU", ("question", "choices", "answer"), (), _choices),
+    Schema(
+        "MATH",
+        ("problem", "solution"),
+        ("answer",),
+        lambda row: Asked(row["problem"], f" {row['solution']}"),
+    ),
+    Schema(
+        "GSM8K",
+        ("question", "answer"),
+        (),
+        lambda row: Asked(f"Question: {row['question']}\nAnswer:", f" {row['answer']}"),
+    ),
+    Schema(
+        "prompts with a completion",
+        ("prompt", "completion"),
+        (),
+        lambda row: Asked(row["prompt"], row["completion"]),
+    ),
+    Schema(
+        "prompts with a response",
+        ("prompt", "response"),
+        (),
+        lambda row: Asked(f"{row['prompt']}\n", row["response"]),
+    ),
+)
+"""In the order in which they are tried."""
+
+
+def asked(row: Row) -> Asked | None:
+    """The prompt and the answer of a row; None for plain text.
+
+    Raises:
+        MoesaicError: its columns are not known.
+    """
+    if isinstance(row, str):
+        return None
+    if isinstance(row, Mapping):
+        for schema in SCHEMAS:
+            if schema.fits(row):
+                try:
+                    return schema.read(row)
+                except (AttributeError, TypeError, KeyError) as error:
+                    raise MoesaicError(
+                        f"A row with the columns of {schema.of} does not hold text in them: "
+                        f"{dict(row)!r:.120}"
+                    ) from error
+        if any(isinstance(row.get(name), str) for name in PLAIN):
+            return None
+    known = "; ".join((*PLAIN, *(" + ".join(schema.needs) for schema in SCHEMAS)))
+    columns = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+    raise MoesaicError(
+        f"Rows with the columns {columns} are not known; known: {known}. "
+        "Rename the columns, or give the text of each row as text."
+    )
+
+
+def text_of(row: Row) -> str:
+    """The whole text of a row: its own, or prompt and answer.
+
+    Raises:
+        MoesaicError: its columns are not known.
+    """
+    if isinstance(row, str):
+        return row
+    if isinstance(row, Mapping):
+        own = next((row[name] for name in PLAIN if isinstance(row.get(name), str)), None)
+        if own is not None:
+            return own
+    pair = asked(row)
+    assert pair is not None
+    return pair.prompt + pair.answer

@@ -1,0 +1,179 @@
+"""Names of text: one source, a mix of several, and the rows of each. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from moesaic.errors import MoesaicError
+
+DOMAINS = ("prose", "reference", "code")
+"""Domains of the text that ships with the package; each can be named instead of a file."""
+
+SPLIT = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\])?")
+"""A split, and which of its rows: ``train``, ``train[10%:]``, ``[:5000]``."""
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """One source of text."""
+
+    name: str = ""
+    """A file, a folder, a data set of the hub, one of :data:`DOMAINS`; empty for all that ships."""
+    config: str = ""
+    data_dir: str = ""
+    split: str = ""
+    """As :data:`SPLIT` reads it; empty for the split that the use asks for."""
+    weight: float = 1.0
+    """The share of a mix, relative to the others."""
+
+    def __post_init__(self) -> None:
+        if not SPLIT.fullmatch(self.split):
+            raise MoesaicError(
+                f"{self.split!r} is not a split such as train, train[10%:] or [:5000]."
+            )
+
+    def __str__(self) -> str:
+        parts = (self.name, self.config, self.data_dir, self.split)
+        return ":".join(parts).rstrip(":")
+
+    @property
+    def shipped(self) -> bool:
+        """It is text that comes with the package."""
+        return self.name in ("", *DOMAINS)
+
+    @property
+    def tokenised(self) -> bool:
+        """It is a file of token ids."""
+        return self.name.endswith(".safetensors")
+
+    @property
+    def split_name(self) -> str:
+        """The split without its slice."""
+        return self._split["name"] or ""
+
+    @property
+    def sliced(self) -> bool:
+        """A part of the split's rows is named."""
+        return "[" in self.split
+
+    def rows(self, count: int | None) -> tuple[int, int | None]:
+        """The first row of the slice, and the row that it ends before; None for the end.
+
+        Args:
+            count: rows of the split; None where that is not known.
+
+        Raises:
+            MoesaicError: a share is asked for of a number that is not known.
+        """
+        start, stop = (self._row(self._split[part], count) for part in ("start", "stop"))
+        return start or 0, count if stop is None else stop
+
+    @property
+    def _split(self) -> re.Match[str]:
+        found = SPLIT.fullmatch(self.split)
+        assert found is not None
+        return found
+
+    def _row(self, text: str | None, count: int | None) -> int | None:
+        if text is None:
+            return None
+        if not text.endswith("%"):
+            return int(text) if count is None else min(int(text), count)
+        if count is None:
+            raise MoesaicError(
+                f"{self}: how many rows there are is not known before all are read; "
+                "say rows instead of per cent."
+            )
+        return count * min(100, int(text[:-1])) // 100
+
+
+def text_sources(spec: str) -> tuple[TextSource, ...]:
+    """The sources that a text's name stands for, each with its weight.
+
+    Args:
+        spec: ``name:config:data_dir:split``, all but the name optional; a mix such as
+            ``code=3,prose=1``; or either as JSON, one mapping or a list of them, with the fields
+            of :class:`TextSource`, for names with ``:``, ``,`` or ``=`` in them.
+
+    Raises:
+        MoesaicError: it is no such name.
+
+    >>> [(s.name, s.split, s.weight) for s in text_sources("code=3,allenai/c4:en::train=1")]
+    [('code', '', 3.0), ('allenai/c4', 'train', 1.0)]
+    """
+    if spec.lstrip().startswith(("{", "[")):
+        return _from_json(spec)
+    if "=" not in spec or Path(spec).exists():
+        return (_parsed(spec),)
+    found = []
+    for pair in spec.split(","):
+        name, _, weight = pair.rpartition("=")
+        try:
+            found.append(_parsed(name.strip(), float(weight)))
+        except ValueError:
+            found.append(TextSource())
+    names = [str(source) for source in found]
+    if "" in names or min(source.weight for source in found) <= 0:
+        raise MoesaicError(
+            f"{spec!r} is not a mix such as code=3,prose=1: a source and its "
+            "weight, above 0, for each part."
+        )
+    if len(set(names)) < len(names):
+        raise MoesaicError(f"{spec!r} names a source twice.")
+    return tuple(found)
+
+
+def spelled(value: Any) -> str:
+    """A text's name as one string, of a recipe's string, mapping or list of mappings.
+
+    Raises:
+        MoesaicError: a field is unknown.
+    """
+    if isinstance(value, str):
+        return value
+    spec = json.dumps(value)
+    text_sources(spec)
+    return spec
+
+
+def _parsed(text: str, weight: float = 1.0) -> TextSource:
+    parts = [text] if Path(text).exists() else text.split(":")
+    if len(parts) > 4:
+        raise MoesaicError(f"{text!r} has more parts than name:config:data_dir:split.")
+    name, config, data_dir, split = [*parts, "", "", ""][:4]
+    return TextSource(name, config, data_dir, split, weight)
+
+
+def _from_json(spec: str) -> tuple[TextSource, ...]:
+    known = [field.name for field in fields(TextSource)]
+    try:
+        given = json.loads(spec)
+    except ValueError as error:
+        raise MoesaicError(f"{spec:.60} is not JSON: {error}") from error
+    found = []
+    for part in given if isinstance(given, list) else [given]:
+        if not isinstance(part, Mapping) or not part.keys() <= set(known) or not part.get("name"):
+            raise MoesaicError(
+                f"A source of text is a mapping with a name; known: {', '.join(known)}; "
+                f"got {part!r:.80}."
+            )
+        weight = part.get("weight", 1.0)
+        words = {k: v for k, v in part.items() if k != "weight"}
+        if not isinstance(weight, int | float) or weight <= 0:
+            raise MoesaicError(f"The weight of a source of text is above 0; got {weight!r:.40}.")
+        if not all(isinstance(v, str) for v in words.values()):
+            raise MoesaicError(f"The fields of a source of text are words; got {part!r:.80}.")
+        found.append(TextSource(**words, weight=float(weight)))
+    if not found:
+        raise MoesaicError("A list of sources of text names none.")
+    return tuple(found)
+
+
+def plain(source: TextSource) -> dict[str, Any]:
+    """The fields that say something, for records."""
+    return {k: v for k, v in asdict(source).items() if v not in ("", 1.0)}

@@ -1,0 +1,110 @@
+"""Text to train on: whole where it is at hand, streamed where it is a mix or has no end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from moesaic.data.packing import Example, PackedText, answered
+from moesaic.data.reader import Held, Rows, Taken, open_rows
+from moesaic.data.rows import Row, asked, text_of
+from moesaic.data.source import text_sources
+from moesaic.data.text import Tokens, token_file, windows
+from moesaic.errors import MoesaicError
+from moesaic.foreign import Tokenizer
+
+Examples = Sequence[Example] | IterableDataset[Example]
+
+
+def training_text(
+    given: str | Sequence[Any] | Tokens | Tensor,
+    tokenizer: Tokenizer | None,
+    length: int,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    answers: bool = False,
+    stream: bool = False,
+) -> Examples:
+    """Texts to train on, whatever they are given as.
+
+    Args:
+        given: a source; texts, or rows with columns as in :mod:`moesaic.data.rows`; mappings with
+            input_ids and labels; or tokens (N, L).
+        tokenizer: for text.
+        length: tokens of a text at most.
+        steps: where it is known that training ends, mixes and data sets stream in.
+        seed: of the order of a stream.
+        answers: only the answers of rows with a prompt are learned, each row for itself; without
+            it rows are text like any other.
+        stream: stream all text.
+
+    Returns:
+        ``input_ids`` and ``labels`` of each text.
+
+    Raises:
+        MoesaicError: there is no such text, no tokenizer for it, or a mix and no ``steps``.
+    """
+    if isinstance(given, Tensor):
+        given = Tokens(given.long())
+    if isinstance(given, Tokens):
+        return given.examples()
+    if not isinstance(given, str):
+        if len(given) > 0 and isinstance(given[0], Mapping) and "labels" in given[0]:
+            return list(given)
+        return training_examples(given, _needed(tokenizer), length, answers)
+    sources = text_sources(given)
+    if len(sources) == 1 and sources[0].tokenised:
+        return token_file(Path(sources[0].name)).examples()
+    tokenizer = _needed(tokenizer)
+    if len(sources) > 1 and steps is None:
+        raise MoesaicError(f"{given!r} is a mix, which has no end: say how many steps.")
+    if stream or len(sources) > 1:
+        return PackedText(given, tokenizer, length, seed, answers=answers)
+    rows = open_rows(sources[0], "calibration")
+    if steps is not None and not rows.at_hand:
+        return PackedText(given, tokenizer, length, seed, answers=answers)
+    return _whole(rows, tokenizer, length, answers)
+
+
+def training_examples(
+    rows: Sequence[Row], tokenizer: Tokenizer, length: int, answers: bool = True
+) -> list[Example]:
+    """Rows to learn from, as input_ids and labels; IGNORED where nothing is to be predicted.
+
+    With ``answers``, rows with a prompt and an answer are one example each, their prompt not
+    predicted; all other text becomes windows of ``length`` tokens.
+
+    Raises:
+        MoesaicError: there is not enough text for one example, or columns are not known.
+    """
+    return _whole(Held(rows, Taken("given", stop=len(rows))), tokenizer, length, answers)
+
+
+def _whole(
+    rows: Rows | Iterable[Row], tokenizer: Tokenizer, length: int, answers: bool
+) -> list[Example]:
+    examples, texts = [], []
+    for row in rows:
+        pair = asked(row) if answers else None
+        if pair is None:
+            texts.append(text_of(row))
+            continue
+        example = answered(pair, tokenizer, length)
+        if example is not None:
+            examples.append(example)
+    whole = windows(texts, tokenizer, length).tolist() if texts else []
+    examples += [{"input_ids": ids, "labels": ids} for ids in whole]
+    if not examples:
+        raise MoesaicError(f"length {length}: the text does not fill one window; lower it.")
+    return examples
+
+
+def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise MoesaicError("Training text needs a tokenizer: pass tokenizer=, or token ids.")
+    return tokenizer
