@@ -1,0 +1,114 @@
+"""The options of channel skipping. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from moesaic.config import MethodConfig, option
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
+
+Where = Literal["all", "ffn"]
+Choice = Literal["top-k", "threshold"]
+Shares = Literal["uniform", "greedy"]
+
+WINA = (
+    "Chen et al., WINA: Weight Informed Neuron Activation for Accelerating Large Language Model "
+    "Inference"
+)
+TEAL = "Liu et al., Training-Free Activation Sparsity in Large Language Models, ICLR 2025"
+
+ACTIVE = (
+    "Target active ratio: the share of the projections' parameters that a token reads at decoding, "
+    "of those that it runs in MODEL."
+)
+WHERE = "Projections that skip: all of them, or those of the feed-forward networks (ffn)."
+LAYERS = "Layers: all, last-half, uniform, early-middle, or numbers such as 4,5,6."
+CHOICE = (
+    "A token reads as many channels as any other (top-k), or those above a calibrated threshold."
+)
+SHARES = (
+    "uniform: the same share of every projection; greedy: within each layer more of those where "
+    "less is lost by it."
+)
+STEPS = "Steps of the greedy search in each layer."
+PROPAGATE = "Calibrate each layer on what the layers before it pass on while they skip."
+
+
+@dataclass(frozen=True)
+class ChannelsConfig(MethodConfig):
+    """Options that both papers share."""
+
+    verb: ClassVar[str] = "carve"
+    implementation: ClassVar[str] = "moesaic.methods.channels.method:Channels"
+    unit: ClassVar[str] = "channel"
+    score: ClassVar[str]
+    """One of :data:`moesaic.layers.channels.SCORES`."""
+
+    active: float = option(0.8, ACTIVE)
+    where: Where = option("all", WHERE)
+    layers: str | tuple[int, ...] = option("all", LAYERS)
+    choice: Choice = option("top-k", CHOICE)
+    shares: Shares = option("uniform", SHARES)
+    steps: int = option(16, STEPS, minimum=1, seldom=True)
+    propagate: bool = option(False, PROPAGATE, beyond="calibrated on propagated inputs")
+    gradients: bool = option(
+        False,
+        "Rank channels by |x| times the size of the loss's gradient, and let one threshold for the "
+        "whole model decide how many each projection reads. Holds the whole model.",
+        beyond="channels weighed by gradients",
+    )
+    gradient_tokens: int = option(
+        8192, "Calibration tokens that gradients are taken on.", minimum=1, seldom=True
+    )
+
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            MoesaicError: names the fields.
+        """
+        if not 0 < self.active <= 1:
+            raise MoesaicError(
+                f"active {self.active:g} is not a ratio; it must be above 0, at most 1.",
+            )
+        if self.gradients and self.propagate:
+            raise MoesaicError(
+                "propagate goes layer by layer, gradients through the whole model: leave one out.",
+            )
+        if self.propagate and not self.calibrates:
+            raise MoesaicError(
+                "propagate says what is calibrated on: it needs choice threshold or shares greedy.",
+            )
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether calibration text is looked at."""
+        return self.gradients or self.choice == "threshold" or self.shares == "greedy"
+
+
+@dataclass(frozen=True)
+class WINAConfig(ChannelsConfig):
+    """Options of WINA: channels by |x_i| times the norm of W[:, i], top-k, no calibration."""
+
+    name: ClassVar[str] = "wina"
+    title: ClassVar[str] = "WINA"
+    paper: ClassVar[str] = WINA
+    score: ClassVar[str] = "norm"
+    bundles: ClassVar[dict[str, JSON]] = {"best": {"gradients": True}}
+
+    choice: Choice = option("top-k", CHOICE, beyond="calibrated thresholds")
+
+
+@dataclass(frozen=True)
+class TEALConfig(ChannelsConfig):
+    """Options of TEAL: channels by |x_i|, calibrated thresholds, shares found greedily."""
+
+    name: ClassVar[str] = "teal"
+    title: ClassVar[str] = "TEAL"
+    paper: ClassVar[str] = TEAL
+    score: ClassVar[str] = "size"
+
+    choice: Choice = option("threshold", CHOICE)
+    shares: Shares = option("greedy", SHARES)

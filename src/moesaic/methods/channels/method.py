@@ -1,0 +1,353 @@
+"""Channel skipping as a method: how many channels of each projection a token reads at decoding.
+
+Liu et al. (TEAL), Sec. 4: channels of small |x_i| are left out, below thresholds that are quantiles
+on calibration text; within a layer shares are found greedily (Alg. 1). Chen et al. (WINA), Eq. 5:
+channels are ranked by |x_i| times the norm of W[:, i], a token reads the K highest; no calibration.
+
+Where we depart from the papers:
+
+- TEAL's greedy search takes steps that are a part of the target instead of 0.05 of one matrix, so
+  that its length is bounded; errors are over all positions of one batch.
+- WINA's transformation of the weights, by which columns become orthogonal, is left out.
+- Prompts run dense. TEAL skips channels of half of a prompt, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch
+from moesaic.arch.mixture import MoEArch, base_arch
+from moesaic.arch.use import LayerUse
+from moesaic.config import chosen_layers
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.foreign import Config
+from moesaic.layers.channels import ChannelsLayer, column_norms
+from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.channels.config import ChannelsConfig
+from moesaic.methods.channels.gradients import gradient_sizes
+from moesaic.methods.channels.projections import Projection, projections, watched
+from moesaic.methods.channels.scores import Scores, one_threshold, shares_for
+from moesaic.methods.words import percent, some
+from moesaic.nn.channels import Cut, set_mode
+from moesaic.plan import Plan
+from moesaic.record import LayerRecord
+from moesaic.stream.job import Job
+from moesaic.stream.stream import Block
+from moesaic.surgery import applied, headers_of, layer_uses
+
+Wanted = Mapping[int, Sequence[Projection]]
+
+BATCH = 512
+"""Tokens of a calibration batch; the greedy search looks at the first."""
+
+
+class Channels(Method[ChannelsConfig, Arch]):
+    """Lets the projections of a model skip channels; no weight is changed."""
+
+    kind = "channels"
+
+    def find(self, config: Config) -> Arch:
+        """The architecture of any model that is not quantised, converted or not.
+
+        Raises:
+            MoesaicError: it is unknown or quantised, or skips channels already.
+        """
+        if getattr(config, "quantization_config", None) is not None:
+            raise MoesaicError(
+                "This checkpoint is quantised in blocks, from which single channels cannot be "
+                "left out. Take the original in float32 or bfloat16."
+            )
+        stacks = headers_of(config).values()
+        if any(header["kind"] == ChannelsLayer.kind for stack in stacks for header in stack):
+            raise MoesaicError(
+                "This model skips channels already; start from the one it was made from."
+            )
+        return base_arch(config)
+
+    @torch.no_grad()
+    def run(self, job: Job[Arch]) -> Decision:
+        """Decide how many channels each projection reads; look at text only where that needs it.
+
+        Raises:
+            MoesaicError: the request cannot be met.
+        """
+        config = self.config
+        if job.args.compare:
+            raise MoesaicError(f"{config.title} has no comparisons: leave compare out.")
+        uses = layer_uses(job.shape, job.arch)
+        wanted = self.choose(job, uses)
+        share = self.share(wanted, uses)
+        fingerprint = job.tokens.fingerprint if config.calibrates else ""
+        options = asdict(config)
+        finished = job.finished({"config": options, "calibration": fingerprint})
+        if not all(("result", i) in finished for i in wanted):
+            decided = (
+                self.decided_at_once(job, wanted, share)
+                if config.gradients or not config.calibrates
+                else self.decided_in_turn(job, wanted, share)
+            )
+            for i, layer in decided:
+                finished.add("result", i, layer, {})
+        layers = {i: finished["result", i][0] for i in wanted}
+        plan = Plan(config.name, job.base, layers, options, fingerprint)
+        return Decision(plan, {i: {} for i in wanted})
+
+    def choose(self, job: Job[Arch], uses: Sequence[LayerUse]) -> Wanted:
+        """The projections that skip channels, by layer.
+
+        Raises:
+            MoesaicError: there are none, or gradients are asked of experts.
+        """
+        config = self.config
+        found = {
+            i: projections(job.layers[i], job.arch, uses[i], config.where)
+            for i in chosen_layers(config.layers, len(uses))
+        }
+        wanted = {i: some for i, some in found.items() if some}
+        if not wanted:
+            raise MoesaicError(
+                f"No projection of layers {config.layers} can skip channels with where "
+                f"{config.where}: they have forms of their own. Try where all, or the original."
+            )
+        if config.gradients and any(p.experts for some in wanted.values() for p in some):
+            raise MoesaicError(
+                "gradients is for layers without routed experts: leave it out for a mixture."
+            )
+        return wanted
+
+    def share(self, wanted: Wanted, uses: Sequence[LayerUse]) -> float:
+        """The share of the channels that projections read in the mean.
+
+        Raises:
+            MoesaicError: no share meets the target; says what is within reach.
+        """
+        own = {f"{i}.{p.path}": p.run for i, found in wanted.items() for p in found}
+        all_run = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
+        others = max(0.0, all_run - sum(own.values()))
+        share = shares_for(own, others, self.config.active)
+        lowest = others / all_run
+        if share <= 0:
+            raise MoesaicError(
+                f"active {self.config.active:g} is out of reach: projections that skip nothing are "
+                f"{lowest:.3f} of what a token runs. Take more layers, or where all."
+            )
+        return share
+
+    # --- without looking at layers, or at all of them at once ------------------------------------
+
+    def decided_at_once(
+        self, job: Job[Arch], wanted: Wanted, share: float
+    ) -> Iterator[tuple[int, ChannelsLayer]]:
+        """Every layer's plan: by the one share alone, or by gradients through the whole model."""
+        config = self.config
+        if not config.gradients:
+            for i, found in wanted.items():
+                cuts = {p.path: top(p, share) for p in found}
+                yield i, ChannelsLayer(cuts, config.score)
+            return
+        few = Tokens(*_first(job.tokens, config.gradient_tokens))
+        live = job.live(inplace=True)
+        live.eval()
+        factors = gradient_sizes(live, job.arch, wanted, few, job.track)
+        scores: dict[str, Scores] = {}
+        for block in self._blocks(job, wanted):
+            found = wanted[block.index]
+            seen = {p.path: factors[block.index, p.path] for p in found}
+            scores |= {f"{block.index}.{k}": v for k, v in block.scored(found, seen).items()}
+            block.pass_on()
+        every = {f"{i}.{p.path}": p for i, found in wanted.items() for p in found}
+        thresholds = one_threshold(
+            scores,
+            {name: p.run for name, p in every.items()},
+            {name: float(p.outputs) for name, p in every.items()},
+            share,
+        )
+        for i, found in wanted.items():
+            cuts = {}
+            for p in found:
+                threshold = thresholds[f"{i}.{p.path}"]
+                share_of_it = scores[f"{i}.{p.path}"].share(threshold)
+                cuts[p.path] = Cut(share_of_it, threshold=threshold)
+            yield i, ChannelsLayer(cuts, "given", {p.path: factors[i, p.path] for p in found})
+
+    # --- layer by layer --------------------------------------------------------------------------
+
+    def decided_in_turn(
+        self, job: Job[Arch], wanted: Wanted, share: float
+    ) -> Iterator[tuple[int, ChannelsLayer]]:
+        """Every layer's plan from the scores of its own channels."""
+        config = self.config
+        for block in self._blocks(job, wanted):
+            found = wanted[block.index]
+            factors = {p.path: self._factor(block.layer, p, job.arch) for p in found}
+            scores = block.scored(found, factors)
+            shares = {p.path: share for p in found}
+            if config.shares == "greedy":
+                shares = block.greedy(found, scores, share, config)
+            cuts = {p.path: cut_of(p, shares[p.path], scores[p.path], config.choice) for p in found}
+            layer = ChannelsLayer(cuts, config.score)
+            block.pass_on(layer if config.propagate else None)
+            yield block.index, layer
+
+    def _factor(self, layer: nn.Module, p: Projection, arch: Arch) -> Tensor | None:
+        """What |x| is multiplied by; None for nothing."""
+        if self.config.score == "size":
+            return None
+        weight = layer.get_parameter(p.path if p.experts else f"{p.path}.weight")
+        return column_norms(weight, p.experts and isinstance(arch, MoEArch) and arch.transposed)
+
+    def _blocks(self, job: Job[Arch], wanted: Wanted) -> Iterator[Layer]:
+        """Every layer that is wanted, live, with the states that reach it."""
+        last = max(wanted)
+        stream = job.stream([*wanted], job.arch.ffn_of, tokens_per_batch=BATCH)
+        states, kwargs = stream.record()
+        masks = list(stream.masks())
+        try:
+            blocks = stream.blocks(kwargs, last + 1)
+            for block in job.track(blocks, "Weighing channels", last + 1):
+                layer = Layer(block, states, masks, job.arch)
+                if block.index in wanted:
+                    yield layer
+                if not layer.done:
+                    layer.pass_on()
+        finally:
+            states.clear()
+
+    # --- said of it ------------------------------------------------------------------------------
+
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+        config = self.config
+        assert decision.plan is not None
+        known = config.active if active is None else active
+        where = "Projections" if config.where == "all" else "Feed-forward projections"
+        title = f"channels skipped with {config.label}, to {percent(known)} read"
+        told = (
+            f"{where} of {some(len(decision.plan.layers), len(layers))} leave out each token's "
+            "channels of lowest score at decoding; prompts run dense, and no weight is changed. "
+            "Perplexity and active ratio are measured with every token as at decoding."
+        )
+        return Told(title, told)
+
+
+class Layer:
+    """One decoder layer whose turn it is, and the states that reach it."""
+
+    def __init__(self, block: Block, states: Any, masks: list[Tensor | None], arch: Arch) -> None:
+        self.block, self.states, self.masks, self.arch = block, states, masks, arch
+        self.index, self.layer = block.index, block.layer
+        self.done = False
+
+    def scored(
+        self, found: Collection[Projection], factors: Mapping[str, Tensor | None]
+    ) -> dict[str, Scores]:
+        """The scores of each projection's channels on all calibration tokens."""
+        scores = {p.path: Scores() for p in found}
+        mask: Tensor | None = None
+
+        def seen(path: str, x_SI: Tensor, expert_S: Tensor | None) -> None:
+            if expert_S is None and mask is not None:
+                x_SI = x_SI[mask.flatten().to(x_SI.device)]
+            factor = factors[path]
+            score_SI = x_SI.abs().float()
+            if factor is not None:
+                factor = factor.to(x_SI.device)
+                score_SI = score_SI * (factor if expert_S is None else factor[expert_S])
+            scores[path].add(score_SI)
+
+        with watched(self.layer, self.arch, found, seen):
+            outputs = self.block.outputs(self.states)
+            for mask in self.masks:
+                next(outputs)
+        return scores
+
+    def pass_on(self, plan: ChannelsLayer | None = None) -> None:
+        """Give the states to the next layer, through the layer as a plan has it."""
+        self.done = True
+        if plan is None:
+            self.block.run(self.states)
+            return
+        with applied(self.layer, self.arch, plan) as twin, set_mode(twin, "always"):
+            self.block.run(self.states, twin)
+
+    def greedy(
+        self,
+        found: Sequence[Projection],
+        scores: Mapping[str, Scores],
+        share: float,
+        config: ChannelsConfig,
+    ) -> dict[str, float]:
+        """The share of each projection, by TEAL's Alg. 1.
+
+        Each step takes the same number of weights away, from the projection where the layer's
+        output changes least.
+        """
+        total = sum(p.run for p in found)
+        step = (1 - share) * total / config.steps
+        shares = {p.path: 1.0 for p in found}
+        left = (1 - share) * total
+        plan = ChannelsLayer({p.path: Cut(1.0, threshold=0.0) for p in found}, config.score)
+        (target,) = self._first_output(None)
+        with applied(self.layer, self.arch, plan) as twin, set_mode(twin, "always"):
+
+            def error(trial: Mapping[str, float]) -> float:
+                for p in found:
+                    cut = cut_of(p, trial[p.path], scores[p.path], config.choice)
+                    set_cut(twin, p.path, cut)
+                (output,) = self._first_output(twin)
+                return float((output - target).double().square().sum())
+
+            while left > 1e-6 * total:
+                trials = []
+                for p in found:
+                    taken = min(step, left, shares[p.path] * p.run)
+                    trial = {**shares, p.path: shares[p.path] - taken / p.run}
+                    # of a small projection that is all gone already nothing can be taken
+                    if taken > 1e-9 * total:
+                        trials.append((error(trial), p.path, taken, trial))
+                _, _, taken, shares = min(trials, key=lambda t: t[:2])
+                left -= taken
+        return shares
+
+    def _first_output(self, twin: nn.Module | None) -> list[Tensor]:
+        mask = self.masks[0]
+        (output,) = self.block.outputs([next(iter(self.states))], twin)
+        flat = output.flatten(0, -2)
+        return [flat if mask is None else flat[mask.flatten().to(flat.device)]]
+
+
+def set_cut(layer: nn.Module, path: str, cut: Cut) -> None:
+    """Let one projection of a live layer read other channels."""
+    owner_path, _, leaf = path.rpartition(".")
+    owner: Any = layer.get_submodule(owner_path)
+    target: Any = getattr(owner, leaf)
+    if isinstance(target, nn.Parameter):
+        owner.cuts[leaf] = cut
+    else:
+        target.cut = cut
+
+
+def top(p: Projection, share: float) -> Cut:
+    """The nearest number of channels to a share, at least one."""
+    keep = min(p.inputs, max(1, round(share * p.inputs)))
+    return Cut(keep / p.inputs, keep)
+
+
+def cut_of(p: Projection, share: float, scores: Scores, choice: str) -> Cut:
+    """A projection's cut of a share, as a number of channels or as a threshold."""
+    if choice == "top-k":
+        return top(p, share)
+    return Cut(share, threshold=scores.threshold(share))
+
+
+def _first(tokens: Tokens, count: int) -> tuple[Tensor, Tensor | None]:
+    """The windows that hold the first ``count`` tokens, at least one."""
+    windows = max(1, count // tokens.input_ids.shape[1])
+    mask = tokens.attention_mask
+    return tokens.input_ids[:windows], None if mask is None else mask[:windows]

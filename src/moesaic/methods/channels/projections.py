@@ -1,0 +1,144 @@
+"""The projections of a decoder layer that can skip channels, and what goes into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.arch.use import LayerUse
+
+OURS = "moesaic."
+"""Modules of these packages have forms of their own, and are left as they are."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear module of a layer, or a tensor that holds one projection of all its experts."""
+
+    path: str
+    """In the decoder layer."""
+    inputs: int
+    outputs: int
+    run: float
+    """Weights that a token runs."""
+    attention: bool
+    experts: bool = False
+
+
+def projections(layer: nn.Module, arch: Arch, use: LayerUse, where: str) -> list[Projection]:
+    """The projections of a layer that can skip channels.
+
+    Left out are parts that have another form than the base's, quantised or routed in a way of their
+    own.
+
+    Args:
+        layer: a skeleton will do.
+        arch: its architecture.
+        use: what a token uses of it.
+        where: ``all``, or ``ffn``.
+    """
+    found = []
+    if where == "all":
+        for name, module in _own(layer, arch.attention_path):
+            if type(module) is nn.Linear:
+                path = f"{arch.attention_path}.{name}" if name else arch.attention_path
+                found.append(_linear(path, module, attention=True))
+    if isinstance(arch, MoEArch) and arch.is_moe(layer):
+        view = arch.mixture(layer)
+        path = f"{arch.ffn_path}.{arch.experts}"
+        if not type(view.experts).__module__.startswith(OURS):
+            for name in ("gate_up_proj", "down_proj"):
+                weight = getattr(view.experts, name)
+                inputs, outputs = weight.shape[1:] if arch.transposed else weight.mT.shape[1:]
+                run = weight.numel() * use.top_k / max(1, use.experts)
+                found.append(Projection(f"{path}.{name}", inputs, outputs, run, False, True))
+        if arch.shared_at is not None:
+            found += _named(layer, arch.shared_at, arch.shared_names.projections)
+    else:
+        found += _named(layer, arch.ffn_path, arch.ffn.projections)
+    return found
+
+
+def _own(layer: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """A part's modules by name, if it is of the base's own classes."""
+    names = {name for name, _ in layer.named_modules()}
+    if path in names and not type(layer.get_submodule(path)).__module__.startswith(OURS):
+        yield from layer.get_submodule(path).named_modules()
+
+
+def _named(layer: nn.Module, path: str, names: Collection[str]) -> list[Projection]:
+    return [
+        _linear(f"{path}.{name}", module, attention=False)
+        for name, module in _own(layer, path)
+        if name in names and type(module) is nn.Linear
+    ]
+
+
+def _linear(path: str, module: nn.Linear, attention: bool) -> Projection:
+    size = module.weight.numel()
+    return Projection(path, module.in_features, module.out_features, float(size), attention)
+
+
+Seen = Callable[[str, Tensor, Tensor | None], None]
+"""Takes a projection's path, its inputs (S, I), and the expert of each (S) where there are some."""
+
+
+@contextmanager
+def watched(
+    layer: nn.Module, arch: Arch, wanted: Collection[Projection], seen: Seen
+) -> Iterator[None]:
+    """Show what goes into a layer's projections while it runs.
+
+    Args:
+        layer: the decoder layer, live.
+        arch: its architecture.
+        wanted: projections of this layer.
+        seen: called once a projection and a batch.
+    """
+    handles = []
+    experts = [p.path for p in wanted if p.experts]
+    for projection in wanted:
+        if not projection.experts:
+            module = layer.get_submodule(projection.path)
+            handles.append(module.register_forward_pre_hook(_linear_hook(projection.path, seen)))
+    if experts:
+        owner = layer.get_submodule(experts[0].rpartition(".")[0])
+        handles.append(owner.register_forward_pre_hook(_experts_hook(layer, arch, experts, seen)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _linear_hook(path: str, seen: Seen) -> Callable[[nn.Module, Any], None]:
+    return lambda module, args: seen(path, args[0].flatten(0, -2), None)
+
+
+def _experts_hook(
+    layer: nn.Module, arch: Arch, paths: list[str], seen: Seen
+) -> Callable[[nn.Module, Any], None]:
+    assert isinstance(arch, MoEArch)
+    view = arch.mixture(layer)
+    by_leaf: Mapping[str, str] = {path.rpartition(".")[2]: path for path in paths}
+
+    def before(module: nn.Module, args: Any) -> None:
+        x_TD, chosen_TK = args[0].flatten(0, -2), args[1]
+        for number in range(view.count):
+            token = (chosen_TK == number).any(-1).nonzero().flatten()
+            if not len(token):
+                continue
+            expert_S = torch.full_like(token, number)
+            if "gate_up_proj" in by_leaf:
+                seen(by_leaf["gate_up_proj"], x_TD[token], expert_S)
+            if "down_proj" in by_leaf:
+                seen(by_leaf["down_proj"], view.hidden(number, x_TD[token]), expert_S)
+
+    return before

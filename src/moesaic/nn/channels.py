@@ -1,0 +1,284 @@
+"""Projections that read the weights of a token's most important input channels only.
+
+Where a decoder layer is given one position a sequence, as at decoding, a token leaves out the
+channels of low score: their columns of the weight are not read. Prompts run dense. No weight is
+changed, none is stored twice: on CPU a weight is turned in memory once, so that a channel's column
+is a row, and keeps its name and shape.
+
+Shape suffixes: T tokens, I inputs (channels), O outputs, E experts, K top-k, S pairs of a token and
+an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.foreign import JSON, Values
+from moesaic.nn.kernels import FEW, chosen, product
+
+MODES = ("decoding", "always", "never")
+"""When channels are skipped; ``always`` is for measuring, ``never`` for comparing."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The channels of one projection that a token reads."""
+
+    share: float
+    """Of all channels; where a threshold decides, the mean on the calibration text."""
+    keep: int = -1
+    """This many with the highest scores; below zero: those with scores above the threshold."""
+    threshold: float = 0.0
+
+    def as_json(self) -> JSON:
+        """The fields that matter."""
+        plain = asdict(self)
+        del plain["threshold" if self.keep >= 0 else "keep"]
+        return plain
+
+
+class Phase:
+    """What the channel projections of one decoder layer share: whether they skip now."""
+
+    def __init__(self) -> None:
+        self.mode = "decoding"
+        self.single = False
+
+    def see(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before the layer runs: hidden states (B, L, D) of one position are decoded."""
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.single = hidden.shape[1] == 1
+
+    @property
+    def skips(self) -> bool:
+        return self.mode == "always" or (self.single and self.mode == "decoding")
+
+
+class Tally:
+    """The share of a projection's channels that tokens read, counted while it is measured."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.read: Any = 0
+        self.all = 0
+
+    def add(self, on_TI: Tensor) -> None:
+        """Count a mask."""
+        self.read = self.read + on_TI.sum()
+        self.all += on_TI.numel()
+
+    def share(self, nominal: float) -> float:
+        """What was counted; where nothing was, the nominal share."""
+        return float(self.read) / self.all if self.all else nominal
+
+
+def plain(weight: Tensor) -> bool:
+    """Whether a weight is an ordinary tensor: not quantised, not offloaded."""
+    return type(weight.data) is Tensor
+
+
+def rows_of(weight: nn.Parameter) -> Tensor:
+    """The columns of a weight (..., O, I) as rows (..., I, O), contiguous.
+
+    The weight is turned in memory the first time; it keeps its shape and its values.
+    """
+    rows = weight.data.mT
+    if not rows.is_contiguous():
+        with torch.inference_mode(False), torch.no_grad():
+            rows = weight.data.mT.contiguous()
+            weight.data = rows.mT
+    return rows
+
+
+def here(x: Tensor, weight: nn.Parameter) -> bool:
+    """Whether rows can be chosen one by one: few tokens on CPU, plain weights, no gradients."""
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() > FEW * x.shape[-1]:
+        return False
+    return plain(weight) and not (
+        torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    )
+
+
+class ChannelLinear(nn.Linear):
+    """A linear projection of which a token reads the columns of its highest-scoring channels."""
+
+    cut: Cut
+    phase: Phase
+    tally: Tally
+    scale: Tensor | None
+    """(I): channels are ranked by |x| times this; None for ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.phase.skips:
+            return super().forward(x)
+        cut = self.cut
+        if self.phase.mode == "always" or not here(x, self.weight):
+            on = chosen(x, self.scale, cut.keep, cut.threshold)
+            if self.phase.mode == "always":
+                self.tally.add(on)
+            return super().forward(x * on)
+        x_TI, rows_IO = x.reshape(-1, x.shape[-1]), rows_of(self.weight)
+        y_TO = product(x_TI, rows_IO, self.scale, cut.keep, cut.threshold)
+        y = y_TO.view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, share={self.cut.share:.3f}"
+
+
+class ChannelExperts:
+    """Mixed into the class of a layer's experts: same weights, same names, channels skipped."""
+
+    cuts: Mapping[str, Cut]
+    phase: Phase
+    tallies: Mapping[str, Tally]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not self.phase.skips:
+            return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
+        many = self.phase.mode == "always" or len(hidden_states) > FEW
+        run = self._by_expert if many else self._by_pair
+        return run(hidden_states, top_k_index, top_k_weights)
+
+    def _by_pair(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """Few tokens: each with each of its experts."""
+        module: Any = self
+        count = module.down_proj.shape[0]
+        top_k = expert_TK.shape[1]
+        expert_S = expert_TK.reshape(-1)
+        there_S = expert_S < count  # a number too high: skipped by the router
+        expert_S = expert_S.clamp(max=count - 1)
+        h_SM = self._few("gate_up_proj", x_TD.repeat_interleave(top_k, 0), expert_S)
+        y_SD = self._few("down_proj", module._apply_gate(h_SM), expert_S)
+        weight_S = weight_TK.reshape(-1).masked_fill(~there_S, 0)
+        y_TKD = (y_SD * weight_S[:, None]).view(len(x_TD), top_k, -1)
+        return y_TKD.sum(1).to(x_TD.dtype)
+
+    def _few(self, name: str, x_SI: Tensor, expert_S: Tensor) -> Tensor:
+        module: Any = self
+        weight, cut = getattr(module, name), self.cuts[name]
+        scale_EI = getattr(module, f"{name}_scale")
+        if here(x_SI[:1], weight):
+            turned = weight.data if module.is_transposed else rows_of(weight)
+            y_SO = product(x_SI, turned, scale_EI, cut.keep, cut.threshold, expert_S)
+        else:
+            scale_SI = None if scale_EI is None else scale_EI[expert_S]
+            x_SI = x_SI * chosen(x_SI, scale_SI, cut.keep, cut.threshold)
+            form = "si,sio->so" if module.is_transposed else "si,soi->so"
+            y_SO = torch.einsum(form, x_SI, weight[expert_S])
+        return y_SO + getattr(module, f"{name}_bias")[expert_S] if module.has_bias else y_SO
+
+    def _by_expert(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """Many tokens: each expert with its own."""
+        module: Any = self
+        y_TD = torch.zeros_like(x_TD)
+        for number in range(module.down_proj.shape[0]):
+            token, place = (expert_TK == number).nonzero(as_tuple=True)
+            if len(token):
+                h_TM = module._apply_gate(self._one("gate_up_proj", x_TD[token], number))
+                part_TD = self._one("down_proj", h_TM, number) * weight_TK[token, place, None]
+                y_TD.index_add_(0, token, part_TD.to(y_TD.dtype))
+        return y_TD
+
+    def _one(self, name: str, x_TI: Tensor, number: int) -> Tensor:
+        module: Any = self
+        cut, weight = self.cuts[name], getattr(module, name)[number]
+        scale_EI = getattr(module, f"{name}_scale")
+        scale_I = None if scale_EI is None else scale_EI[number]
+        on_TI = chosen(x_TI, scale_I, cut.keep, cut.threshold)
+        self.tallies[name].add(on_TI)
+        bias = getattr(module, f"{name}_bias")[number] if module.has_bias else None
+        return F.linear(x_TI * on_TI, weight.T if module.is_transposed else weight, bias)
+
+
+def make_channels(layer: nn.Module, header: Values) -> None:
+    """Let projections of a decoder layer skip channels, in place; new buffers are on meta.
+
+    Args:
+        layer: the decoder layer.
+        header: of a :class:`moesaic.layers.channels.ChannelsLayer`.
+    """
+    phase = Phase()
+    layer.register_forward_pre_hook(phase.see, with_kwargs=True)
+    for path, said in header["projections"].items():
+        owner_path, _, leaf = path.rpartition(".")
+        owner = layer.get_submodule(owner_path)
+        target: Any = getattr(owner, leaf)
+        if isinstance(target, nn.Parameter):
+            _make_experts(owner, leaf, Cut(**said), phase, header["scaled"])
+        else:
+            _make_linear(target, Cut(**said), phase, header["scaled"])
+
+
+def _make_linear(linear: Any, cut: Cut, phase: Phase, scaled: bool) -> None:
+    if type(linear) is not nn.Linear:
+        raise TypeError(f"{type(linear).__name__} is no linear projection")
+    linear.__class__ = ChannelLinear
+    linear.cut, linear.phase, linear.tally = cut, phase, Tally()
+    _buffer(linear, "scale", (linear.in_features,) if scaled else None)
+
+
+def _make_experts(experts: Any, name: str, cut: Cut, phase: Phase, scaled: bool) -> None:
+    if not isinstance(experts, ChannelExperts):
+        base = type(experts)
+        experts.__class__ = type(f"Channel{base.__name__}", (ChannelExperts, base), {})
+        experts.cuts, experts.tallies, experts.phase = {}, {}, phase
+    experts.cuts[name], experts.tallies[name] = cut, Tally()
+    weight = getattr(experts, name)
+    inputs = weight.shape[1 if experts.is_transposed else 2]
+    shape = (weight.shape[0], inputs) if scaled else None
+    _buffer(experts, f"{name}_scale", shape)
+
+
+def _buffer(module: nn.Module, name: str, shape: tuple[int, ...] | None) -> None:
+    empty = None if shape is None else torch.empty(shape, dtype=torch.float32, device="meta")
+    module.register_buffer(name, empty)
+
+
+def measured_share(layer: nn.Module, path: str) -> float:
+    """The share of one projection's channels that a token reads: as counted, else nominal."""
+    owner_path, _, leaf = path.rpartition(".")
+    owner: Any = layer.get_submodule(owner_path)
+    if isinstance(owner, ChannelExperts):
+        return owner.tallies[leaf].share(owner.cuts[leaf].share)
+    linear: Any = getattr(owner, leaf)
+    if not isinstance(linear, ChannelLinear):  # an adapter around it
+        linear = linear.base_layer
+    return float(linear.tally.share(linear.cut.share))
+
+
+@contextmanager
+def set_mode(model: nn.Module, mode: str) -> Iterator[None]:
+    """Inside, a model's projections skip channels in this mode, one of :data:`MODES`.
+
+    With ``always`` every token is treated as at decoding, and what is read is counted.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
+    found: list[Any] = [
+        m for m in model.modules() if isinstance(m, (ChannelLinear, ChannelExperts))
+    ]
+    before = [m.phase.mode for m in found]
+    for module in found:
+        module.phase.mode = mode
+    try:
+        yield
+    finally:
+        for module, old in zip(found, before, strict=True):
+            module.phase.mode = old
+            if old != mode:
+                for tally in (
+                    module.tallies.values()
+                    if isinstance(module, ChannelExperts)
+                    else [module.tally]
+                ):
+                    tally.clear()

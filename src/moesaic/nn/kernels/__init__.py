@@ -1,0 +1,134 @@
+"""Products of few tokens with chosen rows of a matrix: numba where it is installed, else torch."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+FEW = 8
+"""Tokens up to which rows are worth choosing one by one: more of them want nearly all rows."""
+
+APART = 1 << 18
+"""Weights of a product from which several threads share it."""
+
+TYPES = (torch.float32, torch.bfloat16)
+"""Of the rows that numba's functions take."""
+
+
+@cache
+def fast() -> Any:
+    """The module of compiled functions; None where numba is not installed, which is said once."""
+    try:
+        from moesaic.nn.kernels import cpu
+    except ImportError:
+        logger.warning(
+            "numba is not installed: channels are skipped by torch's own means, which take longer. "
+            'pip install "moesaic[fast]"'
+        )
+        return None
+    return cpu
+
+
+def chosen(x_TI: Tensor, scale_TI: Tensor | None, keep: int, threshold: float) -> Tensor:
+    """The channels of a token with the highest scores |x| * scale, bool (T, I).
+
+    Args:
+        x_TI: values; any leading shape.
+        scale_TI: a factor of each channel, as it broadcasts; None for ones.
+        keep: how many; below zero: those with scores above the threshold.
+        threshold: of a score.
+
+    >>> chosen(torch.tensor([[3.0, -2.0, 1.0]]), torch.tensor([1.0, 1.0, 5.0]), 2, 0.0)
+    tensor([[ True, False,  True]])
+    """
+    score_TI = x_TI.abs().float()
+    if scale_TI is not None:
+        score_TI = score_TI * scale_TI
+    if keep < 0:
+        return score_TI > threshold
+    at_TK = score_TI.topk(keep, dim=-1, sorted=False).indices
+    return torch.zeros_like(score_TI, dtype=torch.bool).scatter(-1, at_TK, True)
+
+
+def product(
+    x_TI: Tensor,
+    rows_GIO: Tensor,
+    scale_GI: Tensor | None,
+    keep: int,
+    threshold: float,
+    group_T: Tensor | None = None,
+) -> Tensor:
+    """The sum over each token's chosen channels i of x[t, i] rows[group[t], i] (T, O), on CPU.
+
+    Reads the chosen rows alone.
+
+    Args:
+        x_TI: few tokens.
+        rows_GIO: matrices, contiguous; also (I, O), one matrix.
+        scale_GI: factors of the scores by which channels are chosen (see :func:`chosen`).
+        keep: channels of a token; below zero: by the threshold.
+        threshold: of a score.
+        group_T: int64, the matrix of each token; None for the first.
+    """
+    compiled = fast() if rows_GIO.dtype in TYPES else None
+    if compiled is None:
+        return _by_bags(x_TI, rows_GIO, scale_GI, keep, threshold, group_T)
+    inputs, outputs = rows_GIO.shape[-2:]
+    x32_TI = x_TI.float().contiguous()
+    tokens = len(x32_TI)
+    out_TO = x32_TI.new_empty(tokens, outputs)
+    scale = None if scale_GI is None else scale_GI.float().contiguous()
+    arguments = (
+        x32_TI.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        rows_GIO.data_ptr(),
+        0 if group_T is None else group_T.data_ptr(),
+        out_TO.data_ptr(),
+        tokens,
+        inputs,
+        outputs,
+        keep,
+        threshold,
+        rows_GIO.dtype == torch.bfloat16,
+    )
+    threads = torch.get_num_threads()
+    if threads > 1 and inputs * outputs >= APART:
+        compiled.sums_parallel(*arguments, threads)
+    else:
+        compiled.sums(*arguments)
+    return out_TO.to(x_TI.dtype)
+
+
+def _by_bags(
+    x_TI: Tensor,
+    rows_GIO: Tensor,
+    scale_GI: Tensor | None,
+    keep: int,
+    threshold: float,
+    group_T: Tensor | None,
+) -> Tensor:
+    """As :func:`product`: torch's weighted sum of embeddings, which rows are to it."""
+    inputs, outputs = rows_GIO.shape[-2:]
+    scale_TI = scale_GI
+    if scale_GI is not None and group_T is not None:
+        scale_TI = scale_GI[group_T]
+    on_TI = chosen(x_TI, scale_TI, keep, threshold)
+    token, channel = on_TI.nonzero(as_tuple=True)
+    value = x_TI[token, channel].to(rows_GIO.dtype)
+    if group_T is not None:
+        channel = channel + group_T[token] * inputs
+    count_T = on_TI.sum(-1)
+    return F.embedding_bag(
+        channel,
+        rows_GIO.reshape(-1, outputs),
+        offsets=count_T.cumsum(0) - count_T,
+        mode="sum",
+        per_sample_weights=value,
+    ).to(x_TI.dtype)
