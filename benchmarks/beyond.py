@@ -16,32 +16,36 @@ import argparse
 import gc
 import json
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from moesaic.methods.beyond.refit import refitted
 
-from moesaic.arch.dense import dense_arch
+from moesaic.arch.dense import Arch, dense_arch
+from moesaic.config import Calibration, RunArgs, chosen_layers
 from moesaic.data.text import evaluation_tokens
-from moesaic.hub import resolve
-from moesaic.methods import BUNDLES, MoRE, MoREConfig
+from moesaic.io.source import resolve
+from moesaic.layers.carved import CarvedLayer
+from moesaic.methods.base import Decision
 from moesaic.methods.beyond.spread import losses
 from moesaic.methods.budget import layer_sizes
-from moesaic.methods.more.method import chosen_layers
+from moesaic.methods.more.config import MoREConfig
+from moesaic.methods.more.formulas import MoREStats
+from moesaic.methods.more.method import MoRE
 from moesaic.metrics.measure import environment
 from moesaic.metrics.memory import forget_peak, peak_resident
 from moesaic.metrics.score import score
 from moesaic.plan import Plan
-from moesaic.result import Finished, Job
+from moesaic.result import Result
+from moesaic.stream.job import Finished, Job
 from moesaic.surgery import applied
 
 TOKENS = 8192
-BEST: dict[str, Any] = BUNDLES["best"]["more"]
+BEST: dict[str, Any] = MoREConfig.bundles["best"]
 MIDDLE: dict[str, Any] = {"experts": 64, "top_k": 32, "layers": "all"}
 ALONE = (
     "weighted",
@@ -117,7 +121,7 @@ GROUPS: dict[str, tuple[int, dict[str, MoREConfig]]] = {
 
 
 @torch.no_grad()
-def decide(job: Job, configs: Mapping[str, MoREConfig], work: Path) -> dict[str, Any]:
+def decide(job: Job[Arch], configs: Mapping[str, MoREConfig], work: Path) -> dict[str, Any]:
     """The plans of configurations that share layers, and what was recovered of each layer.
 
     The options that decide how tokens are counted or spread must be the same within a group, or be
@@ -128,11 +132,15 @@ def decide(job: Job, configs: Mapping[str, MoREConfig], work: Path) -> dict[str,
     config = next(iter(configs.values()))
     if config.spread == "sensitivity":
         chosen = chosen_layers(config.layers, len(sizes))
-        given = ({site.index: losses(site) for site in job.stream(chosen)},)
+        lost_M = {site.index: losses(site) for site in job.stream(chosen, job.arch.dense)}
     else:
-        given = ()
-    budgets = {name: method.choose(sizes, *given) for name, method in methods.items()}
-    finished = {name: Finished(work / name, job, asdict(c)) for name, c in configs.items()}
+        lost_M = None
+    budgets = {name: method.choose(sizes, lost_M) for name, method in methods.items()}
+    text = {"calibration": job.tokens.fingerprint}
+    finished = {
+        name: Finished(work / name, job.request({"config": asdict(c), **text}))
+        for name, c in configs.items()
+    }
     whole = {n for n, budget in budgets.items() if not any((n, i) in finished[n] for i in budget)}
     union = sorted({i for budget in budgets.values() for i in budget})
     if config.propagate:  # a layer's inputs hang on what became of those before it
@@ -143,28 +151,29 @@ def decide(job: Job, configs: Mapping[str, MoREConfig], work: Path) -> dict[str,
         missing = [
             i for i in union if any(i in budgets[n] and (n, i) not in finished[n] for n in methods)
         ]
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     began = time.perf_counter()
-    for site in job.stream(missing, follow=config.propagate) if missing else ():
+    stream = job.stream(missing, job.arch.dense, follow=config.propagate)
+    for site in stream if missing else ():
         i = site.index
-        shared = dict.fromkeys((False, True))
+        shared: dict[bool, MoREStats] = {}
         for name, method in methods.items():
-            config, found = configs[name], {}
+            config, found = configs[name], dict[str, Any]()
             if i not in budgets[name] or ((name, i) in finished[name] and not config.propagate):
                 continue
-            if shared[config.weighted] is None:
+            if config.weighted not in shared:
                 shared[config.weighted] = method.observe(site)
             started = time.perf_counter()
             if (name, i) not in finished[name]:
-                plan = method.decide(shared[config.weighted], site, budgets[name][i])
+                layer = method.decide(shared[config.weighted], site, budgets[name][i])
                 if config.refit or config.bias:
-                    plan, found = refitted(plan, site, config.refit, config.bias)
-                finished[name].add(name, i, plan, found)
+                    layer, found = layer.refit(site, weights=config.refit, biases=config.bias)
+                finished[name].add(name, i, layer, found)
             if config.propagate:
                 site.change = applied(site.layer, job.arch, finished[name][name, i][0])
             seconds[name] += time.perf_counter() - started
             print(f"layer {i} {name} {found}", flush=True)
-    common = time.perf_counter() - began - seconds.total()
+    common = time.perf_counter() - began - sum(seconds.values())
     decided: dict[str, Any] = {}
     for name, budget in budgets.items():
         kept = {i: finished[name][name, i] for i in budget}
@@ -176,8 +185,11 @@ def decide(job: Job, configs: Mapping[str, MoREConfig], work: Path) -> dict[str,
 
 
 def without_refit(plan: Plan) -> Plan:
-    layers = {i: replace(p, down_DM=None, bias_RD=None) for i, p in plan.layers.items()}  # type: ignore[call-arg]
-    return replace(plan, layers=layers)
+    layers = {
+        i: replace(cast(CarvedLayer, layer), down_DM=None, bias_RD=None)
+        for i, layer in plan.layers.items()
+    }
+    return replace(plan, layers=dict(layers))
 
 
 def main() -> None:
@@ -227,14 +239,15 @@ def main() -> None:
         configs = {name: config for name, config in configs.items() if missing(name)}
         if not configs:
             continue
-        text = {"samples": samples, "length": 256, "seed": given.seed, "tokenizer": None}
-        job = Job.open(given.model, dense_arch, "", **text, device="cpu", dtype=None)
+        drawn = Calibration(samples=samples, length=256, seed=given.seed)
+        job = Job(RunArgs(given.model, calibration=drawn), dense_arch)
         work = Path("build/beyond") / given.model / f"{group}-{given.seed}"
         forget_peak()
         decided = decide(job, configs, work)
         more = {"calibration_tokens": samples * 256, "peak_gb": peak_resident() / 1e9}
         for name, (plan, found, took) in decided.items():
-            result, more = job.result(plan, {}), more | took
+            result = Result(MoRE(configs[name]), job, Decision(plan))
+            more = more | took
             measure(name, partial(result.build, plan), config=plan.config, **more, layers=found)
             if given.before and configs[name].refit:
                 measure(name + BASE, partial(result.build, without_refit(plan)), **more)

@@ -19,9 +19,9 @@ from statistics import mean, stdev
 from typing import Any
 
 import moesaic
+from moesaic import CondenseConfig, PruneConfig
 from moesaic.data.text import evaluation_tokens
-from moesaic.hub import resolve
-from moesaic.methods import CondenseConfig, PruneConfig
+from moesaic.io.source import resolve
 from moesaic.metrics.measure import environment
 from moesaic.metrics.memory import forget_peak, peak_resident
 from moesaic.metrics.perplexity import perplexity

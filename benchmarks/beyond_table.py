@@ -151,10 +151,10 @@ def picture(found: Found, text: str, title: str) -> str:
         charts.text(36, 44, title, "title"),
         charts.text(36, 66, "perplexity, logarithmic; lower is better", "quiet"),
     ]
-    for y in (15, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000):
+    for y in (15.0, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000):
         if least < math.log(y) < most:
             out.append(charts.line([at(0.92, y), at(0.58, y)], "grid"))
-            out.append(charts.text(left - 8, at(0.92, y)[1] + 4, f"{y}", "quiet", "end"))
+            out.append(charts.text(left - 8, at(0.92, y)[1] + 4, f"{y:g}", "quiet", "end"))
     for ratio in RATIOS:
         x = at(float(ratio), dense)[0]
         out.append(charts.text(x, height - foot + 20, f"{float(ratio):.0%}", "quiet", "middle"))

@@ -11,28 +11,27 @@ each FILE, 8,192 tokens at 512 a window. What is there is not measured again.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import moesaic
+from moesaic import MoREConfig, Tokens, TuneConfig
 from moesaic.data.text import calibration_tokens, evaluation_tokens
-from moesaic.hub import resolve
-from moesaic.methods import BUNDLES, MoREConfig, TuneConfig
+from moesaic.io.source import resolve
 from moesaic.metrics.measure import environment
 from moesaic.metrics.perplexity import perplexity
 
 LENGTH, BATCH = 256, 4
-RATES = {"routers": 1e-4, "lora": 3e-4}
+RATES: dict[Literal["routers", "lora"], float] = {"routers": 1e-4, "lora": 3e-4}
 OUT = Path(__file__).with_suffix(".json")
 
 
 def configs(active: float) -> dict[str, MoREConfig]:
-    best = MoREConfig(**{**BUNDLES["best"]["more"], "active": active})
+    best = MoREConfig(**{**MoREConfig.bundles["best"], "active": active})
     static = MoREConfig(active=active, layers="all", variant="static", refit=True)
     return {"published": MoREConfig(active=active), "best": best, "static, refit": static}
 
@@ -52,7 +51,6 @@ def main() -> None:
     count = 100 + given.steps * BATCH
     windows = calibration_tokens("", source.tokenizer, count, LENGTH).input_ids
     calibration, training = windows[:100], windows[100:]
-    examples = [{"input_ids": ids, "labels": ids} for ids in training.tolist()]
     record: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {"results": {}}
     record["environment"] = environment("cpu")
     title = f"{given.model} at {given.active:g}, {len(training) * LENGTH:,} tokens"
@@ -67,25 +65,25 @@ def main() -> None:
     if "original" not in results:
         keep("original", base)
     for name in given.only:
-        wanted = ["", *RATES] if name != "static, refit" else ["", "lora"]
-        if all(f"{name}, {what}".removesuffix(", ") in results for what in wanted):
+        wanted = [what for what in RATES if name != "static, refit" or what == "lora"]
+        if all(known in results for known in (name, *(f"{name}, {what}" for what in wanted))):
             continue
         carved = moesaic.carve(base, configs(given.active)[name], calibration=calibration).model
         if name not in results:
             keep(name, carved)
-        for what in wanted[1:]:
+        for what in wanted:
             if f"{name}, {what}" in results:
                 continue
             config = TuneConfig(
                 what=what, teacher=given.model, steps=given.steps, batch=BATCH, lr=RATES[what]
             )
             started = time.perf_counter()
-            tuned = moesaic.tune(copy.deepcopy(carved), config, examples=examples, teacher=base)
+            tuned = moesaic.tune(carved, config, text=Tokens(training), teacher=base)
             keep(
                 f"{name}, {what}",
                 tuned.model,
                 seconds=time.perf_counter() - started,
-                trained_parameters=tuned.trained_parameters,
+                trained_parameters=tuned.summary["training"]["trained_parameters"],
                 lr=RATES[what],
             )
 

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import moesaic
-from moesaic.recipe import Evaluation, Recipe
+from moesaic import Evaluation, Recipe
 
 TOKENS = 8192
 PLAIN = """
@@ -56,8 +56,10 @@ def main(texts: list[str]) -> None:
                 max_tokens=TOKENS, compare=("static", "backbone", "random", "naive"), rounds=5
             ),
         )
-        record = moesaic.run_recipe(recipe)
-        shipped = "\n\n".join(moesaic.data.reader.shipped_texts("evaluation"))
+        made = moesaic.run_recipe(recipe)
+        assert made is not None
+        record = made.as_json()
+        shipped = "\n\n".join(shipped_texts("evaluation"))
         record["independent_perplexity"] = plain_perplexity(out, shipped)
         record["other_texts"] = {}
         static = Path(work) / "static"

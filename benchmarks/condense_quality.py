@@ -12,18 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moesaic import CondenseConfig, TuneConfig, condense, tune
 from moesaic.arch.mixture import moe_arch
 from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
-from moesaic.hub import resolve
 from moesaic.io.checkpoint import Checkpoint
-from moesaic.methods import CondenseConfig, TuneConfig
-from moesaic.methods.cdmoe.method import condense
-from moesaic.methods.sft.method import tune
+from moesaic.io.source import resolve
 from moesaic.metrics.measure import environment
 from moesaic.metrics.perplexity import perplexity
 
@@ -51,8 +50,11 @@ def sweep(model: Any, tokens: Tokens, held_out: Tokens, variants: list[str]) -> 
         counts = [str(n) for n in range(1, count)]
         result = condense(model, config, calibration=tokens, compare=counts)
         found[name] = []
-        for n, plan in {**result.comparisons, str(count): result.plan}.items():
-            trial = result.build(plan)
+        plan = result.plan
+        assert plan is not None
+        builders = {**result.builders, str(count): partial(result.build, plan)}
+        for n, build in builders.items():
+            trial = build()
             row = {
                 "layers": result.summary["layers"][: int(n)],
                 "perplexity": perplexity(trial, held_out).perplexity,
@@ -81,6 +83,7 @@ def tuning(
             before = perplexity(resolve(str(out)).load("cpu", torch.float32), held_out).perplexity
             settings = TuneConfig(steps=given.steps, lr=given.lr, length=256, teacher=given.teacher)
             tuned = tune(out, settings, dtype=torch.float32)
+        training = tuned.summary["training"]
         after = perplexity(tuned.model, held_out).perplexity
         found[keep] = {
             "layers": result.summary["layers"],
@@ -88,7 +91,7 @@ def tuning(
             "bytes_stored": stored,
             "perplexity": {"original": original, "condensed": before, "tuned": after},
             "regained": (before - after) / (before - original),
-            "trained_share": tuned.trained_parameters / tuned.total_parameters,
+            "trained_share": training["trained_parameters"] / training["total_parameters"],
             "steps": given.steps,
             "lr": given.lr,
             "teacher": given.teacher,

@@ -14,28 +14,29 @@ import itertools
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from moesaic.methods.cdmoe.layers import ExpertSearch, LayerSearch
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+from moesaic import CondenseConfig, condense
 from moesaic.arch.mixture import moe_arch
 from moesaic.data.text import calibration_tokens
-from moesaic.hub import resolve
-from moesaic.layers.condensed import condensed
+from moesaic.io.source import resolve
+from moesaic.layers.base import LayerPlan
+from moesaic.layers.condensed import CondensedLayer
 from moesaic.methods.cdmoe.divergence import js
-from moesaic.methods.cdmoe.experts import CondenseConfig
-from moesaic.methods.cdmoe.method import condense
+from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch
 from moesaic.metrics.measure import environment
-from moesaic.plan import CondensedLayer, Plan
+from moesaic.plan import Plan
 from moesaic.stream.stream import LayerStream, Spill
+from moesaic.surgery import applied
 
 
 @torch.no_grad()
 def experts(model: Any, tokens: Any) -> tuple[dict[str, float], bool]:
     arch = moe_arch(model.config)
-    stream = LayerStream(model, arch, tokens)
+    stream = LayerStream(model, arch, tokens, view=arch.mixture)
     search = ExpertSearch(CondenseConfig(layers=1, keep="shared+routed"), stream, arch)
     seconds = {"cached": 0.0, "full_forwards": 0.0}
     equal = True
@@ -44,6 +45,7 @@ def experts(model: Any, tokens: Any) -> tuple[dict[str, float], bool]:
         if arch.is_moe(block.layer):
             start = time.perf_counter()
             plan, found = search.decide(block, hidden)
+            assert isinstance(plan, CondensedLayer)
             seconds["cached"] += time.perf_counter() - start
             start = time.perf_counter()
             chosen = by_forwards(block, arch, hidden, plan, found)
@@ -56,12 +58,12 @@ def experts(model: Any, tokens: Any) -> tuple[dict[str, float], bool]:
 def by_forwards(
     block: Any, arch: Any, hidden: Spill, plan: CondensedLayer, found: dict[str, Any]
 ) -> list[int]:
-    view = arch.view(block.layer)
+    view = arch.mixture(block.layer)
     inputs: list[torch.Tensor] = []
     hook = view.block.register_forward_pre_hook(lambda _, a: inputs.append(a[0].flatten(0, 1)))
     reference = list(block.outputs(hidden))
     hook.remove()
-    w_TE = torch.cat([view.rule.weights(view.logits(x).float()) for x in inputs])
+    w_TE = torch.cat([view.routing.weights(view.logits(x).float()) for x in inputs])
     g_E = w_TE.double().sum(0) / (w_TE != 0).sum(0)
     chosen: list[int] = []
     for _ in plan.experts:
@@ -74,7 +76,7 @@ def by_forwards(
             trial = CondensedLayer(
                 some, g_E[some].float(), width, plan.shared, plan.shared_scale, plan.gated
             )
-            with condensed(block.layer, arch, trial) as layer:
+            with applied(block.layer, arch, trial) as layer:
                 outputs = block.outputs(hidden, layer)
                 parts = [js(o, out).mean() for o, out in zip(reference, outputs, strict=True)]
             losses[e] = torch.stack(parts).mean().item()
@@ -86,9 +88,11 @@ def by_forwards(
 def layers(model: Any, tokens: Any, count: int) -> tuple[dict[str, float], bool]:
     arch = moe_arch(model.config)
     result = condense(model, CondenseConfig(layers=len(arch.moe_layers(model))), calibration=tokens)
-    plans = {i: p for i, p in result.plan.layers.items() if result.plan.base.experts[i]}
+    assert result.plan is not None
+    base = result.plan.base
+    plans = {i: cast(CondensedLayer, p) for i, p in result.plan.layers.items() if base.experts[i]}
     start = time.perf_counter()
-    search = LayerSearch(LayerStream(model, arch, tokens), arch, plans)
+    search = LayerSearch(LayerStream(model, arch, tokens, view=arch.mixture), arch, plans)
     order = search.order("greedy", dict.fromkeys(plans, 0.0))
     found = [layer for layer, _ in itertools.islice(order, count)]
     search.close()
@@ -104,8 +108,8 @@ def layers(model: Any, tokens: Any, count: int) -> tuple[dict[str, float], bool]
     for _ in range(count):
         losses = {}
         for i in plans.keys() - set(chosen):
-            some = {j: plans[j] for j in sorted([*chosen, i])}
-            trial = result.build(Plan("cd-moe", result.plan.base, some))
+            some: dict[int, LayerPlan] = {j: plans[j] for j in sorted([*chosen, i])}
+            trial = result.build(Plan("cd-moe", base, some))
             losses[i] = js(reference, last(trial)).mean().item()
         chosen.append(min(losses, key=lambda i: (losses[i], i)))
     seconds["full_forwards"] = time.perf_counter() - start

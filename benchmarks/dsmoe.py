@@ -24,9 +24,8 @@ import torch
 
 import moesaic
 from moesaic.data.text import Tokens, evaluation_tokens, load_texts, windows
-from moesaic.hub import resolve
+from moesaic.io.source import resolve
 from moesaic.methods.dsmoe.gates import recorded
-from moesaic.methods.dsmoe.method import carve_and_train
 from moesaic.metrics.measure import environment
 from moesaic.metrics.score import score
 from moesaic.nn import ThresholdRouter
@@ -89,8 +88,9 @@ def run(name: str, options: dict[str, Any], train: Tokens, held: Tokens) -> Any:
     )
     base = resolve("tiny-dense").load(dtype=torch.float32)
     start = time.perf_counter()
-    result = carve_and_train(base, config, calibration=train, inplace=True)
+    result = moesaic.carve(base, config, calibration=train, inplace=True)
     seconds = time.perf_counter() - start
+    losses = result.summary["training"]["losses"]
     row = {
         "name": name,
         "options": options,
@@ -99,7 +99,7 @@ def run(name: str, options: dict[str, Any], train: Tokens, held: Tokens) -> Any:
         "at_its_own_threshold": measured(result.model, held),
         "tau": choose_tau(result.model, held),
         **measured(result.model, held),
-        "curve": result.losses[:: max(1, steps // 50)] + result.losses[-1:],
+        "curve": losses[:: max(1, steps // 50)] + losses[-1:],
     }
     print(f"{name:26} perplexity {row['perplexity']:.3f} active {row['active_ratio']:.4f}")
     return row

@@ -13,16 +13,17 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from moesaic.arch.dense import DENSE
+from moesaic.layers.carved import CarvedLayer
 from moesaic.metrics.measure import environment
-from moesaic.nn import CarvedFFN, carved_like
-from moesaic.plan import CarvedLayer
-from moesaic.surgery import carve_tensors
+from moesaic.nn import CarvedFFN
+from moesaic.surgery import applied
 
 HIDDEN, WIDTH, BLOCKS, ROUNDS, BOUND = 2048, 8192, 8, 5, 0.6
 
@@ -38,14 +39,14 @@ def carve(dense: LlamaMLP) -> CarvedFFN:
         router_RD=torch.randn(BLOCKS, HIDDEN) / HIDDEN**0.5,
         gate={"tau": 0.5},
     )
-    names = DENSE["llama"].ffn
-    module = carved_like(dense, names, layer.header())
-    module.load_state_dict(carve_tensors(layer, names, dense.state_dict()), assign=True)
+    with applied(torch.nn.ModuleDict({"mlp": dense}), DENSE["llama"], layer) as carved:
+        module = carved.get_submodule("mlp")
+    assert isinstance(module, CarvedFFN)
     return module.eval()
 
 
 @torch.inference_mode()
-def rows(dtype: torch.dtype, tokens: int, active: list[float]) -> list[dict[str, object]]:
+def rows(dtype: torch.dtype, tokens: int, active: list[float]) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     dense = LlamaMLP(LlamaConfig(hidden_size=HIDDEN, intermediate_size=WIDTH)).to(dtype)
     carved = carve(dense)

@@ -19,16 +19,16 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from moesaic.arch.dense import DENSE
+from moesaic.layers.carved import CarvedLayer
 from moesaic.methods.budget import LayerSize, split_for_target
 from moesaic.metrics.measure import environment
-from moesaic.nn import carved_like
-from moesaic.plan import CarvedLayer
-from moesaic.surgery import carve_tensors
+from moesaic.nn import CarvedFFN
+from moesaic.surgery import applied
 
 HIDDEN, WIDTH, ROUNDS = 2048, 8192, 50
 
 
-def carve(dense: LlamaMLP, petals: int) -> torch.nn.Module:
+def carve(dense: LlamaMLP, petals: int) -> CarvedFFN:
     """The dense block in four petals, with a router that spreads random tokens evenly."""
     size = LayerSize(attention=0, ffn=3 * HIDDEN * WIDTH, width=WIDTH)
     split = split_for_target([size], [0], active=0.5, experts=petals, top_k=1)[0]
@@ -39,9 +39,9 @@ def carve(dense: LlamaMLP, petals: int) -> torch.nn.Module:
         top_k=1,
         router_RD=torch.randn(petals, HIDDEN),
     )
-    names = DENSE["llama"].ffn
-    module = carved_like(dense, names, layer.header())
-    module.load_state_dict(carve_tensors(layer, names, dense.state_dict()), assign=True)
+    with applied(torch.nn.ModuleDict({"mlp": dense}), DENSE["llama"], layer) as carved:
+        module = carved.get_submodule("mlp")
+    assert isinstance(module, CarvedFFN)
     return module
 
 

@@ -29,10 +29,11 @@ import json, sys, time
 import torch
 import moesaic
 from moesaic import PruneConfig, Tokens
+from moesaic.io.source import resolve
 
 folder, out, keep, windows, length = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
 torch.manual_seed(0)
-ids = torch.randint(moesaic.hub.resolve(folder).config.vocab_size, (windows, length))
+ids = torch.randint(resolve(folder).config.vocab_size, (windows, length))
 start = time.perf_counter()
 result = moesaic.prune(folder, PruneConfig(keep=keep), calibration=Tokens(ids), tokenizer=object())
 decided = time.perf_counter()

@@ -21,8 +21,8 @@ from typing import Any
 import moesaic
 from moesaic import PruneConfig, SkipConfig
 from moesaic.data.text import evaluation_tokens
-from moesaic.hub import resolve
-from moesaic.methods.naee.pruning import CRITERIA
+from moesaic.io.source import resolve
+from moesaic.methods.naee.criteria import CRITERIA
 from moesaic.metrics.measure import environment
 from moesaic.metrics.perplexity import perplexity
 
@@ -45,10 +45,8 @@ def measured(model: Any, tokenizer: Any, args: argparse.Namespace) -> dict[str, 
 def by_criterion(name: str, sizes: list[int], args: argparse.Namespace) -> dict[str, Any]:
     """Every criterion at every size, from one file of statistics."""
     source = resolve(name)
-    tokenizer, found = (
-        source.tokenizer,
-        {"original": measured(source.load(), source.tokenizer, args)},
-    )
+    tokenizer = source.tokenizer
+    found: dict[str, Any] = {"original": measured(source.load(), tokenizer, args)}
     with tempfile.TemporaryDirectory() as folder:
         stats = Path(folder) / "stats"
         start = time.perf_counter()
@@ -60,7 +58,7 @@ def by_criterion(name: str, sizes: list[int], args: argparse.Namespace) -> dict[
                 for seed in seeds:
                     config = PruneConfig(keep=size, criterion=criterion, seed=seed)
                     start = time.perf_counter()
-                    result = moesaic.prune(name, config, stats=stats)
+                    result = moesaic.prune(name, config, stats=str(stats))
                     seconds = time.perf_counter() - start
                     label = f"{criterion}-{seed}" if criterion == "random" else criterion
                     found.setdefault(str(size), {})[label] = {
@@ -113,7 +111,9 @@ def skipping(name: str, args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = source.tokenizer
     top_k = source.config.num_experts_per_tok
     options = {"samples": args.samples, "length": args.window}
-    found = {"median": measured(moesaic.skip(name, **options).model, tokenizer, args)}
+    found: dict[str, Any] = {
+        "median": measured(moesaic.skip(name, **options).model, tokenizer, args)
+    }
     for calls in range(1, top_k):
         skips = moesaic.skip(name, SkipConfig(calls=calls), **options).model
         fewer = source.load()

@@ -19,20 +19,21 @@ from pathlib import Path
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from moesaic import Tokens
-from moesaic.arch.mixture import moe_arch
-from moesaic.methods import PruneConfig, Pruner
+from moesaic import PruneConfig, Tokens
+from moesaic.arch.mixture import MoEFFN, moe_arch
+from moesaic.methods.naee.criteria import Case
+from moesaic.methods.naee.pruning import Pruner
 from moesaic.metrics.measure import environment
 from moesaic.stream.experts import observe_experts
-from moesaic.stream.stream import LayerStream
+from moesaic.stream.stream import LayerStream, Site
 
 
 @torch.no_grad()
-def every_subset(site, keep):
+def every_subset(site: Site[MoEFFN], keep: int) -> tuple[list[int], float]:
     """The straightforward version, batch by batch as the tokens come."""
     view = site.view
     batches = [(x_TD, view.output(x_TD)) for x_TD in site.inputs()]
-    losses = {}
+    losses: dict[tuple[int, ...], float] = {}
     for chosen in combinations(range(view.count), keep):
         allowed_E = torch.zeros(view.count, dtype=torch.bool)
         allowed_E[list(chosen)] = True
@@ -41,7 +42,7 @@ def every_subset(site, keep):
             for x_TD, y_TD in batches:
                 squared += (view.output(x_TD) - y_TD).double().square().sum().item()
         losses[chosen] = squared**0.5
-    best = min(losses, key=losses.get)
+    best = min(losses, key=lambda chosen: losses[chosen])
     return list(best), losses[best]
 
 
@@ -69,11 +70,12 @@ def main() -> None:
     arch, tokens = moe_arch(config), Tokens(torch.randint(1024, (args.tokens // 256, 256)))
     method = Pruner(PruneConfig(keep=args.keep))
     layers = []
-    for site in LayerStream(model, arch, tokens):
+    for site in LayerStream(model, arch, tokens, view=arch.mixture):
         start = time.perf_counter()
         stats = observe_experts(site)
         observed = time.perf_counter()
-        ((ours, analysis),) = method.decide(stats, site.view.rule, site.index, [args.keep]).values()
+        case = Case(stats, site.view.routing, site.index, method.config)
+        ((ours, analysis),) = method.decide(case, [args.keep]).values()
         done = time.perf_counter()
         theirs, loss = every_subset(site, args.keep)
         ended = time.perf_counter()

@@ -23,16 +23,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import dense_arch
+from moesaic.arch.dense import DenseFFN, dense_arch
+from moesaic.config import Calibration, RunArgs
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.layers.regression import Ridge
-from moesaic.methods import MoRE, MoREConfig
 from moesaic.methods.beyond.routers import neuron_weights, petal_energies
 from moesaic.methods.budget import layer_sizes
-from moesaic.methods.more.method import memberships, prototypes
+from moesaic.methods.more.config import MoREConfig
+from moesaic.methods.more.formulas import memberships, prototypes
+from moesaic.methods.more.method import MoRE
 from moesaic.metrics.measure import environment
 from moesaic.nn.routers import running
-from moesaic.result import Job
+from moesaic.stream.job import Job
 from moesaic.stream.stream import Site
 
 LENGTH, FITTED, TESTED = 256, 100, 16
@@ -45,7 +47,7 @@ Scores = Callable[[Tensor, Tensor], Tensor]
 class Part:
     """Some batches of a site, as a method sees it."""
 
-    site: Site
+    site: Site[DenseFFN]
     start: int
     stop: int
 
@@ -197,12 +199,12 @@ def main() -> None:
     out = Path(__file__).with_suffix(".json")
     record: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"results": {}}
     record["environment"] = environment("cpu")
-    text: dict[str, Any] = {"samples": FITTED, "length": LENGTH, "seed": 0, "tokenizer": None}
-    job = Job.open("smollm2", dense_arch, "", **text, device="cpu", dtype=None)
+    drawn = Calibration(samples=FITTED, length=LENGTH)
+    job = Job(RunArgs("smollm2", calibration=drawn), dense_arch)
     tested = evaluation_tokens("", job.tokenizer, LENGTH, LENGTH * TESTED)
     both = Tokens(torch.cat([job.tokens.input_ids, tested.input_ids]), None)
     sizes = layer_sizes(job.shape, job.arch)
-    for site in job.stream(given.layers, both):
+    for site in job.stream(given.layers, job.arch.dense, both):
         ends = torch.tensor([len(x_TD) for x_TD in site.inputs()]).cumsum(0)
         cut = int((ends <= FITTED * LENGTH).sum())  # a batch that holds both sorts is left out
         first = cut + int(ends[cut - 1] < FITTED * LENGTH)

@@ -26,7 +26,7 @@ import torch
 
 import moesaic
 from moesaic.data.text import evaluation_tokens
-from moesaic.hub import resolve
+from moesaic.io.source import resolve
 from moesaic.metrics.measure import environment
 
 KEPT_LOSSES = 100
@@ -92,6 +92,7 @@ def main() -> None:
                 f"{active:g} {name:10} perplexity {score['perplexity']:8.3f} "
                 f"({score['ratio_to_dense']:.3f} of dense) active {score['active_ratio']:.4f}"
             )
+        assert result.plan is not None
         analyses = {i: {**a, "similarity": None} for i, a in result.analyses.items()}
         record["runs"].append(
             {

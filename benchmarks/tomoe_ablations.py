@@ -21,8 +21,9 @@ from tomoe import measured
 
 import moesaic
 from moesaic.data.text import evaluation_tokens
-from moesaic.hub import resolve
+from moesaic.io.source import resolve
 from moesaic.metrics.measure import environment
+from moesaic.train import Schedule
 
 MODEL, ACTIVE = "tiny-dense", 0.6
 ROWS: dict[str, dict[str, Any]] = {
@@ -53,7 +54,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="keeps checkpoints of an unfinished row")
     given = parser.parse_args()
     file = Path(__file__).with_suffix(".json")
-    record = json.loads(file.read_text()) if file.exists() else {"model": MODEL, "rows": {}}
+    record: dict[str, Any] = (
+        json.loads(file.read_text()) if file.exists() else {"model": MODEL, "rows": {}}
+    )
     tokens = evaluation_tokens("", resolve(MODEL).tokenizer, 512, 65_536)
     for name in given.rows or ROWS:
         config = moesaic.ToMoEConfig(active=ACTIVE, **ROWS[name])
@@ -74,7 +77,7 @@ def main() -> None:
             "threshold": training["threshold"],
             "last_steps": {k: sum(step[k] for step in last) / len(last) for k in terms},
             "trained_parameters": training["trained_parameters"],
-            "schedule": asdict(config.settled(tiny=True).schedule),
+            "schedule": asdict(Schedule.of(config.settled(tiny=True))),
             "asked": asdict(config),
             "environment": environment(),
         }

@@ -15,7 +15,7 @@ whose each option is. ``criteria`` lists the criteria of prune.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
@@ -54,19 +54,21 @@ def table(names: str) -> str:
     """The table that a comment asks for, in Markdown."""
     asked = names.split()
     if asked == ["criteria"]:
-        head, found = ("criterion", "measure", "paper"), criteria()
-    else:
-        wanted = next((ENTRIES[name] for name in asked if name in ENTRIES), (False, True))
-        methods = [name for name in asked if name not in ENTRIES]
-        found = rows(methods, wanted)
-        head = ("option", "of", "default", "meaning")
-        if len(methods) == 1:
-            head, found = head[:1] + head[2:], (row[:1] + row[2:] for row in found)
-    lines = [head, tuple("---" for _ in head), *found]
-    return "".join(f"| {' | '.join(cell(text) for text in line)} |\n" for line in lines)
+        return markdown([("criterion", "measure", "paper"), *criteria()])
+    wanted = next((ENTRIES[name] for name in asked if name in ENTRIES), (False, True))
+    methods = [name for name in asked if name not in ENTRIES]
+    lines = [("option", "of", "default", "meaning"), *rows(methods, wanted)]
+    return markdown(lines if len(methods) > 1 else [(o, d, m) for o, _, d, m in lines])
+
+
+def markdown(lines: Sequence[tuple[str, ...]]) -> str:
+    """A table, its head first."""
+    ruled = [lines[0], ("---",) * len(lines[0]), *lines[1:]]
+    return "".join(f"| {' | '.join(map(cell, line))} |\n" for line in ruled)
 
 
 def cell(text: str) -> str:
+    """Text that stays in its cell and is no HTML."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -76,7 +78,7 @@ def criteria() -> Iterator[tuple[str, ...]]:
         yield f"`{name}`", CRITERIA[name].help, CRITERIA[name].paper
 
 
-def rows(names: list[str], wanted: tuple[bool, ...]) -> Iterator[tuple[str, ...]]:
+def rows(names: list[str], wanted: tuple[bool, ...]) -> Iterator[tuple[str, str, str, str]]:
     """Flag, verb, default and help of every wanted option of some configs."""
     for name in names:
         config: type[Any] = METHODS[name] if "." in name else getattr(requests, name)
