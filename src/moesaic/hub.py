@@ -20,11 +20,15 @@ from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.mixture import architectures
 from moesaic.foreign import JSON, Config, Model, Tokenizer
+from moesaic.io.source import check_loaded
 from moesaic.layers.base import KINDS
 from moesaic.plan import Plan
-from moesaic.surgery import headers_of, install
+from moesaic.surgery import headers_of, install, leave_out
 
 STUB_NAME = "modeling_moesaic.py"
+CONFIG_NAME = "config.json"
+OLD_NAMES = {"torch_dtype": "dtype"}
+"""Keys that transformers reads and does not write any more, by what they are called now."""
 
 
 # --- moesaic_<base>: classes ---------------------------------------------------------------------
@@ -50,12 +54,21 @@ def _define(arch: Arch) -> tuple[type, type]:
         install(self, arch, config)
         self.post_init()
 
+    def from_pretrained(cls: Any, name: Any, *args: Any, **options: Any) -> Any:
+        """As the base's own, but nothing is random: every weight is found, and none is left."""
+        wanted = options.pop("output_loading_info", False)
+        load = super(model_class, cls).from_pretrained
+        model, info = load(name, *args, output_loading_info=True, **options)
+        check_loaded(info, str(name), whole=True)
+        return (model, info) if wanted else model
+
     model_class = type(
         f"Moesaic{base_model.__name__}",
         (base_model,),
         {
             "config_class": config_class,
             "__init__": __init__,
+            "from_pretrained": classmethod(from_pretrained),
             "_keep_in_fp32_modules_strict": [
                 *(base_model._keep_in_fp32_modules_strict or ()),
                 *arch.wide_modules,
@@ -99,22 +112,32 @@ def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     if not plan.layers:
         return {}
     said = {i: layer.native() for i, layer in plan.layers.items()}
-    experts = {what["experts"] for what in said.values() if what and "experts" in what}
-    dense = {i: what["dense"] for i, what in said.items() if what and "dense" in what}
     if None in said.values() or headers_of(config):
         return None
-    if not dense:
-        whole = plan.layers.keys() == plan.base.routed and len(experts) == 1
-        return arch.with_experts(experts.pop()) if whole else None
-    if experts:
-        return None
+    routing = [what for what in said.values() if what and "experts" in what]
+    dense = {i: what["dense"] for i, what in said.items() if what and "dense" in what}
     base = plan.base
-    every = {i: w for i, w in enumerate(base.widths) if not base.experts_of(i)} | dense
-    mix = arch.dense_at(config, every.keys())
-    widths = {*every.values()}
-    if mix is None or len(widths) != 1:
+    if routing and (dense or plan.layers.keys() != base.routed):
         return None
-    return {**mix, "intermediate_size": widths.pop()}
+    if routing:
+        return _sized(arch, routing[0]) if routing.count(routing[0]) == len(routing) else None
+    every = {i: w for i, w in enumerate(base.widths) if not base.experts_of(i)} | dense
+    widths = {*every.values()}
+    if len(widths) != 1:
+        return None
+    if not base.routed:
+        return arch.with_width(widths.pop())
+    mix = arch.dense_at(config, every.keys())
+    return None if mix is None else {**mix, "intermediate_size": widths.pop()}
+
+
+def _sized(arch: Arch, said: JSON) -> JSON | None:
+    """The config attributes for so many routed experts, and so wide ones."""
+    sizes = arch.with_experts(said["experts"])
+    if "width" in said:
+        sizes |= arch.with_width(said["width"])
+    shared = arch.with_shared(said["shared"], said["width"]) if "shared" in said else {}
+    return None if shared is None else {**sizes, **shared}
 
 
 def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
@@ -122,9 +145,13 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
 
     Layers that an earlier plan converted keep their headers; those of this plan are added.
 
+    Layers that predict further tokens beside the others (``num_nextn_predict_layers``) are left
+    out of results: they were made for the states of the model as it was.
+
     Returns:
         the attributes that were changed where the result is of the base's own class, else None.
     """
+    leave_out(config)
     native = native_config(config, arch, plan)
     if native is not None:
         for name, value in native.items():
@@ -135,7 +162,8 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     for i, layer in plan.layers.items():
         stacks.setdefault(i, []).append(layer.header())
     earlier = getattr(config, "moesaic", None)
-    header["base"] = earlier["base"] if earlier else header["base"]
+    shape = {k: v for k, v in header["base"].items() if k not in ("weights", "name", "dtype")}
+    header["base"] = earlier["base"] if earlier else shape
     header["layers"] = {str(i): stacks[i] for i in sorted(stacks)}
     config_class, model_class = CLASSES[arch.model_type]
     config.__class__ = config_class
@@ -178,9 +206,44 @@ def write_stub(config: Config, folder: Path) -> None:
     )
 
 
+def write_config(config: Config, folder: Path, source: Path | None = None) -> None:
+    """Write ``config.json`` so that every reader finds its keys.
+
+    transformers renames some keys when it reads a config, such as ``num_experts`` of Qwen3-MoE,
+    and writes the new names only. Here both stand in the file, and all that is as in the source
+    keeps its name.
+
+    Args:
+        config: of the result.
+        folder: an existing folder.
+        source: the folder of the model that it was made from.
+    """
+    config.save_pretrained(folder)
+    file = folder / CONFIG_NAME
+    plain: JSON = json.loads(file.read_text("utf-8"))
+    now = _every_key(config)
+    if source is not None:
+        given: JSON = json.loads((source / CONFIG_NAME).read_text("utf-8"))
+        before = _every_key(AutoConfig.from_pretrained(source))
+        given.pop("transformers_version", None)
+        plain |= {k: v for k, v in given.items() if k not in now or now[k] == before.get(k)}
+    for alias, name in {**OLD_NAMES, **(config.attribute_map or {})}.items():
+        if name in now and (alias in plain or (name in plain and alias not in OLD_NAMES)):
+            plain[alias] = plain[name] = now[name]
+    file.write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _every_key(config: Config) -> JSON:
+    """A config as plain JSON, defaults too."""
+    plain: JSON = json.loads(config.to_json_string(use_diff=False))
+    return plain
+
+
 def save_live(model: Model, tokenizer: Tokenizer | None, folder: Path) -> None:
     """Write a loaded model, with what it takes to load it again."""
+    leave_out(model.config)  # transformers does not load them
     model.save_pretrained(folder)
+    write_config(model.config, folder)
     write_stub(model.config, folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)

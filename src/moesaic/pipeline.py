@@ -97,8 +97,8 @@ def run_recipe(
         if i < last:
             known = _record(recipe, result, known)
             model = str(work / name)  # on disk until the run is done
-            if process()[0] == 0 and not Path(model).exists():
-                result.save(model)
+            if process()[0] == 0:
+                _keep(result, Path(model))
             wait_for_all()
     if process()[0] != 0:
         return None
@@ -119,6 +119,19 @@ def run_recipe(
         describe(record, recipe, folder)
     Progress(work, {}).discard()
     return record
+
+
+def _keep(result: Result, folder: Path) -> None:
+    """Save a step's result, unless it is there already: the same, made from the same weights."""
+    note = folder.with_name(f"{folder.name}.json")
+    made: JSON = json.loads(json.dumps(result.identity()))
+    if folder.exists() and note.exists():
+        kept: JSON = json.loads(note.read_text("utf-8"))
+        if kept == {**made, "saved": resolve(str(folder)).fingerprint}:
+            return
+    result.save(folder, overwrite=True)
+    saved = {**made, "saved": resolve(str(folder)).fingerprint}
+    note.write_text(json.dumps(saved), "utf-8")
 
 
 def describe(record: Record, recipe: Recipe, folder: Path) -> None:

@@ -6,20 +6,23 @@ header, readable) and ``plan.safetensors`` (index lists, routers, refitted weigh
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
+from moesaic.foreign import JSON, Values
+from moesaic.io.fingerprint import of_tensors
 from moesaic.layers.base import KINDS, LayerPlan
 
-FORMAT = 2
+FORMAT = 3
 JSON_NAME, TENSORS_NAME = "plan.json", "plan.safetensors"
 
 
@@ -33,6 +36,12 @@ class BaseShape:
     """The FFN width of every decoder layer; of one expert, where it routes."""
     experts: tuple[int, ...] = ()
     """Routed experts of every decoder layer, 0 for dense ones; empty for a dense model."""
+    weights: str = field(default="", compare=False)
+    """The fingerprint of its weights; shapes are compared without it."""
+    name: str = field(default="", compare=False)
+    """The name that it went by."""
+    dtype: str = field(default="", compare=False)
+    """The floating-point type in which it was looked at, such as ``torch.bfloat16``."""
 
     @classmethod
     def load(cls, plain: JSON) -> BaseShape:
@@ -73,14 +82,23 @@ class Plan:
             "layers": {str(i): layer.header() for i, layer in sorted(self.layers.items())},
         }
 
-    def save(self, folder: Path) -> None:
-        """Write ``plan.json`` and ``plan.safetensors`` into an existing folder."""
-        tensors = {
+    def tensors(self) -> dict[str, Tensor]:
+        """All layers' tensors, by the layer's number and their name."""
+        return {
             f"{i}.{name}": tensor.contiguous()
             for i, layer in self.layers.items()
             for name, tensor in layer.tensors().items()
         }
-        save_file(tensors, folder / TENSORS_NAME)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the decision, and with the weights that it was made from."""
+        said = json.dumps([self.header(), of_tensors(self.tensors())], sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+    def save(self, folder: Path) -> None:
+        """Write ``plan.json`` and ``plan.safetensors`` into an existing folder."""
+        save_file(self.tensors(), folder / TENSORS_NAME)
         (folder / JSON_NAME).write_text(json.dumps(self.header(), indent=1) + "\n")
 
     @classmethod
@@ -123,12 +141,37 @@ class Progress:
 
     Args:
         folder: where they are kept; created with the first layer.
-        request: identifies the run; a resumed run must ask for the same.
+        request: identifies the run; a resumed run must ask for the same. ``base.name`` alone is
+            for messages.
     """
 
     def __init__(self, folder: Path, request: Mapping[str, object]) -> None:
         self.folder = folder
         self.request: JSON = json.loads(json.dumps(request))
+        self._checked = False
+
+    def check(self) -> None:
+        """Refuse to go on with another run.
+
+        Raises:
+            MoesaicError: the folder holds another run; says what differs.
+        """
+        note = self.folder / "request.json"
+        if self._checked or not note.is_file():
+            return
+        try:
+            kept: JSON = json.loads(note.read_text())
+            changed = [*differing(kept, self.request)]
+        except (ValueError, AttributeError) as error:
+            raise MoesaicError(
+                f"{note} cannot be read: {error}; start anew by overwriting it."
+            ) from None
+        if changed:
+            raise MoesaicError(
+                f"{self.folder} holds layers of another request: {'; '.join(changed[:3])}. Repeat "
+                "that one's options, or start anew by overwriting it."
+            )
+        self._checked = True
 
     def finished(self) -> dict[tuple[str, int], tuple[LayerPlan, JSON]]:
         """By name and layer, the plans that are on disk and what was seen on the way.
@@ -136,14 +179,7 @@ class Progress:
         Raises:
             MoesaicError: the folder holds another run.
         """
-        note = self.folder / "request.json"
-        if not note.is_file():
-            return {}
-        if json.loads(note.read_text()) != self.request:
-            raise MoesaicError(
-                f"{self.folder} holds layers of another request; repeat that one's options, "
-                "or start anew by overwriting it."
-            )
+        self.check()
         done = {}
         for file in sorted(self.folder.glob("layer-*.safetensors")):
             with safe_open(file, framework="pt") as opened:
@@ -155,6 +191,7 @@ class Progress:
 
     def begin(self) -> None:
         """Note whose the folder is."""
+        self.check()
         self.folder.mkdir(parents=True, exist_ok=True)
         note = self.folder / "request.json"
         if not note.exists():
@@ -175,3 +212,35 @@ class Progress:
     def discard(self) -> None:
         """Forget everything that was kept."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def differing(kept: Values, asked: Values) -> Iterator[str]:
+    """In words, what two requests do not have in common.
+
+    >>> [*differing({"config": {"keep": 6}, "seed": 0}, {"config": {"keep": 5}, "seed": 0})]
+    ['config.keep was 6, is 5']
+    """
+    before, now = _flat(kept), _flat(asked)
+    names = [before.pop("base.name", ""), now.pop("base.name", "")]
+    for flat in (before, now):
+        flat.pop("base.dtype", "")  # a run's own stands beside it
+    for key in dict.fromkeys([*before, *now]):
+        a, b = before.get(key), now.get(key)
+        if a == b:
+            continue
+        if key == "base.weights":
+            yield (
+                f"it was made from {names[0] or 'a model'} with weights {a}, "
+                f"this is {names[1] or 'a model'} with weights {b}"
+            )
+        else:
+            yield f"{key} was {a!r:.60}, is {b!r:.60}"
+
+
+def _flat(plain: Values, start: str = "") -> dict[str, object]:
+    """Mappings within mappings as one, by dotted keys."""
+    found: dict[str, object] = {}
+    for key, value in plain.items():
+        within = isinstance(value, Mapping)
+        found |= _flat(value, f"{start}{key}.") if within else {f"{start}{key}": value}
+    return found

@@ -18,8 +18,9 @@ from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Model, Values
+from moesaic.foreign import JSON, Model, Values
 from moesaic.io.checkpoint import ShardWriter, narrowed, skeleton, whole_folder
+from moesaic.io.fingerprint import IN_MEMORY, of_model
 from moesaic.io.source import Source
 from moesaic.methods.base import Decision, Method
 from moesaic.metrics.score import Score, score
@@ -27,7 +28,7 @@ from moesaic.metrics.size import model_size
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.stream.job import Job
-from moesaic.surgery import apply_plan, check_base, rewrite
+from moesaic.surgery import NEXT, apply_plan, check_base, rewrite
 
 
 @dataclass
@@ -109,9 +110,21 @@ class Result:
             tokens = evaluation_tokens("", job.tokenizer, settings.length, settings.max_tokens)
         scores = {"result": score(self.model, tokens)}
         if not job.args.inplace:
-            original = job.original.load(job.device) if job.on_disk else job.original
+            original = job.original.load(job.device, job.dtype) if job.on_disk else job.original
             scores["original"] = score(original, tokens)
         return scores
+
+    def identity(self) -> JSON:
+        """All that the result depends on, as plain JSON."""
+        trained = self.decision.trained
+        return self.job.request(
+            {
+                "verb": self.method.config.verb,
+                "config": asdict(self.method.config),
+                "plan": None if self.plan is None else self.plan.fingerprint,
+                "trained": None if trained is None else of_model(trained),
+            }
+        )
 
     # --- its files -------------------------------------------------------------------------------
 
@@ -198,13 +211,17 @@ class Result:
         config, decision, plan = self.method.config, self.decision, self.plan
         active = measured.get("scores", {}).get("result", {}).get("active_ratio")
         said = self.method.tell(layers, decision, active)
+        summary, told = dict(decision.summary), said.told
+        if self.job.predicting:
+            summary["left_out"] = {NEXT: self.job.predicting}
+            told += " Layers that predicted further tokens, for speculative decoding, are left out."
         changed = [] if plan is None else [layer.weights for layer in plan.layers.values()]
         return Step(
             verb=config.verb,
             method=config.name,
             label=config.label,
             title=said.title,
-            told=said.told,
+            told=told,
             paper=config.credit,
             beyond=config.beyond,
             weights="trained" if decision.trained is not None else strongest(changed),
@@ -212,7 +229,7 @@ class Result:
             variants={name: config.compared(name) for name in self.builders},
             unit=config.unit,
             kind=self.method.kind,
-            summary=decision.summary,
+            summary=summary,
             output=said.output,
         )
 
@@ -264,6 +281,25 @@ class Result:
         return replace(layer, weights=strongest(weights))
 
 
+def check_weights(plan: Plan, source: Source) -> None:
+    """Refuse to apply a plan to other weights than it was made from.
+
+    A plan that was made from a live model is compared with the source loaded in its type.
+
+    Raises:
+        MoesaicError: names both models and their fingerprints.
+    """
+    made, found = plan.base.weights, source.fingerprint
+    if made.startswith(IN_MEMORY):
+        dtype = getattr(torch, plan.base.dtype.removeprefix("torch."), None)
+        found = of_model(source.load(dtype=dtype))
+    if made not in ("", found):  # a plan that was written by hand names none
+        raise MoesaicError(
+            f"The plan was made from {plan.base.name or 'a model in memory'} with weights {made}; "
+            f"{source.name} has weights {found}."
+        )
+
+
 def save_applied(
     source: Source, plan: Plan, folder: Path, dtype: torch.dtype | None = None
 ) -> None:
@@ -276,11 +312,12 @@ def save_applied(
     arch = base_arch(config)
     model = skeleton(config, dtype)
     check_base(plan, model, arch)
+    check_weights(plan, source)
     types = {} if dtype is None else {"dtype": narrowed(model)}
     rewrite(source.checkpoint, arch, plan, ShardWriter(folder), **types)
     if dtype is not None:
         config.dtype = dtype
     hub.convert_config(config, arch, plan)
-    config.save_pretrained(folder)
+    hub.write_config(config, folder, source.folder)
     hub.write_stub(config, folder)
     source.checkpoint.copy_side_files(folder)

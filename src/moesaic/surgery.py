@@ -82,9 +82,12 @@ def headers_of(config: Config) -> dict[int, list[Header]]:
 
 
 def kind_of(config: Config, index: int) -> tuple[type[LayerPlan], Header] | None:
-    """The layer kind of a decoder layer and its header; None where it is as the base has it."""
-    stack = headers_of(config).get(index)
-    return None if not stack else (KINDS[stack[-1]["kind"]], stack[-1])
+    """The layer kind of a decoder layer and its header; None where it is as the base has it.
+
+    Kinds that refine a layer leave it the kind that it was.
+    """
+    kinds = [(KINDS[header["kind"]], header) for header in headers_of(config).get(index, [])]
+    return next((found for found in reversed(kinds) if not found[0].refines), None)
 
 
 def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
@@ -99,9 +102,12 @@ def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
     for i, layer in enumerate(arch.layers(model)):
         kind = kind_of(model.config, i)
         if kind is None or said is None:
-            uses.append(arch.use(layer))
+            use = arch.use(layer)
         else:
-            uses.append(kind[0].use(layer, arch, kind[1], said["base"]["widths"][i]))
+            use = kind[0].use(layer, arch, kind[1], said["base"]["widths"][i])
+        for header in headers_of(model.config).get(i, []):
+            use = KINDS[header["kind"]].refine(use, layer, arch, header)
+        uses.append(use)
     return uses
 
 
@@ -175,6 +181,29 @@ def shaped(layer: nn.Module, arch: Arch, plan: LayerPlan) -> nn.Module:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
+NEXT = "num_nextn_predict_layers"
+
+
+def predicting_layers(config: Config) -> int:
+    """Layers behind the last that predict further tokens, which transformers does not run."""
+    return int(getattr(config, NEXT, None) or 0)
+
+
+def leave_out(config: Config) -> None:
+    """Say in a config that there are no such layers, in place."""
+    if predicting_layers(config):
+        setattr(config, NEXT, 0)
+
+
+def behind(arch: Arch, name: str, count: int) -> bool:
+    """Whether a tensor belongs to a layer behind the last of ``count`` decoder layers.
+
+    Such layers predict further tokens from the last one's states; results go without them.
+    """
+    number = name.removeprefix(f"{arch.layers_path}.").partition(".")[0]
+    return number.isdigit() and int(number) >= count
+
+
 def rewrite(
     checkpoint: Checkpoint,
     arch: Arch,
@@ -198,7 +227,10 @@ def rewrite(
     }
     layer_of = {arch.layer_prefix(i): i for i in plan.layers}
     names: dict[int, dict[str, str]] = {i: {} for i in plan.layers}
+    count = len(plan.base.widths)
     for disk, name in naming.in_memory.items():
+        if behind(arch, name, count):
+            continue
         index = next((i for prefix, i in layer_of.items() if name.startswith(prefix)), None)
         if index is not None:
             names[index][disk] = name

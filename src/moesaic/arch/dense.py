@@ -10,10 +10,10 @@ Shape suffixes used across the package::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,9 @@ class AttentionNames:
     k: str = "k_proj"
     v: str = "v_proj"
     o: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    """Norms of queries and keys, behind their projections; not every attention has them."""
 
     @property
     def fused(self) -> bool:
@@ -105,7 +108,9 @@ class Arch:
         if not rope:
             raise MoesaicError(f"{config.model_type} has no rotary position embedding here.")
         rotary = int(size * rope.get("partial_rotary_factor", 1.0))
-        return Heads(count, (rows - count) // 2 if names.fused else rows, size, rotary)
+        norm = getattr(attention, names.q_norm, None)
+        span = 0 if norm is None else norm.weight.numel()
+        return Heads(count, (rows - count) // 2 if names.fused else rows, size, rotary, span)
 
     def attention_size(self, layer: nn.Module) -> int:
         """Weights of the attention's linear projections, biases left out."""
@@ -115,6 +120,10 @@ class Arch:
     def dense(self, layer: nn.Module) -> DenseFFN:
         """The feed-forward part of a dense decoder layer, as methods see it."""
         return dense_ffn(self.ffn_of(layer), self.ffn)
+
+    def view(self, layer: nn.Module) -> Any:
+        """The feed-forward part of any decoder layer, as methods see it."""
+        return self.dense(layer)
 
     def experts_in(self, layer: nn.Module) -> int:
         """Routed experts of a decoder layer; 0 where it does not route."""
@@ -142,6 +151,14 @@ class Arch:
     def with_experts(self, count: int) -> JSON:
         """The config attributes by which every routed layer has so many experts."""
         return {}
+
+    def with_width(self, width: int) -> JSON:
+        """The config attributes by which every layer's FFN, or every routed expert, is so wide."""
+        return {"intermediate_size": width}
+
+    def with_shared(self, shared: int, width: int) -> JSON | None:
+        """The config attributes by which a shared path has a width; None if none hold it."""
+        return None
 
     def dense_at(self, config: Config, layers: Collection[int]) -> JSON | None:
         """The config attributes by which exactly these layers are dense; None if it has none."""
@@ -203,7 +220,7 @@ DENSE: dict[str, Arch] = {
         Arch(
             "phi",
             ffn=FFNNames(up="fc1", down="fc2", gate=None, act="activation_fn"),
-            attention=AttentionNames(o="dense"),
+            attention=AttentionNames(o="dense", q_norm="q_layernorm", k_norm="k_layernorm"),
         ),
     )
 }
@@ -252,18 +269,33 @@ class Heads:
     size: int
     rotary: int
     """Leading dimensions of a head that RoPE turns, the first half paired with the second."""
+    norm: int = 0
+    """Dimensions of queries that are normalised together: of a head, or of all; 0 without a norm.
+    Its mean needs them all."""
 
     @property
     def free(self) -> int:
-        """Dimensions of queries and keys that can be chosen: RoPE pairs, and those it leaves."""
-        return self.rotary // 2 + self.size - self.rotary
+        """Dimensions of queries and keys that can be chosen: RoPE pairs, and those it leaves.
+
+        None of those that a norm needs.
+        """
+        return 0 if self.norm else self.rotary // 2 + self.size - self.rotary
+
+    @property
+    def joined(self) -> bool:
+        """One norm spans all heads of queries: none of them can go."""
+        return self.norm > self.size
 
     def paired(self, chosen: Tensor) -> Tensor:
         """A choice among free dimensions (..., free), laid out for all of a head (..., size).
 
+        Dimensions that cannot be chosen are all there.
+
         >>> Heads(1, 1, 6, 4).paired(torch.tensor([1, 2, 3, 4]))
         tensor([1, 2, 1, 2, 3, 4])
         """
+        if self.norm:
+            return chosen.new_ones(*chosen.shape[:-1], self.size)
         pairs = chosen[..., : self.rotary // 2]
         return torch.cat([pairs, pairs, chosen[..., self.rotary // 2 :]], -1)
 
@@ -298,6 +330,31 @@ class DenseFFN:
         if self.gate_MD is None:
             return self.act(up_TM)
         return self.act(F.linear(x_TD, self.gate_MD, self.gate_bias_M)) * up_TM
+
+    count: ClassVar[int] = 1
+    """The whole block, seen as one expert that every token runs."""
+
+    def weights_of(self, i: int) -> tuple[Tensor, ...]:
+        """gate (M, D) if there is one, up (M, D) and down (D, M), views."""
+        gate = () if self.gate_MD is None else (self.gate_MD,)
+        return (*gate, self.up_MD, self.down_DM)
+
+    def weighted(
+        self, x_TD: Tensor, allowed_E: Tensor | None = None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """As of a mixture: 0, all tokens' rows (T,) and h (T, M), float32."""
+        yield 0, torch.arange(len(x_TD), device=x_TD.device), self.hidden(x_TD).float()
+
+    def bias_sum(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> float:
+        """As of a mixture whose experts have no output biases; the block's own is a constant."""
+        return 0.0
+
+    @property
+    def shared_ffn(self) -> None:
+        """As of a mixture without a shared path."""
+
+    def shared_weighted(self, x_TD: Tensor) -> None:
+        """As of a mixture without a shared path."""
 
     def output(self, h_TM: Tensor) -> Tensor:
         """The block's output (T, D) for hidden activations h."""

@@ -18,6 +18,7 @@ from moesaic.exports.engines import limits
 from moesaic.exports.form import Export, run_script
 from moesaic.exports.mixtures import reduced
 from moesaic.foreign import JSON
+from moesaic.hub import write_config
 from moesaic.io.checkpoint import ShardWriter, whole_folder
 from moesaic.io.names import check_out
 from moesaic.io.source import Source, resolve
@@ -111,7 +112,7 @@ def write(source: Source, export: Export, folder: Path, untie: bool = False) -> 
         export.config.tie_word_embeddings = False
         writer.add(HEAD, source.checkpoint.tensor(EMBEDDING).clone())
     export.write(writer)
-    export.config.save_pretrained(folder)
+    write_config(export.config, folder)
     source.checkpoint.copy_side_files(folder)
 
 

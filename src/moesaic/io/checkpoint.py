@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model
+from moesaic.io.fingerprint import of_files
 from moesaic.io.names import check_out
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -65,6 +67,11 @@ class Checkpoint:
 
     def names(self) -> list[str]:
         return list(self._files)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The fingerprint of its weights; see :mod:`moesaic.io.fingerprint`."""
+        return of_files(sorted(set(self._files.values())))
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.

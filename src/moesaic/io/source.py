@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Config, Model, Tokenizer
+from moesaic.foreign import Config, Model, Tokenizer, Values
 from moesaic.io.checkpoint import Checkpoint, whole_folder
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
+
+MADE = ("plan.json", "result.json")
+"""Files by which a result of ours gives itself away."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,11 @@ class Source:
         """Its weights, to be read one by one."""
         return Checkpoint(self.folder)
 
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of its weights."""
+        return self.checkpoint.fingerprint
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer.
@@ -66,10 +76,67 @@ class Source:
         Args:
             device: its place.
             dtype: the floating-point type; None for the checkpoint's own.
+
+        Raises:
+            MoesaicError: a weight is missing or of another shape, or one of a result of ours is
+                left over.
         """
         _ = self.config, self.checkpoint  # a damaged file is reported before anything is loaded
-        model: Model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype or "auto")
-        return model.to(device).eval()
+        logger = logging.getLogger("transformers.modeling_utils")
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # it is said here
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                self.folder,
+                dtype=dtype or "auto",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused here
+            )
+        finally:
+            logger.setLevel(level)
+        check_loaded(info, self.name, whole=any((self.folder / n).is_file() for n in MADE))
+        own: Model = model.to(device).eval()
+        return own
+
+
+def check_loaded(info: Values, name: str, whole: bool) -> None:
+    """Refuse a model of which some weights are random, or that was not read whole.
+
+    Args:
+        info: as ``from_pretrained(..., output_loading_info=True)`` returns it.
+        name: of the model, for messages.
+        whole: every weight of the checkpoint must have found its place, as in results of ours;
+            otherwise it is said that some did not.
+
+    Raises:
+        MoesaicError: names some of the weights.
+    """
+    kinds = {"missing_keys": "missing", "mismatched_keys": "of another shape than config.json says"}
+    if whole:
+        kinds["unexpected_keys"] = "left over"
+    for key, words in kinds.items():
+        if info[key]:
+            raise MoesaicError(
+                f"{name} cannot be loaded: weights are {words}: {_some(info[key])}. The checkpoint "
+                "is damaged, or was written by another version."
+            )
+    if info["unexpected_keys"]:
+        logging.getLogger(__name__).warning(
+            "%s: weights that its model has no place for are left out: %s",
+            name,
+            _some(info["unexpected_keys"]),
+        )
+
+
+def _some(keys: Collection[Any]) -> str:
+    """A few names, and how many there are.
+
+    >>> _some(["d", "c", "b", "a"])
+    'a, b, c (4 in all)'
+    """
+    names = sorted(str(key if isinstance(key, str) else next(iter(key))) for key in keys)
+    more = f" ({len(names)} in all)" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def resolve(name: str) -> Source:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, act_of, put, weight_of
 from moesaic.arch.use import LayerUse, RoutedModule
+from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, State
 from moesaic.layers.carved import CarvedLayer
@@ -111,6 +112,7 @@ class OverlappingLayer(LayerPlan):
         tensors = {stored: state.read(stored) for stored, _ in state.stored(*self.sources(arch))}
         device = next(iter(tensors.values())).device
         for projection, rows in self.rows.items():
+            _check_norm(arch, state, projection, rows)
             for name in (f"{attention}{projection}.{part}" for part in ("weight", "bias")):
                 if name in tensors:
                     tensors[name] = tensors[name].index_select(0, rows.to(device))
@@ -196,6 +198,26 @@ class OverlappingLayer(LayerPlan):
 
 def _cuts_attention(header: Header) -> bool:
     return bool(header["rows"] or header["head_top_k"] or header["columns"] is not None)
+
+
+def _check_norm(arch: Arch, state: State, projection: str, rows: Tensor) -> None:
+    """Refuse to cut queries or keys of which a norm behind the projection needs every row.
+
+    Raises:
+        MoesaicError: some of the dimensions that are normalised together would go, and some stay.
+    """
+    names = arch.attention
+    norm = {names.q: names.q_norm, names.k: names.k_norm}.get(projection)
+    weight = f"{arch.attention_path}.{norm}.weight"
+    if norm is None or weight not in state:
+        return
+    span = state[weight].numel()
+    kept = torch.bincount(rows // span)
+    if not set(kept.tolist()) <= {0, span}:
+        raise MoesaicError(
+            f"{projection} of {arch.model_type} cannot lose rows: {norm} takes the mean over "
+            f"{span} of them."
+        )
 
 
 def _copied(order: Tensor, arch: Arch, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -120,7 +120,15 @@ class Job(Generic[A]):
         original = self.original
         weights = original.fingerprint if self.on_disk else of_model(original)
         name = original.name if self.on_disk else str(original.config._name_or_path)
-        return replace(base_shape(self.shape, self.arch), weights=weights, name=name)
+        shape = base_shape(self.shape, self.arch)
+        return replace(shape, weights=weights, name=name, dtype=str(self._type))
+
+    @property
+    def _type(self) -> Any:
+        """The floating-point type that the model runs in."""
+        if not self.on_disk:
+            return self.original.dtype
+        return self.original.config.dtype if self.dtype is None else self.dtype
 
     def request(self, asked: Values) -> JSON:
         """Everything that a run must have in common with the one that it continues.
@@ -128,9 +136,7 @@ class Job(Generic[A]):
         Args:
             asked: what identifies the run beside the model: config, comparisons, text.
         """
-        own = self.original.config.dtype if self.on_disk else self.original.dtype
-        dtype = own if self.dtype is None or not self.on_disk else self.dtype
-        return {"base": asdict(self.base), "dtype": str(dtype), **asked}
+        return {"base": asdict(self.base), "dtype": str(self._type), **asked}
 
     @cached_property
     def share(self) -> tuple[Tokens, list[int]]:

@@ -108,6 +108,8 @@ class MoREStats:
     """float64: sum of x_i^2."""
     h_square_M: Tensor
     """float64: sum of h_j^2."""
+    h_size_M: Tensor
+    """float64: sum of |h_j|."""
     frequency_M: Tensor
     """int64: tokens that activate a channel."""
     coactivation_MM: Tensor
@@ -121,6 +123,7 @@ class MoREStats:
             self.tokens + other.tokens,
             self.x_square_D + other.x_square_D,
             self.h_square_M + other.h_square_M,
+            self.h_size_M + other.h_size_M,
             self.frequency_M + other.frequency_M,
             self.coactivation_MM + other.coactivation_MM,
             {share: seen | other.covered[share] for share, seen in self.covered.items()},

@@ -177,20 +177,25 @@ class MoRE(Method[MoREConfig, Arch]):
             tokens=0,
             x_square_D=torch.zeros(ffn.up_MD.shape[1], dtype=torch.float64, device=device),
             h_square_M=torch.zeros(width, dtype=torch.float64, device=device),
+            h_size_M=torch.zeros(width, dtype=torch.float64, device=device),
             frequency_M=torch.zeros(width, dtype=torch.int64, device=device),
             coactivation_MM=torch.zeros(width, width, device=device),
             covered={s: torch.zeros(width, dtype=torch.bool, device=device) for s in COVERAGE},
         )
         worth_M = neuron_weights(ffn) if self.config.weighted else torch.ones((), device=device)
         for x_TD, h_TM in site.activations():
-            channels_TK = activated(h_TM * worth_M, self.config.activation_ratio)
+            ratio, most = self.config.activation_ratio, max(COVERAGE)
+            weighed_TM = h_TM * worth_M
+            channels_TK = activated(weighed_TM, ratio)
+            largest_TK = channels_TK if ratio >= most else activated(weighed_TM, most)
             stats.tokens += len(x_TD)
             stats.x_square_D += x_TD.double().square().sum(0)
             stats.h_square_M += h_TM.double().square().sum(0)
+            stats.h_size_M += h_TM.abs().sum(0, dtype=torch.float64)
             stats.frequency_M += frequency(channels_TK, width)
             add_coactivation(stats.coactivation_MM, channels_TK)
             for share, seen in stats.covered.items():
-                seen[channels_TK[:, : max(1, int(share * width))].flatten()] = True
+                seen[largest_TK[:, : max(1, int(share * width))].flatten()] = True
         mirror(stats.coactivation_MM)
         return stats
 
@@ -262,9 +267,9 @@ class MoRE(Method[MoREConfig, Arch]):
 
         Returns:
             ``tokens``; ``never_activated``: by share of the channels, the part of them that no
-            token activated; ``activation_mass``: 21 points of a cumulative curve.
+            token activated; ``activation_mass``: 21 points of the cumulative curve of sum |h|.
         """
-        mass_M = stats.h_square_M.sqrt().sort(descending=True).values.cumsum(0)
+        mass_M = stats.h_size_M.sort(descending=True).values.cumsum(0)
         quantiles = torch.linspace(0, len(mass_M) - 1, 21).long()
         return {
             "tokens": stats.tokens,

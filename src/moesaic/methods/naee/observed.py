@@ -15,7 +15,7 @@ from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.plan import BaseShape
+from moesaic.plan import BaseShape, differing
 from moesaic.stream.experts import (
     ExpertStats,
     StatsFile,
@@ -51,8 +51,9 @@ def from_file(job: Job[MoEArch], path: str | Path, needs_gram: bool) -> StatsFil
         MoesaicError: it is of another model, or lacks what is needed.
     """
     file = StatsFile(Path(path))
-    if file.header["base"] != plain(job.base):
-        raise MoesaicError(f"{path} was observed on another model than this.")
+    other = [*differing({"base": file.header["base"]}, {"base": plain(job.base)})]
+    if other:
+        raise MoesaicError(f"{path} was observed on another model than this: {other[0]}.")
     if needs_gram and not file.header["gram"]:
         raise MoesaicError(f"{path} holds no Gram matrices, which reconstruction needs.")
     return file

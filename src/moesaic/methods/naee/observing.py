@@ -12,6 +12,7 @@ from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
 from moesaic.methods.naee.observed import observed, plain
+from moesaic.plan import differing
 from moesaic.stream.experts import StatsFile, join, layer_file, save_layer
 from moesaic.stream.job import Job
 
@@ -51,11 +52,11 @@ def observe(
     job = Job(RunArgs.of(model, **options), moe_arch)
     layers = job.arch.moe_layers(job.shape)
     request: JSON = {
-        "base": plain(job.base),
+        **job.request({"base": plain(job.base)}),
         "layers": layers,
         "calibration": job.tokens.fingerprint,
         "tokens": job.tokens.count,
-        "gram": gram_mb > 0,
+        "gram": gram_mb,
     }
     folder = out.with_name(out.name + ".partial")
     if folder.exists() and not resume:
@@ -67,8 +68,9 @@ def observe(
         shutil.rmtree(folder)
     done = [i for i in layers if layer_file(folder, i).exists()]
     for i in done:
-        if StatsFile(layer_file(folder, i)).header != request:
-            raise MoesaicError(f"{folder} holds layers of another request.")
+        other = [*differing(StatsFile(layer_file(folder, i)).header, request)]
+        if other:
+            raise MoesaicError(f"{folder} holds layers of another request: {other[0]}.")
     if len(done) < len(layers):
         share, numbers = job.share
         stream = job.stream(layers, job.arch.mixture, share)

@@ -140,7 +140,8 @@ class Skipper(Method[SkipConfig, MoEArch]):
         file = from_file(job, stats, needs_gram=False) if stats else None
         fingerprint = job.tokens.fingerprint if file is None else str(file.header["calibration"])
         options = asdict(self.config)
-        finished = job.finished({"config": options, "stats": stats, "calibration": fingerprint})
+        known = "" if file is None else file.fingerprint
+        finished = job.finished({"config": options, "stats": known, "calibration": fingerprint})
 
         def decide(i: int, seen: ExpertStats) -> None:
             view = job.arch.mixture(job.layers[i])

@@ -5,7 +5,8 @@ Shape suffixes: T tokens, N experts, M neurons, W neurons of an expert, A size o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,14 +45,15 @@ class Learned:
         on = _on(self.qk, threshold)
         if self.vo_TA is None:  # groups of heads: the share counts as dimensions of all heads
             share = round(heads.size * int(on.sum()) / heads.keys)
-            return width, share, share
+            return width, heads.size if heads.joined else share, share
         mean = (self.vo_TA > threshold).sum(-1).float().mean()
         return width, int(heads.paired(on).sum()), min(heads.size, max(1, round(float(mean))))
 
 
 def _on(logits: Tensor, threshold: float) -> Tensor:
-    """True for the static choices that are on; at least the likeliest is."""
-    return (logits > threshold) | (logits == logits.max())
+    """True for the static choices that are on; at least the likeliest is, if there are any."""
+    on = logits > threshold
+    return on | (logits == logits.max()) if logits.numel() else on
 
 
 def learned(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -> dict[int, Learned]:
@@ -87,6 +89,25 @@ def active_ratio(layers: Mapping[int, Learned], threshold: float) -> float:
         used += shape.neuron * width + shape.dimension * (qk + vo)
         total += shape.ffn + shape.attention
     return used / total
+
+
+def least_ratio(shapes: Sequence[LayerShape], attention: str) -> float:
+    """The lowest active ratio that there is: the narrowest experts, one dimension, one group.
+
+    Args:
+        shapes: of all layers.
+        attention: the option.
+    """
+    layers = {}
+    for i, shape in enumerate(shapes):
+        mlp_NM, heads = torch.zeros(1, shape.width), shape.heads
+        if attention == "none":
+            layers[i] = Learned(shape, mlp_NM)
+        elif attention == "heads":
+            layers[i] = Learned(shape, mlp_NM, torch.arange(heads.keys))
+        else:
+            layers[i] = Learned(shape, mlp_NM, torch.arange(heads.free), torch.zeros(1, heads.size))
+    return active_ratio(layers, math.inf)
 
 
 def threshold_for(layers: Mapping[int, Learned], active: float) -> float:
@@ -207,7 +228,11 @@ def _pruned_heads(on: Tensor, heads: Heads, names: AttentionNames) -> JSON:
     keys = on.repeat_interleave(heads.size).nonzero().flatten()
     group = heads.queries // heads.keys
     queries = on.repeat_interleave(group * heads.size).nonzero().flatten()
-    rows = _rows({"q": queries, "k": keys, "v": keys}, heads, names)
+    parts = {"q": queries, "k": keys, "v": keys}
+    if heads.joined:
+        counts = {"q": heads.queries, "k": heads.keys}
+        parts |= {part: torch.arange(count * heads.size) for part, count in counts.items()}
+    rows = _rows(parts, heads, names)
     return {"rows": rows, "columns": None if bool(on.all()) else queries}
 
 

@@ -24,6 +24,9 @@ Where we depart from the paper or its released code:
   should be on.
 - R_L is sum F P as in the released code (1/N when balanced), not N sum F P.
 - R_U covers attention too, as in the paper; the released code leaves it out.
+- Where queries and keys are normalised (Qwen3, Gemma 3, OLMo 2), which the paper's models are not,
+  their s_0 is 1: Eq. 4 masks what the norm gives, and its mean needs every row of W_Q and W_K, so
+  that nothing of them could go.
 
 Shape suffixes: B texts, L tokens of each, N experts, M neurons, E embedding, A size of a head.
 """
@@ -275,8 +278,16 @@ class MaskingModules(nn.Module):
         queries = keys.unflatten(0, (heads.keys, 1, -1)).expand(-1, group, -1).flatten()
         share = self._dimensions(logits, self.noise and self.config.budget == "tossed").mean()
         width = share * heads.size
-        self.seen[index, "mha"] = {"qk": width, "vo": width, "union": share}
-        return {"q": queries, "k": keys, "v": keys, "o": queries}
+        masks = {"q": queries, "k": keys, "v": keys, "o": queries}
+        whole = torch.full_like(width, heads.size)
+        if heads.joined:
+            masks |= {"q": torch.ones_like(queries), "k": torch.ones_like(keys)}
+        self.seen[index, "mha"] = {
+            "qk": whole if heads.joined else width,
+            "vo": width,
+            "union": share,
+        }
+        return masks
 
     def terms(self) -> dict[str, Tensor]:
         """The regularisers of the pass that was just made (Eqs. 7-9).

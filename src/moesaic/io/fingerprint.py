@@ -1,0 +1,142 @@
+"""Fingerprints: whose weights, and whose text, something was made from.
+
+A fingerprint of weights covers all names, shapes and types, and a sample of every tensor's bytes,
+so that it takes seconds for a checkpoint of any size. Small tensors are covered whole. Weights on
+disk and weights in memory have fingerprints of their own kinds, as transformers gives tensors other
+names and shapes when it loads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Model
+
+PIECE = 4096
+"""Bytes that are read at one place."""
+MOST, LEAST = 64, 4
+"""Pieces of a tensor."""
+READS = 16_384
+"""Pieces of a whole checkpoint, where LEAST of every tensor are fewer: seconds on a cold disk."""
+IN_MEMORY = "memory-"
+"""The start of a live model's fingerprint."""
+EXAMPLES = 64
+"""Training texts of an endless stream that its fingerprint covers."""
+
+
+def pieces(nbytes: int, tensors: int) -> list[tuple[int, int]]:
+    """The places of a tensor that are looked at, evenly spread from its first byte to its last.
+
+    Args:
+        nbytes: its size.
+        tensors: tensors of the checkpoint.
+
+    Returns:
+        first byte and the byte behind the last one, of each piece; starts are multiples of 64.
+
+    >>> pieces(100, 1), pieces(1 << 20, 5000)[-1]
+    ([(0, 100)], (1044480, 1048576))
+    """
+    count = max(LEAST, min(MOST, READS // max(1, tensors)))
+    if nbytes <= count * PIECE:
+        return [(0, nbytes)]
+    starts = ((nbytes - PIECE) * i // (count - 1) // 64 * 64 for i in range(count))
+    return [(start, nbytes if start + 64 > nbytes - PIECE else start + PIECE) for start in starts]
+
+
+def of_files(files: Iterable[Path]) -> str:
+    """The fingerprint of the safetensors files of one checkpoint.
+
+    The division of the tensors into files does not matter.
+
+    Raises:
+        MoesaicError: a file is damaged.
+    """
+    stored: dict[str, tuple[Path, JSON, int]] = {}
+    for path in files:
+        try:
+            with path.open("rb") as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+                if not 0 < size <= path.stat().st_size - 8:
+                    raise ValueError(f"a header of {size} bytes")
+                header = json.loads(file.read(size))
+                header.pop("__metadata__", None)
+                stored |= {name: (path, entry, 8 + size) for name, entry in header.items()}
+        except (OSError, ValueError, AttributeError, struct.error) as error:
+            raise MoesaicError(f"{path} is missing, truncated or corrupt: {error}") from error
+    said = hashlib.sha256()
+    for path, names in _by_file(stored).items():
+        with path.open("rb") as file:
+            for name in names:
+                _, entry, start = stored[name]
+                begin, end = entry["data_offsets"]
+                one = hashlib.sha256()
+                for first, last in pieces(end - begin, len(stored)):
+                    file.seek(start + begin + first)
+                    one.update(file.read(last - first))
+                stored[name][1]["digest"] = one.hexdigest()
+    for name in sorted(stored):
+        entry = stored[name][1]
+        said.update(json.dumps([name, entry["dtype"], entry["shape"], entry["digest"]]).encode())
+    return said.hexdigest()[:16]
+
+
+def _by_file(stored: Mapping[str, tuple[Path, JSON, int]]) -> dict[Path, list[str]]:
+    """Names by file, in the order in which their bytes lie there."""
+    ordered = sorted(stored, key=lambda name: stored[name][1]["data_offsets"])
+    files: dict[Path, list[str]] = {}
+    for name in ordered:
+        files.setdefault(stored[name][0], []).append(name)
+    return files
+
+
+def of_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """The fingerprint of tensors in memory, wherever they live; of meta ones, of their shapes."""
+    said = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach()
+        said.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        for sample in _samples(tensor, len(tensors)):
+            said.update(sample)
+    return said.hexdigest()[:16]
+
+
+def _samples(tensor: Tensor, tensors: int) -> Iterator[bytes]:
+    if tensor.is_meta or tensor.numel() == 0 or type(tensor) not in (Tensor, torch.nn.Parameter):
+        return
+    flat = tensor.reshape(-1)
+    size = flat.element_size()
+    parts = [flat[a // size : -(-b // size)] for a, b in pieces(flat.numel() * size, tensors)]
+    seen = torch.cat(parts).cpu()
+    yield seen.view(torch.uint8).numpy().tobytes()
+
+
+def of_model(model: Model) -> str:
+    """The fingerprint of a live model's weights."""
+    return IN_MEMORY + of_tensors(model.state_dict())
+
+
+def of_examples(examples: Iterable[Mapping[str, Any]]) -> str:
+    """The fingerprint of training texts as token ids and labels.
+
+    A stream may have one of its own, ``fingerprint``; else it is that of its beginning.
+    """
+    own = getattr(examples, "fingerprint", None)
+    if own is not None:
+        return str(own)
+    said = hashlib.sha256()
+    whole = hasattr(examples, "__len__")
+    for example in examples if whole else islice(examples, EXAMPLES):
+        plain = {name: list(map(int, ids)) for name, ids in sorted(example.items())}
+        said.update(json.dumps(plain).encode())
+    return said.hexdigest()[:16]
