@@ -86,7 +86,7 @@ def plain(weight: Tensor) -> bool:
     return type(weight.data) is Tensor
 
 
-def rows_of(weight: nn.Parameter) -> Tensor:
+def rows_of(weight: Tensor) -> Tensor:
     """The columns of a weight (..., O, I) as rows (..., I, O), contiguous.
 
     The weight is turned in memory the first time; it keeps its shape and its values.
@@ -99,7 +99,7 @@ def rows_of(weight: nn.Parameter) -> Tensor:
     return rows
 
 
-def here(x: Tensor, weight: nn.Parameter) -> bool:
+def here(x: Tensor, weight: Tensor) -> bool:
     """Whether rows can be chosen one by one: few tokens on CPU, plain weights, no gradients."""
     if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() > FEW * x.shape[-1]:
         return False
@@ -223,7 +223,7 @@ def _make_linear(linear: Any, cut: Cut, phase: Phase, scaled: bool) -> None:
     if type(linear) is not nn.Linear:
         raise TypeError(f"{type(linear).__name__} is no linear projection")
     linear.__class__ = ChannelLinear
-    linear.cut, linear.phase, linear.tally = cut, phase, Tally()
+    vars(linear).update(cut=cut, phase=phase, tally=Tally())
     _buffer(linear, "scale", (linear.in_features,) if scaled else None)
 
 

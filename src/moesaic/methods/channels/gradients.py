@@ -99,7 +99,7 @@ def _watched(
 
 def _adder(squares: dict[Key, Tensor], key: Key) -> Callable[[nn.Module, Any, Tensor], None]:
     def watch(module: nn.Module, args: Any, out: Tensor) -> None:
-        weight_OI: Tensor = module.weight.detach()  # type: ignore[assignment,operator]
+        weight_OI: Tensor = module.weight.detach()  # type: ignore[operator]
 
         def add(gradient: Tensor) -> None:
             square_I = (gradient.flatten(0, -2) @ weight_OI).double().square().sum(0)

@@ -263,7 +263,8 @@ class Layer:
 
         with watched(self.layer, self.arch, found, seen):
             outputs = self.block.outputs(self.states)
-            for mask in self.masks:
+            for given in self.masks:
+                mask = given  # of the batch that runs next
                 next(outputs)
         return scores
 
