@@ -83,6 +83,8 @@ class LayerPlan(ABC):
     """
 
     kind: ClassVar[str]
+    refines: ClassVar[bool] = False
+    """It leaves the layer the kind that it was and only adds to it; see :meth:`refine`."""
 
     @property
     def weights(self) -> str:
@@ -146,6 +148,11 @@ class LayerPlan(ABC):
         return arch.use(layer)
 
     @classmethod
+    def refine(cls, use: LayerUse, layer: nn.Module, arch: Arch, header: Header) -> LayerUse:
+        """The same of a kind that ``refines``, from what the layer uses without it."""
+        return use
+
+    @classmethod
     def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
         """The module that chooses a token's experts, and their sizes; None where none does."""
         return arch.routed(layer)
@@ -202,3 +209,4 @@ KINDS: Registry[type[LayerPlan]] = Registry(
     },
 )
 """Layer kinds by the name in their headers."""
+        "channels": "moesaic.layers.channels:ChannelsLayer",

@@ -30,6 +30,8 @@ METHODS: Registry[type[MethodConfig]] = Registry(
         "carve.tomoe": "moesaic.methods.tomoe.config:ToMoEConfig",
         "carve.dsmoe": "moesaic.methods.dsmoe.config:DSMoEConfig",
         "prune.naee": "moesaic.methods.naee.config:PruneConfig",
+        "carve.wina": "moesaic.methods.channels.config:WINAConfig",
+        "carve.teal": "moesaic.methods.channels.config:TEALConfig",
         "skip.naee": "moesaic.methods.naee.config:SkipConfig",
         "condense.cd-moe": "moesaic.methods.cdmoe.config:CondenseConfig",
         "tune.sft": "moesaic.methods.sft.config:TuneConfig",

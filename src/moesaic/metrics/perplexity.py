@@ -14,6 +14,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Model, Track, silent
 from moesaic.metrics.routing import Routing, counted
+from moesaic.nn.channels import set_mode
 
 
 @dataclass(frozen=True)
