@@ -90,6 +90,20 @@ def moe_folder(
     return folder
 
 
+@pytest.fixture(scope="session")
+def carved_folder(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny llama carved by a recipe: checkpoint, plan, record, card and page."""
+    from moesaic.config import Calibration
+    from moesaic.methods.more.config import MoREConfig
+    from moesaic.pipeline import run_recipe
+    from moesaic.recipe import Recipe
+
+    out = tmp_path_factory.mktemp("carved") / "out"
+    text = Calibration(samples=12, length=32)
+    run_recipe(Recipe(str(llama_folder), str(out), (MoREConfig(layers="all"),), text, None))
+    return out
+
+
 Said = tuple[int, str, str]
 """Exit code, stdout and stderr of a command."""
 

@@ -6,11 +6,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from test_cli import carved, moesaic  # noqa: F401
 
 from moesaic import bench
 from moesaic.errors import MoesaicError
-from moesaic.hub import resolve
+from moesaic.io.source import resolve
 from moesaic.metrics.llamacpp import gguf_parameters
 from moesaic.metrics.speed import Speed, Timing, against, interleaved
 from moesaic.report import speed_words
@@ -57,12 +56,12 @@ def test_what_is_slower_is_called_slower():
     assert "as fast." in said
 
 
-def test_bench_on_the_command_line(moesaic, carved, llama_folder):  # noqa: F811
+def test_bench_on_the_command_line(command, carved_folder, llama_folder):
     options = ("--rounds", 2, "--length", 16, "--new-tokens", 2)
-    code, out, _ = moesaic("bench", carved, "--against", llama_folder, *options, "--json")
+    code, out, _ = command("bench", carved_folder, "--against", llama_folder, *options, "--json")
     assert code == 0
     record = json.loads(out)
-    checkpoint = resolve(str(carved)).checkpoint
+    checkpoint = resolve(str(carved_folder)).checkpoint
     assert record["file_bytes"] == checkpoint.nbytes()
     theirs, ours = record["against"]["active_parameters"], record["active_parameters"]
     for what in ("prefill", "decode"):
@@ -74,7 +73,7 @@ def test_bench_on_the_command_line(moesaic, carved, llama_folder):  # noqa: F811
         assert side["peak_memory_bytes"] > 50e6
     low, high = record["first_token_spread"]
     assert low <= record["first_token_seconds"] <= high
-    code, out, _ = moesaic("bench", carved, "--engine", "vllm")
+    code, out, _ = command("bench", carved_folder, "--engine", "vllm")
     assert code == 2
 
 

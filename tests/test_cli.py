@@ -1,66 +1,43 @@
-"""The command line as a user meets it: figures, exit codes, one clear message."""
+"""The command line as a user meets it: figures, exit codes, one clear message, soon."""
+
+from __future__ import annotations
 
 import errno
 import io
 import json
+import os
+import subprocess
 import sys
+from dataclasses import dataclass, fields
 
 import pytest
-from moe_models import tiny_moe
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
-from moesaic import cli, run
+from moesaic import __version__, pipeline
 from moesaic.cli import bars
-from moesaic.data.text import shipped_texts
-from moesaic.progress import Figures
-from moesaic.version import __version__
+from moesaic.config import Evaluation, about, option
+from moesaic.data.reader import shipped_texts
+from moesaic.foreign import Figures
+from moesaic.methods import METHODS, VERBS
 
-QUICK = ["--samples", "12", "--length", "32", "--layers", "all"]
-
-
-@pytest.fixture
-def moesaic(monkeypatch, capsys):
-    """Run a command; returns exit code, stdout and stderr."""
-
-    def call(*args):
-        monkeypatch.setattr(sys, "argv", ["moesaic", *map(str, args)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capsys.readouterr()
-        return code, captured.out, " ".join(captured.err.split())
-
-    return call
+QUICK = ("--samples", "12", "--length", "32", "--layers", "all")
+SMALL = ("--calibration", "prose", "--samples", "6", "--length", "24")
 
 
-@pytest.fixture(scope="module")
-def carved(llama_folder, tmp_path_factory):
-    out = tmp_path_factory.mktemp("cli") / "out"
-    old = sys.argv
-    sys.argv = ["moesaic", "carve", str(llama_folder), str(out), *QUICK, "--no-eval"]
-    try:
-        cli.main()
-    except SystemExit as stop:
-        assert not stop.code  # noqa: PT017
-    finally:
-        sys.argv = old
-    return out
-
-
-def test_carve_prints_one_json_object(moesaic, llama_folder, tmp_path):
+def test_carve_prints_one_json_object(command, llama_folder, tmp_path):
     text = tmp_path / "held-out.txt"
     text.write_text("\n\n".join(shipped_texts("evaluation", "prose")[:3]))
-    code, out, _ = moesaic(
+    code, out, _ = command(
         "carve", llama_folder, tmp_path / "out", *QUICK, "--json", "--max-tokens", 1024,
-        "--data", text, "--compare", "static", "-o", "alpha=1.0",
+        "--data", text, "--compare", "static", "-o", "alpha=1.0", "-o", "rounds=0",
     )  # fmt: skip
     assert code == 0
     record = json.loads(out)
-    assert record["config"]["alpha"] == 1.0
+    assert record["steps"][0]["config"]["alpha"] == 1.0
     assert set(record["scores"]) == {"original", "result", "static"}
-    code, out, _ = moesaic(
+    assert "speed" not in record
+    code, out, _ = command(
         "eval", tmp_path / "out", "--data", text, "--max-tokens", 1024, "--json", "--against",
         llama_folder,
     )  # fmt: skip
@@ -74,71 +51,159 @@ def test_carve_prints_one_json_object(moesaic, llama_folder, tmp_path):
     )
 
 
-def test_inspect(moesaic, carved):
-    code, out, _ = moesaic("inspect", carved, "--json")
+def test_inspect(command, carved_folder):
+    code, out, _ = command("inspect", carved_folder, "--json")
     figures = json.loads(out)
     assert code == 0
     assert figures["model_type"] == "moesaic_llama"
     assert [layer["kind"] for layer in figures["layers"]] == ["carved"] * 4
     assert figures["layers"][0]["experts"] == 4
     assert figures["active_ratio"] == pytest.approx(0.8, abs=0.02)
-    code, out, _ = moesaic("inspect", carved)
+    code, out, _ = command("inspect", carved_folder)
     assert code == 0
     assert "carved" in out
 
 
-def test_generate(moesaic, carved):
-    code, out, _ = moesaic("generate", carved, "The people", "--new-tokens", 4, "--json")
+def test_generate(command, carved_folder):
+    code, out, _ = command("generate", carved_folder, "The people", "--new-tokens", 4, "--json")
     assert code == 0
     assert json.loads(out)["prompt"] == "The people"
 
 
-def test_apply_and_report(moesaic, carved, llama_folder, tmp_path):
-    code, _, _ = moesaic("apply", llama_folder, carved / "plan.json", tmp_path / "again")
+def test_apply_and_report(command, carved_folder, llama_folder, tmp_path):
+    code, _, _ = command("apply", llama_folder, carved_folder / "plan.json", tmp_path / "again")
     assert code == 0
     assert (tmp_path / "again" / "config.json").exists()
-    code, _, _ = moesaic("report", carved, "--out", tmp_path / "r.html")
+    code, _, _ = command("report", carved_folder, "--out", tmp_path / "r.html")
     assert code == 0
     assert "<html" in (tmp_path / "r.html").read_text()
 
 
-def test_run_a_recipe_with_overrides(moesaic, carved, tmp_path):
+def test_a_record_of_an_older_version_is_refused(command, tmp_path):
+    (tmp_path / "result.json").write_text('{"moesaic": "0.0.1", "layers": {}}')
+    code, _, err = command("report", tmp_path, "--out", tmp_path / "r.html")
+    assert code == 2
+    assert "make the result anew" in err
+
+
+def test_run_a_recipe_with_overrides(command, carved_folder, tmp_path):
     out = tmp_path / "out"
-    code, _, _ = moesaic("run", carved / "recipe.yaml", f"out={out}", "steps.0.carve.active=0.9")
+    code, _, _ = command(
+        "run", carved_folder / "recipe.yaml", f"out={out}", "steps.0.carve.active=0.9"
+    )
     assert code == 0
     assert json.loads((out / "plan.json").read_text())["config"]["active"] == 0.9
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["carve", "MODEL", "OUT", "--active", "0.2"], "out of reach"),
-        (["carve", "MODEL", "OUT", "--method", "magic"], "unknown method 'magic'; known: more"),
-        (["carve", "MODEL", "OUT", "--variant", "best"], "carve.variant"),
-        (["carve", "MODEL", "OUT", "-o", "beta=1"], "carve.beta is not an option"),
-        (["carve", "MODEL", "OUT", "-o", "beta"], "not key=value"),
-        (["carve", "MODEL", "OUT", "--calibration", "no.txt"], "No text file"),
-        (["carve", "MODEL", "OUT", "--samples", "100000"], "--samples"),
-        (["carve", "MODEL", "OUT", "--dtype", "int3"], "--dtype"),
-        (["carve", "MODEL", "OUT", "--device", "warp"], "--device 'warp'"),
-        (["carve", "MODEL"], "Missing argument"),
-        (["carve", "MODEL", "DONE"], "exists"),
-        (["carve", "DONE", "OUT"], "already carved"),
-        (["carve", "/nowhere", "OUT"], "No model folder"),
-        (["eval", "some/model"], "could not be fetched"),
-        (["eval", "MODEL", "--length", "1"], "--length"),
-        (["run", "none.yaml"], "No recipe"),
-        (["apply", "MODEL", "/nowhere", "OUT"], "No plan"),
-        (["report", "/nowhere"], "no readable result.json"),
-        (["generate", "MODEL", ""], "prompt is empty"),
-        (["fly"], "No such command"),
-    ],
-)
+def test_observe_prune_skip(command, moe_folder, tmp_path):
+    stats, out, skipping = (tmp_path / name for name in ("stats", "out", "skipping"))
+    code, printed, _ = command("observe", moe_folder, stats, *SMALL, "--json")
+    assert code == 0
+    assert json.loads(printed)["layers"] == [0, 2]
+    code, printed, _ = command(
+        "prune", moe_folder, out, "--keep", 5, "--stats", stats, "--compare", "frequency",
+        "--max-tokens", 600, "--json",
+    )  # fmt: skip
+    assert code == 0
+    record = json.loads(printed)
+    assert [len(record["layers"][i]["kept"]) for i in (0, 2)] == [5, 5]
+    assert record["layers"][0]["loss"] > 0
+    assert record["scores"].keys() == {"original", "result", "frequency"}
+    scores = record["scores"]
+    assert scores["result"]["total_parameters"] < scores["original"]["total_parameters"]
+    assert (out / "report.html").stat().st_size > 1000
+    assert type(AutoModelForCausalLM.from_pretrained(out)).__name__ == "Qwen2MoeForCausalLM"
+    code, printed, _ = command("skip", out, skipping, *SMALL, "--no-eval", "--json")
+    assert code == 0
+    beta = json.loads(printed)["beta"]
+    assert beta[1] is None
+    assert 0 < beta[0] < 1
+    code, printed, _ = command("inspect", skipping, "--json")
+    assert [layer["experts"] for layer in json.loads(printed)["layers"]] == [5, 0, 5]
+    code, _, _ = command(
+        "observe", moe_folder, tmp_path / "twice", "--merge", stats, "--merge", stats
+    )
+    assert code == 0
+
+
+def test_condense_then_tune(command, moe_folder, tmp_path):
+    quick = ["--samples", "4", "--length", "32", "--no-eval", "--json"]
+    small, tuned = tmp_path / "small", tmp_path / "tuned"
+    code, out, err = command("condense", moe_folder, small, "--keep", "shared+routed", *quick)
+    assert code == 0, err
+    record = json.loads(out)
+    (i,) = record["layers"]
+    assert len(record["experts"][str(i)]) == 2
+    code, out, err = command("inspect", small, "--json")
+    assert json.loads(out)["layers"][i]["kind"] == "condensed"
+    options = ["--steps", "2", "--length", "32", "--no-eval", "--json"]
+    code, out, err = command("tune", small, tuned, "--data", "prose", *options)
+    assert code == 0, err
+    (step,) = json.loads(out)["steps"]
+    assert len(step["summary"]["training"]["losses"]) == 2
+    assert step["weights"] == "trained"
+    code, out, err = command("tune", moe_folder, tmp_path / "none", "--data", "prose", *options)
+    assert code == 2
+    assert "no condensed layers" in err
+    assert not (tmp_path / "none").exists()
+
+
+# --- wrong requests ------------------------------------------------------------------------------
+
+AT_ONCE = [
+    (["carve", "MODEL", "OUT", "--method", "magic"], "unknown method 'magic'; known: more"),
+    (["carve", "MODEL", "OUT", "--variant", "best"], "--variant: Input should be"),
+    (["carve", "MODEL", "OUT", "-o", "beta=1"], "carve.beta is not an option"),
+    (["carve", "MODEL", "OUT", "-o", "beta"], "--option 'beta' is not key=value"),
+    (["carve", "MODEL", "OUT", "-o", "alpha=2"], "-o alpha=2 must be"),
+    (["carve", "MODEL", "OUT", "--propagate"], "--propagate"),
+    (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: best"),
+    (["carve", "MODEL", "OUT", "--compare", "nothing"], "--compare 'nothing'"),
+    (["carve", "MODEL", "OUT", "--samples", "0"], "--samples 0 must be at least 1"),
+    (["carve", "MODEL", "OUT", "--max-tokens", "1"], "--max-tokens 1 must be at least 2"),
+    (["carve", "MODEL", "OUT", "--dtype", "int3"], "--dtype 'int3'"),
+    (["carve", "MODEL", "OUT", "--device", "warp"], "--device 'warp'"),
+    (["carve", "MODEL", "OUT", "--active", "x"], "--active"),
+    (["carve", "MODEL"], "Missing argument"),
+    (["carve", "MODEL", "DONE"], "exists. Choose another name, or pass --overwrite"),
+    (["carve", "/nowhere", "OUT"], "No model folder"),
+    (["prune", "MODEL", "OUT"], "Missing option '--keep'"),
+    (["prune", "MODEL", "OUT", "--keep", "6", "--criterion", "magic"], "--criterion 'magic'"),
+    (["prune", "MODEL", "OUT", "--keep", "6", "-o", "keeep=3"], "is not an option"),
+    (["prune", "MODEL", "OUT", "--keep", "5.5"], "--non-uniform"),
+    (["condense", "MODEL", "OUT", "--memory", "much"], "not a number of bytes"),
+    (["condense", "MODEL", "OUT", "--candidates", "a,b"], "--candidates: Input should be"),
+    (["observe", "/nowhere", "OUT"], "No model folder"),
+    (["observe", "MODEL", "DONE"], "exists"),
+    (["eval", "MODEL", "--length", "1"], "--length 1"),
+    (["eval", "MODEL", "--draw", "x.svg"], "--draw"),
+    (["bench", "MODEL", "--engine", "steam"], "--engine 'steam'"),
+    (["export", "MODEL", "OUT", "--to", "paper"], "--to 'paper'"),
+    (["run", "none.yaml"], "No recipe"),
+    (["apply", "MODEL", "/nowhere", "OUT"], "No plan"),
+    (["report", "/nowhere"], "no readable result.json"),
+    (["generate", "MODEL", ""], "prompt is empty"),
+    (["fly"], "No such command"),
+]
+LATER = [
+    (["carve", "MODEL", "OUT", "--active", "0.2"], "out of reach"),
+    (["carve", "MODEL", "OUT", "--calibration", "no.txt"], "No text file"),
+    (["carve", "MODEL", "OUT", "--samples", "100000"], "--samples"),
+    (["carve", "DONE", "OUT"], "already carved"),
+    (["eval", "some/model"], "could not be fetched"),
+    (["prune", "MIXTURE", "OUT", "--keep", "1"], "needs at least 2"),
+    (["prune", "MIXTURE", "OUT", "--keep", "6", "--stats", "nowhere"], "No statistics at"),
+    (["prune", "MIXTURE", "OUT", "--keep", "6", "--calibration", "code=0"], "not a mix"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), AT_ONCE + LATER)
 def test_wrong_requests_exit_2_with_one_message(
-    moesaic, llama_folder, carved, tmp_path, args, message
+    command, llama_folder, moe_folder, carved_folder, tmp_path, args, message
 ):
-    places = {"MODEL": llama_folder, "OUT": tmp_path / "out", "DONE": carved}
-    code, out, err = moesaic(*(places.get(a, a) for a in args))
+    places = {"MODEL": llama_folder, "OUT": tmp_path / "out", "DONE": carved_folder}
+    places["MIXTURE"] = moe_folder
+    code, out, err = command(*(places.get(a, a) for a in args))
     assert code == 2
     assert message in err
     assert "Traceback" not in err
@@ -146,95 +211,181 @@ def test_wrong_requests_exit_2_with_one_message(
     assert not any(tmp_path.iterdir())
 
 
-def test_damaged_checkpoint(moesaic, llama_folder, tmp_path):
+ASKED = """
+import io, sys, time
+from contextlib import redirect_stderr, redirect_stdout
+
+begun = time.process_time()
+from moesaic import cli
+
+imported = time.process_time() - begun
+for arguments in {requests!r}:
+    sys.argv = ["moesaic", *arguments]
+    begun = time.process_time()
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        try:
+            cli.main()
+        except SystemExit:
+            pass
+    heavy = {{"torch", "transformers", "sklearn", "matplotlib"}} & sys.modules.keys()
+    assert not heavy, (arguments, heavy)
+    assert imported + time.process_time() - begun < {limit}, arguments
+"""
+
+
+def test_help_and_wrong_requests_are_answered_at_once(llama_folder, carved_folder, tmp_path):
+    helped = [[], ["--version"], ["--help"], *([name, "--help"] for name in VERBS)]
+    places = {"MODEL": llama_folder, "OUT": tmp_path / "out", "DONE": carved_folder}
+    wrong = [[str(places.get(a, a)) for a in args] for args, _ in AT_ONCE]
+    limit = float(os.environ.get("MOESAIC_TEST_SECONDS", "2"))  # 0.6 on a quiet machine
+    code = ASKED.format(requests=[*helped, *wrong], limit=limit)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+
+
+def test_importing_moesaic_imports_nothing_heavy():
+    code = (
+        "import sys, moesaic\n"
+        "heavy = {'torch', 'transformers', 'sklearn', 'matplotlib', 'peft', 'torchao', 'scipy'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
+        "moesaic.carve\n"
+        "heavy = {'sklearn', 'matplotlib', 'peft', 'transformers.trainer'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("first", ["moesaic", "transformers"])
+def test_a_result_loads_after_import_in_any_order(carved_folder, first):
+    second = {"moesaic": "transformers", "transformers": "moesaic"}[first]
+    code = (
+        f"import {first}, {second}\n"
+        f"config = transformers.AutoConfig.from_pretrained({str(carved_folder)!r})\n"
+        "assert config.model_type == 'moesaic_llama'\n"
+        "model = transformers.AutoModelForCausalLM.from_pretrained(config.name_or_path)\n"
+        "assert type(model).__name__ == 'MoesaicLlamaForCausalLM'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_nothing_is_said_before_our_first_line(llama_folder, tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-m", "moesaic.cli", "inspect", str(llama_folder), "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(run.stdout)["model_type"] == "llama"
+    assert run.stderr == ""
+
+
+# --- failures ------------------------------------------------------------------------------------
+
+
+def test_damaged_checkpoint(command, llama_folder, tmp_path):
     broken = tmp_path / "broken"
     broken.mkdir()
     for file in llama_folder.iterdir():
         (broken / file.name).write_bytes(file.read_bytes())
     shard = sorted(broken.glob("model-*.safetensors"))[3]
     shard.write_bytes(shard.read_bytes()[:-100])
-    for command in (["carve", broken, tmp_path / "out", *QUICK], ["eval", broken]):
-        code, _, err = moesaic(*command)
+    for request in (["carve", broken, tmp_path / "out", *QUICK], ["eval", broken]):
+        code, _, err = command(*request)
         assert code == 2
         assert shard.name in err
         assert "truncated" in err
     assert not (tmp_path / "out").exists()
 
 
-def test_full_disk_is_said(moesaic, llama_folder, tmp_path, monkeypatch):
+def test_full_disk_is_said(command, llama_folder, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("moesaic.io.checkpoint.ShardWriter.close", full)
-    code, _, err = moesaic("carve", llama_folder, tmp_path / "out", *QUICK, "--no-eval")
+    code, _, err = command("carve", llama_folder, tmp_path / "out", *QUICK, "--no-eval")
     assert code == 2
     assert "disk is full" in err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_fault_of_ours_exits_1_and_says_so(moesaic, monkeypatch, tmp_path):
+def test_a_fault_of_ours_exits_1_and_says_so(command, monkeypatch, tmp_path):
     def broken(*_, **__):
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(run, "run_recipe", broken)
-    code, _, err = moesaic("carve", "smollm2", tmp_path / "out")
+    monkeypatch.setattr(pipeline, "run_recipe", broken)
+    code, _, err = command("carve", "smollm2", tmp_path / "out")
     assert code == 1
     assert "ZeroDivisionError" in err
     assert "fault of moesaic" in err
 
 
-def test_interrupt(moesaic, monkeypatch, tmp_path):
+def test_interrupt(command, monkeypatch, tmp_path):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "run_recipe", interrupted)
-    code, _, err = moesaic("carve", "smollm2", tmp_path / "out")
+    monkeypatch.setattr(pipeline, "run_recipe", interrupted)
+    code, _, err = command("carve", "smollm2", tmp_path / "out")
     assert code == 130
     assert "--resume" in err
 
 
-def test_version_and_help(moesaic):
-    assert moesaic("--version")[1].strip() == __version__
-    for command in (
-        "carve",
-        "run",
-        "demo",
-        "eval",
-        "bench",
-        "inspect",
-        "generate",
-        "apply",
-        "export",
-    ):
-        code, out, _ = moesaic(command, "--help")
-        assert code == 0
-        assert "Example: moesaic" in out, command
+# --- help ----------------------------------------------------------------------------------------
+
+COMMANDS = [*VERBS, "observe", "run", "demo", "eval", "bench", "inspect", "generate", "apply"]
 
 
-def test_condense_then_tune(moesaic, tokenizer, tmp_path):
-    model = tmp_path / "model"
-    tiny_moe("qwen2_moe").save_pretrained(model)
-    tokenizer.save_pretrained(model)
-    quick = ["--samples", "4", "--length", "32", "--no-eval", "--json"]
-    small, tuned = tmp_path / "small", tmp_path / "tuned"
-    code, out, err = moesaic("condense", model, small, "--keep", "shared+routed", *quick)
-    assert code == 0, err
-    record = json.loads(out)
-    (i,) = record["layers"]
-    assert len(record["experts"][str(i)]) == 2
-    code, out, err = moesaic("inspect", small, "--json")
-    assert json.loads(out)["layers"][i]["kind"] == "dense"
-    options = ["--steps", "2", "--length", "32", "--no-eval", "--json"]
-    code, out, err = moesaic("tune", small, tuned, "--data", "prose", *options)
-    assert code == 0, err
-    assert len(json.loads(out)["tune"]["losses"]) == 2
-    code, out, err = moesaic("tune", model, tmp_path / "none", "--data", "prose", *options)
-    assert code == 2
-    assert "no condensed layers" in err
-    code, out, err = moesaic("condense", model, tmp_path / "none", "--memory", "much", *quick)
-    assert code == 2
-    assert "not a number of bytes" in err
-    assert not (tmp_path / "none").exists()
+@pytest.mark.parametrize("name", [*COMMANDS, "export", "report"])
+def test_help_ends_with_an_example(command, name):
+    code, out, _ = command(name, "--help")
+    assert code == 0
+    assert f"Example: moesaic {name}" in " ".join(out.split())
+
+
+def test_version(command):
+    assert command("--version")[1].strip() == __version__
+
+
+def test_every_option_of_every_method_is_on_the_command_line_or_seldom():
+    from moesaic.cli.verbs import verb_options
+
+    for key in METHODS:
+        verb, config = VERBS[key.partition(".")[0]], METHODS[key]
+        offered = {o.name for o in verb_options(verb)}
+        for of in fields(config):
+            assert about(of).help, (key, of.name)
+            assert about(of).seldom or of.name in offered, (key, of.name)
+
+
+def test_defaults_stand_in_the_configs_alone(command, monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(pipeline, "run_recipe", lambda recipe, **_: asked.append(recipe))
+    for key in METHODS:
+        verb, _, method = key.partition(".")
+        needed = ["--keep", "6"] if verb == "prune" else []
+        named = ["--method", method] if verb == "carve" else []
+        command(verb, "smollm2", tmp_path / "out", *needed, *named)
+        recipe = asked.pop()
+        assert recipe.steps == (METHODS[key](),)
+        assert recipe.evaluation == Evaluation()
+
+
+def test_an_option_of_several_methods_says_whose_it_is():
+    from moesaic.cli.options import of_methods
+
+    @dataclass
+    class One:
+        size: int = option(4, "Petals.")
+        own: bool = option(False, "A switch.")
+        on: bool = option(True, "Another.")
+
+    @dataclass
+    class Two:
+        size: int = option(8, "Blocks.")
+        seldom: int = option(1, "Rare.", seldom=True)
+
+    size, own, on = of_methods({"one": One, "two": Two}, taken=())
+    assert size.help == "one: Petals. two: Blocks. Default: one 4, two 8."
+    assert (own.flag, own.help) == ("--own", "one: A switch.")
+    assert on.flag == "--on/--no-on"
 
 
 def test_figures_of_the_passing_items_are_drawn_under_the_bar(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from moesaic.errors import MoesaicError
-from moesaic.methods import STEPS
+from moesaic.methods import METHODS
 from moesaic.recipe import load_recipe, parse_recipe, step_config
 
 SHIPPED = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
@@ -22,12 +22,16 @@ def test_every_recipe_that_ships_parses_and_round_trips(file):
 
 def test_every_method_ships_a_recipe():
     used = {
-        (verb, options.get("method", next(iter(STEPS[verb]))))
+        f"{verb}.{options['method']}"
         for file in SHIPPED
         for step in yaml.safe_load(file.read_text())["steps"]
         for verb, options in step.items()
     }
-    assert used == {(verb, method) for verb, methods in STEPS.items() for method in methods}
+    assert used == set(METHODS)
+
+
+def test_sizes_may_have_units():
+    assert step_config("condense", {"memory": "1.5GB"}).memory == 1_500_000_000
 
 
 def test_values_arrive():
