@@ -10,6 +10,7 @@ from .api import observe as observe
 from .api import prune as prune
 from .api import run_recipe as run_recipe
 from .api import skip as skip
+from .api import slim as slim
 from .api import tune as tune
 from .config import Calibration as Calibration
 from .config import Evaluation as Evaluation
@@ -22,6 +23,7 @@ from .methods.more.config import MoREConfig as MoREConfig
 from .methods.naee.config import PruneConfig as PruneConfig
 from .methods.naee.config import SkipConfig as SkipConfig
 from .methods.sft.config import TuneConfig as TuneConfig
+from .methods.slim.config import SlimConfig as SlimConfig
 from .methods.tomoe.config import ToMoEConfig as ToMoEConfig
 from .plan import Plan as Plan
 from .recipe import Recipe as Recipe

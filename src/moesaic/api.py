@@ -37,6 +37,7 @@ __all__ = [
     "prune",
     "run_recipe",
     "skip",
+    "slim",
     "tune",
     "verb",
 ]
@@ -53,6 +54,11 @@ def carve(model: Named, config: MethodConfig | None = None, **options: object) -
 def prune(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Take experts out of a mixture of experts; by default with NAEE."""
     return verb("prune", model, config, **options)
+
+
+def slim(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
+    """Make experts narrower, or the FFNs of a dense model, neuron by neuron."""
+    return verb("slim", model, config, **options)
 
 
 def condense(model: Named, config: MethodConfig | None = None, **options: object) -> Result:

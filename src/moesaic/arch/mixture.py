@@ -22,9 +22,11 @@ from moesaic.arch.dense import (
     PLUGINS,
     PREFIX,
     Arch,
+    DenseFFN,
     FFNNames,
     dense_arch,
     dense_architectures,
+    dense_ffn,
 )
 from moesaic.arch.routing import RoutingFunction
 from moesaic.arch.use import LayerUse, RoutedModule
@@ -40,6 +42,10 @@ class MoEArch(Arch):
 
     count: str = "num_experts"
     """The config attribute that counts the routed experts."""
+    width: str = "moe_intermediate_size"
+    """The config attribute that is the width of one routed expert."""
+    transposed: bool = False
+    """Experts' matrices are (inputs, outputs), and their gates and ups alternate."""
     router: str = "gate"
     experts: str = "experts"
     shared: str | None = None
@@ -50,6 +56,10 @@ class MoEArch(Arch):
     """A shared path of the decoder layer, beside the block."""
     shared_names: FFNNames = PLAIN
     """The projections inside the shared path."""
+    shared_size: str | None = None
+    """The config attribute that is the shared path's width."""
+    shared_count: str | None = None
+    """The config attribute that is the shared path's width in widths of a routed expert."""
     dense_layers: str | None = None
     """The config attribute that says which layers are dense: a list, or how many of the first."""
     choice_bias: str | None = None
@@ -62,6 +72,9 @@ class MoEArch(Arch):
     """The config attribute that counts the router's groups."""
     per_group: int = 1
     """The fewest experts that the router can do with in a group."""
+
+    def view(self, layer: nn.Module) -> DenseFFN | MoEFFN:
+        return self.mixture(layer) if self.is_moe(layer) else self.dense(layer)
 
     def is_moe(self, layer: nn.Module) -> bool:
         return hasattr(self.ffn_of(layer), self.experts)
@@ -127,6 +140,26 @@ class MoEArch(Arch):
     def with_experts(self, count: int) -> JSON:
         return {self.count: count}
 
+    def with_width(self, width: int) -> JSON:
+        return {self.width: width}
+
+    def with_shared(self, shared: int, width: int) -> JSON | None:
+        """The config attributes by which the shared path has a width; None if none hold it.
+
+        Args:
+            shared: its width.
+            width: that of a routed expert.
+        """
+        if self.shared_size is not None:
+            return {self.shared_size: shared}
+        if self.shared_count is None or shared % width:
+            return None
+        return {self.shared_count: shared // width}
+
+    def shared_room(self, shared: int, width: int) -> int:
+        """The least width from ``shared`` up that a shared path can have beside such experts."""
+        return shared if self.shared_count is None else -(-shared // width) * width
+
     def dense_at(self, config: Config, layers: Collection[int]) -> JSON | None:
         if self.dense_layers is None:
             return None
@@ -157,6 +190,7 @@ class MoEArch(Arch):
 _DEEPSEEK: JSON = {
     "count": "n_routed_experts",
     "shared": "shared_experts",
+    "shared_count": "n_shared_experts",
     "dense_layers": "first_k_dense_replace",
 }
 _BIASED: JSON = {
@@ -169,15 +203,16 @@ _BIASED: JSON = {
 MOE: dict[str, MoEArch] = {
     arch.model_type: arch
     for arch in (
-        MoEArch("mixtral", count="num_local_experts"),
+        MoEArch("mixtral", count="num_local_experts", width="intermediate_size"),
         MoEArch(
             "qwen2_moe",
             shared="shared_expert",
             shared_gate="shared_expert_gate",
+            shared_size="shared_expert_intermediate_size",
             dense_layers="mlp_only_layers",
         ),
         MoEArch("qwen3_moe", dense_layers="mlp_only_layers"),
-        MoEArch("olmoe"),
+        MoEArch("olmoe", width="intermediate_size"),
         MoEArch("deepseek_v2", groups="n_group", **_DEEPSEEK),
         MoEArch("deepseek_v3", **_DEEPSEEK, **_BIASED),
         MoEArch("glm4_moe", **_DEEPSEEK, **_BIASED),
@@ -185,6 +220,7 @@ MOE: dict[str, MoEArch] = {
             "ernie4_5_moe",
             count="moe_num_experts",
             shared="shared_experts",
+            shared_count="moe_num_shared_experts",
             dense_layers="moe_layer_start_index",
             choice_bias="moe_statics.e_score_correction_bias",
         ),
@@ -192,18 +228,28 @@ MOE: dict[str, MoEArch] = {
             "granitemoe",
             ffn_path="block_sparse_moe",
             count="num_local_experts",
+            width="intermediate_size",
             router="router",
         ),
         MoEArch(
             "granitemoeshared",
             ffn_path="block_sparse_moe",
             count="num_local_experts",
+            width="intermediate_size",
             router="router",
             beside="shared_mlp",
+            shared_size="shared_intermediate_size",
             shared_names=FFNNames("input_linear", "output_linear", "input_linear", "activation"),
         ),
-        MoEArch("gpt_oss", count="num_local_experts", router="router", never="bias"),
-        MoEArch("phimoe", count="num_local_experts", router="router"),
+        MoEArch(
+            "gpt_oss",
+            count="num_local_experts",
+            width="intermediate_size",
+            transposed=True,
+            router="router",
+            never="bias",
+        ),
+        MoEArch("phimoe", count="num_local_experts", width="intermediate_size", router="router"),
     )
 }
 
@@ -319,18 +365,83 @@ class MoEFFN:
         h_TM: Tensor = m._apply_gate(F.linear(x_TD, both, bias))
         return h_TM
 
-    def expert(self, i: int, x_TD: Tensor) -> Tensor:
-        """f_i(x), the output of expert ``i`` without its weight (T, D)."""
+    def written(self, i: int, h_TM: Tensor) -> Tensor:
+        """What expert ``i``'s down projection makes of its input (T, D)."""
         m = self.experts
         down = m.down_proj[i].T if m.is_transposed else m.down_proj[i]
-        return F.linear(self.hidden(i, x_TD), down, m.down_proj_bias[i] if m.has_bias else None)
+        return F.linear(h_TM, down, m.down_proj_bias[i] if m.has_bias else None)
 
-    def outputs(self, x_TD: Tensor, wanted_TE: Tensor) -> Tensor:
-        """f (T, E, D) for the experts that are wanted of each token, zero elsewhere."""
+    def expert(self, i: int, x_TD: Tensor) -> Tensor:
+        """f_i(x), the output of expert ``i`` without its weight (T, D)."""
+        return self.written(i, self.hidden(i, x_TD))
+
+    def weighted(
+        self, x_TD: Tensor, allowed_E: Tensor | None = None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The experts that run, each with its tokens.
+
+        Args:
+            x_TD: the block's input.
+            allowed_E: bool; the experts that are there. None: all.
+
+        Yields:
+            the expert's number; its tokens' rows in x (N,); w h, the input of its down projection
+            times its combine weight (N, M), float32.
+        """
+        w_TE = self.combine_weights(x_TD, allowed_E)
+        for i in (w_TE != 0).any(0).nonzero().flatten().tolist():
+            rows = w_TE[:, i].nonzero().flatten()
+            yield i, rows, self.hidden(i, x_TD[rows]).float() * w_TE[rows, i, None]
+
+    def combine_weights(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor:
+        """w, zero for experts that are not chosen (T, E), float32; of the allowed ones only."""
+        logits_TE = self.logits(x_TD)
+        allowed = None if allowed_E is None else allowed_E.to(x_TD.device).expand_as(logits_TE)
+        return self.routing.weights(logits_TE, allowed)
+
+    def bias_sum(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
+        """The sum of the experts' output biases times their combine weights (T, D); 0 without."""
+        if not self.experts.has_bias:
+            return 0.0
+        bias_ED: Tensor = self.experts.down_proj_bias
+        return self.combine_weights(x_TD, allowed_E) @ bias_ED.float()
+
+    @property
+    def shared_ffn(self) -> DenseFFN | None:
+        """The shared path's MLP; None without one."""
+        module = self.shared_module
+        return None if module is None else dense_ffn(module, self.arch.shared_names)
+
+    def shared_weighted(self, x_TD: Tensor) -> Tensor | None:
+        """The input of the shared path's down projection times the path's own weight (T, M)."""
+        ffn = self.shared_ffn
+        if ffn is None:
+            return None
+        h_TM = ffn.hidden(x_TD).float()
+        if self.arch.shared_gate is None:
+            return h_TM
+        gate = getattr(self.block, self.arch.shared_gate)
+        return h_TM * torch.sigmoid(gate(x_TD)).float()
+
+    def outputs(
+        self,
+        x_TD: Tensor,
+        wanted_TE: Tensor,
+        seen: Callable[[int, Tensor, Tensor], None] = lambda *_: None,
+    ) -> Tensor:
+        """f (T, E, D) for the experts that are wanted of each token, zero elsewhere.
+
+        Args:
+            x_TD: the block's input.
+            wanted_TE: bool.
+            seen: told of each expert its number, its tokens' rows (N,) and its h (N, M).
+        """
         f_TED = x_TD.new_zeros(x_TD.shape[0], self.count, x_TD.shape[1])
         for i in wanted_TE.any(0).nonzero().flatten().tolist():
             rows = wanted_TE[:, i].nonzero().flatten()
-            f_TED[rows, i] = self.expert(i, x_TD[rows])
+            h_NM = self.hidden(i, x_TD[rows])
+            seen(i, rows, h_NM)
+            f_TED[rows, i] = self.written(i, h_NM)
         return f_TED
 
     def output(self, x_TD: Tensor) -> Tensor:

@@ -181,7 +181,8 @@ class LayerPlan(ABC):
     def native(self) -> JSON | None:
         """What a config of the base's own class must say to hold the layer; None: it cannot.
 
-        Keys: ``experts`` (routed experts that are left) or ``dense`` (width of a plain MLP).
+        Keys: ``dense`` (width of a plain MLP); or ``experts`` (routed experts that are left) and,
+        where they are not as wide as they were, ``width`` and ``shared`` (of the shared path).
         """
         return None
 
@@ -201,12 +202,14 @@ KINDS: Registry[type[LayerPlan]] = Registry(
     {
         "carved": "moesaic.layers.carved:CarvedLayer",
         "overlapping": "moesaic.layers.overlapping:OverlappingLayer",
+        "narrowed": "moesaic.layers.narrowed:NarrowedLayer",
         "pruned": "moesaic.layers.pruned:PrunedLayer",
+        "slimmed": "moesaic.layers.slimmed:SlimmedLayer",
         "merged": "moesaic.layers.merged:MergedLayer",
         "skipping": "moesaic.layers.skipping:SkippingLayer",
         "condensed": "moesaic.layers.condensed:CondensedLayer",
         "dropped": "moesaic.layers.dropped:DroppedLayer",
+        "channels": "moesaic.layers.channels:ChannelsLayer",
     },
 )
 """Layer kinds by the name in their headers."""
-        "channels": "moesaic.layers.channels:ChannelsLayer",

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, DenseFFN, FFNNames, put, weight_of
+from moesaic.arch.dense import Arch, DenseFFN, put, weight_of
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
+from moesaic.layers.neurons import of_mlp
 from moesaic.layers.recovery import Balance
 from moesaic.nn.carved import CarvedFFN, carved_like
 from moesaic.nn.routers import Router, chosen, running
@@ -117,23 +118,12 @@ class CarvedLayer(LayerPlan):
         block = f"{arch.ffn_path}."
         like = state[f"{block}{arch.ffn.down}.weight"]
         for stored, name in state.stored(block):
-            projection, _, part = name.removeprefix(block).rpartition(".")
-            yield stored, self._ordered(arch.ffn, projection, part, state.read(stored))
+            leaf, tensor = name.removeprefix(block), state.read(stored)
+            yield stored, of_mlp(arch.ffn, leaf, tensor, self.order_M, self.down_DM)
         if self.router_RD is not None:
             yield f"{block}router.weight", self.router_RD.to(like.device)
         if self.bias_RD is not None:
             yield f"{block}petal_bias", self.bias_RD.to(like)
-
-    def _ordered(self, names: FFNNames, projection: str, part: str, tensor: Tensor) -> Tensor:
-        order_M = self.order_M.to(tensor.device)
-        if projection == names.down:
-            if part != "weight":
-                return tensor
-            down_DM = self.down_DM
-            return tensor.index_select(1, order_M) if down_DM is None else down_DM.to(tensor)
-        if names.fused:
-            order_M = torch.cat([order_M, order_M + tensor.shape[0] // 2])
-        return tensor.index_select(0, order_M)
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

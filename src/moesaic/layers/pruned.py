@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
@@ -14,8 +15,7 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.foreign import JSON
 from moesaic.io.naming import expert_number, renumbered
 from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
-from moesaic.layers.recovery import recovered
-from moesaic.layers.regression import Ridge
+from moesaic.layers.recovery import refitted_downs
 
 PADDING = -1
 """In a list of kept experts: a place for an expert that can never be routed to."""
@@ -55,13 +55,21 @@ class PrunedLayer(LayerPlan):
         """The original experts that stay, int64, padding left out."""
         return self.kept_E[self.kept_E != PADDING]
 
-    def padded(self, count: int) -> PrunedLayer:
-        """The same layer with ``count`` places."""
-        missing = count - self.kept_E.numel()
-        kept_E = torch.cat([self.kept_E, self.kept_E.new_full((missing,), PADDING)])
+    def padded(self, count: int, groups: int = 1) -> PrunedLayer:
+        """The same layer with ``count`` places, the new ones at the end of every group.
+
+        Args:
+            count: places in all.
+            groups: router groups, equal runs of neighbouring experts; each stays what it was.
+        """
+        kept_GE = self.kept_E.view(groups, -1)
+        missing = count // groups - kept_GE.shape[1]
+        kept_E = F.pad(kept_GE, (0, missing), value=PADDING).flatten()
         down_E = self.down_E
         if down_E is not None:
-            down_E = torch.cat([down_E, down_E.new_zeros(missing, *down_E.shape[1:])])
+            down_GE = down_E.unflatten(0, (groups, -1))
+            more = down_GE.new_zeros(groups, missing, *down_E.shape[1:])
+            down_E = torch.cat([down_GE, more], 1).flatten(0, 1)
         return replace(self, kept_E=kept_E, down_E=down_E)
 
     def header(self) -> JSON:
@@ -153,48 +161,18 @@ class PrunedLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: Seen[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
-        """New down projections of the experts that stay, one after the other.
+    def neurons_of(self, place: int, width: int) -> Tensor:
+        """The neurons that the expert at a place keeps, int64.
 
-        Features are h~ = w_i h_i with the router's true weight; each expert is fitted to the error
-        that those before it left over: a system of one expert's width instead of all at once.
+        Args:
+            place: its place.
+            width: neurons that experts had.
         """
-        view = site.view
-        allowed_E = torch.zeros(view.count, dtype=torch.bool, device=view.device)
-        allowed_E[self.experts.to(view.device)] = True
-        inputs, residuals, weights = [], [], []
-        whole = missing = 0.0
-        for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):
-            y_TD = view.output(x_TD) if target_TD is None else target_TD
-            with view.restricted(allowed_E):
-                residual_TD = (y_TD - view.output(x_TD)).float()
-            logits_TE = view.logits(x_TD)
-            weights.append(view.routing.weights(logits_TE, allowed_E.expand_as(logits_TE)))
-            inputs.append(x_TD)
-            residuals.append(residual_TD)
-            whole += y_TD.double().square().sum().item()
-            missing += residual_TD.double().square().sum().item()
-        down = view.experts.down_proj.detach()
-        new = down[self.kept_E.clamp(min=0).to(down.device)].clone()
-        for place, i in enumerate(self.kept):
-            if i < 0:  # a place for an expert that is never routed to
-                new[place] = 0
-                continue
-            rows = [w_TE[:, i].nonzero().flatten() for w_TE in weights]
-            parts = [
-                view.hidden(i, x_TD[at]).float() * w_TE[at, i, None]
-                for x_TD, w_TE, at in zip(inputs, weights, rows, strict=True)
-            ]
-            ridge = Ridge(view.width, inputs[0].shape[1], down.device)
-            for h_TM, residual_TD, at in zip(parts, residuals, rows, strict=True):
-                ridge.add(h_TM, residual_TD[at])
-            change_MD = ridge.solve().weight_FO
-            for h_TM, residual_TD, at in zip(parts, residuals, rows, strict=True):
-                residual_TD[at] -= h_TM @ change_MD.float()
-            change = change_MD if view.experts.is_transposed else change_MD.T
-            new[place] = (new[place].double() + change).to(down.dtype)
-        left = sum(r_TD.double().square().sum().item() for r_TD in residuals)
-        return replace(self, down_E=new.cpu()), recovered(missing, left, whole)
+        return torch.arange(width)
+
+    def refit(self, site: Seen[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
+        """New down projections of the experts that stay, one after the other."""
+        return refitted_downs(self, site)
 
 
 def resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:

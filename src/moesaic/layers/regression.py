@@ -61,6 +61,8 @@ class Fit:
     """lambda, relative to the features' mean square; infinite where nothing helps."""
     unexplained: float
     """Squared error on held-out tokens, relative to that of weights that are zero."""
+    trial_FO: Tensor
+    """float64: the weights of that error, from the other tokens alone."""
 
 
 class Ridge:
@@ -91,23 +93,26 @@ class Ridge:
     def solve(self) -> Fit:
         """The weights from all tokens, with the strength that is best for held-out ones."""
         best, least = math.inf, self.held.square
+        trial_FO = self._weight(self.fit, best)
         for strength in STRENGTHS[1:]:
-            error = self.held.error(self._weight(self.fit, strength))
+            weight_FO = self._weight(self.fit, strength)
+            error = self.held.error(weight_FO)
             if error >= least:
                 if best != math.inf:  # the error has one valley
                     break
                 continue
-            best, least = strength, error
+            best, least, trial_FO = strength, error, weight_FO
         whole = Sums(
             self.fit.gram_FF + self.held.gram_FF,
             self.fit.cross_FO + self.held.cross_FO,
             self.fit.square + self.held.square,
         )
-        return Fit(self._weight(whole, best), best, least / max(self.held.square, 1e-300))
+        unexplained = least / max(self.held.square, 1e-300)
+        return Fit(self._weight(whole, best), best, unexplained, trial_FO)
 
     def _weight(self, sums: Sums, strength: float) -> Tensor:
         """(X^T X + lambda)^-1 X^T Y by one Cholesky factorisation."""
-        if strength == math.inf:
+        if strength == math.inf or not sums.gram_FF.diagonal().any():
             return torch.zeros_like(sums.cross_FO)
         square_F = sums.gram_FF.diagonal()
         penalised = len(square_F) - self.free

@@ -26,6 +26,22 @@ def original(config: Config, instead: str) -> MoEArch:
     return moe_arch(config)
 
 
+def least_experts(arch: MoEArch, top_k: int, config: Config) -> int:
+    """The fewest experts that a router can do with: as many as a token runs, in its groups.
+
+    Args:
+        arch: the architecture.
+        top_k: experts that a token runs.
+        config: the model's.
+    """
+    groups = arch.group_count(config)
+    if groups == 1:
+        return top_k
+    open_groups = min(getattr(config, "topk_group", None) or groups, groups)
+    least = max(top_k, groups * arch.per_group, -(-top_k // open_groups) * groups)
+    return least + -least % groups
+
+
 def credited(config: MethodConfig, by: str) -> str:
     """The end of a title's clause: a method, and what was done beyond it.
 

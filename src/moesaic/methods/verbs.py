@@ -17,6 +17,13 @@ PRUNE = Verb(
     observes=True,
     compares="this criterion at the same size",
 )
+SLIM = Verb(
+    "slim",
+    "Make experts narrower, neuron by neuron; the result loads wherever the original does.",
+    "moesaic slim tiny-shared-moe out --keep 0.5 --refit",
+    observes=True,
+    compares="this score at the same size",
+)
 CONDENSE = Verb(
     "condense",
     "Turn some layers of a mixture of experts into small dense layers.",

@@ -13,8 +13,8 @@ import json
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import reduce
+from dataclasses import dataclass, fields, replace
+from functools import partial, reduce
 from pathlib import Path
 
 import torch
@@ -25,9 +25,12 @@ from torch import Tensor
 from moesaic.arch.mixture import MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
+from moesaic.io.fingerprint import of_files
+from moesaic.plan import differing
+from moesaic.stream.neurons import NeuronStats, square_sums, weight_stats
 from moesaic.stream.stream import Site
 
-FORMAT = 2
+FORMAT = 3
 """Version of statistics files; others are refused."""
 BLOCK_BYTES = 128 << 20
 """Expert outputs held at a time."""
@@ -65,6 +68,7 @@ class ExpertStats:
     """float64: <f_j, delta>, delta being what the layer's input lost before; empty without."""
     delta_S: Tensor
     """float64: |delta|^2; empty without."""
+    neurons: NeuronStats
 
     @property
     def tokens(self) -> int:
@@ -86,6 +90,8 @@ class ExpertStats:
             a, b = getattr(self, field.name), getattr(other, field.name)
             if field.name in ("spread_E", "bias_E"):
                 merged[field.name] = a
+            elif field.name == "neurons":
+                merged[field.name] = a.merge(b)
             elif field.name.endswith(("_E", "_EE")) and not field.name.startswith("cross"):
                 merged[field.name] = a + b
             else:
@@ -100,8 +106,17 @@ class ExpertStats:
         return reduce(cls.merge, parts)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields by name."""
-        return {field.name: getattr(self, field.name).contiguous() for field in fields(self)}
+        """The fields by name, those of neurons under ``neurons.``."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "neurons"}
+        inner = {f"neurons.{name}": tensor for name, tensor in self.neurons.tensors().items()}
+        return {name: tensor.contiguous() for name, tensor in {**own, **inner}.items()}
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, Tensor]) -> ExpertStats:
+        """The inverse of :meth:`tensors`."""
+        inner = {n.removeprefix("neurons."): t for n, t in tensors.items() if "." in n}
+        own = {n: t for n, t in tensors.items() if "." not in n}
+        return cls(neurons=NeuronStats.of_tensors(inner), **own)
 
 
 def packed(gram_SEE: Tensor) -> Tensor:
@@ -160,9 +175,10 @@ def observe_experts(
         gram_share: the share of tokens for which all experts are run; 0 runs routed ones only.
     """
     view = site.view
+    neurons = weight_stats(view)
     numbers = range(len(site)) if batches is None else batches
     parts = [
-        _batch(view, x_TD, target_TD, number, gram_share)
+        _batch(view, x_TD, target_TD, number, gram_share, neurons)
         for x_TD, target_TD, number in zip(site.inputs(), site.targets(), numbers, strict=True)
     ]
     merged = ExpertStats.merged(parts)
@@ -173,7 +189,12 @@ def observe_experts(
 
 
 def _batch(
-    view: MoEFFN, x_TD: Tensor, target_TD: Tensor | None, number: int, share: float
+    view: MoEFFN,
+    x_TD: Tensor,
+    target_TD: Tensor | None,
+    number: int,
+    share: float,
+    of_weights: NeuronStats,
 ) -> ExpertStats:
     count, routing = view.count, view.routing
     sums = {name: torch.zeros(count, dtype=torch.float64) for name in ("norm", "square", "gated")}
@@ -185,11 +206,17 @@ def _batch(
     delta_TD = None
     if target_TD is not None:
         delta_TD = target_TD.double() - view.output(x_TD).double()
+    energy_EM = torch.zeros_like(of_weights.energy_EM)
+
+    def seen(block: Tensor, i: int, rows: Tensor, h_NM: Tensor) -> None:
+        """Sums over the tokens that are routed to expert i; the others' weights are zero."""
+        energy_EM[i] += square_sums(h_NM.float() * w_TE[block[rows], i, None])
+
     grams, crosses = [], []
     rows = max(1, BLOCK_BYTES // (count * x_TD.shape[1] * x_TD.element_size()))
     for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
         wanted_BE = routed_TE[block] | sampled_T[block, None]
-        f_BED = view.outputs(x_TD[block], wanted_BE)
+        f_BED = view.outputs(x_TD[block], wanted_BE, partial(seen, block))
         for part in torch.arange(len(block), device=x_TD.device).split(max(1, rows // 8)):
             f, at = f_BED[part].double(), block[part]
             gram_PEE = f @ f.transpose(1, 2)
@@ -208,8 +235,13 @@ def _batch(
                     cross = (f[chosen] @ delta.unsqueeze(-1)).squeeze(-1)
                     crosses.append((cross.cpu(), delta.square().sum(-1).cpu()))
     empty = torch.empty(0, dtype=torch.float64)
+    calls_E = routed_TE.sum(0).cpu()
+    h_TS = view.shared_weighted(x_TD)
+    neurons = replace(of_weights, tokens=len(x_TD), calls_E=calls_E, energy_EM=energy_EM)
+    if h_TS is not None:
+        neurons.shared_energy_S = square_sums(h_TS)
     return ExpertStats(
-        calls_E=routed_TE.sum(0).cpu(),
+        calls_E=calls_E,
         gate_E=w_TE.double().sum(0).cpu(),
         norm_E=sums["norm"],
         square_E=sums["square"],
@@ -225,6 +257,7 @@ def _batch(
         if crosses
         else torch.empty(0, count, dtype=torch.float64),
         delta_S=torch.cat([d for _, d in crosses]) if crosses else empty,
+        neurons=neurons,
     )
 
 
@@ -254,7 +287,12 @@ class StatsFile:
                 f"format {FORMAT}. Observe the model again."
             )
         self.header: JSON = header
-        """``base``, ``layers``, ``calibration``, ``tokens`` and ``gram``."""
+        """``base``, ``dtype``, ``layers``, ``calibration``, ``tokens`` and ``gram``."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the statistics themselves."""
+        return of_files([self.path])
 
     @property
     def layers(self) -> list[int]:
@@ -264,8 +302,10 @@ class StatsFile:
     def layer(self, index: int) -> ExpertStats:
         """One layer's statistics."""
         with safe_open(self.path, framework="pt") as opened:
-            names = [field.name for field in fields(ExpertStats)]
-            return ExpertStats(**{n: opened.get_tensor(f"{index}.{n}").clone() for n in names})
+            start = f"{index}."
+            names = [n.removeprefix(start) for n in opened.keys() if n.startswith(start)]
+            read = {n: opened.get_tensor(start + n).clone() for n in names}
+        return ExpertStats.of_tensors(read)
 
 
 def save_layer(stats: ExpertStats, folder: Path, index: int, header: JSON) -> None:
@@ -322,8 +362,14 @@ def merge_files(paths: Sequence[Path], out: Path) -> None:
     """
     files = [StatsFile(path) for path in paths]
     first = files[0].header
-    if any(f.header["base"] != first["base"] or f.layers != files[0].layers for f in files):
-        raise MoesaicError("These statistics are of different models and cannot be merged.")
+    for file in files:
+        same = {"base": file.header["base"], "layers": file.layers, "dtype": file.header["dtype"]}
+        other = [*differing(same, {name: first[name] for name in same})]
+        if other:
+            raise MoesaicError(
+                f"{file.path} and {paths[0]} are of different models and cannot be merged: "
+                f"{other[0]}."
+            )
     folder = out.with_name(f".{out.name}.parts")
     header = {**first, "calibration": "+".join(f.header["calibration"] for f in files)}
     try:

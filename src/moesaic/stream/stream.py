@@ -166,6 +166,11 @@ class Block:
         """Where the layer's weights are."""
         return next(self.layer.parameters()).device
 
+    def output(self, batch: int, states: Tensor) -> Tensor:
+        """What the layer makes of one batch's hidden states (B, L, D)."""
+        after: Tensor = self.layer(states.to(self.device), **self._kwargs[batch][self.index])
+        return after
+
     def outputs(self, states: Iterable[Tensor], layer: nn.Module | None = None) -> Iterator[Tensor]:
         """What the layer makes of each batch's hidden states (B, L, D).
 
@@ -335,26 +340,33 @@ class LayerStream(Generic[V]):
                 if spill is not None:
                     spill.clear()
 
-    def blocks(self, kwargs: list[list[JSON]], stop: int | None = None) -> Iterator[Block]:
-        """Every layer in order, each open while its turn lasts.
+    def blocks(
+        self,
+        kwargs: list[list[JSON]],
+        stop: int | None = None,
+        order: Iterable[int] | None = None,
+    ) -> Iterator[Block]:
+        """Layers one after the other, each open while its turn lasts.
 
         Args:
             kwargs: what :meth:`record` returned.
             stop: the layer to end before; None for all.
+            order: the layers in another order, such as backward.
         """
-        for i in range(self.count if stop is None else stop):
+        for i in range(self.count if stop is None else stop) if order is None else order:
             with self._open_layer(i):
                 yield Block(i, self.arch.layers(self.model)[i], kwargs)
 
     @torch.no_grad()
     def heads(
-        self, states: Iterable[Tensor], logits: bool = False
+        self, states: Iterable[Tensor], logits: bool = False, gradients: bool = False
     ) -> Iterator[tuple[Tensor, Tokens]]:
         """What the model makes of the last layer's output: its final norm, or its logits.
 
         Args:
             states: the last layer's hidden states (B, L, D), one entry a batch.
             logits: through the head as well.
+            gradients: so that gradients with respect to ``states`` can be taken.
 
         Yields:
             (B, L, D) or (B, L, vocabulary), and the batch's tokens.
@@ -365,9 +377,10 @@ class LayerStream(Generic[V]):
                 def given(_: int, states: Tensor, options: JSON, last: Tensor = last) -> Tensor:
                     return last.to(states.device)
 
-                with self._replaced(given):
+                with self._replaced(given), torch.set_grad_enabled(gradients):
                     run = self.model if logits else self.model.base_model
-                    yield self._run(run, batch)[0], batch
+                    made = self._run(run, batch)[0]
+                yield made, batch
 
     def _valid(self, states: Spill) -> Iterator[Tensor]:
         return (valid(s, mask) for s, mask in zip(states, self.masks(), strict=True))

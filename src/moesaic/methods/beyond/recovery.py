@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
 
-from moesaic.arch.dense import DenseFFN
-from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.foreign import JSON
 from moesaic.plan import Plan
 from moesaic.stream.job import Finished, Job
@@ -22,7 +20,7 @@ from moesaic.surgery import applied
 
 @torch.no_grad()
 def recover(
-    job: Job[MoEArch],
+    job: Job[Any],
     plans: Mapping[str, Plan],
     finished: Finished,
     *,
@@ -45,13 +43,10 @@ def recover(
         MoesaicError: layers of some plan's kind are not refitted.
     """
 
-    def view(layer: nn.Module) -> DenseFFN | MoEFFN:
-        return job.arch.mixture(layer) if job.arch.is_moe(layer) else job.arch.dense(layer)
-
     layers = sorted({i for plan in plans.values() for i in plan.layers})
     wanted = {(name, i) for name, plan in plans.items() for i in plan.layers}
     if not all((f"{name}-refit", i) in finished for name, i in wanted):
-        stream = job.stream(layers, view, follow=propagate)
+        stream = job.stream(layers, job.arch.view, follow=propagate)
         for site in job.args.track(stream, "Refitting layers", len(layers)):
             i = site.index
             for name, plan in plans.items():

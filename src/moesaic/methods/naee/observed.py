@@ -39,9 +39,18 @@ def observed(
         tokens: those of all processes.
         numbers: of the batches in this process's share.
         gram_bytes: memory for the layer's Gram matrices; 0 for none.
+
+    Raises:
+        MoesaicError: not even one token's Gram matrix fits.
     """
     share = sample_share(tokens.count, site.view.count, gram_bytes)
-    return ExpertStats.merged(gathered(observe_experts(site, numbers, share)))
+    stats = ExpertStats.merged(gathered(observe_experts(site, numbers, share)))
+    if gram_bytes and not stats.sampled_T.any():
+        raise MoesaicError(
+            f"gram_mb {gram_bytes / 2**20:.3g} is too small for {stats.experts} experts and "
+            f"{stats.tokens:,} tokens: no token's Gram matrix is kept. Raise gram_mb."
+        )
+    return stats
 
 
 def from_file(job: Job[MoEArch], path: str | Path, needs_gram: bool) -> StatsFile:

@@ -32,7 +32,7 @@ from moesaic.foreign import JSON, Config
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.base import Decision, Method, Told
 from moesaic.methods.beyond.recovery import recover
-from moesaic.methods.mixtures import credited, original, span
+from moesaic.methods.mixtures import credited, least_experts, original, span
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.naee.criteria import Case
 from moesaic.methods.naee.merging import merged_layer
@@ -160,7 +160,7 @@ class Pruner(Method[PruneConfig, MoEArch]):
             {
                 "config": asdict(config),
                 "compare": list(compare),
-                "stats": stats,
+                "stats": "" if file is None else file.fingerprint,
                 "calibration": job.tokens.fingerprint if config.refit else fingerprint,
             }
         )
@@ -256,7 +256,8 @@ def _plan(
     layers = {i: finished[_key(name, r), i][0] for i, r in kept.items()}
     if config.padding:
         most = max(kept.values())
-        layers = {i: cast(PrunedLayer, layer).padded(most) for i, layer in layers.items()}
+        groups = job.arch.group_count(job.shape.config)
+        layers = {i: cast(PrunedLayer, layer).padded(most, groups) for i, layer in layers.items()}
     return Plan(config.name, job.base, layers, asdict(config), fingerprint)
 
 
@@ -271,11 +272,7 @@ def _sizes(job: Job[MoEArch], config: PruneConfig) -> dict[int, list[int]]:
     sizes = {}
     for i in arch.moe_layers(job.shape):
         view = arch.mixture(job.layers[i])
-        least = max(view.top_k, groups * arch.per_group if groups > 1 else 1)
-        if groups > 1:
-            open_groups = min(getattr(model_config, "topk_group", None) or groups, groups)
-            least = max(least, -(-view.top_k // open_groups) * groups)
-        least += -least % groups
+        least = least_experts(arch, view.top_k, model_config)
         if not least <= config.keep <= view.count:
             raise MoesaicError(
                 f"keep {config.keep:g} is out of reach: layer {i} has {view.count} experts and "

@@ -1,0 +1,132 @@
+"""A dense FFN that kept some of its neurons: static width pruning.
+
+Shape suffixes: T tokens, W neurons that stay, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch, DenseFFN
+from moesaic.foreign import JSON
+from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
+from moesaic.layers.neurons import narrow_mlp, of_mlp
+from moesaic.layers.recovery import Balance
+
+
+@dataclass(frozen=True)
+class NarrowedLayer(LayerPlan):
+    """A dense FFN of which every token runs the same neurons, and the others are gone."""
+
+    kind: ClassVar[str] = "narrowed"
+
+    order_W: Tensor
+    """int64: the original neuron at each new place."""
+    before: int
+    """Neurons that there were."""
+    down_DW: Tensor | None = None
+    """A down projection that takes the place of the base's own."""
+    bias_D: Tensor | None = None
+    """An output bias."""
+
+    def __post_init__(self) -> None:
+        if self.order_W.unique().numel() != self.order_W.numel():
+            raise ValueError("a neuron is kept twice")
+
+    @property
+    def width(self) -> int:
+        """Neurons that stay."""
+        return self.order_W.numel()
+
+    @property
+    def weights(self) -> str:
+        return "own" if self.down_DW is None and self.bias_D is None else "refitted"
+
+    def header(self) -> JSON:
+        bias = {} if self.bias_D is None else {"bias": True}
+        return {"kind": self.kind, "width": self.width, "before": self.before, **bias}
+
+    def tensors(self) -> dict[str, Tensor]:
+        optional = {"down": self.down_DW, "bias": self.bias_D}
+        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        return {"order": self.order_W, **given}
+
+    @classmethod
+    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> NarrowedLayer:
+        down, bias = tensors.get("down"), tensors.get("bias")
+        return cls(tensors["order"], header["before"], down, bias)
+
+    # --- put to use ------------------------------------------------------------------------------
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return (f"{arch.ffn_path}.",)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        """The base's own values, neurons that go left out; what a refit brings, beside them."""
+        block = f"{arch.ffn_path}."
+        bias = f"{block}{arch.ffn.down}.bias"
+        for stored, name in state.stored(block):
+            leaf, tensor = name.removeprefix(block), state.read(stored)
+            tensor = of_mlp(arch.ffn, leaf, tensor, self.order_W, self.down_DW)
+            if name == bias and self.bias_D is not None:
+                tensor = tensor + self.bias_D.to(tensor)
+            yield stored, tensor
+        if self.bias_D is not None and bias not in state:
+            yield bias, self.bias_D.to(state[f"{block}{arch.ffn.down}.weight"])
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        bias = header.get("bias", False)
+        narrow_mlp(arch.ffn_of(layers[index]), arch.ffn, header["width"], bias)
+
+    # --- said of it ------------------------------------------------------------------------------
+
+    def describe(self, experts: int) -> Description:
+        told = f"{self.width:,} of {self.before:,} neurons stay, the same for every token"
+        return Description(told, {"neurons": self.width, "of": self.before})
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        return "An output bias has no native form: leave bias out." if header.get("bias") else None
+
+    def native(self) -> JSON | None:
+        return {"dense": self.width} if self.bias_D is None else None
+
+    # --- refit -----------------------------------------------------------------------------------
+
+    def refit(
+        self, site: Seen[DenseFFN], weights: bool = True, biases: bool = False, **options: bool
+    ) -> tuple[NarrowedLayer, JSON]:
+        """A new down projection, an output bias, or both.
+
+        Args:
+            site: the layer as it was, and its tokens.
+            weights: solve for the down projection.
+            biases: solve for an output bias.
+        """
+        ffn = site.view
+        order_W = self.order_W.to(ffn.device)
+        down_DW = ffn.down_DM[:, order_W]
+        hidden_size, width = down_DW.shape
+        balance = Balance(hidden_size, width * weights + biases, ffn.device, int(biases))
+        for (_, h_TM), target_TD in zip(site.activations(), site.targets(), strict=True):
+            y_TD = ffn.output(h_TM) if target_TD is None else target_TD
+            h_TW = h_TM[:, order_W]
+            features = [h_TW] * weights + [h_TW.new_ones(len(h_TW), 1)] * biases
+            balance.add(torch.cat(features, dim=1), F.linear(h_TW, down_DW, ffn.down_bias_D), y_TD)
+        fit, found = balance.solve()
+        change_DF = fit.weight_FO.T
+        plan = self
+        if weights:
+            new_DW = (down_DW.double() + change_DF[:, :width]).to(down_DW.dtype)
+            plan = replace(plan, down_DW=new_DW.cpu())
+        if biases:
+            bias_D = change_DF[:, -1].to(down_DW.dtype).contiguous()
+            plan = replace(plan, bias_D=bias_D.cpu())
+        return plan, found

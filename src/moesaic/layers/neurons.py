@@ -1,0 +1,157 @@
+"""Some neurons of an MLP: its tensors with the others left out, and its modules made narrower.
+
+Shape suffixes: E experts, M neurons before, W neurons that stay, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import FFNNames
+from moesaic.arch.mixture import MoEArch
+from moesaic.io.naming import expert_number
+
+PADDING = -1
+"""In a list of neurons: a place for one whose weights are zero."""
+
+
+def taken(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:
+    """A tensor's rows or columns in another order, zero where the order says PADDING.
+
+    >>> taken(torch.tensor([[1.0, 2.0, 3.0]]), 1, torch.tensor([2, PADDING])).tolist()
+    [[3.0, 0.0]]
+    """
+    order_W = order_W.to(tensor.device)
+    chosen = tensor.index_select(axis, order_W.clamp(min=0))
+    padding = (order_W == PADDING).nonzero().flatten()
+    return chosen.index_fill_(axis, padding, 0) if len(padding) else chosen
+
+
+def twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
+    """The order of gates and ups in one tensor: all gates before all ups, or by turns (2 W,).
+
+    >>> order = torch.tensor([2, 0, PADDING])
+    >>> twice(order, 3).tolist(), twice(order, 3, alternate=True).tolist()
+    ([2, 0, -1, 5, 3, -1], [4, 5, 0, 1, -1, -1])
+    """
+    there = order_W != PADDING
+    if alternate:
+        both = torch.stack([2 * order_W, 2 * order_W + 1], -1)
+        return both.masked_fill(~there[:, None], PADDING).flatten()
+    return torch.cat([order_W, (order_W + width).masked_fill(~there, PADDING)])
+
+
+def of_mlp(
+    names: FFNNames, name: str, tensor: Tensor, order_W: Tensor, down_DW: Tensor | None = None
+) -> Tensor:
+    """A tensor of an MLP with its neurons in another order.
+
+    Args:
+        names: the MLP's projections.
+        name: the tensor's, relative to the MLP.
+        tensor: its values.
+        order_W: int64: the neuron at each new place, or PADDING.
+        down_DW: takes the place of the down projection.
+    """
+    projection, _, part = name.rpartition(".")
+    if projection == names.down:
+        if part != "weight":
+            return tensor
+        return taken(tensor, 1, order_W) if down_DW is None else down_DW.to(tensor)
+    if names.fused:
+        order_W = twice(order_W, tensor.shape[0] // 2)
+    return taken(tensor, 0, order_W)
+
+
+def neuron_axis(arch: MoEArch, leaf: str) -> int | None:
+    """The axis of a fused tensor of experts that counts neurons; None: it has none."""
+    if leaf == "down_proj":
+        return 1 if arch.transposed else 2
+    if leaf == "gate_up_proj":
+        return 2 if arch.transposed else 1
+    return 1 if leaf == "gate_up_proj_bias" else None
+
+
+def of_experts(
+    arch: MoEArch, leaf: str, stored: str, tensor: Tensor, neurons_EW: Tensor, width: int
+) -> Tensor:
+    """A tensor of routed experts with some of their neurons.
+
+    Args:
+        arch: the architecture.
+        leaf: the tensor's name in memory, relative to the experts' module.
+        stored: its name as stored, which may be one expert's.
+        tensor: its values.
+        neurons_EW: int64: each expert's neurons.
+        width: the neurons that an expert had.
+    """
+    axis, number = neuron_axis(arch, leaf), expert_number(stored)
+    if axis is None:
+        return tensor
+    if number is not None:
+        return _of_one(arch, tensor, axis - 1, neurons_EW[number], width)
+    parts = zip(tensor, neurons_EW, strict=True)
+    return torch.stack([_of_one(arch, t, axis - 1, order_W, width) for t, order_W in parts])
+
+
+def _of_one(arch: MoEArch, tensor: Tensor, axis: int, order_W: Tensor, width: int) -> Tensor:
+    if tensor.shape[axis] == 2 * width:
+        order_W = twice(order_W, width, arch.transposed)
+    return taken(tensor, axis, order_W)
+
+
+def narrow_mlp(module: nn.Module, names: FFNNames, width: int, bias: bool = False) -> None:
+    """Give an MLP room for another number of neurons, in place: new parameters on meta.
+
+    Args:
+        module: the MLP.
+        names: its projections.
+        width: neurons.
+        bias: its down projection gets a bias if it has none.
+    """
+    before = getattr(module, names.down).weight.shape[1]
+    for name in names.projections:
+        linear = getattr(module, name)
+        axis = 1 if name == names.down else 0
+        factor = 2 if names.fused and axis == 0 else 1
+        _resize(linear, "weight", axis, factor * width)
+        if axis:
+            linear.in_features = width
+            if bias and linear.bias is None:
+                like = linear.weight
+                new = torch.empty(like.shape[0], dtype=like.dtype, device="meta")
+                linear.bias = nn.Parameter(new, requires_grad=like.requires_grad)
+        else:
+            linear.out_features = factor * width
+            if linear.bias is not None:
+                _resize(linear, "bias", 0, factor * width)
+    _say_width([module], before, width)
+
+
+def narrow_experts(block: nn.Module, arch: MoEArch, before: int, width: int) -> None:
+    """Give routed experts room for another number of neurons, in place: new ones on meta."""
+    experts = getattr(block, arch.experts)
+    for leaf, tensor in list(experts.named_parameters()):
+        axis = neuron_axis(arch, leaf)
+        if axis is not None:
+            _resize(experts, leaf, axis, tensor.shape[axis] // before * width)
+    _say_width([block, experts], before, width)
+
+
+def _resize(owner: nn.Module, leaf: str, axis: int, size: int) -> None:
+    old = getattr(owner, leaf)
+    shape = list(old.shape)
+    shape[axis] = size
+    new = torch.empty(shape, dtype=old.dtype, device="meta")
+    setattr(owner, leaf, nn.Parameter(new, requires_grad=old.requires_grad))
+
+
+def _say_width(modules: Sequence[nn.Module], before: int, width: int) -> None:
+    """Let modules that note their intermediate size note the new one."""
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if "intermediate" in name and value == before and type(value) is int:
+                setattr(module, name, width)

@@ -1,0 +1,156 @@
+"""A mixture whose experts kept some of their neurons: fewer or narrower experts, or both.
+
+Shape suffixes: E experts that stay, M neurons that each had, W that each keeps, S of the shared
+path, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch
+from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.foreign import JSON
+from moesaic.layers.base import Description, Header, Seen, State
+from moesaic.layers.neurons import narrow_experts, narrow_mlp, of_experts, of_mlp
+from moesaic.layers.pruned import PADDING, PrunedLayer
+from moesaic.layers.recovery import refitted_downs
+
+
+@dataclass(frozen=True)
+class SlimmedLayer(PrunedLayer):
+    """Experts made narrower, all to one width; weights are the base's own, unless refitted."""
+
+    kind: ClassVar[str] = "slimmed"
+
+    neurons_EW: Tensor
+    """int64: the neurons that each expert that stays keeps, in rising order."""
+    before: int
+    """Neurons that each expert had."""
+    shared_S: Tensor | None = field(default=None, kw_only=True)
+    """int64: the neurons of the shared path at each new place, or PADDING for one that is zero;
+    None where it is left alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.neurons_EW) != len(self.kept_E):
+            raise ValueError(f"{len(self.neurons_EW)} experts have neurons, {self.kept} stay")
+        if self.width > 1 and not (self.neurons_EW.diff(dim=1) > 0).all():
+            raise ValueError("kept neurons must be distinct and in order")
+
+    @property
+    def width(self) -> int:
+        """Neurons of each expert."""
+        return int(self.neurons_EW.shape[1])
+
+    def padded(self, count: int, groups: int = 1) -> SlimmedLayer:
+        few = PrunedLayer(self.kept_E, down_E=self.down_E).padded(count, groups)
+        neurons_EW = torch.arange(self.width).repeat(count, 1)
+        neurons_EW[few.kept_E != PADDING] = self.neurons_EW[self.kept_E != PADDING]
+        return replace(self, kept_E=few.kept_E, down_E=few.down_E, neurons_EW=neurons_EW)
+
+    def header(self) -> JSON:
+        shared = {} if self.shared_S is None else {"shared": self.shared_S.numel()}
+        return {**super().header(), "width": self.width, "before": self.before, **shared}
+
+    def tensors(self) -> dict[str, Tensor]:
+        shared = {} if self.shared_S is None else {"shared": self.shared_S}
+        return {**super().tensors(), "neurons": self.neurons_EW, **shared}
+
+    @classmethod
+    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> SlimmedLayer:
+        return cls(
+            tensors["kept"],
+            tensors["neurons"],
+            header["before"],
+            down_E=tensors.get("down"),
+            shared_S=tensors.get("shared"),
+        )
+
+    # --- put to use ------------------------------------------------------------------------------
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        assert isinstance(arch, MoEArch)
+        beside = () if self.shared_S is None or arch.beside is None else (f"{arch.beside}.",)
+        return (*super().sources(arch), *beside)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        assert isinstance(arch, MoEArch)
+        narrowed = Narrowed(self, arch, state)
+        yield from super().convert(arch, narrowed)
+        if arch.beside is not None and self.shared_S is not None:
+            for stored, _ in state.stored(f"{arch.beside}."):
+                yield stored, narrowed.read(stored)
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        assert isinstance(arch, MoEArch)
+        super().install(layers, index, arch, header)
+        layer = layers[index]
+        narrow_experts(arch.ffn_of(layer), arch, header["before"], header["width"])
+        if "shared" in header:
+            narrow_mlp(arch.mixture(layer).shared_module, arch.shared_names, header["shared"])
+
+    # --- said of it ------------------------------------------------------------------------------
+
+    def describe(self, experts: int) -> Description:
+        fewer = len(self.experts) < experts
+        before = super().describe(experts)
+        whose = f"of each of {before.told.removesuffix(' stay')}" if fewer else "of each expert"
+        told = f"{self.width:,} of {self.before:,} neurons {whose} stay"
+        shape = {**(before.shape if fewer else {}), "neurons": self.width, "of": self.before}
+        if self.shared_S is not None:
+            shape["shared"] = int((self.shared_S >= 0).sum())
+        return Description(told, shape)
+
+    def native(self) -> JSON | None:
+        shared = {} if self.shared_S is None else {"shared": self.shared_S.numel()}
+        return {"experts": self.kept_E.numel(), "width": self.width, **shared}
+
+    # --- refit -----------------------------------------------------------------------------------
+
+    def neurons_of(self, place: int, width: int) -> Tensor:
+        return self.neurons_EW[place]
+
+    def refit(self, site: Seen[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
+        return refitted_downs(self, site, shared=self.shared_S)
+
+
+class Narrowed:
+    """A layer's tensors, the experts' as narrow as they will be; a State."""
+
+    def __init__(self, plan: SlimmedLayer, arch: MoEArch, state: State) -> None:
+        self._plan, self._arch, self._state = plan, arch, state
+        shared = () if arch.shared_at is None else (f"{arch.shared_at}.",)
+        self._experts = f"{arch.ffn_path}.{arch.experts}."
+        self._shared = shared[0] if shared else "\0"
+        self._names = dict(state.stored(self._experts, *shared))
+        count = state[f"{arch.ffn_path}.{arch.router}.weight"].shape[0]
+        self._neurons_EW = torch.arange(plan.width).repeat(count, 1)
+        self._neurons_EW[plan.experts] = plan.neurons_EW[plan.kept_E != PADDING]
+
+    def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
+        return self._state.stored(*prefixes)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._state
+
+    def read(self, stored: str) -> Tensor:
+        tensor, name = self._state.read(stored), self._names.get(stored, "")
+        if name.startswith(self._experts):
+            leaf = name.removeprefix(self._experts)
+            before = self._plan.before
+            return of_experts(self._arch, leaf, stored, tensor, self._neurons_EW, before)
+        order_S = self._plan.shared_S
+        if name.startswith(self._shared) and order_S is not None:
+            leaf = name.removeprefix(self._shared)
+            return of_mlp(self._arch.shared_names, leaf, tensor, order_S)
+        return tensor

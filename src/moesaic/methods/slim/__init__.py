@@ -1,0 +1,1 @@
+"""Slimming: experts, or dense FFNs, made narrower neuron by neuron."""

@@ -1,0 +1,133 @@
+"""Which neurons stay, and what leaving the others out changes.
+
+Shape suffixes: T tokens, E experts, M neurons of one, W that stay, S of the shared path, D hidden
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.arch.dense import DenseFFN
+from moesaic.arch.mixture import MoEFFN
+from moesaic.layers.neurons import PADDING
+from moesaic.methods.naee.search import best_scores
+from moesaic.methods.slim.scores import Neurons, Score
+from moesaic.stream.neurons import NeuronStats
+from moesaic.stream.stream import Site
+
+
+def neurons_of(stats: NeuronStats, curvature: Tensor | None, seed: int) -> Neurons:
+    """The neurons of the routed experts (E, M)."""
+    return Neurons(stats.energy_EM, stats.reach_EM, stats.size_EM, curvature, seed)
+
+
+def shared_neurons(stats: NeuronStats, curvature: Tensor | None, seed: int) -> Neurons:
+    """The neurons of the shared path (S,)."""
+    energy, reach, size = stats.shared_energy_S, stats.shared_reach_S, stats.shared_size_S
+    return Neurons(energy, reach, size, curvature, seed)
+
+
+def highest(score_EM: Tensor, width: int) -> Tensor:
+    """Each row's highest scores, in rising order of place (E, W); of equals the first ones.
+
+    >>> highest(torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 5.0]]), 2).tolist()
+    [[1, 2], [0, 1]]
+    """
+    ranked_EM = score_EM.argsort(dim=1, descending=True, stable=True)
+    return ranked_EM[:, :width].sort(dim=1).values
+
+
+def choose(score_EM: Tensor, count: int, width: int, groups: int = 1) -> tuple[Tensor, Tensor]:
+    """The experts that stay (N,), and the neurons of each (N, W).
+
+    Args:
+        score_EM: of neurons.
+        count: experts that stay: those whose neurons that would be kept score most together.
+        width: neurons that stay of each.
+        groups: router groups, which lose equally many experts.
+
+    >>> kept, neurons = choose(torch.tensor([[1.0, 9], [6, 6], [0, 2]]), count=2, width=1)
+    >>> kept.tolist(), neurons.tolist()
+    ([0, 1], [[1], [0]])
+    """
+    neurons_EW = highest(score_EM, width)
+    worth_E = score_EM.gather(1, neurons_EW).square().sum(1)
+    kept = best_scores(worth_E, count, groups).nonzero().flatten()
+    return kept, neurons_EW[kept]
+
+
+def padded(order_S: Tensor, room: int) -> Tensor:
+    """An order of neurons with places for zero ones behind it (room,)."""
+    return torch.cat([order_S, order_S.new_full((room - len(order_S),), PADDING)])
+
+
+def share_lost(score: Score, neurons: Neurons, kept: Tensor, neurons_NW: Tensor) -> float:
+    """The share of all squared scores that neurons have which go."""
+    square_EM = score.score(neurons).square()
+    stays = square_EM[kept].gather(1, neurons_NW).sum().item()
+    return 1 - stays / max(square_EM.sum().item(), 1e-300)
+
+
+Shape = tuple[Tensor, Tensor]
+"""Experts that stay (N,), and the neurons of each (N, W)."""
+
+
+@torch.no_grad()
+def losses(site: Site[Any], shapes: Sequence[Shape]) -> list[float]:
+    """The exact error of the routed output for each of several shapes, relative to that output.
+
+    ||F' - F|| / ||F|| over the site's tokens, F' with the router as it will decide.
+    """
+    whole, errors = 0.0, [0.0] * len(shapes)
+    for x_TD in site.inputs():
+        y_TD = routed(site.view, x_TD)
+        whole += y_TD.double().square().sum().item()
+        for c, (kept, neurons_NW) in enumerate(shapes):
+            error_TD = routed(site.view, x_TD, kept, neurons_NW) - y_TD
+            errors[c] += error_TD.double().square().sum().item()
+    return [(error / max(whole, 1e-300)) ** 0.5 for error in errors]
+
+
+def routed(
+    view: DenseFFN | MoEFFN,
+    x_TD: Tensor,
+    kept: Tensor | None = None,
+    neurons_NW: Tensor | None = None,
+) -> Tensor:
+    """The routed experts' part of a layer's output (T, D), float32.
+
+    Args:
+        view: the layer as it was.
+        x_TD: its input.
+        kept: the experts that are there (N,); None for all.
+        neurons_NW: the neurons that each of them has; None for all.
+    """
+    y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
+    allowed_E = None
+    order: dict[int, Tensor] = {}
+    if kept is not None and neurons_NW is not None:
+        order = dict(zip(kept.tolist(), neurons_NW.to(x_TD.device), strict=True))
+        if len(order) < view.count:
+            allowed_E = torch.zeros(view.count, dtype=torch.bool)
+            allowed_E[kept] = True
+    for i, rows, h_NM in view.weighted(x_TD, allowed_E):
+        down_DM = view.weights_of(i)[-1]
+        if i in order:
+            h_NM, down_DM = h_NM[:, order[i]], down_DM[:, order[i]]
+        y_TD[rows] += h_NM @ down_DM.T.float()
+    return y_TD + view.bias_sum(x_TD, allowed_E)
+
+
+def candidates(least: int, most: int, step: int) -> Iterator[int]:
+    """Numbers of experts to try, the most first: every multiple of ``step``, eight of them at most.
+
+    >>> list(candidates(2, 8, 1)), list(candidates(4, 32, 2))
+    ([8, 7, 6, 5, 4, 3, 2], [32, 28, 24, 20, 16, 12, 8, 4])
+    """
+    stride = step * max(1, -(-(most - least) // (7 * step)))
+    yield from range(most, least - 1, -stride)

@@ -1,0 +1,101 @@
+"""The options of slimming. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from moesaic.config import MethodConfig, option
+from moesaic.errors import MoesaicError
+from moesaic.methods.slim.scores import SCORES, Compared, Score
+
+
+@dataclass(frozen=True)
+class SlimConfig(MethodConfig):
+    """Options of slimming."""
+
+    verb = "slim"
+    name = "neurons"
+    title = "slimming"
+    paper = ""
+    implementation = "moesaic.methods.slim.method:Slimmer"
+    variants: ClassVar[Mapping[str, str]] = Compared()
+    bundles: ClassVar[Mapping[str, Mapping[str, Any]]] = {"best": {"refit": True}}
+
+    keep: float = option(
+        0.5,
+        "The share that stays of the routed experts' parameters; of a dense model, of its FFNs'.",
+        required=True,
+    )
+    score: str = option("energy", "How it is decided which neurons stay.", choices=tuple(SCORES))
+    experts: str = option(
+        "all",
+        "Routed experts that stay, each as wide as the budget then allows: all, a number, or auto "
+        "for the number that loses least on the calibration tokens.",
+        metavar="all|N|auto",
+        beyond="fewer experts",
+    )
+    shared: float | None = option(
+        None, "The share of the shared path's neurons that stays. Default: all of them."
+    )
+    multiple: int | None = option(
+        None,
+        "Widths are a multiple of this. Default: the largest of 256, 64, 32, 8, 4 and 1 that meets "
+        "the target.",
+        minimum=1,
+    )
+    refit: bool = option(
+        False,
+        "Solve for new down projections, nearest to the original's output.",
+        beyond="refitted down projections",
+    )
+    propagate: bool = option(
+        False,
+        "Refit on what the layers slimmed before pass on, towards the original's outputs.",
+        beyond="refitted on propagated inputs",
+    )
+    spread: Literal["uniform", "sensitivity"] = option(
+        "uniform",
+        "uniform: all layers equally wide; sensitivity: wider where more would be lost. The result "
+        "is then moesaic_<base>.",
+        beyond="widths spread by sensitivity",
+    )
+    seed: int = option(0, "Seed of random choice.", seldom=True)
+
+    @property
+    def chosen(self) -> Score:
+        """The score itself."""
+        return SCORES[self.score]
+
+    @property
+    def credit(self) -> str:
+        return self.chosen.paper
+
+    @property
+    def base_label(self) -> str:
+        return self.chosen.title
+
+    @property
+    def count(self) -> int | None:
+        """Routed experts that stay; None where no number was asked for."""
+        return int(self.experts) if self.experts.isdecimal() else None
+
+    @property
+    def measures(self) -> bool:
+        """Losses of several shapes are compared on the calibration tokens."""
+        return self.experts == "auto" or self.spread == "sensitivity"
+
+    def check(self) -> None:
+        for name in ("keep", "shared"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share <= 1:
+                raise MoesaicError(f"{name} {share:g} is no share: it must be above 0, at most 1.")
+        if self.experts not in ("all", "auto") and not self.count:
+            raise MoesaicError(f"experts {self.experts!r} is none of all, auto, or a number.")
+        if self.propagate and not self.refit:
+            raise MoesaicError("propagate says what a refit looks at: it needs refit.")
+        if self.experts == "auto" and self.spread == "sensitivity":
+            raise MoesaicError(
+                "experts auto and spread sensitivity both share one budget out; choose one."
+            )

@@ -1,0 +1,421 @@
+"""Slimming: experts made narrower, neuron by neuron; nothing trained.
+
+A neuron's share of its layer's output is w h_j d_j. Those that write least go, in every expert
+equally many, so that the result is of the architecture's own class: only the experts' width is
+another. A dense FFN is one expert that every token runs.
+
+Where we depart from the scores' papers:
+
+- CAMERA and HEAPr rank the neurons of a layer, or of the model, together, and experts come out of
+  different widths, which no architecture holds: zeros are stored. Here experts are of one width.
+- CAMERA mixes the sum of squares with the largest square (alpha); here it is the sum alone.
+- HEAPr's curvature is that of each expert's own tokens.
+
+One budget may be spent on both: N experts stay, each as wide as the rest allows. ``auto`` takes
+the N whose layers' routed output changes least on the calibration tokens, measured exactly, the
+router deciding as it will; ``spread`` does so for widths that differ by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from moesaic.arch.dense import PREFIX, Arch, dense_architectures
+from moesaic.arch.mixture import MoEArch, base_arch
+from moesaic.distributed import gathered
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Config
+from moesaic.layers.base import LayerPlan
+from moesaic.layers.narrowed import NarrowedLayer
+from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.beyond.recovery import recover
+from moesaic.methods.mixtures import credited, least_experts, span
+from moesaic.methods.naee.observed import NO_TEXT, from_file
+from moesaic.methods.naee.search import allocate
+from moesaic.methods.slim.choice import (
+    Shape,
+    candidates,
+    choose,
+    highest,
+    losses,
+    neurons_of,
+    padded,
+    share_lost,
+    shared_neurons,
+)
+from moesaic.methods.slim.config import SlimConfig
+from moesaic.methods.slim.curvature import Curvature, curvatures
+from moesaic.methods.slim.widths import width_for
+from moesaic.plan import Plan
+from moesaic.record import LayerRecord
+from moesaic.stream.job import Finished, Job
+from moesaic.stream.neurons import NeuronStats, observe_neurons
+from moesaic.stream.stream import Site
+
+RESULT = "result"
+"""The name of what was asked for, beside its comparisons."""
+WIDTHS = 12
+"""The most widths of a layer that ``spread`` tries."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A layer's experts, as many and as wide as they may become."""
+
+    count: int
+    width: int
+    shared: int = 0
+    """Neurons of the shared path that stay."""
+    room: int = 0
+    """Places for them; what is left over holds zeros. 0 where the path is left alone."""
+    dense: bool = False
+    """It is a dense FFN, seen as one expert."""
+
+    def key(self, name: str) -> str:
+        """The name under which a layer of this size is kept."""
+        return f"{name}-{self.count}x{self.width}"
+
+
+class Slimmer(Method[SlimConfig, Arch]):
+    """Takes neurons out of every expert, or of every dense FFN."""
+
+    kind = "slimmed"
+
+    def find(self, config: Config) -> Arch:
+        """The architecture of a dense model or of a mixture, the latter converted or not.
+
+        Raises:
+            MoesaicError: it is unknown, or a dense model that was carved.
+        """
+        base = config.model_type.removeprefix(PREFIX)
+        if base != config.model_type and base in dense_architectures():
+            raise MoesaicError(f"{config.model_type} was carved already: slim the original.")
+        return base_arch(config)
+
+    # --- sizes -----------------------------------------------------------------------------------
+
+    def sizes(self, job: Job[Arch]) -> tuple[dict[int, list[Size]], int]:
+        """The sizes that each layer may get, and what their widths are a multiple of.
+
+        Raises:
+            MoesaicError: the request cannot be met.
+        """
+        config = self.config
+        views = {i: job.arch.view(job.layers[i]) for i in _layers(job)}
+        if not any(job.base.experts) and (config.experts != "all" or config.shared is not None):
+            option = "experts" if config.experts != "all" else "shared"
+            raise MoesaicError(
+                f"{job.arch.model_type} is dense: it has no {option}. Leave {option} out; keep is "
+                "the share of each FFN's neurons that stays."
+            )
+        found: dict[int, list[Size]] = {}
+        steps = set()
+        for i, view in views.items():
+            budget = config.keep * view.count * view.width
+            options = []
+            for count in self._counts(job, i, view.count, view.width):
+                try:
+                    target = budget / count
+                    width, step = width_for(view.width, target, config.multiple, "keep")
+                except MoesaicError:
+                    if config.experts == "auto":
+                        continue
+                    raise
+                options.append(Size(count, width))
+                steps.add(step)
+            if not options:
+                raise MoesaicError(
+                    f"experts auto: no number of experts meets keep {config.keep:g} with multiple "
+                    f"{config.multiple}. Another keep or multiple would."
+                )
+            if config.spread == "sensitivity":
+                stride = config.multiple or min(steps)
+                widths = self._widths(view.width, options[0].width, stride)
+                options = [Size(view.count, width) for width in widths]
+            found[i] = [self._with_shared(job.arch, view, size) for size in options]
+        return found, min(steps)
+
+    def _counts(self, job: Job[Arch], layer: int, count: int, width: int) -> list[int]:
+        """The numbers of experts that a layer may keep."""
+        config, arch = self.config, job.arch
+        if config.experts == "all" or not isinstance(arch, MoEArch):
+            return [count]
+        top_k = arch.mixture(job.layers[layer]).top_k
+        least = least_experts(arch, top_k, job.shape.config)
+        groups = arch.group_count(job.shape.config)
+        full = -(-config.keep * count // 1)  # so many whole experts are the budget
+        least = max(least, int(full) + -int(full) % groups)
+        if config.count is None:
+            return list(candidates(least, count, groups))
+        if not least <= config.count <= count or config.count % groups:
+            raise MoesaicError(
+                f"experts {config.count} is out of reach: layer {layer} has {count} experts of "
+                f"{width} neurons, and keep {config.keep:g} needs at least {least}"
+                + (f", a multiple of {groups} router groups." if groups > 1 else ".")
+            )
+        return [config.count]
+
+    def _widths(self, width: int, middle: int, step: int) -> list[int]:
+        """The widths that a layer may get where they differ, about evenly spread."""
+        stride = step * max(1, round(width * 0.75 / WIDTHS / step))
+        below = range(middle, max(step, width // 4) - 1, -stride)
+        return sorted({*below, *range(middle, width + 1, stride)})
+
+    def _with_shared(self, arch: Arch, view: Any, size: Size) -> Size:
+        """The size with what becomes of the shared path."""
+        if not isinstance(arch, MoEArch):
+            return replace(size, dense=True)
+        config, whole = self.config, view.shared_width
+        if not whole:
+            return size
+        shared = whole
+        if config.shared is not None:
+            shared, _ = width_for(whole, config.shared * whole, config.multiple, "shared")
+        native = config.spread == "uniform"
+        room = arch.shared_room(shared, size.width) if native else shared
+        alone = shared == room == whole and (arch.shared_size or not native)
+        return size if alone else replace(size, shared=shared, room=room)
+
+    # --- one layer -------------------------------------------------------------------------------
+
+    def decide(
+        self, stats: NeuronStats, curvature: Curvature | None, layer: int, size: Size, groups: int
+    ) -> tuple[LayerPlan, JSON]:
+        """The neurons of a layer that stay.
+
+        Args:
+            stats: what was observed of it.
+            curvature: of its neurons, where the score needs gradients.
+            layer: its number.
+            size: the experts that stay, and their width.
+            groups: router groups, which lose equally many experts.
+
+        Returns:
+            the plan, and ``calls``, and of scores that look at tokens ``relative_loss``: the share
+            of all squared scores that goes.
+        """
+        config, score = self.config, self.config.chosen
+        seed = config.seed * 10_007 + layer
+        neurons = neurons_of(stats, curvature.routed_EM if curvature else None, seed)
+        kept, neurons_NW = choose(score.score(neurons), size.count, size.width, groups)
+        analysis: JSON = {}
+        if score.observes:
+            lost = share_lost(score, neurons, kept, neurons_NW)
+            analysis = {"relative_loss": lost, "calls": stats.calls_E.tolist()}
+        before = stats.energy_EM.shape[1]
+        if size.dense:
+            return NarrowedLayer(neurons_NW[0], before), analysis
+        shared_S: Tensor | None = None
+        if size.room:
+            beside = shared_neurons(stats, curvature.shared_S if curvature else None, seed + 1)
+            order_1S = highest(score.score(beside)[None], size.shared)
+            shared_S = padded(order_1S[0], size.room)
+        return SlimmedLayer(kept, neurons_NW, before, shared_S=shared_S), analysis
+
+    # --- a model ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run(self, job: Job[Arch]) -> Decision:
+        """Observe the layers once, and decide.
+
+        Raises:
+            MoesaicError: the request cannot be met.
+        """
+        config, args = self.config, job.args
+        compare, stats_path = args.compare, args.calibration.stats
+        slimmers = {n: Slimmer(replace(config, score=n)) for n in compare if config.compared(n)}
+        slimmers[RESULT] = self
+        scores = [slimmer.config.chosen for slimmer in slimmers.values()]
+        sizes, step = self.sizes(job)
+        reads = config.refit or config.measures or any(score.gradients for score in scores)
+        blind = not reads and not any(score.observes for score in scores)
+        if config.propagate and compare:
+            raise MoesaicError("propagate follows one result: nothing can be compared beside it.")
+        file = self._file(job, scores) if stats_path else None
+        if file is not None and not reads:
+            fingerprint = str(file.header["calibration"])
+        else:
+            fingerprint = "" if blind else job.tokens.fingerprint
+        finished = job.finished(
+            {
+                "config": asdict(config),
+                "compare": list(compare),
+                "stats": stats_path,
+                "calibration": fingerprint,
+            }
+        )
+        groups = job.arch.group_count(job.shape.config) if isinstance(job.arch, MoEArch) else 1
+        missing = [
+            i
+            for i, options in sizes.items()
+            if any((size.key(n), i) not in finished for n in slimmers for size in options)
+        ]
+        curved: Mapping[int, Curvature] = {}
+        if missing and any(score.gradients for score in scores):
+            curved = curvatures(job, list(sizes))
+
+        def decide(i: int, stats: NeuronStats, site: Site[Any] | None) -> None:
+            for name, slimmer in slimmers.items():
+                made = [slimmer.decide(stats, curved.get(i), i, size, groups) for size in sizes[i]]
+                if config.measures:
+                    assert site is not None
+                    exact = losses(site, [_shape(layer) for layer, _ in made])
+                    for (_, analysis), loss in zip(made, exact, strict=True):
+                        analysis["relative_loss"] = loss
+                for size, (layer, analysis) in zip(sizes[i], made, strict=True):
+                    finished.add(size.key(name), i, layer, analysis)
+
+        if file is not None:
+            for i in args.track(missing, "Deciding layers", len(sizes)):
+                decide(i, file.layer(i).neurons, None)
+        elif missing:
+            share = NO_TEXT if blind else job.tokens if config.measures else job.share[0]
+            stream = job.stream(list(sizes), job.arch.view, share)
+            for site in args.track(stream, "Slimming layers", len(sizes)):
+                if site.index in missing:
+                    stats = observe_neurons(site)
+                    if not config.measures and not blind:
+                        stats = NeuronStats.merged(gathered(stats))
+                    decide(site.index, stats, site)
+        chosen = {name: self._chosen(name, sizes, finished) for name in slimmers}
+        plans = {
+            name: Plan(
+                config.name,
+                job.base,
+                {i: finished[size.key(name), i][0] for i, size in chosen[name].items()},
+                asdict(slimmer.config),
+                fingerprint,
+            )
+            for name, slimmer in slimmers.items()
+        }
+        analyses = {i: finished[s.key(RESULT), i][1] for i, s in chosen[RESULT].items()}
+        if config.refit:
+            plans, found = recover(job, plans, finished, propagate=config.propagate)
+            analyses = {i: {**seen, "refit": found[i]} for i, seen in analyses.items()}
+        summary: JSON = {"multiple": step, "loss": self._loss_in_words()}
+        if config.experts == "auto":
+            summary["tried"] = self._tried(sizes, finished)
+        return Decision(plans.pop(RESULT), analyses, plans, summary)
+
+    def _file(self, job: Job[Arch], scores: Sequence[Any]) -> Any:
+        """The statistics that were observed before.
+
+        Raises:
+            MoesaicError: they cannot serve this request.
+        """
+        if not isinstance(job.arch, MoEArch):
+            raise MoesaicError("stats are of mixtures; a dense model is observed as it is slimmed.")
+        if self.config.measures:
+            raise MoesaicError(
+                "experts auto and spread sensitivity measure losses on tokens: they need the "
+                "model, and cannot decide from stats."
+            )
+        if any(score.gradients for score in scores):
+            raise MoesaicError("stats hold no gradients: a score that needs them needs the model.")
+        mixture = cast("Job[MoEArch]", job)
+        return from_file(mixture, job.args.calibration.stats, needs_gram=False)
+
+    def _chosen(
+        self, name: str, sizes: Mapping[int, list[Size]], finished: Finished
+    ) -> dict[int, Size]:
+        """The size that each layer gets."""
+        config = self.config
+        if config.spread == "sensitivity":
+            curves = {
+                i: {s.count * s.width: _loss(finished, s.key(name), i) for s in options}
+                for i, options in sizes.items()
+            }
+            whole = sum(o[0].count * _before(finished, o[0].key(name), i) for i, o in sizes.items())
+            spent = allocate(curves, round(config.keep * whole))
+            by_cost = {i: {s.count * s.width: s for s in options} for i, options in sizes.items()}
+            return {i: by_cost[i][cost] for i, cost in spent.items()}
+        if config.experts != "auto":
+            return {i: options[0] for i, options in sizes.items()}
+        totals = self._tried(sizes, finished, name)
+        best = min(totals, key=lambda count: totals[count])
+        return {i: next(s for s in o if str(s.count) == best) for i, o in sizes.items()}
+
+    def _tried(
+        self, sizes: Mapping[int, list[Size]], finished: Finished, name: str = RESULT
+    ) -> dict[str, float]:
+        """By number of experts that every layer can keep, the summed squared loss of all layers."""
+        every = set.intersection(*({s.count for s in options} for options in sizes.values()))
+        return {
+            str(count): sum(
+                _loss(finished, s.key(name), i) ** 2
+                for i, options in sizes.items()
+                for s in options
+                if s.count == count
+            )
+            for count in sorted(every, reverse=True)
+        }
+
+    def _loss_in_words(self) -> str:
+        if self.config.measures:
+            return "the change of the experts’ output, relative to it"
+        if not self.config.chosen.observes:
+            return ""
+        return f"the share of {self.config.chosen.title}, squared, that went with the neurons"
+
+    # --- words -----------------------------------------------------------------------------------
+
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+        assert decision.plan is not None
+        changed = [layer for layer in layers if layer.index in decision.plan.layers]
+        stay = span([layer.shape["neurons"] for layer in changed])
+        before = span([layer.shape["of"] for layer in changed])
+        mixture = any(layer.experts for layer in changed)
+        each = " an expert" if mixture else " a layer"
+        comma = "," if self.config.beyond else ""
+        title = f"slimmed{credited(self.config, 'by')}{comma} to {stay} of {before} neurons{each}"
+        by = self.config.chosen.title
+        by += " on calibration text" if self.config.chosen.observes else ""
+        where = "each routed expert" if mixture else "each feed-forward network"
+        told = f"{stay} of {before} neurons of {where} stay, chosen by {by}."
+        fewer = [layer for layer in changed if "kept" in layer.shape]
+        if fewer:
+            kept = span([len(layer.shape["kept"]) for layer in fewer])
+            were = span([layer.shape["before"] for layer in fewer])
+            told += f" {kept} of {were} experts stay."
+        if self.config.refit:
+            told += " The down projections were then refitted."
+        return Told(title, told)
+
+
+def _layers(job: Job[Arch]) -> list[int]:
+    """The layers that are slimmed: those that route, or all of a dense model.
+
+    Raises:
+        MoesaicError: there is none.
+    """
+    if not any(job.base.experts):
+        return list(range(len(job.base.widths)))
+    found = sorted(job.base.routed)
+    if not found:
+        raise MoesaicError("No layer of this model routes.")
+    return found
+
+
+def _shape(layer: LayerPlan) -> Shape:
+    """The experts of a decided layer, and their neurons."""
+    if isinstance(layer, NarrowedLayer):
+        return torch.zeros(1, dtype=torch.int64), layer.order_W[None]
+    assert isinstance(layer, SlimmedLayer)
+    return layer.kept_E, layer.neurons_EW
+
+
+def _loss(finished: Finished, key: str, layer: int) -> float:
+    loss: float = finished[key, layer][1]["relative_loss"]
+    return loss
+
+
+def _before(finished: Finished, key: str, layer: int) -> int:
+    """The neurons that each expert of a decided layer had."""
+    before: int = finished[key, layer][0].header()["before"]
+    return before

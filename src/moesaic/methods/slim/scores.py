@@ -1,0 +1,129 @@
+"""Scores: how much a neuron counts. One entry each; torch-free to import.
+
+========  =============================================================================
+w_t h_tj  input of the down projection at neuron j, times the combine weight of its expert
+d_j       column j of the down projection
+g_t       gradient of the loss at the layer's output, for token t
+========  =============================================================================
+
+Within an expert the neurons of the highest score stay; squares of scores add up, so that an
+expert's own score is the root of their sum over the neurons that it would keep.
+
+Another package adds a score by an entry point in the group ``moesaic.scores`` that names a
+:class:`Score`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moesaic.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Neurons:
+    """The neurons of a layer's experts (E, M), or of its shared path (S,)."""
+
+    energy: Tensor
+    """float64: sum of (w_t h_tj)^2."""
+    reach: Tensor
+    """float64: ||d_j||."""
+    size: Tensor
+    """float64: norm of all of a neuron's weights."""
+    curvature: Tensor | None
+    """float64: mean of (g_t . d_j)^2 over the tokens that the expert runs; None where no gradient
+    was asked for."""
+    seed: int
+    """Of random choice; another one for every layer."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A way to decide which neurons stay."""
+
+    name: str
+    """What ``score`` calls it."""
+    title: str
+    """As titles write it: ``slimmed by energy``."""
+    help: str
+    """What it measures, in a few words."""
+    score: Callable[[Neurons], Tensor]
+    """Each neuron's score, in the shape of its neurons."""
+    paper: str = ""
+    """Authors, title and place; empty where it is of no paper that we know."""
+    observes: bool = True
+    """It looks at tokens."""
+    gradients: bool = False
+    """It needs the gradients of the loss, layer by layer."""
+
+
+def _random(neurons: Neurons) -> Tensor:
+    import torch
+
+    generator = torch.Generator().manual_seed(neurons.seed)
+    return torch.rand(neurons.size.shape, dtype=torch.float64, generator=generator)
+
+
+def _heapr(neurons: Neurons) -> Tensor:
+    assert neurons.curvature is not None
+    return (neurons.energy * neurons.curvature / 2).sqrt()
+
+
+OWN = (
+    Score(
+        "energy",
+        "energy",
+        "sqrt(sum of (w h_j)^2) times ||d_j||",
+        lambda neurons: neurons.energy.sqrt() * neurons.reach,
+        'Xu et al., "CAMERA: Multi-Matrix Joint Compression for MoE Models via Micro-Expert '
+        'Redundancy Analysis" (AAAI 2026)',
+    ),
+    Score(
+        "heapr",
+        "HEAPr",
+        "second-order loss: half the sum of (w h_j)^2 times the mean of (g . d_j)^2",
+        _heapr,
+        'Li et al., "HEAPr: Hessian-based Efficient Atomic Expert Pruning in Output Space" '
+        "(ICLR 2026)",
+        gradients=True,
+    ),
+    Score(
+        "magnitude",
+        "magnitude",
+        "without data: norm of a neuron's weights",
+        lambda neurons: neurons.size,
+        observes=False,
+    ),
+    Score("random", "random choice", "a seeded draw", _random, observes=False),
+)
+"""Ours, in the order in which they are listed. A new one is an entry here."""
+
+
+class _Scores(Registry[Score]):
+    """Our scores are at hand; those of other packages are imported when they are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__("moesaic.scores", dict.fromkeys((s.name for s in OWN), __name__))
+        self._loaded.update({s.name: s for s in OWN})
+
+
+SCORES: Registry[Score] = _Scores()
+"""The scores by name."""
+
+
+class Compared(Mapping[str, str]):
+    """A comparison with each score in words; read when it is asked for."""
+
+    def __getitem__(self, name: str) -> str:
+        return f"slimming by {SCORES[name].title}"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SCORES)
+
+    def __len__(self) -> int:
+        return len(SCORES)

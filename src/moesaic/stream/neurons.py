@@ -1,0 +1,118 @@
+"""Statistics of single neurons: how much each writes into the residual stream.
+
+A neuron is a row of gate and up and a column of down together; a dense FFN is one expert that
+every token runs.
+
+Shape suffixes: T tokens, E experts, M neurons of one, S neurons of the shared path, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from moesaic.arch.dense import DenseFFN
+from moesaic.arch.mixture import MoEFFN
+from moesaic.stream.stream import Site
+
+
+@dataclass
+class NeuronStats:
+    """One layer's neurons, on the CPU. The sums are over tokens, the sizes are of weights."""
+
+    tokens: int
+    calls_E: Tensor
+    """int64: tokens routed to each expert."""
+    energy_EM: Tensor
+    """float64: sum of (w_t h_tj)^2."""
+    reach_EM: Tensor
+    """float64: ||W_down[:, j]||."""
+    size_EM: Tensor
+    """float64: norm of all of a neuron's weights."""
+    shared_energy_S: Tensor
+    """float64: the same of the shared path's neurons; empty without one."""
+    shared_reach_S: Tensor
+    shared_size_S: Tensor
+
+    def merge(self, other: NeuronStats) -> NeuronStats:
+        """The statistics of both token sets together."""
+        summed = ("tokens", "calls_E", "energy_EM", "shared_energy_S")
+        merged = {
+            of.name: getattr(self, of.name) + (getattr(other, of.name) if of.name in summed else 0)
+            for of in fields(self)
+        }
+        return NeuronStats(**merged)
+
+    @classmethod
+    def merged(cls, parts: Iterable[NeuronStats]) -> NeuronStats:
+        """The statistics of several token sets together."""
+        return reduce(cls.merge, parts)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields by name, the number of tokens as a tensor of one."""
+        named = {of.name: getattr(self, of.name) for of in fields(self)}
+        return {n: torch.tensor(t) if n == "tokens" else t.contiguous() for n, t in named.items()}
+
+    @classmethod
+    def of_tensors(cls, tensors: dict[str, Tensor]) -> NeuronStats:
+        """The inverse of :meth:`tensors`."""
+        rest = {name: tensor for name, tensor in tensors.items() if name != "tokens"}
+        return cls(tokens=int(tensors["tokens"]), **rest)
+
+
+def norms(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Of each neuron the norm of its down column, and of all its weights (M,), float64.
+
+    Args:
+        weights: rows of neurons (M, D), any number of them, then down (D, M).
+
+    >>> up, down = torch.tensor([[3.0], [0.0]]), torch.tensor([[4.0, 2.0]])
+    >>> [t.tolist() for t in norms([up, down])]
+    [[4.0, 2.0], [5.0, 2.0]]
+    """
+    *rows, down = weights
+    reach_M = down.double().square().sum(0)
+    size_M = reach_M + sum(w.double().square().sum(1) for w in rows)
+    return reach_M.sqrt().cpu(), size_M.sqrt().cpu()
+
+
+def square_sums(h_NM: Tensor) -> Tensor:
+    """Sums of squares over tokens, (N, M) to (M,), float64 on the CPU."""
+    return h_NM.square().sum(0, dtype=torch.float64).cpu()
+
+
+def weight_stats(view: DenseFFN | MoEFFN) -> NeuronStats:
+    """The statistics of no tokens: sizes of weights, and sums that are zero."""
+    pairs = [norms(view.weights_of(i)) for i in range(view.count)]
+    reach_EM, size_EM = (torch.stack(column) for column in zip(*pairs, strict=True))
+    none, ffn = torch.zeros(0, dtype=torch.float64), view.shared_ffn
+    shared = (none, none) if ffn is None else norms(ffn.weights_of(0))
+    return NeuronStats(
+        tokens=0,
+        calls_E=torch.zeros(view.count, dtype=torch.int64),
+        energy_EM=torch.zeros_like(reach_EM),
+        reach_EM=reach_EM,
+        size_EM=size_EM,
+        shared_energy_S=torch.zeros_like(shared[0]),
+        shared_reach_S=shared[0],
+        shared_size_S=shared[1],
+    )
+
+
+@torch.no_grad()
+def observe_neurons(site: Site[DenseFFN | MoEFFN] | Site[DenseFFN] | Site[MoEFFN]) -> NeuronStats:
+    """Run a site's tokens through its router and the experts that they run, once."""
+    stats = weight_stats(site.view)
+    for x_TD in site.inputs():
+        stats.tokens += len(x_TD)
+        for i, rows, h_NM in site.view.weighted(x_TD):
+            stats.calls_E[i] += len(rows)
+            stats.energy_EM[i] += square_sums(h_NM)
+        h_TS = site.view.shared_weighted(x_TD)
+        if h_TS is not None:
+            stats.shared_energy_S += square_sums(h_TS)
+    return stats
