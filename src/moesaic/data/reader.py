@@ -393,7 +393,7 @@ def _data_set(source: TextSource, use: Use) -> Rows:
     if source.sliced:
         start, stop = source.rows(count)
         taken = replace(taken, start=start, stop=stop)
-    elif not apart:
+    elif not apart and (held_out or split == _default(splits)):
         spared = HELD_OUT if not count else min(HELD_OUT, max(1, count // 20))
         if held_out:
             taken = replace(taken, stop=spared, held_out=True)
@@ -419,13 +419,19 @@ def chosen_split(source: TextSource, splits: Sequence[str], use: Use) -> tuple[s
     measured = [name for name in MEASURED if name in splits]
     if use == "evaluation" and measured and len(splits) > 1:
         return measured[0], False
-    if "train" in splits or len(splits) == 1:
-        split = "train" if "train" in splits else splits[0]
+    split = _default(splits)
+    if split:
         return split, use == "evaluation" and not source.sliced
     example = str(replace(source, split=splits[0]))
     raise MoesaicError(
         f"{source} has no split named train, but {listed}: name one, such as {example}."
     )
+
+
+def _default(splits: Sequence[str]) -> str:
+    """The split to train on where none is named; empty where that is not clear."""
+    only = splits[0] if len(splits) == 1 else ""
+    return "train" if "train" in splits else only
 
 
 def _size(source: TextSource, info: Any) -> float:

@@ -142,9 +142,7 @@ def spelled(value: Any) -> str:
 
 
 def _parsed(text: str, weight: float = 1.0) -> TextSource:
-    parts = [text] if Path(text).exists() else text.split(":")
-    if len(parts) > 4:
-        raise MoesaicError(f"{text!r} has more parts than name:config:data_dir:split.")
+    parts = [text] if Path(text).exists() else text.split(":", 3)
     name, config, data_dir, split = [*parts, "", "", ""][:4]
     return TextSource(name, config, data_dir, split, weight)
 

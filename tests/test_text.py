@@ -1,0 +1,595 @@
+"""The one reader of text: rows as the papers read them, splits that never meet, order, masks.
+
+S6 to S10 and C9 name the rows of the list of defects that these tests close.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import tiny_model, whole_plan
+from safetensors.torch import save_file
+
+import moesaic
+from moesaic.arch.dense import dense_arch
+from moesaic.config import Calibration, RunArgs
+from moesaic.data import reader
+from moesaic.data.packing import PackedText
+from moesaic.data.reader import check_apart, open_rows
+from moesaic.data.rows import ALPACA, ALPACA_INPUT, asked, text_of
+from moesaic.data.source import TextSource, text_sources
+from moesaic.data.text import (
+    IGNORED,
+    Tokens,
+    calibration_tokens,
+    evaluation_tokens,
+    load_texts,
+)
+from moesaic.data.training import training_text
+from moesaic.errors import MoesaicError
+from moesaic.metrics.measure import evaluate
+from moesaic.metrics.perplexity import perplexity
+from moesaic.recipe import check_run, load_recipe, parse_recipe
+from moesaic.surgery import apply_plan
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def rows_file(path: Path, rows: Sequence[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def numbered(start: int, stop: int) -> list[dict[str, str]]:
+    return [{"text": f"{i}"} for i in range(start, stop)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Makes a folder that datasets loads as it loads one of the hub: files by split."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bar()
+
+    def make(name: str = "set", **splits: Sequence[Any]) -> str:
+        for file, rows in splits.items():
+            rows_file(tmp_path / name / f"{file.replace('_', '-')}.jsonl", rows)
+        return str(tmp_path / name)
+
+    return make
+
+
+@pytest.fixture(params=["at hand", "streamed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Data sets are read whole, or streamed as large ones are."""
+    if request.param == "streamed":
+        monkeypatch.setattr(reader, "AT_HAND", 0)
+    return str(request.param)
+
+
+def read(spec: str, use: Any) -> set[str]:
+    return set(load_texts(spec, use))
+
+
+# --- S6: rows ------------------------------------------------------------------------------------
+
+PAPERS_ROWS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "MetaMathQA": (
+        {"query": "1+1?", "response": "The answer is: 2", "type": "GSM", "original_question": "?"},
+        ALPACA.format("1+1?"),
+        "The answer is: 2",
+    ),
+    "MMLU": (
+        {"question": "Which?", "choices": ["a", "b", "c", "d"], "answer": 2, "subject": "x"},
+        "Which?\nA. a\nB. b\nC. c\nD. d\nAnswer:",
+        " C",
+    ),
+    "MATH": (
+        {"problem": "Find x.", "solution": "x = 2", "level": "Level 1", "type": "Algebra"},
+        "Find x.",
+        " x = 2",
+    ),
+    "GSM8K": (
+        {"question": "How many?", "answer": "Two. #### 2"},
+        "Question: How many?\nAnswer:",
+        " Two. #### 2",
+    ),
+    "Code Alpaca": (
+        {"instruction": "Sort.", "input": "3 1", "output": "1 3"},
+        ALPACA_INPUT.format("Sort.", "3 1"),
+        "1 3",
+    ),
+    "Alpaca": (
+        {
+            "instruction": "Say.",
+            "input": "",
+            "output": "Yes",
+            "text": ALPACA.format("Say.") + "Yes",
+        },
+        ALPACA.format("Say."),
+        "Yes",
+    ),
+    "commonsense170k": (
+        {"instruction": "True?", "input": "", "output": "the answer is true", "answer": "true"},
+        ALPACA.format("True?"),
+        "the answer is true",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAPERS_ROWS)
+def test_rows_of_the_papers_sets_are_read_as_they_use_them(name: str, tokenizer: Any) -> None:
+    """S6: training sees the prompt and learns the answer; distillation learns the whole text."""
+    row, prompt, answer = PAPERS_ROWS[name]
+    pair = asked(row)
+    assert pair is not None
+    assert (pair.prompt, pair.answer) == (prompt, answer)
+    assert text_of(row) == prompt + answer
+    (example,) = training_text([row], tokenizer, 1000, answers=True)
+    labels = [i for i in example["labels"] if i != IGNORED]
+    end = tokenizer.eos_token
+    assert tokenizer.decode(example["input_ids"]) == f"{prompt}{answer}{end}"
+    assert tokenizer.decode(labels) == f"{answer}{end}"
+    ids = tokenizer(prompt + answer)["input_ids"]
+    (whole,) = training_text([row], tokenizer, len(ids))
+    assert whole == {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"context": "c", "question": "q", "answer": "a"},
+        {"question": "q"},
+        {"title": "t", "label": 1},
+        {"instruction": "i", "output": "o", "tests": "t"},
+        3,
+    ],
+)
+def test_unknown_columns_are_named_and_never_guessed(row: Any, tokenizer: Any) -> None:
+    """S6: bdfe050 joined all columns that it knew by name and dropped the others."""
+    columns = ", ".join(row) if isinstance(row, dict) else "int"
+    for answers in (True, False):
+        with pytest.raises(MoesaicError, match=f"columns {columns} are not known; known: text"):
+            training_text([row], tokenizer, 8, answers=answers)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "q", "choices": ["a"], "answer": 3},
+        {"question": "q", "choices": ["a"], "answer": -1},
+        {"question": None, "choices": ["a"], "answer": 0},
+        {"instruction": 3, "output": "o"},
+    ],
+)
+def test_rows_with_the_right_columns_and_the_wrong_values(row: Any) -> None:
+    with pytest.raises(MoesaicError):
+        asked(row)
+
+
+def test_letters_are_answers_too() -> None:
+    row = {"question": "q", "choices": ["a", "b"], "answer": "B"}
+    assert text_of(row) == "q\nA. a\nB. b\nAnswer: B"
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def test_names_of_text() -> None:
+    assert text_sources("allenai/c4:en") == (TextSource("allenai/c4", "en"),)
+    assert text_sources("a/b::python:train[10%:]") == (
+        TextSource("a/b", "", "python", "train[10%:]"),
+    )
+    mix = text_sources("a/b:c=2,code=1")
+    assert mix == (TextSource("a/b", "c", weight=2.0), TextSource("code", weight=1.0))
+    given = [{"name": "a/b", "data_dir": "x:y", "weight": 3}, {"name": "prose"}]
+    assert text_sources(json.dumps(given)) == (
+        TextSource("a/b", data_dir="x:y", weight=3.0),
+        TextSource("prose"),
+    )
+    assert str(TextSource("a", data_dir="x")) == "a::x"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "a=0",
+        "=1",
+        "a=1,a=2",
+        "a:b:c:d:e",
+        "a:::train[x:]",
+        '{"names": "a"}',
+        '{"name": "a", "weight": -1}',
+        '{"name": "a", "split": 3}',
+        "[]",
+        "[3",
+    ],
+)
+def test_names_that_are_none(spec: str) -> None:
+    with pytest.raises(MoesaicError):
+        text_sources(spec)
+
+
+def test_a_recipe_may_give_text_as_a_mapping(tmp_path: Path) -> None:
+    """S10: data_dir and split can be named."""
+    text = (
+        f"model: tiny-dense\nout: {tmp_path}/out\nsteps:\n"
+        "- carve: {method: dsmoe, data: [{name: a/b, data_dir: python, weight: 2}, {name: code}]}\n"
+        "calibration: {source: {name: a/b, config: en, split: 'train[:50%]'}}\n"
+        "evaluation: {data: {name: a/b, config: en, split: 'train[50%:]'}}\n"
+    )
+    recipe = parse_recipe(text)
+    assert text_sources(recipe.calibration.source) == (
+        TextSource("a/b", "en", split="train[:50%]"),
+    )
+    assert [s.weight for s in text_sources(recipe.steps[0].data)] == [2.0, 1.0]  # type: ignore[attr-defined]
+    assert parse_recipe(recipe.to_yaml()) == recipe
+    with pytest.raises(MoesaicError, match="known: name, config, data_dir, split, weight"):
+        parse_recipe(text.replace("config: en", "subset: en"))
+
+
+# --- S7: no row in two uses ----------------------------------------------------------------------
+
+
+def test_a_set_with_a_test_split_is_measured_on_it(folder: Any, way: str) -> None:
+    name = folder(train=numbered(0, 50), validation=numbered(50, 60), test=numbered(60, 70))
+    assert read(name, "calibration") == {f"{i}" for i in range(50)}
+    assert read(name, "evaluation") == {f"{i}" for i in range(60, 70)}
+    assert read(f"{name}:::validation", "evaluation") == {f"{i}" for i in range(50, 60)}
+    assert read(f"{name}:::train[10:20]", "evaluation") == {f"{i}" for i in range(10, 20)}
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_only_split_gives_up_rows_for_measuring(folder: Any, way: str, split: str) -> None:
+    """S7: bdfe050 measured on the rows that training began with."""
+    name = folder(**{split: numbered(0, 200)})
+    held = reader.HELD_OUT if way == "streamed" else 10
+    if way == "streamed":  # the number of rows is not known there
+        name = folder("large", **{split: numbered(0, held + 200)})
+    trained, measured = read(name, "calibration"), read(name, "evaluation")
+    assert measured == {f"{i}" for i in range(held)}
+    assert len(trained) == (200 if way == "streamed" else 190)
+    assert not trained & measured
+    assert read(f"{name}:::{split}", "calibration") == trained
+    taken = open_rows(TextSource(name), "evaluation").taken
+    assert taken.as_json() == {
+        "source": name,
+        "split": split,
+        "rows": [0, held],
+        "held_out": True,
+    }
+
+
+def test_shards_of_a_stream_hold_rows_out_too(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "AT_HAND", 0)
+    monkeypatch.setattr(reader, "HELD_OUT", 5)
+    shards = {f"train-0000{i}-of-00003": numbered(20 * i, 20 * i + 20) for i in range(3)}
+    name = folder(**shards)
+    measured = read(name, "evaluation")
+    assert len(measured) == 5
+    rows = open_rows(TextSource(name), "calibration")
+    for order in (iter(rows), rows.shuffled("0")):
+        assert sorted(int(text_of(row)) for row in order) == sorted(
+            set(range(60)) - {int(text) for text in measured}
+        )
+
+
+def test_splits_are_never_guessed(folder: Any) -> None:
+    name = folder(one=numbered(0, 5), other=numbered(5, 9))
+    files = "".join(f"  - {{split: {n}, path: {n}.jsonl}}\n" for n in ("one", "other"))
+    card = f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n"
+    (Path(name) / "README.md").write_text(card)
+    with pytest.raises(MoesaicError, match=r"no split named train, but .*: name one, such as"):
+        read(name, "calibration")
+    with pytest.raises(MoesaicError, match="no split 'test'; known: "):
+        read(f"{name}:::test", "evaluation")
+    assert read(f"{name}:::other", "calibration") == {f"{i}" for i in range(5, 9)}
+
+
+def test_text_that_is_trained_on_is_not_measured_on(folder: Any, tmp_path: Path) -> None:
+    """S7: files, named splits and slices that meet are refused before anything runs."""
+    file = str(rows_file(tmp_path / "a.jsonl", numbered(0, 40)))
+    other = str(rows_file(tmp_path / "b.jsonl", numbered(0, 40)))
+    name = folder(train=numbered(0, 50), test=numbered(50, 60))
+    for used, measured in (
+        (file, file),
+        (f"{other}=1,{file}=1", file),
+        (file, f"{other}=1,{file}:::[3:4]=1"),
+        (f"{file}:::[:50%]", f"{file}:::[49%:]"),
+        (name, f"{name}:::train"),
+        (f"{name}:::test", name),
+    ):
+        with pytest.raises(MoesaicError, match="are calibrated or trained on too"):
+            check_apart([used], measured)
+    for used, measured in (
+        (file, other),
+        (f"{file}:::[:50%]", f"{file}:::[50%:]"),
+        (name, name),
+        (f"{name}:::train[:10]", f"{name}:::train[10:]"),
+        ("", ""),
+        ("code", "code"),
+    ):
+        check_apart([used], measured)
+    text = (
+        f"model: tiny-dense\nout: {tmp_path}/out\nsteps:\n"
+        f"- carve: {{method: dsmoe, data: '{file}'}}\nevaluation: {{data: '{file}'}}\n"
+    )
+    with pytest.raises(MoesaicError, match="are calibrated or trained on too"):
+        check_run(parse_recipe(text))
+
+
+def test_no_recipe_measures_what_it_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S7: as far as it can be seen without the hub: what has no split of its own is held out."""
+    splits = {"Salesforce/wikitext": ["test", "train", "validation"], "allenai/c4": ["train"]}
+    opened = []
+
+    def taken(source: TextSource, use: Any) -> Any:
+        opened.append(source.name)
+        names = splits.get(source.name, ["train"])
+        split, held_out = reader.chosen_split(source, names, use)
+        start, stop = (0, 5000) if held_out else (5000 if len(names) == 1 else 0, None)
+        return reader.Held([], reader.Taken(str(source), split, start, stop, held_out))
+
+    monkeypatch.setattr(reader, "open_rows", taken)
+    for path in sorted(RECIPES.glob("*.yaml")):
+        recipe = load_recipe(path)
+        if recipe.evaluation is not None:
+            check_apart(recipe.texts, recipe.evaluation.data)
+    assert "HuggingFaceTB/cosmopedia" in opened
+
+
+def test_a_mix_is_measured_source_by_source(tokenizer: Any, tmp_path: Path) -> None:
+    """S7: bdfe050 looked for a data set of that name."""
+    model = tiny_model("llama")
+    mix = evaluation_tokens("prose=3,code=1", tokenizer, 16, 640)
+    alone = {
+        "prose": evaluation_tokens("prose", tokenizer, 16, 480),
+        "code": evaluation_tokens("code", tokenizer, 16, 160),
+    }
+    assert torch.equal(mix.input_ids, torch.cat([t.input_ids for t in alone.values()]))
+    together = perplexity(model, mix)
+    logs = 0.0
+    for name, tokens in alone.items():
+        found = perplexity(model, tokens)
+        assert together.sources[name] == pytest.approx((found.perplexity, found.tokens))
+        logs += math.log(found.perplexity) * found.tokens
+    assert together.perplexity == pytest.approx(math.exp(logs / together.tokens))
+    figures = evaluate(
+        model, data="prose=3,code=1", tokenizer=tokenizer, length=16, max_tokens=640
+    ).as_json()
+    assert figures["sources"]["code"]["tokens"] == 150
+    assert [o.as_json() for o in mix.origins] == [
+        {"source": "prose", "windows": 30},
+        {"source": "code", "windows": 10},
+    ]
+
+
+# --- S8: mixes and whole sets for all verbs ------------------------------------------------------
+
+
+def test_more_than_ten_thousand_rows_are_read(folder: Any, way: str, tokenizer: Any) -> None:
+    """S8: bdfe050 stopped at 10,000 rows in silence."""
+    name = folder(train=numbered(0, 10_500), test=numbered(0, 1))
+    assert len(load_texts(name, "calibration")) == 10_500
+    rows = open_rows(TextSource(name), "calibration")
+    assert len({text_of(row) for row in rows.shuffled("0")}) == 10_500
+    whole = training_text(name, tokenizer, 8)
+    assert isinstance(whole, list)
+    assert "10498" in tokenizer.decode([i for e in whole[-3:] for i in e["input_ids"]])
+
+
+def test_tomoe_trains_on_a_mix(tokenizer: Any, tmp_path: Path) -> None:
+    """S8: its paper's setting, equal parts of three texts, prompts included."""
+    code = [{"instruction": "Sort it.", "input": "3 1", "output": "1 3"}] * 40
+    file = rows_file(tmp_path / "code.jsonl", code)
+    config = moesaic.ToMoEConfig(steps=2, length=24, experts=2, attention="none", active=0.9)
+    result = moesaic.carve(
+        tiny_model("llama"),
+        config,
+        calibration=f"prose=1,{file}=1,reference=1",
+        tokenizer=tokenizer,
+        samples=6,
+        length=16,
+    )
+    assert len(result.summary["training"]["losses"]) == 2
+    with pytest.raises(MoesaicError, match="which has no end: say how many steps"):
+        training_text("prose=1,code=1", tokenizer, 16)
+
+
+def test_calibration_draws_from_a_mix_of_rows(tokenizer: Any, tmp_path: Path) -> None:
+    file = rows_file(tmp_path / "a.jsonl", [PAPERS_ROWS["GSM8K"][0]] * 50)
+    tokens = calibration_tokens(f"{file}=1,code=1", tokenizer, 8, 16)
+    assert [origin.windows for origin in tokens.origins] == [4, 4]
+    assert "Two" in tokenizer.decode(tokens.input_ids[:4].flatten())
+
+
+def test_a_large_source_is_drawn_from_all_over(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = rows_file(tmp_path / "a.jsonl", [{"text": f"{i:05d} " * 8} for i in range(2000)])
+    everything = calibration_tokens(str(file), tokenizer, 20, 16)
+    monkeypatch.setattr(moesaic.data.text, "POOL", 20_000)
+    drawn = calibration_tokens(str(file), tokenizer, 20, 16)
+    again = calibration_tokens(str(file), tokenizer, 20, 16)
+    assert torch.equal(drawn.input_ids, again.input_ids)
+    assert not torch.equal(drawn.input_ids, everything.input_ids)
+    numbers = [int(n) for n in tokenizer.decode(drawn.input_ids.flatten()).split() if len(n) == 5]
+    assert min(numbers) < 400
+    assert max(numbers) > 1600
+
+
+# --- documents and masks -------------------------------------------------------------------------
+
+
+def test_documents_are_windows_of_their_own(tokenizer: Any) -> None:
+    texts = ["one two three", "a much longer document that is cut at some point", "x"]
+    tokens = calibration_tokens(texts, tokenizer, 3, 8, documents=True)
+    assert tokens.input_ids.shape == (3, 8)
+    assert tokens.attention_mask is not None
+    found = [
+        tokenizer.decode(ids[mask])
+        for ids, mask in zip(tokens.input_ids, tokens.attention_mask, strict=True)
+    ]
+    assert sorted(map(len, found))[0] == 1
+    assert all(any(text.startswith(part) for text in texts) for part in found)
+    assert len(set(found)) == 3
+    with pytest.raises(MoesaicError, match="has 3 documents"):
+        calibration_tokens(texts, tokenizer, 4, 8, documents=True)
+    args = RunArgs.of(tiny_model("llama"), calibration=texts, tokenizer=tokenizer, documents=True)
+    assert args.calibration == Calibration(documents=True)
+
+
+def test_padding_is_neither_seen_nor_scored_nor_counted(padded: Tokens) -> None:
+    """S9: bdfe050 fed and scored it. On either side of the text, and for routing as well."""
+    model = tiny_model("llama")
+    arch = dense_arch(model.config)
+    apply_plan(model, arch, whole_plan(model, arch, top_k=1))
+    assert padded.attention_mask is not None
+    logs, scored, counts = 0.0, 0, 0
+    for ids, mask in zip(padded.input_ids, padded.attention_mask, strict=True):
+        one = perplexity(model, Tokens(ids[mask][None]))
+        logs += math.log(one.perplexity) * one.tokens
+        scored += one.tokens
+        counts = counts + torch.tensor([r.counts for r in one.routing.values()])
+    found = perplexity(model, padded)
+    assert found.tokens == scored == padded.count - 6
+    assert found.perplexity == pytest.approx(math.exp(logs / scored), rel=1e-5)
+    assert torch.equal(torch.tensor([r.counts for r in found.routing.values()]), counts)
+    assert all(r.tokens == padded.count for r in found.routing.values())
+    left = Tokens(padded.input_ids.flip(1), padded.attention_mask.flip(1))
+    assert perplexity(model, left).tokens == scored
+    nothing = Tokens(padded.input_ids[:, :1])
+    with pytest.raises(MoesaicError, match="no token behind another"):
+        perplexity(model, nothing)
+
+
+def test_options_hold_for_token_files(tmp_path: Path) -> None:
+    """S9: bdfe050 ignored --samples, --length and --max-tokens there."""
+    ids = torch.arange(60).view(6, 10)
+    mask = torch.ones(6, 10, dtype=torch.bool)
+    mask[0, 3:] = False
+    file = str(tmp_path / "ids.safetensors")
+    save_file({"input_ids": ids, "attention_mask": mask}, file)
+    none: Any = None
+    assert torch.equal(calibration_tokens(file, none).input_ids, ids)
+    some = calibration_tokens(file, none, samples=2, length=4, seed=3)
+    assert some.input_ids.shape == (2, 4)
+    assert torch.equal(some.input_ids, calibration_tokens(file, none, 2, 4, 3).input_ids)
+    cut = evaluation_tokens(file, none, length=4)
+    assert cut.input_ids[0].tolist() == [0, 1, 2, 3]
+    assert cut.input_ids[1].tolist() == [10, 11, 12, 13], "a window of padding is left out"
+    assert len(cut.input_ids) == 11
+    assert torch.equal(evaluation_tokens(file, none).input_ids, ids)
+    assert len(evaluation_tokens(file, none, max_tokens=23).input_ids) == 3, "3 + 10 + 10 tokens"
+    assert len(evaluation_tokens(file, none, max_tokens=22).input_ids) == 2
+    with pytest.raises(MoesaicError, match="windows of 10 tokens; pass length=10"):
+        evaluation_tokens(file, none, length=11)
+    with pytest.raises(MoesaicError, match="samples 7: .* fills 6 windows"):
+        calibration_tokens(file, none, samples=7)
+    save_file({"input_ids": ids, "attention_mask": mask[:, :3].contiguous()}, file)
+    with pytest.raises(MoesaicError, match="attention_mask must have the shape"):
+        calibration_tokens(file, none)
+
+
+# --- S10: order ----------------------------------------------------------------------------------
+
+
+def numbers_of(stream: PackedText, tokenizer: Any, count: int) -> list[int]:
+    ids = [i for window in islice(stream, count) for i in window["input_ids"]]
+    parts = tokenizer.decode(ids).split(tokenizer.eos_token)[1:-1]
+    return [int(part) for part in parts if part.strip().isdigit()]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "streamed"])
+def test_a_sorted_source_does_not_come_out_sorted(
+    kind: str, folder: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S10: bdfe050 shuffled within 1,000 windows, so the first came from the start."""
+    total = 12_000
+    if kind == "file":
+        name = str(rows_file(tmp_path / "a.jsonl", numbered(0, total)))
+    else:
+        shards = {
+            f"train-0000{i}-of-00008": numbered(i * total // 8, (i + 1) * total // 8)
+            for i in range(8)
+        }
+        name = folder(**shards, test=numbered(0, 1))
+    if kind == "streamed":
+        monkeypatch.setattr(reader, "AT_HAND", 0)
+        monkeypatch.setattr(reader, "BUFFER", 100)
+    stream = PackedText(name, tokenizer, 16, seed=0, buffer=10)
+    seen = numbers_of(stream, tokenizer, 300)
+    assert len(seen) > 500
+    halves = [sum(n < total / 2 for n in part) / len(part) for part in (seen[:250], seen[-250:])]
+    assert all(0.3 < share < 0.7 for share in halves)
+    assert numbers_of(stream, tokenizer, 300) == seen, "a run that continues reads the same again"
+    other = PackedText(name, tokenizer, 16, seed=1, buffer=10)
+    assert numbers_of(other, tokenizer, 300) != seen
+
+
+def test_every_row_comes_once_a_pass(tokenizer: Any, tmp_path: Path) -> None:
+    name = str(rows_file(tmp_path / "a.jsonl", numbered(100, 140)))
+    rows = open_rows(TextSource(name), "calibration")
+    first, second = ([text_of(r) for r in rows.shuffled(seed)] for seed in ("0", "1"))
+    assert sorted(first) == sorted(second) == [f"{i}" for i in range(100, 140)]
+    assert first != second
+
+
+def test_a_long_document_is_shuffled_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "PIECE", 50)
+    text = "".join(f"line {i}\n" for i in range(100))
+    (tmp_path / "a.txt").write_text(text)
+    rows = open_rows(TextSource(str(tmp_path / "a.txt")), "calibration")
+    pieces = [text_of(row) for row in rows.shuffled("0")]
+    assert all(piece.startswith("line") and len(piece) <= 50 for piece in pieces)
+    assert sorted("".join(pieces).splitlines()) == sorted(text.splitlines())
+    assert "".join(pieces) != text
+
+
+def test_data_dir_names_a_part_of_a_set(folder: Any, tmp_path: Path) -> None:
+    """S10."""
+    folder("many/python", train=numbered(0, 5), test=numbered(5, 6))
+    folder("many/rust", train=numbered(10, 15), test=numbered(15, 16))
+    assert read(f"{tmp_path}/many::rust", "calibration") == {f"{i}" for i in range(10, 15)}
+
+
+def test_a_stream_of_answers_learns_answers_alone(tokenizer: Any, tmp_path: Path) -> None:
+    row, _, answer = PAPERS_ROWS["GSM8K"]
+    file = rows_file(tmp_path / "a.jsonl", [row] * 5)
+    stream = training_text(f"{file}=1,prose=1", tokenizer, 64, steps=5, answers=True)
+    told = set()
+    for example in islice(stream, 60):
+        labels = [i for i in example["labels"] if i != IGNORED]
+        if len(labels) < len(example["labels"]):
+            told.add(tokenizer.decode(labels))
+    assert told == {f"{answer}{tokenizer.eos_token}"}
+
+
+def test_a_source_of_empty_rows_does_not_hang(tokenizer: Any, tmp_path: Path) -> None:
+    file = rows_file(tmp_path / "a.jsonl", [{"text": ""}] * 3)
+    with pytest.raises(MoesaicError, match="has no text in it"):
+        next(iter(PackedText(str(file), tokenizer, 8)))
+
+
+# --- C9: eval ------------------------------------------------------------------------------------
+
+
+def test_eval_takes_16384_tokens_and_says_so(command: Any, llama_folder: Path) -> None:
+    """C9: bdfe050 took all of the text."""
+    code, out, _ = command("eval", llama_folder, "--json")
+    assert code == 0
+    figures = json.loads(out)
+    assert figures["max_tokens"] == 16_384
+    assert 15_000 < figures["tokens"] <= 16_384
+    _, out, _ = command("eval", llama_folder, "--max-tokens", 512)
+    assert "at most 512 tokens" in " ".join(out.split())
