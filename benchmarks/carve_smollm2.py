@@ -18,6 +18,7 @@ from pathlib import Path
 
 import moesaic
 from moesaic import Evaluation, Recipe
+from moesaic.data.reader import shipped_texts
 
 TOKENS = 8192
 PLAIN = """

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,10 @@ def sweep(model: Any, tokens: Tokens, held_out: Tokens, variants: list[str]) -> 
         found[name] = []
         plan = result.plan
         assert plan is not None
-        builders = {**result.builders, str(count): partial(result.build, plan)}
+        builders: dict[str, Callable[[], Any]] = {
+            **result.builders,
+            str(count): partial(result.build, plan),
+        }
         for n, build in builders.items():
             trial = build()
             row = {
