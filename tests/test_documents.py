@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -121,7 +122,9 @@ def test_commands_are_understood(given: list[str], monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_wrong_commands_are_found(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Exception, match=r"(?i)no such|nobody|there is no|missing (argument|parameter)"):
+    with pytest.raises(
+        Exception, match=r"(?i)no such|nobody|there is no|missing (argument|parameter)"
+    ):
         read(shlex.split(line), monkeypatch)
 
 
@@ -222,6 +225,24 @@ def test_every_method_has_a_table(option_tables: Any) -> None:
     }
     ours = {name for name, config in METHODS.items() if config.__module__.startswith("moesaic.")}
     assert ours <= known, f"no table of options in docs/ of {', '.join(sorted(ours - known))}"
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def test_tomoe_is_told_by_all_its_runs() -> None:
+    """A table never shows the best of several runs."""
+    plain, changed = (
+        json.loads((ROOT / f"benchmarks/{name}.json").read_text("utf-8"))
+        for name in ("tomoe_tiny_dense", "tomoe_ablations")
+    )
+    runs = [run["scores"]["tomoe"]["perplexity"] for run in plain["runs"]]
+    rows = {name: row["perplexity"] for name, row in changed["rows"].items()}
+    runs += [rows[name] for name in ("default", "seed=1", "seed=2") if name in rows]
+    told = f"{mean(runs):.2f} ± {stdev(runs):.2f} | {len(runs)} |"
+    page = (ROOT / "docs/tomoe.md").read_text("utf-8")
+    assert told in page
+    assert f"of its 16 rows {' and '.join(f'`{name}`' for name in rows)} were run" in page
 
 
 # --- scripts -------------------------------------------------------------------------------------
