@@ -19,7 +19,7 @@ from moesaic.cli import bars
 from moesaic.config import Evaluation, about, option
 from moesaic.data.reader import shipped_texts
 from moesaic.foreign import Figures
-from moesaic.methods import METHODS, VERBS
+from moesaic.methods import METHODS, VERBS, methods_of
 
 QUICK = ("--samples", "12", "--length", "32", "--layers", "all")
 SMALL = ("--calibration", "prose", "--samples", "6", "--length", "24")
@@ -160,7 +160,7 @@ AT_ONCE = [
     (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: best"),
     (["carve", "MODEL", "OUT", "--compare", "nothing"], "--compare 'nothing'"),
     (["carve", "MODEL", "OUT", "--samples", "0"], "--samples 0 must be at least 1"),
-    (["carve", "MODEL", "OUT", "--max-tokens", "1"], "--max-tokens 1 must be at least 2"),
+    (["carve", "MODEL", "OUT", "--max-tokens", "-1"], "--max-tokens -1 must be at least 0"),
     (["carve", "MODEL", "OUT", "--dtype", "int3"], "--dtype 'int3'"),
     (["carve", "MODEL", "OUT", "--device", "warp"], "--device 'warp'"),
     (["carve", "MODEL", "OUT", "--active", "x"], "--active"),
@@ -360,9 +360,11 @@ def test_defaults_stand_in_the_configs_alone(command, monkeypatch, tmp_path):
     monkeypatch.setattr(pipeline, "run_recipe", lambda recipe, **_: asked.append(recipe))
     for key in METHODS:
         verb, _, method = key.partition(".")
-        needed = ["--keep", "6"] if verb == "prune" else []
-        named = ["--method", method] if verb == "carve" else []
-        command(verb, "smollm2", tmp_path / "out", *needed, *named)
+        given = ["--method", method] if len(methods_of(verb)) > 1 else []
+        for of in fields(METHODS[key]):
+            given += [f"--{of.name}", of.default] if about(of).required else []
+        said = command(verb, "smollm2", tmp_path / "out", *given)
+        assert asked, said
         recipe = asked.pop()
         assert recipe.steps == (METHODS[key](),)
         assert recipe.evaluation == Evaluation()
