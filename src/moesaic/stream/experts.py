@@ -131,11 +131,21 @@ def packed(gram_SEE: Tensor) -> Tensor:
 
 def unpacked(gram_SP: Tensor, experts: int) -> Tensor:
     """The symmetric matrices again (S, E, E), float64."""
+    places_EE = packed_places(experts).to(gram_SP.device)
+    return gram_SP.index_select(1, places_EE.flatten()).view(-1, experts, experts).double()
+
+
+def packed_places(experts: int) -> Tensor:
+    """Where the entries of a matrix are when it is packed (E, E).
+
+    >>> packed_places(2).tolist()
+    [[0, 1], [1, 2]]
+    """
     i, j = torch.triu_indices(experts, experts)
-    gram_SEE = gram_SP.new_zeros(len(gram_SP), experts, experts, dtype=torch.float64)
-    gram_SEE[:, i, j] = gram_SP.double()
-    gram_SEE[:, j, i] = gram_SP.double()
-    return gram_SEE
+    places_EE = torch.zeros(experts, experts, dtype=torch.int64)
+    places_EE[i, j] = torch.arange(len(i))
+    places_EE[j, i] = places_EE[i, j]
+    return places_EE
 
 
 def sample_share(tokens: int, experts: int, limit_bytes: int) -> float:

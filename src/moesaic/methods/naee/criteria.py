@@ -49,6 +49,8 @@ class Case:
     layer: int
     """Its number."""
     config: Options
+    device: str = "cpu"
+    """Where to search."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ def _pairwise(case: Case) -> tuple[Losses, float]:
 def _reconstruction(case: Case) -> tuple[Losses, float]:
     from moesaic.methods.naee.reconstruction import output_norm, reconstruction_losses
 
-    losses = reconstruction_losses(case.stats, case.routing, case.config.sum_batch_norms)
+    device = "cpu" if case.device.startswith("mps") else case.device  # which has no float64
+    losses = reconstruction_losses(case.stats, case.routing, case.config.sum_batch_norms, device)
     return losses, output_norm(case.stats, case.routing)
 
 

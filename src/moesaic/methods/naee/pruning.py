@@ -14,6 +14,8 @@ Where we depart from the paper or its code, and how to have theirs:
   exact loss. Where both run (n <= 16) the gap is reported.
 - w' is what will be deployed: the architecture's own router over the experts that stay. Where it
   does not normalise, the softmax over fewer experts inflates the weights, and that counts.
+- A set that differs in one expert from a known one is scored by the tokens that it moves
+  (:mod:`moesaic.methods.naee.rerouting`), to the same loss.
 - Gram matrices are kept for as many tokens, evenly spread, as fit ``gram_mb`` a layer.
 """
 
@@ -168,7 +170,7 @@ class Pruner(Method[PruneConfig, MoEArch]):
 
         def decide(i: int, seen: ExpertStats) -> None:
             for name, pruner in pruners.items():
-                case = Case(seen, routing_of(job, i, seen), i, pruner.config)
+                case = Case(seen, routing_of(job, i, seen), i, pruner.config, job.device)
                 for size, (layer, analysis) in pruner.decide(case, sizes[i], groups).items():
                     if blind and file is None:
                         del analysis["calls"]  # of no text

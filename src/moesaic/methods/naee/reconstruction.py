@@ -19,12 +19,15 @@ so a set costs its routing and a small quadratic form: exact, and no layer is ru
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
-from moesaic.methods.naee.search import Losses
+from moesaic.methods.naee.rerouting import Rerouting, law_of
+from moesaic.methods.naee.search import Neighbours
 from moesaic.stream.experts import ExpertStats, unpacked
 
 ELEMENTS = 1 << 22
@@ -42,41 +45,100 @@ def squared_errors(diff_SCE: Tensor, gram_SEE: Tensor) -> Tensor:
     return ((diff_SCE @ gram_SEE) * diff_SCE).sum(-1)
 
 
-def reconstruction_losses(
-    stats: ExpertStats, routing: RoutingFunction, sum_batch_norms: bool = False
-) -> Losses:
-    """||F'(x, C) - F(x)||_F of Eq. 3 for many sets at once, (C, E) to (C,), float64.
+class Reconstruction(Neighbours):
+    """||F'(x, C) - F(x)||_F of Eq. 3 for sets of experts, (C, E) to (C,), float64.
 
-    Tokens go through in blocks, so that memory is bounded whatever their number. With cross terms
-    (progressive pruning) the target is the original model's output, F(x) + delta.
+    Tokens go through in blocks, so that memory is bounded whatever their number. Of sets that
+    differ in one expert only the tokens that it moves are looked at, where the router allows it
+    (:mod:`moesaic.methods.naee.rerouting`). With cross terms (progressive pruning) the target is
+    the original model's output, F(x) + delta.
+
+    Args:
+        stats: the layer's statistics.
+        routing: its routing function.
+        sum_batch_norms: sum the norms of batches, as the released code does.
+        device: where to compute.
 
     Raises:
         MoesaicError: the statistics hold no Gram matrix.
     """
-    if not stats.sampled_T.any():
-        raise MoesaicError("No token's Gram matrix was kept: reconstruction needs more gram_mb.")
-    logits_SE = stats.logits_TE[stats.sampled_T]
-    w_SE = routing.weights(logits_SE).double()
-    batches, batch_S = stats.batch_T[stats.sampled_T].unique(return_inverse=True)
-    rows = max(1, ELEMENTS // stats.experts**2)
 
-    def losses(kept_CE: Tensor) -> Tensor:
-        squared_CB = torch.zeros(len(kept_CE), len(batches), dtype=torch.float64)
-        for block in torch.arange(len(w_SE)).split(rows):
-            gram_SEE = unpacked(stats.gram_SP[block], stats.experts)
+    def __init__(
+        self,
+        stats: ExpertStats,
+        routing: RoutingFunction,
+        sum_batch_norms: bool = False,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        if not stats.sampled_T.any():
+            raise MoesaicError(
+                "No token's Gram matrix was kept: reconstruction needs more gram_mb."
+            )
+        self.stats, self.routing = stats, routing
+        self.sum_batch_norms = sum_batch_norms
+        self.device = torch.device(device)
+        self.logits_SE = stats.logits_TE[stats.sampled_T].to(self.device)
+        self.w_SE = routing.weights(self.logits_SE).double()
+        batches, batch_S = stats.batch_T[stats.sampled_T].unique(return_inverse=True)
+        self.batch_S, self.batches = batch_S.to(self.device), len(batches)
+
+    @cached_property
+    def rerouting(self) -> Rerouting | None:
+        """Neighbouring sets by the tokens that move; None where the router has no such law."""
+        law = law_of(self.routing, self.logits_SE)
+        if law is None:
+            return None
+        return Rerouting(self.stats, self.routing, law, self.batch_S, self.device)
+
+    def __call__(self, kept_CE: Tensor) -> Tensor:
+        stats, kept_CE = self.stats, kept_CE.to(self.device)
+        squared_CB = torch.zeros(
+            len(kept_CE), self.batches, dtype=torch.float64, device=self.device
+        )
+        rows = max(1, ELEMENTS // stats.experts**2)
+        for block in torch.arange(len(self.w_SE)).split(rows):
+            gram_SEE = unpacked(stats.gram_SP[block].to(self.device), stats.experts)
             sets = max(1, ELEMENTS // (len(block) * stats.experts))
-            for at in torch.arange(len(kept_CE)).split(sets):
-                diff_SCE = weights_for(routing, logits_SE[block], kept_CE[at]) - w_SE[block, None]
+            batch_S = self.batch_S[block.to(self.device)]
+            logits_SE, w_S1E = (
+                x[block.to(self.device)] for x in (self.logits_SE, self.w_SE[:, None])
+            )
+            for at in torch.arange(len(kept_CE), device=self.device).split(sets):
+                diff_SCE = weights_for(self.routing, logits_SE, kept_CE[at]) - w_S1E
                 error_SC = squared_errors(diff_SCE, gram_SEE)
                 if len(stats.delta_S):
-                    cross_SC = (diff_SCE @ stats.cross_SE[block].unsqueeze(-1)).squeeze(-1)
-                    error_SC = error_SC - 2 * cross_SC + stats.delta_S[block, None]
-                into = torch.zeros(len(at), len(batches), dtype=torch.float64)
-                squared_CB[at] += into.index_add_(1, batch_S[block], error_SC.T.contiguous())
-        squared_CB = squared_CB.clamp(min=0)
-        return squared_CB.sqrt().sum(1) if sum_batch_norms else squared_CB.sum(1).sqrt()
+                    cross_SE, delta_S = (
+                        x[block].to(self.device) for x in (stats.cross_SE, stats.delta_S)
+                    )
+                    cross_SC = (diff_SCE @ cross_SE.unsqueeze(-1)).squeeze(-1)
+                    error_SC = error_SC - 2 * cross_SC + delta_S[:, None]
+                into = torch.zeros_like(squared_CB[at])
+                squared_CB[at] += into.index_add_(1, batch_S, error_SC.T.contiguous())
+        return self._roots(squared_CB)
 
-    return losses
+    def without(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
+        if self.rerouting is None:
+            return super().without(kept_E, candidates)
+        return self._roots(self.rerouting.without(kept_E, candidates))
+
+    def having(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
+        if self.rerouting is None:
+            return super().having(kept_E, candidates)
+        return self._roots(self.rerouting.having(kept_E, candidates))
+
+    def _roots(self, squared_CB: Tensor) -> Tensor:
+        squared_CB = squared_CB.clamp(min=0)
+        return squared_CB.sqrt().sum(1) if self.sum_batch_norms else squared_CB.sum(1).sqrt()
+
+
+def reconstruction_losses(
+    stats: ExpertStats,
+    routing: RoutingFunction,
+    sum_batch_norms: bool = False,
+    device: str | torch.device = "cpu",
+) -> Neighbours:
+    """The losses of :class:`Reconstruction`."""
+    return Reconstruction(stats, routing, sum_batch_norms, device)
 
 
 def weights_for(routing: RoutingFunction, logits_SE: Tensor, kept_CE: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ lose equally many.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, combinations, islice, product
@@ -16,6 +17,40 @@ import torch
 from torch import Tensor
 
 Losses = Callable[[Tensor], Tensor]
+
+ENOUGH = 1e-7
+"""The share by which a swap must make a set better: more than float32 weights are rounded by."""
+
+
+class Neighbours(ABC):
+    """Losses of sets, of which those that differ in one expert may be had for less."""
+
+    @abstractmethod
+    def __call__(self, kept_CE: Tensor) -> Tensor:
+        """The losses of any sets: (C, E) to (C,)."""
+
+    def without(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
+        """The losses of the sets that lose one candidate more (C,)."""
+        return self(without_each(kept_E, candidates))
+
+    def having(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
+        """The losses of the sets that one candidate comes back to (C,)."""
+        return self(with_each(kept_E, candidates))
+
+
+class _Each(Neighbours):
+    """Every set is scored for itself."""
+
+    def __init__(self, losses: Losses) -> None:
+        self._losses = losses
+
+    def __call__(self, kept_CE: Tensor) -> Tensor:
+        return self._losses(kept_CE)
+
+
+def neighbours(losses: Losses) -> Neighbours:
+    """Losses that can be asked for neighbours of a set."""
+    return losses if isinstance(losses, Neighbours) else _Each(losses)
 
 
 @dataclass(frozen=True)
@@ -74,17 +109,25 @@ def without_each(kept_E: Tensor, candidates: Tensor) -> Tensor:
     return kept_CE
 
 
+def with_each(kept_E: Tensor, candidates: Tensor) -> Tensor:
+    """The sets that one candidate comes back to (C, E)."""
+    kept_CE = kept_E.repeat(len(candidates), 1)
+    kept_CE[torch.arange(len(candidates)), candidates] = True
+    return kept_CE
+
+
 def greedy(losses: Losses, kept_E: Tensor, keep: int, groups: int = 1) -> Found:
     """Take out the expert whose loss hurts least, again and again."""
     kept_E, evaluated, loss = kept_E.clone(), 0, 0.0
+    near = neighbours(losses)
     size = len(kept_E) // groups
     while int(kept_E.sum()) > keep:
         surplus_G = kept_E.view(groups, size).sum(1) > keep // groups
         candidates = (kept_E & surplus_G.repeat_interleave(size)).nonzero().flatten()
-        trial_CE = without_each(kept_E, candidates)
-        loss_C = losses(trial_CE).double().cpu().numpy()
-        evaluated += len(trial_CE)
-        kept_E, loss = trial_CE[int(loss_C.argmin())], float(loss_C.min())
+        loss_C = near.without(kept_E, candidates).double().cpu().numpy()
+        evaluated += len(candidates)
+        kept_E, loss = kept_E.clone(), float(loss_C.min())
+        kept_E[candidates[int(loss_C.argmin())]] = False
     if not evaluated:
         loss, evaluated = float(losses(kept_E[None])[0]), 1
     return Found(kept_E, loss, "greedy", evaluated)
@@ -93,26 +136,27 @@ def greedy(losses: Losses, kept_E: Tensor, keep: int, groups: int = 1) -> Found:
 def refined(losses: Losses, found: Found, groups: int = 1, rounds: int = 64) -> Found:
     """Put one expert back and take another out, as long as that makes it better."""
     kept_E, loss, evaluated = found.kept_E, found.loss, found.evaluated
+    near = neighbours(losses)
     group_E = torch.arange(len(kept_E)) // (len(kept_E) // groups)
     for _ in range(rounds):
         gone = (~kept_E).nonzero().flatten()
         if not len(gone) or not kept_E.any():
             break
-        back_CE = kept_E.repeat(len(gone), 1)
-        back_CE[torch.arange(len(gone)), gone] = True
-        order = losses(back_CE).double().argsort(stable=True).cpu()
+        back_CE = with_each(kept_E, gone)
+        order = near.having(kept_E, gone).double().cpu().argsort(stable=True)
         evaluated += len(gone)
         for c in order.tolist():
             others = (kept_E & (group_E == group_E[gone[c]])).nonzero().flatten()
-            trial_CE = without_each(back_CE[c], others)
-            loss_C = losses(trial_CE).double().cpu().numpy()
-            evaluated += len(trial_CE)
-            if loss_C.min() < loss * (1 - 1e-9):
-                kept_E, loss = trial_CE[int(loss_C.argmin())], float(loss_C.min())
+            loss_C = near.without(back_CE[c], others).double().cpu().numpy()
+            evaluated += len(others)
+            if loss_C.min() < loss * (1 - ENOUGH):
+                kept_E, loss = back_CE[c].clone(), float(loss_C.min())
+                kept_E[others[int(loss_C.argmin())]] = False
                 break
         else:
             break
-    return Found(kept_E, loss, "greedy+swap", evaluated)
+    exact = float(losses(kept_E[None])[0])  # neighbours are rounded otherwise
+    return Found(kept_E, exact, "greedy+swap", evaluated)
 
 
 def best_scores(score_E: Tensor, keep: int, groups: int = 1) -> Tensor:

@@ -1,0 +1,165 @@
+"""The search for experts that stay: the same choices as by scoring every set, for far less."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import faraway
+import pytest
+import torch
+from builders import tiny_moe
+from torch import Tensor
+
+from moesaic.arch.mixture import moe_arch
+from moesaic.data.text import Tokens
+from moesaic.methods.naee.reconstruction import Reconstruction
+from moesaic.methods.naee.rerouting import Law, law_of
+from moesaic.methods.naee.search import Neighbours, _Each, greedy, refined
+from moesaic.stream.experts import ExpertStats, observe_experts
+from moesaic.stream.stream import LayerStream
+
+LAWS = {
+    "mixtral": Law.STAY,
+    "qwen2_moe": Law.GROW,
+    "qwen3_moe": Law.STAY,
+    "olmoe": Law.GROW,
+    "deepseek_v2": None,  # groups
+    "deepseek_v3": None,
+    "glm4_moe": Law.STAY,
+    "ernie4_5_moe": None,  # a bias added to a softmax
+    "granitemoe": Law.STAY,
+    "granitemoeshared": Law.STAY,
+    "gpt_oss": Law.STAY,
+    "phimoe": None,  # experts near the best count, chosen or not
+}
+FAST = [name for name, law in LAWS.items() if law is not None]
+
+
+def observed(
+    model_type: str, experts: int = 12, top_k: int = 3, length: int = 48, follow: bool = False
+) -> tuple[ExpertStats, Any]:
+    """The statistics of the last layer, and its routing function."""
+    model = tiny_moe(model_type, experts=experts, top_k=2 if model_type == "phimoe" else top_k)
+    arch = moe_arch(model.config)
+    ids = torch.randint(1, 384, (6, length), generator=torch.Generator().manual_seed(1))
+    stream = LayerStream(
+        model,
+        arch,
+        Tokens(ids),
+        arch.moe_layers(model),
+        view=arch.mixture,
+        tokens_per_batch=2 * length,
+        follow=follow,
+    )
+    found = None
+    for site in stream:
+        found = observe_experts(site), site.view.routing
+        if follow:  # so that the next layer has something to make good
+            allowed_E = torch.ones(experts, dtype=torch.bool)
+            allowed_E[::4] = False
+            site.change = site.view.restricted(allowed_E)
+    assert found is not None
+    return found
+
+
+def every(experts: int) -> Tensor:
+    return torch.ones(experts, dtype=torch.bool)
+
+
+def best(losses: Neighbours, experts: int, keep: int) -> Any:
+    return refined(losses, greedy(losses, every(experts), keep))
+
+
+def test_the_law_of_every_router(moe_type: str) -> None:
+    stats, routing = observed(moe_type)
+    assert law_of(routing, stats.logits_TE) is LAWS[moe_type]
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
+def test_groups_that_are_all_open_are_none(model_type: str) -> None:
+    model = tiny_moe(model_type, experts=12, top_k=3, n_group=1, topk_group=1, topk_method="greedy")
+    arch = moe_arch(model.config)
+    routing = arch.mixture(arch.layers(model)[1]).routing
+    logits = torch.randn(400, 12, generator=torch.Generator().manual_seed(2))
+    assert law_of(routing, logits) is (Law.GROW if model_type == "deepseek_v2" else Law.STAY)
+
+
+@pytest.mark.parametrize("norms", [False, True], ids=["one norm", "norms of batches"])
+@pytest.mark.parametrize("follow", [False, True], ids=["own target", "original target"])
+@pytest.mark.parametrize("model_type", FAST)
+def test_neighbours_have_the_losses_of_their_sets(
+    model_type: str, follow: bool, norms: bool
+) -> None:
+    """Along a walk of sets, one expert out or in at a time."""
+    stats, routing = observed(model_type, follow=follow)
+    assert bool(len(stats.delta_S)) is follow
+    losses = Reconstruction(stats, routing, sum_batch_norms=norms)
+    slow = _Each(losses)
+    generator = torch.Generator().manual_seed(3)
+    kept_E = every(12)
+    for _ in range(25):
+        here, gone = kept_E.nonzero().flatten(), (~kept_E).nonzero().flatten()
+        if len(here) > 3:
+            expected = slow.without(kept_E, here)
+            assert torch.allclose(losses.without(kept_E, here), expected, rtol=1e-6, atol=1e-6)
+        if len(gone):
+            expected = slow.having(kept_E, gone)
+            assert torch.allclose(losses.having(kept_E, gone), expected, rtol=1e-6, atol=1e-6)
+        out = len(gone) == 0 or (len(here) > 3 and torch.rand(1, generator=generator) < 0.6)
+        choice = here if out else gone
+        at = choice[torch.randint(len(choice), (1,), generator=generator)]
+        kept_E = kept_E.clone()
+        kept_E[at] = not out
+
+
+@pytest.mark.parametrize("keep", [3, 6])
+def test_the_search_decides_as_it_does_over_every_set(moe_type: str, keep: int) -> None:
+    stats, routing = observed(moe_type)
+    losses = Reconstruction(stats, routing)
+    ours, theirs = best(losses, 12, keep), best(_Each(losses), 12, keep)
+    assert ours.kept_E.tolist() == theirs.kept_E.tolist()
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-12)
+    assert ours.evaluated == theirs.evaluated
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "olmoe"])
+def test_a_token_is_routed_again_only_when_it_is_moved(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 -> 32 of top-8: by far fewer rows than sets times tokens, which is what it cost before."""
+    stats, routing = observed(model_type, experts=64, top_k=8)
+    rows = [0]
+    choose = routing.choose
+
+    def counted(logits_NE: Tensor, allowed_NE: Tensor | None = None) -> Any:
+        rows[0] += len(logits_NE)
+        return choose(logits_NE, allowed_NE)
+
+    monkeypatch.setattr(routing, "choose", counted)
+    losses = Reconstruction(stats, routing)
+    found = best(losses, 64, 32)
+    assert rows[0] < 0.05 * found.evaluated * stats.tokens
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "glm4_moe", "qwen2_moe"])
+def test_logits_that_are_equal(model_type: str) -> None:
+    """bfloat16 routers give equal logits; the loss that is told is that of the set all the same."""
+    stats, routing = observed(model_type)
+    stats.logits_TE = (stats.logits_TE * 4).round() / 4
+    losses = Reconstruction(stats, routing)
+    assert losses.rerouting is not None, "equal logits are no other law"
+    ours, theirs = best(losses, 12, 6), best(_Each(losses), 12, 6)
+    assert ours.loss == losses(ours.kept_E[None]).item()
+    assert ours.loss <= theirs.loss * 1.05
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
+def test_the_search_runs_on_the_device_that_was_named(model_type: str) -> None:
+    stats, routing = observed(model_type)
+    here = best(Reconstruction(stats, routing), 12, 6)
+    with faraway.device():
+        losses = Reconstruction(stats, routing, device=faraway.FAR)
+        there = best(losses, 12, 6)
+        assert isinstance(losses.without(every(12), torch.arange(12)), faraway.Faraway)
+    assert there.kept_E.tolist() == here.kept_E.tolist()
+    assert there.loss == pytest.approx(here.loss)
