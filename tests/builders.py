@@ -27,6 +27,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.carved import CarvedLayer
 from moesaic.layers.condensed import CondensedLayer
+from moesaic.nn.channels import set_mode
 from moesaic.plan import Plan
 from moesaic.surgery import apply_plan, base_shape
 
@@ -257,8 +258,9 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @torch.no_grad()
 def logits(model: nn.Module, tokens: Any) -> Tensor:
-    """The logits (N, T, V) of a model that is loaded."""
-    found: Tensor = model(tokens.input_ids).logits
+    """The logits (N, T, V) of a model that is loaded, every token as at decoding."""
+    with set_mode(model, "always"):
+        found: Tensor = model(tokens.input_ids).logits
     return found
 
 

@@ -22,11 +22,11 @@ from moesaic.errors import MoesaicError
 from moesaic.methods import METHODS, VERBS, implementation
 from moesaic.plan import Plan
 
-QUICK: dict[str, Any] = {"steps": 3, "batch": 2, "lr": 1e-2, "save_every": 1}
+QUICK: dict[str, Any] = {"steps": 3, "batch": 2, "lr": 1e-2, "save_every": 1, "length": 32}
 """Settings of options that decide how long a method takes, where it has them."""
 OWN: dict[str, dict[str, Any]] = {
     "carve.tomoe": {"active": 0.7, "experts": 3, "head_bias": 3.0},
-    "carve.dsmoe": {"experts": 4},
+    "carve.dsmoe": {"experts": 4, "active": 0.8},
     "tune.sft": {"what": "condensed"},
 }
 """Settings that tiny models need."""
@@ -47,27 +47,38 @@ def config_of(key: str, **options: Any) -> MethodConfig:
     return METHODS[key](**{**quick, **OWN.get(key, {}), **options})
 
 
-def variants(key: str) -> Iterator[MethodConfig]:
-    """The default, each ``variant`` and ``criterion``, what stays, and all that is beyond a paper.
+DECISIVE = ("variant", "criterion", "keep", "what")
+"""Options whose values are methods of their own."""
 
-    Options that need another one are tried with ``refit``; impossible ones are left out.
+
+def variants(key: str) -> Iterator[MethodConfig]:
+    """The default, what is a method of its own, with and without refit, and all that is beyond.
+
+    Options that need another one are tried with it; impossible ones are left out.
     """
     config = config_of(key)
+    known = {of.name for of in fields(config)}
     yield config
     for of in fields(config):
-        default, named = getattr(config, of.name), choices(type(config), of.name)
-        others: list[Any] = [v for v in named if v != default]
-        if not about(of).beyond and of.name not in ("variant", "criterion", "keep", "what"):
+        default, values = getattr(config, of.name), choices(type(config), of.name)
+        if about(of).beyond or of.name in DECISIVE:
+            others = (not default,) if isinstance(default, bool) else values
+            for value in (v for v in others if v != default):
+                alone = {of.name: value}
+                tried = [_possible(key, alone, {"refit": True}, {"teacher": "teacher"})]
+                if of.name in ("variant", "keep") and "refit" in known:
+                    tried.append(_possible(key, {**alone, "refit": True}))
+                yield from filter(None, tried)
+
+
+def _possible(key: str, options: dict[str, Any], *more: dict[str, Any]) -> MethodConfig | None:
+    """The config of these options, with the first further ones by which it is possible."""
+    for further in ({}, *more):
+        try:
+            return config_of(key, **options, **further)
+        except (MoesaicError, TypeError):
             continue
-        if isinstance(default, bool):
-            others = [not default]
-        for value in others:
-            for more in ({}, {"refit": True}, {"teacher": "tiny-moe"}):
-                try:
-                    yield config_of(key, **{of.name: value, **more})
-                except (MoesaicError, TypeError):
-                    continue
-                break
+    return None
 
 
 def make_start(key: str, folder: Path) -> Path:

@@ -14,6 +14,7 @@ from builders import (
     condensed_layer,
     converted,
     equal,
+    is_own,
     loaded,
     logits,
     saved,
@@ -208,32 +209,6 @@ def own_modules(layer: nn.Module, plan: LayerPlan, arch: Any) -> dict[str, nn.Mo
         if inside and module not in routers and ".partial" not in name:
             found[name] = module
     return found
-
-
-def directions(tensor: Tensor) -> list[Tensor]:
-    """Rows of a tensor, and its columns, of length one and their largest entry positive."""
-    values = tensor.detach().double()
-    sides = (
-        [values.flatten(0, -2), values.mT.flatten(0, -2)] if tensor.dim() > 1 else [values[None]]
-    )
-    out = []
-    for side in sides:
-        rows = side[side.norm(dim=1) > 0]
-        sign = rows.gather(1, rows.abs().argmax(1, keepdim=True)).sign()
-        out.append(rows / rows.norm(dim=1, keepdim=True) * sign)
-    return out
-
-
-def is_own(found: Tensor, base: list[Tensor]) -> bool:
-    """Whether all rows, or all columns, of a tensor are the base's, scaled by constants."""
-    known = [part for tensor in base for part in directions(tensor)]
-    for rows in directions(found):
-        same_size = [k for k in known if k.shape[1] == rows.shape[1]]
-        if not len(rows):
-            return True
-        if same_size and (torch.cdist(rows, torch.cat(same_size)).min(1).values < 1e-5).all():
-            return True
-    return False
 
 
 def test_what_became_of_weights_is_true(sample):

@@ -1,0 +1,178 @@
+"""Laws of what a result says of itself, each on a real run of every method in every variant.
+
+Card, page, title and terminal name what was done and claim nothing else; what they say of the
+weights is compared with the weights.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from builders import is_own, loaded
+from cases import KEYS, make_start, variants
+from rich.console import Console
+
+import moesaic
+from moesaic import Calibration, Evaluation, Recipe, Record, report
+from moesaic.arch.mixture import base_arch
+from moesaic.methods import METHODS
+from moesaic.surgery import routed_modules
+
+SMALL = Evaluation(data="prose", length=64, max_tokens=256, rounds=0, new_tokens=2)
+NAMES = ("MoRE", "ToMoE", "DSMoE", "NAEE", "REAP", "AIMER", "M-SMoE", "CD-MoE", "Block Drop")
+"""Names that papers gave their methods."""
+TRAINED = re.compile(r"nothing was trained", re.IGNORECASE)
+OWN = re.compile(r"weights [^.]*are the base model's own", re.IGNORECASE)
+
+
+def spoken(options: dict[str, object]) -> str:
+    return ", ".join(f"{k}={Path(str(v)).name}" for k, v in options.items()) or "default"
+
+
+def cases():
+    for key in KEYS:
+        default = next(iter(variants(key)))
+        for config in variants(key):
+            changed = {
+                of.name: getattr(config, of.name)
+                for of in fields(config)
+                if getattr(config, of.name) != getattr(default, of.name)
+            }
+            yield pytest.param(key, config, id=f"{key}: {spoken(changed)}")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("words")
+
+
+def carried_out(key, config, place, out):
+    """The record of a run through its recipe."""
+    start = place / f"{key}-start"
+    if not start.exists():
+        make_start(key, start)
+    if getattr(config, "teacher", ""):
+        config = replace(config, teacher=str(place / f"{key}-start-before"))
+    text = Calibration("prose", samples=12, length=32)
+    record = moesaic.run_recipe(Recipe(str(start), str(out), (config,), text, SMALL))
+    return start, record
+
+
+def printed(record):
+    console = Console(width=200, file=io.StringIO())
+    console.print(report.terminal(record))
+    return console.file.getvalue()
+
+
+def visible(html):
+    """The words of a page, drawings included."""
+    text = re.sub(r"<(style|script)\b.*?</\1>", " ", html, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", text))
+
+
+def plain(markdown):
+    """Markdown without escapes and without the recipe, which names every option."""
+    return re.sub(r"\\(.)", r"\1", re.sub(r"```yaml.*?```", " ", markdown, flags=re.DOTALL))
+
+
+def rest_of(model, arch):
+    """Tensors outside of decoder layers."""
+    inside = f"{arch.layers_path}."
+    return {n: t for n, t in model.state_dict().items() if not n.startswith(inside)}
+
+
+def own_layers(start, out):
+    """By decoder layer, whether all its matrices are made of the base's rows or columns."""
+    base, model = loaded(start), loaded(out)
+    arch = base_arch(base.config)
+    routers = {m for r in routed_modules(model, arch).values() for m in r.router.modules()}
+    found = []
+    for old, new in zip(arch.layers(base), arch.layers(model), strict=True):
+        matrices = [
+            p
+            for name, module in new.named_modules()
+            for leaf, p in module.named_parameters(recurse=False)
+            if module not in routers and "partial" not in name
+            if p.numel() > p.shape[0] or leaf == "petal_bias"
+        ]
+        known = [p for p in old.parameters() if p.dim() > 1]
+        found.append(all(is_own(p, known) for p in matrices if p.numel()))
+    a, b = rest_of(base, arch), rest_of(model, arch)
+    return found, all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's
+@pytest.mark.parametrize(("key", "config"), [*cases()])
+def test_card_page_and_terminal_are_true(key, config, place, tmp_path):
+    out = tmp_path / "out"
+    start, record = carried_out(key, config, place, out)
+    written = json.loads((out / "result.json").read_text())
+    assert json.loads(json.dumps(Record.from_json(written).as_json())) == written
+    (step,) = record.steps
+    card, page = plain((out / "README.md").read_text()), visible((out / "report.html").read_text())
+    title = next(line for line in card.splitlines() if line.startswith("# "))
+    everything = {"card": card, "page": page, "terminal": printed(record), "title": title}
+
+    # the weights
+    layers, rest = own_layers(start, out)
+    trained = "training" in step.summary and not (out / "plan.json").exists()
+    own = all(layers) and rest and not trained
+    assert (step.weights == "own") == own
+    assert (step.weights == "trained") == trained
+    for layer, is_its_own in zip(record.layers, layers, strict=True):
+        assert is_its_own or layer.weights != "own", layer
+    assert bool(OWN.search(card)) == own
+    assert bool(OWN.search(page)) <= own
+    assert bool(TRAINED.search(card)) == ("training" not in step.summary)
+    assert bool(TRAINED.search(page)) <= ("training" not in step.summary)
+
+    # the names
+    for name in NAMES:
+        if re.search(rf"(?<!\w){name}(?![\w])", title):
+            assert name in config.label or name in METHODS[key].title, title
+            assert name in config.base_label, f"{title} credits {name}"
+    if config.beyond:
+        credited = [name for name in NAMES if name in title]
+        assert not credited or "beyond" in title, title
+        for what in config.beyond:
+            assert what in card
+    else:
+        assert "beyond" not in title
+    assert step.paper == config.credit
+    if config.credit:
+        assert config.credit.rstrip(".") in card
+    assert step.label == config.label
+
+    # nothing odd
+    for name, text in everything.items():
+        assert not re.search(r"\bNone\b|\bnan\b|\{\w*\}|<function|object at 0x", text), name
+
+
+@pytest.mark.parametrize(
+    ("key", "compare"),
+    [(k, name) for k in KEYS for name in METHODS[k].variants if k != "prune.naee"]
+    + [("prune.naee", "random"), ("prune.naee", "merge"), ("condense.cd-moe", "1")],
+)
+def test_comparisons_are_named_as_what_they_are(key, compare, place, tmp_path):
+    """Never by the name of the method that they are compared with."""
+    config = next(iter(variants(key)))
+    if key == "condense.cd-moe":
+        config = replace(config, layers=2)
+    start = place / f"{key}-start"
+    if not start.exists():
+        make_start(key, start)
+    out = tmp_path / "out"
+    text, measured = Calibration("prose", samples=12, length=32), replace(SMALL, compare=(compare,))
+    record = moesaic.run_recipe(Recipe(str(start), str(out), (config,), text, measured))
+    assert compare in record.measured["scores"]
+    assert record.steps[0].variants == {compare: config.compared(compare)}
+    page = visible((out / "report.html").read_text())
+    named = "the first chosen" if compare.isdecimal() else config.compared(compare)
+    assert named.lower() in page.lower()
+    assert "None" not in page
