@@ -68,6 +68,29 @@ def test_frequency_and_coactivation(tokens):
     torch.testing.assert_close(stats.h_square_M, h_TM.double().square().sum(0))
 
 
+@pytest.mark.parametrize("ratio", [0.02, 0.1, 0.5])
+def test_coverage_is_of_the_share_that_is_named(ratio, tokens):
+    """S11: "top 10 %" was the top ``activation_ratio`` where that is smaller."""
+    site, method, stats = observed(tokens, MoREConfig(activation_ratio=ratio))
+    h_TM = torch.cat([h for _, h in site.activations()]).abs()
+    seen = {c for row in h_TM for c in row.argsort(descending=True)[:6].tolist()}  # 6.4 of 64
+    assert method.analyse(stats)["never_activated"]["0.1"] == pytest.approx(1 - len(seen) / 64)
+    assert len(seen) > len({int(c) for c in h_TM.argmax(1)})
+    assert stats.frequency_M.sum() == max(1, int(ratio * 64)) * tokens.count
+
+
+def test_the_activation_spectrum_sums_sizes(tokens):
+    """S16: Fig. 1 cumulates sum |h|; it was the root mean square."""
+    site, method, stats = observed(tokens)
+    h_TM = torch.cat([h for _, h in site.activations()]).double().abs()
+    sizes = sorted(h_TM.sum(0).tolist(), reverse=True)
+    found = method.analyse(stats)["activation_mass"]
+    places = [int(i) for i in torch.linspace(0, 63, 21).long()]
+    assert found == pytest.approx([sum(sizes[: i + 1]) / sum(sizes) for i in places])
+    roots = sorted(h_TM.square().sum(0).sqrt().tolist(), reverse=True)
+    assert found != pytest.approx([sum(roots[: i + 1]) / sum(roots) for i in places], rel=1e-3)
+
+
 @pytest.mark.parametrize("block", [3, 7, 64])
 def test_coactivation_by_blocks(block):
     channels = activated(torch.randn(40, 17), 0.3)

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,13 @@ from moesaic.data.text import Tokens
 from moesaic.hub import convert_class
 from moesaic.layers.base import same
 from moesaic.layers.overlapping import OverlappingLayer
-from moesaic.methods.tomoe.decision import active_ratio, decide, learned, threshold_for
+from moesaic.methods.tomoe.decision import (
+    active_ratio,
+    decide,
+    learned,
+    least_ratio,
+    threshold_for,
+)
 from moesaic.methods.tomoe.masks import f_reg, load_balance, union
 from moesaic.methods.tomoe.student import Student, layer_shapes
 from moesaic.metrics.size import model_size
@@ -180,9 +187,67 @@ def active_ratio_of(plan: Plan, model: Any) -> float:
     return layer.experts_NW.shape[1] / plan.base.widths[0]
 
 
-@pytest.mark.parametrize("attention", ["routed", "static", "heads", "none"])
-def test_pseudo_moe_and_moe_agree(attention: str) -> None:
-    student = student_of(tiny_model("llama"), attention=attention)
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("model_type", "attention"),
+    [
+        *product(["qwen3", "gemma3_text", "olmo2", "phi"], ["routed", "static"]),
+        ("olmo2", "heads"),  # one norm for all of them
+    ],
+)
+def test_queries_and_keys_are_masked_behind_their_norm(model_type: str, attention: str) -> None:
+    """S17: the norm's mean counted zeros; kept dimensions came out 1.45 times too large.
+
+    Of the first layer, whose input no mask has touched, every query and key is the dense model's.
+    """
+    changes = {"qk_layernorm": True} if model_type == "phi" else {}
+    model = tiny_model(model_type, **changes)
+    names = dense_arch(model.config).attention
+
+    def normalised(of: Any, run: Any) -> list[Tensor]:
+        seen: list[Tensor] = []
+        first = of.model.layers[0].self_attn
+        norms = [getattr(first, name) for name in (names.q_norm, names.k_norm)]
+        handles = [n.register_forward_hook(lambda _, a, out: seen.append(out)) for n in norms]
+        run(ids())
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    wanted = normalised(model, model)
+    student = student_of(model, attention=attention)
+    result, plan = converted(student, Tokens(ids()))
+    for found in (normalised(model, student.logits), normalised(result, result)):
+        for ours, theirs in zip(found, wanted, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    student = student_of(tiny_model(model_type, **changes), experts=1, attention="static")
+    result, plan = converted(student, Tokens(ids()))
+    torch.testing.assert_close(result(ids()).logits, student.logits(ids()), rtol=0, atol=2e-4)
+    for layer in plan.layers.values():
+        assert isinstance(layer, OverlappingLayer)
+        assert not {names.q, names.k} & layer.rows.keys()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "olmo2"])
+def test_rows_that_a_norm_needs_cannot_go(model_type: str) -> None:
+    """S17, for plans that are not ToMoE's."""
+    model = tiny_model(model_type)
+    arch = dense_arch(model.config)
+    rows = torch.cat([torch.arange(8 * h, 8 * h + 6) for h in range(4)])
+    layer = OverlappingLayer(rows={"q_proj": rows})
+    with pytest.raises(MoesaicError, match="q_norm takes the mean over"):
+        apply_plan(model, arch, Plan("test", base_shape(model, arch), {1: layer}))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention"),
+    [
+        *(("llama", kind) for kind in ("routed", "static", "heads", "none")),
+        *((name, "heads") for name in ("qwen3", "gemma3_text", "olmo2")),
+    ],
+)
+def test_pseudo_moe_and_moe_agree(model_type: str, attention: str) -> None:
+    student = student_of(tiny_model(model_type), attention=attention)
     result, _ = converted(student, Tokens(ids()))
     set_form(result, "moe")
     moe = result(ids()).logits
@@ -464,6 +529,31 @@ def test_bad_requests_are_refused() -> None:
     model.config.rope_parameters = None
     with pytest.raises(MoesaicError, match="rotary"):
         layer_shapes(model, dense_arch(model.config))
+
+
+@pytest.mark.parametrize("attention", ["routed", "static", "heads", "none"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi"])
+def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> None:
+    """S12: 0.1 with attention=none came out as 0.344, without a word."""
+    model = tiny_model(model_type)
+    arch = dense_arch(model.config)
+    shapes = layer_shapes(model, arch)
+    shape = shapes[0]
+    head = shape.heads
+    step = 1 if shape.width * 0.01 < 4 else 8  # neurons that widths are multiples of
+    both = {"routed": 2, "static": 2, "heads": 2 * round(head.size / head.keys), "none": 2 * 8}
+    one = both[attention]
+    if attention in ("routed", "static"):  # of queries and keys a pair that RoPE turns, or one
+        turned = head.rotary == head.size
+        one = 1 + (head.size if model_type == "qwen3" else 2 if turned else 1)
+    least = (shape.neuron * step + shape.dimension * one) / (shape.ffn + shape.attention)
+    assert least_ratio(shapes, attention) == pytest.approx(least)
+    config = ToMoEConfig(**{**SHORT, "active": least - 0.01, "attention": attention})
+    with pytest.raises(MoesaicError, match=f"out of reach.*{least:.3f}"):
+        moesaic.carve(model, config, calibration=ids())
+    config = dataclasses.replace(config, active=least + 0.01, steps=1)
+    summary = moesaic.carve(model, config, calibration=ids()).summary["training"]
+    assert summary["active"] == pytest.approx(least + 0.01, abs=0.06)
 
 
 def test_a_run_by_recipe_is_measured_and_reported(llama_folder: Path, tmp_path: Path) -> None:

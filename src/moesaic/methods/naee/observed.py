@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.plan import BaseShape, differing
 from moesaic.stream.experts import (
+    PARTS,
     ExpertStats,
     StatsFile,
     observe_experts,
@@ -30,7 +31,11 @@ NO_TEXT = Tokens(torch.zeros(1, 1, dtype=torch.int64))
 
 
 def observed(
-    site: Site[MoEFFN], tokens: Tokens, numbers: Sequence[int], gram_bytes: int
+    site: Site[MoEFFN],
+    tokens: Tokens,
+    numbers: Sequence[int],
+    gram_bytes: int,
+    parts: Collection[str] = PARTS,
 ) -> ExpertStats:
     """A layer's statistics over the tokens of all processes, the same in each.
 
@@ -39,12 +44,13 @@ def observed(
         tokens: those of all processes.
         numbers: of the batches in this process's share.
         gram_bytes: memory for the layer's Gram matrices; 0 for none.
+        parts: what is wanted, of :data:`moesaic.stream.experts.PARTS`.
 
     Raises:
         MoesaicError: not even one token's Gram matrix fits.
     """
     share = sample_share(tokens.count, site.view.count, gram_bytes)
-    stats = ExpertStats.merged(gathered(observe_experts(site, numbers, share)))
+    stats = ExpertStats.merged(gathered(observe_experts(site, numbers, share, parts)))
     if gram_bytes and not stats.sampled_T.any():
         raise MoesaicError(
             f"gram_mb {gram_bytes / 2**20:.3g} is too small for {stats.experts} experts and "

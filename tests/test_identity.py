@@ -1,0 +1,466 @@
+"""What was made from other weights, text or options is refused; nothing that loads is random.
+
+Rows S2, S4, S5, S13, S14 and S15 of the list of defects.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import VOCAB, carved_model, loaded, logits, tiny_model, tiny_moe, weights
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import moesaic
+from moesaic import (
+    CondenseConfig,
+    DSMoEConfig,
+    MoesaicError,
+    MoREConfig,
+    PruneConfig,
+    SkipConfig,
+    Tokens,
+    ToMoEConfig,
+    TuneConfig,
+    hub,
+)
+from moesaic.io import fingerprint
+from moesaic.io.checkpoint import Checkpoint
+from moesaic.io.source import resolve
+from moesaic.pipeline import run_recipe
+from moesaic.plan import Plan
+from moesaic.recipe import Calibration, Recipe
+from moesaic.stream.experts import merge_files
+
+A_RUN: dict[str, Any] = {"steps": 4, "batch": 2, "lr": 1e-2, "save_every": 2}
+
+
+def rows(seed: int = 3) -> list[dict[str, list[int]]]:
+    ids = torch.randint(1, VOCAB, (8, 16), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": row, "labels": row} for row in ids.tolist()]
+
+
+def text(tokens: Tokens, folder: Path) -> str:
+    save_file({"input_ids": tokens.input_ids}, folder / "text.safetensors")
+    return str(folder / "text.safetensors")
+
+
+def changed(source: Path, out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    """A copy of a model's folder with other tensors in its one file."""
+    shutil.copytree(source, out)
+    tensors = load_file(out / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+# --- fingerprints --------------------------------------------------------------------------------
+
+
+def test_a_fingerprint_is_of_names_shapes_types_and_values(tmp_path: Path) -> None:
+    """Division into files does not matter; everything else does."""
+    model = tiny_moe("mixtral")
+    model.save_pretrained(tmp_path / "a")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="60KB")
+    own = Checkpoint(tmp_path / "a").fingerprint
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert Checkpoint(tmp_path / "shards").fingerprint == own
+
+    def renamed(t: dict[str, Any]) -> None:
+        t["model.norm.wait"] = t.pop("model.norm.weight")
+
+    def reshaped(t: dict[str, Any]) -> None:
+        t["lm_head.weight"] = t["lm_head.weight"].T.contiguous()
+
+    def retyped(t: dict[str, Any]) -> None:
+        t["model.norm.weight"] = t["model.norm.weight"].view(torch.int32)
+
+    def nudged(t: dict[str, Any]) -> None:
+        t["model.norm.weight"][3] += 1e-3
+
+    def swapped(t: dict[str, Any]) -> None:
+        name = "model.layers.0.self_attn.{}_proj.weight".format
+        t[name("k")], t[name("v")] = t[name("v")], t[name("k")]
+
+    for change in (renamed, reshaped, retyped, nudged, swapped):
+        folder = changed(tmp_path / "a", tmp_path / change.__name__, change)
+        assert Checkpoint(folder).fingerprint != own, change.__name__
+
+
+def test_a_live_models_fingerprint_changes_with_its_weights() -> None:
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    assert fingerprint.of_model(model) == fingerprint.of_model(tiny_model("llama"))
+    assert fingerprint.of_model(model) != fingerprint.of_model(other)
+    assert fingerprint.of_model(model) != fingerprint.of_model(tiny_model("llama").double())
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 300_000, 12_345_678])
+@pytest.mark.parametrize("tensors", [1, 700, 44_000])
+def test_pieces_reach_from_end_to_end(nbytes: int, tensors: int) -> None:
+    """Few of a checkpoint of many tensors, at most 64 of any; small tensors whole."""
+    found = fingerprint.pieces(nbytes, tensors)
+    assert found[0][0] == 0
+    assert found[-1][1] == nbytes
+    assert all(a <= b for a, b in found)
+    assert all(start % 64 == 0 for start, _ in found)
+    read = sum(b - a for a, b in found)
+    assert read <= 64 * (fingerprint.PIECE + 64)
+    assert read == nbytes or len(found) == max(4, min(64, 16_384 // tensors))
+
+
+def test_only_a_sample_of_a_large_tensor_is_read(tmp_path: Path) -> None:
+    """A change between the pieces is not seen: that is what makes it cheap. One inside is."""
+    big = {"x": torch.zeros(4_000_000, dtype=torch.uint8)}
+    save_file(big, tmp_path / "a.safetensors")
+    own = fingerprint.of_files([tmp_path / "a.safetensors"])
+    (_, gap), (inside, _) = fingerprint.pieces(4_000_000, 1)[:2]
+    for at, seen in ((gap + 1, False), (inside + 1, True)):
+        other = {"x": big["x"].clone()}
+        other["x"][at] = 1
+        save_file(other, tmp_path / "b.safetensors")
+        assert (fingerprint.of_files([tmp_path / "b.safetensors"]) != own) is seen
+        assert (fingerprint.of_tensors(other) != fingerprint.of_tensors(big)) is seen
+
+
+# --- S4: progress, statistics, plans -------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[str, str]:
+    """Two mixtures of one shape and other weights."""
+    for name, seed in (("a", 0), ("b", 1)):
+        tiny_moe("qwen2_moe", seed=seed).save_pretrained(tmp_path / name)
+    return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+VERBS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "prune": (moesaic.prune, PruneConfig(keep=5)),
+    "skip": (moesaic.skip, SkipConfig()),
+    "condense": (moesaic.condense, CondenseConfig(layers=1)),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("live", [False, True])
+def test_layers_of_other_weights_are_not_resumed(
+    verb: str, live: bool, pair: tuple[str, str], tokens: Tokens, tmp_path: Path
+) -> None:
+    """S4: B resumed in A's folder mixed both models' layers."""
+    call, config = VERBS[verb]
+    a, b = (loaded(Path(name)) if live else name for name in pair)
+    options = {"calibration": tokens, "progress": tmp_path / "kept"}
+    call(a, config, **options)
+    with pytest.raises(MoesaicError, match="another request") as refused:
+        call(b, config, **options)
+    assert pair[0] in str(refused.value)
+    assert pair[1] in str(refused.value)
+
+
+def test_layers_of_another_dtype_are_not_resumed(
+    pair: tuple[str, str], tokens: Tokens, tmp_path: Path
+) -> None:
+    """S4: layers decided in float32 and in bfloat16 were mixed."""
+    options = {"calibration": tokens, "progress": tmp_path / "kept"}
+    moesaic.prune(pair[0], PruneConfig(keep=5), **options)
+    with pytest.raises(MoesaicError, match="dtype was 'torch.float32', is 'torch.bfloat16'"):
+        moesaic.prune(pair[0], PruneConfig(keep=5), dtype=torch.bfloat16, **options)
+    moesaic.prune(pair[0], PruneConfig(keep=5), dtype=torch.float32, **options)
+
+
+def test_statistics_of_other_weights_are_refused(
+    pair: tuple[str, str], tokens: Tokens, tmp_path: Path
+) -> None:
+    """S4: the shape alone was looked at."""
+    a, b = (moesaic.observe(m, tmp_path / f"{m[-1]}.st", calibration=tokens) for m in pair)
+    for call, config in (VERBS["prune"], VERBS["skip"]):
+        with pytest.raises(MoesaicError, match="another model") as refused:
+            call(pair[1], config, stats=str(a))
+        assert pair[0] in str(refused.value)
+        call(pair[0], config, stats=str(a))
+    with pytest.raises(MoesaicError, match="different models"):
+        merge_files([a, b], tmp_path / "both.st")
+
+
+def test_observation_of_other_weights_is_not_resumed(
+    pair: tuple[str, str], tokens: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S4, of ``observe --resume``."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("moesaic.methods.naee.observing.join", stop)
+        moesaic.observe(pair[0], tmp_path / "x.st", calibration=tokens)
+    with pytest.raises(MoesaicError, match="another request"):
+        moesaic.observe(pair[1], tmp_path / "x.st", calibration=tokens, resume=True)
+    with pytest.raises(MoesaicError, match="gram was 256, is 1"):
+        moesaic.observe(pair[0], tmp_path / "x.st", calibration=tokens, resume=True, gram_mb=1)
+    moesaic.observe(pair[0], tmp_path / "x.st", calibration=tokens, resume=True)
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_plan_for_other_weights_is_not_applied(
+    live: bool, dtype: torch.dtype | None, pair: tuple[str, str], tokens: Tokens, tmp_path: Path
+) -> None:
+    """S4: a foreign plan of the right shape was applied. One made from memory still is."""
+    model: Any = pair[0]
+    if live:
+        model = AutoModelForCausalLM.from_pretrained(pair[0], dtype=dtype or "auto")
+    plan = moesaic.prune(model, PruneConfig(keep=5), calibration=tokens).plan
+    assert plan is not None
+    (tmp_path / "plan").mkdir()
+    plan.save(tmp_path / "plan")
+    with pytest.raises(MoesaicError, match="with weights") as refused:
+        moesaic.apply(pair[1], tmp_path / "plan", tmp_path / "out")
+    assert pair[0] in str(refused.value)
+    assert pair[1] in str(refused.value)
+    assert not (tmp_path / "out").exists()
+    moesaic.apply(pair[0], tmp_path / "plan", tmp_path / "out")
+    assert Plan.load(tmp_path / "out").base.weights == plan.base.weights
+
+
+def test_older_plans_are_refused_in_one_message(
+    pair: tuple[str, str], tokens: Tokens, tmp_path: Path
+) -> None:
+    plan = moesaic.prune(pair[0], PruneConfig(keep=5), calibration=tokens).plan
+    assert plan is not None
+    plan.save(tmp_path)
+    header = json.loads((tmp_path / "plan.json").read_text())
+    header["format"] = 2
+    (tmp_path / "plan.json").write_text(json.dumps(header))
+    with pytest.raises(MoesaicError, match="Make the plan again"):
+        Plan.load(tmp_path)
+
+
+def test_a_step_that_was_saved_is_used_only_if_it_is_the_same(
+    pair: tuple[str, str], tokens: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S4: a saved step of a recipe was reused whatever it was."""
+    recipe = Recipe(
+        pair[0],
+        str(tmp_path / "out"),
+        (PruneConfig(keep=5), SkipConfig()),
+        Calibration(text(tokens, tmp_path)),
+        evaluation=None,
+    )
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("moesaic.pipeline.describe", stop)
+        run_recipe(recipe)
+    step = tmp_path / "out.partial" / "step-0"
+    own = weights(step)
+    foreign = moesaic.prune(pair[1], PruneConfig(keep=5), calibration=tokens)
+    foreign.save(step, overwrite=True)
+    run_recipe(recipe, resume=True)
+    assert weights(tmp_path / "out").keys() == own.keys()
+    assert all(torch.equal(t, own[n]) for n, t in weights(tmp_path / "out").items())
+
+
+# --- S5: training --------------------------------------------------------------------------------
+
+
+def tuned(folder: Path, **changes: Any) -> Any:
+    """A short training in a folder, some things changed."""
+    given = {"seed": 0, "text": rows(), "config": {}, "teacher": None, **changes}
+    model = tiny_model("llama", seed=given["seed"])
+    config = TuneConfig(**{"what": "all", **A_RUN, **given["config"]})
+    options = {"text": given["text"], "teacher": given["teacher"], "progress": folder}
+    return moesaic.tune(model, config, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seed": 1}, "with weights"),
+        ({"config": {"lr": 2e-2}}, "config.lr was 0.01, is 0.02"),
+        ({"config": {"what": "lora"}}, "config.what was 'all', is 'lora'"),
+        ({"text": rows(4)}, "texts was"),
+        ({"teacher": 2}, "teacher was None"),
+    ],
+    ids=["weights", "rate", "what", "text", "teacher"],
+)
+def test_training_goes_on_only_as_it_began(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    """S5: model B with another rate became bitwise A's trained weights."""
+    whole = tuned(tmp_path).model.state_dict()
+    if "teacher" in changes:
+        changes = {"teacher": tiny_model("llama", seed=changes["teacher"])}
+    with pytest.raises(MoesaicError, match="another request") as refused:
+        tuned(tmp_path, **changes)
+    assert said in str(refused.value)
+    again = tuned(tmp_path).model.state_dict()
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("config", "other"),
+    [
+        (DSMoEConfig(experts=4, **A_RUN), DSMoEConfig(experts=4, **{**A_RUN, "lr": 2e-2})),
+        (
+            ToMoEConfig(active=0.8, experts=3, head_bias=3.0, **A_RUN),
+            ToMoEConfig(active=0.8, experts=3, head_bias=2.0, **A_RUN),
+        ),
+    ],
+    ids=["dsmoe", "tomoe"],
+)
+def test_methods_that_train_go_on_only_as_they_began(
+    config: Any, other: Any, tokens: Tokens, tmp_path: Path
+) -> None:
+    """S5: DSMoE's resume looked at no option, ToMoE's at no weight."""
+    options = {"calibration": tokens, "progress": tmp_path}
+    moesaic.carve(tiny_model("llama"), config, **options)
+    with pytest.raises(MoesaicError, match="another request"):
+        moesaic.carve(tiny_model("llama"), other, **options)
+    with pytest.raises(MoesaicError, match="weights"):
+        moesaic.carve(tiny_model("llama", seed=1), config, **options)
+
+
+# --- S2: nothing random --------------------------------------------------------------------------
+
+
+def drop(tensors: dict[str, Any]) -> None:
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+
+
+def add(tensors: dict[str, Any]) -> None:
+    tensors["model.layers.1.mlp.left_proj.weight"] = torch.zeros(3)
+
+
+def cut(tensors: dict[str, Any]) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][:-1].clone()
+
+
+@pytest.mark.parametrize("change", [drop, add, cut])
+def test_a_result_that_is_not_whole_does_not_load(
+    change: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    """S2: missing weights came out random, with a warning that was switched off."""
+    hub.save_live(carved_model(), None, tmp_path / "whole")
+    folder = changed(tmp_path / "whole", tmp_path / "damaged", change)
+    said = "missing|left over|another shape"
+    with pytest.raises(MoesaicError, match=said):
+        resolve(str(folder)).load()
+    with pytest.raises((MoesaicError, RuntimeError), match=f"{said}|mismatched"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert torch.equal(model.lm_head.weight, loaded(tmp_path / "whole").lm_head.weight)
+
+
+def test_any_model_with_a_weight_missing_is_refused(tmp_path: Path) -> None:
+    """Left-over weights of somebody else's checkpoint are said, in a native result refused."""
+    tiny_model("llama").save_pretrained(tmp_path / "whole")
+    with pytest.raises(MoesaicError, match="missing: model.layers.1.mlp.up_proj.weight"):
+        resolve(str(changed(tmp_path / "whole", tmp_path / "less", drop))).load()
+    more = changed(tmp_path / "whole", tmp_path / "more", add)
+    resolve(str(more)).load()
+    (more / "plan.json").write_text("{}")
+    with pytest.raises(MoesaicError, match="left over"):
+        resolve(str(more)).load()
+
+
+# --- S13: one type for all that is compared ------------------------------------------------------
+
+
+def test_scores_compare_in_one_type(tokens: Tokens, tmp_path: Path) -> None:
+    """S13: a float32 result was measured beside a bfloat16 original."""
+    tiny_model("llama").bfloat16().save_pretrained(tmp_path / "base")
+    config = MoREConfig(active=0.9, layers=(1,))
+    result = moesaic.carve(
+        str(tmp_path / "base"), config, calibration=tokens, dtype=torch.float32
+    )
+    result.evaluation = tokens
+    from moesaic.metrics.score import score
+
+    original = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32).eval()
+    assert result.model.dtype == torch.float32
+    assert result.scores["original"].perplexity == score(original, tokens).perplexity
+    narrow = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    assert result.scores["original"].perplexity != score(narrow, tokens).perplexity
+
+
+# --- S14: layers behind the last -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("from_disk", [True, False])
+def test_layers_that_predict_further_tokens_are_left_out(
+    model_type: str, from_disk: bool, tokens: Tokens, tmp_path: Path
+) -> None:
+    """S14: they kept the old number of experts beside a config with the new one."""
+    model = tiny_moe(model_type, n_group=1, topk_group=1, num_nextn_predict_layers=1)
+    model.save_pretrained(tmp_path / "whole")
+
+    def predicting(tensors: dict[str, Any]) -> None:
+        last = "model.layers.2."
+        more = {n.replace(last, "model.layers.3."): t for n, t in tensors.items() if last in n}
+        tensors |= {name: tensor.clone() for name, tensor in more.items()}
+
+    base = changed(tmp_path / "whole", tmp_path / "base", predicting)
+    original: Any = str(base) if from_disk else loaded(tmp_path / "whole")
+    result = moesaic.prune(original, PruneConfig(keep=4), calibration=tokens)
+    out = result.save(tmp_path / "out")
+    assert not [name for name in weights(out) if name.startswith("model.layers.3.")]
+    config = json.loads((out / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 0
+    assert config["n_routed_experts"] == 4
+    assert torch.equal(logits(loaded(out), tokens), logits(result.model, tokens))
+    step = result.record(str(base), str(out)).steps[-1]
+    assert step.summary["left_out"] == {"num_nextn_predict_layers": 1}
+    assert "speculative decoding" in step.told
+
+
+# --- S15: keys of config.json --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [6, 5])
+def test_configs_keep_their_sources_keys(keep: int, tokens: Tokens, tmp_path: Path) -> None:
+    """S15: num_experts came out as num_local_experts alone, of which others know nothing."""
+    tiny_moe("qwen3_moe").save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    config = json.loads(file.read_text())
+    del config["num_local_experts"]
+    rope = config.pop("rope_parameters")
+    config |= {"num_experts": 8, "rope_theta": rope["rope_theta"], "torch_dtype": "float32"}
+    config |= {"our_own_key": [1]}
+    file.write_text(json.dumps(config))
+    result = moesaic.prune(str(tmp_path / "base"), PruneConfig(keep=keep), calibration=tokens)
+    made = json.loads((result.save(tmp_path / "out") / "config.json").read_text())
+    assert made["num_experts"] == made["num_local_experts"] == keep
+    assert {k: made[k] for k in ("rope_theta", "our_own_key")} == {
+        "rope_theta": config["rope_theta"],
+        "our_own_key": [1],
+    }
+    assert made.keys() >= config.keys()
+    again = loaded(tmp_path / "out")
+    assert again.config.num_experts == keep
+    assert torch.equal(logits(again, tokens), logits(result.model, tokens))
+    wider = moesaic.prune(
+        str(tmp_path / "base"), PruneConfig(keep=keep), calibration=tokens, dtype=torch.bfloat16
+    )
+    made = json.loads((wider.save(tmp_path / "narrow") / "config.json").read_text())
+    assert made["dtype"] == made["torch_dtype"] == "bfloat16"
+
+
+def test_live_results_write_both_names(moe_type: str, tokens: Tokens, tmp_path: Path) -> None:
+    """S15, where there is no file to take the names from."""
+    changes = {"n_group": 1, "topk_group": 1} if moe_type == "deepseek_v3" else {}
+    result = moesaic.prune(tiny_moe(moe_type, **changes), PruneConfig(keep=4), calibration=tokens)
+    made = json.loads((result.save(tmp_path / "out") / "config.json").read_text())
+    for alias, name in result.model.config.attribute_map.items():
+        if name in made:
+            assert made[alias] == made[name]
+    assert torch.equal(logits(loaded(tmp_path / "out"), tokens), logits(result.model, tokens))
