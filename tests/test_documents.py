@@ -79,6 +79,10 @@ def spoken() -> Iterator[Any]:
             given = arguments(line)
             if given and "..." not in given:
                 yield pytest.param(given, id=f"{page.relative_to(ROOT)}: {' '.join(given)}")
+    for name, command in COMMANDS.commands.items():
+        example = re.fullmatch(r"Example: \[bold\](.*)\[/bold\]", command.epilog)
+        assert example is not None
+        yield pytest.param(arguments(example[1]), id=f"help of {name}: {example[1]}")
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -190,6 +194,19 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
             assert (ROOT / path).exists(), f"`{path}` is not there"
         elif re.fullmatch(r"[a-z_]+(/\w+)*/\w+\.py", path) and "srt/" not in path:
             assert (ROOT / "src/moesaic" / path).exists(), f"`{path}` is not there"
+
+
+def test_targets_and_extras_exist() -> None:
+    made = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    _, _, extras = project.partition("[project.optional-dependencies]")
+    for page in PAGES:
+        said = [*INLINE.findall(page.read_text("utf-8")), *lines(page)]
+        for line in said:
+            found = re.match(r"make ([\w-]+)", line)
+            assert found is None or found[1] in made, f"{page.name}: there is no {line}"
+            for extra in re.findall(r"moesaic\[([\w-]+)\]", line):
+                assert re.search(rf"^{extra} = ", extras, re.MULTILINE), f"{page.name}: {line}"
 
 
 # --- tables --------------------------------------------------------------------------------------
