@@ -23,7 +23,7 @@ from moesaic.config import Calibration, RunArgs
 from moesaic.data import reader
 from moesaic.data.packing import PackedText
 from moesaic.data.reader import check_apart, open_rows
-from moesaic.data.rows import ALPACA, ALPACA_INPUT, asked, text_of
+from moesaic.data.rows import ALPACA, ALPACA_INPUT, SCHEMAS, asked, text_of
 from moesaic.data.source import TextSource, text_sources
 from moesaic.data.text import (
     IGNORED,
@@ -593,3 +593,16 @@ def test_eval_takes_16384_tokens_and_says_so(command: Any, llama_folder: Path) -
     assert 15_000 < figures["tokens"] <= 16_384
     _, out, _ = command("eval", llama_folder, "--max-tokens", 512)
     assert "at most 512 tokens" in " ".join(out.split())
+
+
+# --- the page about it ---------------------------------------------------------------------------
+
+
+def test_the_page_lists_every_schema() -> None:
+    page = (RECIPES.parent / "docs" / "text.md").read_text()
+    for schema in SCHEMAS:
+        columns = ", ".join(f"`{name}`" for name in schema.needs)
+        extra = ", ".join(f"`{name}`" for name in schema.may)
+        (line,) = [x for x in page.splitlines() if x.startswith(f"| {columns}") and "|" in x]
+        assert extra in line
+        assert schema.of in line
