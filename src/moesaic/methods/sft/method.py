@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 
 import torch
@@ -93,6 +94,7 @@ class Tuning(Method[TuneConfig, Arch]):
                     "trained_parameters": count,
                     "total_parameters": total,
                     "distilled": teacher is not None,
+                    "layers": touched(chosen, job.arch, len(job.arch.layers(job.shape))),
                 }
             },
             trained=live.to(job.home),
@@ -105,6 +107,18 @@ class Tuning(Method[TuneConfig, Arch]):
         if training["distilled"]:
             told += ", towards a teacher's next-token distribution"
         return Told(f"{what} trained", f"{told}.")
+
+
+def touched(names: Iterable[str], arch: Arch, count: int) -> list[int]:
+    """The decoder layers that some parameters belong to, by the parameters' names.
+
+    Args:
+        names: of parameters; an adapter may have put words before them.
+        arch: of the model.
+        count: decoder layers.
+    """
+    names = list(names)
+    return [i for i in range(count) if any(arch.layer_prefix(i) in name for name in names)]
 
 
 def _plan(job: Job[Arch]) -> Plan | None:
