@@ -10,12 +10,15 @@ import torch
 from builders import tiny_moe
 from torch import Tensor
 
-from moesaic.arch.mixture import moe_arch
+import moesaic
+from moesaic.arch.mixture import MoEFFN, moe_arch
 from moesaic.data.text import Tokens
+from moesaic.methods.naee.config import PruneConfig, SkipConfig
+from moesaic.methods.naee.criteria import CRITERIA
 from moesaic.methods.naee.reconstruction import Reconstruction
 from moesaic.methods.naee.rerouting import Law, law_of
 from moesaic.methods.naee.search import Neighbours, _Each, greedy, refined
-from moesaic.stream.experts import ExpertStats, observe_experts
+from moesaic.stream.experts import PARTS, ExpertStats, observe_experts
 from moesaic.stream.stream import LayerStream
 
 LAWS = {
@@ -163,3 +166,92 @@ def test_the_search_runs_on_the_device_that_was_named(model_type: str) -> None:
         assert isinstance(losses.without(every(12), torch.arange(12)), faraway.Faraway)
     assert there.kept_E.tolist() == here.kept_E.tolist()
     assert there.loss == pytest.approx(here.loss)
+
+
+# --- what is observed for it ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often outputs of experts are computed one by one, and side by side with all others."""
+    done = {"expert": 0, "outputs": 0}
+
+    def counted(name: str) -> Any:
+        first = getattr(MoEFFN, name)
+
+        def run(self: MoEFFN, *given: Any) -> Any:
+            done[name] += 1
+            return first(self, *given)
+
+        return run
+
+    for name in done:
+        monkeypatch.setattr(MoEFFN, name, counted(name))
+    return done
+
+
+@pytest.mark.parametrize("criterion", [n for n in CRITERIA if n != "merge"])
+def test_a_criterion_pays_for_what_it_reads(
+    criterion: str, work: dict[str, int], tokens: Tokens
+) -> None:
+    """Only reconstruction and pairwise see experts' outputs side by side; some see none at all."""
+    moesaic.prune(tiny_moe("mixtral"), PruneConfig(keep=4, criterion=criterion), text=tokens)
+    beside = criterion in ("reconstruction", "pairwise")
+    alone = criterion in ("ean", "man", "msan", "reap")
+    assert (work["outputs"] > 0) is beside
+    assert (work["expert"] > 0) is alone
+
+
+def test_skipping_runs_no_expert_for_itself(work: dict[str, int], tokens: Tokens) -> None:
+    moesaic.skip(tiny_moe("mixtral"), SkipConfig(), text=tokens)
+    assert work == {"expert": 0, "outputs": 0}
+
+
+def whole_and_part(parts: tuple[str, ...], follow: bool = False) -> list[dict[str, Tensor]]:
+    model = tiny_moe("qwen2_moe")
+    arch = moe_arch(model.config)
+    ids = torch.randint(1, 384, (6, 24), generator=torch.Generator().manual_seed(1))
+    stream = LayerStream(
+        model, arch, Tokens(ids), arch.moe_layers(model), view=arch.mixture, follow=follow
+    )
+    found = [[observe_experts(site, parts=p).tensors() for p in (PARTS, parts)] for site in stream]
+    return found[-1]
+
+
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize(
+    ("parts", "fields"),
+    [
+        ((), ()),
+        (("outputs",), ("norm_E", "square_E", "gated_E")),
+        (("pairs",), ("pair_EE",)),
+        (("gram",), ("gram_SP", "cross_SE", "delta_S")),
+        (("weights",), ("spread_E",)),
+        (("neurons",), ("neurons.energy_EM", "neurons.shared_energy_S", "neurons.reach_EM")),
+        (("outputs", "gram"), ("norm_E", "gram_SP")),
+    ],
+    ids=lambda given: "+".join(given) or "router",
+)
+def test_a_part_is_what_it_is_in_the_whole(
+    parts: tuple[str, ...], fields: tuple[str, ...], follow: bool
+) -> None:
+    whole, part = whole_and_part(parts, follow)
+    router = {"calls_E", "gate_E", "logits_TE", "batch_T", "bias_E"}
+    for name in {*router, *fields}:
+        assert torch.allclose(part[name], whole[name], rtol=1e-5), name
+    kinds = ("norm_E", "pair_EE", "gram_SP", "spread_E", "neurons.energy_EM")
+    for name in {*kinds} - {*fields}:
+        assert part[name].numel() == 0, f"{name} was not asked for"
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_live_and_from_a_file_of_everything_decide_alike(
+    criterion: str, tokens: Tokens, tmp_path: Any
+) -> None:
+    model = tiny_moe("mixtral")
+    file = moesaic.observe(model, tmp_path / "all.stats", text=tokens)
+    config = PruneConfig(keep=4, criterion=criterion)
+    live = moesaic.prune(model, config, text=tokens)
+    filed = moesaic.prune(model, config, text=tokens, stats=str(file))
+    for i, layer in live.plan.layers.items():
+        assert layer.kept == filed.plan.layers[i].kept

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from pathlib import Path
@@ -32,6 +32,9 @@ from moesaic.stream.stream import Site
 
 FORMAT = 3
 """Version of statistics files; others are refused."""
+PARTS = ("weights", "outputs", "pairs", "gram", "neurons")
+"""What may be observed beside the router: ``spread_E``; ``norm_E``, ``square_E`` and ``gated_E``;
+``pair_EE``; ``gram_SP`` with ``cross_SE`` and ``delta_S``; ``neurons``. What was not is empty."""
 BLOCK_BYTES = 128 << 20
 """Expert outputs held at a time."""
 
@@ -175,100 +178,157 @@ def spread_of(view: MoEFFN, i: int) -> float:
 
 @torch.no_grad()
 def observe_experts(
-    site: Site[MoEFFN], batches: Sequence[int] | None = None, gram_share: float = 1.0
+    site: Site[MoEFFN],
+    batches: Sequence[int] | None = None,
+    gram_share: float = 1.0,
+    parts: Collection[str] = PARTS,
 ) -> ExpertStats:
     """Run a site's tokens through its router and experts, and keep what decisions need.
 
     Args:
         site: a routed layer.
         batches: the numbers of the site's batches; None for 0, 1, 2 ...
-        gram_share: the share of tokens for which all experts are run; 0 runs routed ones only.
+        gram_share: the share of tokens whose Gram matrices are kept.
+        parts: what is wanted, of :data:`PARTS`; no expert is run for less than it takes.
     """
     view = site.view
-    neurons = weight_stats(view)
     numbers = range(len(site)) if batches is None else batches
-    parts = [
-        _batch(view, x_TD, target_TD, number, gram_share, neurons)
+    observer = _Observer(view, gram_share if "gram" in parts else 0, parts)
+    merged = ExpertStats.merged(
+        observer.batch(x_TD, target_TD, number)
         for x_TD, target_TD, number in zip(site.inputs(), site.targets(), numbers, strict=True)
-    ]
-    merged = ExpertStats.merged(parts)
-    merged.spread_E = torch.tensor(
-        [spread_of(view, i) for i in range(view.count)], dtype=torch.float64
     )
+    if "weights" in parts:
+        spread = [spread_of(view, i) for i in range(view.count)]
+        merged.spread_E = torch.tensor(spread, dtype=torch.float64)
     return merged
 
 
-def _batch(
-    view: MoEFFN,
-    x_TD: Tensor,
-    target_TD: Tensor | None,
-    number: int,
-    share: float,
-    of_weights: NeuronStats,
-) -> ExpertStats:
-    count, routing = view.count, view.routing
-    sums = {name: torch.zeros(count, dtype=torch.float64) for name in ("norm", "square", "gated")}
-    pair_EE = torch.zeros(count, count, dtype=torch.float64)
-    logits_TE = view.logits(x_TD).float()
-    w_TE = routing.weights(logits_TE)
-    routed_TE = w_TE != 0
-    sampled_T = evenly(len(x_TD), share).to(x_TD.device)
-    delta_TD = None
-    if target_TD is not None:
-        delta_TD = target_TD.double() - view.output(x_TD).double()
-    energy_EM = torch.zeros_like(of_weights.energy_EM)
+EMPTY = torch.empty(0, dtype=torch.float64)
 
-    def seen(block: Tensor, i: int, rows: Tensor, h_NM: Tensor) -> None:
-        """Sums over the tokens that are routed to expert i; the others' weights are zero."""
-        energy_EM[i] += square_sums(h_NM.float() * w_TE[block[rows], i, None])
 
-    grams, crosses = [], []
-    rows = max(1, BLOCK_BYTES // (count * x_TD.shape[1] * x_TD.element_size()))
-    for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
-        wanted_BE = routed_TE[block] | sampled_T[block, None]
-        f_BED = view.outputs(x_TD[block], wanted_BE, partial(seen, block))
-        for part in torch.arange(len(block), device=x_TD.device).split(max(1, rows // 8)):
-            f, at = f_BED[part].double(), block[part]
-            gram_PEE = f @ f.transpose(1, 2)
-            w_PE = w_TE[at].double()
-            square_PE = gram_PEE.diagonal(dim1=1, dim2=2) * routed_TE[at]
-            norm_PE = square_PE.sqrt()
-            sums["norm"] += norm_PE.sum(0).cpu()
-            sums["square"] += square_PE.sum(0).cpu()
-            sums["gated"] += (w_PE * norm_PE).sum(0).cpu()
-            pair_EE += torch.einsum("pi,pij,pj->ij", w_PE, gram_PEE, w_PE).cpu()
-            chosen = sampled_T[at]
-            if chosen.any():
-                grams.append(packed(gram_PEE[chosen].float()).cpu())
-                if delta_TD is not None:
-                    delta = delta_TD[at[chosen]]
-                    cross = (f[chosen] @ delta.unsqueeze(-1)).squeeze(-1)
-                    crosses.append((cross.cpu(), delta.square().sum(-1).cpu()))
-    empty = torch.empty(0, dtype=torch.float64)
-    calls_E = routed_TE.sum(0).cpu()
-    h_TS = view.shared_weighted(x_TD)
-    neurons = replace(of_weights, tokens=len(x_TD), calls_E=calls_E, energy_EM=energy_EM)
-    if h_TS is not None:
-        neurons.shared_energy_S = square_sums(h_TS)
-    return ExpertStats(
-        calls_E=calls_E,
-        gate_E=w_TE.double().sum(0).cpu(),
-        norm_E=sums["norm"],
-        square_E=sums["square"],
-        gated_E=sums["gated"],
-        pair_EE=pair_EE,
-        spread_E=empty,
-        bias_E=empty.float() if routing.bias_E is None else routing.bias_E.float().cpu(),
-        batch_T=torch.full((len(x_TD),), number),
-        logits_TE=logits_TE.cpu(),
-        sampled_T=sampled_T.cpu(),
-        gram_SP=torch.cat(grams) if grams else torch.empty(0, count * (count + 1) // 2),
-        cross_SE=torch.cat([c for c, _ in crosses])
-        if crosses
-        else torch.empty(0, count, dtype=torch.float64),
-        delta_S=torch.cat([d for _, d in crosses]) if crosses else empty,
-        neurons=neurons,
-    )
+class _Observer:
+    """One layer's experts, observed batch by batch."""
+
+    def __init__(self, view: MoEFFN, share: float, parts: Collection[str]) -> None:
+        self.view, self.share, self.parts = view, share, parts
+        self.of_weights = weight_stats(view) if "neurons" in parts else NeuronStats.none()
+
+    def batch(self, x_TD: Tensor, target_TD: Tensor | None, number: int) -> ExpertStats:
+        """The statistics of one batch (T, D)."""
+        view, routing = self.view, self.view.routing
+        logits_TE = view.logits(x_TD).float()
+        w_TE = routing.weights(logits_TE)
+        calls_E = (w_TE != 0).sum(0).cpu()
+        sampled_T = evenly(len(x_TD), self.share).to(x_TD.device)
+        stats = ExpertStats(
+            calls_E=calls_E,
+            gate_E=w_TE.double().sum(0).cpu(),
+            norm_E=EMPTY,
+            square_E=EMPTY,
+            gated_E=EMPTY,
+            pair_EE=EMPTY.view(0, 0),
+            spread_E=EMPTY,
+            bias_E=EMPTY.float() if routing.bias_E is None else routing.bias_E.float().cpu(),
+            batch_T=torch.full((len(x_TD),), number),
+            logits_TE=logits_TE.cpu(),
+            sampled_T=sampled_T.cpu(),
+            gram_SP=torch.empty(0, view.count * (view.count + 1) // 2),
+            cross_SE=EMPTY.view(0, 1).expand(0, view.count),
+            delta_S=EMPTY,
+            neurons=self.of_weights,
+        )
+        if {"pairs", "neurons"} & set(self.parts) or sampled_T.any():
+            self._together(stats, x_TD, target_TD, w_TE, sampled_T)
+        elif "outputs" in self.parts:
+            self._alone(stats, x_TD, w_TE)
+        return stats
+
+    def _alone(self, stats: ExpertStats, x_TD: Tensor, w_TE: Tensor) -> None:
+        """Sizes of outputs, expert after expert: none is kept."""
+        sums_3E = torch.zeros(3, self.view.count, dtype=torch.float64)
+        for i in stats.calls_E.nonzero().flatten().tolist():
+            rows = w_TE[:, i].nonzero().flatten()
+            square_N = self.view.expert(i, x_TD[rows]).double().square().sum(1)
+            sums_3E[:, i] = _sizes(square_N, w_TE[rows, i]).cpu()
+        stats.norm_E, stats.square_E, stats.gated_E = (sum_E.clone() for sum_E in sums_3E)
+
+    def _together(
+        self,
+        stats: ExpertStats,
+        x_TD: Tensor,
+        target_TD: Tensor | None,
+        w_TE: Tensor,
+        sampled_T: Tensor,
+    ) -> None:
+        """Outputs of several experts of a token side by side, block by block."""
+        view, count = self.view, self.view.count
+        wanted = {part: part in self.parts for part in PARTS}
+        sums_3E = torch.zeros(3, count, dtype=torch.float64)
+        pair_EE = torch.zeros(count, count, dtype=torch.float64)
+        energy_EM = torch.zeros_like(self.of_weights.energy_EM)
+        routed_TE = w_TE != 0
+        delta_TD = None
+        if target_TD is not None and sampled_T.any():
+            delta_TD = target_TD.double() - view.output(x_TD).double()
+
+        def seen(block: Tensor, i: int, rows: Tensor, h_NM: Tensor) -> None:
+            """Sums over the tokens that are routed to expert i; the others' weights are zero."""
+            energy_EM[i] += square_sums(h_NM.float() * w_TE[block[rows], i, None])
+
+        ran_TE = sampled_T[:, None].expand_as(routed_TE)
+        if wanted["outputs"] or wanted["pairs"] or wanted["neurons"]:
+            ran_TE = ran_TE | routed_TE
+        grams, crosses = [], []
+        rows = max(1, BLOCK_BYTES // (count * x_TD.shape[1] * x_TD.element_size()))
+        for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
+            told = partial(seen, block) if wanted["neurons"] else lambda *_: None
+            f_BED = view.outputs(x_TD[block], ran_TE[block], told)
+            for part in torch.arange(len(block), device=x_TD.device).split(max(1, rows // 8)):
+                f, at = f_BED[part].double(), block[part]
+                w_PE, chosen = w_TE[at].double(), sampled_T[at]
+                if wanted["outputs"]:
+                    square_PE = f.square().sum(2) * routed_TE[at]
+                    sums_3E += _sizes(square_PE, w_PE).cpu()
+                if wanted["pairs"]:
+                    weighted_PED = f * w_PE[:, :, None]
+                    pair_EE += torch.einsum("pid,pjd->ij", weighted_PED, weighted_PED).cpu()
+                if chosen.any():
+                    f = f[chosen]
+                    grams.append(packed((f @ f.transpose(1, 2)).float()).cpu())
+                    if delta_TD is not None:
+                        delta = delta_TD[at[chosen]]
+                        cross = (f @ delta.unsqueeze(-1)).squeeze(-1)
+                        crosses.append((cross.cpu(), delta.square().sum(-1).cpu()))
+        if wanted["outputs"]:
+            stats.norm_E, stats.square_E, stats.gated_E = (sum_E.clone() for sum_E in sums_3E)
+        if wanted["pairs"]:
+            stats.pair_EE = pair_EE
+        if grams:
+            stats.gram_SP = torch.cat(grams)
+        if crosses:
+            stats.cross_SE = torch.cat([cross for cross, _ in crosses])
+            stats.delta_S = torch.cat([delta for _, delta in crosses])
+        if wanted["neurons"]:
+            stats.neurons = replace(
+                self.of_weights,
+                tokens=len(x_TD),
+                calls_E=stats.calls_E.clone(),  # a file holds no tensor twice
+                energy_EM=energy_EM,
+            )
+            h_TS = view.shared_weighted(x_TD)
+            if h_TS is not None:
+                stats.neurons.shared_energy_S = square_sums(h_TS)
+
+
+def _sizes(square_NX: Tensor, w_NX: Tensor) -> Tensor:
+    """Sums over tokens of |f|, |f|^2 and g |f| (3, ...), float64.
+
+    >>> _sizes(torch.tensor([4.0, 9.0]), torch.tensor([0.5, 1.0])).tolist()
+    [5.0, 13.0, 4.0]
+    """
+    norm_NX = square_NX.sqrt()
+    return torch.stack([norm_NX.sum(0), square_NX.sum(0), (w_NX.double() * norm_NX).sum(0)])
 
 
 # --- one file ------------------------------------------------------------------------------------

@@ -38,6 +38,12 @@ class NeuronStats:
     shared_reach_S: Tensor
     shared_size_S: Tensor
 
+    @classmethod
+    def none(cls) -> NeuronStats:
+        """Nothing observed."""
+        sums = {of.name: torch.zeros(0, dtype=torch.float64) for of in fields(cls)[2:]}
+        return cls(tokens=0, calls_E=torch.zeros(0, dtype=torch.int64), **sums)
+
     def merge(self, other: NeuronStats) -> NeuronStats:
         """The statistics of both token sets together."""
         summed = ("tokens", "calls_E", "energy_EM", "shared_energy_S")

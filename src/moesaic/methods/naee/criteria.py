@@ -73,10 +73,16 @@ class Criterion:
     """``losses`` gives squares; records get their roots."""
     observes: bool = True
     """It looks at tokens; without, no loss is known by which layers could be compared."""
-    gram: bool = False
-    """It needs the inner products of all experts' outputs, token by token."""
+    needs: tuple[str, ...] = ("outputs",)
+    """The statistics that it reads beside those of the router, of
+    :data:`moesaic.stream.experts.PARTS`; others are not observed."""
     merges: bool = False
     """The experts that go are averaged into those that stay."""
+
+    @property
+    def gram(self) -> bool:
+        """It needs the inner products of all experts' outputs, token by token."""
+        return "gram" in self.needs
 
 
 # --- scores --------------------------------------------------------------------------------------
@@ -152,13 +158,14 @@ OWN = (
         "change of the routed output, Eq. 3",
         NAEE,
         losses=_reconstruction,
-        gram=True,
+        needs=("gram",),
     ),
     Criterion(
         "pairwise",
         "pairwise reconstruction",
         "change of the routed output, were no token rerouted",
         losses=_pairwise,
+        needs=("pairs",),
         squared=True,
     ),
     Criterion(
@@ -167,6 +174,7 @@ OWN = (
         "a seeded draw",
         NAEE,
         score=lambda c: random_scores(c.stats.experts, c.layer, c.config.seed),
+        needs=(),
         observes=False,
     ),
     Criterion(
@@ -175,9 +183,14 @@ OWN = (
         "tokens routed to the expert: |T_j|",
         NAEE,
         score=lambda c: c.stats.calls_E.double(),
+        needs=(),
     ),
     Criterion(
-        "gate", "gate weight", "sum of its combine weights g_j", score=lambda c: c.stats.gate_E
+        "gate",
+        "gate weight",
+        "sum of its combine weights g_j",
+        score=lambda c: c.stats.gate_E,
+        needs=(),
     ),
     Criterion(
         "ean",
@@ -215,6 +228,7 @@ OWN = (
         "without data: mean |w| over rms(w), pooled over gate, up and down; the highest go",
         'Liu et al., "AIMER: Calibration-Free Task-Agnostic MoE Pruning" (2026)',
         score=lambda c: -c.stats.spread_E,
+        needs=("weights",),
         observes=False,
     ),
     Criterion(
@@ -224,6 +238,7 @@ OWN = (
         'Li et al., "Merge, Then Compress: Demystify Efficient SMoE with Hints from Its Routing '
         'Policy" (ICLR 2024)',
         score=lambda c: c.stats.calls_E.double(),
+        needs=(),
         merges=True,
     ),
 )

@@ -125,6 +125,11 @@ class Pruner(Method[PruneConfig, MoEArch]):
     def _scored(
         self, score_E: Tensor, stats: ExpertStats, r: int, groups: int
     ) -> tuple[PrunedLayer, JSON]:
+        if len(score_E) != stats.experts:
+            raise ValueError(
+                f"criterion {self.config.criterion!r} gives {len(score_E)} scores for "
+                f"{stats.experts} experts; does its needs name what it reads?"
+            )
         kept_E = best_scores(score_E, r, groups)
         analysis: JSON = {"scores": score_E.tolist(), "calls": stats.calls_E.tolist()}
         if self.config.chosen.observes:
@@ -185,6 +190,7 @@ class Pruner(Method[PruneConfig, MoEArch]):
             for i in job.track(missing, "Deciding layers", len(sizes)):
                 decide(i, file.layer(i))
         elif missing:
+            needs = {part for criterion in criteria for part in criterion.needs}
             gram_bytes = max(pruner.config.gram_bytes for pruner in pruners.values())
             tokens = NO_TEXT if blind else job.tokens
             share, numbers = (tokens, [0]) if blind else job.share
@@ -192,7 +198,7 @@ class Pruner(Method[PruneConfig, MoEArch]):
             for site in job.track(stream, "Pruning layers", len(sizes)):
                 i = site.index
                 if i in missing:
-                    decide(i, observed(site, tokens, numbers, gram_bytes))
+                    decide(i, observed(site, tokens, numbers, gram_bytes, needs))
                 if config.progressive:
                     kept = cast(PrunedLayer, finished[_key(RESULT, sizes[i][0]), i][0])
                     allowed_E = torch.zeros(site.view.count, dtype=torch.bool)

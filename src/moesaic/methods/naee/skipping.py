@@ -156,7 +156,7 @@ class Skipper(Method[SkipConfig, MoEArch]):
             stream = job.stream(wanted, job.arch.mixture, share)
             for site in job.track(stream, "Calibrating layers", len(wanted)):
                 if site.index in missing:
-                    decide(site.index, observed(site, job.tokens, numbers, 0))
+                    decide(site.index, observed(site, job.tokens, numbers, 0, ()))
         layers = {i: finished["result", i][0] for i in wanted}
         plan = Plan(self.config.name, job.base, layers, options, fingerprint)
         return Decision(plan, {i: finished["result", i][1] for i in wanted})
