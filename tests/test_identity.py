@@ -38,6 +38,9 @@ from moesaic.plan import Plan
 from moesaic.recipe import Calibration, Recipe
 from moesaic.stream.experts import merge_files
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours
+)
 A_RUN: dict[str, Any] = {"steps": 4, "batch": 2, "lr": 1e-2, "save_every": 2}
 
 
