@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
+import weakref
 from typing import Any
 
 import faraway
@@ -14,10 +18,14 @@ from torch import Tensor, nn
 import moesaic
 from moesaic.arch.dense import dense_arch
 from moesaic.arch.mixture import moe_arch
-from moesaic.config import RunArgs
+from moesaic.config import Evaluation, RunArgs
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
+from moesaic.io.source import Source, resolve
 from moesaic.methods.cdmoe.config import CondenseConfig
+from moesaic.metrics.bench import bench
+from moesaic.metrics.measure import measure
+from moesaic.metrics.memory import free_bytes
 from moesaic.nn import CarvedFFN
 from moesaic.nn.overlapping import OverlappingFFN
 from moesaic.stream.experts import observe_experts
@@ -447,3 +455,73 @@ def test_one_process_trains_on_the_one_gpu_that_was_asked_for(
     assert arguments.n_gpu == 1, "transformers would wrap the model in nn.DataParallel"
     assert arguments.device == torch.device(expected)
     assert torch.device(chosen[-1]) == torch.device(expected), "accelerate takes the current one"
+
+
+# --- one model at a time -------------------------------------------------------------------------
+
+
+class Held:
+    """Counts the models that are alive when another one is loaded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = 0
+        self.alive: list[Any] = []
+        first = Source.load
+
+        def load(source: Source, *given: Any, **options: Any) -> Any:
+            model = first(source, *given, **options)
+            self.count(model)
+            return model
+
+        monkeypatch.setattr(Source, "load", load)
+
+    def count(self, model: Any) -> None:
+        gc.collect()
+        self.alive = [*(ref for ref in self.alive if ref() is not None), weakref.ref(model)]
+        self.most = max(self.most, len(self.alive))
+
+
+@pytest.mark.parametrize("free", [1 << 60, 1 << 10], ids=["room for both", "room for one"])
+def test_measuring_holds_both_models_only_if_there_is_room(
+    free: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = resolve("tiny-dense")
+    result = moesaic.carve("tiny-dense", samples=4)
+    result.save(tmp_path / "out")
+    held = Held(monkeypatch)
+    monkeypatch.setattr("moesaic.metrics.measure.free_bytes", lambda _: free)
+    monkeypatch.setattr("moesaic.metrics.measure.peak_memory", lambda *_: 1)
+    compared = {"again": lambda: original.load()}
+    settings = Evaluation(max_tokens=512, new_tokens=2, rounds=1)
+    measured = measure(tmp_path / "out", original, compared, settings)
+    room = free > 1 << 30
+    assert held.most == (2 if room else 1)
+    assert measured["speed_interleaved"] is room
+    assert measured["speed_ratio"]["decode"] > 0
+
+
+@pytest.mark.parametrize("free", [1 << 60, 1 << 10], ids=["room for both", "room for one"])
+def test_bench_holds_both_models_only_if_there_is_room(
+    free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = Held(monkeypatch)
+    monkeypatch.setattr("moesaic.metrics.measure.free_bytes", lambda _: free)
+    monkeypatch.setattr("moesaic.metrics.measure.peak_memory", lambda *_: 1)
+    models = {"model": "tiny-moe", "against": "tiny-dense"}
+    found = bench(models, length=16, new_tokens=2, rounds=1)
+    assert held.most == (2 if free > 1 << 30 else 1)
+    assert found["ratio"]["decode"]["ratio"] > 0
+
+
+def test_free_memory_is_this_machines() -> None:
+    assert 0 < free_bytes("cpu") < 1 << 50
+
+
+def test_some_tests_are_for_gpus(pytestconfig: pytest.Config) -> None:
+    """``pytest -m gpu``, of which CONTRIBUTING.md speaks, selects something."""
+    asked = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-m", "gpu", "--collect-only"]
+    run = subprocess.run(
+        [*asked, "tests/test_gpu.py"], cwd=pytestconfig.rootpath, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("::") >= 6

@@ -102,7 +102,7 @@ class Record:
     environment: Values = field(default_factory=dict)
     measured: Values = field(default_factory=dict)
     """Measurements: ``evaluation``, ``scores``, ``routing``, ``generation``, ``samples``,
-    ``activity``, ``speed``, ``speed_ratio``; empty without ``--eval``."""
+    ``activity``, ``speed``, ``speed_interleaved``, ``speed_ratio``; empty without ``--eval``."""
 
     def as_json(self) -> JSON:
         """As ``result.json`` holds it: ``measured`` laid open beside the other keys."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,11 +16,12 @@ from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import export_gguf
 from moesaic.foreign import JSON, Model, Track, silent
+from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.llamacpp import Engine, gguf_parameters
-from moesaic.metrics.measure import memory, speed_json
+from moesaic.metrics.measure import fit, memory, speed_json
 from moesaic.metrics.size import model_size
-from moesaic.metrics.speed import Speed, against, compare_speed, interleaved, peak_memory
+from moesaic.metrics.speed import Speed, against, interleaved, peak_memory, timed
 
 
 def bench(
@@ -30,7 +32,9 @@ def bench(
     track: Track = silent,
     **options: str | int,
 ) -> dict[str, JSON]:
-    """Speed of models in one interleaved run, the peak memory of each in its own process.
+    """Speed of models, the peak memory of each in its own process.
+
+    They are timed in turn, round by round, if there is room for all at once; else one by one.
 
     Args:
         models: names for :func:`moesaic.io.source.resolve` by column; ``model`` is compared with
@@ -72,10 +76,10 @@ def _transformers(
 ) -> Found:
     length, new_tokens, rounds = asked.length, asked.new_tokens, asked.rounds
     sources = {name: resolve(model) for name, model in models.items()}
-    loaded = {name: source.load(device, dtype) for name, source in sources.items()}
-    speeds = compare_speed(loaded, _prompt(sources, length), new_tokens, rounds, track)
-    active = {name: _active(model) for name, model in loaded.items()}
-    loaded.clear()
+    loaders = {name: partial(source.load, device, dtype) for name, source in sources.items()}
+    together = fit(sources.values(), device, dtype)
+    speeds = timed(loaders, together, _prompt(sources, length), new_tokens, rounds, track)
+    active = {name: _active(skeleton(source.config)) for name, source in sources.items()}
     return speeds, {
         name: {
             "peak_memory_bytes": memory(source, length, new_tokens, device, dtype),

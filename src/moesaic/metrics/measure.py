@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,11 +16,12 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
 from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source, resolve
+from moesaic.metrics.memory import free_bytes
 from moesaic.metrics.perplexity import perplexity
 from moesaic.metrics.routing import trace
 from moesaic.metrics.score import Score, score
 from moesaic.metrics.size import model_size
-from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratio
+from moesaic.metrics.speed import Speed, peak_memory, ratio, timed
 from moesaic.nn import ThresholdRouter
 
 
@@ -201,6 +202,9 @@ def measure(
 ) -> JSON:
     """A saved result beside its original and comparisons: same text, one after another; speed.
 
+    One model is held at a time. Only to be timed in turn, round by round, original and result are
+    held together, if there is room for both; the record says which it was.
+
     Args:
         folder: the result, as saved: what is measured is what a user will load.
         original: what it was made from.
@@ -228,7 +232,6 @@ def measure(
     generations: dict[str, str] = {}
     samples: list[JSON] = []
     active: dict[str, dict[str, float]] = {}
-    timed: dict[str, Model] = {}
     for name, load in loaders.items():
         model = load()
         scores[name] = score(model, tokens, _named(track, name))
@@ -236,8 +239,7 @@ def measure(
         if name == "result":
             samples = colour_samples(model, tokenizer)
             active = activity(model, tokenizer, tokens.input_ids.shape[1])
-        if name not in comparisons and settings.rounds:
-            timed[name] = model
+        del model  # before the next one comes
     record: JSON = {
         "evaluation": {
             "data": settings.data or "shipped",
@@ -261,8 +263,10 @@ def measure(
     }
     if settings.rounds:
         prompt = tokens.input_ids[:1, :512]
-        speeds = compare_speed(timed, prompt, 32, settings.rounds, track)
-        timed.clear()
+        pair = {name: loaders[name] for name in ("original", "result")}
+        together = fit((original, result), device, dtype)
+        speeds = timed(pair, together, prompt, 32, settings.rounds, track)
+        record["speed_interleaved"] = together
         record["speed"] = {
             name: speed_json(speeds[name])
             | {"peak_memory_bytes": memory(source, prompt.shape[1], 8, device, dtype)}
@@ -273,6 +277,21 @@ def measure(
             "decode": ratio(speeds["result"].decode, speeds["original"].decode).median,
         }
     return record
+
+
+ROOM = 1.25
+"""Memory that models take when they run, over that of their weights."""
+
+
+def fit(sources: Collection[Source], device: str, dtype: torch.dtype | None) -> bool:
+    """Whether a device has room for all of these models at once."""
+    weights = [
+        tensor
+        for source in sources
+        for tensor in skeleton(source.config, dtype or source.config.dtype).parameters()
+    ]
+    need = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+    return ROOM * need <= free_bytes(device)
 
 
 def memory(

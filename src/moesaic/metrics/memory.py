@@ -33,6 +33,17 @@ def main(request: str) -> None:
         print(peak_resident())
 
 
+def free_bytes(device: str | torch.device) -> int:
+    """Memory of a device that nothing holds: of an accelerator's, or of this machine."""
+    if torch.device(device).type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + kept)
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
 def peak_resident() -> int:
     """In bytes. ``ru_maxrss`` counts the parent from before exec on Linux; VmHWM does not."""
     status = Path("/proc/self/status")

@@ -35,7 +35,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens a second over the rounds of one interleaved run."""
+    """Tokens a second over the rounds of one run."""
 
     prefill: Timing
     decode: Timing
@@ -65,6 +65,33 @@ def _round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[float, 
 
 Runner = Callable[[torch.Tensor, int], tuple[float, float]]
 """Takes a prompt and a number of new tokens, returns the seconds of each part."""
+
+
+def timed(
+    loaders: Mapping[str, Callable[[], Model]],
+    together: bool,
+    prompt: torch.Tensor,
+    new_tokens: int = 32,
+    rounds: int = 5,
+    track: Track = silent,
+) -> dict[str, Speed]:
+    """Load models and time them; see :func:`interleaved`.
+
+    Args:
+        loaders: by name.
+        together: all are held at once and timed in turn; else one is held at a time.
+        prompt: int64 (1, L).
+        new_tokens: greedy decoding steps a round.
+        rounds: counted rounds.
+        track: shows progress.
+    """
+    groups = [list(loaders)] if together else [[name] for name in loaders]
+    found: dict[str, Speed] = {}
+    for names in groups:
+        models = {name: loaders[name]() for name in names}
+        found |= compare_speed(models, prompt, new_tokens, rounds, track)
+        models.clear()
+    return found
 
 
 def compare_speed(

@@ -103,6 +103,8 @@ def _measured(record: Record) -> list[str]:
             f"Speed on {where}, {machine.get('threads', 'some')} threads, torch "
             f"{machine.get('torch', figures.NONE)}; medians, with the least and the greatest round."
         )
+        if not read.interleaved(record):
+            notes.append("Timed one after the other: there was room for one model at a time.")
     return [*parts, " ".join(notes)] if notes else parts
 
 

@@ -87,6 +87,7 @@ def _view(record: Record, anchor: str) -> View:
         "renumbered": any("kept" in layer.shape for layer in record.layers),
         "bars": charts.perplexity_bars(models, what) if len(models) > 1 else "",
         "speed": read.speed_table(record),
+        "interleaved": read.interleaved(record),
         "prompt": prompt,
         "generations": [(name, generated[name]) for name in read.names(generated)],
         "structures": structures,

@@ -229,6 +229,11 @@ def speed_table(record: Record) -> Figures:
     return Figures(columns + (["ratio"] if ratios else []), rows)
 
 
+def interleaved(record: Record) -> bool:
+    """Models were timed in turn; False where there was room for one at a time only."""
+    return record.measured.get("speed_interleaved", True) is not False
+
+
 def ratio_cell(ratio: float | None) -> Cell:
     """A speed relative to the original's, in words too."""
     word = pace(ratio)

@@ -1,0 +1,116 @@
+"""What only a GPU shows: ``pytest -m gpu``, on a machine that has one; some tests want two."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import EQUAL, carved_layer, converted, tiny_model, tiny_moe
+from torch import Tensor
+
+import moesaic
+from moesaic.data.text import Tokens
+from moesaic.methods.cdmoe.config import CondenseConfig
+from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.sft.config import TuneConfig
+from moesaic.metrics.memory import free_bytes
+from moesaic.stream.stream import Spill
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.fixture(params=["cuda", pytest.param("cuda:1", marks=two)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything goes to mapped files of the CPU."""
+    first = Spill.__init__
+    monkeypatch.setattr(Spill, "__init__", lambda self, limit: first(self, 0))
+
+
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    return bool((ours.cpu() - theirs.cpu()).norm() <= 1e-3 * theirs.norm())
+
+
+def test_carved_models_compute_the_same(device: str, tokens: Tokens) -> None:
+    for top_k in (0, 1, 2):
+        layers = {i: carved_layer(*EQUAL[i], seed=i, top_k=top_k) for i in EQUAL}
+        model = converted(tiny_model("llama"), layers)
+        with torch.no_grad():
+            expected = model(tokens.input_ids).logits
+            ids = tokens.input_ids.to(device)
+            assert close(model.to(device)(ids).logits, expected)
+
+
+@pytest.mark.usefixtures("spilling")
+def test_condensing_with_everything_spilled(device: str, tokens: Tokens) -> None:
+    config = CondenseConfig(layers=2)
+    expected = moesaic.condense(tiny_moe("qwen2_moe"), config, text=tokens)
+    found = moesaic.condense(tiny_moe("qwen2_moe").to(device), config, text=tokens)
+    for i, seen in expected.analyses.items():
+        assert found.analyses[i]["divergence"] == pytest.approx(seen["divergence"], abs=1e-3)
+
+
+def test_pruning_searches_on_the_gpu(device: str, tokens: Tokens) -> None:
+    config = PruneConfig(keep=4, exhaustive_limit=0)
+    expected = moesaic.prune(tiny_moe("qwen3_moe"), config, text=tokens)
+    found = moesaic.prune(tiny_moe("qwen3_moe").to(device), config, text=tokens)
+    for i, layer in expected.plan.layers.items():
+        assert found.plan.layers[i].kept == layer.kept
+
+
+def sft(tokens: Tokens, model: Any, **options: Any) -> Any:
+    config = TuneConfig(what="all", steps=2, batch=2, lr=1e-3)
+    return moesaic.tune(model, config, text=tokens, **options)
+
+
+def test_training_on_the_gpu_that_was_named(device: str, tokens: Tokens) -> None:
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.max_memory_allocated(device)
+    sft(tokens, tiny_model("llama"), device=device)
+    assert torch.cuda.max_memory_allocated(device) > before
+
+
+def test_a_live_model_trains_where_it_is(device: str, tokens: Tokens) -> None:
+    model = tiny_model("llama").to(device)
+    twin = copy.deepcopy(model)
+    tuned = sft(tokens, model, inplace=True).model
+    assert tuned.device == model.device == twin.device
+    assert any(
+        not torch.equal(a, b) for a, b in zip(tuned.parameters(), twin.parameters(), strict=True)
+    )
+
+
+@two
+def test_each_process_has_its_own_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "where.py"
+    script.write_text(
+        "import torch\n"
+        "from moesaic.distributed import gathered, join_processes, own_device, process\n"
+        "join_processes()\n"
+        "x = torch.ones(1, device=own_device('cuda'))\n"
+        "assert sorted(gathered(x.device.index)) == [0, 1], gathered(x.device.index)\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    subprocess.run(run, check=True)
+
+
+def test_free_memory_counts_what_torch_only_keeps(device: str) -> None:
+    free = free_bytes(device)
+    block = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+    assert free_bytes(device) <= free - (1 << 28) + (1 << 25)
+    del block
+    assert free_bytes(device) >= free - (1 << 25)
