@@ -198,9 +198,10 @@ def test_observation_of_other_weights_is_not_resumed(
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("moesaic.methods.naee.observing.join", stop)
-        moesaic.observe(pair[0], tmp_path / "x.st", calibration=tokens)
+        with pytest.raises(KeyboardInterrupt):
+            moesaic.observe(pair[0], tmp_path / "x.st", calibration=tokens)
     with pytest.raises(MoesaicError, match="another request"):
         moesaic.observe(pair[1], tmp_path / "x.st", calibration=tokens, resume=True)
     with pytest.raises(MoesaicError, match="gram was 256, is 1"):
@@ -258,9 +259,10 @@ def test_a_step_that_was_saved_is_used_only_if_it_is_the_same(
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("moesaic.pipeline.describe", stop)
-        run_recipe(recipe)
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(recipe)
     step = tmp_path / "out.partial" / "step-0"
     own = weights(step)
     foreign = moesaic.prune(pair[1], PruneConfig(keep=5), calibration=tokens)
@@ -382,9 +384,7 @@ def test_scores_compare_in_one_type(tokens: Tokens, tmp_path: Path) -> None:
     """S13: a float32 result was measured beside a bfloat16 original."""
     tiny_model("llama").bfloat16().save_pretrained(tmp_path / "base")
     config = MoREConfig(active=0.9, layers=(1,))
-    result = moesaic.carve(
-        str(tmp_path / "base"), config, calibration=tokens, dtype=torch.float32
-    )
+    result = moesaic.carve(str(tmp_path / "base"), config, calibration=tokens, dtype=torch.float32)
     result.evaluation = tokens
     from moesaic.metrics.score import score
 

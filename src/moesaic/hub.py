@@ -57,8 +57,8 @@ def _define(arch: Arch) -> tuple[type, type]:
     def from_pretrained(cls: Any, name: Any, *args: Any, **options: Any) -> Any:
         """As the base's own, but nothing is random: every weight is found, and none is left."""
         wanted = options.pop("output_loading_info", False)
-        load = super(model_class, cls).from_pretrained
-        model, info = load(name, *args, output_loading_info=True, **options)
+        load = base_model.from_pretrained.__func__
+        model, info = load(cls, name, *args, output_loading_info=True, **options)
         check_loaded(info, str(name), whole=True)
         return (model, info) if wanted else model
 
