@@ -1,0 +1,564 @@
+"""Channel skipping: what is chosen, what is computed, what is counted, what is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from builders import VOCAB, converted, loaded, tiny_model, tiny_moe
+from cases import many_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import moesaic
+from moesaic import MoesaicError
+from moesaic.arch.mixture import base_arch
+from moesaic.layers.channels import ChannelsLayer, column_norms
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.methods.channels.config import TEALConfig, WINAConfig
+from moesaic.methods.channels.gradients import gradient_sizes
+from moesaic.methods.channels.method import Layer, cut_of, top
+from moesaic.methods.channels.projections import Projection, projections
+from moesaic.methods.channels.scores import Scores, one_threshold
+from moesaic.metrics.score import score
+from moesaic.metrics.size import model_size
+from moesaic.nn import kernels
+from moesaic.nn.channels import ChannelExperts, ChannelLinear, Cut, set_mode
+from moesaic.surgery import applied
+
+
+def prompt(rows=2, length=10, seed=0):
+    return torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def skipping(model, **options):
+    """A model whose layers all skip by WINA at one share."""
+    return moesaic.carve(model, WINAConfig(**options)).model.eval()
+
+
+@torch.no_grad()
+def steps(model, ids):
+    """Logits of a prompt but its last token, and of that one, decoded."""
+    first = model(ids[:, :-1], use_cache=True)
+    return first.logits, model(ids[:, -1:], past_key_values=first.past_key_values).logits
+
+
+# --- what is chosen ------------------------------------------------------------------------------
+
+
+def test_channels_of_the_highest_scores_are_chosen():
+    x, scale = torch.tensor([[3.0, -2.0, 1.0, 0.5]]), torch.tensor([1.0, 1.0, 5.0, 1.0])
+    assert kernels.chosen(x, None, 2, 0.0).tolist() == [[True, True, False, False]]
+    assert kernels.chosen(x, scale, 2, 0.0).tolist() == [[True, False, True, False]]
+    assert kernels.chosen(x, scale, -1, 2.5).tolist() == [[True, False, True, False]]
+    assert kernels.chosen(x, scale, -1, 2.0).tolist() == [[True, False, True, False]]
+
+
+def test_column_norms_are_of_inputs_whichever_way_a_weight_lies():
+    weight = torch.tensor([[3.0, 1.0], [4.0, 0.0]])
+    assert column_norms(weight).tolist() == [5.0, 1.0]
+    assert column_norms(weight.T.contiguous(), transposed=True).tolist() == [5.0, 1.0]
+
+
+# --- what is computed ----------------------------------------------------------------------------
+
+WAYS = ["numba", "torch"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """Products by numba and, as where it is not installed, by torch."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    else:
+        monkeypatch.setattr(kernels, "fast", lambda: None)
+    return request.param
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(1, 7, 5), (8, 33, 64), (3, 128, 17)])
+def test_a_product_is_that_of_the_chosen_channels(
+    way, threads, dtype, tokens, inputs, outputs, monkeypatch
+):
+    monkeypatch.setattr(kernels, "APART", 0)
+    generator = torch.Generator().manual_seed(inputs)
+    x = torch.randn(tokens, inputs, generator=generator).to(dtype)
+    rows = torch.randn(3, inputs, outputs, generator=generator).to(dtype)
+    scale = torch.rand(3, inputs, generator=generator) + 0.1
+    group = torch.randint(0, 3, (tokens,), generator=generator)
+    torch.set_num_threads(threads)
+    try:
+        for keep, threshold in ((inputs // 2, 0.0), (1, 0.0), (inputs, 0.0), (-1, 0.5), (-1, 1e9)):
+            on = kernels.chosen(x, scale[group], keep, threshold)
+            wanted = torch.einsum("ti,tio->to", (x * on).float(), rows[group].float())
+            found = kernels.product(x, rows, scale, keep, threshold, group)
+            assert found.dtype == dtype
+            close = (
+                {"rtol": 1e-5, "atol": 1e-5}
+                if dtype == torch.float32
+                else {"rtol": 0.02, "atol": 0.2}
+            )
+            torch.testing.assert_close(found.float(), wanted, **close)
+    finally:
+        torch.set_num_threads(1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 2.0]), min_size=1, max_size=40), st.data()
+)
+def test_equal_scores_are_as_many_as_asked(values, data):
+    """Ties and zeros: numba's function reads so many channels, the highest ones."""
+    cpu = pytest.importorskip("moesaic.nn.kernels.cpu")
+    import numpy as np
+
+    keep = data.draw(st.integers(0, len(values)))
+    x = np.array(values, np.float32)
+    bits, at, taken = np.empty(len(x), np.int32), np.empty(len(x), np.int32), np.empty_like(x)
+    none = np.empty(0, np.float32)
+    count = cpu.choose(x, none, keep, np.float32(0), bits, at, taken)
+    assert count == keep
+    assert sorted(abs(taken[:count])) == sorted(sorted(abs(x), reverse=True)[:keep])
+    assert [values[i] for i in at[:count]] == taken[:count].tolist()
+
+
+def test_without_numba_torch_does_it_and_that_is_said_once(monkeypatch, caplog):
+    import builtins
+
+    real = builtins.__import__
+
+    def missing(name, *arguments, **options):
+        if name == "numba" or (name == "moesaic.nn.kernels" and arguments[2] == ("cpu",)):
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    kernels.fast.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "moesaic"):
+            for _ in range(2):
+                kernels.product(torch.ones(1, 4), torch.ones(4, 2), None, 2, 0.0)
+        (said,) = caplog.messages
+        assert "moesaic[fast]" in said
+    finally:
+        kernels.fast.cache_clear()
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi", "phi3", "gemma2"])
+def test_prompts_run_dense_and_decoding_skips(way, model_type):
+    model, ids = tiny_model(model_type), prompt()
+    plain_prompt, plain_step = steps(model, ids)
+    skips = skipping(model, active=0.6)
+    found_prompt, found_step = steps(skips, ids)
+    assert torch.equal(found_prompt, plain_prompt)
+    with set_mode(skips, "never"):
+        torch.testing.assert_close(steps(skips, ids)[1], plain_step)
+    assert (found_step - plain_step).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: tiny_model("llama"), lambda: tiny_moe("gpt_oss"), lambda: tiny_moe("qwen2_moe")],
+)
+def test_a_step_is_what_masking_every_input_gives(way, make):
+    """Decoded by rows, and computed densely with what is left out set to zero."""
+    skips, ids = skipping(make(), active=0.7), prompt(3)
+    by_rows = steps(skips, ids)[1]
+    first = skips(ids[:, :-1], use_cache=True)
+    with set_mode(skips, "always"):
+        masked = skips(ids[:, -1:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(by_rows, masked, rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_of_a_batch_is_decoded_as_alone(way):
+    skips, ids = skipping(tiny_model("llama"), active=0.6), prompt(12)  # more than FEW
+    together = steps(skips, ids)[1]
+    alone = torch.cat([steps(skips, row[None])[1] for row in ids])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_turned_in_memory_and_stored_as_they_were(way, tmp_path):
+    model = tiny_model("llama")
+    result = moesaic.carve(model, WINAConfig(active=0.7))
+    skips, ids = result.model.eval(), prompt()
+    linear = skips.model.layers[0].mlp.up_proj
+    assert isinstance(linear, ChannelLinear)
+    before = linear.weight.data_ptr()
+    steps(skips, ids)
+    assert linear.weight.shape == (64, 32)
+    assert linear.weight.stride() == (1, 64)
+    assert linear.weight.data_ptr() != before
+    assert torch.equal(linear.weight, model.model.layers[0].mlp.up_proj.weight)
+    again = loaded(result.save(tmp_path / "out"))
+    assert again.model.layers[0].mlp.up_proj.weight.stride() == (32, 1)
+    for a, b in zip(steps(again, ids), steps(skips, ids), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_that_changes_in_place_is_read_as_it_is(way):
+    """No copy is kept that could be stale: an adapter that is merged counts at once."""
+    skips, ids = skipping(tiny_model("llama"), active=0.7), prompt()
+    before = steps(skips, ids)[1]
+    skips.model.layers[0].mlp.up_proj.weight.data += 1.0
+    assert (steps(skips, ids)[1] - before).abs().max() > 1e-3
+
+
+def test_gradients_pass_where_somebody_trains(way):
+    skips, ids = skipping(tiny_model("llama"), active=0.7), prompt()
+    with set_mode(skips, "always"):
+        skips(ids, labels=ids).loss.backward()
+    weight = skips.model.layers[0].mlp.up_proj.weight
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() > 0
+    first = skips(ids[:, :-1], use_cache=True)
+    step = skips(ids[:, -1:], past_key_values=first.past_key_values)
+    step.logits.sum().backward()
+
+
+def test_adapters_go_around_projections_that_skip(way, tmp_path):
+    peft = pytest.importorskip("peft")
+    skips, ids = skipping(tiny_model("llama"), active=0.7), prompt()
+    before = steps(skips, ids)
+    settings_ = peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(skips, settings_).eval()
+    with_adapter = steps(adapted, ids)
+    assert (with_adapter[1] - before[1]).abs().max() > 1e-3
+    assert 0 < model_size(adapted.base_model.model).active_ratio < 1
+    merged = adapted.merge_and_unload().eval()
+    torch.testing.assert_close(steps(merged, ids)[0], with_adapter[0], rtol=1e-3, atol=1e-4)
+
+
+def test_a_batch_with_padding_generates_what_each_row_does_alone(way):
+    skips = skipping(tiny_model("llama"), active=0.7)
+    ids = prompt(2, 8)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids[1:, 3:]], 1)
+    both = torch.cat([ids[:1], padded])
+    mask = torch.ones_like(both)
+    mask[1, :3] = 0
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    together = skips.generate(both, attention_mask=mask, **options)
+    first = skips.generate(ids[:1], attention_mask=torch.ones(1, 8, dtype=torch.long), **options)
+    second = skips.generate(
+        ids[1:, 3:], attention_mask=torch.ones(1, 5, dtype=torch.long), **options
+    )
+    assert torch.equal(together[0], first[0])
+    assert torch.equal(together[1, 3:], second[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@torch.no_grad()
+def test_a_compiled_step_is_the_same():
+    skips, ids = skipping(tiny_model("llama"), active=0.7), prompt()
+    wanted = steps(skips, ids)
+    torch._dynamo.reset()
+    found = steps(torch.compile(skips, backend="eager"), ids)
+    torch._dynamo.reset()
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_waits_for_the_host_where_masks_decide(monkeypatch):
+    """The path that accelerators take asks for no value: CUDA graphs can hold it."""
+    skips = skipping(tiny_model("llama"), active=0.7)
+    layer = skips.model.layers[0].mlp
+
+    def asked(*_):
+        raise AssertionError("a value was asked for")
+
+    monkeypatch.setattr("moesaic.nn.channels.here", lambda *_: False)
+    layer.up_proj.phase.single = True
+    for name in ("item", "tolist", "nonzero", "__bool__", "__int__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, asked)
+    layer(torch.randn(1, 1, 32))
+
+
+# --- what is counted -----------------------------------------------------------------------------
+
+
+def test_active_is_the_share_that_a_token_reads_by_hand():
+    model = tiny_model("llama")
+    skips = skipping(model, active=0.6, where="ffn")
+    sizes = [p.numel() for n, p in model.named_parameters() if "_proj.weight" in n]
+    read = 0
+    for name, module in skips.named_modules():
+        if isinstance(module, nn.Linear) and name.endswith("_proj"):
+            share = module.cut.keep / module.in_features if isinstance(module, ChannelLinear) else 1
+            read += share * module.weight.numel()
+            assert isinstance(module, ChannelLinear) == ("mlp" in name)
+    assert model_size(skips).active_ratio == pytest.approx(read / sum(sizes))
+    assert model_size(skips).active_ratio == pytest.approx(0.6, abs=0.01)
+
+
+def test_what_thresholds_read_is_counted_on_the_text():
+    result = moesaic.carve(
+        tiny_model("llama"), WINAConfig(active=0.7, choice="threshold"), calibration=many_tokens()
+    )
+    found = score(result.model, many_tokens())
+    assert found.nominal_active_ratio == pytest.approx(0.7, abs=1e-6)
+    assert found.active_ratio == pytest.approx(0.7, abs=0.01)
+    assert found.active_ratio != found.nominal_active_ratio
+    module = result.model.model.layers[0].mlp.up_proj
+    assert module.phase.mode == "decoding"
+    assert module.tally.all == 0
+
+
+def test_skipping_inside_experts_counts_those_that_a_token_runs():
+    model = tiny_moe("mixtral")
+    before, after = model_size(model), model_size(skipping(model, active=0.75))
+    assert after.active_ratio == pytest.approx(0.75 * before.active_ratio, rel=0.01)
+    assert after.layers[0].top_k == before.layers[0].top_k
+
+
+def test_evaluation_measures_decoding():
+    model, tokens = tiny_model("llama"), many_tokens()
+    skips = skipping(model, active=0.5)
+    found = score(skips, tokens).perplexity
+    assert found != score(model, tokens).perplexity
+    with set_mode(skips, "never"):  # perplexity says how every token is measured
+        assert score(skips, tokens).perplexity == found
+
+
+# --- what is decided -----------------------------------------------------------------------------
+
+
+def test_wina_looks_at_no_text():
+    model = tiny_model("llama")
+    result = moesaic.carve(model, WINAConfig(active=0.8))
+    assert result.plan.calibration == ""
+    assert {
+        cut.keep / p
+        for layer in result.plan.layers.values()
+        for path, cut in layer.cuts.items()
+        for p in (64 if "down" in path else 32,)
+    } == {26 / 32, 51 / 64}
+
+
+def test_thresholds_are_quantiles_of_scores():
+    scores = torch.randn(4000, 16, generator=torch.Generator().manual_seed(0)).abs()
+    seen = Scores()
+    for part in scores.split(700):
+        seen.add(part)
+    for share in (0.1, 0.5, 0.9):
+        wanted = scores.flatten().quantile(1 - share).item()
+        assert seen.threshold(share) == pytest.approx(wanted, rel=0.011)
+        assert seen.share(seen.threshold(share)) == pytest.approx(share, abs=1e-3)
+    assert seen.threshold(1.0) == 0
+    assert seen.share(0.0) == 1
+
+
+def test_one_threshold_meets_the_share_and_pays_by_the_column():
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        "a": torch.rand(5000, generator=generator),
+        "b": 3 * torch.rand(5000, generator=generator),
+    }
+    scores = {}
+    for name, value in values.items():
+        scores[name] = Scores()
+        scores[name].add(value)
+    weights, prices = {"a": 10.0, "b": 30.0}, {"a": 4.0, "b": 16.0}
+    found = one_threshold(scores, weights, prices, 0.6)
+    read = sum(weights[n] * (values[n] > found[n]).float().mean().item() for n in values)
+    assert read / 40 == pytest.approx(0.6, abs=0.01)
+    assert found["b"] / found["a"] == pytest.approx(2)  # the root of what a column is longer
+
+
+def test_gradient_sizes_are_those_of_a_perturbed_input():
+    """E[g_i^2], with g by central differences of one projection's input alone."""
+    model = tiny_model("llama").double()
+    arch, ids = base_arch(model.config), prompt(1, 5)
+    path, i = "mlp.up_proj", 2
+    wanted = {i: [Projection(path, 32, 64, 1.0, False)]}
+    tokens = many_tokens()
+    tokens = type(tokens)(ids)
+    (found,) = gradient_sizes(model, arch, wanted, tokens, lambda items, *_: items).values()
+    module = model.model.layers[i].mlp.up_proj
+
+    @torch.no_grad()
+    def loss(at, channel, step):
+        def move(_, args):
+            x = args[0].clone()
+            x[0, at, channel] += step
+            return (x,)
+
+        handle = module.register_forward_pre_hook(move)
+        logits = model(ids).logits[:, :-1].float().double()
+        handle.remove()
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+        ).item()
+
+    for channel in (0, 7):
+        slopes = [(loss(t, channel, 1e-2) - loss(t, channel, -1e-2)) / 2e-2 for t in range(5)]
+        wanted_size = (sum(g * g for g in slopes) / 5) ** 0.5
+        assert found[channel].item() == pytest.approx(wanted_size, rel=0.02)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_greedy_takes_each_step_where_the_output_changes_least():
+    """Against a search that computes every trial anew, in plain tensors."""
+    model = tiny_model("llama")
+    options = TEALConfig(active=0.7, choice="top-k", steps=3)
+    result = moesaic.carve(model, options, calibration=many_tokens())
+    arch = base_arch(model.config)
+    layer = model.model.layers[0]
+    use = arch.use(layer)
+    found = projections(layer, arch, use, "all")
+    total = sum(p.run for p in found)
+    tokens = many_tokens()
+    inputs = {}
+    handle = layer.register_forward_pre_hook(
+        lambda _, a, k: inputs.update(x=a[0], k=k), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(tokens.input_ids[:8])  # a batch of 512 tokens
+    handle.remove()
+    shares, left, step = {p.path: 1.0 for p in found}, 0.3 * total, 0.1 * total
+    with torch.no_grad():
+        target = layer(inputs["x"], **inputs["k"])
+        while left > 1e-6 * total:
+            trials = []
+            for p in found:
+                taken = min(step, left, shares[p.path] * p.run)
+                trial = {**shares, p.path: shares[p.path] - taken / p.run}
+                plan = ChannelsLayer({q.path: top(q, trial[q.path]) for q in found}, "size")
+                with applied(layer, arch, plan) as twin, set_mode(twin, "always"):
+                    error = (twin(inputs["x"], **inputs["k"]) - target).square().sum().item()
+                trials.append((error, p.path, taken, trial))
+            _, _, taken, shares = min(trials, key=lambda t: t[0])
+            left -= taken
+    decided = result.plan.layers[0].cuts
+    assert {p.path: decided[p.path].keep for p in found} == {
+        p.path: top(p, shares[p.path]).keep for p in found
+    }
+    assert len({round(s, 3) for s in shares.values()}) > 1
+
+
+def test_padding_does_not_count(padded):
+    """Thresholds from windows with padding are those of their real tokens."""
+    model = tiny_model("llama", num_hidden_layers=1)
+    arch = base_arch(model.config)
+    seen = []
+    model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda _, a: seen.append(a[0]))
+    with torch.no_grad():
+        model(padded.input_ids, attention_mask=padded.attention_mask.long())
+    (x,) = seen
+    values = x[padded.attention_mask].abs().flatten()
+    plan = moesaic.carve(model, TEALConfig(active=0.6, shares="uniform"), calibration=padded).plan
+    threshold = plan.layers[0].cuts["self_attn.q_proj"].threshold
+    assert threshold == pytest.approx(values.quantile(0.4).item(), rel=0.02)
+    assert isinstance(arch.model_type, str)
+
+
+# --- after other steps ---------------------------------------------------------------------------
+
+
+def test_experts_that_were_pruned_skip_channels(tmp_path):
+    model = converted(tiny_moe("qwen2_moe"), {2: PrunedLayer(torch.tensor([0, 2, 5]))})
+    before = model_size(model)
+    result = moesaic.carve(model, WINAConfig(active=0.8))
+    skips, ids = result.model.eval(), prompt()
+    assert isinstance(skips.model.layers[2].mlp.experts, ChannelExperts)
+    assert skips.model.layers[2].mlp.experts.gate_up_proj_scale.shape == (3, 32)
+    assert model_size(skips).active_ratio == pytest.approx(0.8 * before.active_ratio, rel=0.02)
+    again = loaded(result.save(tmp_path / "out"))
+    stack = json.loads((tmp_path / "out" / "config.json").read_text())["moesaic"]["layers"]["2"]
+    assert [header["kind"] for header in stack] == ["pruned", "channels"]
+    for a, b in zip(steps(again, ids), steps(skips, ids), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_experts_that_a_router_skips_are_skipped_here_too(way):
+    from moesaic.layers.skipping import SkippingLayer
+
+    model = converted(tiny_moe("mixtral"), {i: SkippingLayer(0.9, "top2") for i in range(3)})
+    skips, ids = skipping(model, active=0.8), prompt()
+    by_rows = steps(skips, ids)[1]
+    first = skips(ids[:, :-1], use_cache=True)
+    with set_mode(skips, "always"):
+        masked = skips(ids[:, -1:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(by_rows, masked, rtol=1e-4, atol=1e-5)
+
+
+def test_carved_blocks_are_left_as_they_are():
+    from builders import carved_model
+
+    model = carved_model()
+    skips = skipping(model, active=0.9)
+    assert isinstance(skips.model.layers[1].self_attn.q_proj, ChannelLinear)
+    assert type(skips.model.layers[1].mlp.up_proj) is nn.Linear
+    assert isinstance(skips.model.layers[0].mlp.up_proj, ChannelLinear)
+    assert model_size(skips).active_ratio == pytest.approx(
+        0.9 * model_size(model).active_ratio, abs=0.01
+    )
+
+
+# --- what cannot be ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"active": 0.0}, "active 0 is not a ratio"),
+        ({"active": 1.5}, "active 1.5 is not a ratio"),
+        ({"propagate": True}, "needs choice threshold or shares greedy"),
+        ({"propagate": True, "gradients": True, "choice": "threshold"}, "leave one out"),
+    ],
+)
+def test_wrong_options_are_answered(options, message):
+    with pytest.raises(MoesaicError, match=message):
+        WINAConfig(**options)
+
+
+def test_an_active_ratio_out_of_reach_says_what_is_within():
+    with pytest.raises(MoesaicError, match=r"out of reach: .* are 0\.\d+ of what a token runs"):
+        moesaic.carve(tiny_model("llama"), WINAConfig(active=0.2, where="ffn"))
+
+
+def test_quantised_models_and_those_that_skip_already_are_refused():
+    model = tiny_model("llama")
+    skips = skipping(model, active=0.8)
+    with pytest.raises(MoesaicError, match="skips channels already"):
+        moesaic.carve(skips, WINAConfig())
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    with pytest.raises(MoesaicError, match="quantised in blocks"):
+        moesaic.carve(model, WINAConfig())
+
+
+def test_gradients_of_experts_are_refused():
+    with pytest.raises(MoesaicError, match="without routed experts"):
+        moesaic.carve(tiny_moe("mixtral"), WINAConfig(gradients=True), calibration=many_tokens())
+
+
+def test_a_projection_that_is_quantised_afterwards_is_masked_instead():
+    """Its columns cannot be read one by one: the same values, at the cost of all of them."""
+
+    class Quantised(torch.Tensor):
+        """A tensor of a class of its own, as quantisers put into models."""
+
+    skips, ids = skipping(tiny_model("llama"), active=0.7), prompt()
+    wanted = steps(skips, ids)[1]
+    for module in skips.modules():
+        if isinstance(module, ChannelLinear):
+            data = module.weight.data.contiguous().as_subclass(Quantised)
+            module.weight = nn.Parameter(data, requires_grad=False)
+    torch.testing.assert_close(
+        steps(skips, ids)[1].as_subclass(torch.Tensor), wanted, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_cuts_are_as_near_as_whole_channels_come():
+    p = Projection("p", 10, 4, 40.0, False)
+    assert top(p, 0.84) == Cut(0.8, 8)
+    assert top(p, 0.0) == Cut(0.1, 1)
+    assert Cut(0.8, 8).as_json() == {"share": 0.8, "keep": 8}
+    assert Cut(0.8, threshold=0.5).as_json() == {"share": 0.8, "threshold": 0.5}
+    scores = Scores()
+    scores.add(torch.tensor([1.0, 2.0, 4.0, 8.0]))
+    assert cut_of(p, 0.5, scores, "threshold").keep < 0
+    assert Layer.__doc__
