@@ -18,6 +18,7 @@ from builders import tiny_model, whole_plan
 from safetensors.torch import save_file
 
 import moesaic
+from moesaic import hub
 from moesaic.arch.dense import dense_arch
 from moesaic.config import Calibration, RunArgs
 from moesaic.data import reader
@@ -32,7 +33,7 @@ from moesaic.data.text import (
     evaluation_tokens,
     load_texts,
 )
-from moesaic.data.training import training_text
+from moesaic.data.training import Texts, training_text
 from moesaic.errors import MoesaicError
 from moesaic.metrics.measure import evaluate
 from moesaic.metrics.perplexity import perplexity
@@ -382,7 +383,7 @@ def test_more_than_ten_thousand_rows_are_read(folder: Any, way: str, tokenizer: 
     rows = open_rows(TextSource(name), "calibration")
     assert len({text_of(row) for row in rows.shuffled("0")}) == 10_500
     whole = training_text(name, tokenizer, 8)
-    assert isinstance(whole, list)
+    assert isinstance(whole, Texts)
     assert "10498" in tokenizer.decode([i for e in whole[-3:] for i in e["input_ids"]])
 
 
@@ -451,9 +452,11 @@ def test_padding_is_neither_seen_nor_scored_nor_counted(padded: Tokens) -> None:
     """S9: bdfe050 fed and scored it. On either side of the text, and for routing as well."""
     model = tiny_model("llama")
     arch = dense_arch(model.config)
-    apply_plan(model, arch, whole_plan(model, arch, top_k=1))
+    plan = whole_plan(model, arch, top_k=1)
+    apply_plan(model, arch, plan)
+    hub.convert_class(model, arch, plan)
     assert padded.attention_mask is not None
-    logs, scored, counts = 0.0, 0, 0
+    logs, scored, counts = 0.0, 0, torch.zeros(2, 3, dtype=torch.int64)
     for ids, mask in zip(padded.input_ids, padded.attention_mask, strict=True):
         one = perplexity(model, Tokens(ids[mask][None]))
         logs += math.log(one.perplexity) * one.tokens

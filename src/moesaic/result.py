@@ -190,6 +190,11 @@ class Result:
         if fingerprint:
             used = {**calibration, "fingerprint": fingerprint}
             used["length"] = used.get("length") or self.method.config.window
+            if "tokens" in vars(self.job):  # statistics from a file bring no text
+                tokens = self.job.tokens
+                used["samples"], used["length"] = tokens.input_ids.shape
+                if tokens.origins:
+                    used["sources"] = [origin.as_json() for origin in tokens.origins]
         else:
             used = {} if earlier is None else dict(earlier.calibration)
         model_type = str(shape.config.model_type)

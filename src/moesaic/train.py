@@ -397,7 +397,7 @@ def train(
     loop = _Loop(
         model=model,
         args=arguments,
-        train_dataset=examples if isinstance(examples, IterableDataset) else list(examples),
+        train_dataset=examples,
         data_collator=collate,
         callbacks=[bar],
     )

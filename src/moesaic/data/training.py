@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -13,11 +14,47 @@ from moesaic.data.packing import Example, PackedText, answered
 from moesaic.data.reader import Held, Rows, Taken, open_rows
 from moesaic.data.rows import Row, asked, text_of
 from moesaic.data.source import text_sources
-from moesaic.data.text import Tokens, token_file, windows
+from moesaic.data.text import IGNORED, Tokens, token_file, windows
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Tokenizer
 
 Examples = Sequence[Example] | IterableDataset[Example]
+
+
+class Texts(Sequence[Example]):
+    """Texts to learn from, of which the first tokens may not be predicted; four bytes a token."""
+
+    def __init__(self) -> None:
+        self._ids, self._prompts = array("i"), array("i")
+        self._starts = array("q", [0])
+
+    def add(self, ids: Sequence[int], prompt: int = 0) -> None:
+        """Add a text.
+
+        Args:
+            ids: its tokens.
+            prompt: how many of them, at the start, are not predicted.
+        """
+        self._ids.extend(ids)
+        self._prompts.append(prompt)
+        self._starts.append(len(self._ids))
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Example]: ...
+
+    def __getitem__(self, index: int | slice) -> Example | list[Example]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        ids = self._ids[self._starts[at] : self._starts[at + 1]].tolist()
+        prompt = self._prompts[at]
+        return {"input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]}
 
 
 def training_text(
@@ -73,7 +110,7 @@ def training_text(
 
 def training_examples(
     rows: Sequence[Row], tokenizer: Tokenizer, length: int, answers: bool = True
-) -> list[Example]:
+) -> Texts:
     """Rows to learn from, as input_ids and labels; IGNORED where nothing is to be predicted.
 
     With ``answers``, rows with a prompt and an answer are one example each, their prompt not
@@ -85,10 +122,8 @@ def training_examples(
     return _whole(Held(rows, Taken("given", stop=len(rows))), tokenizer, length, answers)
 
 
-def _whole(
-    rows: Rows | Iterable[Row], tokenizer: Tokenizer, length: int, answers: bool
-) -> list[Example]:
-    examples, texts = [], []
+def _whole(rows: Rows | Iterable[Row], tokenizer: Tokenizer, length: int, answers: bool) -> Texts:
+    examples, texts = Texts(), []
     for row in rows:
         pair = asked(row) if answers else None
         if pair is None:
@@ -96,9 +131,9 @@ def _whole(
             continue
         example = answered(pair, tokenizer, length)
         if example is not None:
-            examples.append(example)
-    whole = windows(texts, tokenizer, length).tolist() if texts else []
-    examples += [{"input_ids": ids, "labels": ids} for ids in whole]
+            examples.add(example["input_ids"], example["labels"].count(IGNORED))
+    for window in windows(texts, tokenizer, length) if texts else ():
+        examples.add(window.tolist())
     if not examples:
         raise MoesaicError(f"length {length}: the text does not fill one window; lower it.")
     return examples

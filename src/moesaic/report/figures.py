@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 NONE = "–"
 NBSP = "\u00a0"
@@ -142,13 +142,18 @@ def plain(value: object) -> str:
 
     >>> plain(True), plain(""), plain([1, 2]), plain(None), plain(0.8)
     ('yes', '–', '1, 2', '–', '0.8')
+    >>> plain([{"source": "prose", "windows": 3}, {"source": "code", "windows": 1}])
+    'source prose, windows 3; source code, windows 1'
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None or value == "":
         return NONE
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(plain(v) for v in value) or NONE
+        between = "; " if any(isinstance(v, Mapping) for v in value) else ", "
+        return between.join(plain(v) for v in value) or NONE
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {plain(v)}" for key, v in value.items()) or NONE
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
