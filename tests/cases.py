@@ -30,6 +30,8 @@ OWN: dict[str, dict[str, Any]] = {
     "tune.sft": {"what": "condensed"},
 }
 """Settings that tiny models need."""
+MIXTURES = ("slim",)
+"""Verbs that take dense models too, and are tried on a mixture here."""
 AFTER = {"tune": "condense"}
 """Verbs that start from another one's result, whose config is the default one."""
 
@@ -90,7 +92,8 @@ def make_start(key: str, folder: Path) -> Path:
         saved: Path = result_of(before, str(start)).save(folder)
         return saved
     method = implementation(config_of(key))
-    for model in (tiny_model("llama"), tiny_moe("qwen2_moe")):
+    models = [tiny_model("llama"), tiny_moe("qwen2_moe")]
+    for model in models[1:] if name in MIXTURES else models:
         try:
             method.find(model.config)  # type: ignore[attr-defined]
         except MoesaicError:

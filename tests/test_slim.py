@@ -14,10 +14,12 @@ import moesaic
 from moesaic import MoesaicError, SlimConfig
 from moesaic.arch.dense import DENSE
 from moesaic.arch.mixture import MOE, base_arch, moe_arch
+from moesaic.layers.base import same
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.slim.choice import losses, routed
 from moesaic.methods.slim.curvature import curvatures
 from moesaic.methods.slim.scores import OWN, SCORES
+from moesaic.methods.slim.surgeon import removal_costs
 from moesaic.stream.job import Job
 from moesaic.stream.neurons import observe_neurons
 
@@ -178,3 +180,242 @@ def test_curvature_is_that_of_the_whole_model(model_type, padded):
             down_DS = view.shared_ffn.down_DM.detach()
             expected = (g_TD @ down_DS).square().mean(0).double()
             torch.testing.assert_close(found[i].shared_S, expected, rtol=2e-3, atol=1e-12)
+
+
+@torch.no_grad()
+def test_surgeon_takes_what_a_refit_makes_up_for_best():
+    """Each turn takes the neuron without which least squares leaves the least error, by brute
+    force; costs are the errors that are added."""
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(6, 6, generator=generator).double()
+    h_TM = torch.randn(80, 6, generator=generator).double() @ mixing
+    down_DM = torch.randn(4, 6, generator=generator).double()
+    y_TD = h_TM @ down_DM.T
+
+    def error(kept):
+        weight = torch.linalg.lstsq(h_TM[:, kept], y_TD).solution
+        return (y_TD - h_TM[:, kept] @ weight).square().sum().item()
+
+    cost_M = removal_costs(h_TM.T @ h_TM, down_DM, ridge=0.0)
+    kept, spent = list(range(6)), 0.0
+    while len(kept) > 1:
+        errors = {j: error([k for k in kept if k != j]) for j in kept}
+        cheapest = min(errors, key=errors.__getitem__)
+        assert cost_M[kept].argmin().item() == kept.index(cheapest)
+        assert cost_M[cheapest].item() == pytest.approx(errors[cheapest] - spent, rel=1e-6)
+        spent = errors[cheapest]
+        kept.remove(cheapest)
+
+
+@pytest.mark.parametrize("score", [score.name for score in OWN])
+def test_every_score_decides(score, tokens):
+    """For a mixture with a shared path, and a dense model; the same with its neurons."""
+    model = tiny_moe("qwen2_moe")
+    result = slimmed(model, tokens, keep=0.5, score=score, shared=1 / 3, refit=True)
+    for layer in result.plan.layers.values():
+        assert layer.neurons_EW.shape == (8, 8)
+        assert layer.shared_S.shape == (8,)
+    assert result.model.config.moe_intermediate_size == 8
+    assert result.model.config.shared_expert_intermediate_size == 8
+    again = slimmed(model, tokens, keep=0.5, score=score, shared=1 / 3, refit=True)
+    for i, layer in result.plan.layers.items():
+        assert same(layer, again.plan.layers[i])
+    assert slimmed(tiny_model("llama"), tokens, keep=0.5, score=score).model is not None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "deepseek_v3", "llama"])
+def test_loss_is_that_of_the_layer_as_it_will_be(model_type, tokens):
+    """Fewer experts, fewer neurons of each: the error of the converted block's own output."""
+    model = any_model(model_type)
+    result = slimmed(model, tokens, keep=0.25, experts="4" if model_type in MOE else "all")
+    i, layer = next(iter(result.plan.layers.items()))
+    site = site_of(model, tokens, i)
+    shape = shape_of(layer)
+    (found,) = losses(site, [shape])
+    arch = base_arch(model.config)
+    converted_view = arch.view(arch.layers(result.model)[i])
+    wrong = whole = 0.0
+    for x_TD in site.inputs():
+        before_TD, after_TD = (output(view, x_TD) for view in (site.view, converted_view))
+        wrong += (after_TD - before_TD).double().square().sum()
+        whole += routed(site.view, x_TD).double().square().sum()
+    assert found == pytest.approx((wrong / whole).sqrt().item(), rel=1e-3)
+
+
+def output(view, x_TD):
+    return view.output(x_TD) if hasattr(view, "router") else view.output(view.hidden(x_TD))
+
+
+# --- budgets -------------------------------------------------------------------------------------
+
+
+def test_experts_and_neurons_share_one_budget(tokens):
+    model = tiny_moe("qwen3_moe")
+    result = slimmed(model, tokens, keep=0.5, experts="4")
+    assert {tuple(x.neurons_EW.shape) for x in result.plan.layers.values()} == {(4, 16)}
+    result = slimmed(model, tokens, keep=0.25, experts="4")
+    assert {tuple(x.neurons_EW.shape) for x in result.plan.layers.values()} == {(4, 8)}
+    assert result.model.config.moe_intermediate_size == 8
+    assert result.model.config.num_experts == 4
+
+
+def test_auto_takes_the_number_of_experts_that_loses_least(tokens):
+    """Measured by converting every layer to each of the sizes that was tried."""
+    model = tiny_moe("mixtral")
+    result = slimmed(model, tokens, keep=0.5, experts="auto")
+    tried = result.summary["tried"]
+    assert len(tried) > 1
+    for count, total in tried.items():
+        one = slimmed(model, tokens, keep=0.5, experts=count, multiple=1)
+        found = 0.0
+        for i, layer in one.plan.layers.items():
+            found += losses(site_of(model, tokens, i), [shape_of(layer)])[0] ** 2
+        if one.plan.layers[0].width == round(8 * 16 * 0.5 / int(count)):
+            assert total == pytest.approx(found, rel=0.2)
+    best = min(tried, key=tried.__getitem__)
+    assert {len(x.kept_E) for x in result.plan.layers.values()} == {int(best)}
+
+
+def shape_of(layer):
+    if isinstance(layer, SlimmedLayer):
+        return layer.kept_E, layer.neurons_EW
+    return torch.zeros(1, dtype=torch.int64), layer.order_W[None]
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "llama"])
+def test_widths_spread_by_what_layers_lose(model_type, tokens, tmp_path):
+    """The budget is met, the result is moesaic_<base>, and no uniform width loses less."""
+    model = any_model(model_type)
+    spread = slimmed(model, tokens, keep=0.5, spread="sensitivity")
+    widths = [shape_of(x)[1].shape[1] for x in spread.plan.layers.values()]
+    whole = 16 if model_type == "mixtral" else 64
+    assert sum(widths) <= 0.5 * whole * len(widths)
+    if len(set(widths)) > 1:
+        assert spread.model.config.model_type == f"moesaic_{model_type}"
+    again = loaded(spread.save(tmp_path / "out"))
+    assert torch.equal(logits(again, tokens), logits(spread.model, tokens))
+
+    def lost(result):
+        pairs = result.plan.layers.items()
+        return sum(losses(site_of(model, tokens, i), [shape_of(x)])[0] ** 2 for i, x in pairs)
+
+    assert lost(spread) <= lost(slimmed(model, tokens, keep=0.5)) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "glm4_moe", "ernie4_5_moe"])
+def test_a_shared_path_that_is_counted_in_experts_is_filled_up(model_type, tokens, tmp_path):
+    """12 of 16 neurons an expert, and a shared path of 16: two of 12, the last 8 are zero."""
+    model = tiny_moe(model_type)
+    result = slimmed(model, tokens, keep=0.75, multiple=4)
+    result.save(tmp_path / "out")
+    again = loaded(tmp_path / "out")
+    assert again.config.model_type == model_type
+    arch = base_arch(again.config)
+    assert getattr(again.config, arch.shared_count) == 2
+    view = arch.mixture(arch.layers(again)[arch.moe_layers(again)[0]])
+    assert (view.width, view.shared_width) == (12, 24)
+    assert not view.shared_ffn.down_DM[:, 16:].any()
+    assert view.shared_ffn.down_DM[:, :16].any()
+
+
+# --- statistics ----------------------------------------------------------------------------------
+
+
+def test_decides_from_the_statistics_of_observe(moe_folder, tokens, tmp_path):
+    moesaic.observe(str(moe_folder), tmp_path / "stats", text=tokens)
+    live = slimmed(str(moe_folder), tokens, keep=0.5)
+    read = moesaic.slim(str(moe_folder), SlimConfig(keep=0.5), stats=str(tmp_path / "stats"))
+    for i, layer in live.plan.layers.items():
+        assert same(layer, read.plan.layers[i])
+    assert read.plan.calibration == live.plan.calibration
+    half = [type(tokens)(tokens.input_ids[at]) for at in (slice(0, 3), slice(3, 6))]
+    for n, part in enumerate(half):
+        moesaic.observe(str(moe_folder), tmp_path / f"part-{n}", text=part)
+    moesaic.merge_files([tmp_path / "part-0", tmp_path / "part-1"], tmp_path / "both")
+    both = moesaic.slim(str(moe_folder), SlimConfig(keep=0.5), stats=str(tmp_path / "both"))
+    for i, layer in live.plan.layers.items():
+        assert same(layer, both.plan.layers[i])
+
+
+# --- refit ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "glm4_moe", "granitemoeshared"])
+def test_refit_brings_the_output_nearer_on_tokens_it_never_saw(model_type, padded):
+    """Of a layer with a low-rank hidden space, so that fewer neurons can do what all did."""
+    many = type(padded)(torch.randint(1, 384, (64, 24), generator=torch.Generator().manual_seed(3)))
+    model = any_model(model_type)
+    plain, refit = (slimmed(model, many, keep=0.5, refit=r, multiple=4) for r in (False, True))
+    i = next(iter(plain.plan.layers))
+    site = site_of(model, padded, i)
+    arch = base_arch(model.config)
+
+    def error(result):
+        layer = arch.layers(result.model)[i]
+        beside = getattr(layer, arch.beside) if arch.beside else lambda x: 0 * x
+        old = getattr(arch.layers(model)[i], arch.beside) if arch.beside else lambda x: 0 * x
+        view = arch.mixture(layer)
+        return sum(
+            (view.output(x) + beside(x) - site.view.output(x) - old(x)).square().sum().item()
+            for x in site.inputs()
+        )
+
+    assert error(refit) < error(plain)
+    found = refit.analyses[i]["refit"]
+    assert 0 < found["recovered"] < 1
+    assert {x.weights for x in refit.plan.layers.values()} == {"refitted"}
+
+
+# --- wrong requests ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "told"),
+    [
+        ("mixtral", {"keep": 0.4, "multiple": 8}, "keep 0.4 .* nearest that works is 0.5"),
+        ("mixtral", {"keep": 0.5, "multiple": 32}, "multiple 32 is out of reach: there are 16"),
+        ("mixtral", {"keep": 0.5, "experts": "3"}, "experts 3 .* needs at least 4"),
+        ("deepseek_v3", {"keep": 0.5, "experts": "5"}, "multiple of 2 router groups"),
+        ("llama", {"keep": 0.5, "experts": "4"}, "dense: it has no experts"),
+        ("llama", {"keep": 0.5, "shared": 0.5}, "dense: it has no shared"),
+    ],
+)
+def test_what_cannot_be_met_says_what_can(model_type, options, told, tokens):
+    with pytest.raises(MoesaicError, match=told):
+        slimmed(any_model(model_type), tokens, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keep": 0},
+        {"keep": 1.5},
+        {"shared": 0},
+        {"experts": "many"},
+        {"propagate": True},
+        {"experts": "auto", "spread": "sensitivity"},
+        {"score": "luck"},
+    ],
+)
+def test_wrong_options_are_refused(options):
+    with pytest.raises(MoesaicError):
+        SlimConfig(**options)
+
+
+def test_command_line(command, moe_folder, tmp_path):
+    out = tmp_path / "out"
+    code, printed, _ = command(
+        "slim", moe_folder, out, "--keep", 0.5, "--samples", 4, "--length", 32, "--max-tokens", 64,
+        "--json",
+    )  # fmt: skip
+    assert code == 0
+    said = json.loads(printed)
+    assert said["layers"][0]["width"] == 8
+    assert said["layers"][0]["kept"] == list(range(8))
+    assert "slimmed by energy to 8 of 16 neurons an expert" in (out / "README.md").read_text()
+    code, _, err = command("slim", moe_folder, tmp_path / "no", "--keep", 0.4, "--multiple", 8)
+    assert code == 2
+    assert "--keep 0.4 is out of reach with multiple 8 of 16 neurons" in err
+    assert not (tmp_path / "no").exists()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, DenseFFN
+from moesaic.arch.use import LayerUse
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
 from moesaic.layers.neurons import narrow_mlp, of_mlp
@@ -90,6 +91,12 @@ class NarrowedLayer(LayerPlan):
     def describe(self, experts: int) -> Description:
         told = f"{self.width:,} of {self.before:,} neurons stay, the same for every token"
         return Description(told, {"neurons": self.width, "of": self.before})
+
+    @classmethod
+    def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
+        use = arch.use(layer)
+        dropped = use.ffn // use.width * (header["before"] - use.width)
+        return replace(use, kind=cls.kind, dropped=dropped)
 
     @classmethod
     def obstacle(cls, header: Header) -> str | None:

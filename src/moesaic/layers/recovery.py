@@ -16,7 +16,7 @@ Shape suffixes: T tokens, F features, D hidden size.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,23 +73,39 @@ def recovered(missing: float, left: float, whole: float) -> JSON:
     return {"lost": missing / max(whole, 1e-300), "recovered": 1 - left / max(missing, 1e-300)}
 
 
+@dataclass
+class _Part:
+    """An expert, or the shared path, while its down projection is solved for."""
+
+    features: list[tuple[Tensor, Tensor]]
+    """By batch its tokens' rows (N,), and h~ (N, W)."""
+    change_WO: Tensor
+    """float64: what is added to the down projection, transposed."""
+
+
 def refitted_downs(
-    layer: PrunedLayer, site: Seen[MoEFFN], shared: Tensor | None = None
-) -> tuple[PrunedLayer, JSON]:
+    layer: PrunedLayer,
+    site: Seen[MoEFFN],
+    shared_S: Tensor | None = None,
+    rounds: int = 1,
+) -> tuple[Tensor, Tensor | None, JSON]:
     """New down projections of a mixture's experts that stay, one expert after the other.
 
     Features are h~ = w_i h_i of the neurons that stay, with the router's true weight; each expert
     is fitted to the error that those before it left over: a system of one expert's width instead
-    of all at once. What is told of it was measured on tokens that no fit saw; the weights are then
-    solved for from all tokens.
+    of all at once, which several rounds come near. What is told of it was measured on tokens that
+    no fit saw; the weights are then solved for from all tokens.
 
     Args:
         layer: the layer, with the experts' own down projections.
         site: the layer as it was, and its tokens.
-        shared: the neurons of the shared path that stay; None for all.
+        shared_S: the neurons of the shared path that stay, whose down projection is solved for
+            too; None to leave that path alone.
+        rounds: how often every expert has its turn.
 
     Returns:
-        the layer, and ``lost`` and ``recovered`` for the record.
+        down projections by place, as the experts' module holds them (E, D, W); that of the shared
+        path (D, S) or None; ``lost`` and ``recovered`` for the record.
     """
     view = site.view
     device, width = view.device, view.width
@@ -97,50 +113,72 @@ def refitted_downs(
     allowed_E[layer.experts.to(device)] = True
     place_of = {i: place for place, i in enumerate(layer.kept) if i >= 0}
     neurons = {i: layer.neurons_of(place, width).to(device) for i, place in place_of.items()}
-    downs = {i: view.weights_of(i)[2].detach() for i in place_of}
     gone = {i: left_out(order, width) for i, order in neurons.items()}
-    inputs, residuals, held, weights = [], [], [], []
+    downs = {i: view.weights_of(i)[-1].detach() for i in place_of}
+    parts = {i: _part(len(order), downs[i]) for i, order in neurons.items()}
+    ffn = view.shared_ffn
+    if shared_S is not None and ffn is not None:
+        shared_S = shared_S[shared_S >= 0].to(device)
+        parts[SHARED] = _part(len(shared_S), ffn.down_DM)
+    residuals, held = [], []
     whole = missing = 0.0
     for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):
         y_TD = view.output(x_TD) if target_TD is None else target_TD
         with view.restricted(allowed_E):
             residual_TD = (y_TD - view.output(x_TD)).float()
-        for i, rows, h_NM in view.weighted(x_TD, allowed_E):
-            if len(gone[i]):
-                residual_TD[rows] += h_NM[:, gone[i]] @ downs[i][:, gone[i]].T.float()
-        weights.append(view.combine_weights(x_TD, allowed_E))
-        residual_TD += shared_loss(view, x_TD, shared)
-        inputs.append(x_TD)
+        empty = torch.zeros(0, dtype=torch.int64, device=device)
+        running = {i: (rows, h_NM) for i, rows, h_NM in view.weighted(x_TD, allowed_E)}
+        for i, order in neurons.items():
+            rows, h_NM = running.get(i, (empty, x_TD.new_zeros(0, width).float()))
+            residual_TD[rows] += h_NM[:, gone[i]] @ downs[i][:, gone[i]].T.float()
+            parts[i].features.append((rows, h_NM[:, order]))
+        h_TS = view.shared_weighted(x_TD)
+        if SHARED in parts and shared_S is not None and h_TS is not None and ffn is not None:
+            lost = left_out(shared_S, h_TS.shape[1])
+            residual_TD += h_TS[:, lost] @ ffn.down_DM[:, lost].T.float()
+            every = torch.arange(len(x_TD), device=device)
+            parts[SHARED].features.append((every, h_TS[:, shared_S]))
         residuals.append(residual_TD)
         held.append(torch.arange(len(x_TD), device=device) >= len(x_TD) - len(x_TD) // HELD_OUT)
         whole += y_TD.double().square().sum().item()
         missing += residual_TD.double().square().sum().item()
-    lost = held_out(residuals, held)
+    before = _held_out(residuals, held)
+    for part in [*parts.values()] * rounds:
+        _fit(part, residuals, held)
+    left = _held_out(residuals, held) / max(before, 1e-300)
     fused = view.experts.down_proj.detach()
-    new: list[Tensor] = []
-    for place, i in enumerate(layer.kept):
-        if i < 0:  # a place for an expert that is never routed to
-            order = layer.neurons_of(place, width)
-            new.append(torch.zeros_like(downs[layer.kept[0]][:, order]))
-            continue
-        down_DW = downs[i][:, neurons[i]].double()
-        ridge = Ridge(down_DW.shape[1], down_DW.shape[0], device)
-        parts = []
-        for x_TD, w_TE, residual_TD, held_T in zip(inputs, weights, residuals, held, strict=True):
-            rows = w_TE[:, i].nonzero().flatten()
-            h_NM = view.hidden(i, x_TD[rows]).float() * w_TE[rows, i, None]
-            h_NW, r_ND, held_N = h_NM[:, neurons[i]], residual_TD[rows], held_T[rows]
-            ridge.fit.add(h_NW[~held_N], r_ND[~held_N])
-            ridge.held.add(h_NW[held_N], r_ND[held_N])
-            parts.append((rows, h_NW))
-        fit = ridge.solve()
-        for residual_TD, (rows, h_NW) in zip(residuals, parts, strict=True):
-            residual_TD[rows] -= h_NW @ fit.trial_FO.float()
-        new.append((down_DW + fit.weight_FO.T).to(fused.dtype))
+    new = [torch.zeros_like(downs[min(downs)][:, : len(neurons[min(neurons)])])] * len(layer.kept)
+    for i, place in place_of.items():
+        changed = downs[i][:, neurons[i]].double() + parts[i].change_WO.T
+        new[place] = changed.to(fused.dtype)
     down_E = torch.stack([d_DW.T if view.experts.is_transposed else d_DW for d_DW in new])
-    share = held_out(residuals, held) / max(lost, 1e-300)
-    found = recovered(missing, share * missing, whole)
-    return replace(layer, down_E=down_E.contiguous().cpu()), found
+    shared_DS = None
+    if SHARED in parts and shared_S is not None and ffn is not None:
+        changed = ffn.down_DM.detach()[:, shared_S].double() + parts[SHARED].change_WO.T
+        shared_DS = changed.to(ffn.down_DM.dtype).contiguous().cpu()
+    return down_E.contiguous().cpu(), shared_DS, recovered(missing, left * missing, whole)
+
+
+SHARED = -1
+"""The shared path among the numbers of experts."""
+
+
+def _part(width: int, down_DM: Tensor) -> _Part:
+    change_WO = torch.zeros(width, len(down_DM), dtype=torch.float64, device=down_DM.device)
+    return _Part([], change_WO)
+
+
+def _fit(part: _Part, residuals: list[Tensor], held: list[Tensor]) -> None:
+    """Fit one expert to what is left, and take what it explains from held-out tokens, too."""
+    ridge = Ridge(*part.change_WO.shape, part.change_WO.device)
+    for (rows, h_NW), residual_TD, held_T in zip(part.features, residuals, held, strict=True):
+        r_ND, held_N = residual_TD[rows], held_T[rows]
+        ridge.fit.add(h_NW[~held_N], r_ND[~held_N])
+        ridge.held.add(h_NW[held_N], r_ND[held_N])
+    fit = ridge.solve()
+    part.change_WO += fit.weight_FO
+    for (rows, h_NW), residual_TD in zip(part.features, residuals, strict=True):
+        residual_TD[rows] -= h_NW @ fit.trial_FO.float()
 
 
 def left_out(order_W: Tensor, width: int) -> Tensor:
@@ -154,17 +192,7 @@ def left_out(order_W: Tensor, width: int) -> Tensor:
     return gone_M.nonzero().flatten()
 
 
-def shared_loss(view: MoEFFN, x_TD: Tensor, order_S: Tensor | None) -> Tensor | float:
-    """What the shared path's output loses with its neurons (T, D); 0 where all stay."""
-    h_TS, ffn = view.shared_weighted(x_TD), view.shared_ffn
-    if order_S is None or h_TS is None or ffn is None or view.arch.beside is not None:
-        return 0.0  # a path beside the block is no part of its output
-    order_S = order_S[order_S >= 0].to(x_TD.device)
-    gone = left_out(order_S, h_TS.shape[1])
-    return h_TS[:, gone] @ ffn.down_DM[:, gone].T.float()
-
-
-def held_out(residuals: list[Tensor], held: list[Tensor]) -> float:
+def _held_out(residuals: list[Tensor], held: list[Tensor]) -> float:
     """The squared error of held-out tokens."""
     pairs = zip(residuals, held, strict=True)
     return sum(r_TD[held_T].double().square().sum().item() for r_TD, held_T in pairs)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
@@ -20,6 +21,9 @@ from moesaic.layers.base import Description, Header, Seen, State
 from moesaic.layers.neurons import narrow_experts, narrow_mlp, of_experts, of_mlp
 from moesaic.layers.pruned import PADDING, PrunedLayer
 from moesaic.layers.recovery import refitted_downs
+
+ROUNDS = 1
+"""How often every expert of a refit has its turn."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class SlimmedLayer(PrunedLayer):
     shared_S: Tensor | None = field(default=None, kw_only=True)
     """int64: the neurons of the shared path at each new place, or PADDING for one that is zero;
     None where it is left alone."""
+    shared_DS: Tensor | None = field(default=None, kw_only=True)
+    """A down projection that takes the place of the shared path's own."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,8 +65,9 @@ class SlimmedLayer(PrunedLayer):
         return {**super().header(), "width": self.width, "before": self.before, **shared}
 
     def tensors(self) -> dict[str, Tensor]:
-        shared = {} if self.shared_S is None else {"shared": self.shared_S}
-        return {**super().tensors(), "neurons": self.neurons_EW, **shared}
+        optional = {"shared": self.shared_S, "shared_down": self.shared_DS}
+        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        return {**super().tensors(), "neurons": self.neurons_EW, **given}
 
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> SlimmedLayer:
@@ -70,6 +77,7 @@ class SlimmedLayer(PrunedLayer):
             header["before"],
             down_E=tensors.get("down"),
             shared_S=tensors.get("shared"),
+            shared_DS=tensors.get("shared_down"),
         )
 
     # --- put to use ------------------------------------------------------------------------------
@@ -118,7 +126,15 @@ class SlimmedLayer(PrunedLayer):
         return self.neurons_EW[place]
 
     def refit(self, site: Seen[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
-        return refitted_downs(self, site, shared=self.shared_S)
+        """New down projections of the experts, and of the shared path, whose neurons all run."""
+        shared_S, width = self.shared_S, site.view.shared_width
+        if shared_S is None and width:
+            shared_S = torch.arange(width)
+        down_E, down_DS, found = refitted_downs(self, site, shared_S, ROUNDS)
+        if shared_S is None or down_DS is None:
+            return replace(self, down_E=down_E), found
+        down_DS = F.pad(down_DS, (0, len(shared_S) - down_DS.shape[1]))
+        return replace(self, down_E=down_E, shared_S=shared_S, shared_DS=down_DS), found
 
 
 class Narrowed:
@@ -152,5 +168,5 @@ class Narrowed:
         order_S = self._plan.shared_S
         if name.startswith(self._shared) and order_S is not None:
             leaf = name.removeprefix(self._shared)
-            return of_mlp(self._arch.shared_names, leaf, tensor, order_S)
+            return of_mlp(self._arch.shared_names, leaf, tensor, order_S, self._plan.shared_DS)
         return tensor

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +111,7 @@ def weight_stats(view: DenseFFN | MoEFFN) -> NeuronStats:
 
 
 @torch.no_grad()
-def observe_neurons(site: Site[DenseFFN | MoEFFN] | Site[DenseFFN] | Site[MoEFFN]) -> NeuronStats:
+def observe_neurons(site: Site[Any]) -> NeuronStats:
     """Run a site's tokens through its router and the experts that they run, once."""
     stats = weight_stats(site.view)
     for x_TD in site.inputs():
@@ -122,3 +123,24 @@ def observe_neurons(site: Site[DenseFFN | MoEFFN] | Site[DenseFFN] | Site[MoEFFN
         if h_TS is not None:
             stats.shared_energy_S += square_sums(h_TS)
     return stats
+
+
+@torch.no_grad()
+def grams(site: Site[Any]) -> tuple[Tensor, Tensor]:
+    """Inner products of neurons over a site's tokens: sum of (w h_j)(w h_k), float64.
+
+    Returns:
+        of each expert's neurons (E, M, M), and of the shared path's (S, S), empty without one.
+    """
+    view = site.view
+    width = view.weights_of(0)[-1].shape[1]
+    shared = 0 if view.shared_ffn is None else view.shared_ffn.width
+    like = torch.zeros(0, dtype=torch.float64)
+    gram_EMM, shared_SS = like.new_zeros(view.count, width, width), like.new_zeros(shared, shared)
+    for x_TD in site.inputs():
+        for i, _, h_NM in view.weighted(x_TD):
+            gram_EMM[i] += (h_NM.T @ h_NM).cpu()
+        h_TS = view.shared_weighted(x_TD)
+        if h_TS is not None:
+            shared_SS += (h_TS.T @ h_TS).cpu()
+    return gram_EMM, shared_SS

@@ -7,6 +7,7 @@ size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,22 +15,54 @@ from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
+from moesaic.distributed import gathered
 from moesaic.layers.neurons import PADDING
 from moesaic.methods.naee.search import best_scores
-from moesaic.methods.slim.scores import Neurons, Score
-from moesaic.stream.neurons import NeuronStats
+from moesaic.methods.slim.scores import Neurons
+from moesaic.stream.neurons import NeuronStats, grams
 from moesaic.stream.stream import Site
 
 
-def neurons_of(stats: NeuronStats, curvature: Tensor | None, seed: int) -> Neurons:
+@dataclass(frozen=True)
+class Products:
+    """What the scores that look at pairs of neurons need of a layer, float64."""
+
+    gram_EMM: Tensor
+    down_EDM: Tensor
+    shared_SS: Tensor
+    shared_DS: Tensor
+
+    @classmethod
+    def of(cls, site: Site[Any], shared_out: bool) -> Products:
+        """Of a layer's tokens; of those of all processes, where they were shared out."""
+        parts = gathered(grams(site)) if shared_out else [grams(site)]
+        gram_EMM, shared_SS = (torch.stack(p).sum(0) for p in zip(*parts, strict=True))
+        view, ffn = site.view, site.view.shared_ffn
+        downs = [view.weights_of(i)[-1].detach().double().cpu() for i in range(view.count)]
+        shared_DS = downs[0][:, :0] if ffn is None else ffn.down_DM.detach().double().cpu()
+        return cls(gram_EMM, torch.stack(downs), shared_SS, shared_DS)
+
+
+def neurons_of(
+    stats: NeuronStats, curvature: Tensor | None, seed: int, products: Products | None = None
+) -> Neurons:
     """The neurons of the routed experts (E, M)."""
-    return Neurons(stats.energy_EM, stats.reach_EM, stats.size_EM, curvature, seed)
+    neurons = Neurons(stats.energy_EM, stats.reach_EM, stats.size_EM, curvature, seed)
+    if products is None:
+        return neurons
+    return replace(neurons, gram=products.gram_EMM, down=products.down_EDM)
 
 
-def shared_neurons(stats: NeuronStats, curvature: Tensor | None, seed: int) -> Neurons:
-    """The neurons of the shared path (S,)."""
-    energy, reach, size = stats.shared_energy_S, stats.shared_reach_S, stats.shared_size_S
-    return Neurons(energy, reach, size, curvature, seed)
+def shared_neurons(
+    stats: NeuronStats, curvature: Tensor | None, seed: int, products: Products | None = None
+) -> Neurons:
+    """The neurons of the shared path, as one expert's (1, S)."""
+    own = (stats.shared_energy_S, stats.shared_reach_S, stats.shared_size_S)
+    energy, reach, size = (t[None] for t in own)
+    neurons = Neurons(energy, reach, size, None if curvature is None else curvature[None], seed)
+    if products is None:
+        return neurons
+    return replace(neurons, gram=products.shared_SS[None], down=products.shared_DS[None])
 
 
 def highest(score_EM: Tensor, width: int) -> Tensor:
@@ -66,9 +99,9 @@ def padded(order_S: Tensor, room: int) -> Tensor:
     return torch.cat([order_S, order_S.new_full((room - len(order_S),), PADDING)])
 
 
-def share_lost(score: Score, neurons: Neurons, kept: Tensor, neurons_NW: Tensor) -> float:
+def share_lost(score_EM: Tensor, kept: Tensor, neurons_NW: Tensor) -> float:
     """The share of all squared scores that neurons have which go."""
-    square_EM = score.score(neurons).square()
+    square_EM = score_EM.square()
     stays = square_EM[kept].gather(1, neurons_NW).sum().item()
     return 1 - stays / max(square_EM.sum().item(), 1e-300)
 

@@ -41,8 +41,8 @@ class SlimConfig(MethodConfig):
     )
     multiple: int | None = option(
         None,
-        "Widths are a multiple of this. Default: the largest of 256, 64, 32, 8, 4 and 1 that meets "
-        "the target.",
+        "Widths are a multiple of this. Default: the largest of 256, 64, 32, 8, 4 and 1 that comes "
+        "near the target.",
         minimum=1,
     )
     refit: bool = option(

@@ -39,6 +39,7 @@ from moesaic.methods.mixtures import credited, least_experts, span
 from moesaic.methods.naee.observed import NO_TEXT, from_file
 from moesaic.methods.naee.search import allocate
 from moesaic.methods.slim.choice import (
+    Products,
     Shape,
     candidates,
     choose,
@@ -185,16 +186,23 @@ class Slimmer(Method[SlimConfig, Arch]):
     # --- one layer -------------------------------------------------------------------------------
 
     def decide(
-        self, stats: NeuronStats, curvature: Curvature | None, layer: int, size: Size, groups: int
+        self,
+        stats: NeuronStats,
+        layer: int,
+        size: Size,
+        groups: int = 1,
+        curvature: Curvature | None = None,
+        products: Products | None = None,
     ) -> tuple[LayerPlan, JSON]:
         """The neurons of a layer that stay.
 
         Args:
             stats: what was observed of it.
-            curvature: of its neurons, where the score needs gradients.
             layer: its number.
             size: the experts that stay, and their width.
             groups: router groups, which lose equally many experts.
+            curvature: of its neurons, where the score needs gradients.
+            products: of its neurons, where the score looks at pairs.
 
         Returns:
             the plan, and ``calls``, and of scores that look at tokens ``relative_loss``: the share
@@ -202,19 +210,21 @@ class Slimmer(Method[SlimConfig, Arch]):
         """
         config, score = self.config, self.config.chosen
         seed = config.seed * 10_007 + layer
-        neurons = neurons_of(stats, curvature.routed_EM if curvature else None, seed)
-        kept, neurons_NW = choose(score.score(neurons), size.count, size.width, groups)
+        neurons = neurons_of(stats, curvature.routed_EM if curvature else None, seed, products)
+        score_EM = score.score(neurons)
+        kept, neurons_NW = choose(score_EM, size.count, size.width, groups)
         analysis: JSON = {}
         if score.observes:
-            lost = share_lost(score, neurons, kept, neurons_NW)
+            lost = share_lost(score_EM, kept, neurons_NW)
             analysis = {"relative_loss": lost, "calls": stats.calls_E.tolist()}
         before = stats.energy_EM.shape[1]
         if size.dense:
             return NarrowedLayer(neurons_NW[0], before), analysis
         shared_S: Tensor | None = None
         if size.room:
-            beside = shared_neurons(stats, curvature.shared_S if curvature else None, seed + 1)
-            order_1S = highest(score.score(beside)[None], size.shared)
+            curved = curvature.shared_S if curvature else None
+            beside = shared_neurons(stats, curved, seed + 1, products)
+            order_1S = highest(score.score(beside), size.shared)
             shared_S = padded(order_1S[0], size.room)
         return SlimmedLayer(kept, neurons_NW, before, shared_S=shared_S), analysis
 
@@ -233,7 +243,11 @@ class Slimmer(Method[SlimConfig, Arch]):
         slimmers[RESULT] = self
         scores = [slimmer.config.chosen for slimmer in slimmers.values()]
         sizes, step = self.sizes(job)
-        reads = config.refit or config.measures or any(score.gradients for score in scores)
+        reads = (
+            config.refit
+            or config.measures
+            or any(score.gradients or score.gram for score in scores)
+        )
         blind = not reads and not any(score.observes for score in scores)
         if config.propagate and compare:
             raise MoesaicError("propagate follows one result: nothing can be compared beside it.")
@@ -261,8 +275,14 @@ class Slimmer(Method[SlimConfig, Arch]):
             curved = curvatures(job, list(sizes))
 
         def decide(i: int, stats: NeuronStats, site: Site[Any] | None) -> None:
+            products = None
+            if site is not None and any(score.gram for score in scores):
+                products = Products.of(site, shared_out=not config.measures)
             for name, slimmer in slimmers.items():
-                made = [slimmer.decide(stats, curved.get(i), i, size, groups) for size in sizes[i]]
+                made = [
+                    slimmer.decide(stats, i, size, groups, curved.get(i), products)
+                    for size in sizes[i]
+                ]
                 if config.measures:
                     assert site is not None
                     exact = losses(site, [_shape(layer) for layer, _ in made])
@@ -316,8 +336,12 @@ class Slimmer(Method[SlimConfig, Arch]):
                 "experts auto and spread sensitivity measure losses on tokens: they need the "
                 "model, and cannot decide from stats."
             )
-        if any(score.gradients for score in scores):
-            raise MoesaicError("stats hold no gradients: a score that needs them needs the model.")
+        blocked = [score.name for score in scores if score.gradients or score.gram]
+        if blocked:
+            raise MoesaicError(
+                f"stats hold neither gradients nor pairs of neurons: score {blocked[0]!r} needs "
+                "the model. energy decides from stats."
+            )
         mixture = cast("Job[MoEArch]", job)
         return from_file(mixture, job.args.calibration.stats, needs_gram=False)
 
@@ -385,7 +409,7 @@ class Slimmer(Method[SlimConfig, Arch]):
             told += f" {kept} of {were} experts stay."
         if self.config.refit:
             told += " The down projections were then refitted."
-        return Told(title, told)
+        return Told(title, told, {"layers": [_laid_open(x, decision.plan) for x in layers]})
 
 
 def _layers(job: Job[Arch]) -> list[int]:
@@ -400,6 +424,14 @@ def _layers(job: Job[Arch]) -> list[int]:
     if not found:
         raise MoesaicError("No layer of this model routes.")
     return found
+
+
+def _laid_open(layer: LayerRecord, plan: Plan) -> JSON:
+    """A layer as ``--json`` prints it, with ``kept``: the experts that stay."""
+    decided = plan.layers.get(layer.index)
+    kept = {"kept": decided.experts.tolist()} if isinstance(decided, SlimmedLayer) else {}
+    plain = asdict(layer)
+    return {**plain, **plain.pop("shape"), **plain.pop("analysis"), **kept}
 
 
 def _shape(layer: LayerPlan) -> Shape:

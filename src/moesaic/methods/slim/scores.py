@@ -40,6 +40,11 @@ class Neurons:
     was asked for."""
     seed: int
     """Of random choice; another one for every layer."""
+    gram: Tensor | None = None
+    """float64: sum of (w h_j)(w h_k) of an expert's neurons (E, M, M); None where no score asked
+    for it."""
+    down: Tensor | None = None
+    """float64: the columns d_j (E, D, M); with ``gram``."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,8 @@ class Score:
     """It looks at tokens."""
     gradients: bool = False
     """It needs the gradients of the loss, layer by layer."""
+    gram: bool = False
+    """It needs the inner products of neurons, M x M of each expert."""
 
 
 def _random(neurons: Neurons) -> Tensor:
@@ -72,6 +79,17 @@ def _random(neurons: Neurons) -> Tensor:
 def _heapr(neurons: Neurons) -> Tensor:
     assert neurons.curvature is not None
     return (neurons.energy * neurons.curvature / 2).sqrt()
+
+
+def _surgeon(neurons: Neurons) -> Tensor:
+    import torch
+
+    from moesaic.methods.slim.surgeon import removal_costs
+
+    assert neurons.gram is not None
+    assert neurons.down is not None
+    pairs = zip(neurons.gram, neurons.down, strict=True)
+    return torch.stack([removal_costs(gram_MM, down_DM) for gram_MM, down_DM in pairs]).sqrt()
 
 
 OWN = (
@@ -91,6 +109,15 @@ OWN = (
         'Li et al., "HEAPr: Hessian-based Efficient Atomic Expert Pruning in Output Space" '
         "(ICLR 2026)",
         gradients=True,
+    ),
+    Score(
+        "surgeon",
+        "optimal brain surgeon",
+        "the error that a refit leaves without the neuron, one neuron after the other",
+        _surgeon,
+        'after Hassibi and Stork, "Second Order Derivatives for Network Pruning: Optimal Brain '
+        "Surgeon\" (NeurIPS 1992), whose Hessian is that of the layer's squared error here",
+        gram=True,
     ),
     Score(
         "magnitude",

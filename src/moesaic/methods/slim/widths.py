@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from moesaic.errors import MoesaicError
 
-MULTIPLES = (256, 64, 32, 8, 4, 1)
-"""Blocks of k-quants, tiles of kernels, blocks of q8_0 and q4_0; 8 and 4 numbers are the 16 bytes
-that grouped matrix products want rows to be a multiple of, in 16 and 32 bits."""
+MULTIPLES = {256: 0.01, 64: 0.01, 32: 0.01, 8: 0.05, 4: 0.05}
+"""By multiple, how far from its target a width may be for its sake, of the width there was.
+
+Blocks of k-quants, tiles of kernels, blocks of q8_0 and q4_0; 8 and 4 numbers are the 16 bytes that
+rows must be a multiple of in transformers' grouped matrix products, in 16 and in 32 bits."""
 CLOSE = 0.01
-"""A width may miss its target by this share of the width there was."""
+"""Where a multiple is asked for, a width may miss its target by this share of the width before."""
 
 
 def multiple_for(width: int, target: float) -> int:
@@ -19,10 +21,14 @@ def multiple_for(width: int, target: float) -> int:
         target: neurons that should stay.
 
     >>> multiple_for(14_336, 7_168), multiple_for(1408, 704), multiple_for(96, 67.2)
-    (256, 64, 4)
+    (256, 64, 8)
     """
-    near = (m for m in MULTIPLES if abs(nearest(target, m, width) - target) <= CLOSE * width)
-    return next(near, 1)
+
+    def misses(multiple: int) -> float:
+        return abs(nearest(target, multiple, width) - target) / width
+
+    fits = (m for m, most in MULTIPLES.items() if m <= width and misses(m) <= most)
+    return next(fits, 1)
 
 
 def nearest(target: float, multiple: int, width: int) -> int:
@@ -49,14 +55,15 @@ def width_for(width: int, target: float, multiple: int | None, option: str) -> t
     >>> width_for(128, 64, None, "keep"), width_for(128, 96, 32, "keep")
     ((64, 64), (96, 32))
     """
-    step = multiple or multiple_for(width, target)
-    found = nearest(target, step, width)
-    if abs(found - target) > max(CLOSE * width, 0.5) or found > width:
-        if step > width:
-            raise MoesaicError(
-                f"multiple {step} is out of reach: there are {width} neurons. At most {width} "
-                "works."
-            )
+    if multiple is None:
+        step = multiple_for(width, target)
+        return nearest(target, step, width), step
+    if multiple > width:
+        raise MoesaicError(
+            f"multiple {multiple} is out of reach: there are {width} neurons, the most that works."
+        )
+    found, step = nearest(target, multiple, width), multiple
+    if abs(found - target) > max(CLOSE * width, 0.5):
         raise MoesaicError(
             f"{option} {target / width:.4g} is out of reach with multiple {step} of {width} "
             f"neurons; the nearest that works is {found / width:.4g} ({found} neurons)."
