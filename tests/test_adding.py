@@ -1,0 +1,372 @@
+"""Adding things from another package, as ARCHITECTURE.md says, and using them by command.
+
+A toy package on the path adds a carving method in 2 files, a criterion in 1, a layer kind in 2,
+an architecture in 1 and a verb in 2. Nothing of Moesaic is changed for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from builders import SMALL, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+from transformers.models.auto import CONFIG_MAPPING
+
+from moesaic.arch.dense import DENSE
+
+METHOD = {
+    "toys/halves/config.py": '''
+"""The options of Halves."""
+
+from dataclasses import dataclass
+
+from moesaic.config import MethodConfig, option
+
+
+@dataclass(frozen=True)
+class HalvesConfig(MethodConfig):
+    """Options of Halves."""
+
+    verb, name, title = "carve", "halves", "Halves"
+    paper = "Doe, Half a Network Is Enough"
+    implementation = "toys.halves.method:Halves"
+
+    share: float = option(0.5, "The share of the neurons that stays.", minimum=0)
+''',
+    "toys/halves/method.py": '''
+"""Halves: the first neurons stay."""
+
+from dataclasses import asdict
+
+import torch
+
+from moesaic.arch.dense import dense_arch
+from moesaic.layers.carved import CarvedLayer
+from moesaic.methods.base import Decision, Method, Told
+from moesaic.plan import Plan
+
+
+class Halves(Method):
+    """Keeps the first neurons of every layer."""
+
+    kind = "split"
+
+    def find(self, config):
+        return dense_arch(config)
+
+    def run(self, job):
+        kept = [round(width * self.config.share) for width in job.base.widths]
+        layers = {i: CarvedLayer(torch.arange(n), n) for i, n in enumerate(kept)}
+        return Decision(Plan(self.config.name, job.base, layers, asdict(self.config)))
+
+    def tell(self, layers, decision, active):
+        return Told(f"cut by {self.config.label}", "Every layer keeps its first neurons.")
+''',
+}
+CRITERION = {
+    "toys/loudest.py": '''
+"""A criterion: the experts that are called most often go."""
+
+from moesaic.methods.naee.criteria import Criterion
+
+QUIETEST = Criterion(
+    name="quietest",
+    title="quietness",
+    help="minus the tokens that an expert is routed",
+    paper="Doe, Let the Quiet Ones Stay",
+    score=lambda case: -case.stats.calls_E.double(),
+)
+''',
+}
+LAYER = {
+    "toys/dampened.py": '''
+"""A layer kind: an FFN whose output is scaled by a constant."""
+
+from dataclasses import dataclass
+
+from moesaic.arch.dense import put
+from moesaic.layers.base import Description, LayerPlan
+from toys.dampened_nn import DampenedFFN
+
+
+@dataclass(frozen=True)
+class DampenedLayer(LayerPlan):
+    """An FFN whose output is scaled."""
+
+    kind = "dampened"
+    factor: object
+    """float32 (1,)."""
+
+    def header(self):
+        return {"kind": self.kind}
+
+    def tensors(self):
+        return {"factor": self.factor}
+
+    @classmethod
+    def load(cls, header, tensors):
+        return cls(tensors["factor"])
+
+    def sources(self, arch):
+        return (f"{arch.ffn_path}.",)
+
+    def convert(self, arch, state):
+        for stored, _ in state.stored(*self.sources(arch)):
+            yield stored, state.read(stored)
+        yield f"{arch.ffn_path}.factor", self.factor
+
+    @classmethod
+    def install(cls, layers, index, arch, header):
+        put(layers[index], arch.ffn_path, DampenedFFN(arch.ffn_of(layers[index]), arch.ffn))
+
+    def describe(self, experts):
+        return Description(f"its output times {self.factor.item():g}")
+''',
+    "toys/dampened_nn.py": '''
+"""The module of dampened layers."""
+
+import torch
+from torch import nn
+
+from moesaic.arch.dense import dense_ffn
+
+
+class DampenedFFN(nn.Module):
+    """An FFN's own projections, and a factor."""
+
+    def __init__(self, ffn, names):
+        super().__init__()
+        for name, child in ffn.named_children():
+            self.add_module(name, child)
+        self.names = names
+        self.factor = nn.Parameter(torch.empty(1, device="meta"))
+
+    def forward(self, x):
+        view = dense_ffn(self, self.names)
+        return self.factor * view.output(view.hidden(x))
+''',
+}
+ARCHITECTURE = {
+    "toys/seed.py": '''
+"""An architecture that transformers knows and the tables of Moesaic do not."""
+
+from moesaic.arch.dense import Arch
+
+SEED = Arch("seed_oss")
+''',
+}
+VERB = {
+    "toys/dampen/config.py": '''
+"""The verb dampen, and the options of its method."""
+
+from dataclasses import dataclass
+
+from moesaic.config import MethodConfig, Verb, option
+
+DAMPEN = Verb("dampen", "Make layers quieter.", "moesaic dampen tiny-dense out", calibrates=False)
+
+
+@dataclass(frozen=True)
+class DampenConfig(MethodConfig):
+    """Options of dampening."""
+
+    verb, name, title, paper = "dampen", "plain", "dampening", ""
+    implementation = "toys.dampen.method:Dampener"
+
+    factor: float = option(0.5, "What outputs are multiplied with.")
+    refit: bool = option(False, "Nothing yet.", beyond="nothing yet")
+''',
+    "toys/dampen/method.py": '''
+"""Dampening: every layer is dampened."""
+
+from dataclasses import asdict
+
+import torch
+
+from moesaic.arch.dense import dense_arch
+from moesaic.methods.base import Decision, Method, Told
+from moesaic.plan import Plan
+from toys.dampened import DampenedLayer
+
+
+class Dampener(Method):
+    """Dampens every layer."""
+
+    def find(self, config):
+        return dense_arch(config)
+
+    def run(self, job):
+        factor = torch.tensor([self.config.factor])
+        layers = {i: DampenedLayer(factor.clone()) for i in range(len(job.base.widths))}
+        return Decision(Plan(self.config.name, job.base, layers, asdict(self.config)))
+
+    def tell(self, layers, decision, active):
+        return Told("dampened", "The outputs of its FFNs are scaled.", {"factor": 0.5})
+''',
+}
+ENTRIES = """
+[moesaic.methods]
+carve.halves = toys.halves.config:HalvesConfig
+dampen.plain = toys.dampen.config:DampenConfig
+
+[moesaic.criteria]
+quietest = toys.loudest:QUIETEST
+
+[moesaic.layers]
+dampened = toys.dampened:DampenedLayer
+
+[moesaic.architectures]
+seed_oss = toys.seed:SEED
+
+[moesaic.verbs]
+dampen = toys.dampen.config:DAMPEN
+"""
+FILES = {
+    "a carving method": (METHOD, 2),
+    "a criterion": (CRITERION, 1),
+    "a layer kind": (LAYER, 2),
+    "an architecture": (ARCHITECTURE, 1),
+    "a verb": (VERB, 2),
+}
+COMMANDS = """
+import io, json, sys
+from contextlib import redirect_stdout
+from moesaic import cli
+
+said = []
+for arguments in json.load(open(sys.argv[1])):
+    sys.argv = ["moesaic", *arguments]
+    code = 0
+    with redirect_stdout(io.StringIO()) as out:
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = stop.code or 0
+    said.append([code, out.getvalue()])
+
+import torch
+from transformers import AutoModelForCausalLM
+
+losses = {}
+for name in ("halves", "quietest", "seed", "dampen", "applied", "carved-seed"):
+    model = AutoModelForCausalLM.from_pretrained(f"{sys.argv[0] and FOLDER}/{name}").eval()
+    ids = torch.arange(1, 33)[None]
+    with torch.no_grad():
+        losses[name] = model(input_ids=ids, labels=ids).loss.item()
+print(json.dumps({"said": said, "losses": losses}))
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    """The toy package's place, as pip would leave it."""
+    place = tmp_path_factory.mktemp("site")
+    for files, _ in FILES.values():
+        for name, text in files.items():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_text(text.lstrip())
+    info = place / "toys-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRIES)
+    return place
+
+
+@pytest.fixture(scope="module")
+def done(package, tmp_path_factory):
+    """What every command said, and the losses of what they made, by the folder's name."""
+    folder = tmp_path_factory.mktemp("adding")
+    seed = AutoModelForCausalLM.from_config(CONFIG_MAPPING["seed_oss"](**SMALL, head_dim=8))
+    seed.save_pretrained(folder / "seed")
+    tiny_tokenizer().save_pretrained(folder / "seed")
+    brief = ["--max-tokens", "256", "-o", "rounds=0", "-o", "new_tokens=2", "--json"]
+    text = ["--samples", "8", "--length", "32"]
+    commands = [
+        ["carve", "tiny-dense", "halves", "--method", "halves", "--share", "0.75", *brief],
+        ["prune", "tiny-moe", "quietest", "--keep", "6", "--criterion", "quietest", *text, *brief],
+        ["carve", "seed", "carved-seed", "--layers", "all", *text, *brief],
+        ["dampen", "tiny-dense", "dampen", "--factor", "0.5", *brief],
+        ["apply", "tiny-dense", "dampen", "applied"],
+        ["inspect", "dampen", "--json"],
+        ["--help"],
+        ["carve", "--help"],
+        ["dampen", "--help"],
+    ]
+    (folder / "commands.json").write_text(json.dumps(commands))
+    path = os.pathsep.join([str(package), *filter(None, sys.path)])
+    found = subprocess.run(
+        [sys.executable, "-c", COMMANDS.replace("{sys.argv[0] and FOLDER}", "."), "commands.json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    out = json.loads(found.stdout.splitlines()[-1])
+    assert [code for code, _ in out["said"]] == [0] * len(commands), found.stderr
+    return folder, [text for _, text in out["said"]], out["losses"]
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_it_takes_no_more_files_than_that(what):
+    files, count = FILES[what]
+    assert len(files) == count
+    said = (Path(__file__).parent.parent / "ARCHITECTURE.md").read_text()
+    _, _, adding = said.partition("## Adding things")
+    row = next(line for line in adding.splitlines() if what.removeprefix("a carving ") in line)
+    assert f"| {count}" in row, row
+
+
+def test_the_architecture_is_not_in_our_table():
+    assert "seed_oss" not in DENSE
+
+
+CARDS = {
+    "halves": ("cut by Halves", "Every layer keeps its first neurons", "Half a Network"),
+    "quietest": ("pruned by quietness to 6 of 8 experts", "Let the Quiet Ones Stay"),
+    "carved-seed": ("MoRE",),
+    "dampen": ("dampened", "The outputs of its FFNs are scaled"),
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_checkpoint_card_and_page(name, done):
+    folder, _, losses = done
+    card, page = ((folder / name / f).read_text() for f in ("README.md", "report.html"))
+    for words in CARDS[name]:
+        assert words in card
+    assert CARDS[name][0] in page
+    assert losses[name] > 0
+    record = json.loads((folder / name / "result.json").read_text())
+    assert record["scores"]["result"]["perplexity"] > 1
+
+
+def test_a_new_layer_kind_is_what_it_says(done):
+    """Saved, applied from its plan and inspected; its words are in the record."""
+    folder, said, losses = done
+    assert losses["applied"] == losses["dampen"]
+    config = json.loads((folder / "dampen" / "config.json").read_text())
+    assert config["model_type"] == "moesaic_llama"
+    record = json.loads((folder / "dampen" / "result.json").read_text())
+    assert {layer["kind"] for layer in record["layers"]} == {"dampened"}
+    assert {layer["told"] for layer in record["layers"]} == {"its output times 0.5"}
+    assert json.loads(said[3])["factor"] == 0.5
+    inspected = json.loads(said[5])
+    assert inspected["layers"]
+
+
+def test_the_command_line_knows_them(done):
+    _, said, _ = done
+    everything, carve, dampen = said[-3:]
+    assert "dampen" in everything
+    assert "Make layers quieter" in everything
+    assert "halves" in carve
+    assert "--share" in carve
+    assert "--factor" in dampen
+    assert "--samples" not in dampen
