@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 import moesaic
 from moesaic import hub
 from moesaic.arch.dense import dense_arch
+from moesaic.cli.shared import columns
 from moesaic.config import Calibration, RunArgs
 from moesaic.data import reader
 from moesaic.data.packing import PackedText
@@ -596,6 +597,13 @@ def test_eval_takes_16384_tokens_and_says_so(command: Any, llama_folder: Path) -
     assert 15_000 < figures["tokens"] <= 16_384
     _, out, _ = command("eval", llama_folder, "--max-tokens", 512)
     assert "at most 512 tokens" in " ".join(out.split())
+
+
+def test_each_source_has_rows_of_its_own() -> None:
+    """S7: a mix is told source by source."""
+    table = columns({"m": {"total_parameters": 5, "sources": {"a_b": {"perplexity": 3.0}}}})
+    assert list(table.columns[0].cells) == ["total parameters", "sources: a_b: perplexity"]
+    assert list(table.columns[1].cells) == ["5", "3"]
 
 
 # --- the page about it ---------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, get_type_hints
 
 import typer
@@ -124,18 +124,26 @@ def fail(message: str, code: int) -> NoReturn:
 
 
 def columns(figures: Mapping[str, Values]) -> Table:
-    """Figures as rows, models as columns."""
+    """Figures as rows, models as columns; what has figures of its own has a row for each."""
     from rich.table import Table
 
+    figures = {name: dict(_flat(column)) for name, column in figures.items()}
     table = Table()
     table.add_column("")
     for name in figures:
         table.add_column(name, justify="right")
     keys = dict.fromkeys(key for column in figures.values() for key in column)
     for key in keys:
-        label = key.replace("_", " ")
-        table.add_row(label, *(figure(column.get(key)) for column in figures.values()))
+        table.add_row(key, *(figure(column.get(key)) for column in figures.values()))
     return table
+
+
+def _flat(figures: Values, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}: ")
+        else:
+            yield prefix + key.replace("_", " "), value
 
 
 def figure(value: object) -> str:
