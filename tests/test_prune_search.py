@@ -115,6 +115,14 @@ def test_neighbours_have_the_losses_of_their_sets(
         kept_E[at] = not out
 
 
+def test_losses_of_neighbours_do_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    stats, routing = observed("qwen2_moe")
+    here = torch.arange(12)
+    whole = Reconstruction(stats, routing).without(every(12), here)
+    monkeypatch.setattr("moesaic.methods.naee.rerouting.ROWS", 7 * 12)
+    assert torch.allclose(Reconstruction(stats, routing).without(every(12), here), whole)
+
+
 @pytest.mark.parametrize("keep", [3, 6])
 def test_the_search_decides_as_it_does_over_every_set(moe_type: str, keep: int) -> None:
     stats, routing = observed(moe_type)
