@@ -4,31 +4,45 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
+from builders import tiny_model, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_models import tiny_moe
 from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError, PruneConfig, Tokens
-from moesaic.data.text import calibration_tokens, split_evenly
-from moesaic.methods.naee.pruning import CRITERIA, allocate, reconstruction_losses
-from moesaic.methods.naee.search import best_scores, every_set, exhaustive, greedy, refined, subsets
 from moesaic.arch.mixture import moe_arch
-from moesaic.plan import same
-from moesaic.recipe import Calibration, Recipe
+from moesaic.data.text import calibration_tokens, split_evenly
+from moesaic.layers.base import same
+from moesaic.layers.pruned import PADDING, PrunedLayer
+from moesaic.methods.naee.criteria import CRITERIA
+from moesaic.methods.naee.observed import observed
+from moesaic.methods.naee.reconstruction import reconstruction_losses
+from moesaic.methods.naee.search import (
+    allocate,
+    best_scores,
+    every_set,
+    exhaustive,
+    greedy,
+    refined,
+    subsets,
+)
 from moesaic.pipeline import run_recipe
-from moesaic.stream.experts import StatsFile, evenly, observe_experts, packed, sample_share, unpacked
+from moesaic.recipe import Calibration, Recipe
+from moesaic.stream.experts import (
+    StatsFile,
+    evenly,
+    merge_files,
+    observe_experts,
+    packed,
+    sample_share,
+    unpacked,
+)
 from moesaic.stream.stream import LayerStream
 
 TESTS = Path(__file__).parent
@@ -36,7 +50,8 @@ TESTS = Path(__file__).parent
 
 def sites(model, tokens, **options):
     arch = moe_arch(model.config)
-    return LayerStream(model, arch, tokens, arch.moe_layers(model), **options)
+    layers = arch.moe_layers(model)
+    return LayerStream(model, arch, tokens, layers, view=arch.mixture, **options)
 
 
 def first_site(model, tokens, **options):
@@ -97,10 +112,10 @@ def test_losses_do_not_depend_on_blocks(tokens, monkeypatch):
     site = first_site(tiny_moe("mixtral"), tokens)
     stats = observe_experts(site)
     sets_CE = torch.cat(list(every_set(8, 5)))
-    whole = reconstruction_losses(stats, site.view.rule)(sets_CE)
-    monkeypatch.setattr("moesaic.methods.naee.pruning.ELEMENTS", 700)
+    whole = reconstruction_losses(stats, site.view.routing)(sets_CE)
+    monkeypatch.setattr("moesaic.methods.naee.reconstruction.ELEMENTS", 700)
     monkeypatch.setattr("moesaic.stream.experts.BLOCK_BYTES", 5000)
-    blocks = reconstruction_losses(observe_experts(site), site.view.rule)(sets_CE)
+    blocks = reconstruction_losses(observe_experts(site), site.view.routing)(sets_CE)
     torch.testing.assert_close(whole, blocks, rtol=1e-6, atol=0)
 
 
@@ -109,7 +124,7 @@ def test_sum_of_batch_norms_depends_on_the_batches(tokens):
     sets_CE = torch.cat(list(every_set(8, 5)))[:5]
     for rows in (1, 2, 6):
         site = first_site(model, tokens, tokens_per_batch=24 * rows)
-        losses = reconstruction_losses(observe_experts(site), site.view.rule, True)(sets_CE)
+        losses = reconstruction_losses(observe_experts(site), site.view.routing, True)(sets_CE)
         wanted = torch.zeros(5, dtype=torch.float64)
         for x_TD in site.inputs():
             y_TD = site.view.output(x_TD).double()
@@ -135,7 +150,7 @@ def test_progressive_is_layerwise_at_the_first_layer_and_follows_after(tokens):
         )
         m(tokens.input_ids)
         handle.remove()
-    view = arch.view(model.model.layers[2])
+    view = arch.mixture(model.model.layers[2])
     target_TD = view.output(seen["original"]).double()
     losses = {}
     for chosen in combinations(range(8), 5):
@@ -363,7 +378,7 @@ def test_stats_of_halves_merge_to_those_of_the_whole(tokens, tmp_path):
     halves = [Tokens(tokens.input_ids[:3]), Tokens(tokens.input_ids[3:])]
     for name, part in (("a", halves[0]), ("b", halves[1]), ("all", tokens)):
         moesaic.observe(model, tmp_path / name, calibration=part)
-    moesaic.merge_files([tmp_path / "a", tmp_path / "b"], tmp_path / "ab")
+    merge_files([tmp_path / "a", tmp_path / "b"], tmp_path / "ab")
     both, whole = StatsFile(tmp_path / "ab"), StatsFile(tmp_path / "all")
     for i in whole.layers:
         a, b = both.layer(i), whole.layer(i)
@@ -404,39 +419,6 @@ def test_foreign_or_poor_statistics_are_refused(tokens, tmp_path):
         moesaic.prune(mixtral, PruneConfig(keep=6), stats=tmp_path / "junk")
 
 
-def test_two_processes_give_one_processs_plan(qwen_folder, tmp_path):
-    code = (
-        "import sys, torch, moesaic\n"
-        "from moesaic import Tokens, PruneConfig\n"
-        "from moesaic.stream.experts import join_processes, process\n"
-        "join_processes()\n"
-        "ids = torch.randint(1, 384, (7, 24), generator=torch.Generator().manual_seed(1))\n"
-        "import moesaic.data.text as data\n"
-        "data.shared_out.__defaults__ = (48,)\n"
-        "import moesaic.stream.stream as stream\n"
-        "stream.LayerStream.__init__.__kwdefaults__['tokens_per_batch'] = 48\n"
-        "for progressive in (False, True):\n"
-        "    config = PruneConfig(keep=5, progressive=progressive)\n"
-        "    result = moesaic.prune(sys.argv[1], config, calibration=Tokens(ids))\n"
-        "    if process()[0] == 0:\n"
-        "        result.save(sys.argv[2] + str(progressive))\n"
-    )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MASTER_ADDR": "127.0.0.1"}
-    run = [sys.executable, "-W", "ignore", "-c", code, str(qwen_folder)]
-    world = {"MASTER_PORT": "29641", "WORLD_SIZE": "2"}
-    pair = [
-        subprocess.Popen([*run, str(tmp_path / "two")], env={**env, **world, "RANK": str(rank)})
-        for rank in range(2)
-    ]
-    assert [process.wait(120) for process in pair] == [0, 0]
-    subprocess.run([*run, str(tmp_path / "one")], env=env, check=True, timeout=120)
-    for name in ("False", "True"):
-        one, two = (moesaic.Plan.load(tmp_path / f"{n}{name}") for n in ("one", "two"))
-        assert one.base == two.base
-        for i in one.layers:
-            assert same(one.layers[i], two.layers[i])
-
-
 # --- runs ----------------------------------------------------------------------------------------
 
 
@@ -445,57 +427,15 @@ def recipe(folder, out, step, evaluation=None, **calibration):
     return Recipe(str(folder), str(out), (step,), Calibration("prose", **text), evaluation)
 
 
-def files(folder):
-    """Every file but the record of the run, which holds the output's name."""
-    skip = ("result.json", "recipe.yaml", "README.md", "report.html")
-    return {f.name: f.read_bytes() for f in folder.iterdir() if f.name not in skip}
-
-
-def test_a_killed_run_resumes_to_the_identical_result(qwen_folder, tmp_path):
-    code = (
-        "import sys, time\n"
-        "from moesaic import PruneConfig, run\n"
-        "from moesaic.methods.naee.pruning import Pruner\n"
-        "from test_naee import recipe\n"
-        "plain = Pruner.decide\n"
-        "def slow(self, stats, rule, layer, *rest):\n"
-        "    if layer == 2: time.sleep(60)\n"
-        "    return plain(self, stats, rule, layer, *rest)\n"
-        "Pruner.decide = slow\n"
-        "run.run_recipe(recipe(sys.argv[1], sys.argv[2], PruneConfig(keep=5)))\n"
-    )
-    out = tmp_path / "out"
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code, str(qwen_folder), str(out)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])},
-    )
-    partial = tmp_path / "out.partial"
-    for _ in range(900):
-        if list(partial.glob("layer-*.safetensors")) or process.poll() is not None:
-            break
-        time.sleep(0.1)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert len(list(partial.glob("layer-*.safetensors"))) == 1
-    assert not out.exists()
-    config = PruneConfig(keep=5)
-    with pytest.raises(MoesaicError, match="--resume"):
-        run_recipe(recipe(qwen_folder, out, config))
-    run_recipe(recipe(qwen_folder, out, config), resume=True)
-    assert not partial.exists()
-    run_recipe(recipe(qwen_folder, tmp_path / "again", config))
-    assert files(out) == files(tmp_path / "again")
-
-
 def test_the_record_names_what_stays(qwen_folder, tmp_path):
     record = run_recipe(recipe(qwen_folder, tmp_path / "out", PruneConfig(keep=5)))
-    assert record["model_type"] == "qwen2_moe"
-    assert len(record["layers"]) == 3
-    assert record["layers"][1] == {"kind": "dense", "width": 16}
-    for i in (0, 2):
-        assert len(record["layers"][i]["kept"]) == 5
-        assert record["layers"][i]["loss"] > 0
-    assert json.loads((tmp_path / "out" / "result.json").read_text()) == record
+    assert record.model_type == "qwen2_moe"
+    assert [layer.kind for layer in record.layers] == ["pruned", "dense", "pruned"]
+    assert record.layers[1].width == 16
+    for layer in record.output()["layers"][::2]:
+        assert len(layer["kept"]) == 5
+        assert layer["loss"] > 0
+    assert json.loads((tmp_path / "out" / "result.json").read_text()) == record.as_json()
 
 
 def test_mixes_of_domains(tokenizer):
@@ -565,10 +505,14 @@ def test_counts_that_differ_load_as_moesaic(mixtral_folder, tokens, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("moe_type", ["gpt_oss", "glm4_moe", "deepseek_v3"])
-def test_padding_is_native_and_never_chosen(moe_type, tokens, tmp_path):
-    keep = 5 if moe_type == "gpt_oss" else 5.5
-    changes = {"n_group": 1, "topk_group": 1} if moe_type == "deepseek_v3" else {}
+@pytest.mark.parametrize(
+    ("moe_type", "groups"),
+    [("gpt_oss", 1), ("glm4_moe", 1), ("deepseek_v3", 1), ("glm4_moe", 2), ("deepseek_v3", 2)],
+)
+def test_padding_is_native_and_never_chosen(moe_type, groups, tokens, tmp_path):
+    """S3: with router groups, padding went to the end of all, so that experts changed group."""
+    keep = 5 if moe_type == "gpt_oss" or groups > 1 else 5.5
+    changes = {} if moe_type == "gpt_oss" else {"n_group": groups, "topk_group": 1}
     model = tiny_moe(moe_type, **changes)
     plain = PruneConfig(keep=keep, uniform=False)
     differs = moesaic.prune(model, plain, calibration=tokens)
@@ -589,6 +533,30 @@ def test_padding_is_native_and_never_chosen(moe_type, tokens, tmp_path):
     assert torch.equal(disk(tokens.input_ids).logits, found)
 
 
+@pytest.mark.parametrize("refit", [False, True])
+def test_padding_stays_in_its_group(refit):
+    """S3, by hand: two groups of four, of which three and three of eight experts stay."""
+    down_E = torch.arange(6.0).view(6, 1, 1) if refit else None
+    layer = PrunedLayer(torch.tensor([0, 2, 3, 4, 5, 7]), down_E=down_E).padded(8, groups=2)
+    assert layer.kept == [0, 2, 3, PADDING, 4, 5, 7, PADDING]
+    assert layer.experts.tolist() == [0, 2, 3, 4, 5, 7]
+    if refit:
+        assert layer.down_E.flatten().tolist() == [0, 1, 2, 0, 3, 4, 5, 0]
+
+
+def test_too_little_memory_for_any_gram_matrix_is_refused(tokens, tmp_path):
+    """C6: a division by zero."""
+    with pytest.raises(MoesaicError, match="gram_mb 0 must be at least 1"):
+        PruneConfig(keep=5, gram_mb=0)
+    model = tiny_moe("mixtral")
+    for site in sites(model, tokens):
+        with pytest.raises(MoesaicError, match=r"gram_mb 9.54e-07 is too small for 8 experts"):
+            observed(site, tokens, [0], 1)
+    moesaic.observe(model, tmp_path / "stats", calibration=tokens, gram_mb=0)
+    with pytest.raises(MoesaicError, match="holds no Gram matrices"):
+        moesaic.prune(model, PruneConfig(keep=5), stats=str(tmp_path / "stats"))
+
+
 # --- requests that cannot be met -----------------------------------------------------------------
 
 
@@ -598,20 +566,18 @@ def test_padding_is_native_and_never_chosen(moe_type, tokens, tmp_path):
         ("mixtral", {"keep": 1}, "needs at least 2"),
         ("mixtral", {"keep": 9}, "has 8 experts"),
         ("mixtral", {"keep": 5.5}, "not a whole number"),
-        ("mixtral", {"criterion": "magic"}, "Unknown criterion 'magic'; choose from recon"),
+        ("mixtral", {"criterion": "magic"}, "criterion 'magic' is none of reconstruction"),
         ("deepseek_v3", {"keep": 5}, "not a multiple of the 2 router groups"),
         ("deepseek_v3", {"keep": 2}, "needs at least 4"),
         ("mixtral", {"uniform": False, "padding": True}, "router with a bias"),
         ("ernie4_5_moe", {"uniform": False, "padding": True}, "router with a bias"),
-        ("mixtral", {"padding": True}, "needs --non-uniform"),
+        ("mixtral", {"padding": True}, "needs uniform=False"),
         ("mixtral", {"uniform": False, "criterion": "random"}, "no loss by which"),
         ("mixtral", {"uniform": False, "progressive": True}, "drop|needs all"),
         ("llama", {}, "no routed experts"),
     ],
 )
 def test_what_cannot_be_done_is_said(moe_type, options, message, tokens):
-    from conftest import tiny_model
-
     model = tiny_model("llama") if moe_type == "llama" else tiny_moe(moe_type)
     with pytest.raises(MoesaicError, match=message):
         moesaic.prune(model, PruneConfig(**options), calibration=tokens)

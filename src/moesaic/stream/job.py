@@ -23,7 +23,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.layers.base import LayerPlan
 from moesaic.plan import BaseShape, Progress
 from moesaic.stream.stream import LayerStream
-from moesaic.surgery import base_shape, predicting_layers
+from moesaic.surgery import base_shape, behind, predicting_layers
 
 A = TypeVar("A", bound=Arch)
 V = TypeVar("V")
@@ -54,8 +54,7 @@ class Job(Generic[A]):
             if self.home != "cpu":
                 self.device = self.home
         self.arch: A = find(self.original.config)
-        self.predicting = predicting_layers(self.original.config)
-        """Layers behind the last that predict further tokens; results go without them."""
+        self._predicting = predicting_layers(self.original.config)
         self._length = length
 
     @staticmethod
@@ -113,6 +112,19 @@ class Job(Generic[A]):
     def layers(self) -> nn.ModuleList:
         """The decoder layers of :attr:`shape`."""
         return self.arch.layers(self.shape)
+
+    @cached_property
+    def predicting(self) -> int:
+        """Layers behind the last that predict further tokens; results go without them.
+
+        Of a loaded model as many as its config says, for it has none any more.
+        """
+        if not self._predicting or not self.on_disk:
+            return self._predicting
+        count = len(self.base.widths)
+        start = f"{self.arch.layers_path}."
+        names = (n for n in self.original.checkpoint.names() if behind(self.arch, n, count))
+        return len({name.removeprefix(start).partition(".")[0] for name in names})
 
     @cached_property
     def base(self) -> BaseShape:
