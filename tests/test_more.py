@@ -1,6 +1,7 @@
 """MoRE against its paper, equation by equation."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from builders import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesaic.arch.dense import dense_arch, dense_ffn
+import moesaic
+from moesaic.arch.dense import dense_arch
 from moesaic.config import chosen_layers
 from moesaic.errors import MoesaicError
 from moesaic.methods.budget import LayerSize, active_ratio, layer_sizes, split_for_target
@@ -341,16 +343,16 @@ def test_jsd_bounds():
     assert 0 < jsd([0.7, 0.1, 0.1, 0.1], [0.25] * 4) < 1
 
 
-def test_full_width_is_dense(tokens):
-    """rho_share = 1: the backbone is everything, in another order of summation."""
-    site, _, stats = observed(tokens)
-    method = MoRE(MoREConfig(active=1.0))
-    budget = method.choose([LayerSize(1000, 6144, 64)] * 4)[2]
-    assert (budget.backbone, budget.petal) == (64, 0)
-    ffn = dense_ffn(site.ffn, dense_arch(tiny_model("llama").config).ffn)
-    plan = MoRE(MoREConfig(active=1.0, variant="static")).decide(stats, site, budget)
-    x_TD = next(iter(site.inputs()))
-    torch.testing.assert_close(
-        ffn.neurons(0, 64).output(ffn.hidden(x_TD)[:, : plan.backbone]),
-        ffn.neurons(0, 64).output(ffn.hidden(x_TD)),
-    )
+@pytest.mark.parametrize("variant", ["full", "static", "backbone"])
+def test_full_width_is_dense(variant, tokens):
+    """rho_share = 1: the backbone is everything, and the carved model is the dense one."""
+    model = tiny_model("llama")
+    wanted = model(tokens.input_ids).logits
+    config = MoREConfig(active=1.0, layers="all", variant=variant)
+    result = moesaic.carve(model, config, calibration=tokens)
+    for layer in result.plan.layers.values():
+        assert (layer.backbone, sum(layer.petals)) == (64, 0)
+    assert len(result.plan.layers) == 4
+    torch.testing.assert_close(result.model(tokens.input_ids).logits, wanted, rtol=0, atol=1e-5)
+    less = moesaic.carve(model, replace(config, active=0.95), calibration=tokens).model
+    assert not torch.allclose(less(tokens.input_ids).logits, wanted, rtol=0, atol=1e-3)

@@ -31,10 +31,10 @@ from moesaic.methods.tomoe.decision import (
     least_ratio,
     threshold_for,
 )
-from moesaic.methods.tomoe.masks import f_reg, load_balance, union
+from moesaic.methods.tomoe.masks import MEDIAN, f_reg, load_balance, union
 from moesaic.methods.tomoe.student import Student, layer_shapes
 from moesaic.metrics.size import model_size
-from moesaic.nn import OverlappingFFN, set_form
+from moesaic.nn import Masked, OverlappingFFN, set_form
 from moesaic.plan import Plan
 from moesaic.recipe import Calibration, Evaluation
 from moesaic.surgery import apply_plan, base_shape
@@ -178,6 +178,66 @@ def test_the_converted_model_is_the_student(model_type: str) -> None:
     result, plan = converted(student, tokens)
     assert 0 < active_ratio_of(plan, model) < 1
     torch.testing.assert_close(result(tokens.input_ids).logits, expected, rtol=0, atol=2e-4)
+
+
+class ByHand:
+    """Masks of several experts of equal widths and of top-K dimensions, as a plan says.
+
+    Made of a student's modules alone: nothing of the layer kind or of what it installs.
+    """
+
+    def __init__(self, student: Student, plan: Plan) -> None:
+        self.student, self.plan = student, plan
+
+    def _layer(self, index: int) -> OverlappingLayer:
+        layer = self.plan.layers[index]
+        assert isinstance(layer, OverlappingLayer)
+        return layer
+
+    def ffn(self, index: int, x_BLD: Tensor) -> Tensor:
+        masking, layer = self.student.masking, self._layer(index)
+        assert layer.experts_NW is not None
+        logits_NM = masking.expert_logits(index)
+        width = layer.experts_NW.shape[1]
+        on_NM = torch.zeros_like(logits_NM).scatter(1, logits_NM.topk(width).indices, 1)
+        return on_NM[masking.mlp_modules(index).router(x_BLD).argmax(-1)]
+
+    def attention(self, index: int, x_BLD: Tensor) -> dict[str, Tensor]:
+        masking, layer = self.student.masking, self._layer(index)
+        heads = masking.shapes[index].heads
+        shift = masking.config.head_bias + MEDIAN
+        static = masking.static_logits(index)[heads.size :] + shift
+        on = (static > 0) | (static == static.max()) if len(static) else static > 0
+        qk = heads.paired(on.float())
+        logits = masking.head_logits(index, x_BLD)
+        k = layer.head_top_k or heads.size
+        vo = torch.zeros_like(logits).scatter(-1, logits.topk(k, -1).indices, 1)
+        return {
+            "q": qk.repeat(heads.queries),
+            "k": qk.repeat(heads.keys),
+            "v": vo.repeat(1, 1, heads.keys),
+            "o": vo.repeat(1, 1, heads.queries),
+        }
+
+
+@torch.no_grad()
+def test_the_converted_model_is_its_masks(model_type: str) -> None:
+    """T4: three experts, and dimensions that every token chooses, against masks over the base."""
+    model = tiny_model(model_type)
+    arch = dense_arch(model.config)
+    student = student_of(model)
+    result, plan = converted(student, Tokens(ids()))
+    headers = [layer.header() for layer in plan.layers.values()]
+    assert all(len(h["petals"]) == 3 and h["petals"][0] < 64 for h in headers)
+    assert any(h["head_top_k"] for h in headers)
+    student.masking.begin(torch.ones(6, 24, dtype=torch.bool), noise=False)
+    student.release()
+    dense = model(ids()).logits
+    masked = Masked(model, arch, ByHand(student, plan))
+    expected = model(ids()).logits
+    masked.remove()
+    assert not torch.allclose(expected, dense, atol=0.05)
+    torch.testing.assert_close(result(ids()).logits, expected, rtol=0, atol=2e-4)
 
 
 def active_ratio_of(plan: Plan, model: Any) -> float:
@@ -380,32 +440,6 @@ def test_copies_beside_whole_attention_are_a_mixtral(tmp_path: Path) -> None:
 # --- training ------------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_killed_gives_the_result_of_one_that_was_not(tmp_path: Path) -> None:
-    config = ToMoEConfig(**SHORT, save_every=2)
-    whole = moesaic.carve(tiny_model("llama"), config, calibration=ids())
-
-    class Killed(Exception):
-        pass
-
-    def track(items: Any, label: str, total: Any = None) -> Any:
-        for n, item in enumerate(items):
-            if n == 5:
-                raise Killed
-            yield item
-
-    with pytest.raises(Killed):
-        moesaic.carve(
-            tiny_model("llama"), config, calibration=ids(), progress=tmp_path, track=track
-        )
-    assert (tmp_path / "training" / "checkpoint-4").is_dir()
-    other = dataclasses.replace(config, tau=0.5)
-    with pytest.raises(MoesaicError, match="another request"):
-        moesaic.carve(tiny_model("llama"), other, calibration=ids(), progress=tmp_path)
-    resumed = moesaic.carve(tiny_model("llama"), config, calibration=ids(), progress=tmp_path)
-    for i, layer in whole.plan.layers.items():
-        assert same(layer, resumed.plan.layers[i])
-
-
 SCHEDULE = {"experts": 3, "active": 0.7, "batch": 2, "length": 32, "lr": 0.03, "save_every": 2}
 
 
@@ -428,11 +462,6 @@ def check_as_one(llama_folder: Path, out: Path, steps: int) -> None:
     for ours, theirs in zip(found, one.summary["training"]["losses"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     assert [path.name for path in out.parent.iterdir()] == [out.name]
-
-
-def test_two_processes_are_one_that_accumulates(llama_folder: Path, tmp_path: Path) -> None:
-    launch(*carving(llama_folder, tmp_path / "out", 4))
-    check_as_one(llama_folder, tmp_path / "out", 4)
 
 
 @pytest.mark.slow

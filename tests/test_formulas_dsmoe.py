@@ -1,0 +1,113 @@
+"""DSMoE's gate, its scale, its losses and its controller against values computed by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from moesaic.methods.dsmoe.config import DSMoEConfig
+from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
+from moesaic.nn.routers import (
+    SoftmaxRouter,
+    ThresholdRouter,
+    norm_scale,
+    straight_through,
+    thresholded,
+)
+
+ROWS = [[1.0, 0.0], [0.0, -1.0], [0.5, 0.5]]
+TOKENS = [[2.0, 1.0], [-1.0, 0.25], [0.5, -3.0]]
+
+
+def gates(bias: float = 0.0) -> list[list[float]]:
+    """sigmoid(x . Y_i + b) of every token and block."""
+    return [[1 / (1 + math.exp(-(x[0] * y[0] + x[1] * y[1] + bias))) for y in ROWS] for x in TOKENS]
+
+
+def router_of(**options: float | bool) -> ThresholdRouter:
+    router = ThresholdRouter(2, 3, 0, **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor(ROWS))
+    return router
+
+
+@pytest.mark.parametrize("tau", [0.4, 0.5, 0.7])
+@pytest.mark.parametrize("bias", [0.0, 0.8])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_gate_by_hand(tau: float, bias: float, training: bool) -> None:
+    """Eqs. 3 and 7: the sigmoid where it is above tau, zero elsewhere."""
+    router = router_of(tau=tau, bias=bias).train(training)
+    found = router(torch.tensor(TOKENS)).tolist()
+    wanted = [[g if g > tau else 0.0 for g in row] for row in gates(bias)]
+    assert any(g for row in wanted for g in row)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7)
+
+
+def test_a_gate_at_the_threshold_is_idle() -> None:
+    assert thresholded(torch.tensor([0.5, 0.50001]), 0.5).tolist() == [0.0, pytest.approx(0.50001)]
+
+
+def test_the_largest_gate_runs_where_one_is_forced() -> None:
+    router = router_of(tau=0.95, force_one=True).eval()
+    found = router(torch.tensor(TOKENS)).tolist()
+    for ours, row in zip(found, gates(), strict=True):
+        wanted = [g if g == max(row) or g > 0.95 else 0.0 for g in row]
+        assert ours == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_straight_through_gradient_by_hand() -> None:
+    """Eqs. 10 and 11: dS/dg is 1 for idle gates too, so that dY is g (1 - g) x."""
+    for through in (True, False):
+        router = router_of(through=through).train()
+        router(torch.tensor(TOKENS[:1])).sum().backward()
+        for row, g in zip(router.weight.grad.tolist(), gates()[0], strict=True):
+            slope = g * (1 - g) if through or g > 0.5 else 0.0
+            assert row == pytest.approx([slope * v for v in TOKENS[0]], rel=1e-4, abs=1e-7)
+    value = torch.tensor([3.0])
+    g = torch.tensor([0.25], requires_grad=True)
+    S = straight_through(value, g)
+    (5 * S).backward()
+    assert (S.item(), g.grad.item()) == (3.0, 5.0)
+
+
+def test_the_scale_by_hand() -> None:
+    """Eq. 8: n over the active blocks of a token; over one where there is none."""
+    weights_TR = torch.tensor([[0.6, 0.9, 0.0], [0.7, 0.8, 0.9], [0.0, 0.0, 0.0], [0.0, 0.1, 0.0]])
+    assert norm_scale(weights_TR).tolist() == [[1.5], [1.0], [3.0], [3.0]]
+
+
+def test_the_softmax_by_hand() -> None:
+    """LLaMA-MoE: the highest logits' own softmax, times the scale."""
+    router = SoftmaxRouter(2, 3, 2, scale=1.5)
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor(ROWS))
+    found = router(torch.tensor(TOKENS[:1]))[0].tolist()  # logits 2, -1, 1.5
+    one, two = math.exp(2), math.exp(1.5)
+    assert found == pytest.approx([1.5 * one / (one + two), 0, 1.5 * two / (one + two)], rel=1e-5)
+    powers = [math.exp(v) for v in (2, -1, 1.5)]
+    wanted = [p / sum(powers) for p in powers]
+    assert router.probabilities(torch.tensor(TOKENS[:1]))[0].tolist() == pytest.approx(wanted)
+
+
+def test_the_losses_by_hand() -> None:
+    G_LTN = torch.tensor([[[0.9, 0.0], [0.6, 0.7]], [[0.0, 0.0], [0.8, 0.0]]])
+    assert sparsity(G_LTN).tolist() == pytest.approx([0.9 / 4, 2.1 / 4])
+    weights_TN = torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]])  # f = 1/3, 2/3, 0
+    probabilities_TN = torch.tensor([[0.2, 0.5, 0.3], [0.1, 0.7, 0.2]])
+    wanted = 3 * (1 / 3 * 0.15 + 2 / 3 * 0.6)
+    assert imbalance(weights_TN, probabilities_TN).item() == pytest.approx(wanted)
+
+
+def test_the_controller_by_hand() -> None:
+    """Proportional and integral: lambda + gain (sum of what is too many) + 10 gain (the last)."""
+    objective = SparseObjective([], DSMoEConfig(sparsity=2.0, gain=0.1), target=0.5)
+    assert objective.stepped({"active_blocks": 0.9}) == {"lambda": 2.0}
+    assert objective.state == pytest.approx({"lambda": 2 + 0.04 + 0.4, "sum": 0.04})
+    assert objective.stepped({"active_blocks": 0.4}) == {"lambda": pytest.approx(2.44)}
+    assert objective.state == pytest.approx({"lambda": 2 + 0.03 - 0.1, "sum": 0.03})
+    free = SparseObjective([], DSMoEConfig(sparsity=2.0), target=None)
+    free.stepped({"active_blocks": 0.9})
+    assert free.state["lambda"] == 2.0

@@ -1,0 +1,230 @@
+"""ToMoE's objective and masks against values computed by hand, or by a few lines of their own.
+
+Golden values are of what ``masks.py`` documents. The gradient of R_L has a test of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.arch.dense import Heads
+from moesaic.methods.tomoe import masks
+from moesaic.methods.tomoe.config import ToMoEConfig
+from moesaic.methods.tomoe.masks import (
+    LayerShape,
+    MaskingModules,
+    f_reg,
+    gumbel,
+    load_balance,
+    st_sigmoid,
+    st_softmax,
+    union,
+)
+
+HEADS = Heads(queries=4, keys=2, size=4, rotary=4)
+SHAPES = (
+    LayerShape(hidden_size=6, width=10, heads=HEADS, ffn=180, attention=192),
+    LayerShape(hidden_size=6, width=20, heads=HEADS, ffn=360, attention=192),
+)
+MEDIAN = 0.36651292058166435  # -ln ln 2
+
+
+def masking_of(**options: Any) -> MaskingModules:
+    """Modules of two layers, their embeddings and weights at random, about half of a mask off."""
+    config = ToMoEConfig(**{"experts": 3, "bias": 0.0, "head_bias": 0.1, **options})
+    torch.manual_seed(0)
+    masking = MaskingModules(config, SHAPES)
+    with torch.no_grad():
+        for parameter in masking.parameters():
+            parameter.normal_()
+    masking.begin(torch.ones(2, 5, dtype=torch.bool), noise=False)
+    masking.E_all = torch.randn(4, 3, 128)
+    return masking
+
+
+def inputs() -> Tensor:
+    return torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(1))
+
+
+def on(logits: Tensor, bias: float) -> list[list[bool]]:
+    """Where a deterministic mask is on: the logit, b and the median of the noise exceed zero."""
+    return [[v + bias + MEDIAN > 0 for v in row] for row in logits.tolist()]
+
+
+# --- noise and masks -----------------------------------------------------------------------------
+
+
+def test_noise_is_gumbels() -> None:
+    """exp(-exp(-x)) of it is below x, at every decile; its mean is Euler's constant."""
+    torch.manual_seed(0)
+    drawn = gumbel(torch.empty(200_000, dtype=torch.float64))
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9, 0.99):
+        quantile = -math.log(-math.log(share))
+        assert (drawn < quantile).double().mean().item() == pytest.approx(share, abs=0.005)
+    assert drawn.mean().item() == pytest.approx(0.5772156649, abs=0.01)
+    assert abs(masks.MEDIAN - MEDIAN) < 1e-12
+    assert math.exp(-math.exp(-masks.MEDIAN)) == pytest.approx(0.5)
+
+
+def test_a_neurons_mask_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eq. 15: round(sigmoid((x + g + b) / tau)), with the gradient s (1 - s) / tau."""
+    noise = torch.tensor([-1.0, 2.0, 0.25, -4.0])
+    monkeypatch.setattr(masks, "gumbel", lambda like: noise)
+    values = [0.5, -3.0, -3.0, 0.0]
+    for tossed, added in ((True, noise.tolist()), (False, [MEDIAN] * 4)):
+        x = torch.tensor(values, requires_grad=True)
+        mask = st_sigmoid(x, 0.4, 2.5, tossed)
+        mask.sum().backward()
+        for found, slope, v, g in zip(mask.tolist(), x.grad.tolist(), values, added, strict=True):
+            soft = 1 / (1 + math.exp(-(v + g + 2.5) / 0.4))
+            assert found == (1.0 if v + g + 2.5 > 0 else 0.0)
+            assert slope == pytest.approx(soft * (1 - soft) / 0.4, rel=1e-3)
+
+
+def test_a_tokens_expert_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eq. 14: the one-hot of the largest x + g, with the softmax's gradient at temperature tau."""
+    noise = torch.tensor([[2.5, 0.0, 0.0]])
+    monkeypatch.setattr(masks, "gumbel", lambda like: noise)
+    weight = torch.tensor([[1.0, -2.0, 0.5]])
+    for tossed, best, added in ((True, 0, noise), (False, 1, torch.zeros(1, 3))):
+        x = torch.tensor([[1.0, 3.0, 2.0]], requires_grad=True)
+        chosen = st_softmax(x, 0.4, tossed)
+        (chosen * weight).sum().backward()
+        assert chosen.tolist() == [[float(i == best) for i in range(3)]]
+        powers = [math.exp(v / 0.4) for v in (x.detach() + added)[0].tolist()]
+        soft = [p / sum(powers) for p in powers]
+        mean = sum(s * w for s, w in zip(soft, weight[0].tolist(), strict=True))
+        wanted = [s * (w - mean) / 0.4 for s, w in zip(soft, weight[0].tolist(), strict=True)]
+        assert x.grad[0].tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-7)
+
+
+# --- regularisers --------------------------------------------------------------------------------
+
+
+def test_regularisers_by_hand() -> None:
+    assert f_reg(torch.tensor(0.2), 0.6).item() == pytest.approx(math.log(0.601 / 0.201), rel=1e-5)
+    assert f_reg(torch.tensor(0.9), 0.6).item() == pytest.approx(math.log(0.901 / 0.601), rel=1e-5)
+    s_NM = torch.tensor([[1.0, 0.5, 0.0, 0.0], [0.0, 0.5, 0.25, 0.0]])
+    assert union(s_NM).item() == pytest.approx((1 + 0.75 + 0.25 + 0) / 4)
+    chosen_TN = torch.tensor([[1.0, 0, 0], [1, 0, 0], [0, 1, 0], [1, 0, 0]])
+    probability_TN = torch.tensor(
+        [[0.5, 0.25, 0.25], [0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.6, 0.0, 0.4]]
+    )
+    wanted = 3 / 4 * 1.9 / 4 + 1 / 4 * 1.25 / 4
+    assert load_balance(chosen_TN, probability_TN).item() == pytest.approx(wanted)
+
+
+def test_the_objectives_terms_by_hand() -> None:
+    """Eqs. 7-10 from widths, unions and balances of two layers that differ."""
+    masking = masking_of(active=0.5, parameters=16.0, union=2.0, balance=1.0)
+    one = {"width": 4.0, "union": 0.7, "balance": 0.5}
+    two = {"width": 15.0, "union": 0.9, "balance": 0.4}
+    heads = [{"qk": 2.0, "vo": 3.0, "union": 0.8}, {"qk": 4.0, "vo": 1.0, "union": 0.2}]
+    for i, (ffn, attention) in enumerate(zip((one, two), heads, strict=True)):
+        masking.seen[i, "mlp"] = {n: torch.tensor(v) for n, v in ffn.items()}
+        masking.seen[i, "mha"] = {n: torch.tensor(v) for n, v in attention.items()}
+    # 18 weights a neuron, 192 / 2 / 4 = 24 a dimension of all heads
+    used = 18 * 4 + 24 * (2 + 3) + 18 * 15 + 24 * (4 + 1)
+    active = used / (180 + 360 + 2 * 192)
+    unions = [math.log(1.001 / (u + 1e-3)) for u in (0.7, 0.8, 0.9, 0.2)]
+    wanted = {
+        "active": active,
+        "parameters": abs(math.log((active + 1e-3) / 0.501)),
+        "union": sum(unions) / 4,
+        "balance": (0.5 + 0.4) / 2,
+    }
+    terms = masking.terms()
+    assert {n: t.item() for n, t in terms.items()} == pytest.approx(wanted, rel=1e-5)
+    total = 16 * wanted["parameters"] + 2 * wanted["union"] + wanted["balance"]
+    assert masking.penalty(terms).item() == pytest.approx(total, rel=1e-5)
+    masking.config = ToMoEConfig(experts=3, active=0.5, parameters=3.0, union=5.0, balance=7.0)
+    total = 3 * wanted["parameters"] + 5 * wanted["union"] + 7 * wanted["balance"]
+    assert masking.penalty(terms).item() == pytest.approx(total, rel=1e-5)
+
+
+# --- what a layer's masks are --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@torch.no_grad()
+def test_an_ffns_masks_by_hand(index: int) -> None:
+    """Eq. 3, of the FFN's own expert embeddings; and what the terms are made of, padding out."""
+    masking, x_BLD = masking_of(), inputs()
+    valid_BL = torch.ones(2, 5, dtype=torch.bool)
+    valid_BL[1, 3:] = False
+    masking.valid_T = valid_BL.flatten()
+    s_BLM = masking.ffn(index, x_BLD)
+    modules = masking.mlp_modules(index)
+    mask_NM = on(modules.proj_d(masking.E_all[2 * index + 1]), masking.config.bias)
+    widths = [sum(row) for row in mask_NM]
+    assert len(set(widths)) > 1, "the widest is not the narrowest"
+    logits = (x_BLD.flatten(0, 1) @ modules.router.weight.T).tolist()
+    tokens = [t for t in range(10) if valid_BL.flatten()[t]]
+    best = [row.index(max(row)) for row in logits]
+    for t in range(10):
+        assert s_BLM.flatten(0, 1)[t].bool().tolist() == mask_NM[best[t]]
+    seen = {name: value.item() for name, value in masking.seen[index, "mlp"].items()}
+    assert seen["width"] == max(widths)
+    together = [any(column) for column in zip(*mask_NM, strict=True)]
+    assert seen["union"] == pytest.approx(sum(together) / len(together))
+    balance = 0.0
+    for i in range(3):
+        share = sum(best[t] == i for t in tokens) / len(tokens)
+        soft = [math.exp(logits[t][i]) / sum(map(math.exp, logits[t])) for t in tokens]
+        balance += share * sum(soft) / len(tokens)
+    assert seen["balance"] == pytest.approx(balance, rel=1e-4)
+
+
+@torch.no_grad()
+def test_the_widest_toss_is_counted_where_the_paper_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``budget="tossed"``: the maximum over tokens of the neurons that each was tossed."""
+    masking = masking_of(budget="tossed")
+    masking.begin(torch.ones(2, 5, dtype=torch.bool), noise=True)
+    torch.manual_seed(3)
+    s_BLM = masking.ffn(0, inputs())
+    widths = s_BLM.sum(-1).flatten().tolist()
+    assert len(set(widths)) > 1
+    assert masking.seen[0, "mlp"]["width"].item() == max(widths)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@torch.no_grad()
+def test_attentions_masks_by_hand(index: int) -> None:
+    """Eqs. 4 and 5, of attention's own embeddings: pairs of Q and K, and each token's V and O."""
+    masking, x_BLD = masking_of(), inputs()
+    masking.valid_T[8:] = False
+    found = masking.attention(index, x_BLD)
+    modules = masking.mha_modules(index)
+    mean = masking.E_all[2 * index].mean(0)
+    pairs = on(modules.proj_d(mean)[None, 4:], 0.1)[0]  # RoPE turns dimension i with i + 2
+    tokens = on(modules.proj_d(modules.proj_e(x_BLD) + mean)[..., :4].flatten(0, 1), 0.1)
+    assert found["q"].bool().tolist() == [*pairs, *pairs] * 4
+    assert found["k"].bool().tolist() == [*pairs, *pairs] * 2
+    for part, heads in (("v", 2), ("o", 4)):
+        assert found[part].flatten(0, 1).bool().tolist() == [row * heads for row in tokens]
+    seen = {name: value.item() for name, value in masking.seen[index, "mha"].items()}
+    real = tokens[:8]
+    assert seen["qk"] == 2 * sum(pairs)
+    assert seen["vo"] == pytest.approx(sum(map(sum, real)) / 8)
+    assert seen["union"] == pytest.approx(sum(any(c) for c in zip(*real, strict=True)) / 4)
+
+
+def test_the_gradient_of_the_load_balance() -> None:
+    """What ``masks.py`` documents today: both factors of sum F P have one, F's at temperature."""
+    masking, x_BLD = masking_of(), inputs()
+    masking.ffn(0, x_BLD)
+    masking.seen[0, "mlp"]["balance"].backward()
+    weight = masking.mlp_modules(0).router.weight
+    found = weight.grad
+    x_TD = x_BLD.flatten(0, 1)
+    logits = (x_TD @ weight.detach().T).requires_grad_()
+    soft = (logits / 0.4).softmax(-1)
+    counts = torch.nn.functional.one_hot(logits.argmax(-1), 3).float().mean(0)
+    P = logits.softmax(-1).mean(0)
+    (soft.mean(0) @ P.detach() + counts @ P).backward()
+    torch.testing.assert_close(found, logits.grad.T @ x_TD, rtol=1e-4, atol=1e-6)
