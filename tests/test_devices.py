@@ -14,6 +14,7 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from builders import EQUAL, carved_layer, converted, tiny_model, tiny_moe
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.arch.dense import dense_arch
@@ -23,6 +24,7 @@ from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError
 from moesaic.io.source import Source, resolve
 from moesaic.methods.cdmoe.config import CondenseConfig
+from moesaic.methods.naee.config import PruneConfig
 from moesaic.metrics.bench import bench
 from moesaic.metrics.measure import measure
 from moesaic.metrics.memory import free_bytes
@@ -525,3 +527,34 @@ def test_some_tests_are_for_gpus(pytestconfig: pytest.Config) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.count("::") >= 6
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda tokens: moesaic.carve(tiny_model("llama"), text=tokens),
+        lambda tokens: moesaic.skip(tiny_moe("mixtral"), text=tokens),
+        lambda tokens: moesaic.condense(
+            tiny_moe("qwen2_moe"), CondenseConfig(layers=2), text=tokens
+        ),
+        lambda tokens: moesaic.prune(
+            tiny_moe("mixtral"), PruneConfig(keep=5, uniform=False), text=tokens
+        ),
+    ],
+    ids=["carved", "skipping", "condensed", "pruned unevenly"],
+)
+def test_saved_results_load_with_parts_on_disk(made: Any, tokens: Any, tmp_path: Any) -> None:
+    """As a user loads what is larger than the device: ``device_map="auto"``."""
+    folder = made(tokens).save(tmp_path / "out")
+    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+    size = sum(p.numel() * p.element_size() for p in whole.parameters())
+    parts = AutoModelForCausalLM.from_pretrained(
+        folder,
+        device_map="auto",
+        max_memory={"cpu": size * 2 // 3},
+        offload_folder=tmp_path / "offload",
+    ).eval()
+    assert "disk" in parts.hf_device_map.values()
+    with torch.no_grad():
+        expected = whole(tokens.input_ids).logits
+        assert torch.allclose(parts(tokens.input_ids).logits, expected, atol=1e-5)
