@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_model
+from builders import tiny_model, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_models import tiny_moe
 from transformers import AutoModelForCausalLM
 
-from moesaic import MoesaicError, Tokens
-from moesaic.methods.cdmoe.method import condense
-from moesaic.layers.condensed import condensed
-from moesaic.methods.cdmoe.experts import CondenseConfig, pl_alpha_hill, ranked_experts, weight_scores
-from moesaic.methods.cdmoe.divergence import js, kl
-from moesaic.methods.cdmoe.layers import ExpertSearch, LayerSearch
+from moesaic import CondenseConfig, MoesaicError, Tokens, condense
 from moesaic.arch.mixture import MoEFFN, moe_arch
-from moesaic.plan import CondensedLayer, Plan, same
-from moesaic.recipe import Calibration, parse_recipe
+from moesaic.layers.base import same
+from moesaic.layers.condensed import CondensedLayer
+from moesaic.methods.cdmoe.divergence import js, kl
+from moesaic.methods.cdmoe.experts import pl_alpha_hill, ranked_experts, weight_scores
+from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch
 from moesaic.pipeline import run_recipe
+from moesaic.plan import Plan
+from moesaic.recipe import Calibration, parse_recipe
 from moesaic.stream.stream import LayerStream
+from moesaic.surgery import applied
 
 SHARED = [
     "qwen2_moe",
@@ -54,7 +54,7 @@ def searched(
 ) -> tuple[dict[int, CondensedLayer], dict[int, Any]]:
     """Each layer's plan and analysis, without the choice of layers."""
     arch = moe_arch(model.config)
-    stream = LayerStream(model, arch, tokens)
+    stream = LayerStream(model, arch, tokens, view=arch.mixture)
     search = ExpertSearch(CondenseConfig(layers=1, **options), stream, arch)
     found = {}
     with torch.no_grad():
@@ -117,8 +117,8 @@ def test_gates_are_the_mean_over_real_tokens_that_chose_the_expert(
     model = tiny_moe(model_type)
     arch, i, layer = routed_layer(model)
     x_TD, _ = seen(model, i, padded)
-    view = arch.view(layer)
-    w_TE = view.rule.weights(view.logits(x_TD))
+    view = arch.mixture(layer)
+    w_TE = view.routing.weights(view.logits(x_TD))
     plans, found = searched(model, padded, keep="shared+routed", experts=3)
     for expert, gate in zip(plans[i].experts, plans[i].gates_K.tolist(), strict=True):
         chose = w_TE[:, expert] != 0
@@ -148,9 +148,9 @@ def test_cached_search_is_the_search_by_full_forwards(
     changes = {"residual_multiplier": 0.5} if model_type == "granitemoeshared" else {}
     model = tiny_moe(model_type, **changes)
     arch, i, layer = routed_layer(model)
-    view = arch.view(layer)
+    view = arch.mixture(layer)
     x_TD, forward = seen(model, i, padded)
-    w_TE = view.rule.weights(view.logits(x_TD))
+    w_TE = view.routing.weights(view.logits(x_TD))
     g_E = w_TE.sum(0) / (w_TE != 0).sum(0)
     gated = view.shared_width if arch.shared_gate else 0
     divergence = {"js": js, "kl": kl}[metric]
@@ -166,7 +166,7 @@ def test_cached_search_is_the_search_by_full_forwards(
                     width = view.shared_width + len(some) * view.width
                     shared = view.shared_width > 0
                     plan = CondensedLayer(some, g_E[some], width, shared, 1.0, gated)
-                    with condensed(layer, arch, plan) as trial:
+                    with applied(layer, arch, plan) as trial:
                         losses[e] = divergence(reference, forward(trial)).mean().item()
             best = min(losses, key=lambda e: (losses[e], e))
             expected.append(losses[best])
@@ -189,7 +189,7 @@ def test_no_routed_experts_is_the_shared_path_alone(tokens: Tokens) -> None:
 def test_experts_by_their_weights_alone(search: str, tokens: Tokens) -> None:
     model = tiny_moe("olmoe")
     arch, i, layer = routed_layer(model)
-    view = arch.view(layer)
+    view = arch.mixture(layer)
     assert isinstance(view, MoEFFN)
     scores = weight_scores(view, search, i, seed=3)
     plans, _ = searched(model, tokens, keep="shared+routed", expert_search=search, seed=3)
@@ -251,9 +251,10 @@ def test_rankings_and_metrics(tokens: Tokens) -> None:
 
     local = {i: f["divergence"]["shared"] for i, f in found.items()}
     assert order(layer_search="rank") == sorted(local, key=lambda i: local[i])
-    stream = LayerStream(model, moe_arch(model.config), tokens)
+    arch = moe_arch(model.config)
+    stream = LayerStream(model, arch, tokens, view=arch.mixture)
     plans, _ = searched(model, tokens)
-    alone = LayerSearch(stream, moe_arch(model.config), plans).losses((), list(plans))
+    alone = LayerSearch(stream, arch, plans).losses((), list(plans))
     assert order(layer_search="global-rank") == sorted(alone, key=lambda i: alone[i])
     assert order(layer_search="greedy")[0] == min(alone, key=lambda i: alone[i])
     cosines = {i: f["cosine"]["attention"] for i, f in found.items()}
@@ -416,35 +417,7 @@ def test_a_sweep_is_the_starts_of_one_search(tokens: Tokens) -> None:
         assert all(same(plan.layers[i], alone.plan.layers[i]) for i in plan.layers)
 
 
-# --- resume and errors ---------------------------------------------------------------------------
-
-
-class Stop(Exception):
-    pass
-
-
-@pytest.mark.parametrize("stage", ["Choosing experts", "Choosing layers"])
-def test_a_killed_run_goes_on_where_it_was(stage: str, tokens: Tokens, tmp_path: Path) -> None:
-    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
-    config = CondenseConfig(layers=3, keep="shared+routed")
-
-    def track(items: Any, label: str, total: int | None = None) -> Any:
-        for n, item in enumerate(items):
-            if label == stage and n == 3 - 1:
-                raise Stop
-            yield item
-
-    folder = tmp_path / "progress"
-    with pytest.raises(Stop):
-        condense(model, config, calibration=tokens, progress=folder, track=track)
-    kept = {f.name for f in folder.glob("layer-*")}
-    assert kept
-    resumed = condense(model, config, calibration=tokens, progress=folder)
-    whole = condense(model, config, calibration=tokens)
-    assert resumed.summary == whole.summary
-    assert all(same(resumed.plan.layers[i], whole.plan.layers[i]) for i in whole.plan.layers)
-    with pytest.raises(MoesaicError):
-        condense(model, CondenseConfig(layers=2), calibration=tokens, progress=folder)
+# --- errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -468,7 +441,6 @@ def test_requests_that_cannot_be_met(
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"layers": 1, "memory": 5},
         {"layers": -1},
         {"layers": 1, "keep": "some"},
@@ -496,9 +468,10 @@ def test_a_recipe_condenses_and_says_what_it_did(tmp_path: Path, tokenizer: Any)
     )
     assert recipe.calibration == Calibration(samples=4, length=32)
     record = run_recipe(recipe)
-    assert sorted(record["layers"]) == [0, 2]
-    assert record["experts"] == {"0": [], "2": []}
-    assert record["condensed"][0]["divergence"].keys() == {"shared", "attention", "nothing"}
-    assert record["memory_bytes"]["result"] < record["memory_bytes"]["original"]
-    assert {"original", "result", "1"} <= record["scores"].keys()
-    assert json.loads((tmp_path / "out/result.json").read_text())["layers"] == record["layers"]
+    said = record.output()
+    assert sorted(said["layers"]) == [0, 2]
+    assert said["experts"] == {"0": [], "2": []}
+    assert record.layers[0].analysis["divergence"].keys() == {"shared", "attention", "nothing"}
+    memory = record.steps[0].summary["memory_bytes"]
+    assert memory["result"] < memory["original"]
+    assert {"original", "result", "1"} <= record.measured["scores"].keys()

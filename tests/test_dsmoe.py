@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import VOCAB, WAYS, force, launch, tiny_model
+from builders import VOCAB, WAYS, force, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -364,25 +364,6 @@ losses = moesaic.carve(folder + "/model", config, tokenizer=object()).summary["t
 if process()[0] == 0:
     json.dump({"world": process()[1], "losses": losses}, open(out, "w"))
 """
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
-    """Losses, figures and lambda; texts of different lengths, so a mean of means would differ."""
-    tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "model")
-    ids, mask = rows(), torch.ones_like(rows())
-    for i in range(len(ids)):
-        mask[i, 24 - i :] = 0
-    save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / "data.safetensors")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    launch(tmp_path / "script.py", tmp_path, 4, tmp_path / "out.json")
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert found["world"] == 2
-    data = str(tmp_path / "data.safetensors")
-    config = DSMoEConfig(steps=4, batch=8, lr=1e-2, active=0.6, experts=BLOCKS, data=data)
-    one = losses_of(moesaic.carve(tmp_path / "model", config, tokenizer=object()))
-    for ours, theirs in zip(found["losses"], one, strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 # --- results -------------------------------------------------------------------------------------

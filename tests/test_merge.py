@@ -6,26 +6,21 @@ from itertools import permutations
 
 import pytest
 import torch
-from conftest import tiny_model
-from moe_models import COUNT, tiny_moe
+from builders import COUNT, tiny_model, tiny_moe
 from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError, PruneConfig
-from moesaic.io.checkpoint import Checkpoint
-from moesaic.layers.merged import averaged_E, matched, neurons, orders
-from moesaic.methods.naee.merging import merged_layer
 from moesaic.arch.mixture import MOE, moe_arch
-from moesaic.plan import MergedLayer, Plan, same
-from moesaic.surgery import merge_experts
+from moesaic.io.checkpoint import Checkpoint
+from moesaic.layers.base import same
+from moesaic.layers.merged import MergedLayer, averaged_E, matched, neurons, orders
+from moesaic.methods.naee.merging import merged_layer
+from moesaic.plan import Plan
+from moesaic.surgery import apply_layer
 
 MERGE = PruneConfig(keep=4, criterion="merge")
 PLAIN = sorted(set(MOE) - {"gpt_oss"})
-
-
-def routed(model):
-    arch = moe_arch(model.config)
-    return arch, [arch.layers(model)[i] for i in arch.moe_layers(model)]
 
 
 def shuffle(experts, source, into, seed=0):
@@ -55,9 +50,10 @@ def test_matching_is_the_closest_of_all_permutations():
 @torch.no_grad()
 @pytest.mark.parametrize("moe_type", PLAIN)
 def test_shuffled_copies_merge_into_the_same_function(moe_type):
-    arch, layers = routed(tiny_moe(moe_type))
-    layer = layers[0]
-    view = arch.view(layer)
+    model = tiny_moe(moe_type)
+    arch = moe_arch(model.config)
+    i = arch.moe_layers(model)[0]
+    view = arch.mixture(arch.layers(model)[i])
     order = shuffle(view.experts, 2, 5)
     x_TD = torch.randn(30, view.block(torch.zeros(1, 1, 32))[0].shape[-1])
     wanted = view.expert(2, x_TD)
@@ -66,9 +62,10 @@ def test_shuffled_copies_merge_into_the_same_function(moe_type):
     found = orders(plan, view.experts.gate_up_proj, view.experts.down_proj)
     assert torch.equal(order[found[5]], torch.arange(len(order)))
     others = view.expert(7, x_TD)
-    merge_experts(layer, arch, plan)
-    torch.testing.assert_close(view.expert(2, x_TD), wanted)
-    assert torch.equal(view.expert(7, x_TD), others)
+    apply_layer(arch.layers(model), i, arch, plan)
+    merged = arch.mixture(arch.layers(model)[i])
+    torch.testing.assert_close(merged.expert(2, x_TD), wanted)
+    assert torch.equal(merged.expert(6, x_TD), others), "the last of the seven that stay"
 
 
 def test_the_mean_is_weighted_and_of_matched_neurons():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from itertools import combinations
 from pathlib import Path
@@ -435,7 +434,6 @@ def test_the_record_names_what_stays(qwen_folder, tmp_path):
     for layer in record.output()["layers"][::2]:
         assert len(layer["kept"]) == 5
         assert layer["loss"] > 0
-    assert json.loads((tmp_path / "out" / "result.json").read_text()) == record.as_json()
 
 
 def test_mixes_of_domains(tokenizer):

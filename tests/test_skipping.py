@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders import tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moe_models import tiny_moe
 from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError, PruneConfig, SkipConfig
+from moesaic.arch.mixture import MOE
 from moesaic.methods.naee.skipping import mean_calls, quantile, ratios
 from moesaic.metrics.routing import counted
-from moesaic.arch.mixture import MOE
 from moesaic.nn import skip, survivors
-from moesaic.recipe import Calibration, Evaluation, Recipe
 from moesaic.pipeline import run_recipe
+from moesaic.recipe import Calibration, Evaluation, Recipe
 
 
 def falling(tokens, top_k, seed=0):
@@ -135,7 +135,7 @@ def test_skipped_experts_do_not_run(tokens):
     """What a skipping model computes is what its survivors alone give."""
     plain = tiny_moe("mixtral")
     model = moesaic.skip(plain, SkipConfig(quantile=0.8), calibration=tokens).model
-    beta = model.config.moesaic["layers"]["0"]["beta"]
+    beta = model.config.moesaic["layers"]["0"][-1]["beta"]
     x_TD = torch.randn(40, 32)
     block, router = plain.model.layers[0].mlp, plain.model.layers[0].mlp.gate
     _, w_TK, chosen_TK = router(x_TD)
@@ -188,13 +188,14 @@ def test_pruning_and_skipping_combine_with_beta_of_the_pruned_model(tokens, toke
             Evaluation("prose", length=32, max_tokens=320, rounds=0, new_tokens=4),
         )
     )
-    assert record["beta"] == [layer["beta"] for layer in record["layers"]]
+    betas = record.output()["beta"]
+    assert betas == [layer.shape["beta"] for layer in record.layers]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert loaded.model.layers[0].mlp.experts.num_experts == 5
-    assert loaded.config.moesaic["layers"]["0"]["beta"] == record["beta"][0]
+    assert loaded.config.moesaic["layers"]["0"][-1]["beta"] == betas[0]
     unpruned = moesaic.skip(str(tmp_path / "base"), calibration="prose", samples=6, length=24)
-    assert unpruned.plan.layers[0].beta != record["beta"][0]
-    scores = record["scores"]
+    assert unpruned.plan.layers[0].beta != betas[0]
+    scores = record.measured["scores"]
     assert scores["result"]["active_parameters"] < scores["original"]["active_parameters"]
 
 
@@ -226,9 +227,9 @@ def test_stats_give_the_same_beta(tokens, tmp_path):
         ({}, 1, "nothing to skip"),
         ({"rule": "top2"}, 4, "for two experts"),
         ({"calls": 3}, 2, "runs 2 experts now"),
-        ({"calls": 0.5}, 2, "at least one"),
+        ({"calls": 0.5}, 2, "at least 1"),
         ({"quantile": 1.5}, 2, "from 0 to 1"),
-        ({"rule": "best"}, 2, "Unknown rule"),
+        ({"rule": "best"}, 2, "rule 'best' is none of"),
     ],
 )
 def test_what_cannot_be_done_is_said(options, top_k, message, tokens):

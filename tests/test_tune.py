@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, launch, tiny_model, tiny_moe
-from safetensors.torch import save_file
+from builders import VOCAB, tiny_model, tiny_moe
 
 import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, Tokens, TuneConfig
@@ -217,34 +215,6 @@ def test_loss_is_the_mean_over_answers_alone(tokens: Tokens) -> None:
 # --- long runs -----------------------------------------------------------------------------------
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint(tokens: Tokens, tmp_path: Path) -> None:
-    result = condensed_model("mixtral", tokens)
-    config = TuneConfig(steps=6, batch=4, lr=1e-2, save_every=2)
-
-    class Stop(Exception):
-        pass
-
-    def track(items: Any, label: str, total: int | None = None) -> Any:
-        for n, item in enumerate(items):
-            if n == 4:
-                raise Stop
-            yield item
-
-    whole = moesaic.tune(copy.deepcopy(result.model), config, text=rows(), plan=result.plan)
-    folder = tmp_path / "progress"
-    options = {"text": rows(), "plan": result.plan, "progress": folder}
-    with pytest.raises(Stop):
-        moesaic.tune(copy.deepcopy(result.model), config, track=track, **options)
-    assert (folder / "checkpoint-4").is_dir()
-    resumed = moesaic.tune(copy.deepcopy(result.model), config, **options)
-    assert [s["step"] for s in losses_of(resumed)] == [1, 2, 3, 4, 5, 6]
-    assert [s["loss"] for s in losses_of(resumed)] == pytest.approx(
-        [s["loss"] for s in losses_of(whole)]
-    )
-    for name, tensor in whole.model.state_dict().items():
-        assert torch.allclose(tensor, resumed.model.state_dict()[name], atol=1e-6), name
-
-
 SCRIPT = """
 import json, sys
 import moesaic
@@ -262,30 +232,6 @@ found["world"] = process()[1]
 if process()[0] == 0:
     json.dump(found, open(out, "w"))
 """
-
-
-def test_two_processes_give_the_losses_of_one(tokens: Tokens, tmp_path: Path) -> None:
-    """accelerate's launcher, gloo; texts of different lengths, so a mean of means would differ."""
-    tiny_moe("deepseek_v2").save_pretrained(tmp_path / "teacher")
-    condensed_model("deepseek_v2", tokens).save(tmp_path / "student")
-    ids = torch.tensor([row["input_ids"] for row in rows()])
-    mask = torch.ones_like(ids)
-    for i in range(len(ids)):
-        mask[i, 20 - i :] = 0
-    save_file({"input_ids": ids, "attention_mask": mask}, tmp_path / "data.safetensors")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    out = tmp_path / "losses.json"
-    launch(tmp_path / "script.py", tmp_path, 4, out)
-    found = json.loads(out.read_text())
-    assert found["world"] == 2
-    for what in ("condensed", "routers"):
-        teacher = str(tmp_path / "teacher") if what == "routers" else ""
-        data = str(tmp_path / "data.safetensors")
-        config = TuneConfig(what=what, steps=4, batch=8, lr=1e-2, teacher=teacher, data=data)
-        one = losses_of(moesaic.tune(tmp_path / "student", config, tokenizer=object()))
-        assert len(one) == 4
-        losses = [step["loss"] for step in found[what]]
-        assert losses == pytest.approx([step["loss"] for step in one], rel=1e-4)
 
 
 # --- requests ------------------------------------------------------------------------------------

@@ -24,14 +24,16 @@ from moesaic.plan import Plan
 from moesaic.registry import imported
 
 MODES = ("memory", "disk")
+SHARED = [*((key, {}) for key in KEYS), ("prune.naee", {"progressive": True})]
+"""What two processes make; a progressive pass shares tokens that earlier layers changed."""
 CARRY_OUT = TESTS / "carry_out.py"
 
 
 @cache
-def whole(key: str, mode: str, folder: Path, accumulate: int) -> Path:
+def whole(key: str, mode: str, folder: Path, accumulate: int, **options: Any) -> Path:
     """A result that was made in this process in one go, written to a folder."""
-    out = folder / f"{key}-{mode}-{accumulate}"
-    config = config_of(key)
+    out = folder / f"{key}-{mode}-{accumulate}-{'-'.join(options)}"
+    config = config_of(key, **options)
     if accumulate > 1 and learns(key):
         config = replace(config, accumulate=accumulate)  # type: ignore[call-arg]
     result = made(key, mode, folder, config=config)
@@ -146,7 +148,7 @@ def test_the_callers_model_is_left_alone_unless_asked(key, place):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_killed_and_resumed_is_whole(mode, place, tmp_path):
-    """Every method, killed when it begins to keep its second layer or training checkpoint."""
+    """Every method, killed when it begins to keep its second layer or checkpoint, and again."""
     requests = [
         {
             "key": key,
@@ -165,7 +167,9 @@ def test_killed_and_resumed_is_whole(mode, place, tmp_path):
     _, errors = process.communicate()
     assert process.returncode == 0, errors.decode()
     ends = json.loads((tmp_path / "ends.json").read_text())
-    assert ends == dict.fromkeys(KEYS, -9), errors.decode()
+    for key, (first, second) in ends.items():
+        assert first == -9, f"{key}: {errors.decode()}"
+        assert second in (-9, 0), f"{key}: {errors.decode()}"
     for request in requests:
         key, progress, out = request["key"], Path(request["progress"]), Path(request["out"])
         assert not out.exists()
@@ -184,16 +188,16 @@ def test_two_processes_are_one(mode, place, tmp_path):
     requests = [
         {
             "key": key,
-            "config": request_of(config_of(key)),
+            "config": request_of(config_of(key, **options)),
             "model": str(start_of(key, place)),
             "live": mode == "memory",
-            "out": str(tmp_path / key),
+            "out": str(tmp_path / f"{key}{n}"),
         }
-        for key in KEYS
+        for n, (key, options) in enumerate(SHARED)
     ]
     file = tmp_path / "requests.json"
     file.write_text(json.dumps(requests))
     launch(CARRY_OUT, file)
-    for key in KEYS:
-        trained = learns(key)
-        check_same(tmp_path / key, whole(key, mode, place, 2 if trained else 1), exact=not trained)
+    for n, (key, options) in enumerate(SHARED):
+        found, trained = tmp_path / f"{key}{n}", learns(key)
+        check_same(found, whole(key, mode, place, 2 if trained else 1, **options), not trained)
