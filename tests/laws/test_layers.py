@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import disk_offload
 from builders import (
     carved_layer,
     condensed_layer,
@@ -209,6 +210,32 @@ def test_live_is_disk_bitwise(sample, tokens, tmp_path):
         again = loaded(tmp_path / name)
         assert equal(dict(again.state_dict()), dict(model.state_dict()))
         assert torch.equal(logits(again, tokens), wanted)
+
+
+def test_runs_with_its_weights_on_disk(sample, tokens, tmp_path):
+    """As ``device_map`` leaves them: a weight is there only while its module is called."""
+    model = converted(*sample)
+    wanted = logits(model, tokens)
+    disk_offload(model, str(tmp_path), execution_device="cpu")
+    assert all(p.is_meta for p in model.parameters()), "something was not offloaded"
+    assert torch.allclose(logits(model, tokens), wanted, atol=1e-5)
+
+
+def test_hooks_of_every_linear_module_fire(sample, tokens):
+    """Which is how quantisers see what enters it."""
+    model = converted(*sample)
+    wanted, seen = logits(model, tokens), {}
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.weight.numel()  # a dropped layer's have none
+    }
+    for name, module in linear.items():
+        module.register_forward_pre_hook(
+            lambda m, args, name=name: seen.update({name: args[0].shape[-1] == m.in_features})
+        )
+    assert torch.allclose(logits(model, tokens), wanted, atol=1e-5)
+    assert seen == dict.fromkeys(linear, True)
 
 
 def test_layers_that_are_no_part_of_it_stay(sample):
