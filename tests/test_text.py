@@ -36,7 +36,7 @@ from moesaic.data.text import (
 )
 from moesaic.data.training import Texts, training_text
 from moesaic.errors import MoesaicError
-from moesaic.metrics.measure import evaluate
+from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.perplexity import perplexity
 from moesaic.recipe import check_run, load_recipe, parse_recipe
 from moesaic.surgery import apply_plan

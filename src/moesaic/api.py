@@ -20,7 +20,8 @@ from moesaic.foreign import Model
 from moesaic.methods import methods_of
 from moesaic.methods.naee.observing import observe
 from moesaic.metrics.bench import bench
-from moesaic.metrics.measure import evaluate, generate, inspect
+from moesaic.metrics.evaluate import evaluate
+from moesaic.metrics.measure import generate, inspect
 from moesaic.pipeline import apply, convert, run_recipe
 from moesaic.result import Result
 

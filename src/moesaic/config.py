@@ -249,6 +249,30 @@ class Evaluation:
     )
     prompt: str = option("The capital of France is", "Continued by every model.", seldom=True)
     new_tokens: int = option(40, "Tokens that the prompt is continued by.", minimum=1, seldom=True)
+    tasks: str = option(
+        "",
+        "Tasks, with commas between: names of lm-eval's, a paper's list (naee, cd-moe, more, "
+        "tomoe, tomoe-moe, dsmoe), or a FILE.jsonl of questions.",
+        metavar="NAMES|FILE.jsonl",
+        seldom=True,
+    )
+    limit: int | None = option(
+        None, "Questions of each task at most. Default: all.", minimum=1, seldom=True
+    )
+    shots: int | None = option(
+        None, "Examples before each question. Default: the task's own.", minimum=0, seldom=True
+    )
+    generations: bool = option(
+        False,
+        "Continue fixed prompts at three temperatures; tell how the model repeats or loops.",
+        seldom=True,
+    )
+    stream: bool = option(
+        False,
+        "Read the model layer by layer from disk, as is done by itself where it does not fit into "
+        "memory.",
+        seldom=True,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

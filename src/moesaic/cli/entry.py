@@ -67,7 +67,7 @@ def disk_full(error: BaseException) -> bool:
 
 def quiet_libraries() -> None:
     """Keep other libraries' bars and notices out of the output, as soon as they are imported."""
-    for name in ("torchao", "torch.utils._pytree"):  # what torchao says while it is imported
+    for name in ("torchao", "torch.utils._pytree", "lm_eval"):  # what they say while imported
         logging.getLogger(name).setLevel(logging.ERROR)
 
     @wrapt.when_imported("transformers.utils.logging")

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, numbers, option
 from moesaic.cli.shared import columns, emit, register
 from moesaic.config import Bench, Evaluation, check_device, parse_dtype
+from moesaic.data.questions import wanted_tasks
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.io.names import check_name
 from moesaic.recipe import Recipe
 
+if TYPE_CHECKING:
+    from rich.console import Group
+
 Against = Annotated[str | None, typer.Option(metavar="MODEL", help="Measured beside it.")]
+Original = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ORIGINAL", help="Measured beside it, and compared with it token by token."
+    ),
+]
 
 
 def place(given: JSON) -> JSON:
@@ -27,7 +38,7 @@ def place(given: JSON) -> JSON:
 
 def evaluate(
     model: Model,
-    against: Against = None,
+    against: Original = None,
     tau: Annotated[
         str, typer.Option(help="Thresholds of the gates to measure at, such as 0.3,0.5,0.7.")
     ] = "",
@@ -37,37 +48,63 @@ def evaluate(
     as_json: AsJson = False,
     **given: Value,
 ) -> None:
-    """Perplexity, parameters and active ratio, measured on routed tokens."""
+    """Perplexity, parameters and active ratio, measured on routed tokens; tasks; beside another."""
     if draw and not tau:
         raise MoesaicError("draw takes a sweep over thresholds; give them with --tau.")
     taus = numbers(tau) if tau else []
-    names = {"model": model} | ({"against": against} if against else {})
-    for name in names.values():
+    others = [name for name in ("tasks", "generations", "stream") if given.get(name)]
+    if taus and (against or others):
+        raise MoesaicError("tau sweeps the perplexity of one model: leave the rest out.")
+    for name in (model, against or model):
         check_name(name)
     where = place(given)
+    asked = Evaluation(**given)  # before anything slow is imported
+    wanted_tasks(asked.tasks, asked.shots, asked.limit)
     settings = {**given, **where}
-    Evaluation(**given)  # before anything slow is imported
     from moesaic import report
     from moesaic.cli.bars import bars
-    from moesaic.metrics import measure
+    from moesaic.distributed import process
+    from moesaic.foreign import silent
 
     if taus:
+        from moesaic.metrics import measure
+
         points = measure.sweep(model, taus, **settings, track=bars)
         if draw:
             draw.write_text(report.sweep(points, f"{model}, by threshold"), "utf-8")
         emit(as_json, {"sweep": points}, columns({f"tau {p['tau']:g}": p for p in points}))
         return
-    scores = {
-        key: measure.evaluate(name, **settings, track=bars).as_json() for key, name in names.items()
+    from moesaic.metrics.evaluate import evaluate
+
+    track = silent if process()[0] else bars
+    found = evaluate(model, against=against, **settings, track=track).as_json()
+    if process()[0]:  # the first process tells what all have found
+        return
+    figures = {**found, "max_tokens": asked.max_tokens or None}
+    by_model = {model: found} | ({against: found["against"]} if against else {})
+    emit(as_json, figures, told(by_model, asked.max_tokens))
+
+
+def told(by_model: Mapping[str, JSON], most: int | None) -> Group:
+    """Tables of what was measured of each model."""
+    from rich.console import Group
+
+    plain = {
+        name: {k: v for k, v in found.items() if k not in ("tasks", "generations", "against")}
+        for name, found in by_model.items()
     }
-    figures = dict(scores["model"])
-    if against:
-        figures["against"] = scores["against"]
-    table = columns({names[key]: scores[key] for key in names})
-    most = given.get("max_tokens", Evaluation.max_tokens)
+    table = columns(plain)
     if most:
         table.caption = f"On at most {most:,} tokens of the text; --max-tokens 0: on all of it."
-    emit(as_json, {**figures, "max_tokens": most or None}, table)
+    tables = [table]
+    for part in ("tasks", "generations"):
+        kinds = {kind: None for found in by_model.values() for kind in found.get(part, {})}
+        for kind in kinds:
+            shown = columns({name: found[part][kind] for name, found in by_model.items()})
+            shown.title = kind if part == "tasks" else f"Generations at temperature {kind}"
+            shown.title_justify = "left"
+            tables.append(shown)
+    return Group(*tables)
 
 
 def bench(model: Model, against: Against = None, as_json: AsJson = False, **given: Value) -> None:
@@ -142,7 +179,8 @@ def generate(
 
 def commands() -> None:
     """Make these commands."""
-    text = [option(Evaluation, name) for name in ("data", "length", "max_tokens")]
+    names = ("tasks", "limit", "shots", "generations", "stream", "data", "length", "max_tokens")
+    text = [option(Evaluation, name) for name in names]
     speed = [option(Bench, of.name) for of in fields(Bench)]
     where = [DEVICE, DTYPE]
     register("eval", evaluate, "moesaic eval out --against smollm2", [*text, *where])

@@ -11,7 +11,7 @@ import torch
 from moesaic.config import Evaluation
 from moesaic.data.reader import shipped_texts
 from moesaic.data.source import DOMAINS
-from moesaic.data.text import Tokens, evaluation_tokens
+from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
 from moesaic.io.checkpoint import skeleton
@@ -23,43 +23,6 @@ from moesaic.metrics.score import Score, score
 from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Speed, peak_memory, ratio, timed
 from moesaic.nn import ThresholdRouter
-
-
-def evaluate(
-    model: str | Path | Model,
-    *,
-    data: str | Sequence[str] | Tokens = "",
-    length: int | None = Evaluation.length,
-    max_tokens: int | None = Evaluation.max_tokens,
-    tokenizer: Tokenizer | None = None,
-    device: str = "cpu",
-    dtype: torch.dtype | None = None,
-    track: Track = silent,
-) -> Score:
-    """Perplexity, size and routing of a model on a text.
-
-    Args:
-        model: a loaded PreTrainedModel, or a name for :func:`moesaic.io.source.resolve`.
-        data: texts, tokens (N, L), or a source; the text that ships by default.
-        length: tokens of a window; None for 512, or for a token file's own.
-        max_tokens: use at most this much of the text; 0 or None for all of it.
-        tokenizer: for texts, when ``model`` is loaded.
-        device: where to compute, when ``model`` is a name.
-        dtype: floating-point type, when ``model`` is a name; None for the checkpoint's own.
-        track: shows progress.
-
-    Raises:
-        MoesaicError: there is no such model or text.
-    """
-    if isinstance(model, str | Path):
-        source = resolve(str(model))
-        tokenizer = tokenizer or source.tokenizer
-        model = source.load(device, dtype)
-    if isinstance(data, Tokens):
-        tokens = data
-    else:
-        tokens = evaluation_tokens(data, tokenizer, length, max_tokens)
-    return score(model, tokens, track)
 
 
 def sweep(
@@ -78,7 +41,7 @@ def sweep(
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         taus: the thresholds.
-        data: as for :func:`evaluate`; so are the further arguments.
+        data: as for :func:`moesaic.metrics.evaluate.evaluate`; so are the further arguments.
 
     Returns:
         for each threshold a dict of ``tau`` and the keys of

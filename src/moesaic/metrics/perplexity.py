@@ -13,8 +13,8 @@ from torch import Tensor
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Model, Track, silent
-from moesaic.metrics.routing import Routing, counted
-from moesaic.nn.channels import set_mode
+from moesaic.metrics.forward import BATCH, Runner, all_routing, all_shares, own_share, runner
+from moesaic.metrics.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -30,43 +30,81 @@ class Quality:
     """Of a mix, each source's perplexity and scored tokens; empty for a single text."""
 
 
-@torch.inference_mode()
-def perplexity(model: Model, tokens: Tokens, track: Track = silent) -> Quality:
+class Losses:
+    """Next-token losses, added up by window."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+        self.counts: list[Tensor] = []
+
+    def add(self, logits: Tensor, batch: Tokens) -> None:
+        """Score a batch.
+
+        Args:
+            logits: (B, L, V), of the model.
+            batch: its tokens; padding is not scored, nor anything behind padding.
+        """
+        ids = batch.input_ids.to(logits.device)
+        given = logits[:, :-1].float()
+        loss = F.cross_entropy(given.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        loss_BL = loss.view(len(ids), -1).double()
+        scored_BL = scored(batch).to(logits.device)
+        self.sums.append(loss_BL.masked_fill(~scored_BL, 0).sum(1).cpu())
+        self.counts.append(scored_BL.sum(1).cpu())
+
+    def quality(self, tokens: Tokens, routing: dict[int, Routing], shared: bool = False) -> Quality:
+        """The mean over all windows.
+
+        Args:
+            tokens: the windows.
+            routing: of the same tokens.
+            shared: several processes have a share of the batches each, and all come here.
+
+        Raises:
+            MoesaicError: the model's logits are not finite, or no token can be scored.
+        """
+        sum_N = torch.cat(all_shares(self.sums, shared))
+        count_N = torch.cat(all_shares(self.counts, shared))
+        if not count_N.any():
+            raise MoesaicError("The text has no token behind another one to score.")
+        if not sum_N.isfinite().all():
+            raise MoesaicError("The model's logits are not finite on this text; try dtype float32.")
+        by_source = _by_source(tokens, sum_N, count_N)
+        return Quality(*_mean(sum_N, count_N), all_routing(routing, shared), by_source)
+
+
+def scored(batch: Tokens) -> Tensor:
+    """Which next tokens are scored, bool (B, L - 1): those behind a real token, and real."""
+    mask = batch.attention_mask
+    if mask is None:
+        return torch.ones_like(batch.input_ids[:, 1:], dtype=torch.bool)
+    return mask[:, 1:] & mask[:, :-1]
+
+
+@torch.no_grad()
+def perplexity(
+    model: Model | Runner, tokens: Tokens, track: Track = silent, shared: bool = False
+) -> Quality:
     """exp of the mean next-token loss over windows, the first token of each not scored.
 
     A model that skips channels at decoding is measured with every token as at decoding.
 
     Padding is neither seen nor scored, and no token is scored behind padding.
 
+    Args:
+        model: loaded, or a :class:`~moesaic.metrics.forward.Runner`.
+        tokens: the windows.
+        track: shows progress.
+        shared: several processes share the batches, and all of them call this.
+
     Raises:
         MoesaicError: the model's logits are not finite, or no token can be scored.
     """
-    device = model.get_input_embeddings().weight.device
-    batches = list(tokens.batches(1024))
-    sums: list[Tensor] = []
-    counts: list[Tensor] = []
-    with counted(model) as routing, set_mode(model, "always"):
-        for batch in track(batches, "Perplexity", len(batches)):
-            ids = batch.input_ids.to(device)
-            mask = batch.attention_mask
-            mask = None if mask is None else mask.to(device)
-            routing.mask = mask
-            out = model(input_ids=ids, attention_mask=mask, use_cache=False)
-            logits = out.logits[:, :-1].float()
-            loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-            loss_BL = loss.view(len(ids), -1).double()
-            scored_BL = torch.ones_like(loss_BL, dtype=torch.bool)
-            if mask is not None:
-                scored_BL = mask[:, 1:] & mask[:, :-1]
-                loss_BL = loss_BL.masked_fill(~scored_BL, 0)
-            sums.append(loss_BL.sum(1).cpu())
-            counts.append(scored_BL.sum(1).cpu())
-    sum_N, count_N = torch.cat(sums), torch.cat(counts)
-    if not count_N.any():
-        raise MoesaicError("The text has no token behind another one to score.")
-    if not sum_N.isfinite().all():
-        raise MoesaicError("The model's logits are not finite on this text; try dtype float32.")
-    return Quality(*_mean(sum_N, count_N), dict(routing), _by_source(tokens, sum_N, count_N))
+    batches = own_share(list(tokens.batches(BATCH)), shared)
+    losses, found = Losses(), runner(model).run(batches, track)
+    for logits, batch in found.logits:
+        losses.add(logits, batch)
+    return losses.quality(tokens, found.routing, shared)
 
 
 def _mean(sum_N: Tensor, count_N: Tensor) -> tuple[float, int]:

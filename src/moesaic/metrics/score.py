@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moesaic.data.text import Tokens
-from moesaic.foreign import JSON, Model, Track, silent
-from moesaic.metrics.perplexity import perplexity
+from moesaic.foreign import JSON, Model, Track, Values, silent
+from moesaic.metrics.divergence import beside
+from moesaic.metrics.forward import Runner, runner
+from moesaic.metrics.perplexity import Quality, perplexity
 from moesaic.metrics.routing import Routing
-from moesaic.metrics.size import model_size
+from moesaic.metrics.size import Size, model_size
 from moesaic.nn.channels import set_mode
 
 
@@ -29,6 +32,17 @@ class Score:
     routing: dict[int, Routing]
     sources: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Of a mix, each source's perplexity and tokens."""
+    kl: float | None = None
+    """KL(original || this model) in nats a token; None where it was compared with nothing."""
+    top1_agreement: float | None = None
+    """Share of tokens at which original and this model think the same next one most probable."""
+    tasks: Mapping[str, Values] = field(default_factory=dict)
+    """By task, the keys of :func:`moesaic.metrics.tasks.measure_tasks`; ``recovery`` beside them
+    where it was compared."""
+    generations: Mapping[str, Values] = field(default_factory=dict)
+    """By temperature, the keys of :func:`moesaic.metrics.generations.generations`."""
+    against: Score | None = None
+    """The model that this one was compared with."""
 
     def as_json(self) -> JSON:
         """The figures under the names that programs rely on."""
@@ -46,22 +60,61 @@ class Score:
                 name: {"perplexity": value, "tokens": count}
                 for name, (value, count) in self.sources.items()
             }
+        for name in ("kl", "top1_agreement", "tasks", "generations"):
+            value = getattr(self, name)
+            if value not in (None, {}):
+                figures[name] = value
+        if self.against is not None:
+            figures["against"] = self.against.as_json()
         return figures
 
 
-def score(model: Model, tokens: Tokens, track: Track = silent) -> Score:
-    """Measure a model on a text."""
-    with set_mode(model, "always"):  # channels: what is read is counted
-        quality = perplexity(model, tokens, track)
-        measured = model_size(model, quality.routing)
+def score(
+    model: Model | Runner, tokens: Tokens, track: Track = silent, shared: bool = False
+) -> Score:
+    """Measure a model on a text.
+
+    Args:
+        model: loaded, or a :class:`~moesaic.metrics.forward.Runner`.
+        tokens: the windows.
+        track: shows progress.
+        shared: several processes share the batches, and all of them call this.
+    """
+    run = runner(model)
+    with set_mode(run.shape, "always"):  # channels: what is read is counted
+        quality = perplexity(run, tokens, track, shared)
+        measured = model_size(run.shape, quality.routing)
+    return _score(run, quality, measured)
+
+
+def scores_beside(
+    model: Runner, original: Runner, tokens: Tokens, track: Track = silent, shared: bool = False
+) -> tuple[Score, Score]:
+    """Measure a model and what it is compared with; see :func:`score`.
+
+    Returns:
+        the model's score, with divergence and agreement, and the original's.
+    """
+    with set_mode(model.shape, "always"), set_mode(original.shape, "always"):
+        found = beside(model, original, tokens, track, shared)
+        sizes = [
+            model_size(run.shape, quality.routing)
+            for run, quality in ((model, found.result), (original, found.original))
+        ]
+    own = _score(model, found.result, sizes[0], kl=found.kl, top1_agreement=found.top1_agreement)
+    return own, _score(original, found.original, sizes[1])
+
+
+def _score(run: Runner, quality: Quality, measured: Size, **compared: float) -> Score:
     return Score(
         perplexity=quality.perplexity,
         tokens=quality.tokens,
         total_parameters=measured.total_parameters,
         active_parameters=measured.active_parameters,
         active_ratio=measured.active_ratio,
-        nominal_active_ratio=model_size(model).active_ratio,
+        nominal_active_ratio=model_size(run.shape).active_ratio,
         router_parameters=measured.router_parameters,
         routing=quality.routing,
         sources=quality.sources,
+        **compared,  # type: ignore[arg-type]
     )

@@ -194,7 +194,7 @@ class LayerStream(Generic[V]):
 
     Args:
         model: the model, live; or a skeleton whose layers ``open_layer`` fills.
-        tokens: what to run through it.
+        tokens: what to run through it, or batches of it, each with a length of its own.
         layers: the layers to yield; the others are only passed through. Nothing behind the last
             one is run.
         view: makes of a decoder layer what methods see of it.
@@ -209,7 +209,7 @@ class LayerStream(Generic[V]):
         self,
         model: Model,
         arch: Arch,
-        tokens: Tokens,
+        tokens: Tokens | Sequence[Tokens],
         layers: Collection[int] | None = None,
         *,
         view: Callable[[nn.Module], V],
@@ -226,7 +226,9 @@ class LayerStream(Generic[V]):
         self.view = view
         self.count = len(arch.layers(model))
         self.layers = range(self.count) if layers is None else sorted(layers)
-        self._batches = list(tokens.batches(tokens_per_batch))
+        if isinstance(tokens, Tokens):
+            tokens = list(tokens.batches(tokens_per_batch))
+        self._batches = tokens
         self._spill_bytes = spill_bytes
         self._cache_bytes = cache_bytes
         self._follow = follow
@@ -240,16 +242,21 @@ class LayerStream(Generic[V]):
         checkpoint: Checkpoint,
         config: Config,
         arch: Arch,
-        tokens: Tokens,
+        tokens: Tokens | Sequence[Tokens],
         layers: Collection[int] | None = None,
         *,
         view: Callable[[nn.Module], V],
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
+        model: Model | None = None,
         **options: Any,
     ) -> LayerStream[V]:
-        """Read each layer from a checkpoint folder when its turn comes."""
-        model = skeleton(config, dtype)
+        """Read each layer from a checkpoint folder when its turn comes.
+
+        Args:
+            model: the skeleton to fill; by default a new one. The others are those of the class.
+        """
+        model = skeleton(config, dtype) if model is None else model
         type_of = narrowed(model)
         naming = Naming(checkpoint, config.model_type.removeprefix(PREFIX))
 

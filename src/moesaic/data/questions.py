@@ -1,0 +1,237 @@
+"""Questions with choices from a file, and the lists of tasks that the papers print.
+
+Nothing here imports torch, so that a wrong request is answered at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moesaic.errors import MoesaicError
+
+BETWEEN = "\n\n"
+"""Between an example and what follows it."""
+FIELDS = '{"question": "...", "choices": ["...", "..."], "answer": 0}'
+
+PRESETS: Mapping[str, Sequence[tuple[str, int]]] = {
+    "naee": [
+        ("arc_challenge", 0),
+        ("arc_easy", 0),
+        ("boolq", 0),
+        ("hellaswag", 0),
+        ("mmlu", 0),
+        ("openbookqa", 0),
+        ("rte", 0),
+        ("winogrande", 0),
+    ],
+    "cd-moe": [
+        ("arc_challenge", 0),
+        ("boolq", 0),
+        ("hellaswag", 0),
+        ("mmlu", 0),
+        ("openbookqa", 0),
+        ("piqa", 0),
+        ("rte", 0),
+        ("winogrande", 0),
+    ],
+    "more": [
+        ("winogrande", 0),
+        ("arc_easy", 0),
+        ("arc_challenge", 0),
+        ("sciq", 0),
+        ("mmlu", 5),
+    ],
+    "tomoe": [
+        ("arc_easy", 0),
+        ("arc_challenge", 0),
+        ("piqa", 0),
+        ("winogrande", 0),
+        ("hellaswag", 0),
+    ],
+    "tomoe-moe": [
+        ("boolq", 32),
+        ("sciq", 0),
+        ("piqa", 0),
+        ("winogrande", 5),
+        ("arc_challenge", 25),
+        ("hellaswag", 10),
+    ],
+    "dsmoe": [
+        ("hellaswag", 0),
+        ("lambada_openai", 0),
+        ("social_iqa", 0),
+        ("piqa", 0),
+        ("storycloze_2016", 0),
+        ("winogrande", 0),
+        ("triviaqa", 5),
+        ("webqs", 5),
+        ("gsm8k", 5),
+        ("nq_open", 5),
+    ],
+}
+"""Tasks of lm-eval and their shots, by the paper that prints them; ``tomoe-moe`` is the list of
+ToMoE's comparison with mixtures made by others (its Table 5)."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its choices, and the right one."""
+
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+    """Of the right choice, from 0."""
+
+    @property
+    def prompt(self) -> str:
+        """The text that a choice is to continue."""
+        return f"Question: {self.question}\nAnswer:"
+
+    def continuation(self, choice: int) -> str:
+        """A choice as it continues the prompt."""
+        return f" {self.choices[choice]}"
+
+    @property
+    def solved(self) -> str:
+        """The question with its answer, as an example for others."""
+        return self.prompt + self.continuation(self.answer)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One task that was asked for."""
+
+    name: str
+    """Of the task, or of its file without the ending."""
+    shots: int | None = None
+    """Examples before each question; None for the task's own."""
+    questions: tuple[Question, ...] = ()
+    """Of a local file; empty for a task of lm-eval."""
+
+
+def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None) -> list[Wanted]:
+    """The tasks that a request names.
+
+    Args:
+        tasks: names of lm-eval's tasks, of :data:`PRESETS`, or files, with commas between.
+        shots: examples before each question; None for the list's or the task's own.
+        limit: questions of each task at most.
+
+    Raises:
+        MoesaicError: names the field, its value and what would work.
+    """
+    names = [part.strip() for part in tasks.split(",") if part.strip()]
+    if not names:
+        for field, value in (("limit", limit), ("shots", shots)):
+            if value is not None:
+                raise MoesaicError(
+                    f"{field} {value} is of tasks; name some, such as tasks=arc_easy."
+                )
+        return []
+    found: list[Wanted] = []
+    for name in names:
+        if name.endswith((".jsonl", ".json")):
+            found.append(_local(Path(name), shots))
+        elif name in PRESETS:
+            found += [Wanted(t, own if shots is None else shots) for t, own in PRESETS[name]]
+        else:
+            found.append(Wanted(name, shots))
+    double = {task.name for task in found if [t.name for t in found].count(task.name) > 1}
+    if double:
+        raise MoesaicError(f"tasks names {', '.join(sorted(double))} twice; leave one out.")
+    named = [task.name for task in found if not task.questions]
+    if named and importlib.util.find_spec("lm_eval") is None:
+        raise MoesaicError(
+            f"tasks {named[0]!r} is a task of lm-eval, which is not here: "
+            "pip install 'moesaic[tasks]', or give a FILE.jsonl of questions."
+        )
+    return found
+
+
+def _local(file: Path, shots: int | None) -> Wanted:
+    questions = read_questions(file)
+    if shots and shots >= len(questions):
+        raise MoesaicError(
+            f"shots {shots}: the examples are other questions of the file, and {file} has "
+            f"{len(questions)}; lower it, or give more questions."
+        )
+    return Wanted(file.stem, shots or 0, tuple(questions))
+
+
+def read_questions(file: Path) -> list[Question]:
+    """The questions of a file, one JSON object a line.
+
+    Raises:
+        MoesaicError: there is no such file, or a line is not as it should be; says which.
+    """
+    if not file.is_file():
+        raise MoesaicError(f"tasks: no file at {file}.")
+    found = []
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise MoesaicError(f"tasks: {file} is not UTF-8 text: {error}.") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                found.append(_question(json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise MoesaicError(
+                    f"tasks: {file}, line {number}: {error}. A line is {FIELDS}."
+                ) from None
+    if not found:
+        raise MoesaicError(f"tasks: {file} has no questions. A line is {FIELDS}.")
+    return found
+
+
+def _question(row: object) -> Question:
+    """A line of a file.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError("not a JSON object")
+    missing = [name for name in ("question", "choices", "answer") if name not in row]
+    if missing:
+        raise ValueError(f"no {' and no '.join(missing)}")
+    question, choices = row["question"], row["choices"]
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError("question is not text")
+    if not isinstance(choices, list) or len(choices) < 2:
+        raise ValueError("choices is not a list of two or more")
+    if not all(isinstance(choice, str) and choice for choice in choices):
+        raise ValueError("a choice is not text")
+    return Question(question, tuple(choices), right_one(row["answer"], choices))
+
+
+def right_one(answer: object, choices: Sequence[str]) -> int:
+    """The number of the right choice, from its index or its label.
+
+    A label is the choice itself or its letter.
+
+    >>> right_one(1, ["no", "yes"]), right_one("yes", ["no", "yes"]), right_one("B", ["no", "yes"])
+    (1, 1, 1)
+
+    Raises:
+        ValueError: it is none of the choices.
+    """
+    letters = [chr(ord("A") + i) for i in range(len(choices))]
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
+        return answer
+    if isinstance(answer, str):
+        for labels in (list(choices), letters):
+            if labels.count(answer) == 1:
+                return labels.index(answer)
+    known = f"0 to {len(choices) - 1}, {letters[0]} to {letters[-1]}, or a choice itself"
+    raise ValueError(f"answer {answer!r} is none of {known}")
+
+
+def context(questions: Sequence[Question], number: int, shots: int) -> str:
+    """A question's prompt behind the first ``shots`` other questions of its file, solved."""
+    others = [q.solved for i, q in enumerate(questions[: shots + 1]) if i != number][:shots]
+    return BETWEEN.join([*others, questions[number].prompt])

@@ -1,0 +1,170 @@
+"""A model's logits, batch by batch: of a whole model, or of one read from disk layer by layer.
+
+Everything that is measured of logits is measured through a :class:`Runner`, so that it is the same
+for a model that fits into memory and for one that does not, to the last bit on the same device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.mixture import base_arch
+from moesaic.data.text import Tokens
+from moesaic.distributed import gathered, own_device, process
+from moesaic.foreign import Model, Track, silent
+from moesaic.io.checkpoint import skeleton
+from moesaic.io.source import Source
+from moesaic.metrics.routing import Routing, counted
+from moesaic.nn.channels import set_mode
+from moesaic.stream.stream import LayerStream
+
+T = TypeVar("T")
+BATCH = 1024
+"""Tokens of a batch: their logits over the whole vocabulary are in memory at once."""
+SPILL = 1 << 30
+"""Bytes of hidden states that stay in memory; more of them go to a file."""
+
+
+@dataclass
+class Pass:
+    """One model's way through some batches."""
+
+    logits: Iterator[tuple[Tensor, Tokens]]
+    """Of each batch the logits (B, L, V), on the model's device, and the batch; to be used once."""
+    routing: dict[int, Routing] = field(default_factory=dict)
+    """By decoder layer; whole when ``logits`` has ended."""
+
+
+class Runner(Protocol):
+    """A model that can be run over batches."""
+
+    @property
+    def shape(self) -> Model:
+        """The model, or a skeleton of it."""
+
+    def run(
+        self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"
+    ) -> Pass:
+        """Run the model; every token as at decoding, where it skips channels then."""
+
+
+class Whole:
+    """A model in memory."""
+
+    def __init__(self, model: Model) -> None:
+        self.shape = model
+
+    def run(
+        self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"
+    ) -> Pass:
+        """Run the model batch by batch, as the logits are asked for."""
+        found = Pass(iter(()))
+        found.logits = self._logits(batches, track, label, found)
+        return found
+
+    @torch.no_grad()
+    def _logits(
+        self, batches: Sequence[Tokens], track: Track, label: str, found: Pass
+    ) -> Iterator[tuple[Tensor, Tokens]]:
+        model = self.shape
+        device = model.get_input_embeddings().weight.device
+        with counted(model) as routing, set_mode(model, "always"):
+            for batch in track(batches, label, len(batches)):
+                mask = batch.attention_mask
+                routing.mask = mask = None if mask is None else mask.to(device)
+                ids = batch.input_ids.to(device)
+                out = model(input_ids=ids, attention_mask=mask, use_cache=False)
+                yield out.logits, batch
+            found.routing.update(routing)
+
+
+class Layerwise:
+    """A model on disk, of which one decoder layer is in memory at a time.
+
+    Args:
+        source: the checkpoint.
+        device: where a layer computes.
+        dtype: floating-point type; None for the checkpoint's own.
+
+    Raises:
+        MoesaicError: the architecture is unknown.
+    """
+
+    def __init__(
+        self, source: Source, device: str = "cpu", dtype: torch.dtype | None = None
+    ) -> None:
+        self.source, self.dtype = source, dtype
+        self.device = own_device(device)
+        self.arch = base_arch(source.config)
+        self.shape = skeleton(source.config, dtype)
+
+    def run(
+        self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"
+    ) -> Pass:
+        """Take all batches through one layer after the other, now; the head runs when asked for.
+
+        Between the two only the last layer's outputs are kept, so that two models can be compared
+        exactly, of which neither is in memory.
+        """
+        if not batches:
+            return Pass(iter(()), {})
+        stream: LayerStream[nn.Module] = LayerStream.from_disk(
+            self.source.checkpoint,
+            self.source.config,
+            self.arch,
+            batches,
+            view=lambda layer: layer,
+            device=self.device,
+            dtype=self.dtype,
+            model=self.shape,
+            spill_bytes=SPILL,
+        )
+        model = self.shape
+        with torch.no_grad(), counted(model) as routing, set_mode(model, "always"):
+            states, kwargs = stream.record()
+            for block in track(stream.blocks(kwargs), label, stream.count):
+                for b, batch in enumerate(batches):
+                    routing.mask = batch.attention_mask
+                    states.replace(b, block.output(b, states[b]))
+        return Pass(stream.heads(states, logits=True), dict(routing))
+
+
+def runner(model: Model | Runner) -> Runner:
+    """A loaded model as a runner; a runner itself."""
+    return model if isinstance(model, Whole | Layerwise) else Whole(model)
+
+
+# --- several processes ---------------------------------------------------------------------------
+
+
+def own_share(items: Sequence[T], shared: bool) -> list[T]:
+    """The items that fall to this process: all, unless they are shared."""
+    number, of = process() if shared else (0, 1)
+    return list(items[number::of])
+
+
+def all_shares(own: list[T], shared: bool) -> list[T]:
+    """What all processes made of their shares, in the order of the items."""
+    if not shared:
+        return own
+    every = gathered(own)
+    return [every[i % len(every)][i // len(every)] for i in range(sum(map(len, every)))]
+
+
+def all_routing(own: dict[int, Routing], shared: bool) -> dict[int, Routing]:
+    """The routing of all processes' tokens, added up."""
+    if not shared:
+        return own
+    every = [part for part in gathered(own) if part]
+    total = every[0] if every else {}
+    for part in every[1:]:
+        for i, layer in total.items():
+            layer.tokens += part[i].tokens
+            layer.idle += part[i].idle
+            layer.counts = [a + b for a, b in zip(layer.counts, part[i].counts, strict=True)]
+    return total

@@ -1,0 +1,131 @@
+"""Does a model repeat itself or loop? Continuations of fixed prompts at three temperatures.
+
+A pruned model can keep its perplexity and yet never stop saying the same; that shows only where it
+reads what it wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+
+from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
+
+PROMPTS = (
+    "The old lighthouse keeper climbed the stairs one last time and",
+    "To repair a bicycle tyre, first remove the wheel. Then",
+    "The three main causes of the river's flooding were",
+    "Dear neighbours, I am writing to you because",
+    "Photosynthesis is the process by which",
+    'def is_prime(n):\n    """Return whether n is a prime number."""\n',
+    "Question: Why is the sky dark at night?\nAnswer:",
+    "Ingredients: two onions, a litre of stock, stale bread.\n\nMethod: 1.",
+    "In the year 1640 the harbour town had four hundred inhabitants. By 1700",
+    "She opened the letter, read it twice, and said to her brother:",
+    "import json\n\nclass Inventory:\n    def __init__(self):\n",
+    "The committee met on Tuesday to discuss the new library. The chair",
+)
+"""Beginnings of prose, instructions, reference, dialogue and code; our own."""
+TEMPERATURES = (0.0, 0.7, 1.0)
+"""Greedy, and two at which tokens are drawn from all of the distribution."""
+NEW_TOKENS = 128
+REPEATS, LEAST = 3, 16
+"""A loop comes at least so many times at the end, and fills at least so many tokens."""
+
+
+def distinct(tokens: Sequence[int], n: int) -> float:
+    """Different n-grams over all n-grams (distinct-n); 1 where there are none.
+
+    >>> distinct([1, 2, 1, 2, 1], 2), distinct([1, 2, 3], 1)
+    (0.5, 1.0)
+    """
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+def loops(tokens: Sequence[int]) -> bool:
+    """Whether a text ends in one piece said again and again.
+
+    >>> loops([7, 8, 9] + [1, 2, 3, 4] * 4), loops([1, 2, 3, 4] * 2 + [5]), loops([1] * 15)
+    (True, False, False)
+    """
+    for period in range(1, len(tokens) // REPEATS + 1):
+        length = max(REPEATS * period, LEAST)
+        if length <= len(tokens):
+            end = tokens[-length:]
+            if all(end[i] == end[i - period] for i in range(period, length)):
+                return True
+    return False
+
+
+@torch.no_grad()
+def generations(
+    model: Model,
+    tokenizer: Tokenizer,
+    new_tokens: int = NEW_TOKENS,
+    seed: int = 0,
+    track: Track = silent,
+) -> dict[str, JSON]:
+    """How a model's continuations of :data:`PROMPTS` repeat themselves.
+
+    Args:
+        model: loaded.
+        tokenizer: its own.
+        new_tokens: of a continuation at most.
+        seed: of what is drawn; the caller's own random numbers stay as they were.
+        track: shows progress.
+
+    Returns:
+        by temperature: ``repetition`` (4-grams that came before, over all 4-grams), ``looping``
+        (the share of continuations that end in a loop), ``distinct_1`` to ``distinct_3``, each a
+        mean over the continuations; ``n``, their number, and ``tokens``, their mean length.
+    """
+    found = {}
+    for temperature in track(TEMPERATURES, "Generations", len(TEMPERATURES)):
+        devices = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            found[f"{temperature:g}"] = told(_continued(model, tokenizer, new_tokens, temperature))
+    return found
+
+
+def told(continuations: Sequence[Sequence[int]]) -> JSON:
+    """The figures of some continuations; see :func:`generations`."""
+    return {
+        "repetition": fmean(1 - distinct(c, 4) for c in continuations),
+        "looping": fmean(float(loops(c)) for c in continuations),
+        **{f"distinct_{n}": fmean(distinct(c, n) for c in continuations) for n in (1, 2, 3)},
+        "tokens": fmean(len(c) for c in continuations),
+        "n": len(continuations),
+    }
+
+
+def _continued(
+    model: Model, tokenizer: Tokenizer, new_tokens: int, temperature: float
+) -> list[list[int]]:
+    """The new tokens of each prompt, up to the end of its text; all prompts at once."""
+    rows = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    longest = max(map(len, rows))
+    ends = model.generation_config.eos_token_id
+    stops = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    filling = tokenizer.pad_token_id
+    filling = next(iter(stops), 0) if filling is None else filling
+    ids = torch.tensor([[filling] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    out = model.generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=new_tokens,
+        pad_token_id=filling,
+        repetition_penalty=1.0,
+        **(drawn if temperature else {"do_sample": False}),
+    )
+    return [_until(row[longest:].tolist(), stops) for row in out]
+
+
+def _until(tokens: list[int], stops: set[int]) -> list[int]:
+    """Tokens before the first that ends the text."""
+    return tokens[: next((i for i, t in enumerate(tokens) if t in stops), len(tokens))]

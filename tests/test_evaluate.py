@@ -1,0 +1,383 @@
+"""Tasks, divergence, generations, and models read layer by layer: equal to what they stand for."""
+
+import copy
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from builders import launch, tiny_model
+from transformers import AutoModelForCausalLM
+
+import moesaic
+from moesaic import MoesaicError
+from moesaic.data.questions import context, read_questions, wanted_tasks
+from moesaic.data.text import Tokens, evaluation_tokens
+from moesaic.io.source import resolve
+from moesaic.metrics import evaluate as evaluating
+from moesaic.metrics import tasks as tasking
+from moesaic.metrics.divergence import kl
+from moesaic.metrics.forward import Layerwise, Whole
+from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generations
+from moesaic.metrics.score import score, scores_beside
+
+ROWS = [
+    {"question": "What colour is the sea?", "choices": ["blue", "red as a brick"], "answer": 0},
+    {"question": "What barks?", "choices": ["a cat", "a dog", "stones"], "answer": "B"},
+    {"question": "Où est-il né ?", "choices": ["à Orléans, en été", "Paris"], "answer": "Paris"},
+    {"question": "Two and two?", "choices": ["five", "four", "six", "none"], "answer": 1},
+    {"question": "Is ice cold?", "choices": ["yes", "no"], "answer": "A"},
+]
+
+
+@pytest.fixture
+def questions(tmp_path):
+    file = tmp_path / "few.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n", "utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory, tokenizer):
+    """Another llama of the same tokenizer."""
+    folder = tmp_path_factory.mktemp("other") / "llama"
+    tiny_model("llama", seed=1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# --- tasks of a local file -----------------------------------------------------------------------
+
+
+def by_hand(model, tokenizer, prompt, choice):
+    """The log-likelihood of a choice behind a prompt, token by token."""
+    ids = tokenizer(f"{prompt} {choice}")["input_ids"]
+    start = len(tokenizer(prompt)["input_ids"])
+    with torch.no_grad():
+        log = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return sum(log[i - 1, ids[i]].item() for i in range(start, len(ids)))
+
+
+@pytest.mark.parametrize("shots", [0, 2])
+def test_a_local_file_is_scored_as_by_hand(questions, llama_folder, tokenizer, shots):
+    model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
+    (task,) = wanted_tasks(str(questions), shots)
+    assert [q.answer for q in task.questions] == [0, 1, 1, 1, 0]
+    found = tasking.answers(Whole(model), tokenizer, task)
+    for i, (answer, row) in enumerate(zip(found, ROWS, strict=True)):
+        examples = [q for j, q in enumerate(task.questions) if j != i][:shots]
+        prompt = "".join(
+            f"Question: {q.question}\nAnswer: {q.choices[q.answer]}\n\n" for q in examples
+        )
+        prompt += f"Question: {row['question']}\nAnswer:"
+        assert context(task.questions, i, shots) == prompt
+        likely = [by_hand(model, tokenizer, prompt, choice) for choice in row["choices"]]
+        assert answer.loglikelihoods == pytest.approx(likely, abs=1e-4)
+        right = task.questions[i].answer
+        per_byte = [v / len(c.encode()) for v, c in zip(likely, row["choices"], strict=True)]
+        assert answer.acc == (likely.index(max(likely)) == right)
+        assert answer.acc_norm == (per_byte.index(max(per_byte)) == right)
+    figures = tasking.accuracy(found)
+    acc = sum(a.acc for a in found) / 5
+    assert figures["acc"] == acc
+    assert figures["n"] == 5
+    assert figures["stderr"] == pytest.approx(math.sqrt(acc * (1 - acc) / 4))
+
+
+def config_of(questions):
+    """A task of lm-eval over the same file, the prompt spelled its way."""
+    return {
+        "task": "few",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(questions)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "Question: {{question}}\nAnswer:",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{right}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_bytes"}],
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_question_by_question_it_is_lm_eval(
+    tmp_path, carved_folder, tokenizer, layerwise, monkeypatch
+):
+    pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "few.jsonl"
+    right = [0, 1, 1, 1, 0]
+    rows = [{**row, "right": r} for row, r in zip(ROWS, right, strict=True)]
+    file.write_text("\n".join(json.dumps({**r, "answer": r["right"]}) for r in rows), "utf-8")
+    source = resolve(str(carved_folder))
+    model = Layerwise(source) if layerwise else Whole(source.load())
+    (task,) = wanted_tasks(str(file))
+    ours = tasking.answers(model, tokenizer, task)
+    lm = tasking.harness_model(model, tokenizer, moesaic.foreign.silent, False)
+    found = tasking.harness(lm, config_of(file), TaskManager(), None, None)
+    samples = sorted(found["samples"]["few"], key=lambda s: s["doc_id"])
+    assert len(samples) == len(ours) == 5
+    for own, theirs in zip(ours, samples, strict=True):
+        likely = [float(r[0]) for r in theirs["filtered_resps"]]
+        assert own.loglikelihoods == pytest.approx(likely, abs=1e-4)
+        assert (own.acc, own.acc_norm) == (theirs["acc"], theirs["acc_bytes"])
+    theirs, own = tasking.figures(found, "few"), tasking.accuracy(ours)
+    assert theirs["n"] == 5
+    for name, other in (("acc", "acc"), ("stderr", "stderr"), ("acc_norm", "acc_bytes")):
+        assert own[name] == pytest.approx(theirs[other])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2"),
+        ('["no"]', "not a JSON object"),
+        ('{"question": "a?"}', "no choices and no answer"),
+        ('{"question": "a?", "choices": ["b"], "answer": 0}', "not a list of two"),
+        ('{"question": "a?", "choices": ["b", 3], "answer": 0}', "a choice is not text"),
+        ('{"question": "a?", "choices": ["b", "c"], "answer": 2}', "answer 2 is none of 0 to 1"),
+        ('{"question": "a?", "choices": ["b", "c"], "answer": true}', "answer True"),
+        ('{"question": "a?", "choices": ["b", "b"], "answer": "b"}', "answer 'b'"),
+        ('{"question": " ", "choices": ["b", "c"], "answer": 0}', "question is not text"),
+    ],
+)
+def test_a_line_that_is_no_question_is_named(tmp_path, line, message):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(json.dumps(ROWS[0]) + "\n" + line, "utf-8")
+    with pytest.raises(MoesaicError, match="line 2") as told:
+        read_questions(file)
+    assert message in str(told.value)
+    assert '"choices"' in str(told.value), "it says what would work"
+
+
+# --- divergence ----------------------------------------------------------------------------------
+
+
+def test_kl_is_the_sum_over_the_vocabulary():
+    p, q = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[1.0, 0.0, 2.0]])
+    a, b = p.softmax(-1)[0].tolist(), q.softmax(-1)[0].tolist()
+    wanted = sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+    assert kl(p, q).item() == pytest.approx(wanted, rel=1e-5)
+    never = torch.tensor([[0.0, 1.0, -torch.inf]])
+    assert kl(never, never).item() == 0
+
+
+def test_divergence_agrees_with_a_plain_loop(llama_folder, other_folder, padded):
+    runs = [Whole(resolve(str(f)).load()) for f in (other_folder, llama_folder)]
+    found, original = scores_beside(*runs, padded)
+    total = agreed = count = 0
+    for ids, mask in zip(padded.input_ids, padded.attention_mask, strict=True):
+        row = ids[mask][None]
+        with torch.no_grad():
+            q, p = (run.shape(row).logits[0, :-1].double().log_softmax(-1) for run in runs)
+        total += (p.exp() * (p - q)).sum().item()
+        agreed += (p.argmax(-1) == q.argmax(-1)).sum().item()
+        count += row.shape[1] - 1
+    assert found.tokens == original.tokens == count
+    assert found.kl == pytest.approx(total / count, rel=1e-5)
+    assert found.top1_agreement == pytest.approx(agreed / count)
+    assert found.perplexity == score(runs[0], padded).perplexity
+    assert original.perplexity == score(runs[1], padded).perplexity
+    same, _ = scores_beside(runs[0], runs[0], padded)
+    assert (same.kl, same.top1_agreement) == (0, 1)
+
+
+def test_other_tokenizers_are_refused(llama_folder, tmp_path, tokenizer, command):
+    folder = tmp_path / "other"
+    tiny_model("llama").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    written = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    vocabulary = written["model"]["vocab"]
+    first, second = list(vocabulary)[40:42]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(written), "utf-8")
+    code, out, err = command("eval", llama_folder, "--against", folder, "--json")
+    assert (code, out) == (2, "")
+    assert "--against: its tokenizer differs" in err
+
+
+# --- generations ---------------------------------------------------------------------------------
+
+
+def test_generations_are_the_same_again_and_leave_random_numbers_alone(llama_folder, tokenizer):
+    model = resolve(str(llama_folder)).load()
+    torch.manual_seed(5)
+    before = torch.rand(1)
+    torch.manual_seed(5)
+    first = generations(model, tokenizer, new_tokens=20)
+    assert torch.rand(1) == before
+    assert generations(model, tokenizer, new_tokens=20) == first
+    assert list(first) == [f"{t:g}" for t in TEMPERATURES]
+    assert all(found["n"] == len(PROMPTS) for found in first.values())
+
+
+def test_a_model_that_says_one_word_loops(llama_folder, tokenizer):
+    model = resolve(str(llama_folder)).load()
+    with torch.no_grad():  # the head sees one direction alone, and one token has it
+        model.lm_head.weight.zero_()
+    found = generations(model, tokenizer, new_tokens=20)
+    # all logits are equal: greedy takes the first token, which ends the text
+    assert found["0"]["tokens"] == 0
+    assert found["1"]["looping"] == 0
+    assert found["1"]["distinct_1"] > 0.9
+    model.generation_config.eos_token_id = None
+    endless = copy.deepcopy(tokenizer)
+    endless.eos_token, endless.pad_token = "!", "!"
+    found = generations(model, endless, new_tokens=20)["0"]
+    assert (found["looping"], found["tokens"]) == (1, 20)
+    assert found["distinct_1"] == pytest.approx(1 / 20)
+    assert found["repetition"] == pytest.approx(1 - 1 / 17)
+
+
+# --- layer by layer ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llama_folder", "moe_folder", "carved_folder"])
+def test_layer_by_layer_is_the_whole_model_bitwise(kind, request, questions, tokenizer, padded):
+    source = resolve(str(request.getfixturevalue(kind)))
+    whole, layerwise = Whole(source.load()), Layerwise(source)
+    for tokens in (padded, evaluation_tokens("code=1,prose=1", tokenizer, 48, 2048 + 512)):
+        assert score(layerwise, tokens) == score(whole, tokens)
+    (task,) = wanted_tasks(str(questions), 1)
+    assert tasking.answers(layerwise, tokenizer, task) == tasking.answers(whole, tokenizer, task)
+    assert all(p.is_meta for p in layerwise.shape.parameters()), "weights were kept"
+
+
+def test_divergence_layer_by_layer_is_bitwise(llama_folder, carved_folder, tokenizer):
+    tokens = evaluation_tokens("", tokenizer, 48, 2048 + 512)
+    sources = [resolve(str(f)) for f in (carved_folder, llama_folder)]
+    whole = scores_beside(*(Whole(s.load()) for s in sources), tokens)
+    assert scores_beside(*(Layerwise(s) for s in sources), tokens) == whole
+    assert scores_beside(Whole(sources[0].load()), Layerwise(sources[1]), tokens) == whole
+    assert whole[0].kl > 0
+
+
+def test_what_does_not_fit_is_read_layer_by_layer(
+    llama_folder, carved_folder, questions, monkeypatch
+):
+    options = {"length": 32, "max_tokens": 640, "tasks": str(questions)}
+    names = {"model": str(carved_folder), "against": str(llama_folder)}
+    whole = moesaic.evaluate(**names, **options)
+    monkeypatch.setattr(evaluating, "fit", lambda *_: False)
+    monkeypatch.setattr(evaluating.Source, "load", None)
+    assert moesaic.evaluate(**names, **options) == whole
+    with pytest.raises(MoesaicError, match="generations needs"):
+        moesaic.evaluate(names["model"], **options, generations=True)
+    model = AutoModelForCausalLM.from_pretrained(carved_folder)
+    with pytest.raises(MoesaicError, match="stream reads models from disk"):
+        moesaic.evaluate(model, data=Tokens(torch.ones(2, 8, dtype=torch.int64)), stream=True)
+
+
+SHARED = """
+import sys, json
+from moesaic.distributed import join_processes, process
+join_processes()
+import moesaic
+model, against, tasks, out = sys.argv[1:]
+found = moesaic.evaluate(
+    model, against=against, length=48, max_tokens=3100, tasks=tasks, stream=True
+)
+with open(f"{out}-{process()[0]}", "w") as file:
+    json.dump([found.as_json(), [(r.tokens, r.counts) for r in found.routing.values()]], file)
+"""
+
+
+def test_processes_share_the_batches(llama_folder, carved_folder, questions, tmp_path):
+    (tmp_path / "shared.py").write_text(SHARED)
+    given = [str(carved_folder), str(llama_folder), str(questions)]
+    launch(tmp_path / "shared.py", *given, tmp_path / "out")
+    alone = moesaic.evaluate(given[0], against=given[1], length=48, max_tokens=3100, tasks=given[2])
+    routing = [[r.tokens, r.counts] for r in alone.routing.values()]
+    wanted = json.loads(json.dumps([alone.as_json(), routing]))
+    for number in range(2):
+        assert json.loads((tmp_path / f"out-{number}").read_text()) == wanted
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_eval_prints_all_of_it(command, carved_folder, llama_folder, questions):
+    given = ["eval", carved_folder, "--against", llama_folder, "--tasks", questions]
+    quick = ["--max-tokens", "640", "--length", "32", "--limit", "4"]
+    code, out, err = command(*given, *quick, "--stream", "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["kl"] > 0
+    assert 0 <= found["top1_agreement"] <= 1
+    assert found["tasks"]["few"].keys() >= {"acc", "acc_norm", "stderr", "n"}
+    assert found["tasks"]["few"]["n"] == found["against"]["tasks"]["few"]["n"] == 4
+    assert "recovery" not in found["against"]["tasks"]["few"]
+    code, out, err = command(*given, *quick)
+    assert code == 0, err
+    assert "few" in out
+    assert "acc norm" in out
+
+
+WRONG = [
+    (["--tasks", "none.jsonl"], "--tasks: no file at none.jsonl"),
+    (["--tasks", "BAD"], "no choices"),
+    (["--tasks", "FEW", "--shots", "5"], "--shots 5: the examples are other questions"),
+    (["--tasks", "FEW,FEW"], "twice"),
+    (["--shots", "1"], "--shots 1 is of tasks; name some, such as --tasks arc_easy"),
+    (["--limit", "3"], "--limit 3 is of tasks"),
+    (["--tasks", "FEW", "--limit", "0"], "--limit 0 must be at least 1"),
+    (["--tau", "0.5", "--tasks", "FEW"], "--tau sweeps"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG)
+def test_wrong_requests(command, llama_folder, questions, tmp_path, given, message):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"question": "a?"}')
+    names = {"FEW": str(questions), "BAD": str(bad), "FEW,FEW": f"{questions},{questions}"}
+    code, out, err = command("eval", llama_folder, *(names.get(g, g) for g in given))
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_tasks_by_name_need_lm_eval(command, llama_folder, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    code, _, err = command("eval", llama_folder, "--tasks", "arc_easy")
+    assert code == 2
+    assert "pip install 'moesaic[tasks]'" in err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_unknown_tasks_and_absent_data(llama_folder, tmp_path, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    quick = {"length": 32, "max_tokens": 64}
+    with pytest.raises(MoesaicError, match="tasks 'arc_eazy' is no task of lm-eval; perhaps arc_"):
+        moesaic.evaluate(str(llama_folder), tasks="arc_eazy", **quick)
+    with pytest.raises(MoesaicError, match="'sciq': its data set is not on this machine"):
+        moesaic.evaluate(str(llama_folder), tasks="sciq", **quick)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_task_of_the_papers_lists_is_lm_evals():
+    pytest.importorskip("lm_eval")
+    from lm_eval.tasks import TaskManager
+
+    known = {*TaskManager().all_tasks}
+    for preset in tasking.PRESETS:
+        assert {task.name for task in wanted_tasks(preset)} <= known
+    assert len(wanted_tasks("naee")) == 8
+    assert [t.shots for t in wanted_tasks("more")] == [0, 0, 0, 0, 5]
+
+
+def test_all_pairs_are_read_where_they_end(llama_folder, tokenizer):
+    """Rows of many lengths in one batch, one of them wanted twice."""
+    model = Whole(resolve(str(llama_folder)).load())
+    rows = [[5, 9, 7, 3], [8, 2], [5, 9, 7, 4], [11, 12, 13, 14, 15, 16]]
+    pairs = [(row[:-1], row[-1:]) for row in rows] + [([5], [9, 7, 3])]
+    found = tasking.loglikelihoods(model, pairs)
+    for (before, after), (value, greedy) in zip(pairs, found, strict=True):
+        with torch.no_grad():
+            log = model.shape(torch.tensor([before + after])).logits[0].log_softmax(-1)
+        steps = list(enumerate(pairwise(before + after)))[len(before) - 1 :]
+        assert value == pytest.approx(sum(log[i, b].item() for i, (_, b) in steps), abs=1e-4)
+        assert greedy == all(log[i].argmax() == b for i, (_, b) in steps)
