@@ -9,7 +9,7 @@ A table stands between two comments, the first of which names what it lists:
 
 Names are those of METHODS, or of a dataclass of moesaic.config such as Calibration. ``own`` leaves
 out what goes beyond the paper, ``beyond`` lists nothing else; of several methods the table says
-whose each option is. ``criteria`` lists the criteria of prune.
+whose each option is. ``criteria`` lists the criteria of prune, ``scores`` the scores of slim.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from moesaic.cli.options import default_of, flag_of, help_of
 from moesaic.config import about
 from moesaic.methods import METHODS
 from moesaic.methods.naee.criteria import CRITERIA
+from moesaic.methods.slim.scores import SCORES
+from moesaic.registry import Registry
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(
@@ -32,6 +34,10 @@ BLOCK = re.compile(
     r"(?P<foot><!-- end of options -->)",
     re.DOTALL,
 )
+LISTS: dict[str, tuple[str, Registry[Any]]] = {
+    "criteria": ("criterion", CRITERIA),
+    "scores": ("score", SCORES),
+}
 ENTRIES = {"own": (False,), "beyond": (True,)}
 
 
@@ -53,8 +59,10 @@ def listed(page: str) -> set[str]:
 def table(names: str) -> str:
     """The table that a comment asks for, in Markdown."""
     asked = names.split()
-    if asked == ["criteria"]:
-        return markdown([("criterion", "measure", "paper"), *criteria()])
+    if names in LISTS:
+        word, entries = LISTS[names]
+        told = ((f"`{name}`", entries[name].help, entries[name].paper) for name in entries)
+        return markdown([(word, "measure", "paper"), *told])
     wanted = next((ENTRIES[name] for name in asked if name in ENTRIES), (False, True))
     methods = [name for name in asked if name not in ENTRIES]
     lines = [("option", "of", "default", "meaning"), *rows(methods, wanted)]
@@ -70,12 +78,6 @@ def markdown(lines: Sequence[tuple[str, ...]]) -> str:
 def cell(text: str) -> str:
     """Text that stays in its cell and is no HTML."""
     return text.replace("|", "\\|").replace("<", "&lt;")
-
-
-def criteria() -> Iterator[tuple[str, ...]]:
-    """Name, meaning and paper of every criterion."""
-    for name in CRITERIA:
-        yield f"`{name}`", CRITERIA[name].help, CRITERIA[name].paper
 
 
 def rows(names: list[str], wanted: tuple[bool, ...]) -> Iterator[tuple[str, str, str, str]]:

@@ -21,7 +21,7 @@ from moesaic.methods.slim.curvature import curvatures
 from moesaic.methods.slim.scores import OWN, SCORES
 from moesaic.methods.slim.surgeon import removal_costs
 from moesaic.stream.job import Job
-from moesaic.stream.neurons import observe_neurons
+from moesaic.stream.neurons import observe_neurons, watching, weight_stats
 
 
 def slimmed(model: Any, tokens: Any, *, compare: tuple[str, ...] = (), **options: Any) -> Any:
@@ -133,6 +133,30 @@ def test_energy_is_what_a_neuron_writes(model_type, tokens):
             written_TD = wh_TM[:, j, None] * down_DM[:, j]
             expected = written_TD.double().square().sum().sqrt()
             torch.testing.assert_close(score_EM[i, j], expected, rtol=1e-5, atol=1e-8)
+
+
+@torch.no_grad()
+def test_watching_tokens_pass_is_looking_at_them_afterwards(any_type, padded):
+    """The same sums, padding left out, and the tokens come out as they would."""
+    model = any_model(any_type)
+    site = site_of(model, padded)
+    wanted = observe_neurons(site)
+    arch = base_arch(model.config)
+    layer = arch.layers(model)[site.index]
+    stats, view = weight_stats(arch.view(layer)), arch.view(layer)
+    with watching(view, arch.ffn_of(layer), arch, stats, iter([padded.attention_mask])):
+        found = logits(model, Padded(padded))
+    torch.testing.assert_close(found, logits(model, Padded(padded)), rtol=1e-4, atol=1e-4)
+    assert stats.tokens == wanted.tokens
+    assert torch.equal(stats.calls_E, wanted.calls_E)
+    torch.testing.assert_close(stats.energy_EM, wanted.energy_EM, rtol=1e-4, atol=1e-9)
+
+
+class Padded:
+    """Tokens whose padding the model is not told of: what it masks is no matter here."""
+
+    def __init__(self, tokens):
+        self.input_ids = tokens.input_ids
 
 
 def neurons(energy, reach, size=None, curvature=None, seed=0):

@@ -170,7 +170,8 @@ def _part(width: int, down_DM: Tensor) -> _Part:
 
 def _fit(part: _Part, residuals: list[Tensor], held: list[Tensor]) -> None:
     """Fit one expert to what is left, and take what it explains from held-out tokens, too."""
-    ridge = Ridge(*part.change_WO.shape, part.change_WO.device)
+    features, outputs = part.change_WO.shape
+    ridge = Ridge(features, outputs, part.change_WO.device)
     for (rows, h_NW), residual_TD, held_T in zip(part.features, residuals, held, strict=True):
         r_ND, held_N = residual_TD[rows], held_T[rows]
         ridge.fit.add(h_NW[~held_N], r_ND[~held_N])

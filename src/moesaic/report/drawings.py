@@ -18,6 +18,7 @@ OF_STEPS: dict[str, tuple[str, Draw]] = {
     "learned": ("What was learned", learned.drawings),
     "gated": ("How many blocks tokens run", gated.drawings),
     "experts": ("Which experts stay", mixtures.kept),
+    "slimmed": ("How narrow experts become", mixtures.slimmed),
     "skipping": ("What is skipped", mixtures.skipped),
     "condensed": ("Which layers were condensed", mixtures.condensed),
 }

@@ -44,6 +44,30 @@ def kept(record: Record, step: Step) -> Sequence[Figure | None]:
     return [("Experts by layer.", " ".join(told), expert_map(layers, side))]
 
 
+# --- neurons that stay -----------------------------------------------------------------------------
+
+
+def slimmed(record: Record, step: Step) -> Sequence[Figure | None]:
+    """How wide each layer's experts are, and what went with the other neurons."""
+    layers = [layer for layer in record.layers if "neurons" in layer.shape]
+
+    def column(of: str, *keys: str) -> dict[int, float]:
+        found = {layer.index: figure(getattr(layer, of), *keys) for layer in layers}
+        return {i: v for i, v in found.items() if v is not None}
+
+    meant = step.summary.get("loss")
+    columns = [
+        ("neurons that stay", column("shape", "neurons"), lambda v: f"{v:,.0f}"),
+        ("lost", column("analysis", "relative_loss"), lambda v: figures.percent(v, 1)),
+    ]
+    columns = [c for c in columns if c[1]]
+    if not columns:
+        return []
+    told = f"Lost: {meant}." if meant and len(columns) > 1 else ""
+    drawn = [("Neurons by layer.", told, rows(columns))]
+    return [*drawn, *(kept(record, step) if any("kept" in x.shape for x in layers) else ())]
+
+
 # --- experts left out, token by token ------------------------------------------------------------
 
 

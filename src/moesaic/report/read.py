@@ -14,7 +14,7 @@ from moesaic.report import figures
 V = TypeVar("V")
 CARVED = ("split", "learned", "gated")
 """Kinds of step that make experts of dense layers."""
-FEWER = ("experts", "condensed")
+FEWER = ("experts", "slimmed", "condensed")
 """Kinds of step whose result stores less, and is compared by that."""
 
 # --- parts of what was measured ------------------------------------------------------------------

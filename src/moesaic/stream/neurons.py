@@ -8,17 +8,21 @@ Shape suffixes: T tokens, E experts, M neurons of one, S neurons of the shared p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from moesaic.arch.dense import DenseFFN
+from moesaic.arch.dense import Arch, DenseFFN
 from moesaic.arch.mixture import MoEFFN
 from moesaic.stream.stream import Site
+
+Masks = Iterator[Tensor | None]
 
 
 @dataclass
@@ -123,6 +127,70 @@ def observe_neurons(site: Site[Any]) -> NeuronStats:
         if h_TS is not None:
             stats.shared_energy_S += square_sums(h_TS)
     return stats
+
+
+@contextmanager
+def watching(
+    view: DenseFFN | MoEFFN, ffn: nn.Module, arch: Arch, stats: NeuronStats, masks: Masks
+) -> Iterator[None]:
+    """Inside, ``stats`` take in every token that passes through a layer: nothing is run twice.
+
+    Args:
+        view: the layer's.
+        ffn: its module.
+        arch: the architecture.
+        stats: sums are added to them.
+        masks: by batch the tokens that count (B, L); None for all.
+    """
+    handles: list[RemovableHandle] = []
+    now: list[Tensor | None] = []
+
+    def entering(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        mask = next(masks)
+        now[:] = [None if mask is None else mask.flatten().to(args[0].device)]
+        stats.tokens += args[0].shape[:-1].numel() if mask is None else int(mask.sum())
+
+    def counted(h: Tensor) -> Tensor:
+        h_TM = h.flatten(0, -2).float()
+        return h_TM if now[0] is None else h_TM[now[0]]
+
+    def dense(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        stats.energy_EM[0] += square_sums(counted(args[0]))
+        stats.calls_E[0] = stats.tokens
+
+    def routed(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        assert isinstance(view, MoEFFN)
+        shape, x_TD = x_TD.shape, x_TD.flatten(0, -2)
+        y_TD = torch.zeros_like(x_TD)
+        order = chosen_TK.flatten().argsort(stable=True)
+        counts = chosen_TK.flatten().bincount(minlength=view.count)[: view.count].tolist()
+        for i, at in enumerate(order[: sum(counts)].split(counts)):
+            if not len(at):
+                continue
+            rows = at // chosen_TK.shape[1]
+            w_N1 = weights_TK.flatten()[at, None]
+            h_NM = view.hidden(i, x_TD[rows])
+            y_TD.index_add_(0, rows, (view.written(i, h_NM) * w_N1).to(y_TD.dtype))
+            seen_NM = h_NM.float() * w_N1.float()
+            if now[0] is not None:
+                seen_NM = seen_NM[now[0][rows]]
+            stats.calls_E[i] += len(seen_NM)
+            stats.energy_EM[i] += square_sums(seen_NM)
+        return y_TD.view(shape)
+
+    handles.append(ffn.register_forward_pre_hook(entering))
+    try:
+        if isinstance(view, MoEFFN):
+            view.experts.forward = routed  # shadows the class's own
+        else:
+            down = getattr(ffn, arch.ffn.down)
+            handles.append(down.register_forward_pre_hook(dense))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        if isinstance(view, MoEFFN):
+            del view.experts.forward
 
 
 @torch.no_grad()

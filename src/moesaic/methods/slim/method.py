@@ -18,7 +18,7 @@ router deciding as it will; ``spread`` does so for widths that differ by layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from moesaic.arch.dense import PREFIX, Arch, dense_architectures
 from moesaic.arch.mixture import MoEArch, base_arch
+from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
@@ -56,7 +57,7 @@ from moesaic.methods.slim.widths import width_for
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Finished, Job
-from moesaic.stream.neurons import NeuronStats, observe_neurons
+from moesaic.stream.neurons import NeuronStats, observe_neurons, watching, weight_stats
 from moesaic.stream.stream import Site
 
 RESULT = "result"
@@ -295,14 +296,14 @@ class Slimmer(Method[SlimConfig, Arch]):
             for i in args.track(missing, "Deciding layers", len(sizes)):
                 decide(i, file.layer(i).neurons, None)
         elif missing:
-            share = NO_TEXT if blind else job.tokens if config.measures else job.share[0]
-            stream = job.stream(list(sizes), job.arch.view, share)
-            for site in args.track(stream, "Slimming layers", len(sizes)):
-                if site.index in missing:
-                    stats = observe_neurons(site)
-                    if not config.measures and not blind:
-                        stats = NeuronStats.merged(gathered(stats))
-                    decide(site.index, stats, site)
+            pairs = any(score.gram for score in scores)
+            if config.measures or pairs or config.shared is not None:
+                observed = self._seen(job, list(sizes), gather=not config.measures)
+            else:
+                observed = _passing(job, list(sizes), NO_TEXT if blind else job.share[0])
+            for i, stats, site in args.track(observed, "Slimming layers", len(sizes)):
+                if i in missing:
+                    decide(i, stats, site)
         chosen = {name: self._chosen(name, sizes, finished) for name in slimmers}
         plans = {
             name: Plan(
@@ -322,6 +323,13 @@ class Slimmer(Method[SlimConfig, Arch]):
         if config.experts == "auto":
             summary["tried"] = self._tried(sizes, finished)
         return Decision(plans.pop(RESULT), analyses, plans, summary)
+
+    def _seen(self, job: Job[Arch], layers: list[int], gather: bool) -> Iterator[Observed]:
+        """Each layer's statistics and its tokens, of which more can be asked."""
+        share = job.share[0] if gather else job.tokens
+        for site in job.stream(layers, job.arch.view, share):
+            stats = observe_neurons(site)
+            yield site.index, NeuronStats.merged(gathered(stats)) if gather else stats, site
 
     def _file(self, job: Job[Arch], scores: Sequence[Any]) -> Any:
         """The statistics that were observed before.
@@ -410,6 +418,31 @@ class Slimmer(Method[SlimConfig, Arch]):
         if self.config.refit:
             told += " The down projections were then refitted."
         return Told(title, told, {"layers": [_laid_open(x, decision.plan) for x in layers]})
+
+
+Observed = tuple[int, NeuronStats, Site[Any] | None]
+"""A layer's number, its statistics, and its tokens where they were kept."""
+
+
+def _passing(job: Job[Arch], layers: list[int], tokens: Tokens) -> Iterator[Observed]:
+    """Each layer's statistics, taken in while the tokens pass through it: one forward pass.
+
+    Those of the shared path are left out.
+    """
+    stream = job.stream(layers, job.arch.view, tokens)
+    states, kwargs = stream.record()
+    try:
+        for block in stream.blocks(kwargs, max(layers) + 1):
+            if block.index not in layers:
+                block.run(states)
+                continue
+            view = job.arch.view(block.layer)
+            stats, ffn = weight_stats(view), job.arch.ffn_of(block.layer)
+            with watching(view, ffn, job.arch, stats, stream.masks()):
+                block.run(states)
+            yield block.index, NeuronStats.merged(gathered(stats)), None
+    finally:
+        states.clear()
 
 
 def _layers(job: Job[Arch]) -> list[int]:
