@@ -26,7 +26,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.metrics.bench import bench
-from moesaic.metrics.measure import measure
+from moesaic.metrics.measure import ROOM, measure
 from moesaic.metrics.memory import free_bytes
 from moesaic.nn import CarvedFFN
 from moesaic.nn.overlapping import OverlappingFFN
@@ -483,11 +483,13 @@ class Held:
         self.most = max(self.most, len(self.alive))
 
 
-@pytest.mark.parametrize("free", [1 << 60, 1 << 10], ids=["room for both", "room for one"])
+@pytest.mark.parametrize("room", [2, 1, 0])
 def test_measuring_holds_both_models_only_if_there_is_room(
-    free: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    room: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = resolve("tiny-dense")
+    weights = sum(p.nbytes for p in original.load().parameters())
+    free = int((room + 0.5) * ROOM * weights)
     result = moesaic.carve("tiny-dense", samples=4)
     result.save(tmp_path / "out")
     held = Held(monkeypatch)
@@ -496,10 +498,15 @@ def test_measuring_holds_both_models_only_if_there_is_room(
     compared = {"again": lambda: original.load()}
     settings = Evaluation(max_tokens=512, new_tokens=2, rounds=1)
     measured = measure(tmp_path / "out", original, compared, settings)
-    room = free > 1 << 30
-    assert held.most == (2 if room else 1)
-    assert measured["speed_interleaved"] is room
-    assert measured["speed_ratio"]["decode"] > 0
+    assert held.most == room
+    assert measured["scores"]["result"]["kl"] > 0
+    assert measured["evaluation"].get("layer_by_layer", False) is (room < 2)
+    if room:
+        assert measured["speed_interleaved"] is (room == 2)
+        assert measured["speed_ratio"]["decode"] > 0
+        assert {*measured["generation"]} == {"prompt", "original", "result", "again"}
+    else:
+        assert not {"speed", "generation"} & measured.keys()
 
 
 @pytest.mark.parametrize("free", [1 << 60, 1 << 10], ids=["room for both", "room for one"])

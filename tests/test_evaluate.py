@@ -21,6 +21,7 @@ from moesaic.metrics.divergence import kl
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generations
 from moesaic.metrics.score import score, scores_beside
+from moesaic.report import figures, read
 
 ROWS = [
     {"question": "What colour is the sea?", "choices": ["blue", "red as a brick"], "answer": 0},
@@ -381,3 +382,56 @@ def test_all_pairs_are_read_where_they_end(llama_folder, tokenizer):
         steps = list(enumerate(pairwise(before + after)))[len(before) - 1 :]
         assert value == pytest.approx(sum(log[i, b].item() for i, (_, b) in steps), abs=1e-4)
         assert greedy == all(log[i].argmax() == b for i, (_, b) in steps)
+
+
+# --- recipes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_recipe_measures_tasks_and_tells_them(llama_folder, questions, tmp_path, stream):
+    settings = moesaic.Evaluation(
+        length=32,
+        max_tokens=320,
+        rounds=0,
+        new_tokens=4,
+        tasks=str(questions),
+        generations=not stream,
+        stream=stream,
+        compare=("static",),
+    )
+    text = moesaic.Calibration(samples=8, length=32)
+    steps = (moesaic.MoREConfig(layers="all"),)
+    out = tmp_path / "out"
+    record = moesaic.run_recipe(moesaic.Recipe(str(llama_folder), str(out), steps, text, settings))
+    scores = record.measured["scores"]
+    assert {*scores} == {"original", "result", "static"}
+    alone = moesaic.evaluate(
+        str(out), against=str(llama_folder), length=32, max_tokens=320, tasks=str(questions)
+    )
+    for name in ("perplexity", "kl", "top1_agreement", "tasks"):
+        assert scores["result"][name] == getattr(alone, name)
+    theirs, ours = (scores[name]["tasks"]["few"]["acc_norm"] for name in ("original", "result"))
+    shown = read.task_table(record)
+    assert shown.columns == ["original", "result", "static", "recovery"]
+    ((label, cells),) = shown.rows
+    assert label == "few, acc norm"
+    assert cells[1].text == figures.percent(ours, 1)
+    assert cells[3].text == figures.percent(ours / theirs if theirs else None, 1)
+    card = (out / "README.md").read_text("utf-8")
+    page = (out / "report.html").read_text("utf-8")
+    for told in (card, page):
+        assert "few, acc norm" in told
+        assert "KL from the original" in told
+        assert ("end in a loop" in told) is not stream
+    kept = json.loads((out / "result.json").read_text("utf-8"))
+    assert kept["scores"]["result"]["tasks"]["few"]["n"] == 5
+    assert kept["evaluation"].get("layer_by_layer", False) is stream
+
+
+def test_a_recipe_with_a_wrong_task_is_refused_before_any_work(llama_folder, tmp_path):
+    settings = moesaic.Evaluation(tasks="none.jsonl")
+    steps = (moesaic.MoREConfig(),)
+    wrong = moesaic.Recipe(str(llama_folder), str(tmp_path / "out"), steps, evaluation=settings)
+    with pytest.raises(MoesaicError, match=r"tasks: no file at none.jsonl"):
+        moesaic.run_recipe(wrong)
+    assert not any(tmp_path.iterdir())

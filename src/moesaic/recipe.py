@@ -25,6 +25,7 @@ from moesaic.config import (
     option,
     parse_bytes,
 )
+from moesaic.data.questions import wanted_tasks
 from moesaic.data.reader import check_apart
 from moesaic.data.source import spelled
 from moesaic.errors import MoesaicError
@@ -117,6 +118,7 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
     check_device(recipe.device)
     if settings is not None:
         check_apart(recipe.texts, settings.data)
+        wanted_tasks(settings.tasks, settings.shots, settings.limit)
 
 
 # --- steps ---------------------------------------------------------------------------------------

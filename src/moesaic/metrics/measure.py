@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from moesaic.config import Evaluation
+from moesaic.data.questions import wanted_tasks
 from moesaic.data.reader import shipped_texts
 from moesaic.data.source import DOMAINS
-from moesaic.data.text import evaluation_tokens
+from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
 from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source, resolve
+from moesaic.metrics.forward import Layerwise, Runner, Whole
+from moesaic.metrics.generations import generations as repeated
 from moesaic.metrics.memory import free_bytes
 from moesaic.metrics.perplexity import perplexity
 from moesaic.metrics.routing import trace
-from moesaic.metrics.score import Score, score
+from moesaic.metrics.score import Score, score, scores_beside
 from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Speed, peak_memory, ratio, timed
+from moesaic.metrics.tasks import measure_tasks, with_recovery
 from moesaic.nn import ThresholdRouter
 
 
@@ -165,8 +171,9 @@ def measure(
 ) -> JSON:
     """A saved result beside its original and comparisons: same text, one after another; speed.
 
-    One model is held at a time. Only to be timed in turn, round by round, original and result are
-    held together, if there is room for both; the record says which it was.
+    Original and result are held together if there is room for both, and timed in turn, round by
+    round. Otherwise they are scored layer by layer from disk, and one is held at a time, to
+    generate and to be timed; what even that has no room for is left out. The record says so.
 
     Args:
         folder: the result, as saved: what is measured is what a user will load.
@@ -184,31 +191,50 @@ def measure(
         MoesaicError: there is no such text, or too little of it.
     """
     result = Source("result", folder)
-    loaders: dict[str, Callable[[], Model]] = {
-        "original": lambda: original.load(device, dtype),
-        "result": lambda: result.load(device, dtype),
-        **comparisons,
-    }
+    sources = {"original": original, "result": result}
+    together = fit(sources.values(), device, dtype)
+    alone = together or all(fit((source,), device, dtype) for source in sources.values())
     tokenizer = original.tokenizer
+    wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
     tokens = evaluation_tokens(settings.data, tokenizer, settings.length, settings.max_tokens)
-    scores: dict[str, Score] = {}
+    scores, live = _beside(sources, together and not settings.stream, tokens, device, dtype, track)
+    tasks = partial(measure_tasks, tokenizer=tokenizer, tasks=wanted, limit=settings.limit)
+    if wanted:
+        told = {name: tasks(live[name], track=_named(track, name)) for name in sources}
+        told["result"] = with_recovery(told["result"], told["original"])
+        scores = {name: replace(s, tasks=told[name]) for name, s in scores.items()}
     generations: dict[str, str] = {}
     samples: list[JSON] = []
     active: dict[str, dict[str, float]] = {}
-    for name, load in loaders.items():
-        model = load()
-        scores[name] = score(model, tokens, _named(track, name))
+    loaders = {name: partial(source.load, device, dtype) for name, source in sources.items()}
+    for name, load in {**loaders, **comparisons}.items() if alone else ():
+        run = live.pop(name, None)
+        model = run.shape if isinstance(run, Whole) else load()
+        if name in comparisons:
+            scores[name] = score(model, tokens, _named(track, name))
+            if wanted:
+                found = tasks(Whole(model), track=_named(track, name))
+                found = with_recovery(found, scores["original"].tasks)
+                scores[name] = replace(scores[name], tasks=found)
         generations[name] = generate(model, tokenizer, settings.prompt, settings.new_tokens)
+        if settings.generations:
+            said = repeated(model, tokenizer, track=_named(track, name))
+            scores[name] = replace(scores[name], generations=said)
         if name == "result":
             samples = colour_samples(model, tokenizer)
             active = activity(model, tokenizer, tokens.input_ids.shape[1])
-        del model  # before the next one comes
+        del model, run  # before the next one comes
+    live.clear()
     record: JSON = {
         "evaluation": {
             "data": settings.data or "shipped",
             "length": tokens.input_ids.shape[1],
             "max_tokens": settings.max_tokens,
             "sources": [origin.as_json() for origin in tokens.origins],
+            **({"tasks": settings.tasks} if wanted else {}),
+            **({} if settings.limit is None else {"limit": settings.limit}),
+            **({} if settings.shots is None else {"shots": settings.shots}),
+            **({} if together and not settings.stream else {"layer_by_layer": True}),
         },
         "scores": {name: s.as_json() for name, s in scores.items()},
         "routing": {
@@ -220,15 +246,13 @@ def measure(
             }
             for i, r in scores["result"].routing.items()
         },
-        "generation": {"prompt": settings.prompt, **generations},
+        **({"generation": {"prompt": settings.prompt, **generations}} if generations else {}),
         "samples": samples,
         **({"activity": active} if active else {}),
     }
-    if settings.rounds:
+    if settings.rounds and alone:
         prompt = tokens.input_ids[:1, :512]
-        pair = {name: loaders[name] for name in ("original", "result")}
-        together = fit((original, result), device, dtype)
-        speeds = timed(pair, together, prompt, 32, settings.rounds, track)
+        speeds = timed(loaders, together, prompt, 32, settings.rounds, track)
         record["speed_interleaved"] = together
         record["speed"] = {
             name: speed_json(speeds[name])
@@ -240,6 +264,23 @@ def measure(
             "decode": ratio(speeds["result"].decode, speeds["original"].decode).median,
         }
     return record
+
+
+def _beside(
+    sources: Mapping[str, Source],
+    whole: bool,
+    tokens: Tokens,
+    device: str,
+    dtype: torch.dtype | None,
+    track: Track,
+) -> tuple[dict[str, Score], dict[str, Runner]]:
+    """The scores of original and result, and the models, loaded or to be read layer by layer."""
+    runs: dict[str, Runner] = {
+        name: Whole(s.load(device, dtype)) if whole else Layerwise(s, device, dtype)
+        for name, s in sources.items()
+    }
+    ours, theirs = scores_beside(runs["result"], runs["original"], tokens, track)
+    return {"original": theirs, "result": ours}, runs
 
 
 ROOM = 1.25

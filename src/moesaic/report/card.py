@@ -87,9 +87,7 @@ def _loading(record: Record) -> str:
 def _measured(record: Record) -> list[str]:
     sentences = words.summary(record)
     parts = ["## What it costs and what it brings", "\n".join(f"- {s.text}" for s in sentences)]
-    for table in (read.score_table(record), read.speed_table(record)):
-        if table.rows:
-            parts.append(_table(table))
+    parts += map(_table, read.tables(record))
     settings, machine = part(record.measured, "evaluation"), record.environment
     on = settings.get("data")
     notes = []

@@ -20,9 +20,7 @@ from moesaic.report.read import Figures, part
 def terminal(record: Record) -> RenderableType:
     """Tables of figures, what they say in plain words, and the continuations side by side."""
     parts: list[RenderableType] = [Text(read.title(record), style="bold")]
-    for table in (read.score_table(record), read.speed_table(record)):
-        if table.rows:
-            parts.append(_table(table))
+    parts += map(_table, read.tables(record))
     said = Table.grid(padding=(0, 1))
     for sentence in words.summary(record):
         style = "yellow" if sentence.against else ""

@@ -79,6 +79,8 @@ def _view(record: Record, anchor: str) -> View:
         "summary": _ledger(record),
         "tiles": _tiles(record),
         "scores": read.score_table(record),
+        "tasks": read.task_table(record),
+        "loops": read.loop_table(record),
         "explained": _explained(record),
         "whose": "the original’s" if carved else "each model’s own",
         "unit": unit,

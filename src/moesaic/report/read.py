@@ -178,6 +178,8 @@ Format = Callable[[float | None], str]
 
 SCORES: tuple[tuple[str, str, Format], ...] = (
     ("perplexity", "perplexity", figures.perplexity),
+    ("KL from the original, nats", "kl", figures.share),
+    ("top-1 agreement", "top1_agreement", lambda v: figures.percent(v, 1)),
     ("tokens measured", "tokens", figures.count),
     ("active ratio", "active_ratio", lambda v: figures.percent(v, 1)),
     ("nominal ratio", "nominal_active_ratio", lambda v: figures.percent(v, 1)),
@@ -207,6 +209,71 @@ def score_table(record: Record) -> Figures:
     if kind(record) not in CARVED and any(ratio not in (None, 1.0) for ratio in ratios):
         rows.append((STORED, [Cell(figures.percent(ratio, 1)) for ratio in ratios]))
     return Figures(columns, rows)
+
+
+HEADLINES = ("acc_norm", "acc", "exact_match", "f1")
+"""The metrics that a task is summed up by; the first that it has."""
+
+
+def task_table(record: Record) -> Figures:
+    """Every task's headline figure, its standard error, and recovery: the result's over the
+    original's; below them their means. No rows if no task was measured."""
+    scores = part(record.measured, "scores")
+    columns = [name for name in names(scores) if part(scores, name, "tasks")]
+    rows, every = [], []
+    for task in dict.fromkeys(t for name in columns for t in part(scores, name, "tasks")):
+        told = [part(scores, name, "tasks", task) for name in columns]
+        metric = next((m for m in HEADLINES if any(m in found for found in told)), "")
+        values = [figure(found, metric) for found in told]
+        error = "stderr" if metric == "acc" else f"{metric}_stderr"
+        errors = [figure(found, error) for found in told]
+        cells = [
+            Cell(figures.percent(value, 1), "" if e is None else f"± {100 * e:.1f}")
+            for value, e in zip(values, errors, strict=True)
+        ]
+        every.append(values)
+        rows.append((f"{task}, {metric.replace('_', ' ')}", [*cells, _recovery(columns, values)]))
+    known = [values for values in every if None not in values]
+    if len(known) > 1:
+        means = [
+            sum(v for v in column if v is not None) / len(known)
+            for column in zip(*known, strict=True)
+        ]
+        cells = [Cell(figures.percent(mean, 1)) for mean in means]
+        rows.append(("mean", [*cells, _recovery(columns, means)]))
+    if not {"result", "original"} <= {*columns}:
+        return Figures(columns, [(label, cells[:-1]) for label, cells in rows])
+    return Figures([*columns, "recovery"], rows)
+
+
+def _recovery(columns: Sequence[str], values: Sequence[float | None]) -> Cell:
+    """The result's figure over the original's."""
+    known = dict(zip(columns, values, strict=True))
+    ours, theirs = known.get("result"), known.get("original")
+    return Cell(figures.percent(ours / theirs if ours is not None and theirs else None, 1))
+
+
+LOOPS = (("looping", "end in a loop"), ("repetition", "4-grams said before"))
+
+
+def loop_table(record: Record) -> Figures:
+    """How continuations repeat themselves, by temperature; no rows if that was not measured."""
+    scores = part(record.measured, "scores")
+    columns = [name for name in names(scores) if part(scores, name, "generations")]
+    heats = dict.fromkeys(t for name in columns for t in part(scores, name, "generations"))
+    rows = []
+    for heat in heats:
+        where = "greedy" if heat == "0" else f"temperature {heat}"
+        for key, said in LOOPS:
+            values = [figure(scores, name, "generations", heat, key) for name in columns]
+            rows.append((f"{where}: {said}", [Cell(figures.percent(v, 1)) for v in values]))
+    return Figures(columns, rows)
+
+
+def tables(record: Record) -> list[Figures]:
+    """All tables that have rows, in reading order."""
+    found = (score_table(record), task_table(record), loop_table(record), speed_table(record))
+    return [table for table in found if table.rows]
 
 
 def speed_table(record: Record) -> Figures:
