@@ -32,7 +32,7 @@ from moesaic.metrics.measure import environment
 from moesaic.metrics.score import score
 
 OUT = Path(__file__).with_suffix(".json")
-RATIOS = (0.7, 0.8, 0.6, 0.9)
+RATIOS = (0.8, 0.6, 0.7, 0.9)
 
 
 def variants(active: float) -> dict[str, MethodConfig]:
@@ -101,8 +101,9 @@ def main(names: Sequence[str] | None = None) -> None:
     if ("dense", None, None) not in done:
         keep({"method": "dense", "texts": figures(model, texts)})
     for draw in range(options.draws):
-        for ratio in RATIOS:
-            for name, config in variants(ratio).items():
+        for name in variants(1.0):
+            for ratio in RATIOS:
+                config = variants(ratio)[name]
                 calibrated = config.calibrates  # type: ignore[attr-defined]
                 if (name, ratio, draw) in done or (draw and not calibrated):
                     continue

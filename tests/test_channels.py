@@ -219,6 +219,7 @@ def test_gradients_pass_where_somebody_trains(way):
     step.logits.sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft's
 def test_adapters_go_around_projections_that_skip(way, tmp_path):
     peft = pytest.importorskip("peft")
     skips, ids = skipping(tiny_model("llama"), active=0.7), prompt()
@@ -262,19 +263,17 @@ def test_a_compiled_step_is_the_same():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_nothing_waits_for_the_host_where_masks_decide(monkeypatch):
-    """The path that accelerators take asks for no value: CUDA graphs can hold it."""
-    skips = skipping(tiny_model("llama"), active=0.7)
-    layer = skips.model.layers[0].mlp
-
-    def asked(*_):
-        raise AssertionError("a value was asked for")
-
-    monkeypatch.setattr("moesaic.nn.channels.here", lambda *_: False)
-    layer.up_proj.phase.single = True
-    for name in ("item", "tolist", "nonzero", "__bool__", "__int__", "__float__"):
-        monkeypatch.setattr(torch.Tensor, name, asked)
-    layer(torch.randn(1, 1, 32))
+@pytest.mark.parametrize("make", [lambda: tiny_model("llama"), lambda: tiny_moe("mixtral")])
+def test_nothing_waits_for_the_host_where_masks_decide(make):
+    """Away from CPU no step asks for a value: tensors without values do, and CUDA graphs could."""
+    skips = skipping(make(), active=0.7).to("meta")
+    layer = skips.model.layers[0]
+    x = torch.empty(2, 1, 32, device="meta")
+    place = torch.zeros(2, 1, dtype=torch.long, device="meta")
+    with torch.no_grad():
+        out = layer(x, position_embeddings=skips.model.rotary_emb(x, place))
+    assert out.shape == x.shape
+    assert next(m.phase for m in layer.modules() if isinstance(m, ChannelLinear)).single
 
 
 # --- what is counted -----------------------------------------------------------------------------
@@ -416,21 +415,23 @@ def test_greedy_takes_each_step_where_the_output_changes_least():
         lambda _, a, k: inputs.update(x=a[0], k=k), with_kwargs=True
     )
     with torch.no_grad():
-        model(tokens.input_ids[:8])  # a batch of 512 tokens
+        model(tokens.input_ids[:8], use_cache=False)  # a batch of 512 tokens
     handle.remove()
-    shares, left, step = {p.path: 1.0 for p in found}, 0.3 * total, 0.1 * total
+    shares, left, step, now = {p.path: 1.0 for p in found}, 0.3 * total, 0.1 * total, 0.0
     with torch.no_grad():
         target = layer(inputs["x"], **inputs["k"])
         while left > 1e-6 * total:
             trials = []
             for p in found:
                 taken = min(step, left, shares[p.path] * p.run)
+                if taken < 1e-9 * total:
+                    continue
                 trial = {**shares, p.path: shares[p.path] - taken / p.run}
                 plan = ChannelsLayer({q.path: top(q, trial[q.path]) for q in found}, "size")
                 with applied(layer, arch, plan) as twin, set_mode(twin, "always"):
                     error = (twin(inputs["x"], **inputs["k"]) - target).square().sum().item()
-                trials.append((error, p.path, taken, trial))
-            _, _, taken, shares = min(trials, key=lambda t: t[0])
+                trials.append(((error - now) / taken, error, taken, trial))
+            _, now, taken, shares = min(trials, key=lambda t: t[0])
             left -= taken
     decided = result.plan.layers[0].cuts
     assert {p.path: decided[p.path].keep for p in found} == {

@@ -7,7 +7,8 @@ channels are ranked by |x_i| times the norm of W[:, i], a token reads the K high
 Where we depart from the papers:
 
 - TEAL's greedy search takes steps that are a part of the target instead of 0.05 of one matrix, so
-  that its length is bounded; errors are over all positions of one batch.
+  that its length is bounded; a projection that has less than a step left is judged by the error for
+  what it saves; errors are over all positions of one batch.
 - WINA's transformation of the weights, by which columns become orthogonal, is left out.
 - Prompts run dense. TEAL skips channels of half of a prompt, too.
 """
@@ -286,13 +287,13 @@ class Layer:
     ) -> dict[str, float]:
         """The share of each projection, by TEAL's Alg. 1.
 
-        Each step takes the same number of weights away, from the projection where the layer's
-        output changes least.
+        Each step takes the same number of weights away, fewer where a projection has no more left,
+        from the projection where the layer's output changes least for what is saved.
         """
         total = sum(p.run for p in found)
         step = (1 - share) * total / config.steps
         shares = {p.path: 1.0 for p in found}
-        left = (1 - share) * total
+        left, now = (1 - share) * total, 0.0
         plan = ChannelsLayer({p.path: Cut(1.0, threshold=0.0) for p in found}, config.score)
         (target,) = self._first_output(None)
         with applied(self.layer, self.arch, plan) as twin, set_mode(twin, "always"):
@@ -308,11 +309,12 @@ class Layer:
                 trials = []
                 for p in found:
                     taken = min(step, left, shares[p.path] * p.run)
+                    if taken < 1e-9 * total:  # all gone already
+                        continue
                     trial = {**shares, p.path: shares[p.path] - taken / p.run}
-                    # of a small projection that is all gone already nothing can be taken
-                    if taken > 1e-9 * total:
-                        trials.append((error(trial), p.path, taken, trial))
-                _, _, taken, shares = min(trials, key=lambda t: t[:2])
+                    missed = error(trial)
+                    trials.append(((missed - now) / taken, missed, taken, trial))
+                _, now, taken, shares = min(trials, key=lambda t: t[0])
                 left -= taken
         return shares
 

@@ -103,25 +103,20 @@ def choose(x_I, scale_I, keep, threshold, bits_I, chosen_N, value_N):
     if keep < 0:
         low = _bits(threshold)
     else:
-        # by bisection the lowest bits that at most ``keep`` channels are above
+        # by bisection the highest bits that at least ``keep`` channels are above
         low, high = np.int32(-1), np.int32(0x7FFFFFFF)
-        count = np.int64(inputs)
-        while high - np.int64(low) > 1 and count != keep:
+        above = np.int64(inputs)
+        while np.int64(high) - low > 1 and above != keep:
             middle = np.int32((np.int64(low) + high) // 2)
-            count = 0
+            count = np.int64(0)
             for i in range(inputs):
                 count += bits_I[i] > middle
             if count >= keep:
-                low = middle
+                low, above = middle, count
             else:
                 high = middle
-        if count != keep and low >= 0:
-            count = 0
-            for i in range(inputs):
-                count += bits_I[i] > low
-        if count > keep:  # some that are equal to ``high`` go
-            low = high
-            equal = keep
+        if above > keep:  # some of those that are equal to ``high`` stay
+            low, equal = high, np.int64(keep)
             for i in range(inputs):
                 equal -= bits_I[i] > high
     count = 0
