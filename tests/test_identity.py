@@ -377,6 +377,17 @@ def test_any_model_with_a_weight_missing_is_refused(tmp_path: Path) -> None:
         resolve(str(more)).load()
 
 
+def test_the_command_line_says_that_a_weight_is_missing(
+    command: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    """S2: transformers' warning was switched off, and nothing was said in its place."""
+    hub.save_live(carved_model(), tokenizer, tmp_path / "whole")
+    code, _, said = command("eval", changed(tmp_path / "whole", tmp_path / "less", drop))
+    assert code == 2
+    assert "missing: model.layers.1.mlp.up_proj.weight" in said
+    assert "LOAD REPORT" not in said
+
+
 # --- S13: one type for all that is compared ------------------------------------------------------
 
 
