@@ -1,8 +1,9 @@
-"""Prune a checkpoint that is larger than memory: 60 -> 45 experts, its peak resident memory.
+"""Prune or measure a checkpoint that is larger than memory: 60 -> 45 experts, peak memory.
 
 A checkpoint with the shapes of Qwen1.5-MoE-A2.7B (28 GB of bfloat16, random weights) is written
 shard by shard, then pruned straight from disk in a process of its own, whose VmHWM is read at the
-end. ``--layers 2`` is a dry run.
+end. ``--layers 2`` is a dry run. With ``--measure`` it is not pruned: its perplexity is taken layer
+by layer.
 
     python benchmarks/prune_large.py --work /somewhere/with/60GB --out benchmarks/prune_large.json
 """
@@ -50,6 +51,27 @@ print(json.dumps({
 }))
 """
 
+MEASURE = """
+import json, sys, time
+import torch
+import moesaic
+from moesaic import Tokens
+from moesaic.io.source import resolve
+
+folder, _, _, windows, length = sys.argv[1:]
+torch.manual_seed(0)
+ids = torch.randint(resolve(folder).config.vocab_size, (int(windows), int(length)))
+start = time.perf_counter()
+found = moesaic.evaluate(folder, data=Tokens(ids), tokenizer=object(), stream=True)
+seconds = time.perf_counter() - start
+lines = open("/proc/self/status").read().splitlines()
+peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+print(json.dumps({
+    "peak_resident_bytes": peak, "seconds_measuring": seconds, "tokens": found.tokens,
+    "perplexity": found.perplexity, "total_parameters": found.total_parameters,
+}))
+"""
+
 
 def write_checkpoint(config: Qwen2MoeConfig, folder: Path) -> None:
     """Random bfloat16 tensors under the names on disk, one at a time."""
@@ -88,6 +110,7 @@ def main() -> None:
     parser.add_argument("--keep", type=int, default=45)
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--measure", action="store_true", help="perplexity instead of pruning")
     parser.add_argument("--source", action="store_true", help="leave the source in --work")
     args = parser.parse_args()
     config = Qwen2MoeConfig(  # Qwen1.5-MoE-A2.7B
@@ -111,17 +134,18 @@ def main() -> None:
             write_checkpoint(config, folder)
         source = Checkpoint(folder)
         shutil.rmtree(out, ignore_errors=True)
-        run = [sys.executable, "-c", PRUNE, str(folder), str(out), str(args.keep)]
+        script = MEASURE if args.measure else PRUNE
+        run = [sys.executable, "-c", script, str(folder), str(out), str(args.keep)]
         start = time.perf_counter()
         done = subprocess.run(
             [*run, str(args.windows), str(args.length)], check=True, stdout=subprocess.PIPE
         )
         record = {
-            "benchmark": "prune_large",
+            "benchmark": "eval_large" if args.measure else "prune_large",
             "arguments": {k: getattr(args, k) for k in ("layers", "keep", "windows", "length")},
             "environment": environment(),
             "source_bytes": source.nbytes(),
-            "result_bytes": Checkpoint(out).nbytes(),
+            **({} if args.measure else {"result_bytes": Checkpoint(out).nbytes()}),
             "seconds": time.perf_counter() - start,
             **json.loads(done.stdout.splitlines()[-1]),
         }

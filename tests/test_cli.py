@@ -177,6 +177,8 @@ AT_ONCE = [
     (["observe", "MODEL", "DONE"], "exists"),
     (["eval", "MODEL", "--length", "1"], "--length 1"),
     (["eval", "MODEL", "--draw", "x.svg"], "--draw"),
+    (["eval", "MODEL", "--tasks", "none.jsonl"], "--tasks: no file"),
+    (["eval", "MODEL", "--shots", "1"], "--shots 1 is of tasks"),
     (["bench", "MODEL", "--engine", "steam"], "--engine 'steam'"),
     (["export", "MODEL", "OUT", "--to", "paper"], "--to 'paper'"),
     (["run", "none.yaml"], "No recipe"),

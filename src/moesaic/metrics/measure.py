@@ -206,8 +206,10 @@ def measure(
     generations: dict[str, str] = {}
     samples: list[JSON] = []
     active: dict[str, dict[str, float]] = {}
-    loaders = {name: partial(source.load, device, dtype) for name, source in sources.items()}
-    for name, load in {**loaders, **comparisons}.items() if alone else ():
+    loaders: dict[str, Callable[[], Model]] = {
+        name: partial(source.load, device, dtype) for name, source in sources.items()
+    }
+    for name, load in (loaders | dict(comparisons)).items() if alone else ():
         run = live.pop(name, None)
         model = run.shape if isinstance(run, Whole) else load()
         if name in comparisons:
