@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from builders import equal, loaded, logits, tiny_model, tiny_moe, weights
+from builders import equal, loaded, logits, same_model, saved, tiny_model, tiny_moe, weights
 
 import moesaic
 from moesaic import MoesaicError, SlimConfig
 from moesaic.arch.dense import DENSE
 from moesaic.arch.mixture import MOE, base_arch, moe_arch
 from moesaic.layers.base import same
+from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.slim.choice import losses, routed
 from moesaic.methods.slim.curvature import curvatures
@@ -341,6 +342,28 @@ def test_a_shared_path_that_is_counted_in_experts_is_filled_up(model_type, token
     assert (view.width, view.shared_width) == (12, 24)
     assert not view.shared_ffn.down_DM[:, 16:].any()
     assert view.shared_ffn.down_DM[:, :16].any()
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2_moe", "deepseek_v3", "llama"])
+def test_widths_that_differ_are_exported_filled_up(model_type, tokens, tmp_path):
+    model = any_model(model_type)
+    arch = base_arch(model.config)
+    layers = {}
+    for n, (i, layer) in enumerate(slimmed(model, tokens, keep=0.5).plan.layers.items()):
+        width = (4, 8, 12, 8)[n % 4]
+        if isinstance(layer, SlimmedLayer):
+            order = torch.arange(width).repeat(8, 1)
+            shared = layer.shared_S if model_type == "deepseek_v3" else None
+            layers[i] = SlimmedLayer(torch.arange(8), order, 16, shared_S=shared)
+        else:
+            layers[i] = NarrowedLayer(torch.arange(width), 64)
+    assert len({x.width for x in layers.values()}) > 1
+    source = saved(tmp_path / "spread", model, layers)
+    assert source.config.model_type == f"moesaic_{model_type}"
+    _, again = same_model(source, tmp_path / "out", tokens)
+    assert again.config.model_type == model_type
+    view = arch.view(arch.layers(again)[max(layers)])
+    assert view.width == max(x.width for x in layers.values())
 
 
 # --- statistics ----------------------------------------------------------------------------------

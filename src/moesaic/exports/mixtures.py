@@ -15,8 +15,10 @@ from moesaic.exports.targets import Header, aligned
 from moesaic.foreign import JSON, Config
 from moesaic.io.checkpoint import Writer, skeleton
 from moesaic.io.source import Source
+from moesaic.layers import neurons
 from moesaic.layers.base import KINDS
 from moesaic.layers.pruned import PrunedLayer
+from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.plan import Plan
 from moesaic.surgery import base_shape, rewrite
 
@@ -47,6 +49,7 @@ def reduced(
     costs: JSON = {}
     plans: dict[int, PrunedLayer] = {}
     if counts:
+        plans = _filled(arch, source, counts, config, costs)
         most = max(counts.values())
         groups = arch.group_count(config)
         count = next(
@@ -59,7 +62,8 @@ def reduced(
                     f"{arch.model_type} has no router that never chooses an expert. "
                     "Prune to one legal count."
                 )
-            plans = {i: PrunedLayer(torch.arange(n)).padded(count) for i, n in counts.items()}
+            for i, n in counts.items():
+                plans[i] = plans.get(i, PrunedLayer(torch.arange(n))).padded(count)
         setattr(config, arch.count, count)
         costs["experts"] = [sum(counts.values()), count * len(counts)]
     condensed = stacks.keys() - gone - counts.keys()
@@ -86,6 +90,43 @@ def reduced(
         rewrite(source.checkpoint, arch, plan, fitting)
 
     return Export(config, write, costs)
+
+
+def _filled(
+    arch: MoEArch, source: Source, counts: Mapping[int, int], config: Config, costs: JSON
+) -> dict[int, PrunedLayer]:
+    """Experts and shared paths of several widths filled up to one with neurons that are zero.
+
+    Args:
+        arch: the architecture.
+        source: the reduced model.
+        counts: experts by layer.
+        config: gets the widths.
+        costs: gets the neurons before and after, where any are added.
+    """
+    layers = arch.layers(skeleton(source.config))
+    views = {i: arch.mixture(layers[i]) for i in counts}
+    wide = max(view.width for view in views.values())
+    path = max(view.shared_width for view in views.values())
+    room = arch.shared_room(path, wide)
+    sizes = {**arch.with_width(wide), **((arch.with_shared(room, wide) if room else None) or {})}
+    for name, value in sizes.items():
+        setattr(config, name, value)
+    plans: dict[int, PrunedLayer] = {}
+    for i, view in views.items():
+        if (view.width, view.shared_width) != (wide, room):
+            order_W = neurons.filled_up(torch.arange(view.width), wide)
+            order_S = neurons.filled_up(torch.arange(view.shared_width), room) if room else None
+            plans[i] = SlimmedLayer(
+                torch.arange(view.count),
+                order_W.repeat(view.count, 1),
+                view.width,
+                shared_S=order_S,
+            )
+    if plans:
+        before = sum(view.count * view.width for view in views.values())
+        costs["expert_neurons"] = [before, sum(counts.values()) * wide]
+    return plans
 
 
 def _spread(values: Iterable[int]) -> str:

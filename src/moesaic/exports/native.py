@@ -98,7 +98,7 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
             raise MoesaicError(f"A {arch.model_type} stays a {arch.model_type}, not a {target}.")
         return reduced(source, arch, stacks, ep)
     layers = [stacks[i][-1] if i in stacks else None for i in range(config.num_hidden_layers)]
-    if any(header and header["petals"] for header in layers):
+    if any(header and header.get("petals") for header in layers):
         return as_experts(source, arch, layers, target, ep)
     if target and target != arch.model_type:
         raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")

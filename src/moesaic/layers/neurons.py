@@ -30,6 +30,15 @@ def taken(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:
     return chosen.index_fill_(axis, padding, 0) if len(padding) else chosen
 
 
+def filled_up(order_W: Tensor, room: int) -> Tensor:
+    """An order of neurons with places for zero ones behind it (room,).
+
+    >>> filled_up(torch.tensor([2, 0]), 4).tolist()
+    [2, 0, -1, -1]
+    """
+    return torch.cat([order_W, order_W.new_full((room - len(order_W),), PADDING)])
+
+
 def twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
     """The order of gates and ups in one tensor: all gates before all ups, or by turns (2 W,).
 

@@ -33,7 +33,8 @@ class SlimmedLayer(PrunedLayer):
     kind: ClassVar[str] = "slimmed"
 
     neurons_EW: Tensor
-    """int64: the neurons that each expert that stays keeps, in rising order."""
+    """int64: the neurons that each expert that stays keeps, in rising order; then PADDING, for
+    places that are zero."""
     before: int
     """Neurons that each expert had."""
     shared_S: Tensor | None = field(default=None, kw_only=True)
@@ -46,7 +47,8 @@ class SlimmedLayer(PrunedLayer):
         super().__post_init__()
         if len(self.neurons_EW) != len(self.kept_E):
             raise ValueError(f"{len(self.neurons_EW)} experts have neurons, {self.kept} stay")
-        if self.width > 1 and not (self.neurons_EW.diff(dim=1) > 0).all():
+        steps = self.neurons_EW.diff(dim=1)
+        if not ((steps > 0) | (self.neurons_EW[:, 1:] == PADDING)).all():
             raise ValueError("kept neurons must be distinct and in order")
 
     @property

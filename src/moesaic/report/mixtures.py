@@ -44,7 +44,7 @@ def kept(record: Record, step: Step) -> Sequence[Figure | None]:
     return [("Experts by layer.", " ".join(told), expert_map(layers, side))]
 
 
-# --- neurons that stay -----------------------------------------------------------------------------
+# --- neurons that stay ---------------------------------------------------------------------------
 
 
 def slimmed(record: Record, step: Step) -> Sequence[Figure | None]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
 from moesaic.distributed import gathered
-from moesaic.layers.neurons import PADDING
 from moesaic.methods.naee.search import best_scores
 from moesaic.methods.slim.scores import Neurons
 from moesaic.stream.neurons import NeuronStats, grams
@@ -92,11 +91,6 @@ def choose(score_EM: Tensor, count: int, width: int, groups: int = 1) -> tuple[T
     worth_E = score_EM.gather(1, neurons_EW).square().sum(1)
     kept = best_scores(worth_E, count, groups).nonzero().flatten()
     return kept, neurons_EW[kept]
-
-
-def padded(order_S: Tensor, room: int) -> Tensor:
-    """An order of neurons with places for zero ones behind it (room,)."""
-    return torch.cat([order_S, order_S.new_full((room - len(order_S),), PADDING)])
 
 
 def share_lost(score_EM: Tensor, kept: Tensor, neurons_NW: Tensor) -> float:

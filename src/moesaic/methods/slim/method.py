@@ -33,6 +33,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.narrowed import NarrowedLayer
+from moesaic.layers.neurons import filled_up
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.base import Decision, Method, Told
 from moesaic.methods.beyond.recovery import recover
@@ -47,7 +48,6 @@ from moesaic.methods.slim.choice import (
     highest,
     losses,
     neurons_of,
-    padded,
     share_lost,
     shared_neurons,
 )
@@ -226,7 +226,7 @@ class Slimmer(Method[SlimConfig, Arch]):
             curved = curvature.shared_S if curvature else None
             beside = shared_neurons(stats, curved, seed + 1, products)
             order_1S = highest(score.score(beside), size.shared)
-            shared_S = padded(order_1S[0], size.room)
+            shared_S = filled_up(order_1S[0], size.room)
         return SlimmedLayer(kept, neurons_NW, before, shared_S=shared_S), analysis
 
     # --- a model ---------------------------------------------------------------------------------
