@@ -29,6 +29,7 @@ import moesaic
 from moesaic import MoesaicError
 from moesaic.arch.mixture import base_arch
 from moesaic.layers.base import KINDS, LayerPlan, same
+from moesaic.layers.channels import ChannelsLayer
 from moesaic.layers.condensed import NO_FFN
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.layers.merged import MergedLayer
@@ -38,6 +39,7 @@ from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.skipping import SkippingLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.size import model_size
+from moesaic.nn.channels import Cut
 from moesaic.plan import Plan
 from moesaic.record import WEIGHTS
 from moesaic.result import save_applied
@@ -67,6 +69,10 @@ def cut_attention() -> Sample:
     model = tiny_model("llama")
     plan = moesaic.carve(model, config_of("carve.tomoe"), calibration=many_tokens()).plan
     return model, dict(plan.layers)
+
+
+def channels_layer(*paths: str) -> ChannelsLayer:
+    return ChannelsLayer({path: Cut(0.75, 24) for path in paths}, "norm")
 
 
 def averaged(share: tuple[float, ...] = (0.25, 0.75)) -> MergedLayer:
@@ -171,6 +177,21 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
         "nothing": lambda: mixture(NO_FFN),
     },
     "dropped": {"gone": lambda: mixture(DroppedLayer())},
+    "channels": {
+        "by norms": lambda: dense(lambda i: channels_layer("mlp.up_proj", "self_attn.o_proj")),
+        "fused": lambda: dense(lambda i: channels_layer("self_attn.qkv_proj"), "phi3"),
+        "by a threshold": lambda: dense(
+            lambda i: ChannelsLayer({"mlp.down_proj": Cut(0.5, threshold=0.1)}, "size")
+        ),
+        "factors": lambda: dense(
+            lambda i: ChannelsLayer(
+                {"mlp.up_proj": Cut(0.5, 16)}, "given", {"mlp.up_proj": torch.rand(32)}
+            )
+        ),
+        "experts": lambda: mixture(
+            ChannelsLayer({"mlp.experts.gate_up_proj": Cut(0.5, 16)}, "norm"), "gpt_oss"
+        ),
+    },
 }
 CASES = [(kind, name) for kind, samples in SAMPLES.items() for name in samples]
 
@@ -318,14 +339,14 @@ def test_use_is_counted_from_the_tensors(sample):
     size = model_size(model)
     for i, plan in layers.items():
         layer, use = arch.layers(model)[i], size.layers[i]
-        assert use.kind in (plan.kind, "moe"), "a mixture with fewer experts is one"
+        assert use.kind in (plan.kind, "moe") or plan.refines, "fewer experts are a mixture, too"
         modules = own_modules(layer, plan, arch)
         ffn = sum(
             p.numel()
             for name, module in layer.named_modules()
             for p in module.parameters(recurse=False)
             if any(f"{name}.".startswith(f"{path}.") for path in arch.replaced_paths)
-            and (name in modules or not plan.sources(arch))
+            and (name in modules or plan.refines or not plan.sources(arch))
             and p.dim() > 1
             and p.shape[0] > 1
             and not hasattr(module, "top_k")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -93,14 +94,13 @@ class ChannelsLayer(LayerPlan):
         left = 1.0
         ffn = every = 0.0
         for path, share in read.items():
-            module: Any = layer.get_submodule(path) if f"{path}.weight" in _names(layer) else None
+            target: Any = attrgetter(path)(layer)
+            routed = isinstance(target, nn.Parameter)
+            size = float(target.numel() if routed else target.weight.numel())
             if path.startswith(attention):
-                left -= (1 - share) * module.weight.numel() / use.attention
+                left -= (1 - share) * size / use.attention
                 continue
-            if module is not None:
-                size = float(module.weight.numel())
-            else:
-                size = layer.get_parameter(path).numel() * use.top_k / max(1, use.experts)
+            size *= use.top_k / max(1, use.experts) if routed else 1
             every += size
             ffn += share * size
         return replace(
@@ -112,10 +112,6 @@ class ChannelsLayer(LayerPlan):
     @classmethod
     def obstacle(cls, header: Header) -> str | None:
         return "No native format skips channels: export the model without carve wina or teal."
-
-
-def _names(layer: nn.Module) -> set[str]:
-    return {name for name, _ in layer.named_parameters()}
 
 
 def _transposed(arch: Arch) -> bool:

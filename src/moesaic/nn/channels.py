@@ -44,6 +44,13 @@ class Cut:
         return plain
 
 
+WHOLE = Cut(1.0, threshold=-1.0)
+"""Every channel."""
+
+EXPERTS = ("gate_up_proj", "down_proj")
+"""The tensors that hold all experts' projections."""
+
+
 class Phase:
     """What the channel projections of one decoder layer share: whether they skip now."""
 
@@ -166,7 +173,7 @@ class ChannelExperts:
     def _few(self, name: str, x_SI: Tensor, expert_S: Tensor) -> Tensor:
         module: Any = self
         weight, cut = getattr(module, name), self.cuts[name]
-        scale_EI = getattr(module, f"{name}_scale")
+        scale_EI = getattr(module, f"{name}_scale", None)
         if here(x_SI[:1], weight):
             turned = weight.data if module.is_transposed else rows_of(weight)
             y_SO = product(x_SI, turned, scale_EI, cut.keep, cut.threshold, expert_S)
@@ -192,7 +199,7 @@ class ChannelExperts:
     def _one(self, name: str, x_TI: Tensor, number: int) -> Tensor:
         module: Any = self
         cut, weight = self.cuts[name], getattr(module, name)[number]
-        scale_EI = getattr(module, f"{name}_scale")
+        scale_EI = getattr(module, f"{name}_scale", None)
         scale_I = None if scale_EI is None else scale_EI[number]
         on_TI = chosen(x_TI, scale_I, cut.keep, cut.threshold)
         self.tallies[name].add(on_TI)
@@ -231,8 +238,10 @@ def _make_experts(experts: Any, name: str, cut: Cut, phase: Phase, scaled: bool)
     if not isinstance(experts, ChannelExperts):
         base = type(experts)
         experts.__class__ = type(f"Channel{base.__name__}", (ChannelExperts, base), {})
-        experts.cuts, experts.tallies, experts.phase = {}, {}, phase
-    experts.cuts[name], experts.tallies[name] = cut, Tally()
+        experts.cuts = dict.fromkeys(EXPERTS, WHOLE)
+        experts.tallies = {name: Tally() for name in EXPERTS}
+        experts.phase = phase
+    experts.cuts[name] = cut
     weight = getattr(experts, name)
     inputs = weight.shape[1 if experts.is_transposed else 2]
     shape = (weight.shape[0], inputs) if scaled else None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse
+from moesaic.nn.channels import EXPERTS
 
 OURS = "moesaic."
 """Modules of these packages have forms of their own, and are left as they are."""
@@ -54,7 +55,7 @@ def projections(layer: nn.Module, arch: Arch, use: LayerUse, where: str) -> list
         view = arch.mixture(layer)
         path = f"{arch.ffn_path}.{arch.experts}"
         if not type(view.experts).__module__.startswith(OURS):
-            for name in ("gate_up_proj", "down_proj"):
+            for name in EXPERTS:
                 weight = getattr(view.experts, name)
                 inputs, outputs = weight.shape[1:] if arch.transposed else weight.mT.shape[1:]
                 run = weight.numel() * use.top_k / max(1, use.experts)
