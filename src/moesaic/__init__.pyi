@@ -18,6 +18,8 @@ from .config import RunArgs as RunArgs
 from .data.text import Tokens as Tokens
 from .errors import MoesaicError as MoesaicError
 from .methods.cdmoe.config import CondenseConfig as CondenseConfig
+from .methods.channels.config import TEALConfig as TEALConfig
+from .methods.channels.config import WINAConfig as WINAConfig
 from .methods.dsmoe.config import DSMoEConfig as DSMoEConfig
 from .methods.more.config import MoREConfig as MoREConfig
 from .methods.naee.config import PruneConfig as PruneConfig
