@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError
-from moesaic.data.questions import context, read_questions, wanted_tasks
+from moesaic.data.questions import Question, context, read_questions, wanted_tasks
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.io.source import resolve
 from moesaic.metrics import evaluate as evaluating
@@ -84,6 +84,13 @@ def test_a_local_file_is_scored_as_by_hand(questions, llama_folder, tokenizer, s
     assert figures["acc"] == acc
     assert figures["n"] == 5
     assert figures["stderr"] == pytest.approx(math.sqrt(acc * (1 - acc) / 4))
+
+
+def test_acc_norm_is_by_bytes():
+    """Two letters of four bytes: by bytes the first, by characters the second."""
+    question = Question("?", ("éé", "abc"), 0)
+    answer = tasking.answered(question, [-3.9, -3.6])
+    assert (answer.acc, answer.acc_norm) == (False, True)
 
 
 def config_of(questions):
@@ -159,7 +166,7 @@ def test_a_line_that_is_no_question_is_named(tmp_path, line, message):
 
 
 def test_kl_is_the_sum_over_the_vocabulary():
-    p, q = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[1.0, 0.0, 2.0]])
+    p, q = torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([[1.0, 0.5, -2.0]])
     a, b = p.softmax(-1)[0].tolist(), q.softmax(-1)[0].tolist()
     wanted = sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
     assert kl(p, q).item() == pytest.approx(wanted, rel=1e-5)
