@@ -29,6 +29,7 @@ from moesaic.exports.native import NEAR
 from moesaic.io.source import resolve
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.layers.pruned import PrunedLayer
+from moesaic.layers.slimmed import SlimmedLayer
 
 pytestmark = [
     pytest.mark.slow,
@@ -209,6 +210,20 @@ def test_pruned_mixtures_have_the_same_logits(model_type, vocabularies, tmp_path
     model = mixture(model_type)
     kept = torch.tensor([0, 2, 3, 4, 5, 7])  # as many of both groups
     layers = dict.fromkeys(base_arch(model.config).moe_layers(model), PrunedLayer(kept))
+    assert largest_difference(model, layers, vocabularies, tmp_path) < 1e-4
+
+
+@pytest.mark.parametrize("model_type", MOE)
+def test_slimmed_mixtures_have_the_same_logits(model_type, vocabularies, tmp_path):
+    """Half of every expert's neurons; a shared path that is counted in experts is two of them."""
+    model = mixture(model_type)
+    arch = base_arch(model.config)
+    layers = {}
+    for i in arch.moe_layers(model):
+        shared = torch.arange(arch.mixture(arch.layers(model)[i]).shared_width)
+        orders = torch.arange(0, 16, 2).repeat(8, 1)
+        order_S = shared if len(shared) else None
+        layers[i] = SlimmedLayer(torch.arange(8), orders, 16, shared_S=order_S)
     assert largest_difference(model, layers, vocabularies, tmp_path) < 1e-4
 
 
