@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test test-llamacpp format docs-tables tiny-models clean
+.PHONY: help demo test test-llamacpp mutants faults format docs-tables tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -35,6 +35,16 @@ build/llamacpp/llama.cpp: scripts/setup_llamacpp.sh | $(VENV)/.dev
 
 test-llamacpp: build/llamacpp/llama.cpp $(VENV)/.smollm2  ## Build llama.cpp and try exports in it
 	LLAMA_CPP=build/llamacpp/llama.cpp HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow tests/test_llamacpp.py
+
+$(VENV)/.mutants: | $(VENV)/.dev
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install 'mutmut==3.8.1' 'tomli; python_version < "3.11"'
+	touch $@
+
+mutants: $(VENV)/.mutants  ## Break the formulas on purpose; the tests must notice (hours; FILES=nn/)
+	$(BIN)/python scripts/mutants.py $(FILES)
+
+faults: $(VENV)/.dev  ## Kills, full disks, damaged inputs on purpose (MOESAIC_KILLS=25)
+	$(BIN)/python tests/faults
 
 format: $(VENV)/.dev  ## Put code in form
 	$(BIN)/ruff check --fix .

@@ -20,6 +20,7 @@ from torch import Tensor
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Values
 from moesaic.io.fingerprint import of_tensors
+from moesaic.io.headers import header_of, mapping_of
 from moesaic.layers.base import KINDS, LayerPlan
 
 FORMAT = 3
@@ -112,12 +113,13 @@ class Plan:
         if not file.is_file():
             raise MoesaicError(f"No plan at {path}: expected a folder with {JSON_NAME}.")
         try:
-            header = json.loads(file.read_text())
+            header = mapping_of(file)
             if header["format"] != FORMAT:
                 raise MoesaicError(
                     f"{file} has plan format {header['format']}; this version reads {FORMAT}. "
                     "Make the plan again."
                 )
+            header_of(file.with_name(TENSORS_NAME))
             tensors = load_file(file.with_name(TENSORS_NAME))
             layers = {
                 int(i): KINDS[h["kind"]].load(
@@ -132,7 +134,7 @@ class Plan:
             }
             base = BaseShape.load(header["base"])
             return cls(header["method"], base, layers, header["config"], header["calibration"])
-        except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
             raise MoesaicError(f"The plan at {path} cannot be read: {error}") from error
 
 
@@ -160,12 +162,10 @@ class Progress:
         if self._checked or not note.is_file():
             return
         try:
-            kept: JSON = json.loads(note.read_text())
+            kept = mapping_of(note)
             changed = [*differing(kept, self.request)]
-        except (ValueError, AttributeError) as error:
-            raise MoesaicError(
-                f"{note} cannot be read: {error}; start anew by overwriting it."
-            ) from None
+        except MoesaicError as error:
+            raise MoesaicError(f"{error} Start anew by overwriting it.") from None
         if changed:
             raise MoesaicError(
                 f"{self.folder} holds layers of another request: {'; '.join(changed[:3])}. Repeat "
@@ -177,16 +177,22 @@ class Progress:
         """By name and layer, the plans that are on disk and what was seen on the way.
 
         Raises:
-            MoesaicError: the folder holds another run.
+            MoesaicError: the folder holds another run, or a layer that is damaged.
         """
         self.check()
         done = {}
         for file in sorted(self.folder.glob("layer-*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                record = json.loads(opened.metadata()["moesaic"])
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-            layer = KINDS[record["header"]["kind"]].load(record["header"], tensors)
-            done[record["name"], record["layer"]] = (layer, record["analysis"])
+            try:
+                header_of(file)
+                with safe_open(file, framework="pt") as opened:
+                    record = json.loads(opened.metadata()["moesaic"])
+                    tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+                layer = KINDS[record["header"]["kind"]].load(record["header"], tensors)
+                done[record["name"], record["layer"]] = (layer, record["analysis"])
+            except (ValueError, KeyError, TypeError, OSError, SafetensorError) as error:
+                raise MoesaicError(
+                    f"{file} cannot be read: {error}. Remove it, and its layer is decided anew."
+                ) from error
         return done
 
     def begin(self) -> None:

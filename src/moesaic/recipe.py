@@ -219,8 +219,12 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe"
     """
     try:
         data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise MoesaicError(f"{where} is not valid YAML: {' '.join(str(error).split())}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise MoesaicError(
+            f"{where} is not valid YAML: {' '.join(str(error).split()):.300}"
+        ) from error
+    except RecursionError:
+        raise MoesaicError(f"{where} is not valid YAML: it is nested too deeply.") from None
     if not isinstance(data, dict):
         raise MoesaicError(f"{where} must be a mapping with model, out and steps.")
     for override in overrides:
@@ -249,7 +253,11 @@ def load_recipe(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     file = Path(path)
     if not file.is_file():
         raise MoesaicError(f"No recipe at {file}.")
-    return parse_recipe(file.read_text("utf-8"), overrides, str(file))
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise MoesaicError(f"{file} cannot be read: {error}") from error
+    return parse_recipe(text, overrides, str(file))
 
 
 def _override(data: Any, override: str) -> None:

@@ -21,6 +21,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Values
 from moesaic.io.checkpoint import ShardWriter, narrowed, skeleton, whole_folder
 from moesaic.io.fingerprint import IN_MEMORY, of_model
+from moesaic.io.naming import Naming
 from moesaic.io.source import Source
 from moesaic.methods.base import Decision, Method
 from moesaic.metrics.score import Score, score
@@ -318,6 +319,7 @@ def save_applied(
     model = skeleton(config, dtype)
     check_base(plan, model, arch)
     check_weights(plan, source)
+    Naming(source.checkpoint, config.model_type.removeprefix(PREFIX)).check(model)
     types = {} if dtype is None else {"dtype": narrowed(model)}
     rewrite(source.checkpoint, arch, plan, ShardWriter(folder), **types)
     if dtype is not None:

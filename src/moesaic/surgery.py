@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.use import LayerUse, RoutedModule
@@ -239,6 +239,21 @@ def rewrite(
     for i, layer in plan.layers.items():
         prefix = arch.layer_prefix(i)
         state = DiskState(naming, prefix, names[i], dtype)
-        for name, tensor in layer.convert(arch, state):
+        for name, tensor in _fitting(layer.convert(arch, state), i):
             writer.add(prefix + name, tensor)
     writer.close()
+
+
+def _fitting(tensors: Iterator[tuple[str, Tensor]], index: int) -> Iterator[tuple[str, Tensor]]:
+    """A layer's tensors as they are converted.
+
+    Raises:
+        MoesaicError: the plan speaks of neurons, experts or dimensions that are not there.
+    """
+    try:
+        yield from tensors
+    except (IndexError, KeyError, ValueError, RuntimeError) as error:
+        said = " ".join(str(error).split())
+        raise MoesaicError(
+            f"The plan of layer {index} does not fit the model: {said:.200}"
+        ) from error

@@ -19,6 +19,9 @@ from moesaic.cli import measure, results, verbs
 from moesaic.cli.shared import app, fail
 from moesaic.errors import MoesaicError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Nothing more can be written: the disk, a quota, or the size that a file may have."""
+
 for group in (verbs, measure, results):
     group.commands()
 
@@ -60,8 +63,8 @@ def explained() -> Iterator[None]:
 def disk_full(error: BaseException) -> bool:
     """Whether an error, or one behind it, says that the disk is full."""
     behind = error.__cause__ or error.__context__
-    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-    full = full or "No space left on device" in str(error)
+    full = isinstance(error, OSError) and error.errno in FULL
+    full = full or any(os.strerror(number) in str(error) for number in FULL)
     return full or (behind is not None and disk_full(behind))
 
 

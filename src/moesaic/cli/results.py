@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args, get_type_hints
 
@@ -130,14 +129,15 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """One HTML file about one or more results."""
+    from moesaic.io.headers import mapping_of
     from moesaic.record import Record
 
     records = []
     for folder in runs:
         file = folder / "result.json" if folder.is_dir() else folder
         try:
-            records.append(Record.from_json(json.loads(file.read_text("utf-8"))))
-        except (OSError, ValueError) as error:
+            records.append(Record.from_json(mapping_of(file)))
+        except ValueError as error:
             raise MoesaicError(f"{folder} has no readable result.json: {error}") from error
     from moesaic import report
 

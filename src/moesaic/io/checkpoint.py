@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from torch import Tensor
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model
 from moesaic.io.fingerprint import of_files
+from moesaic.io.headers import header_of, mapping_of
 from moesaic.io.names import check_out
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -35,6 +37,8 @@ SIDE_FILES = (
     "LICENSE*",
 )
 """What a rewritten checkpoint takes over from its source as it is."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checkpoint:
@@ -43,18 +47,26 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._types: dict[str, str] = {}
         self._open: tuple[Path, Any] | None = None
         for file in self._shards():
+            header, _ = header_of(file)
             with _reading(file), safe_open(file, framework="pt") as shard:
                 self._files.update(dict.fromkeys(shard.keys(), file))
+            self._shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
+            self._types |= {name: str(entry["dtype"]) for name, entry in header.items()}
 
     def _shards(self) -> list[Path]:
         index = self.folder / INDEX_NAME
         if index.is_file():
-            try:
-                names = set(json.loads(index.read_text())["weight_map"].values())
-            except (ValueError, KeyError) as error:
-                raise MoesaicError(f"{index} is not a valid shard index: {error}") from error
+            places = mapping_of(index).get("weight_map")
+            names: set[Any] = {*map(str, places.values())} if isinstance(places, dict) else {""}
+            wrong = [name for name in names if not _is_plain(name)]
+            if wrong:
+                raise MoesaicError(
+                    f"{index} is not a valid shard index: {wrong[0]!r:.60} is no file's name."
+                )
             return [self.folder / name for name in sorted(names)]
         if (self.folder / SINGLE_NAME).is_file():
             return [self.folder / SINGLE_NAME]
@@ -87,6 +99,14 @@ class Checkpoint:
                 self._open = (file, safe_open(file, framework="pt"))
             return self._open[1].get_tensor(name)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, by a name of :meth:`names`; its values are not read."""
+        return self._shapes[name]
+
+    def is_floating(self, name: str) -> bool:
+        """Whether a tensor is of a floating-point type, by a name of :meth:`names`."""
+        return "F" in self._types[name]
+
     def under(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names start with ``prefix``, without it."""
         return {n.removeprefix(prefix): self.tensor(n) for n in self._files if n.startswith(prefix)}
@@ -102,11 +122,22 @@ class Checkpoint:
                 shutil.copyfile(file, out / file.name)
 
 
+def _is_plain(name: object) -> bool:
+    """Whether a name is that of a file beside the one that says it, and of no other.
+
+    >>> [_is_plain(name) for name in ("a.safetensors", "../a.safetensors", "..", "", 3)]
+    [True, False, False, False, False]
+    """
+    odd = ("", ".", "..")
+    plain = isinstance(name, str) and name not in odd and not set("/\\\0") & set(name)
+    return plain and len(str(name)) < 256
+
+
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, FileNotFoundError) as error:
+    except (SafetensorError, OSError) as error:
         raise MoesaicError(f"{file} is missing, truncated or corrupt: {error}") from error
 
 
@@ -130,6 +161,12 @@ class ShardWriter:
         self._total = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor.
+
+        Raises:
+            MoesaicError: it holds a value that is not finite.
+        """
+        check_finite(name, tensor)
         if self._pending and self._pending_bytes + tensor.nbytes > self.shard_bytes:
             self._flush()
         self._pending[name] = tensor.contiguous()
@@ -169,6 +206,9 @@ def whole_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
     """
     check_out(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
+    for left in out.parent.glob(f".{glob.escape(out.name)}.*.writing"):
+        if not _alive(left.name.split(".")[-2]):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
     work = out.with_name(f".{out.name}.{os.getpid()}.writing")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
@@ -181,11 +221,31 @@ def whole_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def _alive(number: str) -> bool:
+    """Whether a process of this number runs here."""
+    import psutil
+
+    return number.isdigit() and bool(psutil.pid_exists(int(number)))
+
+
 def disk_full(error: BaseException) -> bool:
-    """Whether an error means that the disk is full."""
+    """Whether an error means that the disk is full, or that a file may not grow further."""
     if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return isinstance(error, SafetensorError) and "No space left" in str(error)
+        return error.errno in FULL
+    return isinstance(error, SafetensorError) and any(os.strerror(n) in str(error) for n in FULL)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Refuse weights that no model can be run with.
+
+    Raises:
+        MoesaicError: a value is infinite or no number.
+    """
+    if tensor.dtype in COMPUTABLE and not torch.isfinite(tensor).all():
+        raise MoesaicError(
+            f"{name} holds a value that is not finite. The checkpoint may be damaged, or its dtype "
+            "too narrow: try dtype float32."
+        )
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -206,12 +266,25 @@ def narrowed(model: Model) -> Callable[[str], torch.dtype]:
 
 
 def skeleton(config: Config, dtype: torch.dtype | None = None) -> Model:
-    """The model of a config with parameters on the meta device and real buffers."""
+    """The model of a config with parameters on the meta device and real buffers.
+
+    Raises:
+        MoesaicError: there is no such model.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     options = {} if dtype is None else {"dtype": dtype}
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, **options).eval()
-    model.tie_weights()  # becoming empty broke the ties
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, **options).eval()
+        model.tie_weights()  # becoming empty broke the ties
+    except MoesaicError:
+        raise
+    except Exception as error:  # transformers raises anything over a config that is odd
+        said = " ".join(str(error).split())
+        raise MoesaicError(
+            f"config.json describes no {config.model_type} that can be made: "
+            f"{type(error).__name__}: {said:.300}"
+        ) from error
     return model

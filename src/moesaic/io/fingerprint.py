@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
+from moesaic.io.headers import header_of
 
 PIECE = 4096
 """Bytes that are read at one place."""
@@ -64,16 +63,8 @@ def of_files(files: Iterable[Path]) -> str:
     """
     stored: dict[str, tuple[Path, JSON, int]] = {}
     for path in files:
-        try:
-            with path.open("rb") as file:
-                (size,) = struct.unpack("<Q", file.read(8))
-                if not 0 < size <= path.stat().st_size - 8:
-                    raise ValueError(f"a header of {size} bytes")
-                header = json.loads(file.read(size))
-                header.pop("__metadata__", None)
-                stored |= {name: (path, entry, 8 + size) for name, entry in header.items()}
-        except (OSError, ValueError, AttributeError, struct.error) as error:
-            raise MoesaicError(f"{path} is missing, truncated or corrupt: {error}") from error
+        header, start = header_of(path)
+        stored |= {name: (path, entry, start) for name, entry in header.items()}
     said = hashlib.sha256()
     for path, names in _by_file(stored).items():
         with path.open("rb") as file:

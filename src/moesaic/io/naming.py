@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
@@ -20,6 +21,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from moesaic.errors import MoesaicError
+from moesaic.foreign import Model
 from moesaic.io.checkpoint import Checkpoint
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -48,14 +51,74 @@ class Naming:
         Raises:
             MoesaicError: the checkpoint does not hold it.
         """
+        return self._made(name, lambda part: cast(self.checkpoint.tensor(part)))
+
+    def _made(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        """A tensor as it is in memory, of those on disk."""
         parts = self._parts.get(name, [(name, None)])
         if parts[0][1] is None:
-            return cast(self.checkpoint.tensor(parts[0][0]))
+            return read(parts[0][0])
         converter = copy.deepcopy(self._converters[parts[0][1]])
         for part, pattern in sorted(parts, key=lambda p: dot_natural_key(p[0])):
-            converter.add_tensor(name, part, pattern, cast(self.checkpoint.tensor(part)))
+            converter.add_tensor(name, part, pattern, read(part))
         (tensor,) = converter.convert(name).values()
         return tensor[0] if isinstance(tensor, list) else tensor
+
+    def check(self, model: Model) -> None:
+        """Refuse a checkpoint that does not hold all of a model; no values are read.
+
+        Args:
+            model: on any device; a skeleton will do.
+
+        Raises:
+            MoesaicError: a weight is missing, or of another shape.
+        """
+        shared: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            shared.setdefault(id(parameter), []).append(name)
+        tied = {name: names for names in shared.values() for name in names}
+        for name, wanted in model.state_dict().items():
+            if name in self._parts:
+                found = self._shape(name)
+                if found != wanted.shape:
+                    raise MoesaicError(
+                        f"{name} in {self.checkpoint.folder} is of shape {_spoken(found)}, and "
+                        f"config.json says {_spoken(wanted.shape)}. The checkpoint is damaged, or "
+                        "its config is another model's."
+                    )
+                if wanted.is_floating_point() and not self._is_floating(name):
+                    raise MoesaicError(
+                        f"{name} in {self.checkpoint.folder} is of whole numbers. The checkpoint "
+                        "is damaged, or quantised; give one that is not."
+                    )
+            elif not any(other in self._parts for other in tied.get(name, ())):
+                raise MoesaicError(
+                    f"{self.checkpoint.folder} has no tensor {name!r}. The checkpoint is damaged, "
+                    "or its config is another model's."
+                )
+
+    def _is_floating(self, name: str) -> bool:
+        return all(self.checkpoint.is_floating(part) for part, _ in self._parts[name])
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a tensor in memory; None where its parts do not fit together."""
+        try:
+            return tuple(
+                self._made(
+                    name, lambda part: torch.empty(self.checkpoint.shape(part), device="meta")
+                ).shape
+            )
+        except (RuntimeError, ValueError):
+            return None
+
+
+def _spoken(shape: Sequence[int] | None) -> str:
+    """A shape in words.
+
+    >>> _spoken((2, 3)), _spoken(None)
+    ('2 x 3', 'parts that do not fit together')
+    """
+    return "parts that do not fit together" if shape is None else " x ".join(map(str, shape))
 
 
 def expert_number(name: str) -> int | None:

@@ -18,8 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model, Tokenizer, Values
-from moesaic.io.checkpoint import Checkpoint, whole_folder
+from moesaic.io.checkpoint import Checkpoint, check_finite, whole_folder
+from moesaic.io.headers import mapping_of
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
+
+DEEPEST = 100_000
+"""Decoder layers at most: more are a mistake, and would take hours to be found out."""
 
 MADE = ("plan.json", "result.json")
 """Files by which a result of ours gives itself away."""
@@ -41,10 +45,15 @@ class Source:
         """
         if not (self.folder / "config.json").is_file():
             raise MoesaicError(f"{self.folder} has no config.json; is it a model folder?")
+        mapping_of(self.folder / "config.json")
         try:
             config: Config = AutoConfig.from_pretrained(self.folder)
-        except (ValueError, KeyError, OSError) as error:
-            raise MoesaicError(f"{self.name}: config.json cannot be used: {error}") from error
+            layers = config.get_text_config().num_hidden_layers
+            if not 0 < layers <= DEEPEST:
+                raise ValueError(f"num_hidden_layers is {layers}")
+        except Exception as error:  # transformers raises anything over a config that is odd
+            said = " ".join(str(error).split())
+            raise MoesaicError(f"{self.name}: config.json cannot be used: {said:.300}") from error
         return config
 
     @cached_property
@@ -66,8 +75,9 @@ class Source:
         """
         try:
             tokenizer: Tokenizer = AutoTokenizer.from_pretrained(self.folder)
-        except (ValueError, OSError, KeyError) as error:
-            raise MoesaicError(f"{self.name} has no usable tokenizer: {error}") from error
+        except Exception as error:  # tokenizers raises anything over a file that is odd
+            said = " ".join(str(error).split())
+            raise MoesaicError(f"{self.name} has no usable tokenizer: {said:.300}") from error
         return tokenizer
 
     def load(self, device: str = "cpu", dtype: torch.dtype | None = None) -> Model:
@@ -95,6 +105,8 @@ class Source:
         finally:
             logger.setLevel(level)
         check_loaded(info, self.name, whole=any((self.folder / n).is_file() for n in MADE))
+        for weight, tensor in model.state_dict().items():
+            check_finite(weight, tensor)
         own: Model = model.to(device).eval()
         return own
 

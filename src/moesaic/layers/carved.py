@@ -23,7 +23,7 @@ from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
 from moesaic.layers.neurons import of_mlp
 from moesaic.layers.recovery import Balance
 from moesaic.nn.carved import CarvedFFN, carved_like
-from moesaic.nn.routers import Router, chosen, running
+from moesaic.nn.routers import CHOOSING, WEIGHING, Router, chosen, running
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,10 @@ class CarvedLayer(LayerPlan):
         width = self.backbone + sum(self.petals)
         if self.order_M.numel() != width:
             raise ValueError(f"{self.order_M.numel()} neurons are ordered, {width} are placed")
+        if width and int(self.order_M.min()) < 0:
+            raise ValueError("a neuron's number is below 0")
+        if self.petals and self.routing not in (*CHOOSING, *WEIGHING):
+            raise ValueError(f"routing {self.routing!r:.60} is unknown")
         if self.order_M.unique().numel() != width:
             raise ValueError("a neuron is placed twice")
         if not 0 <= self.top_k <= len(self.petals):

@@ -26,6 +26,7 @@ from moesaic.arch.mixture import MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.io.fingerprint import of_files
+from moesaic.io.headers import header_of
 from moesaic.plan import differing
 from moesaic.stream.neurons import NeuronStats, square_sums, weight_stats
 from moesaic.stream.stream import Site
@@ -82,6 +83,23 @@ class ExpertStats:
     def experts(self) -> int:
         """Routed experts of the layer."""
         return len(self.calls_E)
+
+    def check(self) -> None:
+        """Refuse statistics whose parts are not of one size.
+
+        Raises:
+            ValueError: names the part.
+        """
+        tokens, experts = self.tokens, self.experts
+        sampled = int(self.sampled_T.sum())
+        sizes = {"T": tokens, "E": experts, "P": experts * (experts + 1) // 2}
+        for name, tensor in self.tensors().items():
+            axes = name.rpartition("_")[2]
+            if "." in name or (not tensor.numel() and name != "sampled_T"):
+                continue
+            wanted = [sampled if axis == "S" else sizes[axis] for axis in axes]
+            if list(tensor.shape) != wanted:
+                raise ValueError(f"{name} is of shape {list(tensor.shape)}, not {wanted}")
 
     def merge(self, other: ExpertStats) -> ExpertStats:
         """The statistics of both token sets together, tokens in the order of their batches."""
@@ -345,6 +363,7 @@ class StatsFile:
         self.path = path
         if not path.is_file():
             raise MoesaicError(f"No statistics at {path}; moesaic observe MODEL {path} makes them.")
+        header_of(path)
         try:
             with safe_open(path, framework="pt") as opened:
                 header: JSON = json.loads((opened.metadata() or {})["moesaic"])
@@ -370,12 +389,24 @@ class StatsFile:
         return list(self.header["layers"])
 
     def layer(self, index: int) -> ExpertStats:
-        """One layer's statistics."""
-        with safe_open(self.path, framework="pt") as opened:
-            start = f"{index}."
-            names = [n.removeprefix(start) for n in opened.keys() if n.startswith(start)]
-            read = {n: opened.get_tensor(start + n).clone() for n in names}
-        return ExpertStats.of_tensors(read)
+        """One layer's statistics.
+
+        Raises:
+            MoesaicError: they are not whole.
+        """
+        try:
+            with safe_open(self.path, framework="pt") as opened:
+                start = f"{index}."
+                names = [n.removeprefix(start) for n in opened.keys() if n.startswith(start)]
+                read = {n: opened.get_tensor(start + n).clone() for n in names}
+            stats = ExpertStats.of_tensors(read)
+            stats.check()
+        except (SafetensorError, TypeError, KeyError, ValueError) as error:
+            raise MoesaicError(
+                f"{self.path}: the statistics of layer {index} are damaged: {error}. "
+                "Observe the model again."
+            ) from error
+        return stats
 
 
 def save_layer(stats: ExpertStats, folder: Path, index: int, header: JSON) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import PREFIX, Arch
 from moesaic.config import RunArgs
 from moesaic.data.text import Tokens, calibration_tokens, shared_out
 from moesaic.distributed import own_device, process
@@ -19,6 +19,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.io.checkpoint import skeleton
 from moesaic.io.fingerprint import of_model
+from moesaic.io.naming import Naming
 from moesaic.io.source import Source, resolve
 from moesaic.layers.base import LayerPlan
 from moesaic.plan import BaseShape, Progress
@@ -105,8 +106,18 @@ class Job(Generic[A]):
 
     @cached_property
     def shape(self) -> Model:
-        """The model, or a skeleton of it on the meta device."""
-        return skeleton(self.original.config) if self.on_disk else self.original
+        """The model, or a skeleton of it on the meta device.
+
+        Raises:
+            MoesaicError: the checkpoint does not hold what its config says.
+        """
+        if not self.on_disk:
+            return self.original
+        config = self.original.config
+        model = skeleton(config)
+        naming = Naming(self.original.checkpoint, config.model_type.removeprefix(PREFIX))
+        naming.check(model)
+        return model
 
     @property
     def layers(self) -> nn.ModuleList:

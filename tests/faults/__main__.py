@@ -1,0 +1,259 @@
+"""Faults on purpose: commands that are killed, disks that fill up, inputs that are damaged.
+
+``python tests/faults [kills] [disk] [damage] [NAME ...]``: all three without arguments; names
+choose commands or cases that hold them. Each line names what went wrong; at the end the counts,
+and exit code 1 if anything did.
+
+MOESAIC_KILLS (25) and MOESAIC_DISKS (10) say how often each command is killed or its disk filled,
+MOESAIC_JOBS (the cores) how many commands run at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", OMP_NUM_THREADS="1")
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+WARM = (
+    "moesaic.pipeline", "moesaic.report.page", "moesaic.exports", "moesaic.methods.more.method",
+    "moesaic.methods.naee.pruning", "moesaic.methods.naee.observing", "moesaic.train",
+    "moesaic.metrics.measure", "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe", "sklearn.cluster", "scipy.optimize",
+)  # fmt: skip
+"""What children would import one after the other."""
+KINDS = ("kills", "disk", "damage")
+Told = tuple[str, str]
+"""What was tried, and what went wrong; empty where nothing did."""
+
+
+def undisturbed(command, place: Path) -> tuple[dict[str, object], float]:  # type: ignore[no-untyped-def]
+    """What a command makes when nothing happens, and the seconds that takes."""
+    from worker import contents, ran
+
+    cwd = place / "whole" / command.name
+    shutil.rmtree(cwd, ignore_errors=True)
+    cwd.mkdir(parents=True)
+    ended = ran(command.line(), cwd, place / f"said-{os.getpid()}")
+    if ended.code:
+        raise SystemExit(f"{command.name} fails undisturbed ({ended.code}): {ended.message}")
+    return contents(cwd / command.out), ended.seconds
+
+
+def finished(command, cwd: Path, whole: dict[str, object], said: Path) -> str:  # type: ignore[no-untyped-def]
+    """Go on after a fault until the result is there; what is wrong with it."""
+    from worker import contents, ran
+
+    out = cwd / command.out
+    if out.exists():
+        if contents(out) != whole:
+            return "OUT is there and not whole"
+    else:
+        more = ("--resume",) if command.resumes else ()
+        ended = ran(command.line(*more), cwd, said)
+        if ended.code:
+            return f"cannot go on ({ended.code}): {ended.message}"
+        found = contents(out)
+        if found != whole:
+            names = [n for n in {**found, **whole} if found.get(n) != whole.get(n)]
+            return f"another result: {', '.join(names)}"
+    left = sorted(p.name for p in cwd.iterdir() if p.name != command.out)
+    return f"left behind: {', '.join(left)}" if left else ""
+
+
+def killed(command, number: int, place: Path, whole, seconds: float) -> Told:  # type: ignore[no-untyped-def]
+    """One SIGKILL at a random moment."""
+    from worker import Limits, ran, seeded
+
+    moment = seeded("kill", command.name, number).uniform(0, seconds)
+    cwd = fresh(place / "kills" / f"{command.name}-{number}")
+    said = place / f"said-{os.getpid()}"
+    ran(command.line(), cwd, said, Limits(kill=moment))
+    wrong = finished(command, cwd, whole, said)
+    shutil.rmtree(cwd)
+    return f"{command.name} killed after {moment:.2f} of {seconds:.2f} s", wrong
+
+
+def disk_full(command, number: int, place: Path, whole, seconds: float) -> Told:  # type: ignore[no-untyped-def]
+    """One full disk, for large files or from a file on."""
+    from worker import Limits, ran, seeded
+
+    random = seeded("disk", command.name, number)
+    sizes = [len(x) for x in whole.values() if isinstance(x, bytes)]
+    if number % 2:
+        limits, told = Limits(writes=random.randint(1, 30)), "from a file on"
+    else:
+        limits = Limits(file_bytes=int(max(sizes) * random.random()))
+        told = f"at {limits.file_bytes:,} bytes"
+    name = f"{command.name}, disk full {told} ({number})"
+    cwd = fresh(place / "disks" / f"{command.name}-{number}")
+    said = place / f"said-{os.getpid()}"
+    ended = ran(command.line(), cwd, said, limits)
+    wrong = ""
+    if ended.code == 0:
+        if "writing" in "".join(p.name for p in cwd.iterdir()):
+            wrong = "left behind after success"
+    elif ended.code not in (1, 2) or not ended.orderly:
+        wrong = f"exit code {ended.code}: {ended.message}"
+    elif "fault of moesaic" in ended.said:
+        wrong = f"blames itself: {ended.message}"
+    elif (cwd / command.out).exists():
+        wrong = "OUT was made nonetheless"
+    elif any(".writing" in str(p) for p in cwd.rglob("*")):
+        wrong = "something half-written stays"
+    wrong = wrong or finished(command, cwd, whole, said)
+    shutil.rmtree(cwd)
+    return name, wrong
+
+
+def damaged(case, number: int, place: Path) -> Told:  # type: ignore[no-untyped-def]
+    """One damaged input: exit code 2, one message, nothing written but OUT."""
+    from worker import Limits, ran, tree
+
+    cwd = fresh(place / "damage" / f"{number:03d}")
+    source, copy = place / case.of, cwd / Path(case.of).name
+    (shutil.copytree if source.is_dir() else shutil.copyfile)(source, copy)
+    case.change(copy)
+    known = {
+        "IN": copy, "TEXT": place / "text.jsonl", "DENSE": place / "dense", "MOE": place / "moe"
+    }  # fmt: skip
+    line = [str(known.get(part, part)) for part in case.command]
+    before = tree(cwd)
+    # Kept outside of what is watched; caches go there as well.
+    said = place / f"said-{os.getpid()}"
+    home = {"XDG_CACHE_HOME": str(place / "cache")}
+    ended = ran(line, cwd, said, Limits(seconds=60, memory=True, environment=home))
+    after = {n: v for n, v in tree(cwd).items() if not n.startswith(("out/", "out.partial/"))}
+    wrong = ""
+    if ended.code == 0 and case.harmless:
+        pass
+    elif ended.code != 2:
+        wrong = f"exit code {ended.code} after {ended.seconds:.0f} s: {ended.message}"
+    elif not ended.orderly:
+        wrong = f"not one message: {ended.message}"
+    elif len(ended.said) > 1200:
+        wrong = f"a message of {len(ended.said):,} characters"
+    elif (cwd / "out").exists():
+        wrong = "OUT was made"
+    elif after != before:
+        wrong = f"wrote {', '.join({**after, **before}.keys() ^ before.keys()) or 'to its input'}"
+    shutil.rmtree(cwd)
+    return case.name, wrong
+
+
+def fresh(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def at_once(tasks: Sequence[Callable[[], Told]], jobs: int, place: Path) -> list[Told]:
+    """Results of tasks, each in a child of its own, some at a time."""
+    import pickle
+
+    running: dict[int, int] = {}
+    found: dict[int, Told] = {}
+    waiting = list(enumerate(tasks))
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            number, task = waiting.pop(0)
+            child = os.fork()
+            if child == 0:
+                try:
+                    told = task()
+                except BaseException as error:
+                    told = (f"task {number}", f"the test itself failed: {error!r}")
+                (place / f"told-{number}").write_bytes(pickle.dumps(told))
+                os._exit(0)
+            running[child] = number
+        child, _ = os.wait()
+        number = running.pop(child)
+        file = place / f"told-{number}"
+        found[number] = pickle.loads(file.read_bytes())
+        file.unlink()
+        name, wrong = found[number]
+        if wrong:
+            print(f"WRONG {name}\n      {wrong}", flush=True)
+    return [found[number] for number in sorted(found)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Everything that was asked for.
+
+    Returns:
+        the exit code: 1 if anything went wrong.
+    """
+    kinds = [a for a in arguments if a in KINDS] or list(KINDS)
+    names = [a for a in arguments if a not in KINDS]
+    jobs = int(os.environ.get("MOESAIC_JOBS", os.cpu_count() or 1))
+    often = {
+        "kills": int(os.environ.get("MOESAIC_KILLS", "25")),
+        "disk": int(os.environ.get("MOESAIC_DISKS", "10")),
+    }
+    from moesaic import cli
+
+    cli.entry.quiet_libraries()
+    import conftest  # noqa: F401  (threads and progress bars as in tests)
+    from commands import FIRST, commands, prepare
+    from damage import cases
+    from worker import ran
+
+    for module in WARM:
+        import_module(module)
+    began = time.monotonic()
+    place = Path(tempfile.mkdtemp(prefix="moesaic-faults-"))
+    prepare(place / "sound")
+    sound = place / "sound"
+    known = {c.name: c for c in commands(sound)}
+    text = str(sound / "text.jsonl")
+    for folder, name in FIRST.items():
+        line = [folder if part == "out" else part for part in known[name].line()]
+        ended = ran(line, sound, place / "said")
+        if ended.code:
+            print(f"{name} fails undisturbed: {ended.said}")
+            return 1
+    stats = ["observe", "moe", "stats", "--calibration", text, "--samples", "6", "--length", "32"]
+    assert ran(stats, sound, place / "said").code == 0, (place / "said").read_text()
+    counts: dict[str, Counter[str]] = {}
+
+    def count(kind: str, found: Sequence[Told]) -> None:
+        counts[kind] = Counter("wrong" if wrong else "right" for _, wrong in found)
+
+    if "damage" in kinds:
+        tried = [c for c in cases() if not names or any(n in c.name for n in names)]
+        tasks = [lambda c=c, i=i: damaged(c, i, sound) for i, c in enumerate(tried)]
+        count("damage", at_once(tasks, jobs, place))
+    chosen = [c for c in known.values() if not names or any(n in c.name for n in names)]
+    for kind, function in (("kills", killed), ("disk", disk_full)):
+        if kind not in kinds:
+            continue
+        tasks = []
+        for command in chosen:
+            whole, seconds = undisturbed(command, place)
+            again, _ = undisturbed(command, place)
+            if whole != again:
+                print(f"{command.name}: two undisturbed runs differ", flush=True)
+            for number in range(often[kind]):
+                tasks.append(
+                    lambda c=command, n=number, w=whole, s=seconds, f=function: f(c, n, place, w, s)
+                )
+        count(kind, at_once(tasks, jobs, place))
+    shutil.rmtree(place)
+    for kind, result in counts.items():
+        print(f"{kind}: {result['right']} right, {result['wrong']} wrong")
+    print(f"{time.monotonic() - began:.0f} s, {jobs} at a time")
+    return int(any(result["wrong"] for result in counts.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Every command that writes, on tiny models; made from the registry of methods."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from builders import tiny_model, tiny_moe, tiny_tokenizer
+from cases import KEYS, config_of, make_start
+
+from moesaic.cli.verbs import verb_options
+from moesaic.data.reader import shipped_texts
+from moesaic.methods import VERBS, methods_of
+
+TEXT = ["--samples", "6", "--length", "32"]
+SLOWER = {"steps": 8, "save_every": 2}
+"""Longer than a test's, so that a kill finds something to destroy."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that makes something at ``out``, run in a folder of its own."""
+
+    name: str
+    arguments: tuple[str, ...]
+    """``OUT`` stands for the output."""
+    out: str = "out"
+    resumes: bool = True
+
+    def line(self, *more: str) -> list[str]:
+        return [*(self.out if a == "OUT" else a for a in self.arguments), *more]
+
+
+def prepare(place: Path) -> None:
+    """The models, texts, plans and statistics that commands and damage start from."""
+    place.mkdir(parents=True)
+    dense, moe = tiny_model("llama"), tiny_moe("qwen2_moe")
+    for name, model in (("dense", dense), ("moe", moe)):
+        model.save_pretrained(place / name, max_shard_size="60KB")
+        tiny_tokenizer().save_pretrained(place / name)
+    for key in KEYS:
+        make_start(key, place / f"start-{key}")
+    text = "\n".join(json.dumps({"text": t}) for t in shipped_texts("calibration", "prose")[:40])
+    (place / "text.jsonl").write_text(text + "\n")
+
+
+def of_method(key: str, place: Path) -> Command:
+    """The command that carries a method out, with its quick settings."""
+    verb, _, method = key.partition(".")
+    config = config_of(key)
+    known = asdict(config)
+    default = asdict(type(config)())
+    own = {k: v for k, v in known.items() if v != default.get(k) and v is not None}
+    own |= {k: v for k, v in SLOWER.items() if k in known}
+    must = {o.name: o.flag for o in verb_options(VERBS[verb]) if o.required}
+    options = [part for k in must for part in (must[k], str(known[k]))]
+    options += [part for k, v in own.items() if k not in must for part in ("-o", f"{k}={v}")]
+    text = ["--calibration", str(place / "text.jsonl"), *TEXT] if VERBS[verb].calibrates else []
+    if verb == "tune":
+        text = ["--data", str(place / "text.jsonl")]
+    several = len(methods_of(verb)) > 1
+    chosen = ["--method", method] if several else []
+    line = [verb, str(place / f"start-{key}"), "OUT", *chosen, *options, *text, "--no-eval"]
+    return Command(key, tuple(line))
+
+
+def commands(place: Path) -> list[Command]:
+    """All of them: the methods first, then those that work on results."""
+    text = str(place / "text.jsonl")
+    recipe = place / "recipe.yaml"
+    recipe.write_text(
+        f"model: {place / 'moe'}\nout: out\nsteps:\n- prune: {{keep: 6}}\n- condense: {{layers: 1}}"
+        f"\ncalibration: {{source: {text}, samples: 6, length: 32}}\n"
+        f"evaluation: {{data: {text}, length: 32, max_tokens: 256, rounds: 0, new_tokens: 2}}\n"
+    )
+    carved = str(place / "carved")
+    observe = ["observe", str(place / "moe"), "OUT", "--calibration", text, *TEXT]
+    return [
+        *(of_method(key, place) for key in KEYS),
+        Command("observe", tuple(observe), "stats"),
+        Command("run", ("run", str(recipe), "out=out")),
+        Command("apply", ("apply", str(place / "dense"), carved, "OUT"), resumes=False),
+        Command("export", ("export", str(place / "pruned"), "OUT"), resumes=False),
+    ]
+
+
+FIRST = {"carved": "carve.more", "pruned": "prune.naee"}
+"""Results that are made before anything is damaged, by the name of their folder."""
