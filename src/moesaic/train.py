@@ -263,7 +263,7 @@ class _Arguments(TrainingArguments):  # type: ignore[misc]
     def _setup_devices(self) -> torch.device:
         found: torch.device = super()._setup_devices
         asked = torch.device(self.place)
-        self._n_gpu = min(self._n_gpu, 1)
+        self._n_gpu = min(int(vars(self)["_n_gpu"]), 1)
         if found.type != asked.type or asked.index is None:
             return found
         if self.distributed_state.distributed_type != DistributedType.NO:
