@@ -28,6 +28,7 @@ from moesaic.foreign import Model
 from moesaic.io.source import resolve
 from moesaic.methods.channels import method
 from moesaic.methods.channels.config import TEALConfig, WINAConfig
+from moesaic.methods.channels.gradients import gradient_sizes
 from moesaic.metrics.measure import environment
 from moesaic.metrics.score import score
 
@@ -48,7 +49,7 @@ def variants(active: float) -> dict[str, MethodConfig]:
 
 def gradients_once() -> None:
     """Let all ratios of a draw share their gradients."""
-    original = method.gradient_sizes
+    original = gradient_sizes
 
     @cache
     def known(fingerprint: str, *arguments: Any) -> Any:
@@ -61,7 +62,7 @@ def gradients_once() -> None:
         tokens: Tokens = arguments[3]
         return known(tokens.fingerprint)
 
-    method.gradient_sizes = sizes
+    setattr(method, "gradient_sizes", sizes)  # noqa: B010
 
 
 def figures(model: Model, texts: dict[str, Tokens]) -> dict[str, dict[str, float]]:
