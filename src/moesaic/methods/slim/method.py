@@ -37,7 +37,7 @@ from moesaic.layers.neurons import filled_up
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.base import Decision, Method, Told
 from moesaic.methods.beyond.recovery import recover
-from moesaic.methods.mixtures import credited, least_experts, span
+from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.naee.observed import NO_TEXT, from_file
 from moesaic.methods.naee.search import allocate
 from moesaic.methods.slim.choice import (
@@ -404,9 +404,10 @@ class Slimmer(Method[SlimConfig, Arch]):
         before = span([layer.shape["of"] for layer in changed])
         mixture = any(layer.experts for layer in changed)
         each = " an expert" if mixture else " a layer"
-        comma = "," if self.config.beyond else ""
-        title = f"slimmed{credited(self.config, 'by')}{comma} to {stay} of {before} neurons{each}"
-        by = self.config.chosen.title
+        beyond = f", and beyond it ({', '.join(self.config.beyond)})" if self.config.beyond else ""
+        comma = "," if beyond else ""
+        by = self.config.base_label
+        title = f"slimmed by {by}{beyond}{comma} to {stay} of {before} neurons{each}"
         by += " on calibration text" if self.config.chosen.observes else ""
         where = "each routed expert" if mixture else "each feed-forward network"
         told = f"{stay} of {before} neurons of {where} stay, chosen by {by}."
