@@ -148,6 +148,24 @@ def test_without_numba_torch_does_it_and_that_is_said_once(monkeypatch, caplog):
         kernels.fast.cache_clear()
 
 
+def test_a_kernel_that_cannot_be_built_is_done_without(monkeypatch, caplog):
+    cpu = pytest.importorskip("moesaic.nn.kernels.cpu")
+
+    def broken(*_):
+        raise RuntimeError("no such target\nand much more")
+
+    monkeypatch.setattr(cpu, "sums", broken)
+    kernels.fast.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "moesaic"):
+            found = kernels.product(torch.ones(1, 4), torch.ones(4, 2), None, 2, 0.0)
+        assert found.tolist() == [[2.0, 2.0]]
+        (said,) = caplog.messages
+        assert said.startswith("numba cannot compile here (no such target): ")
+    finally:
+        kernels.fast.cache_clear()
+
+
 @pytest.mark.parametrize("model_type", ["llama", "phi", "phi3", "gemma2"])
 def test_prompts_run_dense_and_decoding_skips(way, model_type):
     model, ids = tiny_model(model_type), prompt()

@@ -24,16 +24,21 @@ TYPES = (torch.float32, torch.bfloat16)
 
 @cache
 def fast() -> Any:
-    """The module of compiled functions; None where numba is not installed, which is said once."""
+    """The module of compiled functions; None where there are none, which is said once."""
     try:
         from moesaic.nn.kernels import cpu
+
+        one = torch.ones(1)
+        at = one.data_ptr()
+        cpu.sums(at, 0, at, 0, at, 1, 1, 1, 1, 0.0, False)  # compiles, or says that it cannot
     except ImportError:
-        logger.warning(
-            "numba is not installed: channels are skipped by torch's own means, which take longer. "
-            'pip install "moesaic[fast]"'
-        )
-        return None
-    return cpu
+        reason = 'numba is not installed (pip install "moesaic[fast]")'
+    except Exception as error:  # whatever a compiler may raise
+        reason = f"numba cannot compile here ({str(error).strip().splitlines()[0]:.100})"
+    else:
+        return cpu
+    logger.warning("%s: channels are skipped by torch's own means, which take longer.", reason)
+    return None
 
 
 def chosen(x_TI: Tensor, scale_TI: Tensor | None, keep: int, threshold: float) -> Tensor:
