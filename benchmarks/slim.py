@@ -130,6 +130,7 @@ class Model:
         from moesaic.data.text import calibration_tokens
 
         tokens = calibration_tokens("", self.tokenizer, args.samples, args.window, draw)
+        _ = moesaic.slim(self.model, SlimConfig(), text=tokens).plan  # warm
         start = time.process_time()
         with torch.no_grad():
             for batch in tokens.batches(2048):
