@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import VOCAB, WAYS, force, same_model, tiny_model, tiny_moe
+from builders import VOCAB, WAYS, force, masked, same_model, tiny_model, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -229,8 +229,8 @@ def test_execution_is_what_was_fitted(tokens, routing, top_k, count, way, monkey
     with applied(site.layer, arch, plan) as layer:
         module = arch.ffn_of(layer)
         torch.testing.assert_close(module(x_TD[:count]), expected[:count], atol=1e-4, rtol=1e-4)
-        masked = module._masked(x_TD[:count])
-    torch.testing.assert_close(masked, expected[:count], atol=1e-4, rtol=1e-4)
+        by_hand = masked(module)(x_TD[:count])
+    torch.testing.assert_close(by_hand, expected[:count], atol=1e-4, rtol=1e-4)
     assert arch.ffn_of(site.layer) is site.ffn
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from builders import VOCAB, WAYS, force, tiny_model
+from builders import VOCAB, WAYS, force, masked, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -104,7 +104,7 @@ def test_sparse_execution_is_masked_execution(
     if routing == "full":
         assert len(active.unique()) > 2, "tokens differ in how many blocks they run"
     with torch.no_grad():
-        want = ffn._masked(x_TD)
+        want = masked(ffn)(x_TD)
         assert torch.allclose(ffn(x_TD), want, atol=1e-6)
         for t in range(len(x_TD)):
             assert torch.allclose(ffn(x_TD[t : t + 1]), want[t : t + 1], atol=1e-6)
@@ -204,7 +204,7 @@ def test_a_token_without_blocks_is_finite(force: bool) -> None:
         for tokens in (x_TD, x_TD[:1]):
             y_TD = ffn(tokens)
             assert bool(y_TD.any()) == force
-            assert torch.allclose(y_TD, ffn._masked(tokens), atol=1e-12)
+            assert torch.allclose(y_TD, masked(ffn)(tokens), atol=1e-12)
     assert ((ffn.router(x_TD) > 0).sum(-1) == int(force)).all()
     ffn.train()(x_TD).sum().backward()
     assert ffn.router.weight.grad.isfinite().all()
