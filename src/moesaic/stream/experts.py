@@ -363,11 +363,11 @@ class StatsFile:
         self.path = path
         if not path.is_file():
             raise MoesaicError(f"No statistics at {path}; moesaic observe MODEL {path} makes them.")
-        header_of(path)
         try:
+            header_of(path)
             with safe_open(path, framework="pt") as opened:
                 header: JSON = json.loads((opened.metadata() or {})["moesaic"])
-        except (SafetensorError, KeyError, ValueError) as error:
+        except (MoesaicError, SafetensorError, KeyError, ValueError) as error:
             raise MoesaicError(f"{path} is not a file of moesaic observe: {error}") from error
         version = header.pop("format", None)
         if version != FORMAT:
