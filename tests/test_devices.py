@@ -56,7 +56,7 @@ def weighed() -> Any:
     for ffn in blocks(model):
         generator = torch.Generator().manual_seed(1)
         twin = CarvedFFN(
-            {name: getattr(ffn, name) for name in ffn._projections},
+            {name: getattr(ffn, name) for name in ffn.names.projections},
             ffn.act_fn,
             ffn.names,
             32,
@@ -75,7 +75,7 @@ def overlapping() -> Any:
     """A model whose experts share neurons (ToMoE's)."""
     model = carved()
     for number, ffn in enumerate(blocks(model)):
-        projections = {name: getattr(ffn, name) for name in ffn._projections}
+        projections = {name: getattr(ffn, name) for name in ffn.names.projections}
         twin = OverlappingFFN(projections, ffn.act_fn, ffn.names, 32, 3, 40)
         generator = torch.Generator().manual_seed(number)
         rows = [torch.randperm(64, generator=generator)[:40].sort().values for _ in range(3)]
