@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Values
 
-Row = str | Mapping[str, Any]
+Row = str | Values
 """A text, or columns."""
 
 PLAIN = ("text", "content")
@@ -67,9 +67,9 @@ class Schema:
     needs: tuple[str, ...]
     may: tuple[str, ...]
     """Columns that it reads, or that say again what others say."""
-    read: Callable[[Mapping[str, Any]], Asked]
+    read: Callable[[Values], Asked]
 
-    def fits(self, row: Mapping[str, Any]) -> bool:
+    def fits(self, row: Values) -> bool:
         """All columns are there, and none that is not known."""
         known = {*self.needs, *self.may, *ASIDE, *PLAIN}
         return row.keys() >= set(self.needs) and row.keys() <= known
@@ -82,7 +82,7 @@ def _alpaca(instruction: str, given: str, answer: str) -> Asked:
     return Asked(ALPACA.format(instruction), answer)
 
 
-def _choices(row: Mapping[str, Any]) -> Asked:
+def _choices(row: Values) -> Asked:
     choices, right = row["choices"], row["answer"]
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(choices)]
     if isinstance(right, str):

@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
 
 DOMAINS = ("prose", "reference", "code")
 """Domains of the text that ships with the package; each can be named instead of a file."""
@@ -128,7 +128,7 @@ def text_sources(spec: str) -> tuple[TextSource, ...]:
     return tuple(found)
 
 
-def spelled(value: Any) -> str:
+def spelled(value: object) -> str:
     """A text's name as one string, of a recipe's string, mapping or list of mappings.
 
     Raises:
@@ -172,6 +172,6 @@ def _from_json(spec: str) -> tuple[TextSource, ...]:
     return tuple(found)
 
 
-def plain(source: TextSource) -> dict[str, Any]:
+def plain(source: TextSource) -> JSON:
     """The fields that say something, for records."""
     return {k: v for k, v in asdict(source).items() if v not in ("", 1.0)}

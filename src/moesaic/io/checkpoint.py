@@ -61,7 +61,7 @@ class Checkpoint:
         index = self.folder / INDEX_NAME
         if index.is_file():
             places = mapping_of(index).get("weight_map")
-            names: set[Any] = {*map(str, places.values())} if isinstance(places, dict) else {""}
+            names: set[str] = {*map(str, places.values())} if isinstance(places, dict) else {""}
             wrong = [name for name in names if not _is_plain(name)]
             if wrong:
                 raise MoesaicError(

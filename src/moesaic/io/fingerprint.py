@@ -13,12 +13,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moesaic.foreign import JSON, Model
+from moesaic.foreign import JSON, Model, Values
 from moesaic.io.headers import header_of
 
 PIECE = 4096
@@ -117,7 +116,7 @@ def of_model(model: Model) -> str:
     return IN_MEMORY + of_tensors(model.state_dict())
 
 
-def of_examples(examples: Iterable[Mapping[str, Any]]) -> str:
+def of_examples(examples: Iterable[Values]) -> str:
     """The fingerprint of training texts as token ids and labels.
 
     A stream may have one of its own, ``fingerprint``; else it is that of its beginning.

@@ -6,7 +6,7 @@ every petal are contiguous: an expert is a slice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -55,7 +55,7 @@ class CarvedFFN(nn.Module):
     def __init__(
         self,
         projections: Mapping[str, nn.Module],
-        act: Any,
+        act: Callable[[Tensor], Tensor],
         names: FFNNames,
         hidden_size: int,
         backbone: int,

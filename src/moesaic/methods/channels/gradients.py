@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,8 +96,8 @@ def _watched(
             handle.remove()
 
 
-def _adder(squares: dict[Key, Tensor], key: Key) -> Callable[[nn.Module, Any, Tensor], None]:
-    def watch(module: nn.Module, args: Any, out: Tensor) -> None:
+def _adder(squares: dict[Key, Tensor], key: Key) -> Callable[[nn.Module, object, Tensor], None]:
+    def watch(module: nn.Module, args: object, out: Tensor) -> None:
         weight_OI: Tensor = module.weight.detach()  # type: ignore[operator]
 
         def add(gradient: Tensor) -> None:

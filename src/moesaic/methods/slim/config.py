@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Values
 from moesaic.methods.slim.scores import SCORES, Compared, Score
 
 
@@ -21,7 +22,7 @@ class SlimConfig(MethodConfig):
     paper = ""
     implementation = "moesaic.methods.slim.method:Slimmer"
     variants: ClassVar[Mapping[str, str]] = Compared()
-    bundles: ClassVar[Mapping[str, Mapping[str, Any]]] = {"best": {"refit": True}}
+    bundles: ClassVar[Mapping[str, Values]] = {"best": {"refit": True}}
 
     keep: float = option(
         0.5,
