@@ -137,7 +137,7 @@ def report(
         file = folder / "result.json" if folder.is_dir() else folder
         try:
             records.append(Record.from_json(mapping_of(file)))
-        except ValueError as error:
+        except (ValueError, MoesaicError) as error:
             raise MoesaicError(f"{folder} has no readable result.json: {error}") from error
     from moesaic import report
 

@@ -112,7 +112,7 @@ def shares_for(weights: Mapping[str, float], others: float, active: float) -> fl
         others: the same of those that do not.
         active: of all of them; 1 or less.
 
-    >>> shares_for({"up": 60.0}, 40.0, 0.7)
+    >>> round(shares_for({"up": 60.0}, 40.0, 0.7), 9)
     0.5
     """
     own = sum(weights.values())

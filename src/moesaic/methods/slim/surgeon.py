@@ -29,7 +29,7 @@ def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Ten
         ridge: lambda.
 
     >>> gram, down = torch.diag(torch.tensor([1.0, 4.0]).double()), torch.ones(1, 2).double()
-    >>> removal_costs(gram, down, ridge=0.0).tolist()
+    >>> removal_costs(gram, down, ridge=0.0).float().tolist()
     [1.0, 4.0]
     """
     width = len(gram_MM)
