@@ -16,6 +16,7 @@ from torch import nn
 import moesaic
 from moesaic import MoesaicError
 from moesaic.arch.mixture import base_arch
+from moesaic.layers.base import same
 from moesaic.layers.channels import ChannelsLayer, column_norms
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.channels.config import TEALConfig, WINAConfig
@@ -417,6 +418,98 @@ def test_gradient_sizes_are_those_of_a_perturbed_input():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_gradient_sizes_of_experts_are_means_over_their_own_tokens(model_type, padded):
+    """With zeros added to what each expert's projections take in, whose gradients are asked for."""
+    model, i = tiny_moe(model_type), 1
+    arch, mask = base_arch(model.config), padded.attention_mask.bool()
+    layer = model.model.layers[i]
+    view, module = arch.mixture(layer), arch.mixture(layer).experts
+    path = f"{arch.ffn_path}.{arch.experts}"
+    sizes = {"gate_up_proj": 32, "down_proj": view.width}
+    wanted = {i: [Projection(f"{path}.{n}", s, 1, 1.0, False, True) for n, s in sizes.items()]}
+    found = gradient_sizes(model, arch, wanted, padded, lambda items, *_: items)
+    zeros = {n: torch.zeros(8, mask.numel(), s, requires_grad=True) for n, s in sizes.items()}
+    ran = torch.zeros(8, mask.numel(), dtype=torch.bool)
+
+    def forward(x, chosen, weights):
+        shape, x = x.shape, x.flatten(0, -2)
+        out = 0
+        for e in range(8):
+            w = (weights * (chosen == e)).sum(-1, keepdim=True)
+            ran[e] = (chosen == e).any(-1) & mask.flatten()
+            h = view.hidden(e, x + zeros["gate_up_proj"][e]) + zeros["down_proj"][e]
+            out = out + w * view.written(e, h)
+        return out.view(shape)
+
+    module.forward = forward
+    ids = padded.input_ids
+    logits = model(ids, attention_mask=mask.long()).logits[:, :-1]
+    labels = ids[:, 1:].masked_fill(~mask[:, 1:], -100)
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    del module.forward
+    calls = ran.sum(1)
+    assert 0 < calls.min() < calls.max()
+    for name in sizes:
+        expected = (zeros[name].grad.square().sum(1) / calls[:, None]).sqrt()
+        torch.testing.assert_close(found[i, f"{path}.{name}"], expected, rtol=1e-3, atol=1e-7)
+
+
+def test_an_expert_that_no_token_runs_weighs_its_channels_as_the_others_do():
+    from moesaic.methods.channels.gradients import Sums
+
+    sums = Sums()
+    sums.calls["key"] = torch.tensor([1, 0, 4])
+    sums.add_expert("key", 3, 0, torch.tensor([1.0, 9.0]))
+    sums.add_expert("key", 3, 2, torch.tensor([12.0, 4.0]))
+    expected = torch.tensor([[1.0, 9.0], [2.0, 5.0], [3.0, 1.0]]).sqrt()
+    torch.testing.assert_close(sums.size("key"), expected)
+
+
+def test_gradients_lead_to_mixtures_that_skip(way, tmp_path):
+    """Slimmed before: one threshold for attention, experts and shared path."""
+    slim = moesaic.slim(tiny_moe("qwen2_moe"), moesaic.SlimConfig(keep=0.5), text=many_tokens())
+    config = WINAConfig(active=0.7, gradients=True)
+    result = moesaic.carve(slim.model, config, calibration=many_tokens())
+    skips, ids = result.model.eval(), prompt()
+    experts = skips.model.layers[2].mlp.experts
+    assert experts.down_proj_scale.shape == (8, 8)
+    found = score(result.model, many_tokens())
+    before = model_size(slim.model).active_ratio
+    assert found.active_ratio == pytest.approx(0.7 * before, rel=0.05)
+    again = loaded(result.save(tmp_path / "out"))
+    for a, b in zip(steps(again, ids), steps(skips, ids), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"choice": "threshold"},
+        {"choice": "threshold", "shares": "greedy", "steps": 2, "propagate": True},
+        {"gradients": True},
+    ],
+)
+def test_a_resumed_run_decides_what_is_missing_alone(options, tmp_path, monkeypatch):
+    model, config = tiny_model("llama"), WINAConfig(active=0.7, **options)
+    folder = tmp_path / "progress"
+    run = {"calibration": many_tokens(), "progress": folder}
+    first = moesaic.carve(model, config, **run).plan
+    (folder / "layer-0002-result.safetensors").unlink()
+    weighed, scored = [], Layer.scored
+
+    def watched(self, *arguments):
+        weighed.append(self.index)
+        return scored(self, *arguments)
+
+    monkeypatch.setattr(Layer, "scored", watched)
+    monkeypatch.setattr("moesaic.methods.channels.method.gradient_sizes", None)
+    again = moesaic.carve(model, config, **run).plan
+    assert weighed == ([0, 1, 2, 3] if options.get("gradients") else [2])
+    for i, layer in first.layers.items():
+        assert same(layer, again.layers[i])
+
+
 def test_greedy_takes_each_step_where_the_output_changes_least():
     """Against a search that computes every trial anew, in plain tensors."""
     model = tiny_model("llama")
@@ -547,11 +640,6 @@ def test_quantised_models_and_those_that_skip_already_are_refused():
     model.config.quantization_config = {"quant_method": "bitsandbytes"}
     with pytest.raises(MoesaicError, match="quantised in blocks"):
         moesaic.carve(model, WINAConfig())
-
-
-def test_gradients_of_experts_are_refused():
-    with pytest.raises(MoesaicError, match="without routed experts"):
-        moesaic.carve(tiny_moe("mixtral"), WINAConfig(gradients=True), calibration=many_tokens())
 
 
 def test_a_projection_that_is_quantised_afterwards_is_masked_instead():

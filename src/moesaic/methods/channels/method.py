@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,10 @@ from moesaic.methods.channels.gradients import gradient_sizes
 from moesaic.methods.channels.projections import Projection, projections, watched
 from moesaic.methods.channels.scores import Scores, one_threshold, shares_for
 from moesaic.methods.words import percent, some
-from moesaic.nn.channels import Cut, set_mode
+from moesaic.nn.channels import WHOLE, Cut, set_mode
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.job import Job
+from moesaic.stream.job import Finished, Job
 from moesaic.stream.stream import Block
 from moesaic.surgery import applied, headers_of, layer_uses
 
@@ -89,12 +89,12 @@ class Channels(Method[ChannelsConfig, Arch]):
         options = asdict(config)
         finished = job.finished({"config": options, "calibration": fingerprint})
         if not all(("result", i) in finished for i in wanted):
-            decided = (
-                self.decided_at_once(job, wanted, share)
+            decide = (
+                self.decided_at_once
                 if config.gradients or not config.calibrates
-                else self.decided_in_turn(job, wanted, share)
+                else self.decided_in_turn
             )
-            for i, layer in decided:
+            for i, layer in decide(job, wanted, share, finished):
                 finished.add("result", i, layer, {})
         layers = {i: finished["result", i][0] for i in wanted}
         plan = Plan(config.name, job.base, layers, options, fingerprint)
@@ -104,7 +104,7 @@ class Channels(Method[ChannelsConfig, Arch]):
         """The projections that skip channels, by layer.
 
         Raises:
-            MoesaicError: there are none, or gradients are asked of experts.
+            MoesaicError: there are none.
         """
         config = self.config
         found = {
@@ -116,10 +116,6 @@ class Channels(Method[ChannelsConfig, Arch]):
             raise MoesaicError(
                 f"No projection of layers {config.layers} can skip channels with where "
                 f"{config.where}: they have forms of their own. Try where all, or the original."
-            )
-        if config.gradients and any(p.experts for some in wanted.values() for p in some):
-            raise MoesaicError(
-                "gradients is for layers without routed experts: leave it out for a mixture."
             )
         return wanted
 
@@ -144,7 +140,7 @@ class Channels(Method[ChannelsConfig, Arch]):
     # --- without looking at layers, or at all of them at once ------------------------------------
 
     def decided_at_once(
-        self, job: Job[Arch], wanted: Wanted, share: float
+        self, job: Job[Arch], wanted: Wanted, share: float, finished: Finished
     ) -> Iterator[tuple[int, ChannelsLayer]]:
         """Every layer's plan: by the one share alone, or by gradients through the whole model."""
         config = self.config
@@ -153,10 +149,7 @@ class Channels(Method[ChannelsConfig, Arch]):
                 cuts = {p.path: top(p, share) for p in found}
                 yield i, ChannelsLayer(cuts, config.score)
             return
-        few = Tokens(*_first(job.tokens, config.gradient_tokens))
-        live = job.live(inplace=True)
-        live.eval()
-        factors = gradient_sizes(live, job.arch, wanted, few, job.track)
+        factors = self._gradients(job, wanted, finished)
         scores: dict[str, Scores] = {}
         for block in self._blocks(job, wanted):
             found = wanted[block.index]
@@ -178,14 +171,35 @@ class Channels(Method[ChannelsConfig, Arch]):
                 cuts[p.path] = Cut(share_of_it, threshold=threshold)
             yield i, ChannelsLayer(cuts, "given", {p.path: factors[i, p.path] for p in found})
 
+    def _gradients(
+        self, job: Job[Arch], wanted: Wanted, finished: Finished
+    ) -> dict[tuple[int, str], Tensor]:
+        """The sizes of gradients by channel; kept, so that a resumed run need not go backward."""
+        if not all(("gradients", i) in finished for i in wanted):
+            few = Tokens(*_first(job.tokens, self.config.gradient_tokens))
+            live = job.live(inplace=True)
+            live.eval()
+            sizes = gradient_sizes(live, job.arch, wanted, few, job.track)
+            for i, found in wanted.items():
+                factors = {p.path: sizes[i, p.path] for p in found}
+                cuts = dict.fromkeys(factors, WHOLE)
+                finished.add("gradients", i, ChannelsLayer(cuts, "given", factors), {})
+        kept = {i: cast(ChannelsLayer, finished["gradients", i][0]) for i in wanted}
+        return {(i, path): f for i, layer in kept.items() for path, f in layer.factors.items()}
+
     # --- layer by layer --------------------------------------------------------------------------
 
     def decided_in_turn(
-        self, job: Job[Arch], wanted: Wanted, share: float
+        self, job: Job[Arch], wanted: Wanted, share: float, finished: Finished
     ) -> Iterator[tuple[int, ChannelsLayer]]:
-        """Every layer's plan from the scores of its own channels."""
+        """The plan of every layer that has none yet, from the scores of its own channels."""
         config = self.config
-        for block in self._blocks(job, wanted):
+        missing = [i for i in wanted if ("result", i) not in finished]
+        for block in self._blocks(job, [i for i in wanted if i <= max(missing)]):
+            if block.index not in missing:
+                if config.propagate:
+                    block.pass_on(cast(ChannelsLayer, finished["result", block.index][0]))
+                continue
             found = wanted[block.index]
             factors = {p.path: self._factor(block.layer, p, job.arch) for p in found}
             scores = block.scored(found, factors)
@@ -194,8 +208,8 @@ class Channels(Method[ChannelsConfig, Arch]):
                 shares = block.greedy(found, scores, share, config)
             cuts = {p.path: cut_of(p, shares[p.path], scores[p.path], config.choice) for p in found}
             layer = ChannelsLayer(cuts, config.score)
-            block.pass_on(layer if config.propagate else None)
             yield block.index, layer
+            block.pass_on(layer if config.propagate else None)
 
     def _factor(self, layer: nn.Module, p: Projection, arch: Arch) -> Tensor | None:
         """What |x| is multiplied by; None for nothing."""
@@ -204,7 +218,7 @@ class Channels(Method[ChannelsConfig, Arch]):
         weight = layer.get_parameter(p.path if p.experts else f"{p.path}.weight")
         return column_norms(weight, p.experts and isinstance(arch, MoEArch) and arch.transposed)
 
-    def _blocks(self, job: Job[Arch], wanted: Wanted) -> Iterator[Layer]:
+    def _blocks(self, job: Job[Arch], wanted: Collection[int]) -> Iterator[Layer]:
         """Every layer that is wanted, live, with the states that reach it."""
         last = max(wanted)
         stream = job.stream([*wanted], job.arch.ffn_of, tokens_per_batch=BATCH)
@@ -252,9 +266,12 @@ class Layer:
         scores = {p.path: Scores() for p in found}
         mask: Tensor | None = None
 
-        def seen(path: str, x_SI: Tensor, expert_S: Tensor | None) -> None:
-            if expert_S is None and mask is not None:
-                x_SI = x_SI[mask.flatten().to(x_SI.device)]
+        def seen(path: str, x_SI: Tensor, token_S: Tensor | None, expert_S: Tensor | None) -> None:
+            if mask is not None:  # padding does not count
+                real_T = mask.flatten().to(x_SI.device).bool()
+                real_S = real_T if token_S is None else real_T[token_S]
+                x_SI = x_SI[real_S]
+                expert_S = None if expert_S is None else expert_S[real_S]
             factor = factors[path]
             score_SI = x_SI.abs().float()
             if factor is not None:

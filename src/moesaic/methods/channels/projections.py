@@ -87,8 +87,9 @@ def _linear(path: str, module: nn.Linear, attention: bool) -> Projection:
     return Projection(path, module.in_features, module.out_features, float(size), attention)
 
 
-Seen = Callable[[str, Tensor, Tensor | None], None]
-"""Takes a projection's path, its inputs (S, I), and the expert of each (S) where there are some."""
+Seen = Callable[[str, Tensor, Tensor | None, Tensor | None], None]
+"""Takes a projection's path, its inputs (S, I), and of experts each one's token (S) and expert (S);
+None where every token is there once."""
 
 
 @contextmanager
@@ -120,7 +121,7 @@ def watched(
 
 
 def _linear_hook(path: str, seen: Seen) -> Callable[[nn.Module, Any], None]:
-    return lambda module, args: seen(path, args[0].flatten(0, -2), None)
+    return lambda module, args: seen(path, args[0].flatten(0, -2), None, None)
 
 
 def _experts_hook(
@@ -138,8 +139,8 @@ def _experts_hook(
                 continue
             expert_S = torch.full_like(token, number)
             if "gate_up_proj" in by_leaf:
-                seen(by_leaf["gate_up_proj"], x_TD[token], expert_S)
+                seen(by_leaf["gate_up_proj"], x_TD[token], token, expert_S)
             if "down_proj" in by_leaf:
-                seen(by_leaf["down_proj"], view.hidden(number, x_TD[token]), expert_S)
+                seen(by_leaf["down_proj"], view.hidden(number, x_TD[token]), token, expert_S)
 
     return before
