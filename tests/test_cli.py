@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -214,16 +213,13 @@ def test_wrong_requests_exit_2_with_one_message(
 
 
 ASKED = """
-import io, sys, time
+import io, sys
 from contextlib import redirect_stderr, redirect_stdout
 
-begun = time.process_time()
 from moesaic import cli
 
-imported = time.process_time() - begun
 for arguments in {requests!r}:
     sys.argv = ["moesaic", *arguments]
-    begun = time.process_time()
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         try:
             cli.main()
@@ -231,16 +227,14 @@ for arguments in {requests!r}:
             pass
     heavy = {{"torch", "transformers", "sklearn", "matplotlib"}} & sys.modules.keys()
     assert not heavy, (arguments, heavy)
-    assert imported + time.process_time() - begun < {limit}, arguments
 """
 
 
-def test_help_and_wrong_requests_are_answered_at_once(llama_folder, carved_folder, tmp_path):
+def test_help_and_wrong_requests_need_nothing_heavy(llama_folder, carved_folder, tmp_path):
     helped = [[], ["--version"], ["--help"], *([name, "--help"] for name in VERBS)]
     places = {"MODEL": llama_folder, "OUT": tmp_path / "out", "DONE": carved_folder}
     wrong = [[str(places.get(a, a)) for a in args] for args, _ in AT_ONCE]
-    limit = float(os.environ.get("MOESAIC_TEST_SECONDS", "2"))  # 0.6 on a quiet machine
-    code = ASKED.format(requests=[*helped, *wrong], limit=limit)
+    code = ASKED.format(requests=[*helped, *wrong])
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
 
 

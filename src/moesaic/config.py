@@ -11,7 +11,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Track, Values, silent
@@ -278,6 +287,10 @@ class Evaluation:
         check_options(self)
 
 
+GgufType: TypeAlias = Literal["f32", "bf16", "q8_0"]
+"""The types that a GGUF file's weights are written in."""
+
+
 @dataclass(frozen=True)
 class Bench:
     """How speed is measured."""
@@ -288,10 +301,27 @@ class Bench:
         "transformers",
         "transformers, or llamacpp, which takes GGUF files too and converts other models.",
     )
-    type: Literal["f32", "bf16", "q8_0"] = option("f32", "Of weights converted for llamacpp.")
+    type: GgufType = option("f32", "Of weights converted for llamacpp.")
     length: int = option(512, "Prompt tokens.", minimum=2)
     new_tokens: int = option(32, "Greedy decoding steps of a round.", minimum=1)
     rounds: int = option(5, "Counted rounds, after one of warm-up.", minimum=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True)
+class ExportArgs:
+    """The form that a model is written in for other engines."""
+
+    to: Literal["native", "gguf"] = option("native", "native (a checkpoint) or gguf (a file).")
+    target: str = option("", "The architecture. Default: the one with the least to compute.")
+    ep: int = option(1, "Expert-parallel size that the experts must divide by.", minimum=1)
+    untie: bool = option(False, "Write the head as a tensor of its own, for SGLang.")
+    type: GgufType = option("f32", "Of a GGUF's weights.")
+    converter: str = option(
+        "", "llama.cpp, or its convert_hf_to_gguf.py. Default: $LLAMA_CPP.", metavar="PATH"
+    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesaic.cli.options import MODELS, AsJson, Model, Out, Overwrite, Resume
+from moesaic.cli.options import MODELS, AsJson, Model, Out, Overwrite, Resume, Value, option
 from moesaic.cli.shared import carry_out, emit, figure, register
-from moesaic.config import Bench, Evaluation
+from moesaic.config import Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.io.names import check_name, check_out
@@ -17,9 +18,6 @@ from moesaic.recipe import Recipe, load_recipe, step_config
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-FORMS = ("native", "gguf")
-TYPES = get_args(get_type_hints(Bench)["type"])
 
 
 def run(
@@ -71,36 +69,18 @@ def apply(
 def export(
     model: Model,
     out: Out,
-    to: Annotated[str, typer.Option(help="native (a checkpoint) or gguf (a file).")] = "native",
-    target: Annotated[
-        str, typer.Option(help="The architecture; default: the one with the least to compute.")
-    ] = "",
-    ep: Annotated[
-        int, typer.Option(min=1, help="Expert-parallel size that the experts must divide by.")
-    ] = 1,
-    untie: Annotated[
-        bool, typer.Option("--untie", help="Write the head as a tensor of its own, for SGLang.")
-    ] = False,
-    type: Annotated[str, typer.Option(help=f"Of a GGUF's weights: {', '.join(TYPES)}.")] = "f32",
-    converter: Annotated[
-        Path | None, typer.Option(help="llama.cpp, or its convert_hf_to_gguf.py; or $LLAMA_CPP.")
-    ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
+    **given: Value,
 ) -> None:
     """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
-    for name, value, known in (("to", to, FORMS), ("type", type, TYPES)):
-        if value not in known:
-            raise MoesaicError(f"{name} {value!r} is none of {', '.join(known)}.")
+    asked = ExportArgs(**given)  # before anything slow is imported
     check_name(model)
-    if to == "native" or not out.is_file() or not overwrite:
+    if asked.to == "native" or not out.is_file() or not overwrite:
         check_out(out, overwrite)
     from moesaic.exports import export
 
-    given: JSON = {"target": target, "ep": ep, "untie": untie, "overwrite": overwrite}
-    if to == "gguf":
-        given |= {"type": type, "converter": converter}
-    record = export(model, out, to, **given)
+    record = export(model, out, overwrite=overwrite, **given)
     emit(as_json, record, exported(record))
 
 
@@ -150,5 +130,6 @@ def commands() -> None:
     register("run", run, "moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder")
     register("demo", demo, "moesaic demo --out moesaic-demo")
     register("apply", apply, "moesaic apply smollm2 out/plan.json rebuilt")
-    register("export", export, "moesaic export out out-native --to native")
+    form = [option(ExportArgs, of.name) for of in fields(ExportArgs)]
+    register("export", export, "moesaic export out out-native --to native", form)
     register("report", report, "moesaic report out-0.8 out-0.7 --out compare.html")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from moesaic.errors import MoesaicError
+from moesaic.config import ExportArgs
 from moesaic.exports.llamacpp import export_gguf
 from moesaic.exports.native import export_native
 from moesaic.foreign import JSON
@@ -13,7 +14,9 @@ from moesaic.foreign import JSON
 FORMS: dict[str, Callable[..., JSON]] = {"native": export_native, "gguf": export_gguf}
 
 
-def export(model: str, out: str | Path, to: str = "native", **options: object) -> JSON:
+def export(
+    model: str, out: str | Path, to: str = "native", *, overwrite: bool = False, **options: Any
+) -> JSON:
     """Write a model in the form that other engines load.
 
     Args:
@@ -21,11 +24,11 @@ def export(model: str, out: str | Path, to: str = "native", **options: object) -
         out: the folder, or the GGUF file, to make.
         to: ``native`` (:func:`moesaic.exports.native.export_native`) or ``gguf``
             (:func:`moesaic.exports.llamacpp.export_gguf`).
-        options: of that function.
+        overwrite: replace ``out`` if it exists.
+        options: the other fields of :class:`moesaic.config.ExportArgs`.
 
     Raises:
         MoesaicError: the form is unknown, or cannot hold the model.
     """
-    if to not in FORMS:
-        raise MoesaicError(f"--to {to!r} is none of {', '.join(FORMS)}.")
-    return FORMS[to](model, out, **options)
+    asked = ExportArgs(to=to, **options)  # type: ignore[arg-type]
+    return FORMS[asked.to](model, out, asked, overwrite)

@@ -7,9 +7,9 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from moesaic.arch.dense import PREFIX
+from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.exports.engines import limits
 from moesaic.exports.form import run_script
@@ -17,12 +17,11 @@ from moesaic.exports.native import export_native
 from moesaic.foreign import JSON
 from moesaic.io.source import resolve
 
-TYPES = ("f32", "bf16", "q8_0")
 SCRIPT = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"
 
 
-def find_converter(given: str | Path | None = None) -> Path:
+def find_converter(given: str | Path = "") -> Path:
     """llama.cpp's ``convert_hf_to_gguf.py``: given, in the folder $LLAMA_CPP, or on the PATH.
 
     Raises:
@@ -36,19 +35,13 @@ def find_converter(given: str | Path | None = None) -> Path:
         raise MoesaicError(f"No {SCRIPT} at {place}.")
     raise MoesaicError(
         f"GGUF needs llama.cpp's {SCRIPT}: set {VARIABLE} to a llama.cpp folder, or pass "
-        "--converter. One is in vendor/llama.cpp of llama-cpp-python's source package on PyPI "
+        "converter=FOLDER. One is in vendor/llama.cpp of llama-cpp-python's source package on PyPI "
         "(pip download --no-deps --no-binary llama-cpp-python llama-cpp-python)."
     )
 
 
 def export_gguf(
-    model: str,
-    out: str | Path,
-    *,
-    type: str = "f32",
-    converter: str | Path | None = None,
-    overwrite: bool = False,
-    **native: Any,
+    model: str, out: str | Path, asked: ExportArgs | None = None, overwrite: bool = False
 ) -> JSON:
     """Write a model and its tokenizer as one GGUF file.
 
@@ -57,38 +50,35 @@ def export_gguf(
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the file to make.
-        type: what weights are stored as, of :data:`TYPES`; routers and norms stay in f32.
-        converter: llama.cpp's script or folder; None to look for it.
+        asked: its ``type`` is that of the weights; routers and norms stay in f32.
         overwrite: replace ``out`` if it exists.
-        native: options of :func:`moesaic.exports.native.export_native`.
 
     Raises:
         MoesaicError: there is no converter, it refuses the model, or llama.cpp would compute
             something else; nothing is left at ``out``.
     """
-    if type not in TYPES:
-        raise MoesaicError(f"--type {type!r} is none of {', '.join(TYPES)}.")
-    script, out = find_converter(converter), Path(out)
+    asked = asked or ExportArgs(to="gguf")
+    script, out = find_converter(asked.converter), Path(out)
     if out.is_dir():
         raise MoesaicError(f"{out} is a folder; give the name of the GGUF file to make.")
     if out.exists() and not overwrite:
-        raise MoesaicError(f"{out} exists. Choose another name or pass --overwrite.")
+        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
     source = resolve(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
         record: JSON = {"model_type": source.config.model_type}
         folder = source.folder
-        asked = native.get("target") or native.get("untie") or native.get("ep", 1) > 1
-        if asked or source.config.model_type.startswith(PREFIX):
+        other = asked.target or asked.untie or asked.ep > 1
+        if other or source.config.model_type.startswith(PREFIX):
             folder = Path(place) / "native"
-            record = export_native(model, folder, **native)
+            record = export_native(model, folder, asked)
         lacks = record.get("engines", limits(source.config))["llama.cpp"]
         if lacks:
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = Path(place) / "model.gguf"
-        convert(script, folder, work, type)
+        convert(script, folder, work, asked.type)
         work.replace(out)
-    return {**record, "out": str(out), "type": type, "bytes": out.stat().st_size}
+    return {**record, "out": str(out), "type": asked.type, "bytes": out.stat().st_size}
 
 
 def convert(script: Path, folder: Path, out: Path, type: str) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moesaic.arch.mixture import MoEArch, base_arch
+from moesaic.config import ExportArgs
 from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.carved import as_experts, narrowed
@@ -35,13 +36,7 @@ petals some always are, and any change in rounding does the same."""
 
 
 def export_native(
-    model: str,
-    out: str | Path,
-    *,
-    target: str = "",
-    ep: int = 1,
-    untie: bool = False,
-    overwrite: bool = False,
+    model: str, out: str | Path, asked: ExportArgs | None = None, overwrite: bool = False
 ) -> JSON:
     """Write a converted model as a checkpoint that loads without this package.
 
@@ -51,10 +46,8 @@ def export_native(
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the folder to make.
-        target: the architecture, of :data:`moesaic.exports.targets.TARGETS`; empty for the one
-            with the fewest active neurons.
-        ep: what the number of experts must be a multiple of (expert-parallel size).
-        untie: write the head as a tensor of its own where it is the embedding's.
+        asked: its ``target`` is one of :data:`moesaic.exports.targets.TARGETS`, or empty for the
+            architecture with the fewest active neurons; its ``type`` is not used.
         overwrite: replace ``out`` if it exists.
 
     Returns:
@@ -66,16 +59,17 @@ def export_native(
     """
     source = resolve(model)
     check_out(Path(out), overwrite)
-    export = decide(source, target, ep)
+    asked = asked or ExportArgs()
+    export = decide(source, asked.target, asked.ep)
     with whole_folder(Path(out), overwrite) as folder:
-        write(source, export, folder, untie)
+        write(source, export, folder, asked.untie)
         differences = verify(source, folder, export.exact)
     return {
         "out": str(out),
         "model_type": export.model_type,
         "exact": export.exact,
         **differences,
-        "engines": limits(export.config, ep),
+        "engines": limits(export.config, asked.ep),
         "costs": dict(export.costs),
     }
 

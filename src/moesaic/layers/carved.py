@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, DenseFFN, put, weight_of
@@ -21,7 +20,7 @@ from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
 from moesaic.layers.neurons import of_mlp
-from moesaic.layers.recovery import Balance
+from moesaic.layers.recovery import refitted_down
 from moesaic.nn.carved import CarvedFFN, carved_like
 from moesaic.nn.routers import CHOOSING, WEIGHING, Router, chosen, running
 
@@ -204,27 +203,12 @@ class CarvedLayer(LayerPlan):
             weights: solve for the down projection.
             biases: solve for an output bias of every expert.
         """
-        ffn = site.view
-        down_DM = ffn.down_DM[:, self.order_M.to(ffn.device)]
-        hidden_size, width = down_DM.shape
         count = max(1, len(self.petals)) if biases else 0
-        balance = Balance(hidden_size, width * weights + count, ffn.device, count)
-        for (whole_TM, h_TM, on_TR), target_TD in zip(
-            self.running(site), site.targets(), strict=True
-        ):
-            y_TD = ffn.output(whole_TM) if target_TD is None else target_TD
-            features = [h_TM] * weights + [on_TR] * biases
-            balance.add(torch.cat(features, dim=1), F.linear(h_TM, down_DM, ffn.down_bias_D), y_TD)
-        fit, found = balance.solve()
-        change_DF = fit.weight_FO.T
-        plan = self
-        if weights:
-            new_DM = (down_DM.double() + change_DF[:, :width]).to(down_DM.dtype)
-            plan = replace(plan, down_DM=new_DM.cpu())
-        if biases:
-            bias_RD = change_DF[:, -count:].T.to(down_DM.dtype).contiguous()
-            plan = replace(plan, bias_RD=bias_RD.cpu())
-        return plan, found
+        order_M = self.order_M.to(site.view.device)
+        down_DM, bias_RD, found = refitted_down(site, order_M, self.running(site), weights, count)
+        down_DM = self.down_DM if down_DM is None else down_DM
+        bias_RD = self.bias_RD if bias_RD is None else bias_RD
+        return replace(self, down_DM=down_DM, bias_RD=bias_RD), found
 
     def running(self, site: Seen[DenseFFN]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Batches of hidden activations, and of those that a token still runs.

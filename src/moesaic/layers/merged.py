@@ -21,6 +21,7 @@ from moesaic.foreign import JSON
 from moesaic.io.naming import expert_number, renumbered
 from moesaic.layers.base import Description, Header, Seen, State
 from moesaic.layers.pruned import DOWN, PrunedLayer
+from moesaic.layers.state import Rewritten
 
 GATE_UP = "gate_up_proj"
 
@@ -74,30 +75,22 @@ class MergedLayer(PrunedLayer):
         raise MoesaicError("Merged experts are not refitted; choose another criterion.")
 
 
-class Averaged:
-    """A layer's tensors, the experts' as they will be; a :class:`~moesaic.layers.base.State`."""
+class Averaged(Rewritten):
+    """A layer's tensors, the experts' as they will be."""
 
     def __init__(self, plan: MergedLayer, arch: Arch, state: State) -> None:
         assert isinstance(arch, MoEArch)
-        self._plan, self._state = plan, state
+        super().__init__(state)
+        self._plan = plan
         self._experts = f"{arch.ffn_path}.{arch.experts}."
         whole = (state[self._experts + name] for name in (GATE_UP, DOWN))
         self._order_of = orders(plan, *whole)
         self._names = dict(state.stored(self._experts))
 
-    def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
-        return self._state.stored(*prefixes)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._state[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._state
-
     def read(self, stored: str) -> Tensor:
         number, groups = expert_number(stored), self._plan.groups
         if stored not in self._names or (number is not None and number not in groups):
-            return self._state.read(stored)
+            return super().read(stored)
         name = self._names[stored]
         axis = 1 if name.endswith(DOWN) else 0
         if number is None:

@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, DenseFFN
@@ -18,7 +16,7 @@ from moesaic.arch.use import LayerUse
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
 from moesaic.layers.neurons import narrow_mlp, of_mlp
-from moesaic.layers.recovery import Balance
+from moesaic.layers.recovery import refitted_down
 
 
 @dataclass(frozen=True)
@@ -117,23 +115,12 @@ class NarrowedLayer(LayerPlan):
             weights: solve for the down projection.
             biases: solve for an output bias.
         """
-        ffn = site.view
-        order_W = self.order_W.to(ffn.device)
-        down_DW = ffn.down_DM[:, order_W]
-        hidden_size, width = down_DW.shape
-        balance = Balance(hidden_size, width * weights + biases, ffn.device, int(biases))
-        for (_, h_TM), target_TD in zip(site.activations(), site.targets(), strict=True):
-            y_TD = ffn.output(h_TM) if target_TD is None else target_TD
-            h_TW = h_TM[:, order_W]
-            features = [h_TW] * weights + [h_TW.new_ones(len(h_TW), 1)] * biases
-            balance.add(torch.cat(features, dim=1), F.linear(h_TW, down_DW, ffn.down_bias_D), y_TD)
-        fit, found = balance.solve()
-        change_DF = fit.weight_FO.T
-        plan = self
-        if weights:
-            new_DW = (down_DW.double() + change_DF[:, :width]).to(down_DW.dtype)
-            plan = replace(plan, down_DW=new_DW.cpu())
-        if biases:
-            bias_D = change_DF[:, -1].to(down_DW.dtype).contiguous()
-            plan = replace(plan, bias_D=bias_D.cpu())
-        return plan, found
+        order_W = self.order_W.to(site.view.device)
+        running = (
+            (h_TM, h_TM[:, order_W], h_TM.new_ones(len(h_TM), 1)) for _, h_TM in site.activations()
+        )
+        down_DW, bias_1D, found = refitted_down(site, order_W, running, weights, int(biases))
+        bias_D = self.bias_D if bias_1D is None else bias_1D[0]
+        return replace(
+            self, down_DW=self.down_DW if down_DW is None else down_DW, bias_D=bias_D
+        ), found

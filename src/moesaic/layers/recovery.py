@@ -16,12 +16,15 @@ Shape suffixes: T tokens, F features, D hidden size.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
 from moesaic.foreign import JSON
 from moesaic.layers.base import Seen
@@ -71,6 +74,45 @@ def recovered(missing: float, left: float, whole: float) -> JSON:
         ``lost``: the error before, relative to the output; ``recovered``: the share that went.
     """
     return {"lost": missing / max(whole, 1e-300), "recovered": 1 - left / max(missing, 1e-300)}
+
+
+def refitted_down(
+    site: Seen[DenseFFN],
+    order_M: Tensor,
+    running: Iterable[tuple[Tensor, Tensor, Tensor]],
+    weights: bool,
+    biases: int,
+) -> tuple[Tensor | None, Tensor | None, JSON]:
+    """A new down projection of a dense FFN of which each token runs a part, and output biases.
+
+    Args:
+        site: the layer as it was, and its tokens.
+        order_M: the neurons that stay, in their new order.
+        running: by batch the hidden activations as they were, h~ (T, M) of the neurons that stay,
+            zero where a token does not run one, and ones and zeros (T, R) for the biases it gets.
+        weights: solve for the down projection.
+        biases: R, or 0 to solve for none.
+
+    Returns:
+        the down projection (D, M) or None, the biases (R, D) or None; ``lost``, ``recovered`` and
+        ``strength`` for the record.
+    """
+    ffn = site.view
+    down_DM = ffn.down_DM[:, order_M]
+    hidden_size, width = down_DM.shape
+    balance = Balance(hidden_size, width * weights + biases, ffn.device, biases)
+    for (whole_TM, h_TM, on_TR), target_TD in zip(running, site.targets(), strict=True):
+        y_TD = ffn.output(whole_TM) if target_TD is None else target_TD
+        features = [h_TM] * weights + [on_TR] * bool(biases)
+        balance.add(torch.cat(features, dim=1), F.linear(h_TM, down_DM, ffn.down_bias_D), y_TD)
+    fit, found = balance.solve()
+    change_DF = fit.weight_FO.T
+    new_DM = bias_RD = None
+    if weights:
+        new_DM = (down_DM.double() + change_DF[:, :width]).to(down_DM.dtype).cpu()
+    if biases:
+        bias_RD = change_DF[:, -biases:].T.to(down_DM.dtype).contiguous().cpu()
+    return new_DM, bias_RD, found
 
 
 @dataclass

@@ -21,6 +21,7 @@ from moesaic.layers.base import Description, Header, Seen, State
 from moesaic.layers.neurons import narrow_experts, narrow_mlp, of_experts, of_mlp
 from moesaic.layers.pruned import PADDING, PrunedLayer
 from moesaic.layers.recovery import refitted_downs
+from moesaic.layers.state import Rewritten
 
 ROUNDS = 1
 """How often every expert of a refit has its turn."""
@@ -139,11 +140,12 @@ class SlimmedLayer(PrunedLayer):
         return replace(self, down_E=down_E, shared_S=shared_S, shared_DS=down_DS), found
 
 
-class Narrowed:
-    """A layer's tensors, the experts' as narrow as they will be; a State."""
+class Narrowed(Rewritten):
+    """A layer's tensors, the experts' as narrow as they will be."""
 
     def __init__(self, plan: SlimmedLayer, arch: MoEArch, state: State) -> None:
-        self._plan, self._arch, self._state = plan, arch, state
+        super().__init__(state)
+        self._plan, self._arch = plan, arch
         shared = () if arch.shared_at is None else (f"{arch.shared_at}.",)
         self._experts = f"{arch.ffn_path}.{arch.experts}."
         self._shared = shared[0] if shared else "\0"
@@ -152,17 +154,8 @@ class Narrowed:
         self._neurons_EW = torch.arange(plan.width).repeat(count, 1)
         self._neurons_EW[plan.experts] = plan.neurons_EW[plan.kept_E != PADDING]
 
-    def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
-        return self._state.stored(*prefixes)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._state[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._state
-
     def read(self, stored: str) -> Tensor:
-        tensor, name = self._state.read(stored), self._names.get(stored, "")
+        tensor, name = super().read(stored), self._names.get(stored, "")
         if name.startswith(self._experts):
             leaf = name.removeprefix(self._experts)
             before = self._plan.before

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import Arch, dense_arch
 from moesaic.config import MethodConfig
 from moesaic.foreign import Config, Model, Values
 from moesaic.plan import Plan
@@ -87,6 +87,18 @@ class Method(ABC, Generic[C, A]):
             decision: what :meth:`run` returned.
             active: the result's active ratio, measured where it was measured.
         """
+
+
+class DenseMethod(Method[C, Arch]):
+    """A method that takes dense models."""
+
+    def find(self, config: Config) -> Arch:
+        """The architecture of a dense model's config.
+
+        Raises:
+            MoesaicError: the model is a mixture of experts, was converted already, or is unknown.
+        """
+        return dense_arch(config)
 
 
 def weights_of(layers: list[LayerRecord], decision: Decision) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from moesaic.config import Bench
+from moesaic.config import Bench, ExportArgs, GgufType
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
@@ -125,11 +125,11 @@ def _llamacpp(models: Mapping[str, str], asked: Bench, track: Track) -> Found:
         }
 
 
-def _gguf(model: str, file: Path, type: str) -> Path:
+def _gguf(model: str, file: Path, type: GgufType) -> Path:
     """The model's GGUF file: itself, or one made for the occasion."""
     if model.endswith(".gguf"):
         if not Path(model).is_file():
             raise MoesaicError(f"No file at {model}.")
         return Path(model)
-    export_gguf(model, file, type=type)
+    export_gguf(model, file, ExportArgs(to="gguf", type=type))
     return file

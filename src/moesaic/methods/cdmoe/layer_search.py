@@ -23,7 +23,7 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import mean_over_processes
 from moesaic.foreign import JSON
-from moesaic.layers.condensed import NO_FFN, CondensedLayer
+from moesaic.layers.condensed import NO_FFN, NONE_K, CondensedLayer
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.cdmoe.divergence import DIVERGENCES, cosine
@@ -38,7 +38,6 @@ from moesaic.stream.stream import Block, LayerStream, Spill, valid
 from moesaic.surgery import applied
 
 Replaced: TypeAlias = CondensedLayer | DroppedLayer
-NONE_K = torch.empty(0, dtype=torch.int64)
 CHUNK_BYTES = 128 << 20
 """Expert outputs computed at a time."""
 

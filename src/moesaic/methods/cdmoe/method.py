@@ -17,11 +17,11 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
 from moesaic.layers.base import LayerPlan
-from moesaic.layers.condensed import CondensedLayer
+from moesaic.layers.condensed import NONE_K, CondensedLayer
 from moesaic.methods.base import Decision, Method, Told
 from moesaic.methods.beyond.recovery import recover
 from moesaic.methods.cdmoe.config import CondenseConfig
-from moesaic.methods.cdmoe.layer_search import NONE_K, ExpertSearch, LayerSearch, Replaced
+from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch, Replaced
 from moesaic.methods.cdmoe.size import Footprint
 from moesaic.methods.mixtures import credited, listed, original, span
 from moesaic.plan import BaseShape, Plan

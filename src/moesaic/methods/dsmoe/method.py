@@ -9,14 +9,14 @@ from functools import partial
 import torch
 
 from moesaic import hub
-from moesaic.arch.dense import Arch, dense_arch
+from moesaic.arch.dense import Arch
 from moesaic.config import chosen_layers
 from moesaic.data.text import Tokens
 from moesaic.data.training import Examples, training_text
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model
+from moesaic.foreign import JSON, Model
 from moesaic.layers.carved import CarvedLayer
-from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.base import Decision, DenseMethod, Told
 from moesaic.methods.budget import LayerSize, active_ratio, ffn_share, layer_sizes
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective
@@ -38,18 +38,10 @@ CURVES = {
 """The figures that training logs, in words."""
 
 
-class DSMoE(Method[DSMoEConfig, Arch]):
+class DSMoE(DenseMethod[DSMoEConfig]):
     """Carves a dense model into blocks with gates and trains all of it."""
 
     kind = "gated"
-
-    def find(self, config: Config) -> Arch:
-        """The architecture of a dense model's config.
-
-        Raises:
-            MoesaicError: the model is a mixture of experts, was converted already, or is unknown.
-        """
-        return dense_arch(config)
 
     def run(self, job: Job[Arch]) -> Decision:
         """Split the FFNs and train; comparisons train when they are asked for.

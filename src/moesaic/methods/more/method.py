@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.arch.dense import Arch, DenseFFN, dense_arch
+from moesaic.arch.dense import Arch, DenseFFN
 from moesaic.config import chosen_layers
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config
+from moesaic.foreign import JSON
 from moesaic.layers.carved import CarvedLayer
-from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.base import Decision, DenseMethod, Told
 from moesaic.methods.beyond.routers import fit_router, neuron_weights
 from moesaic.methods.beyond.spread import losses, spread_splits
 from moesaic.methods.budget import (
@@ -46,18 +46,10 @@ from moesaic.stream.stream import Site
 from moesaic.surgery import applied
 
 
-class MoRE(Method[MoREConfig, Arch]):
+class MoRE(DenseMethod[MoREConfig]):
     """Carves a dense model without training it."""
 
     kind = "split"
-
-    def find(self, config: Config) -> Arch:
-        """The architecture of a dense model's config.
-
-        Raises:
-            MoesaicError: the model is a mixture of experts, was converted already, or is unknown.
-        """
-        return dense_arch(config)
 
     @torch.no_grad()
     def run(self, job: Job[Arch]) -> Decision:

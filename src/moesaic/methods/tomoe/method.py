@@ -7,12 +7,11 @@ from dataclasses import asdict, replace
 
 import torch
 
-from moesaic.arch.dense import Arch, dense_arch
+from moesaic.arch.dense import Arch
 from moesaic.data.training import Examples, training_text
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Config
 from moesaic.layers.overlapping import OverlappingLayer
-from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.base import Decision, DenseMethod, Told
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.more.method import MoRE
 from moesaic.methods.tomoe.config import ToMoEConfig
@@ -44,18 +43,10 @@ CURVES = {
 """The figures that training logs, in words."""
 
 
-class ToMoE(Method[ToMoEConfig, Arch]):
+class ToMoE(DenseMethod[ToMoEConfig]):
     """Learns which part of a dense model each token uses; no weight of it changes."""
 
     kind = "learned"
-
-    def find(self, config: Config) -> Arch:
-        """The architecture of a dense model's config.
-
-        Raises:
-            MoesaicError: the model is a mixture of experts, was converted already, or is unknown.
-        """
-        return dense_arch(config)
 
     def run(self, job: Job[Arch]) -> Decision:
         """Train masks, and fix them.
