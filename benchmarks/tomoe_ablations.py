@@ -1,19 +1,24 @@
 """ToMoE with one option changed at a time, at the same active ratio (the paper's Tab. 13, Fig. 6c).
 
-    OMP_NUM_THREADS=1 python benchmarks/tomoe_ablations.py [ROW ...] [--work DIR]
+    OMP_NUM_THREADS=1 python benchmarks/tomoe_ablations.py [ROW ...] [--steps 100] [--work DIR]
 
-tiny-dense at 0.6, the schedule and the held-out text of benchmarks/tomoe.py: about three minutes of
-one core a row. Two more seeds say how much of a difference is chance. Writes
-benchmarks/tomoe_ablations.json after each row; a row that is there is not run again.
+tiny-dense at 0.6, 16,384 of the held-out tokens of benchmarks/tomoe.py, and its schedule with fewer
+steps: about 30 seconds of one core a run. Each row is run with three seeds, all rows with one
+before any with the next, so that a run that was stopped compares like with like. Writes
+benchmarks/tomoe_ablations.json after each run; one that is there is not run again. ``table`` has
+the mean over seeds and the sample standard deviation, and the same of each seed's difference from
+the default with that seed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +31,14 @@ from moesaic.metrics.measure import environment
 from moesaic.train import Schedule
 
 MODEL, ACTIVE = "tiny-dense", 0.6
+PAPER = {
+    name: value
+    for name, value in moesaic.ToMoEConfig.bundles["paper"].items()
+    if name not in ("steps", "batch", "length", "lr", "decay")
+}
+"""The paper's objective and result, with the schedule of the other rows."""
 ROWS: dict[str, dict[str, Any]] = {
     "default": {},
-    "seed=1": {"seed": 1},
-    "seed=2": {"seed": 2},
     "attention=static": {"attention": "static"},
     "attention=heads": {"attention": "heads"},
     "attention=none": {"attention": "none"},
@@ -43,35 +52,56 @@ ROWS: dict[str, dict[str, Any]] = {
     "experts=16": {"experts": 16},
     "experts=24": {"experts": 24},
     "mask_outputs=false": {"mask_outputs": False},
+    "paper": PAPER,
 }
 LAST = 50
 """Steps at the end whose losses are averaged."""
 
 
+def table(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Means over seeds, sample standard deviations, and differences from the default's runs."""
+    lines = {}
+    for name, by_seed in runs.items():
+        line: dict[str, Any] = {"runs": len(by_seed)}
+        for figure in ("perplexity", "active_ratio"):
+            values = [run[figure] for run in by_seed.values()]
+            line[figure] = statistics.fmean(values)
+            line[f"{figure}_deviation"] = statistics.stdev(values) if len(values) > 1 else None
+        paired = [s for s in by_seed if s in runs.get("default", {}) and name != "default"]
+        more = [by_seed[s]["perplexity"] - runs["default"][s]["perplexity"] for s in paired]
+        if more:
+            line["more_than_default"] = statistics.fmean(more)
+            line["more_deviation"] = statistics.stdev(more) if len(more) > 1 else None
+        lines[name] = line
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--work", type=Path, help="keeps checkpoints of an unfinished row")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--work", type=Path, help="keeps checkpoints of an unfinished run")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
     given = parser.parse_args()
-    file = Path(__file__).with_suffix(".json")
-    record: dict[str, Any] = (
-        json.loads(file.read_text()) if file.exists() else {"model": MODEL, "rows": {}}
-    )
-    tokens = evaluation_tokens("", resolve(MODEL).tokenizer, 512, 65_536)
-    for name in given.rows or ROWS:
-        config = moesaic.ToMoEConfig(active=ACTIVE, **ROWS[name])
-        known = record["rows"].get(name)
-        if known and known["asked"] == asdict(config):
+    record: dict[str, Any] = {"model": MODEL}
+    if given.out.exists():
+        record = json.loads(given.out.read_text())
+    tokens = evaluation_tokens("", resolve(MODEL).tokenizer, 512, 16_384)
+    for seed, name in product(given.seeds, given.rows or ROWS):
+        config = moesaic.ToMoEConfig(active=ACTIVE, steps=given.steps, seed=seed, **ROWS[name])
+        runs = record.setdefault("runs", {}).setdefault(name, {})
+        if str(seed) in runs and runs[str(seed)]["asked"] == asdict(config):
             continue
         with tempfile.TemporaryDirectory() as scratch:
-            progress = (given.work or Path(scratch)) / name
+            progress = (given.work or Path(scratch)) / f"{name}-{seed}"
             before = time.process_time()
             result = moesaic.carve(MODEL, config, progress=progress)
             seconds = time.process_time() - before
         training = result.summary["training"]
         last = training["losses"][-LAST:]
         terms = [k for k in last[0] if k not in ("step", "loss", "learning_rate")]
-        row = {
+        run = {
             **measured(result.model, tokens),
             "cpu_seconds": seconds,
             "threshold": training["threshold"],
@@ -81,11 +111,12 @@ def main() -> None:
             "asked": asdict(config),
             "environment": environment(),
         }
-        record["rows"][name] = row
-        file.write_text(json.dumps(record, indent=1) + "\n")
+        runs[str(seed)] = run
+        record["table"] = table(record["runs"])
+        given.out.write_text(json.dumps(record, indent=1) + "\n")
         print(
-            f"{name:20} perplexity {row['perplexity']:7.3f} active {row['active_ratio']:.4f} "
-            f"threshold {row['threshold']:+.2f} {seconds:.0f} s",
+            f"{name:20} seed {seed} perplexity {run['perplexity']:7.3f} "
+            f"active {run['active_ratio']:.4f} threshold {run['threshold']:+.2f} {seconds:.0f} s",
             flush=True,
         )
 

@@ -1,7 +1,4 @@
-"""ToMoE's objective and masks against values computed by hand, or by a few lines of their own.
-
-Golden values are of what ``masks.py`` documents. The gradient of R_L has a test of its own.
-"""
+"""ToMoE's objective and masks against values computed by hand, or by a few lines of their own."""
 
 from __future__ import annotations
 
@@ -10,21 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from builders import tiny_model
 from torch import Tensor
 
-from moesaic.arch.dense import Heads
+from moesaic.arch.dense import Heads, dense_arch
 from moesaic.methods.tomoe import masks
 from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.methods.tomoe.masks import (
     LayerShape,
     MaskingModules,
     f_reg,
+    gs_max,
     gumbel,
     load_balance,
     st_sigmoid,
-    st_softmax,
+    straight_through,
     union,
 )
+from moesaic.nn import Masked
 
 HEADS = Heads(queries=4, keys=2, size=4, rotary=4)
 SHAPES = (
@@ -93,7 +93,7 @@ def test_a_tokens_expert_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.tensor([[1.0, -2.0, 0.5]])
     for tossed, best, added in ((True, 0, noise), (False, 1, torch.zeros(1, 3))):
         x = torch.tensor([[1.0, 3.0, 2.0]], requires_grad=True)
-        chosen = st_softmax(x, 0.4, tossed)
+        chosen = straight_through(gs_max(x, 0.4, tossed))
         (chosen * weight).sum().backward()
         assert chosen.tolist() == [[float(i == best) for i in range(3)]]
         powers = [math.exp(v / 0.4) for v in (x.detach() + added)[0].tolist()]
@@ -115,7 +115,7 @@ def test_regularisers_by_hand() -> None:
     probability_TN = torch.tensor(
         [[0.5, 0.25, 0.25], [0.7, 0.2, 0.1], [0.1, 0.8, 0.1], [0.6, 0.0, 0.4]]
     )
-    wanted = 3 / 4 * 1.9 / 4 + 1 / 4 * 1.25 / 4
+    wanted = 3 * (3 / 4 * 1.9 / 4 + 1 / 4 * 1.25 / 4)
     assert load_balance(chosen_TN, probability_TN).item() == pytest.approx(wanted)
 
 
@@ -175,8 +175,9 @@ def test_an_ffns_masks_by_hand(index: int) -> None:
     balance = 0.0
     for i in range(3):
         share = sum(best[t] == i for t in tokens) / len(tokens)
-        soft = [math.exp(logits[t][i]) / sum(map(math.exp, logits[t])) for t in tokens]
-        balance += share * sum(soft) / len(tokens)
+        powers = {t: [math.exp(v / 0.4) for v in logits[t]] for t in tokens}
+        soft = [powers[t][i] / sum(powers[t]) for t in tokens]
+        balance += 3 * share * sum(soft) / len(tokens)
     assert seen["balance"] == pytest.approx(balance, rel=1e-4)
 
 
@@ -214,17 +215,72 @@ def test_attentions_masks_by_hand(index: int) -> None:
     assert seen["union"] == pytest.approx(sum(any(c) for c in zip(*real, strict=True)) / 4)
 
 
-def test_the_gradient_of_the_load_balance() -> None:
-    """What ``masks.py`` documents today: both factors of sum F P have one, F's at temperature."""
+def test_the_gradient_of_the_load_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eq. 9: N sum F P with F counted, which has no gradient, and P of the softmax before it is
+    made one-hot, with its noise and temperature; whatever the tokens of the others are."""
     masking, x_BLD = masking_of(), inputs()
-    masking.ffn(0, x_BLD)
-    masking.seen[0, "mlp"]["balance"].backward()
-    weight = masking.mlp_modules(0).router.weight
-    found = weight.grad
-    x_TD = x_BLD.flatten(0, 1)
-    logits = (x_TD @ weight.detach().T).requires_grad_()
-    soft = (logits / 0.4).softmax(-1)
-    counts = torch.nn.functional.one_hot(logits.argmax(-1), 3).float().mean(0)
-    P = logits.softmax(-1).mean(0)
-    (soft.mean(0) @ P.detach() + counts @ P).backward()
-    torch.testing.assert_close(found, logits.grad.T @ x_TD, rtol=1e-4, atol=1e-6)
+    valid_BL = torch.ones(2, 5, dtype=torch.bool)
+    valid_BL[1, 3:] = False
+    x_TD = x_BLD.flatten(0, 1)[valid_BL.flatten()]
+    noise = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(2))
+    for tossed in (False, True):
+        masking.begin(valid_BL, noise=tossed)
+        monkeypatch.setattr(masks, "gumbel", lambda x: noise if x.shape == noise.shape else 0 * x)
+        weight = masking.mlp_modules(0).router.weight
+        weight.grad = None
+        masking.ffn(0, x_BLD)
+        masking.seen[0, "mlp"]["balance"].backward()
+        W = weight.detach().double().requires_grad_()
+        added = noise.flatten(0, 1)[valid_BL.flatten()] * tossed
+        P_TN = torch.exp((x_TD.double() @ W.T + added) / 0.4)
+        P_TN = P_TN / P_TN.sum(1, keepdim=True)
+        F = [(P_TN.argmax(1) == i).double().mean().item() for i in range(3)]
+        assert len(set(F)) > 1, "a balanced router has no gradient"
+        (3 * sum(F[i] * P_TN[:, i].mean() for i in range(3))).backward()
+        torch.testing.assert_close(weight.grad.double(), W.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "phi3", "phi"])
+def test_a_mask_in_three_places_is_eq_2(model_type: str) -> None:
+    """sigma(X W_G S) * (X W_U S) S W_D: the value of one mask, the gradient of three factors."""
+    model = tiny_model(model_type)
+    arch = dense_arch(model.config)
+    ids = torch.arange(1, 9)[None]
+    width = arch.use(arch.layers(model)[0]).width
+    s_BLM = (torch.rand(1, 8, width, generator=torch.Generator().manual_seed(0)) > 0.4).float()
+
+    class ByHand:
+        def __init__(self) -> None:
+            self.given = [s_BLM.clone().requires_grad_() for _ in arch.layers(model)]
+
+        def attention(self, index: int, x_BLD: Tensor) -> dict[str, Tensor]:
+            return {}
+
+        def ffn(self, index: int, x_BLD: Tensor) -> Tensor:
+            self.x_BLD = x_BLD if index == 0 else self.x_BLD
+            return self.given[index]
+
+    logits, slopes = [], []
+    for projections in (False, True):
+        masker = ByHand()
+        masked = Masked(model, arch, masker, projections)
+        out = arch.ffn_of(arch.layers(model)[0])
+        seen: list[Tensor] = []
+        handle = out.register_forward_hook(lambda m, a, y, into=seen: into.append(y))
+        logits.append(model(ids).logits)
+        seen[0].sum().backward()
+        handle.remove()
+        masked.remove()
+        slopes.append(masker.given[0].grad)
+    torch.testing.assert_close(logits[0], logits[1])
+    ffn = arch.dense(arch.layers(model)[0])
+    s = s_BLM.clone().requires_grad_()
+    x, bias = masker.x_BLD.detach(), torch.nn.functional.linear
+    up = bias(x, ffn.up_MD, ffn.up_bias_M) * s
+    gate = None if ffn.gate_MD is None else bias(x, ffn.gate_MD, ffn.gate_bias_M) * s
+    h = (ffn.act(up) if gate is None else ffn.act(gate) * up) * s
+    bias(h, ffn.down_DM, ffn.down_bias_D).sum().backward()
+    torch.testing.assert_close(slopes[1], s.grad, rtol=1e-4, atol=1e-6)
+    off = s_BLM == 0
+    assert slopes[0][off].abs().max() > 0, "one mask: idle neurons learn"
+    assert slopes[1][off].abs().max() == 0, "three: they do not"

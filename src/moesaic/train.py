@@ -68,6 +68,8 @@ class Schedule:
     """The rate after the warm-up: cosine, to 0, or constant."""
     recompute: bool = False
     """Gradient checkpointing: half as much again in time, for much less memory."""
+    clip: float = 1.0
+    """The norm that gradients are clipped at; 0 for never."""
 
     @classmethod
     def of(cls, config: MethodConfig) -> Schedule:
@@ -380,6 +382,7 @@ def train(
         warmup_steps=schedule.warmup,
         lr_scheduler_type=DECAYS[schedule.decay],
         weight_decay=schedule.weight_decay,
+        max_grad_norm=schedule.clip,
         seed=schedule.seed,
         data_seed=schedule.seed,
         bf16=dtype == torch.bfloat16,

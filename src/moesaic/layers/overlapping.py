@@ -53,6 +53,8 @@ class OverlappingLayer(LayerPlan):
     """Dimensions of a head that a token uses of values and outputs; 0 for all."""
     mask_outputs: bool = True
     """A query's choice applies to what it reads, as each key's does to its value."""
+    noise: bool = False
+    """Routers toss: Gumbel noise is added to their logits."""
 
     def __post_init__(self) -> None:
         if (self.experts_NW is None) != (self.router_ND is None):
@@ -67,13 +69,14 @@ class OverlappingLayer(LayerPlan):
             "backbone": 0,
             "petals": [width] * count,
             "top_k": 1,
-            "routing": "cosine",
+            "routing": "tossed" if self.noise else "cosine",
             "materialized": self.materialized,
             "rows": {name: rows.numel() for name, rows in self.rows.items()},
             "columns": None if self.columns is None else self.columns.numel(),
             "head_top_k": self.head_top_k,
             "embedding": self.head_router[SHIFT].numel() if self.head_top_k else 0,
             "mask_outputs": self.mask_outputs,
+            **({"noise": True} if self.noise else {}),
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -98,6 +101,7 @@ class OverlappingLayer(LayerPlan):
             head_router=part("head."),
             head_top_k=header["head_top_k"],
             mask_outputs=header["mask_outputs"],
+            noise=header.get("noise", False),
         )
 
     # --- put to use ------------------------------------------------------------------------------
@@ -189,6 +193,8 @@ class OverlappingLayer(LayerPlan):
                 "Overlapping experts and partial attention have no native form; carve with "
                 "materialize and attention=none for one."
             )
+        if header.get("noise", False):
+            return "Routers that toss have no native form; carve with noise=false for one."
         return None
 
     @classmethod
@@ -251,6 +257,7 @@ def _ffn_like(ffn: nn.Module, arch: Arch, header: Header) -> CarvedFFN:
             hidden_size,
             len(header["petals"]),
             header["petals"][0],
+            header["routing"],
         )
 
 

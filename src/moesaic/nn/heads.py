@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import AttentionNames
 from moesaic.foreign import Values
+from moesaic.nn.routers import tossed
 
 
 def spread(x: Tensor, kept: Tensor, size: int) -> Tensor:
@@ -34,11 +35,21 @@ def over_heads(x: Tensor, mask: Tensor, start: int = 0) -> Tensor:
 
 
 class HeadRouter(nn.Module):
-    """Chooses for each token the ``top_k`` dimensions of a head, the same for all heads."""
+    """Chooses for each token the ``top_k`` dimensions of a head, the same for all heads.
 
-    def __init__(self, hidden_size: int, embedding: int, head_dim: int, top_k: int) -> None:
+    Args:
+        hidden_size: D.
+        embedding: E.
+        head_dim: A.
+        top_k: dimensions that a token uses.
+        noise: Gumbel noise is added to their logits.
+    """
+
+    def __init__(
+        self, hidden_size: int, embedding: int, head_dim: int, top_k: int, noise: bool = False
+    ) -> None:
         super().__init__()
-        self.top_k = top_k
+        self.top_k, self.noise = top_k, noise
         self.embed = nn.Parameter(torch.empty(embedding, hidden_size, dtype=torch.float32))
         self.shift = nn.Parameter(torch.empty(embedding, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(embedding, dtype=torch.float32))
@@ -50,6 +61,7 @@ class HeadRouter(nn.Module):
         z = F.linear(x.float(), self.embed.float(), self.shift.float())
         z = F.layer_norm(z, z.shape[-1:], self.scale.float(), self.offset.float())
         logits = F.linear(F.gelu(z), self.project.float())
+        logits = tossed(logits) if self.noise else logits
         chosen = logits.topk(self.top_k, dim=-1).indices
         return torch.zeros_like(logits).scatter_(-1, chosen, 1).to(x.dtype)
 
@@ -96,7 +108,8 @@ class PartialAttention(nn.Module):
             "columns", None if columns is None else torch.empty(columns, dtype=torch.int64)
         )
         top_k, embedding = header["head_top_k"], header["embedding"]
-        self.router = HeadRouter(hidden_size, embedding, head_dim, top_k) if top_k else None
+        noise = header.get("noise", False)
+        self.router = HeadRouter(hidden_size, embedding, head_dim, top_k, noise) if top_k else None
 
     def watch(self, attention: nn.Module) -> None:
         """Act on this module from now on."""

@@ -32,10 +32,19 @@ class Masked:
     """Hooks that apply a masker's choices to a model.
 
     They stay on in the backward pass, which may compute activations again.
+
+    Args:
+        model: of which every layer is masked.
+        arch: its architecture.
+        masker: chooses.
+        projections: an FFN's mask multiplies what gate and up write, beside the hidden activations.
     """
 
-    def __init__(self, model: nn.Module, arch: Arch, masker: Masker) -> None:
+    def __init__(
+        self, model: nn.Module, arch: Arch, masker: Masker, projections: bool = False
+    ) -> None:
         self.on = True
+        self.projections = projections
         self._handles: list[RemovableHandle] = []
         self.masker = masker
         self._attention: dict[int, Mapping[str, Tensor]] = {}
@@ -91,6 +100,13 @@ class Masked:
 
             return hook
 
+        def masked(_: nn.Module, args: Inputs, out: Tensor) -> Tensor:
+            mask = self._ffn[index] if self.on else None
+            if mask is None:
+                return out
+            whole = torch.cat([mask, mask], -1) if arch.ffn.fused else mask
+            return out * whole.to(out.dtype)
+
         projections: dict[str, str] = {}
         for part, name in (("q", names.q), ("k", names.k), ("v", names.v)):
             projections[name] = projections.get(name, "") + part
@@ -105,3 +121,9 @@ class Masked:
             ffn.register_forward_pre_hook(see_ffn),
             down.register_forward_pre_hook(read(lambda: self._ffn[index])),
         ]
+        if self.projections:
+            self._handles += [
+                getattr(ffn, name).register_forward_hook(masked)
+                for name in arch.ffn.projections
+                if name != arch.ffn.down
+            ]

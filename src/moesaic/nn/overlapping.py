@@ -33,9 +33,10 @@ class OverlappingFFN(CarvedFFN):
         hidden_size: int,
         experts: int,
         width: int,
+        routing: str = "cosine",
     ) -> None:
         petals = (width,) * experts
-        super().__init__(projections, act, names, hidden_size, 0, petals, 1, "cosine")
+        super().__init__(projections, act, names, hidden_size, 0, petals, 1, routing)
         self.register_buffer("experts", torch.empty(experts, width, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moesaic.foreign import JSON, Values
 
-CHOOSING = ("cosine", "random", "linear", "backbone")
+CHOOSING = ("cosine", "random", "linear", "backbone", "tossed")
 
 
 class Router(nn.Module):
@@ -30,6 +30,9 @@ class Router(nn.Module):
 
     ``backbone``: a linear function of x and of the backbone's hidden activations, which every
     token computes anyway: features of x that are not linear.
+
+    ``tossed``: a linear function of x, and Gumbel noise: the softmax's probabilities (ToMoE,
+    Eq. 14).
 
     Args:
         hidden_size: D.
@@ -91,7 +94,7 @@ class Router(nn.Module):
             scores_TR = scores_TR + F.linear(h_TB.float(), weight[:, hidden_size:])
         if self.routing == "random":
             scores_TR = torch.frac(scores_TR.abs() * 1e4)
-        return scores_TR
+        return tossed(scores_TR) if self.routing == "tossed" else scores_TR
 
     @property
     def learns(self) -> bool:
@@ -101,6 +104,15 @@ class Router(nn.Module):
     def extra_repr(self) -> str:
         experts, inputs = self.weight.shape
         return f"{inputs} -> top-{self.top_k} of {experts}, {self.routing}"
+
+
+def tossed(scores: Tensor) -> Tensor:
+    """Scores with Gumbel noise made of their own low-order digits: the same scores, the same toss.
+
+    A result so gives one answer to one text, and a generation's cache stays valid.
+    """
+    share = torch.frac(scores.detach().abs() * 1e3).clamp(1e-4, 1 - 1e-4)
+    return scores - (-share.log()).log()
 
 
 def running(chosen_TK: Tensor, backbone: int, petals: tuple[int, ...]) -> Tensor:

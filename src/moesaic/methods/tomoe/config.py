@@ -13,6 +13,17 @@ PAPER: JSON = {"steps": 10_000, "batch": 1, "length": 2048, "lr": 1e-3, "decay":
 """The schedule of App. C; a process trains on one text at a time."""
 TINY: JSON = {"steps": 800, "batch": 1, "length": 256, "lr": 3e-3, "decay": "cosine"}
 """A schedule of minutes on one core."""
+PUBLISHED: JSON = {
+    "budget": "tossed",
+    "balance": 1.0,
+    "head_bias": 3.0,
+    "neuron_masks": "projections",
+    "noise": True,
+    "shift": False,
+    "clip": 0.0,
+    **PAPER,
+}
+"""The paper's objective, start, masks and result wherever our defaults are others."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,7 @@ class ToMoEConfig(MethodConfig):
     )
     implementation: ClassVar[str] = "moesaic.methods.tomoe.method:ToMoE"
     variants: ClassVar[dict[str, str]] = {"more": "MoRE", "static": "static pruning"}
+    bundles: ClassVar[dict[str, JSON]] = {"paper": PUBLISHED}
 
     active: float = option(
         0.6, "Target active ratio: the share of the projections' parameters that a token uses."
@@ -42,6 +54,12 @@ class ToMoEConfig(MethodConfig):
     mask_outputs: bool = option(
         True,
         "A query's choice applies to the outputs that it reads (Eq. 4); false masks values alone.",
+        seldom=True,
+    )
+    neuron_masks: Literal["hidden", "projections"] = option(
+        "hidden",
+        "hidden: an expert's mask multiplies hidden activations; projections: what gate and up "
+        "write, too, Eq. 2's three places.",
         seldom=True,
     )
     embeddings: Literal["global", "local"] = option(
@@ -61,12 +79,27 @@ class ToMoEConfig(MethodConfig):
     )
     parameters: float = option(16.0, "alpha, the weight of the budget R_P.", seldom=True)
     union: float = option(2.0, "beta, the weight of the union of experts R_U.", seldom=True)
-    balance: float = option(1.0, "gamma, the weight of the load balance R_L.", seldom=True)
+    balance: float = option(
+        0.125,
+        "gamma, the weight of the load balance R_L (Eq. 9); 1 in the paper.",
+        seldom=True,
+    )
     tau: float = option(0.4, "Temperature of the straight-through masks.", seldom=True)
     bias: float = option(
         3.0, "b: with it every expert starts as the whole FFN (Eq. 15).", seldom=True
     )
     head_bias: float = option(6.0, "b of attention's dimensions; 3 in the paper.", seldom=True)
+    noise: bool = option(
+        False,
+        "A result tosses, as the paper's: its experts are one toss, its routers toss for each "
+        "token.",
+        seldom=True,
+    )
+    shift: bool = option(
+        True,
+        "At the end one threshold moves until the active ratio is met; false leaves it at 0.",
+        seldom=True,
+    )
     materialize: bool = option(
         False, "Give every expert a copy of its weights: faster, and larger."
     )
@@ -92,6 +125,12 @@ class ToMoEConfig(MethodConfig):
     )
     warmup: float = option(0.0, "Share of the steps in which the rate rises.", seldom=True)
     weight_decay: float = option(0.05, "AdamW's weight decay.", seldom=True)
+    clip: float = option(
+        1.0,
+        "The norm that gradients are clipped at; 0 for never, as in the released code.",
+        minimum=0,
+        seldom=True,
+    )
     recompute: bool = option(
         False, "Compute activations again in the backward pass, to save memory.", seldom=True
     )

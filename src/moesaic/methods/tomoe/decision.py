@@ -16,12 +16,12 @@ from moesaic.arch.dense import AttentionNames, Heads
 from moesaic.foreign import JSON
 from moesaic.layers.overlapping import EMBED, OFFSET, PROJECT, SCALE, SHIFT, OverlappingLayer
 from moesaic.methods.budget import alignment
-from moesaic.methods.tomoe.masks import MEDIAN, LayerShape, MaskingModules
+from moesaic.methods.tomoe.masks import MEDIAN, LayerShape, MaskingModules, gumbel
 
 
 @dataclass(frozen=True)
 class Learned:
-    """The logits of one layer, b and the Gumbel median added: on where they exceed a threshold."""
+    """The logits of one layer, b and Gumbel noise or its median added: on above a threshold."""
 
     shape: LayerShape
     mlp_NM: Tensor
@@ -57,27 +57,36 @@ def _on(logits: Tensor, threshold: float) -> Tensor:
 
 
 def learned(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -> dict[int, Learned]:
-    """The logits of every layer, by its number.
+    """The logits of every layer, by its number; with the option ``noise``, one toss of them.
 
     Args:
         masking: trained; a forward pass has begun.
         head_logits: of the V/O dimensions for calibration tokens (T, A), where they are routed.
     """
-    bias, shift = masking.config.bias + MEDIAN, masking.config.head_bias + MEDIAN
+    config = masking.config
     layers = {}
-    for i, shape in enumerate(masking.shapes):
-        mlp_NM = masking.expert_logits(i) + bias
-        if masking.config.attention == "none":
-            layers[i] = Learned(shape, mlp_NM)
-            continue
-        static = masking.static_logits(i) + shift
-        if masking.config.attention == "heads":
-            layers[i] = Learned(shape, mlp_NM, static)
-        else:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        for i, shape in enumerate(masking.shapes):
+            mlp_NM = _raised(masking.expert_logits(i), config.bias, config.noise)
+            if config.attention == "none":
+                layers[i] = Learned(shape, mlp_NM)
+                continue
+            static = _raised(masking.static_logits(i), config.head_bias, config.noise)
+            if config.attention == "heads":
+                layers[i] = Learned(shape, mlp_NM, static)
+                continue
             size = shape.heads.size
-            vo_TA = head_logits[i] + shift if i in head_logits else static[None, :size]
+            vo_TA = static[None, :size]
+            if i in head_logits:
+                vo_TA = _raised(head_logits[i], config.head_bias, config.noise)
             layers[i] = Learned(shape, mlp_NM, static[size:], vo_TA)
     return layers
+
+
+def _raised(logits: Tensor, bias: float, noise: bool) -> Tensor:
+    """Logits with b and the noise of a toss, or its median: on where they exceed 0 (Eq. 15)."""
+    return logits + bias + (gumbel(logits) if noise else MEDIAN)
 
 
 def active_ratio(layers: Mapping[int, Learned], threshold: float) -> float:
@@ -170,6 +179,7 @@ def decide(
             router_ND=masking.mlp_modules(i).router.weight.float().clone(),
             materialized=masking.config.materialize,
             mask_outputs=masking.config.mask_outputs,
+            noise=masking.config.noise,
             **attention,
         )
         analyses[i] = {

@@ -10,20 +10,23 @@ s_t   = ST-GSig(Proj_D(Proj_E(X_t) + mean E))   value and output dimensions of a
 s_0   = ST-GSig(Proj_D(mean E))        query and key dimensions, the same for all tokens
 R_P, R_U, R_L                          budget, union of experts, load balance (Eqs. 6-9)
 
-Where we depart from the paper or its released code:
+Where our defaults depart from the paper; ``PUBLISHED`` (``--recipe paper``) sets all of them as the
+paper has them:
 
-- A mask is tossed in training only. A result is deterministic: a neuron is on where its logit plus
-  b exceeds minus the Gumbel median, so it is the majority of the tosses.
+- A mask is tossed in training only (``noise``). A result is deterministic: a neuron is on where its
+  logit plus b exceeds minus the Gumbel median, so it is the majority of the tosses.
 - The budget counts what will be deployed: the widest expert without noise, and the mean over tokens
   of a head's dimensions. ``budget="tossed"`` counts maxima over tosses, as the paper does, which
   leaves the result below its target.
-- At the end one threshold for all layers is moved until the active ratio is ``active``.
+- At the end one threshold for all layers is moved until the active ratio is ``active`` (``shift``).
 - Attention starts further from its threshold than FFNs (``head_bias``): else the budget takes half
   of it in the first steps, before the teacher is heard.
 - A mask multiplies hidden activations once, so that neurons that are off still learn whether they
-  should be on.
-- R_L is sum F P as in the released code (1/N when balanced), not N sum F P.
-- R_U covers attention too, as in the paper; the released code leaves it out.
+  should be on (``neuron_masks``).
+- R_L has an eighth of the paper's weight (``balance``): what the released code computes for eight
+  experts, which leaves out Eq. 9's factor N.
+
+Where we differ in both: R_U covers attention too, as in the paper; the released code leaves it out.
 - Where queries and keys are normalised (Qwen3, Gemma 3, OLMo 2), which the paper's models are not,
   their s_0 is 1: Eq. 4 masks what the norm gives, and its mean needs every row of W_Q and W_K, so
   that nothing of them could go.
@@ -70,13 +73,17 @@ def st_sigmoid(x: Tensor, tau: float, bias: float, noise: bool) -> Tensor:
     return soft + (soft.round() - soft).detach()
 
 
-def st_softmax(x: Tensor, tau: float, noise: bool) -> Tensor:
-    """ST-GSmax, Eq. 14: the one-hot of the largest (x + g) / tau, with the softmax's gradient.
+def gs_max(x: Tensor, tau: float, noise: bool) -> Tensor:
+    """GSmax (App. A.3): softmax((x + g) / tau)."""
+    return ((x + gumbel(x) if noise else x) / tau).softmax(-1)
 
-    >>> st_softmax(torch.tensor([1.0, 3.0, 2.0]), 0.4, noise=False)
+
+def straight_through(soft: Tensor) -> Tensor:
+    """ST-GSmax of a GSmax, Eq. 14: the one-hot of the largest, with the gradient of ``soft``.
+
+    >>> straight_through(torch.tensor([0.1, 0.7, 0.2]))
     tensor([0., 1., 0.])
     """
-    soft = ((x + gumbel(x) if noise else x) / tau).softmax(-1)
     hard = torch.zeros_like(soft).scatter_(-1, soft.argmax(-1, keepdim=True), 1)
     return soft + (hard - soft).detach()
 
@@ -103,13 +110,20 @@ def union(s_NM: Tensor) -> Tensor:
 
 
 def load_balance(chosen_TN: Tensor, probability_TN: Tensor) -> Tensor:
-    """R_L = sum_i F_i P_i, Eq. 9 without its factor N: 1/N when balanced, 1 when collapsed.
+    """R_L = N sum_i F_i P_i, Eq. 9: 1 when balanced, N when collapsed.
+
+    F_i counts tokens: the gradient is that of P_i alone.
+
+    Args:
+        chosen_TN: the one-hot of each token's expert.
+        probability_TN: GSmax of the router's output, before it is made one-hot.
 
     >>> even = torch.eye(4)
     >>> load_balance(even, even), load_balance(even[[0, 0]], even[[0, 0]])
-    (tensor(0.2500), tensor(1.))
+    (tensor(1.), tensor(4.))
     """
-    return chosen_TN.mean(0) @ probability_TN.mean(0)
+    F_N, P_N = chosen_TN.detach().mean(0), probability_TN.mean(0)
+    return len(P_N) * F_N @ P_N
 
 
 # --- what trains ---------------------------------------------------------------------------------
@@ -200,7 +214,8 @@ class MaskingModules(nn.Module):
         tossed = self.config.budget == "tossed" and self.noise
         with torch.autocast(x_BLD.device.type, enabled=False):
             logits = self.mlp_modules(index).router(x_BLD.float())
-            chosen = st_softmax(logits, self.config.tau, self.noise)
+            probability = gs_max(logits, self.config.tau, self.noise)
+            chosen = straight_through(probability)
             embedded = chosen @ self.E_all[2 * index + 1]
             s = self._neurons(self.mlp_modules(index).proj_d(embedded), self.noise)
             s_NM = self._neurons(self.expert_logits(index), tossed)
@@ -209,7 +224,7 @@ class MaskingModules(nn.Module):
                 "width": (s.flatten(0, 1)[valid] if tossed else s_NM).sum(-1).max(),
                 "union": union(s_NM),
                 "balance": load_balance(
-                    chosen.flatten(0, 1)[valid], logits.softmax(-1).flatten(0, 1)[valid]
+                    chosen.flatten(0, 1)[valid], probability.flatten(0, 1)[valid]
                 ),
             }
         return s

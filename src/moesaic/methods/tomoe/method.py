@@ -91,7 +91,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         with torch.no_grad():
             student.masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
             layers = learned(student.masking, head_logits)
-            threshold = threshold_for(layers, config.active)
+            threshold = threshold_for(layers, config.active) if config.shift else 0.0
             plans, analyses = decide(student.masking, layers, job.arch.attention, threshold)
         student.release()
         live.to(job.home)

@@ -50,7 +50,7 @@ class Student(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.masking = MaskingModules(config, layer_shapes(base, arch))
-        self.masked = Masked(base, arch, self.masking)
+        self.masked = Masked(base, arch, self.masking, config.neuron_masks == "projections")
         self.recomputing = False
 
     @property
