@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test test-llamacpp mutants faults format docs-tables tiny-models clean
+.PHONY: help demo test test-llamacpp test-triton mutants faults format docs-tables tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -35,6 +35,13 @@ build/llamacpp/llama.cpp: scripts/setup_llamacpp.sh | $(VENV)/.dev
 
 test-llamacpp: build/llamacpp/llama.cpp $(VENV)/.smollm2  ## Build llama.cpp and try exports in it
 	LLAMA_CPP=build/llamacpp/llama.cpp HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow tests/test_llamacpp.py
+
+build/triton: | $(VENV)/.dev
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --target $@ triton
+
+test-triton: build/triton  ## Run the GPU kernel in Triton's interpreter and compile it (1 GB)
+	PYTHONPATH=$< TRITON_INTERPRET=1 $(BIN)/pytest tests/test_triton.py
+	PYTHONPATH=$< $(BIN)/pytest tests/test_triton.py
 
 $(VENV)/.mutants: | $(VENV)/.dev
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install 'mutmut==3.8.1' 'tomli; python_version < "3.11"'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 
 import pytest
 import torch
@@ -165,6 +166,20 @@ def test_a_kernel_that_cannot_be_built_is_done_without(monkeypatch, caplog):
         assert said.startswith("numba cannot compile here (no such target): ")
     finally:
         kernels.fast.cache_clear()
+
+
+def test_where_triton_cannot_compile_channels_are_masked(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "moesaic.nn.kernels.gpu", None)
+    kernels.on_gpu.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "moesaic"):
+            found = [kernels.reads_rows(torch.device(d)) for d in ("cuda", "cuda", "meta", "cpu")]
+        assert found == [False, False, False, True]
+        (said,) = caplog.messages
+        assert said.startswith("Triton cannot compile here (")
+        assert said.endswith("): channels are masked instead.")
+    finally:
+        kernels.on_gpu.cache_clear()
 
 
 @pytest.mark.parametrize("model_type", ["llama", "phi", "phi3", "gemma2"])

@@ -2,8 +2,8 @@
 
 Where a decoder layer is given one position a sequence, as at decoding, a token leaves out the
 channels of low score: their columns of the weight are not read. Prompts run dense. No weight is
-changed, none is stored twice: on CPU a weight is turned in memory once, so that a channel's column
-is a row, and keeps its name and shape.
+changed, none is stored twice: a weight is turned in memory once, so that a channel's column is a
+row, and keeps its name and shape.
 
 Shape suffixes: T tokens, I inputs (channels), O outputs, E experts, K top-k, S pairs of a token and
 an expert.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.foreign import JSON, Values
-from moesaic.nn.kernels import FEW, chosen, product
+from moesaic.nn.kernels import FEW, chosen, product, reads_rows
 
 MODES = ("decoding", "always", "never")
 """When channels are skipped; ``always`` is for measuring, ``never`` for comparing."""
@@ -107,12 +107,12 @@ def rows_of(weight: Tensor) -> Tensor:
 
 
 def here(x: Tensor, weight: Tensor) -> bool:
-    """Whether rows can be chosen one by one: few tokens on CPU, plain weights, no gradients."""
-    if torch.compiler.is_compiling() or x.device.type != "cpu" or x.numel() > FEW * x.shape[-1]:
+    """Whether rows can be chosen one by one: few tokens, plain weights, no gradients."""
+    if torch.compiler.is_compiling() or x.numel() > FEW * x.shape[-1] or not plain(weight):
         return False
-    return plain(weight) and not (
-        torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    )
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return False
+    return reads_rows(x.device)
 
 
 class ChannelLinear(nn.Linear):

@@ -1,4 +1,7 @@
-"""Products of few tokens with chosen rows of a matrix: numba where it is installed, else torch."""
+"""Products of few tokens with chosen rows of a matrix: numba where it is installed, else torch.
+
+On a GPU by Triton, which comes with torch there.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,26 @@ def fast() -> Any:
     return None
 
 
+@cache
+def on_gpu() -> Any:
+    """The module of Triton's functions; None where they cannot be compiled, which is said once."""
+    try:
+        from moesaic.nn.kernels import gpu
+
+        one = torch.ones(1, 1, device="cuda")
+        gpu.sums(one, one, None, 0.0, None)  # compiles, or says that it cannot
+    except Exception as error:  # whatever a compiler may raise
+        reason = f"{str(error).strip().splitlines()[0]:.100}" if str(error).strip() else "no reason"
+        logger.warning("Triton cannot compile here (%s): channels are masked instead.", reason)
+        return None
+    return gpu
+
+
+def reads_rows(device: torch.device) -> bool:
+    """Whether :func:`product` works there, at a cost of the rows that are chosen."""
+    return device.type == "cpu" or (device.type == "cuda" and on_gpu() is not None)
+
+
 def chosen(x_TI: Tensor, scale_TI: Tensor | None, keep: int, threshold: float) -> Tensor:
     """The channels of a token with the highest scores |x| * scale, bool (T, I).
 
@@ -70,7 +93,7 @@ def product(
     threshold: float,
     group_T: Tensor | None = None,
 ) -> Tensor:
-    """The sum over each token's chosen channels i of x[t, i] rows[group[t], i] (T, O), on CPU.
+    """The sum over each token's chosen channels i of x[t, i] rows[group[t], i] (T, O).
 
     Reads the chosen rows alone.
 
@@ -82,6 +105,8 @@ def product(
         threshold: of a score.
         group_T: int64, the matrix of each token; None for the first.
     """
+    if rows_GIO.device.type != "cpu":
+        return by_triton(on_gpu(), x_TI, rows_GIO, scale_GI, keep, threshold, group_T)
     compiled = fast() if rows_GIO.dtype in TYPES else None
     if compiled is None:
         return _by_bags(x_TI, rows_GIO, scale_GI, keep, threshold, group_T)
@@ -109,6 +134,25 @@ def product(
     else:
         compiled.sums(*arguments)
     return out_TO.to(x_TI.dtype)
+
+
+def by_triton(
+    compiled: Any,
+    x_TI: Tensor,
+    rows_GIO: Tensor,
+    scale_GI: Tensor | None,
+    keep: int,
+    threshold: float,
+    group_T: Tensor | None,
+) -> Tensor:
+    """As :func:`product`, by the functions of :mod:`moesaic.nn.kernels.gpu`; asks for no value."""
+    if keep >= 0:  # the highest scores are found by torch, and the others' inputs made zero
+        scale_TI = scale_GI if scale_GI is None or group_T is None else scale_GI[group_T]
+        x_TI = x_TI * chosen(x_TI, scale_TI, keep, threshold)
+        scale_GI, threshold = None, 0.0
+    scale = None if scale_GI is None else scale_GI.float().contiguous()
+    y_TO: Tensor = compiled.sums(x_TI.contiguous(), rows_GIO, scale, threshold, group_T)
+    return y_TO.to(x_TI.dtype)
 
 
 def _by_bags(
