@@ -22,6 +22,7 @@ from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
 from moesaic.arch.dense import dense_arch
 from moesaic.cli import app
 from moesaic.data.packing import PackedText
+from moesaic.data.text import evaluation_tokens
 from moesaic.hub import convert_class
 from moesaic.io.source import resolve
 from moesaic.layers.base import same
@@ -317,6 +318,50 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
         assert ours == pytest.approx(theirs)
     for name, tensor in whole.model.state_dict().items():
         assert torch.allclose(tensor, resumed.model.state_dict()[name], atol=1e-6), name
+
+
+def test_perplexity_is_measured_while_it_trains(tmp_path: Path, tokenizer: Any) -> None:
+    """By the tokens trained on (Tables 5, 6), on text that is not; training is as without it."""
+    model = tiny_model("llama", num_hidden_layers=2)
+    text: dict[str, Any] = {"calibration": "prose=2,code=1", "tokenizer": tokenizer}
+    options = {"active": 0.6, "length": 24, **FEW}
+    config = DSMoEConfig(measure_every=4, held_out_tokens=240, **options)
+    result = moesaic.carve(model, config, **text)
+    with pytest.raises(Stop):
+        moesaic.carve(model, config, progress=tmp_path, track=stopping, **text)
+    resumed = moesaic.carve(model, config, progress=tmp_path, **text)
+    plain = moesaic.carve(model, DSMoEConfig(**options), **text)
+    held_out = evaluation_tokens("prose=2,code=1", tokenizer, 24, 240)
+    found = result.summary["training"]["held_out"]
+    assert [tokens for tokens, _ in found["perplexity"]] == [4 * 4 * 24, 6 * 4 * 24]
+    assert found["tokens"] == held_out.count
+    assert [s["source"] for s in found["sources"]] == ["prose", "code"]
+    last = score(result.model, held_out).perplexity
+    assert found["perplexity"][-1][1] == pytest.approx(last)
+    assert found["perplexity"][0][1] != pytest.approx(last, rel=1e-4)
+    again = resumed.summary["training"]["held_out"]["perplexity"]
+    assert [p for _, p in again] == pytest.approx([p for _, p in found["perplexity"]])
+    assert "held_out" not in plain.summary["training"]
+    for name, tensor in plain.model.state_dict().items():
+        assert torch.equal(tensor, result.model.state_dict()[name]), name
+
+
+def test_what_is_trained_on_is_not_measured(tmp_path: Path, tokenizer: Any) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(f'{{"text": "{"one of many words " * 40}"}}\n' for _ in range(40)))
+    options = {"length": 24, "held_out_tokens": 48, "measure_every": 6, **FEW}
+    with pytest.raises(MoesaicError, match="measured"):
+        moesaic.carve(
+            tiny_model("llama"),
+            DSMoEConfig(**options),
+            calibration=str(file),
+            tokenizer=tokenizer,
+        )
+    sliced = DSMoEConfig(held_out=f"{file}:::[30:]", data=f"{file}:::[:30]", **options)
+    result = moesaic.carve(tiny_model("llama"), sliced, tokenizer=tokenizer)
+    assert result.summary["training"]["held_out"]["sources"][0]["rows"] == [30, 40]
+    with pytest.raises(MoesaicError, match="tokenizer"):
+        moesaic.carve(tiny_model("llama"), sliced, calibration=rows())
 
 
 def test_everything_trains_and_the_callers_model_does_not() -> None:

@@ -70,6 +70,8 @@ class Schedule:
     """Gradient checkpointing: half as much again in time, for much less memory."""
     clip: float = 1.0
     """The norm that gradients are clipped at; 0 for never."""
+    measure_every: int | None = None
+    """Steps between measurements of what ``measure`` measures; the last step is one too."""
 
     @classmethod
     def of(cls, config: MethodConfig) -> Schedule:
@@ -186,6 +188,8 @@ class _Loop(Trainer):  # type: ignore[misc]
     """Keeps only what trains in its checkpoints, and may have an objective of its own."""
 
     objective: Objective | None = None
+    measure: Callable[[nn.Module], dict[str, float]] | None = None
+    every: int | None = None
     _sums: dict[str, Tensor] | None = None
 
     def compute_loss(
@@ -217,7 +221,19 @@ class _Loop(Trainer):  # type: ignore[misc]
             figures = {n: t / max(1, tokens) for n, t in zip(names[1:], totals, strict=True)}
             logs = {**logs, **figures, **self.objective.stepped(figures)}
             self._sums = None
+        if self.measure is not None and self.every and "loss" in logs:
+            step = self.state.global_step
+            if step % self.every == 0 or step == self.state.max_steps:
+                logs = {**logs, **self._measured(self.measure)}
         super().log(logs, *rest, **options)
+
+    def _measured(self, measure: Callable[[nn.Module], dict[str, float]]) -> dict[str, float]:
+        model = self.accelerator.unwrap_model(self.model)
+        model.eval()
+        with torch.no_grad(), self.compute_loss_context_manager():
+            found = measure(model)
+        model.train()
+        return found
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
@@ -313,6 +329,7 @@ def train(
     trainable: Mapping[str, nn.Parameter],
     request: Values | None = None,
     objective: Objective | None = None,
+    measure: Callable[[nn.Module], dict[str, float]] | None = None,
     device: str = "cpu",
     track: Track = silent,
 ) -> list[dict[str, float]]:
@@ -328,6 +345,7 @@ def train(
         request: identifies the run beside schedule, texts and names; a resumed run must ask for
             the same.
         objective: what to minimise instead of the model's own next-token loss.
+        measure: figures of the model as it is, every ``schedule.measure_every`` steps.
         device: cpu, or the accelerator; of several processes each takes its own.
         track: shows progress.
 
@@ -347,6 +365,7 @@ def train(
                 trainable=trainable,
                 request=request,
                 objective=objective,
+                measure=measure,
                 device=device,
                 track=track,
             )
@@ -405,6 +424,7 @@ def train(
         callbacks=[bar],
     )
     loop.objective = objective
+    loop.measure, loop.every = measure, schedule.measure_every
     loop.remove_callback(PrinterCallback)
     loop.train(resume_from_checkpoint=last_checkpoint(folder))
     bar.close()

@@ -108,16 +108,13 @@ def test_a_method_says_what_it_is(key):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_without_options_it_is_its_papers_method(key):
-    """Nothing beyond the paper happens unasked, and a bundle that goes beyond it says so.
-
-    The one that is called ``paper`` does not.
-    """
+    """Nothing beyond the paper happens unasked; the bundle that does is called ``best``, and says so."""
     config = METHODS[key]
     assert config().beyond == ()
     assert "beyond" not in config().label
     for name, options in config.bundles.items():
-        assert bool(config(**options).beyond) == (name != "paper"), name
-        assert ("beyond" in config(**options).label) == (name != "paper")
+        assert bool(config(**options).beyond) == (name == "best"), name
+        assert ("beyond" in config(**options).label) == (name == "best")
 
 
 # --- one result ----------------------------------------------------------------------------------

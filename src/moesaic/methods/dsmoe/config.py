@@ -75,6 +75,28 @@ class DSMoEConfig(MethodConfig):
     lr: float = option(2e-5, "The highest learning rate.", seldom=True)
     warmup: float = option(0.1, "Share of the steps in which the rate rises.", seldom=True)
     weight_decay: float = option(0.0, "AdamW's weight decay.", seldom=True)
+    clip: float = option(
+        1.0,
+        "The norm that gradients are clipped at, of which the paper says nothing; 0 for never.",
+        minimum=0,
+        seldom=True,
+    )
+    measure_every: int | None = option(
+        None,
+        "Steps between measurements of held-out perplexity, for the record (Tables 5, 6).",
+        minimum=1,
+        seldom=True,
+    )
+    held_out: str = option(
+        "",
+        "Text to measure on meanwhile. Default: what the training text keeps for measuring; of "
+        "text that has no such part, what ships.",
+        parse="text",
+        seldom=True,
+    )
+    held_out_tokens: int = option(
+        16_384, "Measure on at most this much of it; 0: on all.", minimum=0, seldom=True
+    )
     recompute: bool = option(
         False, "Compute activations again in the backward pass, to save memory.", seldom=True
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -11,8 +11,10 @@ import torch
 from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.config import chosen_layers
-from moesaic.data.text import Tokens
+from moesaic.data.reader import check_apart
+from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.data.training import Examples, training_text
+from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
 from moesaic.layers.carved import CarvedLayer
@@ -21,6 +23,7 @@ from moesaic.methods.budget import LayerSize, active_ratio, ffn_share, layer_siz
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective
 from moesaic.methods.words import carved, number, some
+from moesaic.metrics.perplexity import perplexity
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
@@ -34,8 +37,14 @@ CURVES = {
     "sparsity": "sparsity loss",
     "imbalance": "load-balance loss",
     "lambda": "lambda, the weight of sparsity",
+    "perplexity": "held-out perplexity",
 }
 """The figures that training logs, in words."""
+
+
+def held_out_perplexity(tokens: Tokens, model: Model) -> dict[str, float]:
+    """A figure to log while a model trains."""
+    return {"perplexity": perplexity(model, tokens).perplexity}
 
 
 class DSMoE(DenseMethod[DSMoEConfig]):
@@ -59,7 +68,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             name: Plan(config.name, job.base, dict(method.start(sizes)), asdict(method.config))
             for name, method in variants.items()
         }
-        texts = self._texts(job)
+        texts, held_out = self._texts(job), self._held_out(job)
 
         def trained(name: str) -> tuple[Model, list[dict[str, float]]]:
             folder = args.progress and args.progress / name
@@ -81,6 +90,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
                 trainable=dict(live.named_parameters()),
                 request=job.request({"config": asdict(method.config)}),
                 objective=objective,
+                measure=None if held_out is None else partial(held_out_perplexity, held_out),
                 device=job.device,
                 track=args.track,
             )
@@ -99,6 +109,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
                     "what": "all weights",
                     "losses": losses,
                     "labels": CURVES,
+                    **self._by_tokens(losses, texts, held_out),
                     "trained_parameters": count,
                     "total_parameters": count,
                 }
@@ -148,6 +159,43 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             seed=config.seed,
             stream=True,
         )
+
+    def _held_out(self, job: Job[Arch]) -> Tokens | None:
+        """The text to measure on while training; None where nothing is measured.
+
+        Raises:
+            MoesaicError: it is trained on, too, or cannot be read.
+        """
+        config, args = self.config, job.args
+        if config.measure_every is None:
+            return None
+        if job.tokenizer is None:
+            raise MoesaicError("measure_every needs a tokenizer for the text it measures on.")
+        given = config.data or (args.calibration.source if args.text is None else "")
+        text = config.held_out or given
+        check_apart([given], text)
+        return evaluation_tokens(text, job.tokenizer, config.length, config.held_out_tokens)
+
+    def _by_tokens(
+        self, losses: list[dict[str, float]], texts: Examples, held_out: Tokens | None
+    ) -> JSON:
+        """Held-out perplexity by the tokens trained on (Tables 5, 6), for the record."""
+        if held_out is None:
+            return {}
+        config = self.config
+        window = len(texts[0]["input_ids"]) if isinstance(texts, Sequence) else config.length
+        step = config.batch * config.accumulate * process()[1] * window
+        return {
+            "held_out": {
+                "tokens": held_out.count,
+                "sources": [origin.taken.as_json() for origin in held_out.origins],
+                "perplexity": [
+                    [int(row["step"]) * step, row["perplexity"]]
+                    for row in losses
+                    if "perplexity" in row
+                ],
+            }
+        }
 
     def target(self, sizes: list[LayerSize]) -> float | None:
         """The share of blocks to be active that ``active`` asks for; None where it asks nothing.
