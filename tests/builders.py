@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import socket
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,6 +87,7 @@ COUNT: dict[str, str] = {
     "qwen2_moe": "num_experts",
     "qwen3_moe": "num_experts",
     "olmoe": "num_experts",
+    "deepseek": "n_routed_experts",
     "deepseek_v2": "n_routed_experts",
     "deepseek_v3": "n_routed_experts",
     "glm4_moe": "n_routed_experts",
@@ -112,6 +115,11 @@ MOE_EXTRA: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
     },
     "qwen3_moe": {"moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True},
+    "deepseek": {
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+    },
     "deepseek_v2": {
         **MLA,
         "n_group": 2,
@@ -336,11 +344,27 @@ def processes(*arguments: Any, count: int = 2) -> subprocess.Popen[bytes]:
     return python(*launch, *arguments, ACCELERATE_USE_CPU="true")
 
 
-def launch(*arguments: Any) -> None:
-    """Run Python with these arguments in two processes to their end."""
-    process = processes(*arguments)
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors.decode()
+def launch(*arguments: Any, count: int = 2) -> None:
+    """Run Python with these arguments in several CPU processes to their end, as a launcher does.
+
+    A launcher of its own would import torch once more.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+    running = [
+        python(*arguments, RANK=str(i), LOCAL_RANK=str(i), ACCELERATE_USE_CPU="true", **meet)
+        for i in range(count)
+    ]
+    while any(p.poll() is None for p in running) and not any(p.poll() for p in running):
+        time.sleep(0.05)
+    failed = [p for p in running if p.poll()]
+    for process in running:
+        if failed and process.poll() is None:  # it waits for one that is gone
+            process.kill()
+    errors = {p: p.communicate()[1].decode() for p in running}
+    assert not failed, errors[failed[0]]
 
 
 # --- carved modules ------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_what_is_slower_is_called_slower():
 
 
 def test_bench_on_the_command_line(command, carved_folder, llama_folder):
-    options = ("--rounds", 2, "--length", 16, "--new-tokens", 2)
+    options = ("--rounds", 1, "--length", 16, "--new-tokens", 2)
     code, out, _ = command("bench", carved_folder, "--against", llama_folder, *options, "--json")
     assert code == 0
     record = json.loads(out)

@@ -106,7 +106,7 @@ def test_recipe_run_leaves_everything(llama_folder, tmp_path):
             llama_folder,
             tmp_path / "out",
             evaluation=Evaluation(
-                length=64, max_tokens=512, rounds=1, new_tokens=4, compare=("static", "random")
+                length=64, max_tokens=512, rounds=1, new_tokens=4, compare=("static",)
             ),
         )
     )
@@ -127,7 +127,7 @@ def test_recipe_run_leaves_everything(llama_folder, tmp_path):
         (tmp_path / "out" / "result.json").read_text()
     )
     assert not (tmp_path / "out.partial").exists()
-    assert set(record.measured["scores"]) == {"original", "result", "static", "random"}
+    assert set(record.measured["scores"]) == {"original", "result", "static"}
     result, static = (record.measured["scores"][name] for name in ("result", "static"))
     assert result["nominal_active_ratio"] == pytest.approx(0.8, abs=0.02)
     assert static["active_ratio"] == pytest.approx(result["nominal_active_ratio"])
@@ -137,7 +137,7 @@ def test_recipe_run_leaves_everything(llama_folder, tmp_path):
         llama_folder,
         tmp_path / "out",
         evaluation=Evaluation(
-            length=64, max_tokens=512, rounds=1, new_tokens=4, compare=("static", "random")
+            length=64, max_tokens=512, rounds=1, new_tokens=4, compare=("static",)
         ),
     )
 

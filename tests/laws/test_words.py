@@ -21,11 +21,12 @@ from rich.console import Console
 import moesaic
 from moesaic import Calibration, Evaluation, Recipe, Record, report
 from moesaic.arch.mixture import base_arch
+from moesaic.data.reader import shipped_texts
 from moesaic.methods import METHODS
 from moesaic.surgery import routed_modules
 
-SMALL = Evaluation(data="prose", length=64, max_tokens=256, rounds=0, new_tokens=2)
-NAMES = ("MoRE", "ToMoE", "DSMoE", "NAEE", "REAP", "AIMER", "M-SMoE", "CD-MoE", "Block Drop")
+SMALL = Evaluation(length=64, max_tokens=256, rounds=0, new_tokens=2)
+NAMES = ("MoRE", "ToMoE", "DSMoE", "NAEE", "REAP", "AIMER", "M-SMoE", "CD-MoE", "Layer Drop")
 """Names that papers gave their methods."""
 TRAINED = re.compile(r"nothing was trained", re.IGNORECASE)
 OWN = re.compile(r"weights [^.]*are the base model's own", re.IGNORECASE)
@@ -49,7 +50,18 @@ def cases():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("words")
+    """A folder with a few pages to calibrate on and to measure on."""
+    folder = tmp_path_factory.mktemp("words")
+    for name in ("calibration", "evaluation"):
+        (folder / f"{name}.txt").write_text("".join(shipped_texts(name, "prose"))[:40_000], "utf-8")
+    return folder
+
+
+def asked(place, start, out, config, **changes):
+    """The recipe of one step, on a few pages."""
+    text = Calibration(str(place / "calibration.txt"), samples=12, length=32)
+    measured = replace(SMALL, data=str(place / "evaluation.txt"), **changes)
+    return Recipe(str(start), str(out), (config,), text, measured)
 
 
 def carried_out(key, config, place, out):
@@ -59,9 +71,7 @@ def carried_out(key, config, place, out):
         make_start(key, start)
     if getattr(config, "teacher", ""):
         config = replace(config, teacher=str(place / f"{key}-start-before"))
-    text = Calibration("prose", samples=12, length=32)
-    record = moesaic.run_recipe(Recipe(str(start), str(out), (config,), text, SMALL))
-    return start, record
+    return start, moesaic.run_recipe(asked(place, start, out, config))
 
 
 def printed(record):
@@ -157,7 +167,7 @@ def test_card_page_and_terminal_are_true(key, config, place, tmp_path):
 @pytest.mark.parametrize(
     ("key", "compare"),
     [(k, name) for k in KEYS for name in METHODS[k].variants if k != "prune.naee"]
-    + [("prune.naee", "random"), ("prune.naee", "merge"), ("condense.cd-moe", "1")],
+    + [("prune.naee", "random"), ("prune.naee", "wanda"), ("condense.cd-moe", "1")],
 )
 def test_comparisons_are_named_as_what_they_are(key, compare, place, tmp_path):
     """Never by the name of the method that they are compared with."""
@@ -168,8 +178,7 @@ def test_comparisons_are_named_as_what_they_are(key, compare, place, tmp_path):
     if not start.exists():
         make_start(key, start)
     out = tmp_path / "out"
-    text, measured = Calibration("prose", samples=12, length=32), replace(SMALL, compare=(compare,))
-    record = moesaic.run_recipe(Recipe(str(start), str(out), (config,), text, measured))
+    record = moesaic.run_recipe(asked(place, start, out, config, compare=(compare,)))
     assert compare in record.measured["scores"]
     assert record.steps[0].variants == {compare: config.compared(compare)}
     page = visible((out / "report.html").read_text())

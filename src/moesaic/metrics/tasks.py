@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Tokenizer, Track, Values, silent
 from moesaic.metrics.forward import BATCH, Runner, Whole, all_shares, own_share
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
 
 Pair = tuple[list[int], list[int]]
 """The tokens of a context, which is not empty, and of its continuation."""
@@ -246,7 +250,35 @@ def with_recovery(ours: dict[str, JSON], theirs: Values) -> dict[str, JSON]:
     return told
 
 
+def recovery_ratio(ours: Values, theirs: Values) -> float | None:
+    """CD-MoE's recovery ratio: the mean of the tasks' headlines over the original's mean.
+
+    Args:
+        ours: by task, of the result.
+        theirs: of the original.
+
+    Returns:
+        None where no task has a headline in both.
+
+    >>> tasks = {"a": {"acc": 0.25}, "b": {"acc": 0.5, "acc_norm": 0.75}, "c": {"n": 1}}
+    >>> recovery_ratio(tasks, {"a": {"acc": 0.5}, "b": {"acc_norm": 0.75}})
+    0.8
+    """
+    pairs = [(headline(task), headline(theirs.get(name, {}))) for name, task in ours.items()]
+    known = [(own, before) for own, before in pairs if own is not None and before is not None]
+    whole = sum(before for _, before in known)
+    return sum(own for own, _ in known) / whole if whole else None
+
+
 # --- lm-eval -------------------------------------------------------------------------------------
+
+
+@cache
+def task_manager() -> TaskManager:
+    """lm-eval's index of its tasks, which takes seconds to read."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 def _by_harness(
@@ -257,9 +289,7 @@ def _by_harness(
     track: Track,
     shared: bool,
 ) -> dict[str, JSON]:
-    from lm_eval.tasks import TaskManager
-
-    manager = TaskManager()
+    manager = task_manager()
     known = {*manager.all_tasks}
     for task in tasks:
         if task.name not in known:
