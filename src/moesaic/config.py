@@ -239,7 +239,8 @@ class Evaluation:
 
     data: str = option(
         "",
-        "Text to measure on, as for --calibration; of a mix, each source too. Default: ships.",
+        "Text to measure on: a file, a data set or a mix, each source of which is measured too. "
+        "Default: text that ships.",
         parse="text",
     )
     length: int | None = option(

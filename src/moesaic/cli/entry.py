@@ -77,8 +77,6 @@ def quiet_libraries() -> None:
     def quiet(module: ModuleType) -> None:
         module.set_verbosity_error()
         module.disable_progress_bar()
-        # A checkpoint whose weights are missing is told by this one.
-        logging.getLogger("transformers.modeling_utils").setLevel(logging.WARNING)
 
 
 def main() -> None:

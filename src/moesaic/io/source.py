@@ -93,8 +93,8 @@ class Source:
         """
         _ = self.config, self.checkpoint  # a damaged file is reported before anything is loaded
         logger = logging.getLogger("transformers.modeling_utils")
-        level = logger.level
-        logger.setLevel(logging.ERROR)  # it is said here
+        before = logger.disabled
+        logger.disabled = True  # it is said here; a level would make it speak of sharding
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 self.folder,
@@ -103,7 +103,7 @@ class Source:
                 ignore_mismatched_sizes=True,  # they are refused here
             )
         finally:
-            logger.setLevel(level)
+            logger.disabled = before
         check_loaded(info, self.name, whole=any((self.folder / n).is_file() for n in MADE))
         for weight, tensor in model.state_dict().items():
             check_finite(weight, tensor)
