@@ -1,7 +1,7 @@
 """What condensing costs in held-out perplexity, and how much of it tuning brings back.
 
 A sweep of layer counts on a trained mixture with shared experts: CD-MoE's greedy search, the
-paper's layer rank, and Block Drop, each beside its share of the weights' bytes. Then the condensed
+paper's layer rank, and Layer Drop, each beside its share of the weights' bytes. Then the condensed
 layers of one count are tuned on the text that ships.
 
     python benchmarks/condense_quality.py [MODEL] [--parts sweep tune] [--teacher MODEL]
@@ -33,8 +33,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "greedy, shared+routed": {"keep": "shared+routed"},
     "layer rank": {"keep": "shared", "layer_search": "rank"},
     "global layer rank": {"keep": "shared", "layer_search": "global-rank"},
-    "block drop": {"keep": "attention", "layer_search": "cosine"},
-    "layer drop": {"keep": "nothing", "layer_search": "cosine"},
+    "layer drop": {"keep": "attention", "layer_search": "cosine"},
+    "block drop": {"keep": "nothing", "layer_search": "cosine"},
 }
 
 
@@ -129,7 +129,8 @@ def main() -> None:
         record["sweep"] = record.get("sweep", {}) | sweep(model, tokens, held_out, given.variants)
     if "tune" in given.parts:
         label = "tune, from the original" if given.teacher else "tune"
-        record[label] = tuning(given.model, tokens, held_out, original, given)
+        made = tuning(given.model, tokens, held_out, original, given)
+        record[label] = record.get(label, {}) | made
     given.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

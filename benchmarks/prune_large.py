@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -78,13 +79,16 @@ def write_checkpoint(config: Qwen2MoeConfig, folder: Path) -> None:
     folder.mkdir(parents=True)
     writer = ShardWriter(folder, shard_bytes=1 << 30)
     generator = torch.Generator().manual_seed(0)
+    pool = (torch.randn(1 << 24, generator=generator) * config.initializer_range).bfloat16()
+    twice = pool.repeat(2)  # to draw every weight would take minutes
 
     def add(name: str, *shape: int) -> None:
         if name.endswith(("norm.weight", "layernorm.weight")):
             writer.add(name, torch.ones(shape, dtype=torch.bfloat16))
             return
-        values = torch.randn(shape, generator=generator, dtype=torch.float32)
-        writer.add(name, (values * config.initializer_range).bfloat16())
+        start, count = int(torch.randint(len(pool), (1,), generator=generator)), math.prod(shape)
+        values = twice[start:] if count <= len(pool) else pool.repeat(-(-count // len(pool)))
+        writer.add(name, values[:count].view(shape).clone())
 
     model = skeleton(config, torch.bfloat16)
     for name, tensor in model.state_dict().items():

@@ -44,7 +44,6 @@ PRUNE: dict[str, dict[str, Any]] = {
     "prune reap, refit": {"criterion": "reap", "refit": True},
     "prune reap": {"criterion": "reap"},
     "prune reconstruction": {},
-    "prune merge": {"criterion": "merge"},
     "prune frequency": {"criterion": "frequency"},
 }
 FIRST = (
@@ -57,7 +56,6 @@ THEN = (
     "prune reap, refit",
     "prune reconstruction",
     "prune reap",
-    "prune merge",
     "slim heapr",
     "slim random",
     "prune frequency",

@@ -39,7 +39,7 @@ def test_carved_is_refused():
 def test_dense_and_unknown_models_are_no_mixtures():
     with pytest.raises(MoesaicError, match="no routed experts"):
         moe_arch(CONFIG_MAPPING["llama"]())
-    with pytest.raises(MoesaicError, match="Mixtures of experts that are: deepseek_v2"):
+    with pytest.raises(MoesaicError, match="Mixtures of experts that are: deepseek, deepseek_v2"):
         moe_arch(CONFIG_MAPPING["switch_transformers"]())
     with pytest.raises(MoesaicError, match="quantised"):
         moe_arch(MixtralConfig(quantization_config={"quant_method": "mxfp4"}))

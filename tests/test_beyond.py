@@ -574,11 +574,6 @@ def test_condensed_layers_are_refitted(model_type, tokens, tmp_path):
     assert torch.equal(loaded(input_ids=ids).logits, refit.model(input_ids=ids).logits)
 
 
-def test_merged_experts_are_not_refitted():
-    with pytest.raises(MoesaicError, match="refit"):
-        PruneConfig(keep=4, criterion="merge", refit=True)
-
-
 def test_what_was_recovered_is_plain_json(tokens):
     config = MoREConfig(layers="all", refit=True, bias=True)
     result = moesaic.carve(tiny_model("llama"), config, calibration=tokens)

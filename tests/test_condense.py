@@ -19,7 +19,12 @@ from moesaic.arch.mixture import MoEFFN, moe_arch
 from moesaic.layers.base import same
 from moesaic.layers.condensed import CondensedLayer
 from moesaic.methods.cdmoe.divergence import js, kl
-from moesaic.methods.cdmoe.experts import pl_alpha_hill, ranked_experts, weight_scores
+from moesaic.methods.cdmoe.experts import (
+    pl_alpha_hill,
+    ranked_experts,
+    tail_exponent,
+    weight_scores,
+)
 from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch
 from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
@@ -29,6 +34,7 @@ from moesaic.surgery import applied
 
 SHARED = [
     "qwen2_moe",
+    "deepseek",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe",
@@ -108,6 +114,36 @@ def test_alpha_is_smaller_for_a_heavier_tail() -> None:
     light = torch.randn(64, 64, generator=generator)
     heavy = light * torch.linspace(-3, 3, 64).exp()[:, None]
     assert pl_alpha_hill(heavy) < pl_alpha_hill(light)
+
+
+def fitted(value: list[float]) -> float:
+    """Eq. 4 with k by the fix-finger method, in plain Python; eigenvalues in rising order."""
+    low, high = math.log10(value[0]), math.log10(value[-1])
+    counts = [0] * 100
+    for v in value:
+        counts[min(99, int((math.log10(v) - low) / (high - low) * 100))] += 1
+    peak = 10 ** (low + counts.index(max(counts)) * (high - low) / 100)
+    best = (math.inf, 0.0)
+    for at, least in enumerate(value[:-1]):
+        if not 0.95 * peak <= least <= 1.5 * peak:
+            continue
+        k = len(value) - at - 1
+        alpha = 1 + k / sum(math.log(value[-j] / least) for j in range(1, k + 1))
+        off = [abs(1 - (value[at + j] / least) ** (1 - alpha) - j / (k + 1)) for j in range(k + 1)]
+        best = min(best, (max(off), alpha))
+    return best[1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_alpha_is_that_of_the_nearest_power_law(seed: int) -> None:
+    """Against every x_min near the peak, one by one; and near the exponent that was planted."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(60, 80, generator=generator, dtype=torch.float64)
+    weight *= torch.linspace(-1, 1, 60).exp()[:, None]
+    value = torch.linalg.svdvals(weight.float()).square().flip(0).double()
+    assert pl_alpha_hill(weight) == pytest.approx(fitted(value.tolist()), rel=1e-9)
+    planted = torch.rand(4000, generator=generator, dtype=torch.float64) ** (-1 / 1.5)
+    assert tail_exponent(planted.sort().values) == pytest.approx(2.5, abs=0.15)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v3", "mixtral"])
@@ -323,6 +359,12 @@ def test_files_live_and_from_disk_are_one_and_weigh_what_was_predicted(
     i = live.summary["layers"][0]
     names = [n for n in live.model.state_dict() if f".layers.{i}." in n]
     assert not any(".experts." in n or n.endswith((".gate.weight", "router.weight")) for n in names)
+
+
+def test_what_he_et_al_call_layer_drop_leaves_the_attention() -> None:
+    """Their Layer Drop takes the mixture out, their Block Drop attention as well."""
+    named = {keep: CondenseConfig(keep=keep).base_label for keep in ("attention", "nothing")}
+    assert named == {"attention": "Layer Drop", "nothing": "Block Drop"}
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2"])

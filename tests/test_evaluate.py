@@ -264,6 +264,19 @@ def test_divergence_layer_by_layer_is_bitwise(llama_folder, carved_folder, token
     assert whole[0].kl > 0
 
 
+def test_what_is_kept_passes_the_layers_once(llama_folder, carved_folder, padded, monkeypatch):
+    """Comparison after comparison beside one original."""
+    original = Layerwise(resolve(str(llama_folder)), keep=True)
+    ours = Whole(resolve(str(carved_folder)).load())
+    first = scores_beside(ours, original, padded)
+    with monkeypatch.context() as patch:
+        patch.setattr("moesaic.metrics.forward.LayerStream.from_disk", None)
+        assert scores_beside(ours, original, padded) == first
+    other = Tokens(padded.input_ids.flip(0))
+    alone = Layerwise(resolve(str(llama_folder)))
+    assert scores_beside(ours, original, other) == scores_beside(ours, alone, other)
+
+
 def test_what_does_not_fit_is_read_layer_by_layer(
     llama_folder, carved_folder, questions, monkeypatch
 ):

@@ -241,7 +241,7 @@ def test_layers_that_are_gone_leave_the_same_logits(model_type, vocabularies, tm
     assert largest_difference(mixture(model_type), layers, vocabularies, tmp_path) < 1e-4
 
 
-@pytest.mark.parametrize("experts", [[], [1]], ids=["block drop", "condensed"])
+@pytest.mark.parametrize("experts", [[], [1]], ids=["layer drop", "condensed"])
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe"])
 def test_condensed_layers_have_the_same_logits(model_type, experts, vocabularies, tmp_path):
     """Those after the dense ones."""

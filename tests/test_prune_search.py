@@ -26,6 +26,7 @@ LAWS = {
     "qwen2_moe": Law.GROW,
     "qwen3_moe": Law.STAY,
     "olmoe": Law.GROW,
+    "deepseek": Law.GROW,
     "deepseek_v2": None,  # groups
     "deepseek_v3": None,
     "glm4_moe": Law.STAY,
@@ -198,7 +199,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return done
 
 
-@pytest.mark.parametrize("criterion", [n for n in CRITERIA if n != "merge"])
+@pytest.mark.parametrize("criterion", [*CRITERIA])
 def test_a_criterion_pays_for_what_it_reads(
     criterion: str, work: dict[str, int], tokens: Tokens
 ) -> None:

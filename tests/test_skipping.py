@@ -221,6 +221,20 @@ def test_stats_give_the_same_beta(tokens, tmp_path):
     assert {i: layer.beta for i, layer in a.items()} == {i: layer.beta for i, layer in b.items()}
 
 
+def test_published_betas_are_taken_as_they_are(tokens):
+    """And the share that is said to be skipped is that of those betas."""
+    model = tiny_moe("mixtral")
+    result = moesaic.skip(model, SkipConfig(betas=(0.2, 0.5, 0.9)), calibration=tokens)
+    assert [layer.beta for layer in result.plan.layers.values()] == [0.2, 0.5, 0.9]
+    skipped = [a["skipped"] for a in result.analyses.values()]
+    assert skipped[0] < skipped[1] < skipped[2]
+    one = moesaic.skip(model, SkipConfig(betas=(0.5,)), calibration=tokens)
+    assert [layer.beta for layer in one.plan.layers.values()] == [0.5, 0.5, 0.5]
+    assert one.analyses[1] == result.analyses[1]
+    for name, betas in SkipConfig.bundles.items():
+        assert len(betas["betas"]) == 32, name
+
+
 @pytest.mark.parametrize(
     ("options", "top_k", "message"),
     [
@@ -229,6 +243,9 @@ def test_stats_give_the_same_beta(tokens, tmp_path):
         ({"calls": 3}, 2, "runs 2 experts now"),
         ({"calls": 0.5}, 2, "at least 1"),
         ({"quantile": 1.5}, 2, "from 0 to 1"),
+        ({"betas": (0.5, 0.5)}, 2, "2 numbers for 3 layers"),
+        ({"betas": (0.5,), "calls": 1.5}, 2, "betas are given"),
+        ({"betas": (-1.0,)}, 2, "at least 0"),
         ({"rule": "best"}, 2, "rule 'best' is none of"),
     ],
 )

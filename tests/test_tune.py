@@ -14,6 +14,7 @@ import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, Tokens, TuneConfig
 from moesaic.arch.mixture import moe_arch
 from moesaic.data.training import training_examples
+from moesaic.methods.sft.gates import factors, outside
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import parse_recipe
 from moesaic.train import collate, distillation_loss
@@ -62,6 +63,84 @@ def test_only_the_condensed_layers_projections_train(model_type: str, tokens: To
     assert tuned.summary["training"]["total_parameters"] == sum(
         p.numel() for p in before.parameters()
     )
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_step_is_that_of_the_experts_without_their_weights(decay: float, tokens: Tokens) -> None:
+    """AdamW on the folded layer, g outside, moves what runs as AdamW on Eq. 3's own parts does."""
+    given = moesaic.condense(
+        tiny_moe("qwen2_moe"),
+        CondenseConfig(layers=1, keep="shared+routed", shared_gate="mean", candidates=(2,)),
+        calibration=tokens,
+    )
+    layer, arch = given.plan.layers[2], moe_arch(given.model.config)
+    view = arch.mixture(tiny_moe("qwen2_moe").model.layers[2])
+    x, target = torch.randn(2, 40, 32, generator=torch.Generator().manual_seed(4))
+    shared = view.shared_module
+    parts = [[w.weight for w in (shared.gate_proj, shared.up_proj, shared.down_proj)]]
+    parts += [list(view.weights_of(e)) for e in layer.experts]
+    parts = [[w.detach().clone().requires_grad_() for w in part] for part in parts]
+    g = [layer.shared_scale, *layer.gates_K.tolist()]
+    F = torch.nn.functional
+
+    def unfolded() -> torch.Tensor:
+        return sum(
+            s * F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+            for s, (gate, up, down) in zip(g, parts, strict=True)
+        )
+
+    ffn = given.model.model.layers[2].mlp
+    own = [ffn.gate_proj.weight, ffn.up_proj.weight, ffn.down_proj.weight]
+    before = ffn(x).detach()
+    torch.testing.assert_close(before, unfolded().detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ffn(x), before)
+    factor = factors(arch, given.model.config, given.plan)
+    assert [round(float(f), 5) for f in factor[2].unique_consecutive()[:3]] == [
+        round(s, 5) for s in g
+    ]
+    with outside(given.model, arch, factor):
+        torch.testing.assert_close(ffn(x), before, rtol=1e-4, atol=1e-5)
+        optimizers = [
+            torch.optim.AdamW(ws, lr=0.01, weight_decay=decay)
+            for ws in (own, [w for part in parts for w in part])
+        ]
+        for _ in range(3):
+            for run, optimizer in zip((lambda: ffn(x), unfolded), optimizers, strict=True):
+                optimizer.zero_grad()
+                (run() - target).square().sum().backward()
+                optimizer.step()
+        torch.testing.assert_close(ffn(x), unfolded(), rtol=1e-3, atol=1e-4)
+    assert not ffn.down_proj._forward_pre_hooks
+    torch.testing.assert_close(ffn(x), unfolded(), rtol=1e-3, atol=1e-4)
+    assert (ffn(x) - before).abs().max() > 0.01
+    folded = torch.cat([s * part[2] for s, part in zip(g, parts, strict=True)], 1)
+    torch.testing.assert_close(own[2][:, : folded.shape[1]], folded, rtol=1e-3, atol=1e-4)
+
+
+def test_training_keeps_the_fixed_weights_outside(tokens: Tokens) -> None:
+    """Adam's first step moves every weight alike; folded, an expert's by its g."""
+    result = condensed_model("deepseek_v2", tokens)
+    (i,) = result.summary["layers"]
+    before = result.model.model.layers[i].mlp.down_proj.weight.detach().clone()
+    config = TuneConfig(steps=1, batch=16, lr=1e-3, warmup=0)
+    tuned = moesaic.tune(result.model, config, text=rows(), plan=result.plan)
+    moved = (tuned.model.model.layers[i].mlp.down_proj.weight - before).abs().median(0).values
+    g = factors(moe_arch(result.model.config), result.model.config, result.plan)[i]
+    torch.testing.assert_close(moved / 1e-3, g, rtol=0.05, atol=0.02)
+    assert g.unique().numel() == 3, "the shared path's 1 and two experts' weights"
+
+
+def test_layer_drop_trains_its_attention_alone(tokens: Tokens) -> None:
+    result = condensed_model("mixtral", tokens, keep="attention")
+    (i,) = result.summary["layers"]
+    before = copy.deepcopy(result.model)
+    config = TuneConfig(what="attention", steps=2, batch=8, lr=1e-2)
+    tuned = moesaic.tune(result.model, config, text=rows(), plan=result.plan)
+    names = {f"model.layers.{i}.self_attn.{p}_proj.weight" for p in "qkvo"}
+    assert changed(before, tuned.model) == names
+    dropped = condensed_model("mixtral", tokens, keep="nothing")
+    with pytest.raises(MoesaicError, match="no condensed layers with attention"):
+        moesaic.tune(dropped.model, config, text=rows(), plan=dropped.plan)
 
 
 def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:

@@ -17,6 +17,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
+from moesaic.arch.deepseek import DeepseekConfig, DeepseekForCausalLM
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.mixture import architectures
 from moesaic.foreign import JSON, Config, Model, Tokenizer
@@ -82,6 +83,11 @@ def _define(arch: Arch) -> tuple[type, type]:
 
 
 def _register() -> dict[str, tuple[type, type]]:
+    if DeepseekConfig.model_type not in CONFIG_MAPPING:
+        conversions = get_checkpoint_conversion_mapping("qwen2_moe")
+        register_checkpoint_conversion_mapping(DeepseekConfig.model_type, conversions)
+        AutoConfig.register(DeepseekConfig.model_type, DeepseekConfig)
+        AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
     classes = {}
     for model_type, arch in architectures().items():
         conversions = get_checkpoint_conversion_mapping(model_type)

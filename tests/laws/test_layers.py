@@ -32,7 +32,6 @@ from moesaic.layers.base import KINDS, LayerPlan, same
 from moesaic.layers.channels import ChannelsLayer
 from moesaic.layers.condensed import NO_FFN
 from moesaic.layers.dropped import DroppedLayer
-from moesaic.layers.merged import MergedLayer
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.layers.pruned import PrunedLayer
@@ -73,12 +72,6 @@ def cut_attention() -> Sample:
 
 def channels_layer(*paths: str) -> ChannelsLayer:
     return ChannelsLayer({path: Cut(0.75, 24) for path in paths}, "norm")
-
-
-def averaged(share: tuple[float, ...] = (0.25, 0.75)) -> MergedLayer:
-    into, shares = torch.arange(8), torch.ones(8)
-    into[7], shares[0], shares[7] = 0, share[0], share[1]
-    return MergedLayer(torch.arange(7), into, shares)
 
 
 def some_neurons(width: int, keep: int, seed: int) -> torch.Tensor:
@@ -162,7 +155,6 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
             "qwen2_moe",
         ),
     },
-    "merged": {"two in one": lambda: mixture(averaged())},
     "skipping": {
         "top2": lambda: mixture(SkippingLayer(0.7, "top2")),
         "tail": lambda: mixture(SkippingLayer(0.3, "tail"), "deepseek_v3"),

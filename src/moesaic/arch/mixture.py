@@ -213,6 +213,7 @@ MOE: dict[str, MoEArch] = {
         ),
         MoEArch("qwen3_moe", dense_layers="mlp_only_layers"),
         MoEArch("olmoe", width="intermediate_size"),
+        MoEArch("deepseek", **_DEEPSEEK),
         MoEArch("deepseek_v2", groups="n_group", **_DEEPSEEK),
         MoEArch("deepseek_v3", **_DEEPSEEK, **_BIASED),
         MoEArch("glm4_moe", **_DEEPSEEK, **_BIASED),

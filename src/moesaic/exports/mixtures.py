@@ -67,7 +67,7 @@ def reduced(
         setattr(config, arch.count, count)
         costs["experts"] = [sum(counts.values()), count * len(counts)]
     condensed = stacks.keys() - gone - counts.keys()
-    width = max(dense.values(), default=0) or ALIGNED  # Block Drop leaves no neuron at all
+    width = max(dense.values(), default=0) or ALIGNED  # Layer Drop leaves no neuron at all
     if gone:
         shorten(config, stay)
     if condensed or (gone and arch.dense_layers):

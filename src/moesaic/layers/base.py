@@ -205,7 +205,6 @@ KINDS: Registry[type[LayerPlan]] = Registry(
         "narrowed": "moesaic.layers.narrowed:NarrowedLayer",
         "pruned": "moesaic.layers.pruned:PrunedLayer",
         "slimmed": "moesaic.layers.slimmed:SlimmedLayer",
-        "merged": "moesaic.layers.merged:MergedLayer",
         "skipping": "moesaic.layers.skipping:SkippingLayer",
         "condensed": "moesaic.layers.condensed:CondensedLayer",
         "dropped": "moesaic.layers.dropped:DroppedLayer",

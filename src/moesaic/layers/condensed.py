@@ -212,7 +212,7 @@ NONE_K = torch.empty(0, dtype=torch.int64, device="cpu")
 """No routed expert."""
 
 NO_FFN = CondensedLayer(NONE_K, torch.empty(0, device="cpu"), 0, shared=False)
-"""Nothing of the block stays: Block Drop."""
+"""Nothing of the block stays: Layer Drop."""
 
 
 def fold(parts: list[Part], hidden_size: int, width: int) -> tuple[Tensor, Tensor, Tensor]:

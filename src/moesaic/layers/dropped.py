@@ -1,4 +1,4 @@
-"""A whole decoder layer that is gone, attention included (Layer Drop)."""
+"""A whole decoder layer that is gone, attention included (Block Drop)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as continued
 from moesaic.metrics.measure import fit
 from moesaic.metrics.score import Score, score, scores_beside
-from moesaic.metrics.tasks import measure_tasks, with_recovery
+from moesaic.metrics.tasks import measure_tasks, recovery_ratio, with_recovery
 
 
 def evaluate(
@@ -89,8 +89,10 @@ def evaluate(
     if wanted:
         assert tokenizer is not None
         told = [measure_tasks(run, tokenizer, wanted, limit, track, shared) for run in runs]
+        recovery = recovery_ratio(told[0], told[1]) if len(told) > 1 else None
         told[0] = with_recovery(told[0], told[1]) if len(told) > 1 else told[0]
         scores = [replace(s, tasks=t) for s, t in zip(scores, told, strict=True)]
+        scores[0] = replace(scores[0], recovery=recovery)
     if generations:
         assert tokenizer is not None
         said = [continued(live(run, device, dtype), tokenizer, track=track) for run in runs]

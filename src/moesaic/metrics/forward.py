@@ -21,7 +21,7 @@ from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source
 from moesaic.metrics.routing import Routing, counted
 from moesaic.nn.channels import set_mode
-from moesaic.stream.stream import LayerStream
+from moesaic.stream.stream import LayerStream, Spill
 
 T = TypeVar("T")
 BATCH = 1024
@@ -83,6 +83,20 @@ class Whole:
             found.routing.update(routing)
 
 
+@dataclass
+class _Kept:
+    """What a model made of some batches, all but its head."""
+
+    batches: Sequence[Tokens]
+    stream: LayerStream[nn.Module]
+    states: Spill
+    routing: dict[int, Routing]
+
+
+def _same(a: Sequence[Tokens], b: Sequence[Tokens]) -> bool:
+    return [t.fingerprint for t in a] == [t.fingerprint for t in b]
+
+
 class Layerwise:
     """A model on disk, of which one decoder layer is in memory at a time.
 
@@ -90,15 +104,21 @@ class Layerwise:
         source: the checkpoint.
         device: where a layer computes.
         dtype: floating-point type; None for the checkpoint's own.
+        keep: keep the last layer's outputs, so that the same batches pass the layers only once.
 
     Raises:
         MoesaicError: the architecture is unknown.
     """
 
     def __init__(
-        self, source: Source, device: str = "cpu", dtype: torch.dtype | None = None
+        self,
+        source: Source,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        keep: bool = False,
     ) -> None:
-        self.source, self.dtype = source, dtype
+        self.source, self.dtype, self.keep = source, dtype, keep
+        self._kept: _Kept | None = None
         self.device = own_device(device)
         self.arch = base_arch(source.config)
         self.shape = skeleton(source.config, dtype)
@@ -113,6 +133,14 @@ class Layerwise:
         """
         if not batches:
             return Pass(iter(()), {})
+        kept = self._kept
+        if kept is None or not _same(kept.batches, batches):
+            kept = self._passed(batches, track, label)
+        self._kept = kept if self.keep else None
+        return Pass(kept.stream.heads(kept.states, logits=True), kept.routing)
+
+    def _passed(self, batches: Sequence[Tokens], track: Track, label: str) -> _Kept:
+        """Batches behind the last layer."""
         stream: LayerStream[nn.Module] = LayerStream.from_disk(
             self.source.checkpoint,
             self.source.config,
@@ -131,7 +159,7 @@ class Layerwise:
                 for b, batch in enumerate(batches):
                     routing.mask = batch.attention_mask
                     states.replace(b, block.output(b, states[b]))
-        return Pass(stream.heads(states, logits=True), dict(routing))
+        return _Kept(batches, stream, states, dict(routing))
 
 
 def runner(model: Model | Runner) -> Runner:

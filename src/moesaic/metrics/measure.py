@@ -27,7 +27,7 @@ from moesaic.metrics.routing import trace
 from moesaic.metrics.score import Score, score, scores_beside
 from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Speed, peak_memory, ratio, timed
-from moesaic.metrics.tasks import measure_tasks, with_recovery
+from moesaic.metrics.tasks import measure_tasks, recovery_ratio, with_recovery
 from moesaic.nn import ThresholdRouter
 
 
@@ -174,6 +174,8 @@ def measure(
     Original and result are held together if there is room for both, and timed in turn, round by
     round. Otherwise they are scored layer by layer from disk, and one is held at a time, to
     generate and to be timed; what even that has no room for is left out. The record says so.
+    Comparisons are compared with the original token by token, too; it passes its layers once for
+    all of them.
 
     Args:
         folder: the result, as saved: what is measured is what a user will load.
@@ -201,23 +203,23 @@ def measure(
     tasks = partial(measure_tasks, tokenizer=tokenizer, tasks=wanted, limit=settings.limit)
     if wanted:
         told = {name: tasks(live[name], track=_named(track, name)) for name in sources}
-        told["result"] = with_recovery(told["result"], told["original"])
-        scores = {name: replace(s, tasks=told[name]) for name, s in scores.items()}
+        scores["original"] = replace(scores["original"], tasks=told["original"])
+        scores["result"] = _with_tasks(scores["result"], told["result"], told)
     generations: dict[str, str] = {}
     samples: list[JSON] = []
     active: dict[str, dict[str, float]] = {}
     loaders: dict[str, Callable[[], Model]] = {
         name: partial(source.load, device, dtype) for name, source in sources.items()
     }
+    reference = Layerwise(original, device, dtype, keep=True)
     for name, load in (loaders | dict(comparisons)).items() if alone else ():
         run = live.pop(name, None)
         model = run.shape if isinstance(run, Whole) else load()
         if name in comparisons:
-            scores[name] = score(model, tokens, _named(track, name))
+            shown = _named(track, name)
+            scores[name], _ = scores_beside(Whole(model), reference, tokens, shown)
             if wanted:
-                found = tasks(Whole(model), track=_named(track, name))
-                found = with_recovery(found, scores["original"].tasks)
-                scores[name] = replace(scores[name], tasks=found)
+                scores[name] = _with_tasks(scores[name], tasks(Whole(model), track=shown), told)
         generations[name] = generate(model, tokenizer, settings.prompt, settings.new_tokens)
         if settings.generations:
             said = repeated(model, tokenizer, track=_named(track, name))
@@ -266,6 +268,13 @@ def measure(
             "decode": ratio(speeds["result"].decode, speeds["original"].decode).median,
         }
     return record
+
+
+def _with_tasks(of: Score, tasks: dict[str, JSON], told: Mapping[str, dict[str, JSON]]) -> Score:
+    """A score with its tasks' figures, beside the original's."""
+    before = told["original"]
+    recovery = recovery_ratio(tasks, before)
+    return replace(of, tasks=with_recovery(tasks, before), recovery=recovery)
 
 
 def _beside(

@@ -39,6 +39,9 @@ class Score:
     tasks: Mapping[str, Values] = field(default_factory=dict)
     """By task, the keys of :func:`moesaic.metrics.tasks.measure_tasks`; ``recovery`` beside them
     where it was compared."""
+    recovery: float | None = None
+    """Of all tasks together: :func:`moesaic.metrics.tasks.recovery_ratio`; None where it was
+    compared with nothing."""
     generations: Mapping[str, Values] = field(default_factory=dict)
     """By temperature, the keys of :func:`moesaic.metrics.generations.generations`."""
     against: Score | None = None
@@ -60,7 +63,7 @@ class Score:
                 name: {"perplexity": value, "tokens": count}
                 for name, (value, count) in self.sources.items()
             }
-        for name in ("kl", "top1_agreement", "tasks", "generations"):
+        for name in ("kl", "top1_agreement", "tasks", "recovery", "generations"):
             value = getattr(self, name)
             if value not in (None, {}):
                 figures[name] = value

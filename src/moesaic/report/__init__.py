@@ -7,8 +7,9 @@ was done stands in the record. What was not measured is left out.
 from moesaic.report.card import model_card
 from moesaic.report.console import terminal
 from moesaic.report.gated import sweep
+from moesaic.report.mixtures import overlap
 from moesaic.report.page import html
 from moesaic.report.picture import picture
 from moesaic.report.words import speed_words
 
-__all__ = ["html", "model_card", "picture", "speed_words", "sweep", "terminal"]
+__all__ = ["html", "model_card", "overlap", "picture", "speed_words", "sweep", "terminal"]

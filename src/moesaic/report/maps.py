@@ -111,6 +111,72 @@ def rounds(steps: Sequence[tuple[int, Mapping[int, float]]]) -> Markup:
     return svg(right + 130, head + len(steps) * ROW, out, "Layers in the order of choice")
 
 
+def pairs(layers: Sequence[tuple[int, Sequence[Sequence[float]]]]) -> Markup:
+    """How often two experts are chosen for the same token: a square a layer, side by side.
+
+    Args:
+        layers: numbers of layers, and counts of tokens for each two experts; an expert beside
+            itself is not drawn.
+    """
+    count = max(len(counts) for _, counts in layers)
+    cell = min(20.0, max(3.0, 200 / count))
+    gap = 1.5 if cell >= 10 else 0.5
+    room, head = count * cell + 34, 30.0
+    every = math.ceil(22 / cell)
+    out = []
+    for n, (layer, counts) in enumerate(layers):
+        left = 22 + n * room
+        out.append(text(left, 10, f"layer {layer}", "quiet"))
+        beside = [(i, j) for i in range(len(counts)) for j in range(len(counts)) if i != j]
+        most = max((counts[i][j] for i, j in beside), default=0) or 1.0
+        total = sum(counts[i][j] for i, j in beside) / 2 or 1.0
+        for k in range(0, len(counts), every):
+            out.append(text(left + (k + 0.5) * cell, head - 5, k, "quiet", "middle"))
+            out.append(text(left - 4, head + (k + 0.5) * cell + 4, k, "quiet", "end"))
+        for i, j in beside:
+            share = figures.percent(counts[i][j] / total, 1)
+            tip = f"layer {layer}, experts {i} and {j}: {share} of pairs"
+            x, y = left + j * cell, head + i * cell
+            strength = 0.04 + 0.8 * counts[i][j] / most
+            out.append(rect(x, y, cell - gap, cell - gap, "heat", strength, tip))
+    return svg(len(layers) * room, head + count * cell + 4, out, "Experts chosen together")
+
+
+def overlap_map(layers: Sequence[tuple[int, int, Collection[int], Collection[int]]]) -> Markup:
+    """The experts that two runs kept, layer by layer.
+
+    Args:
+        layers: of each its number, the experts it had, those that the first run kept, and those
+            that the second did.
+    """
+    count = max(experts for _, experts, _, _ in layers)
+    cell = min(40.0, max(7.0, 320 / max(1, count)))
+    left, head = 30.0, 30.0
+    gap = 2 if cell >= 14 else 1
+    out = [text(left, 10, "expert", "quiet")]
+    for j in range(0, count, math.ceil(22 / cell)):
+        out.append(text(left + (j + 0.5) * cell - 1, head - 5, j, "quiet", "middle"))
+    for n, (layer, experts, first, second) in enumerate(layers):
+        y = head + n * ROW
+        out.append(text(left - 8, y + ROW / 2 + 3, layer, "quiet", "end"))
+        for j in range(experts):
+            x, width, height = left + j * cell, cell - gap, ROW - gap
+            fate = {(True, True): "both", (True, False): "the first alone"}
+            by = fate.get((j in first, j in second), "the second alone" if j in second else "none")
+            tip = f"layer {layer}, expert {j}: kept by {by}"
+            strength = 0.8 if by == "both" else 0.06
+            out.append(rect(x, y, width, height, "heat", strength, tip))
+            if by.endswith("alone"):
+                half = width / 2
+                at = x if j in first else x + half
+                out.append(rect(at, y, half, height, "heat", 0.45, tip))
+        same = set(first) == set(second)
+        told = "the same" if same else f"{len(set(first) & set(second))} in common"
+        out.append(text(left + count * cell + 8, y + ROW / 2 + 3, told, "quiet"))
+    label = "Experts kept by two runs"
+    return svg(left + count * cell + 90, head + len(layers) * ROW, out, label)
+
+
 Column = tuple[str, Mapping[int, float], Callable[[float], str]]
 """A heading, a value a layer, how it is written."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from moesaic.record import LayerRecord, Record, Step
 from moesaic.report import figures, read
+from moesaic.report.charts import text
 from moesaic.report.lines import lines
-from moesaic.report.maps import Experts, expert_map, rounds, rows
+from moesaic.report.maps import Experts, expert_map, overlap_map, pairs, rounds, rows
+from moesaic.report.picture import STYLE
 from moesaic.report.read import figure, part
 
 Figure = tuple[str, str, Markup]
@@ -41,7 +43,43 @@ def kept(record: Record, step: Step) -> Sequence[Figure | None]:
         meant = step.summary.get("loss") or "what the layer loses by the measure that decided"
         told.append(f"Bars: {meant}.")
     side = "relative loss" if lost else ""
-    return [("Experts by layer.", " ".join(told), expert_map(layers, side))]
+    drawn = ("Experts by layer.", " ".join(told), expert_map(layers, side))
+    return [drawn, _together(record)]
+
+
+DRAWN = 64
+"""The most experts of which pairs are drawn."""
+
+
+def _together(record: Record) -> Figure | None:
+    """How often tokens run two experts at once, of the layers of which that is known."""
+    found = [(x.index, x.analysis["together"]) for x in record.layers if "together" in x.analysis]
+    found = [(i, counts) for i, counts in found if len(counts) <= DRAWN]
+    if not found:
+        return None
+    told = (
+        "The darker, the more tokens of the calibration text run both experts; of the first, the "
+        "middle and the last layer that route, before any expert went."
+    )
+    return "Experts chosen together.", told, pairs(found)
+
+
+def overlap(layers: Sequence[tuple[int, int, Sequence[int], Sequence[int]]], title: str) -> str:
+    """The experts that two runs kept, as one SVG file.
+
+    Args:
+        layers: as for :func:`moesaic.report.maps.overlap_map`.
+        title: the two runs.
+    """
+    drawn = overlap_map(layers)
+    height = 90 + 19 * len(layers)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="560" height="{height + 40}" '
+        f'viewBox="0 0 560 {height + 40}"><style>{STYLE}</style>'
+        f'<rect x=".5" y=".5" width="559" height="{height + 39}" rx="10" fill="#fcfbf8" '
+        f'stroke="#dedbd2"/>{text(28, 36, title)}<g transform="translate(28 58)">{drawn}</g>'
+        f"<title>{escape(title)}</title></svg>\n"
+    )
 
 
 # --- neurons that stay ---------------------------------------------------------------------------

@@ -21,8 +21,8 @@ DROP = (
 KEEPS = {
     "shared": ("CD-MoE-S", CD_MOE),
     "shared+routed": ("CD-MoE-SR", CD_MOE),
-    "attention": ("Block Drop", DROP),
-    "nothing": ("Layer Drop", DROP),
+    "attention": ("Layer Drop", DROP),
+    "nothing": ("Block Drop", DROP),
 }
 """By what stays of a layer: the name of that, and the paper."""
 
@@ -54,7 +54,7 @@ class CondenseConfig(MethodConfig):
         minimum=0,
     )
     keep: Literal["shared", "shared+routed", "attention", "nothing"] = option(
-        "shared", "What stays of a layer; attention is Block Drop, nothing is Layer Drop."
+        "shared", "What stays of a layer; attention is Layer Drop, nothing is Block Drop."
     )
     experts: int | None = option(
         None,

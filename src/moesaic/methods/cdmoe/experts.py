@@ -20,11 +20,12 @@ Where we depart from the paper or its code, and how to have theirs:
 - Experts that no token chose have no g_i and are left out.
 - Qwen's shared path keeps its gate, a sigmoid a token: ``shared_gate="token"``. ``"mean"`` fixes it
   to its mean as Eq. 2 fixes the others, which lets the architecture itself hold the layer.
-- Models without shared experts: ``keep="shared"`` would leave nothing of a layer (Block Drop) and
+- Models without shared experts: ``keep="shared"`` would leave nothing of a layer (Layer Drop) and
   is refused, unless ``force``.
 - ``metric="ppl"`` is for the choice of layers (Tab. 8); a layer's output has no perplexity, and
   experts are then chosen by JS.
-- PL_Alpha_Hill is the mean over an expert's three matrices.
+- PL_Alpha_Hill is the mean over an expert's three matrices; x_min is sought from 0.95 to 1.5 times
+  the histogram's peak, as in the code that Yang et al. describe.
 """
 
 from __future__ import annotations
@@ -124,21 +125,46 @@ def greedy_experts(
 # --- Tab. 5: experts by their weights alone ------------------------------------------------------
 
 
+BINS = 100
+"""Of the histogram in which the fix-finger method looks for a peak."""
+AROUND = (0.95, 1.5)
+"""Where it looks for x_min, in peaks."""
+
+
 def pl_alpha_hill(weight: Tensor) -> float:
     """Eq. 4: 1 + k / sum_{i <= k} ln(lambda_{n-i+1} / lambda_{n-k}), lambda of W^T W.
 
-    k by the fix-finger method (Yang et al. 2023): lambda_{n-k} is where the histogram of
-    log10 lambda peaks.
+    k by the fix-finger method (Yang et al. 2023): lambda_{n-k}, their x_min, is sought around the
+    peak of the histogram of log10 lambda; the one whose power law is nearest to the eigenvalues
+    from there on, by their Kolmogorov-Smirnov distance, is taken.
     """
-    value = torch.linalg.svdvals(weight.float()).square().flip(0)
-    value = value[value > value[-1] * 1e-12].double()
-    log = value.log10()
-    histogram = torch.histc(log, bins=min(100, max(2, len(log) // 2)))
-    step = (log[-1] - log[0]) / len(histogram)
-    peak = log[0] + (histogram.argmax() + 0.5) * step
-    start = min(int((log < peak).sum()), len(value) - 2)
-    tail = value[start + 1 :]
-    return 1 + len(tail) / (tail / value[start]).log().sum().clamp(min=1e-12).item()
+    value_N = torch.linalg.svdvals(weight.float()).square().flip(0)
+    return tail_exponent(value_N[value_N > value_N[-1] * 1e-12].double())
+
+
+def tail_exponent(value_N: Tensor) -> float:
+    """Eq. 4 of eigenvalues in rising order, x_min sought by the fix-finger method.
+
+    Args:
+        value_N: at least two, above zero, float64.
+    """
+    log_N = value_N.log10()
+    counts = torch.histc(log_N, bins=BINS)
+    step = (log_N[-1] - log_N[0]) / BINS
+    peak = (10 ** (log_N[0] + counts.argmax() * step)).item()
+    least, most = (share * peak for share in AROUND)
+    near = ((value_N >= least) & (value_N <= most)).nonzero().flatten().tolist()
+    starts = [i for i in near if i < len(value_N) - 1] or [
+        min(int((value_N < peak).sum()), len(value_N) - 2)
+    ]
+    found = []
+    for start in starts:
+        ratio_K = value_N[start:] / value_N[start]
+        alpha = 1 + (len(ratio_K) - 1) / ratio_K.log().sum().clamp(min=1e-12).item()
+        below_K = torch.arange(len(ratio_K)) / len(ratio_K)
+        distance = (1 - ratio_K ** (1 - alpha) - below_K).abs().max().item()
+        found.append((distance, start, alpha))
+    return min(found)[-1]
 
 
 def weight_scores(view: MoEFFN, search: str, layer: int, seed: int) -> list[float]:

@@ -241,7 +241,7 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
         if config.keep == "shared" and not view.shared_width and not config.force:
             raise MoesaicError(
                 f"{arch.model_type} has no shared experts, so keep=shared would leave nothing of "
-                "a layer. Choose keep=shared+routed (or force=True, which is Block Drop)."
+                "a layer. Choose keep=shared+routed (or force=True, which is Layer Drop)."
             )
         if config.experts is not None and config.experts > view.count:
             raise MoesaicError(f"experts {config.experts}: layer {i} has {view.count}.")

@@ -11,6 +11,18 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.methods.naee.criteria import CRITERIA, NAEE, Compared, Criterion
 
+MIXTRAL_C4 = (
+    *(0.402, 0.494, 0.463, 0.484, 0.478, 0.491, 0.523, 0.521, 0.544, 0.570, 0.574),
+    *(0.489, 0.503, 0.618, 0.568, 0.535, 0.559, 0.519, 0.537, 0.487, 0.469, 0.461),
+    *(0.461, 0.469, 0.458, 0.418, 0.433, 0.418, 0.406, 0.433, 0.447, 0.535),
+)
+MIXTRAL_MATH = (
+    *(0.503, 0.586, 0.505, 0.531, 0.509, 0.422, 0.511, 0.461, 0.447, 0.478, 0.529),
+    *(0.454, 0.472, 0.531, 0.499, 0.486, 0.503, 0.491, 0.430, 0.440, 0.402, 0.423),
+    *(0.386, 0.407, 0.395, 0.354, 0.340, 0.351, 0.334, 0.368, 0.365, 0.346),
+)
+"""The betas that App. A.7 publishes for Mixtral 8x7B, by calibration text."""
+
 
 @dataclass(frozen=True)
 class PruneConfig(MethodConfig):
@@ -54,7 +66,9 @@ class PruneConfig(MethodConfig):
         beyond="refitted down projections",
     )
     sum_batch_norms: bool = option(
-        False, "Sum the norms of batches, as the paper's released code does.", seldom=True
+        False,
+        "Sum the norms of batches of 16,384 tokens, as the paper's released code does.",
+        seldom=True,
     )
     exhaustive_limit: int = option(
         13_000,
@@ -104,13 +118,6 @@ class PruneConfig(MethodConfig):
             )
         if self.progressive and not criterion.observes:
             raise MoesaicError(f"{by} sees no tokens: progressive changes nothing.")
-        if self.refit and criterion.merges:
-            raise MoesaicError(f"{by} makes experts of its own: they are not refitted.")
-        if self.progressive and criterion.merges:
-            raise MoesaicError(
-                "progressive passes tokens on without the experts that go, not with merged ones: "
-                f"{by} decides every layer on the original's tokens."
-            )
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,10 @@ class SkipConfig(MethodConfig):
     title = "NAEE"
     paper = NAEE
     implementation = "moesaic.methods.naee.skipping:Skipper"
+    bundles: ClassVar[Mapping[str, Values]] = {
+        "mixtral-c4": {"betas": MIXTRAL_C4},
+        "mixtral-math": {"betas": MIXTRAL_MATH},
+    }
 
     quantile: float = option(
         0.5,
@@ -134,7 +145,15 @@ class SkipConfig(MethodConfig):
     rule: Literal["auto", "top2", "tail"] = option(
         "auto", "The rule of skipping; auto: top2 where a token runs two experts, else tail."
     )
+    betas: tuple[float, ...] = option(
+        (),
+        "Beta of each layer that routes, given instead of calibrated; one number for all layers.",
+    )
 
     def check(self) -> None:
         if self.quantile > 1:
             raise MoesaicError(f"quantile {self.quantile:g} must be from 0 to 1.")
+        if self.betas and (self.calls is not None or self.quantile != SkipConfig.quantile):
+            raise MoesaicError("betas are given: leave quantile and calls out.")
+        if any(not beta >= 0 for beta in self.betas):
+            raise MoesaicError(f"betas {self.betas} must be at least 0.")

@@ -76,8 +76,6 @@ class Criterion:
     needs: tuple[str, ...] = ("outputs",)
     """The statistics that it reads beside those of the router, of
     :data:`moesaic.stream.experts.PARTS`; others are not observed."""
-    merges: bool = False
-    """The experts that go are averaged into those that stay."""
 
     @property
     def gram(self) -> bool:
@@ -231,16 +229,6 @@ OWN = (
         needs=("weights",),
         observes=False,
     ),
-    Criterion(
-        "merge",
-        "M-SMoE merging",
-        "frequency, and the experts that go are merged into those that stay",
-        'Li et al., "Merge, Then Compress: Demystify Efficient SMoE with Hints from Its Routing '
-        'Policy" (ICLR 2024)',
-        score=lambda c: c.stats.calls_E.double(),
-        needs=(),
-        merges=True,
-    ),
 )
 """Ours, in the order in which they are listed. A new one is an entry here."""
 
@@ -257,14 +245,20 @@ CRITERIA: Registry[Criterion] = _Criteria()
 """The criteria by name."""
 
 
+WANDA = "wanda"
+"""The comparison that takes no experts out (:mod:`moesaic.methods.naee.wanda`)."""
+
+
 class Compared(Mapping[str, str]):
-    """What a comparison with each criterion is, in words; read when it is asked for."""
+    """What each comparison is, in words; read when it is asked for."""
 
     def __getitem__(self, name: str) -> str:
+        if name == WANDA:
+            return "Wanda at 2:4, half of the weights of each expert zero"
         return f"pruning by {CRITERIA[name].title}"
 
     def __iter__(self) -> Iterator[str]:
-        return iter(CRITERIA)
+        return iter([*CRITERIA, WANDA])
 
     def __len__(self) -> int:
-        return len(CRITERIA)
+        return len(CRITERIA) + 1

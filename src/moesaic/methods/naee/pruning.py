@@ -21,23 +21,24 @@ Where we depart from the paper or its code, and how to have theirs:
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from typing import Any, cast
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config
+from moesaic.foreign import JSON, Config, Model
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.base import Decision, Method, Told
 from moesaic.methods.beyond.recovery import recover
 from moesaic.methods.mixtures import credited, least_experts, original, span
 from moesaic.methods.naee.config import PruneConfig
-from moesaic.methods.naee.criteria import Case
-from moesaic.methods.naee.merging import merged_layer
+from moesaic.methods.naee.criteria import WANDA, Case
 from moesaic.methods.naee.observed import NO_TEXT, from_file, observed, routing_of
 from moesaic.methods.naee.search import (
     Found,
@@ -49,6 +50,8 @@ from moesaic.methods.naee.search import (
     refined,
     subsets,
 )
+from moesaic.methods.naee.tendency import together
+from moesaic.methods.naee.wanda import thinned
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.experts import ExpertStats
@@ -135,9 +138,6 @@ class Pruner(Method[PruneConfig, MoEArch]):
         if self.config.chosen.observes:
             gone = score_E[~kept_E].sum().item()
             analysis |= {"loss": gone, "relative_loss": gone / max(score_E.sum().item(), 1e-300)}
-        if self.config.chosen.merges:
-            merged = merged_layer(kept_E, stats.logits_TE, stats.calls_E)
-            return merged, {**analysis, "into": merged.into_E.tolist()}
         return _layer(kept_E), analysis
 
     # --- a model ---------------------------------------------------------------------------------
@@ -145,7 +145,8 @@ class Pruner(Method[PruneConfig, MoEArch]):
     def run(self, job: Job[MoEArch]) -> Decision:
         config, args = self.config, job.args
         stats, compare = args.calibration.stats, args.compare
-        pruners = {name: Pruner(replace(config, criterion=name)) for name in compare}
+        criteria_compared = [name for name in compare if name != WANDA]
+        pruners = {name: Pruner(replace(config, criterion=name)) for name in criteria_compared}
         pruners[RESULT] = self
         if stats and config.progressive:
             raise MoesaicError("progressive must see the model: it cannot decide from stats.")
@@ -155,8 +156,6 @@ class Pruner(Method[PruneConfig, MoEArch]):
             )
         criteria = [pruner.config.chosen for pruner in pruners.values()]
         sizes = _sizes(job, config)
-        if any(criterion.merges for criterion in criteria):
-            _check_mergeable(job)
         file, blind = None, not any(criterion.observes for criterion in criteria)
         if stats:
             file = from_file(job, stats, any(criterion.gram for criterion in criteria))
@@ -172,6 +171,8 @@ class Pruner(Method[PruneConfig, MoEArch]):
             }
         )
         groups = job.arch.group_count(job.shape.config)
+        wanted = list(sizes)
+        drawn = {wanted[0], wanted[(len(wanted) - 1) // 2], wanted[-1]}
 
         def decide(i: int, seen: ExpertStats) -> None:
             for name, pruner in pruners.items():
@@ -179,6 +180,9 @@ class Pruner(Method[PruneConfig, MoEArch]):
                 for size, (layer, analysis) in pruner.decide(case, sizes[i], groups).items():
                     if blind and file is None:
                         del analysis["calls"]  # of no text
+                    elif i in drawn:
+                        pairs_EE = together(seen.logits_TE, case.routing)
+                        analysis["together"] = pairs_EE.tolist()
                     finished.add(_key(name, size), i, layer, analysis)
 
         missing = [
@@ -213,7 +217,8 @@ class Pruner(Method[PruneConfig, MoEArch]):
         if config.refit:
             plans, found = recover(job, plans, finished, propagate=config.progressive)
             analyses = {i: {**seen, "refit": found[i]} for i, seen in analyses.items()}
-        return Decision(plans.pop(RESULT), analyses, plans)
+        thin = {WANDA: partial(_thinned, job)} if WANDA in compare else {}
+        return Decision(plans.pop(RESULT), analyses, plans, retrained=thin)
 
     def _counts(
         self, name: str, sizes: Mapping[int, list[int]], finished: Finished
@@ -238,8 +243,6 @@ class Pruner(Method[PruneConfig, MoEArch]):
         chosen = self.config.chosen
         by = chosen.title + (" on calibration text" if chosen.observes else "")
         told = f"{stay} of {before} experts stay in every layer that routes, chosen by {by}."
-        if chosen.merges:
-            told += " The experts that go are averaged into those that stay."
         if self.config.refit:
             told += " The down projections of the experts that stay were then refitted."
         return Told(title, told)
@@ -267,6 +270,13 @@ def _plan(
         groups = job.arch.group_count(job.shape.config)
         layers = {i: cast(PrunedLayer, layer).padded(most, groups) for i, layer in layers.items()}
     return Plan(config.name, job.base, layers, asdict(config), fingerprint)
+
+
+def _thinned(job: Job[MoEArch]) -> Model:
+    """The original with half of its experts' weights set to zero by Wanda."""
+    original = job.original
+    live = original.load(job.device, job.dtype) if job.on_disk else copy.deepcopy(original)
+    return thinned(live, job.arch, job.tokens)
 
 
 def _sizes(job: Job[MoEArch], config: PruneConfig) -> dict[int, list[int]]:
@@ -303,14 +313,3 @@ def _sizes(job: Job[MoEArch], config: PruneConfig) -> dict[int, list[int]]:
     if not sizes:
         raise MoesaicError("No layer of this model routes.")
     return sizes
-
-
-def _check_mergeable(job: Job[MoEArch]) -> None:
-    """Refuse experts whose neurons cannot be matched."""
-    for i in job.arch.moe_layers(job.shape):
-        experts: Any = job.arch.mixture(job.layers[i]).experts
-        if experts.has_bias or experts.is_transposed:
-            raise MoesaicError(
-                f"criterion 'merge': the experts of {job.arch.model_type} have biases and an order "
-                "of weights of their own; only plain gated MLPs are merged."
-            )

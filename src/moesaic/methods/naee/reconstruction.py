@@ -32,6 +32,8 @@ from moesaic.stream.experts import ExpertStats, unpacked
 
 ELEMENTS = 1 << 22
 """Numbers in one block of candidate sets times tokens times experts."""
+RELEASED_BATCH = 16_384
+"""Tokens of a batch in the released code: 8 sequences of 2,048."""
 
 
 def squared_errors(diff_SCE: Tensor, gram_SEE: Tensor) -> Tensor:
@@ -56,7 +58,8 @@ class Reconstruction(Neighbours):
     Args:
         stats: the layer's statistics.
         routing: its routing function.
-        sum_batch_norms: sum the norms of batches, as the released code does.
+        sum_batch_norms: sum the norms of batches of :data:`RELEASED_BATCH` tokens, as the released
+            code does.
         device: where to compute.
 
     Raises:
@@ -79,7 +82,10 @@ class Reconstruction(Neighbours):
         self.device = torch.device(device)
         self.logits_SE = stats.logits_TE[stats.sampled_T].to(self.device)
         self.w_SE = routing.weights(self.logits_SE).double()
-        batches, batch_S = stats.batch_T[stats.sampled_T].unique(return_inverse=True)
+        batch_T = stats.batch_T
+        if sum_batch_norms:
+            batch_T = torch.arange(stats.tokens) // RELEASED_BATCH
+        batches, batch_S = batch_T[stats.sampled_T].unique(return_inverse=True)
         self.batch_S, self.batches = batch_S.to(self.device), len(batches)
 
     @cached_property

@@ -13,11 +13,13 @@ Where we depart from the paper:
 - Survivors take over the weight of the skipped in proportion. A router whose weights sum to one
   keeps that; others keep their own sum.
 - ``quantile`` moves beta: 0.5 is the median. ``calls`` asks for a mean number of experts a token
-  instead, which is what a lower num_experts_per_tok must be compared with.
+  instead, which is what a lower num_experts_per_tok must be compared with. ``betas`` are taken as
+  they are; the calibration text then only tells how much they skip.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -105,9 +107,15 @@ class Skipper(Method[SkipConfig, MoEArch]):
         return moe_arch(config)
 
     def decide(
-        self, stats: ExpertStats, routing: RoutingFunction, top_k: int
+        self, stats: ExpertStats, routing: RoutingFunction, top_k: int, given: float | None = None
     ) -> tuple[SkippingLayer, JSON]:
         """A layer's beta, and how much it skips of the calibration tokens.
+
+        Args:
+            stats: of the layer.
+            routing: its routing function.
+            top_k: experts that a token runs.
+            given: its beta, where that was asked for.
 
         Returns:
             the layer's plan, and ``calls_per_token`` and ``skipped``, the share of calls.
@@ -122,7 +130,9 @@ class Skipper(Method[SkipConfig, MoEArch]):
         if kind == "top2" and top_k != 2:
             raise MoesaicError(f"rule 'top2' is for two experts a token; here there are {top_k}.")
         weights_TK = routing.weights(stats.logits_TE).topk(top_k, dim=-1).values.double()
-        if config.calls is not None:
+        if given is not None:
+            beta = given
+        elif config.calls is not None:
             if config.calls > top_k:
                 raise MoesaicError(f"calls {config.calls:g}: a token runs {top_k} experts now.")
             beta = beta_for_calls(weights_TK, config.calls, kind)
@@ -132,10 +142,30 @@ class Skipper(Method[SkipConfig, MoEArch]):
         analysis = {"calls_per_token": calls, "skipped": 1 - calls / top_k}
         return SkippingLayer(beta, kind), analysis
 
+    def given(self, layers: Sequence[int]) -> dict[int, float]:
+        """The betas that were asked for, by layer; empty where they are calibrated.
+
+        Args:
+            layers: those that route.
+
+        Raises:
+            MoesaicError: there are more or fewer of them than layers.
+        """
+        betas = self.config.betas
+        if len(betas) == 1:
+            betas = betas * len(layers)
+        if betas and len(betas) != len(layers):
+            raise MoesaicError(
+                f"betas: {len(betas)} numbers for {len(layers)} layers that route; give one for "
+                "each, or one for all."
+            )
+        return dict(zip(layers, betas, strict=False))
+
     def run(self, job: Job[MoEArch]) -> Decision:
         wanted = job.arch.moe_layers(job.shape)
         if not wanted:
             raise MoesaicError("No layer of this model routes.")
+        betas = self.given(wanted)
         stats = job.args.calibration.stats
         file = from_file(job, stats, needs_gram=False) if stats else None
         fingerprint = job.tokens.fingerprint if file is None else str(file.header["calibration"])
@@ -145,7 +175,8 @@ class Skipper(Method[SkipConfig, MoEArch]):
 
         def decide(i: int, seen: ExpertStats) -> None:
             view = job.arch.mixture(job.layers[i])
-            finished.add("result", i, *self.decide(seen, routing_of(job, i, seen), view.top_k))
+            routing = routing_of(job, i, seen)
+            finished.add("result", i, *self.decide(seen, routing, view.top_k, betas.get(i)))
 
         missing = [i for i in wanted if ("result", i) not in finished]
         if file is not None:

@@ -10,6 +10,7 @@ from moesaic.errors import MoesaicError
 
 TRAINED = {
     "condensed": "the condensed layers",
+    "attention": "the condensed layers' attention",
     "routers": "the routers",
     "lora": "low-rank updates",
     "all": "all weights",
@@ -27,10 +28,10 @@ class TuneConfig(MethodConfig):
     paper: ClassVar[str] = ""
     implementation: ClassVar[str] = "moesaic.methods.sft.method:Tuning"
 
-    what: Literal["condensed", "routers", "lora", "all"] = option(
+    what: Literal["condensed", "attention", "routers", "lora", "all"] = option(
         "condensed",
-        "condensed: the condensed layers' projections; routers; lora: low-rank updates, merged at "
-        "the end; all: everything.",
+        "condensed: the condensed layers' projections; attention: their attention, which is what "
+        "Layer Drop leaves; routers; lora: low-rank updates, merged at the end; all: everything.",
     )
     data: str = option(
         "",

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 import torch
+from torch import Tensor
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import base_arch
@@ -16,6 +17,7 @@ from moesaic.io.fingerprint import of_model
 from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Told
 from moesaic.methods.sft.config import TRAINED, TuneConfig
+from moesaic.methods.sft.gates import factors, outside
 from moesaic.methods.sft.parameters import trainable
 from moesaic.plan import JSON_NAME, Plan
 from moesaic.record import LayerRecord
@@ -64,23 +66,26 @@ class Tuning(Method[TuneConfig, Arch]):
             request["teacher"] = source.fingerprint
             teacher = source.load("cpu", args.dtype)
         total = sum(p.numel() for p in live.parameters())
+        g: dict[int, Tensor] = {}
         if config.what == "lora":
             tuned, chosen = _with_lora(live, config.rank)
         else:
             plan = args.plan if args.plan is not None else _plan(job)
             tuned, chosen = live, trainable(live, job.arch, config.what, plan)
+            g = factors(job.arch, live.config, plan) if config.what in ("condensed", "all") else g
         count = sum(p.numel() for p in chosen.values())
-        losses = train(
-            tuned,
-            examples,
-            Schedule.of(config),
-            args.progress,
-            trainable=chosen,
-            request=request,
-            objective=None if teacher is None else Distillation(teacher),
-            device=job.device,
-            track=args.track,
-        )
+        with outside(tuned, job.arch, g):
+            losses = train(
+                tuned,
+                examples,
+                Schedule.of(config),
+                args.progress,
+                trainable=chosen,
+                request=request | ({"outside": sorted(g)} if g else {}),
+                objective=None if teacher is None else Distillation(teacher),
+                device=job.device,
+                track=args.track,
+            )
         if config.what == "lora":
             live = tuned.merge_and_unload()
         live.requires_grad_(True).eval()

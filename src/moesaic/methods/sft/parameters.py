@@ -2,6 +2,7 @@
 
 condensed   Cao et al. (CD-MoE, Sec. 4.3): the projections of the condensed layers; gate values,
             attention and everything else stay. Rate 1e-4, 10 % warm-up, cosine.
+attention   the attention of the same layers, as the paper trains Layer Drop for comparison.
 routers     the routers alone, towards the original model's next-token distribution (router
             knowledge distillation); of carved models, too, through the choice (straight-through).
 lora        low-rank updates of every linear module of the decoder layers, merged at the end.
@@ -11,6 +12,8 @@ The released code of CD-MoE has no effective warm-up and predicts prompts and pa
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -31,7 +34,7 @@ def trainable(
     Args:
         model: converted.
         arch: its architecture.
-        what: ``condensed``, ``routers`` or ``all``.
+        what: ``condensed``, ``attention``, ``routers`` or ``all``.
         plan: the plan that made it, which knows the layers that routed once.
 
     Raises:
@@ -39,10 +42,16 @@ def trainable(
     """
     if what == "all":
         return dict(model.named_parameters())
-    if what == "condensed":
-        found = {} if plan is None else _condensed(model, arch, plan)
+    if what in ("condensed", "attention"):
+        parts = tuple(f"{{ffn}}{name}." for name in PROJECTIONS)
+        parts = ("{layer}" + arch.attention_path + ".",) if what == "attention" else parts
+        found = {} if plan is None else _condensed(model, arch, plan, parts)
         if not found:
-            raise MoesaicError("This model has no condensed layers; condense it first.")
+            raise MoesaicError(
+                "This model has no condensed layers"
+                + (" with attention" if what == "attention" else "")
+                + "; condense it first."
+            )
         return found
     routers = {
         id(parameter)
@@ -56,10 +65,24 @@ def trainable(
     return found
 
 
-def _condensed(model: Model, arch: Arch, plan: Plan) -> dict[str, nn.Parameter]:
-    """Projections of layers that routed once, route no more, and still have neurons."""
+def _condensed(
+    model: Model, arch: Arch, plan: Plan, parts: Sequence[str]
+) -> dict[str, nn.Parameter]:
+    """Parameters, by name, of layers that routed once and route no more.
+
+    Args:
+        model: converted.
+        arch: its architecture.
+        plan: the plan that made it.
+        parts: the starts of their names, ``{layer}`` or ``{ffn}`` standing for the prefix of the
+            decoder layer or of its FFN.
+    """
     routed, before = routed_modules(model, arch), plan.base.experts
     layers = [i for i in plan.layers if before and before[i] and i not in routed]
-    starts = tuple(f"{arch.ffn_prefix(i)}{name}." for i in layers for name in PROJECTIONS)
+    starts = tuple(
+        part.format(layer=arch.layer_prefix(i), ffn=arch.ffn_prefix(i))
+        for i in layers
+        for part in parts
+    )
     named = model.named_parameters()
     return {name: p for name, p in named if name.startswith(starts or "\0") and p.numel()}

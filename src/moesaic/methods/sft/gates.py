@@ -1,0 +1,99 @@
+"""Fixed weights g of condensed layers, kept out of ``down_proj`` while it trains.
+
+CD-MoE (Cao et al., Eq. 3) trains E_i of ``g_i E_i(x)`` and leaves g_i alone. Folded into the down
+projection, a step of AdamW, which moves every weight about as far, would move E_i 1/g_i times as
+far. So while a layer trains its down projection is without g, and what enters it is multiplied by
+g; in the end they are folded again. The function is the same all the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch, weight_of
+from moesaic.arch.mixture import MoEArch
+from moesaic.foreign import Config, Model
+from moesaic.layers.condensed import CondensedLayer
+from moesaic.plan import Plan
+
+
+def fixed_weights(layer: CondensedLayer, shared: int, expert: int) -> Tensor:
+    """The factor of every neuron of a condensed layer (M,), float32.
+
+    Args:
+        layer: its plan.
+        shared: neurons of the shared path.
+        expert: neurons of a routed expert.
+    """
+    scale = torch.full((shared if layer.shared else 0,), layer.shared_scale)
+    g_K = layer.gates_K.float().repeat_interleave(expert)
+    padding = torch.ones(layer.width - len(scale) - len(g_K))
+    return torch.cat([scale, g_K, padding])
+
+
+def shared_width(arch: MoEArch, config: Config, expert: int) -> int:
+    """Neurons of the shared path of a model's layers that route.
+
+    Args:
+        arch: the architecture.
+        config: the model's.
+        expert: neurons of a routed expert.
+    """
+    if arch.shared_size is not None:
+        return int(getattr(config, arch.shared_size) or 0)
+    return 0 if arch.shared_count is None else int(getattr(config, arch.shared_count) or 0) * expert
+
+
+def factors(arch: Arch, config: Config, plan: Plan | None) -> dict[int, Tensor]:
+    """The factors (M,) of the layers of a plan that have other ones than 1, by layer.
+
+    Args:
+        arch: the architecture.
+        config: of the model.
+        plan: the plan that it was made by; None where it is not known.
+    """
+    found = {}
+    for i, layer in (plan.layers if plan else {}).items():
+        if isinstance(layer, CondensedLayer) and layer.width and isinstance(arch, MoEArch):
+            assert plan is not None
+            expert = plan.base.widths[i]
+            if not plan.base.experts_of(i):
+                continue  # it was dense, and is only filled up
+            g_M = fixed_weights(layer, shared_width(arch, config, expert), expert)
+            if (g_M != 1).any():
+                found[i] = g_M
+    return found
+
+
+@contextmanager
+def outside(model: Model, arch: Arch, factors: Mapping[int, Tensor]) -> Iterator[None]:
+    """Inside, down projections are without their factors, and what enters them has them.
+
+    Args:
+        model: live; its down projections are held in float32 meanwhile.
+        arch: its architecture.
+        factors: by layer (M,), none of them 0.
+    """
+    handles, held = [], []
+
+    def multiply(g_M: Tensor, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return ((args[0].float() * g_M.to(args[0].device)).to(args[0].dtype), *args[1:])
+
+    for i, g_M in factors.items():
+        ffn = arch.ffn_of(arch.layers(model)[i])
+        down = getattr(ffn, arch.ffn.down)
+        held.append((down, weight_of(ffn, arch.ffn.down).dtype, g_M))
+        down.weight.data = down.weight.data.float() / g_M.to(down.weight.device)
+        handles.append(down.register_forward_pre_hook(partial(multiply, g_M)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for down, dtype, g_M in held:
+            down.weight.data = (down.weight.data.float() * g_M.to(down.weight.device)).to(dtype)
