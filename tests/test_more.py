@@ -18,6 +18,8 @@ from moesaic.methods.budget import LayerSize, active_ratio, layer_sizes, split_f
 from moesaic.methods.clustering import fill, spectral_embedding
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.more.formulas import (
+    COVERAGE,
+    MoREStats,
     activated,
     add_coactivation,
     energies,
@@ -267,9 +269,9 @@ def test_variants_share_backbone_and_budget(tokens):
     full = plans["full"]
     assert torch.equal(plans["random"].order_M, full.order_M)
     assert plans["random"].routing == "random"
-    assert set(plans["backbone"].order_M.tolist()) == set(full.order_M[: full.backbone].tolist())
-    assert plans["static"].active_width == full.active_width
-    assert not plans["static"].petals
+    assert set(plans["backbone"].order_W.tolist()) == set(full.order_M[: full.backbone].tolist())
+    assert plans["static"].width == full.active_width
+    assert plans["static"].kind == plans["backbone"].kind == "narrowed"  # as slim makes them
     assert plans["naive"].backbone < 64 % len(plans["naive"].petals) + 1
     assert abs(plans["naive"].active_width - full.active_width) < 8
 
@@ -351,8 +353,58 @@ def test_full_width_is_dense(variant, tokens):
     config = MoREConfig(active=1.0, layers="all", variant=variant)
     result = moesaic.carve(model, config, calibration=tokens)
     for layer in result.plan.layers.values():
-        assert (layer.backbone, sum(layer.petals)) == (64, 0)
+        assert [*layer.tensors()] == ["order"]  # no router
+        assert layer.tensors()["order"].tolist() == [*range(64)]
     assert len(result.plan.layers) == 4
     torch.testing.assert_close(result.model(tokens.input_ids).logits, wanted, rtol=0, atol=1e-5)
     less = moesaic.carve(model, replace(config, active=0.95), calibration=tokens).model
     assert not torch.allclose(less(tokens.input_ids).logits, wanted, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("variant", ["full", "static", "random"])
+def test_rho_share_is_the_backbone(variant, tokens):
+    """Sec. 2.2: k_share = max(1, floor(rho_share m)); the petals are what it leaves, all of it."""
+    model = tiny_model("llama")
+    config = MoREConfig(share=0.55, experts=4, layers="all", variant=variant)
+    result = moesaic.carve(model, config, calibration=tokens)
+    width, sizes = 64, layer_sizes(model, dense_arch(model.config))
+    k_share = int(0.55 * width)
+    petals = (width - k_share) / 4
+    for layer, of in zip(result.plan.layers.values(), result.model.model.layers, strict=True):
+        if variant == "static":
+            assert of.mlp.down_proj.weight.shape[1] == k_share + int(petals)
+            continue
+        assert layer.backbone == k_share
+        assert sum(layer.petals) == width - k_share
+        assert max(layer.petals) - min(layer.petals) <= 1
+    wanted = active_ratio(sizes, dict.fromkeys(range(len(sizes)), k_share + int(petals)))
+    assert result.summary["active"] == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"share": 0.5, "active": 0.7},
+        {"share": 0.0},
+        {"share": 1.0},
+        {"share": 0.5, "variant": "naive"},
+        {"share": 0.5, "spread": "sensitivity"},
+        {"share": 0.5, "top_k": 0},
+    ],
+)
+def test_a_share_beside_what_it_decides_is_refused(options):
+    with pytest.raises(MoesaicError, match="share"):
+        MoREConfig(**options)
+
+
+def test_a_share_that_leaves_no_petals_is_refused(tokens):
+    with pytest.raises(MoesaicError, match="leaves 2 of"):
+        moesaic.carve(tiny_model("llama"), MoREConfig(share=0.97), calibration=tokens)
+
+
+def test_shares_below_one_channel_are_left_out(tokens):
+    """Table 4 has 5e-4 of 14,336 channels; of 64 not even a hundredth is one."""
+    _, method, stats = observed(tokens)
+    assert set(method.analyse(stats)["never_activated"]) == {"0.1"}
+    wide = MoREStats(1, *[torch.ones(2000)] * 5, {s: torch.ones(2000) > 0 for s in COVERAGE})
+    assert set(method.analyse(wide)["never_activated"]) == {"0.1", "0.01", "0.001", "0.0005"}

@@ -18,6 +18,7 @@ from moesaic.config import MethodConfig, RunArgs
 from moesaic.exports import export
 from moesaic.foreign import Model
 from moesaic.methods import methods_of
+from moesaic.methods.more.similarity import similarity
 from moesaic.methods.naee.observing import observe
 from moesaic.metrics.bench import bench
 from moesaic.metrics.evaluate import evaluate
@@ -37,6 +38,7 @@ __all__ = [
     "observe",
     "prune",
     "run_recipe",
+    "similarity",
     "skip",
     "slim",
     "tune",

@@ -111,6 +111,33 @@ def split_for_target(
     return splits
 
 
+def split_for_share(
+    sizes: Sequence[LayerSize], layers: Sequence[int], share: float, experts: int, top_k: int
+) -> dict[int, Split]:
+    """A backbone of k_share = max(1, floor(rho_share m)) neurons (MoRE, Sec. 2.2), petals of the
+    others; where these do not divide, some petals have a neuron more.
+
+    Raises:
+        MoesaicError: too little is left for the petals.
+
+    >>> split_for_share([LayerSize(0, 300, 100)], [0], 0.55, 4, 1)
+    {0: Split(backbone=55, petal=11, experts=4, top_k=1)}
+    """
+    if not 0 < top_k < experts:
+        raise MoesaicError(f"top_k {top_k} must be at least 1 and below experts {experts}.")
+    splits = {}
+    for i in layers:
+        width = sizes[i].width
+        backbone = max(1, int(share * width))
+        if width - backbone < experts:
+            raise MoesaicError(
+                f"share {share:g} leaves {width - backbone} of layer {i}'s {width} neurons to "
+                f"{experts} petals."
+            )
+        splits[i] = Split(backbone, (width - backbone) // experts, experts, top_k)
+    return splits
+
+
 def solved_top_k(
     sizes: Sequence[LayerSize], layers: Sequence[int], active: float, experts: int
 ) -> int:

@@ -67,6 +67,12 @@ class MoREConfig(MethodConfig):
         "full, or one of the paper's comparisons: backbone (no petals), random (random routing), "
         "naive (no backbone), static (pruned to the same active width).",
     )
+    share: float | None = option(
+        None,
+        "rho_share: the backbone's share of the channels, from which the active ratio follows. "
+        "Default: the share that meets active.",
+        seldom=True,
+    )
     activation_ratio: float = option(
         0.1, "The share of channels that count as activated by a token (Eq. 4).", seldom=True
     )
@@ -119,6 +125,8 @@ class MoREConfig(MethodConfig):
         """
         if self.spread != "uniform" and self.variant == "naive":
             raise MoesaicError(f"variant naive has no backbone for spread {self.spread} to widen.")
+        if self.share is not None:
+            self._check_share(self.share)
         if self.propagate and not (self.refit or self.bias):
             raise MoesaicError("propagate says what a refit looks at: it needs refit or bias.")
         if not 0 < self.activation_ratio <= 1:
@@ -127,6 +135,16 @@ class MoREConfig(MethodConfig):
             )
         if not 0 <= self.alpha <= 1:
             raise MoesaicError(f"alpha {self.alpha:g} must be from 0 to 1.")
+
+    def _check_share(self, share: float) -> None:
+        if not 0 < share < 1:
+            raise MoesaicError(f"share {share:g} must be above 0 and below 1.")
+        if self.active != type(self).active:
+            raise MoesaicError("The active ratio follows from share: give active or share.")
+        if self.variant == "naive" or self.spread != "uniform" or self.top_k == 0:
+            raise MoesaicError(
+                "share fixes the backbone: not with variant naive, spread, or top_k 0."
+            )
 
     @property
     def beyond(self) -> tuple[str, ...]:

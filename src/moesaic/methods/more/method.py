@@ -20,9 +20,11 @@ from moesaic.methods.beyond.spread import losses, spread_splits
 from moesaic.methods.budget import (
     LayerSize,
     Split,
+    active_ratio,
     ffn_share,
     layer_sizes,
     solved_top_k,
+    split_for_share,
     split_for_target,
 )
 from moesaic.methods.more.config import MoREConfig
@@ -69,6 +71,7 @@ class MoRE(DenseMethod[MoREConfig]):
         lost_M = self._losses(job, sizes) if config.spread == "sensitivity" else None
         budgets = {name: method.choose(sizes, lost_M) for name, method in variants.items()}
         wanted = budgets["result"]
+        ratio = active_ratio(sizes, {i: split.active_width for i, split in wanted.items()})
         finished = job.finished(
             {
                 "config": asdict(config),
@@ -103,11 +106,13 @@ class MoRE(DenseMethod[MoREConfig]):
             plans.pop("result"),
             analyses={i: finished["result", i][1] for i in wanted},
             comparisons=plans,
+            summary={"active": ratio} if config.share is not None else {},
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
         """Says how the FFNs were divided, or what they were cut down to."""
-        title = carved(self.config, self.config.active if active is None else active)
+        nominal = decision.summary.get("active", self.config.active)
+        title = carved(self.config, nominal if active is None else active)
         assert decision.plan is not None
         carved_layers = [layer for layer in layers if layer.index in decision.plan.layers]
         where = f"The feed-forward networks of {some(len(carved_layers), len(layers))}"
@@ -154,6 +159,8 @@ class MoRE(DenseMethod[MoREConfig]):
         """
         config = self.config
         layers = chosen_layers(config.layers, len(sizes))
+        if config.share is not None:
+            return split_for_share(sizes, layers, config.share, config.experts, config.top_k)
         top_k = config.top_k or solved_top_k(sizes, layers, config.active, config.experts)
         if losses_M is not None:
             return spread_splits(sizes, losses_M, config.active, config.experts, top_k)
@@ -172,7 +179,11 @@ class MoRE(DenseMethod[MoREConfig]):
             h_size_M=torch.zeros(width, dtype=torch.float64, device=device),
             frequency_M=torch.zeros(width, dtype=torch.int64, device=device),
             coactivation_MM=torch.zeros(width, width, device=device),
-            covered={s: torch.zeros(width, dtype=torch.bool, device=device) for s in COVERAGE},
+            covered={
+                share: torch.zeros(width, dtype=torch.bool, device=device)
+                for share in COVERAGE
+                if int(share * width)
+            },
         )
         worth_M = neuron_weights(ffn) if self.config.weighted else torch.ones((), device=device)
         for x_TD, h_TM in site.activations():
@@ -187,7 +198,7 @@ class MoRE(DenseMethod[MoREConfig]):
             stats.frequency_M += frequency(channels_TK, width)
             add_coactivation(stats.coactivation_MM, channels_TK)
             for share, seen in stats.covered.items():
-                seen[largest_TK[:, : max(1, int(share * width))].flatten()] = True
+                seen[largest_TK[:, : int(share * width)].flatten()] = True
         mirror(stats.coactivation_MM)
         return stats
 
