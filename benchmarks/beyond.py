@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -29,7 +29,6 @@ from moesaic.arch.dense import Arch, dense_arch
 from moesaic.config import Calibration, RunArgs, chosen_layers
 from moesaic.data.text import evaluation_tokens
 from moesaic.io.source import resolve
-from moesaic.layers.carved import CarvedLayer
 from moesaic.methods.base import Decision
 from moesaic.methods.beyond.spread import losses
 from moesaic.methods.budget import layer_sizes
@@ -184,12 +183,17 @@ def decide(job: Job[Arch], configs: Mapping[str, MoREConfig], work: Path) -> dic
     return decided
 
 
+REFITTED = ("down_DM", "bias_RD", "down_DW", "bias_D")
+"""What a refit brings, of carved layers and of narrower ones."""
+
+
 def without_refit(plan: Plan) -> Plan:
-    layers = {
-        i: replace(cast(CarvedLayer, layer), down_DM=None, bias_RD=None)
-        for i, layer in plan.layers.items()
-    }
-    return replace(plan, layers=dict(layers))
+    layers = {}
+    for i, layer in plan.layers.items():
+        given: Any = layer
+        refitted = {name: None for name in REFITTED if hasattr(given, name)}
+        layers[i] = replace(given, **refitted)
+    return replace(plan, layers=layers)
 
 
 def main() -> None:

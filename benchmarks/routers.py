@@ -216,7 +216,8 @@ def main() -> None:
             methods = MoRE(config), MoRE(MoREConfig(**{**vars(config), "variant": "static"}))
             budget = methods[0].choose(sizes)[site.index]
             backbone, petals = methods[0].structure(stats, fit, budget)  # type: ignore[arg-type]
-            static_M, _ = methods[1].structure(stats, fit, budget)  # type: ignore[arg-type]
+            static = methods[1].decide(stats, fit, budget)  # type: ignore[arg-type]
+            static_M = static.tensors()["order"]
             name = f"layer {site.index}, {experts} petals, top-{top_k}"
             found = answers(Question(fit, test, backbone, petals, top_k), static_M)
             record["results"][name] = found

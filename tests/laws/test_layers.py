@@ -121,6 +121,7 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
     },
     "narrowed": {
         "fewer neurons": lambda: dense(lambda i: narrow_layer(i)),
+        "and remembered": lambda: dense(lambda i: narrow_layer(i, counted=True)),
         "fused": lambda: dense(lambda i: narrow_layer(i), "phi3"),
         "not gated": lambda: dense(lambda i: narrow_layer(i), "phi"),
         "new down projection": lambda: dense(

@@ -33,6 +33,9 @@ class NarrowedLayer(LayerPlan):
     """A down projection that takes the place of the base's own."""
     bias_D: Tensor | None = None
     """An output bias."""
+    counted: bool = False
+    """The model stays ``moesaic_<base>`` and remembers what it lost: its active ratio is of the
+    original's projections. Else it becomes of the base's own class, narrower."""
 
     def __post_init__(self) -> None:
         if self.order_W.unique().numel() != self.order_W.numel():
@@ -49,7 +52,8 @@ class NarrowedLayer(LayerPlan):
 
     def header(self) -> JSON:
         bias = {} if self.bias_D is None else {"bias": True}
-        return {"kind": self.kind, "width": self.width, "before": self.before, **bias}
+        counted = {"counted": True} if self.counted else {}
+        return {"kind": self.kind, "width": self.width, "before": self.before, **bias, **counted}
 
     def tensors(self) -> dict[str, Tensor]:
         optional = {"down": self.down_DW, "bias": self.bias_D}
@@ -59,7 +63,7 @@ class NarrowedLayer(LayerPlan):
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> NarrowedLayer:
         down, bias = tensors.get("down"), tensors.get("bias")
-        return cls(tensors["order"], header["before"], down, bias)
+        return cls(tensors["order"], header["before"], down, bias, header.get("counted", False))
 
     # --- put to use ------------------------------------------------------------------------------
 
@@ -101,7 +105,7 @@ class NarrowedLayer(LayerPlan):
         return "An output bias has no native form: leave bias out." if header.get("bias") else None
 
     def native(self) -> JSON | None:
-        return {"dense": self.width} if self.bias_D is None else None
+        return None if self.counted or self.bias_D is not None else {"dense": self.width}
 
     # --- refit -----------------------------------------------------------------------------------
 

@@ -163,11 +163,12 @@ Piece = tuple[str, float, int]
 
 
 def _pieces(layer: LayerRecord) -> tuple[Piece, ...]:
-    """The neurons of a layer that was split, in stored order; empty of any other layer."""
-    if "backbone" not in layer.shape:
+    """The neurons of a dense layer that was split or narrowed, in stored order; else none."""
+    every = layer.shape.get("backbone", None if layer.experts else layer.shape.get("neurons"))
+    if every is None:
         return ()
     petals = layer.shape.get("petals") or ()
-    sizes = [("backbone", layer.shape["backbone"])]
+    sizes = [("backbone", every)]
     sizes += [(f"petal p{j}", size) for j, size in enumerate(petals)]
     stays = sum(size for _, size in sizes)
     sizes.append(("dropped", max(0, (layer.width_before or layer.width) - stays)))

@@ -13,6 +13,7 @@ from moesaic.arch.dense import Arch, DenseFFN
 from moesaic.config import chosen_layers
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
+from moesaic.layers.base import LayerPlan
 from moesaic.layers.carved import CarvedLayer
 from moesaic.methods.base import Decision, DenseMethod, Told
 from moesaic.methods.beyond.routers import fit_router, neuron_weights
@@ -40,6 +41,7 @@ from moesaic.methods.more.formulas import (
     petals_of,
     prototypes,
 )
+from moesaic.methods.slim.choice import narrowest
 from moesaic.methods.words import carved, number, some
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
@@ -204,7 +206,7 @@ class MoRE(DenseMethod[MoREConfig]):
 
     def carve(
         self, stats: MoREStats, site: Site[DenseFFN], budget: Split
-    ) -> tuple[CarvedLayer, JSON]:
+    ) -> tuple[LayerPlan, JSON]:
         """The layer's plan, refitted if that was asked for, and ``refit``: what that recovered."""
         config = self.config
         layer = self.decide(stats, site, budget)
@@ -213,8 +215,11 @@ class MoRE(DenseMethod[MoREConfig]):
         refit, found = layer.refit(site, weights=config.refit, biases=config.bias)
         return refit, {"refit": found} if found else {}
 
-    def decide(self, stats: MoREStats, site: Site[DenseFFN], budget: Split) -> CarvedLayer:
-        """Backbone by importance, petals by co-activation, and a router."""
+    def decide(self, stats: MoREStats, site: Site[DenseFFN], budget: Split) -> LayerPlan:
+        """Backbone by importance, petals by co-activation, and a router; or a narrower FFN."""
+        if self.config.variant in ("static", "backbone"):
+            width = budget.active_width if self.config.variant == "static" else budget.backbone
+            return narrowest(self._importance(stats, site), width, counted=True)
         backbone, petals = self.structure(stats, site, budget)
         routing, router_RF = self._router(site, backbone, petals) if petals else ("cosine", None)
         return CarvedLayer(
@@ -231,14 +236,7 @@ class MoRE(DenseMethod[MoREConfig]):
     ) -> tuple[Tensor, list[Tensor]]:
         """The neurons of the backbone, and those of each petal, by number in rising order."""
         config = self.config
-        score_M = importance(
-            site.view, stats.x_square_D / stats.tokens, stats.h_square_M / stats.tokens
-        )
-        ranked_M = score_M.argsort(descending=True, stable=True)
-        if config.variant in ("static", "backbone"):
-            whole = config.variant == "static"
-            width = budget.active_width if whole else budget.backbone
-            return ranked_M[:width].sort().values, []
+        ranked_M = self._importance(stats, site).argsort(descending=True, stable=True)
         if budget.petal == 0:  # a layer that nothing is taken from
             return ranked_M.sort().values, []
         backbone = ranked_M[: budget.backbone].sort().values
@@ -247,6 +245,11 @@ class MoRE(DenseMethod[MoREConfig]):
             stats.coactivation_MM, residual, budget.experts, config.balanced, config.seed
         )
         return backbone, petals
+
+    def _importance(self, stats: MoREStats, site: Site[DenseFFN]) -> Tensor:
+        """What each neuron matters (M,)."""
+        tokens = stats.tokens
+        return importance(site.view, stats.x_square_D / tokens, stats.h_square_M / tokens)
 
     def _router(
         self, site: Site[DenseFFN], backbone: Tensor, petals: list[Tensor]

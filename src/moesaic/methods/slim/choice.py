@@ -16,6 +16,7 @@ from torch import Tensor
 from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
 from moesaic.distributed import gathered
+from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.methods.naee.search import best_scores
 from moesaic.methods.slim.scores import Neurons
 from moesaic.stream.neurons import NeuronStats, grams
@@ -72,6 +73,21 @@ def highest(score_EM: Tensor, width: int) -> Tensor:
     """
     ranked_EM = score_EM.argsort(dim=1, descending=True, stable=True)
     return ranked_EM[:, :width].sort(dim=1).values
+
+
+def narrowest(score_M: Tensor, width: int, counted: bool = False) -> NarrowedLayer:
+    """A dense FFN with its neurons of the highest score alone.
+
+    Args:
+        score_M: of its neurons.
+        width: neurons that stay.
+        counted: see :class:`~moesaic.layers.narrowed.NarrowedLayer`.
+
+    >>> narrowest(torch.tensor([1.0, 3.0, 2.0]), 2).order_W.tolist()
+    [1, 2]
+    """
+    order_W = highest(score_M[None], width)[0].cpu()
+    return NarrowedLayer(order_W, len(score_M), counted=counted)
 
 
 def choose(score_EM: Tensor, count: int, width: int, groups: int = 1) -> tuple[Tensor, Tensor]:

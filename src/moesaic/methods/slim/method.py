@@ -47,6 +47,7 @@ from moesaic.methods.slim.choice import (
     choose,
     highest,
     losses,
+    narrowest,
     neurons_of,
     share_lost,
     shared_neurons,
@@ -220,7 +221,7 @@ class Slimmer(Method[SlimConfig, Arch]):
             analysis = {"relative_loss": lost, "calls": stats.calls_E.tolist()}
         before = stats.energy_EM.shape[1]
         if size.dense:
-            return NarrowedLayer(neurons_NW[0], before), analysis
+            return narrowest(score_EM[0], size.width), analysis
         shared_S: Tensor | None = None
         if size.room:
             curved = curvature.shared_S if curvature else None
