@@ -130,7 +130,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
     args = parser.parse_args()
     asked = {"files": args.files, "limit": args.limit, "max_tokens": args.max_tokens, **TEXT}
-    record = {"benchmark": "methods_by_tasks", "arguments": asked, "environment": environment()}
+    record: dict[str, Any] = {
+        "benchmark": "methods_by_tasks",
+        "arguments": asked,
+        "environment": environment(),
+    }
     record |= {"originals": {}, "rows": {}}
     if args.out.exists():
         known = json.loads(args.out.read_text("utf-8"))

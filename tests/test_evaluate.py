@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from builders import launch, tiny_model
+from builders import launch, pages, tiny_model
 from transformers import AutoModelForCausalLM
 
 import moesaic
@@ -21,6 +21,8 @@ from moesaic.metrics.divergence import kl
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generations
 from moesaic.metrics.score import score, scores_beside
+from moesaic.pipeline import run_recipe
+from moesaic.recipe import parse_recipe
 from moesaic.report import figures, read
 
 ROWS = [
@@ -318,6 +320,33 @@ def test_processes_share_the_batches(llama_folder, carved_folder, questions, tmp
         assert json.loads((tmp_path / f"out-{number}").read_text()) == wanted
 
 
+RECIPE = """
+import sys
+from moesaic.distributed import join_processes
+join_processes()
+from moesaic.pipeline import run_recipe
+from moesaic.recipe import parse_recipe
+run_recipe(parse_recipe(open(sys.argv[1]).read()))
+"""
+
+
+def test_a_recipe_is_measured_by_all_of_its_processes(moe_folder, questions, tmp_path):
+    """Each has a share of the batches, and the record is that of one process."""
+    asked = (
+        f"model: {moe_folder}\nout: {tmp_path}/OUT\nsteps:\n- prune: {{keep: 6}}\n"
+        "calibration: {samples: 200, length: 24}\n"
+        "evaluation: {length: 48, max_tokens: 3100, rounds: 0, new_tokens: 2, tasks: FEW}\n"
+    ).replace("FEW", str(questions))
+    (tmp_path / "recipe.yaml").write_text(asked.replace("OUT", "two"))
+    (tmp_path / "run.py").write_text(RECIPE)
+    launch(tmp_path / "run.py", tmp_path / "recipe.yaml")
+    run_recipe(parse_recipe(asked.replace("OUT", "one")))
+    one, two = (json.loads((tmp_path / n / "result.json").read_text()) for n in ("one", "two"))
+    assert one["scores"] == two["scores"]
+    assert one["scores"]["result"]["tasks"]["few"]["n"] == 5
+    assert one["routing"] == two["routing"]
+
+
 # --- the command ---------------------------------------------------------------------------------
 
 
@@ -408,6 +437,7 @@ def test_all_pairs_are_read_where_they_end(llama_folder, tokenizer):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_recipe_measures_tasks_and_tells_them(llama_folder, questions, tmp_path, stream):
     settings = moesaic.Evaluation(
+        pages("evaluation"),
         length=32,
         max_tokens=320,
         rounds=0,
@@ -417,7 +447,7 @@ def test_a_recipe_measures_tasks_and_tells_them(llama_folder, questions, tmp_pat
         stream=stream,
         compare=("static",),
     )
-    text = moesaic.Calibration(samples=8, length=32)
+    text = moesaic.Calibration(pages("calibration"), samples=8, length=32)
     steps = (moesaic.MoREConfig(layers="all"),)
     out = tmp_path / "out"
     record = moesaic.run_recipe(moesaic.Recipe(str(llama_folder), str(out), steps, text, settings))

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from moesaic import report
 from moesaic.config import MethodConfig, RunArgs, check_device, parse_dtype
-from moesaic.distributed import process, wait_for_all
+from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, Values, silent
 from moesaic.io.checkpoint import whole_folder
@@ -18,7 +18,7 @@ from moesaic.io.names import check_out
 from moesaic.io.source import resolve
 from moesaic.methods import VERBS, implementation
 from moesaic.methods.base import Method
-from moesaic.metrics.measure import environment, measure
+from moesaic.metrics.measure import beside_original, environment, measure
 from moesaic.plan import Plan, Progress
 from moesaic.recipe import Recipe, check_run, unfinished
 from moesaic.record import Record
@@ -100,21 +100,19 @@ def run_recipe(
             if process()[0] == 0:
                 _keep(result, Path(model))
             wait_for_all()
+    where: JSON = {"device": recipe.device, "dtype": parse_dtype(recipe.dtype)}
     if process()[0] != 0:
+        if settings is not None:
+            written = Path(gathered("")[0])
+            beside_original(written, resolve(recipe.model), settings, **where)
         return None
     with whole_folder(Path(recipe.out), overwrite) as folder:
         result.write(folder)
         measured: JSON = {}
         if settings is not None:
-            measured = measure(
-                folder,
-                resolve(recipe.model),
-                result.builders,
-                settings,
-                device=recipe.device,
-                dtype=parse_dtype(recipe.dtype),
-                track=track,
-            )
+            gathered(str(folder))  # the others wait until it is whole
+            original = resolve(recipe.model)
+            measured = measure(folder, original, result.builders, settings, **where, track=track)
         record = _record(recipe, result, known, measured)
         describe(record, recipe, folder)
     Progress(work, {}).discard()

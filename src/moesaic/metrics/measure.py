@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from moesaic.data.questions import wanted_tasks
 from moesaic.data.reader import shipped_texts
 from moesaic.data.source import DOMAINS
 from moesaic.data.text import Tokens, evaluation_tokens
+from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
+from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, silent
 from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.forward import Layerwise, Runner, Whole
@@ -175,7 +176,7 @@ def measure(
     round. Otherwise they are scored layer by layer from disk, and one is held at a time, to
     generate and to be timed; what even that has no room for is left out. The record says so.
     Comparisons are compared with the original token by token, too; it passes its layers once for
-    all of them.
+    all of them. Of several processes the first calls this, the others :func:`beside_original`.
 
     Args:
         folder: the result, as saved: what is measured is what a user will load.
@@ -192,19 +193,14 @@ def measure(
     Raises:
         MoesaicError: there is no such text, or too little of it.
     """
-    result = Source("result", folder)
-    sources = {"original": original, "result": result}
-    together = fit(sources.values(), device, dtype)
+    device = own_device(device)
+    found = beside_original(folder, original, settings, device=device, dtype=dtype, track=track)
+    sources, together, tokens = found.sources, found.together, found.tokens
+    scores, live = found.scores, found.live
+    result, tokenizer = sources["result"], original.tokenizer
     alone = together or all(fit((source,), device, dtype) for source in sources.values())
-    tokenizer = original.tokenizer
     wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
-    tokens = evaluation_tokens(settings.data, tokenizer, settings.length, settings.max_tokens)
-    scores, live = _beside(sources, together and not settings.stream, tokens, device, dtype, track)
     tasks = partial(measure_tasks, tokenizer=tokenizer, tasks=wanted, limit=settings.limit)
-    if wanted:
-        told = {name: tasks(live[name], track=_named(track, name)) for name in sources}
-        scores["original"] = replace(scores["original"], tasks=told["original"])
-        scores["result"] = _with_tasks(scores["result"], told["result"], told)
     generations: dict[str, str] = {}
     samples: list[JSON] = []
     active: dict[str, dict[str, float]] = {}
@@ -219,7 +215,9 @@ def measure(
             shown = _named(track, name)
             scores[name], _ = scores_beside(Whole(model), reference, tokens, shown)
             if wanted:
-                scores[name] = _with_tasks(scores[name], tasks(Whole(model), track=shown), told)
+                scores[name] = _with_tasks(
+                    scores[name], tasks(Whole(model), track=shown), scores["original"].tasks
+                )
         generations[name] = generate(model, tokenizer, settings.prompt, settings.new_tokens)
         if settings.generations:
             said = repeated(model, tokenizer, track=_named(track, name))
@@ -270,28 +268,60 @@ def measure(
     return record
 
 
-def _with_tasks(of: Score, tasks: dict[str, JSON], told: Mapping[str, dict[str, JSON]]) -> Score:
-    """A score with its tasks' figures, beside the original's."""
-    before = told["original"]
-    recovery = recovery_ratio(tasks, before)
-    return replace(of, tasks=with_recovery(tasks, before), recovery=recovery)
+@dataclass
+class Measured:
+    """A result beside its original, on the same text and the same questions."""
+
+    sources: dict[str, Source]
+    """Under ``original`` and ``result``."""
+    together: bool
+    """There was room for both."""
+    tokens: Tokens
+    scores: dict[str, Score]
+    live: dict[str, Runner]
+    """The models, loaded or to be read layer by layer."""
 
 
-def _beside(
-    sources: Mapping[str, Source],
-    whole: bool,
-    tokens: Tokens,
-    device: str,
-    dtype: torch.dtype | None,
-    track: Track,
-) -> tuple[dict[str, Score], dict[str, Runner]]:
-    """The scores of original and result, and the models, loaded or to be read layer by layer."""
+def beside_original(
+    folder: Path,
+    original: Source,
+    settings: Evaluation,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    track: Track = silent,
+) -> Measured:
+    """The scores of a saved result and of its original: text, and tasks.
+
+    Several processes share the batches; all of them call this. The arguments are those of
+    :func:`measure`.
+    """
+    device, shared = own_device(device), process()[1] > 1
+    sources = {"original": original, "result": Source("result", folder)}
+    together = all(gathered(fit(sources.values(), device, dtype)))
+    whole = together and not settings.stream
+    tokenizer = original.tokenizer
+    wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
+    tokens = evaluation_tokens(settings.data, tokenizer, settings.length, settings.max_tokens)
     runs: dict[str, Runner] = {
         name: Whole(s.load(device, dtype)) if whole else Layerwise(s, device, dtype)
         for name, s in sources.items()
     }
-    ours, theirs = scores_beside(runs["result"], runs["original"], tokens, track)
-    return {"original": theirs, "result": ours}, runs
+    ours, theirs = scores_beside(runs["result"], runs["original"], tokens, track, shared)
+    if wanted:
+        told = {
+            name: measure_tasks(run, tokenizer, wanted, settings.limit, _named(track, name), shared)
+            for name, run in runs.items()
+        }
+        theirs = replace(theirs, tasks=told["original"])
+        ours = _with_tasks(ours, told["result"], told["original"])
+    return Measured(sources, together, tokens, {"original": theirs, "result": ours}, runs)
+
+
+def _with_tasks(of: Score, tasks: dict[str, JSON], before: Mapping[str, Values]) -> Score:
+    """A score with its tasks' figures, beside the original's."""
+    recovery = recovery_ratio(tasks, before)
+    return replace(of, tasks=with_recovery(tasks, before), recovery=recovery)
 
 
 ROOM = 1.25
