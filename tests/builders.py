@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from functools import cache
 from pathlib import Path
@@ -181,6 +184,20 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
     raw.train_from_iterator(shipped_texts("calibration", "prose")[:5], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|endoftext|>")
+
+
+@cache
+def pages(name: str) -> str:
+    """A text file of a few pages of prose to calibrate on, or to measure on.
+
+    Args:
+        name: ``calibration`` or ``evaluation``, whose pages differ.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="moesaic-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    file = folder / f"{name}.txt"
+    file.write_text("".join(shipped_texts(name, "prose"))[:40_000], "utf-8")  # type: ignore[arg-type]
+    return str(file)
 
 
 # --- plans ---------------------------------------------------------------------------------------

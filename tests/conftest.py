@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, tiny_model, tiny_moe, tiny_tokenizer
+from builders import VOCAB, pages, tiny_model, tiny_moe, tiny_tokenizer
 from hypothesis import settings
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
@@ -99,7 +99,7 @@ def carved_folder(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     from moesaic.recipe import Recipe
 
     out = tmp_path_factory.mktemp("carved") / "out"
-    text = Calibration(samples=12, length=32)
+    text = Calibration(pages("calibration"), samples=12, length=32)
     run_recipe(Recipe(str(llama_folder), str(out), (MoREConfig(layers="all"),), text, None))
     return out
 

@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, fields
 
 import pytest
+from builders import pages
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -20,8 +21,9 @@ from moesaic.data.reader import shipped_texts
 from moesaic.foreign import Figures
 from moesaic.methods import METHODS, VERBS, methods_of
 
-QUICK = ("--samples", "12", "--length", "32", "--layers", "all")
-SMALL = ("--calibration", "prose", "--samples", "6", "--length", "24")
+TEXT = ("--calibration", pages("calibration"))
+QUICK = (*TEXT, "--samples", "12", "--length", "32", "--layers", "all")
+SMALL = (*TEXT, "--samples", "6", "--length", "24")
 
 
 def test_carve_prints_one_json_object(command, llama_folder, tmp_path):
@@ -101,7 +103,7 @@ def test_observe_prune_skip(command, moe_folder, tmp_path):
     assert json.loads(printed)["layers"] == [0, 2]
     code, printed, _ = command(
         "prune", moe_folder, out, "--keep", 5, "--stats", stats, "--compare", "frequency",
-        "--max-tokens", 600, "-o", "rounds=0", "--json",
+        "--data", pages("evaluation"), "--max-tokens", 600, "-o", "rounds=0", "--json",
     )  # fmt: skip
     assert code == 0
     record = json.loads(printed)
@@ -126,7 +128,7 @@ def test_observe_prune_skip(command, moe_folder, tmp_path):
 
 
 def test_condense_then_tune(command, moe_folder, tmp_path):
-    quick = ["--samples", "4", "--length", "32", "--no-eval", "--json"]
+    quick = [*TEXT, "--samples", "4", "--length", "32", "--no-eval", "--json"]
     small, tuned = tmp_path / "small", tmp_path / "tuned"
     code, out, err = command("condense", moe_folder, small, "--keep", "shared+routed", *quick)
     assert code == 0, err

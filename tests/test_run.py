@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from builders import tiny_model
+from builders import pages, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moesaic
@@ -29,7 +29,8 @@ from moesaic.metrics.routing import routers
 from moesaic.plan import Plan
 
 CONFIG = MoREConfig(active=0.8, layers="all")
-QUICK = {"samples": 12, "length": 32}
+MEASURED = {"data": pages("evaluation"), "length": 64, "max_tokens": 512, "new_tokens": 4}
+QUICK = {"source": pages("calibration"), "samples": 12, "length": 32}
 
 
 def weights(folder):
@@ -47,7 +48,9 @@ def recipe(folder, out, **changes):
         "out": str(out),
         "steps": (CONFIG,),
         "calibration": Calibration(**QUICK),
-        "evaluation": Evaluation(length=64, max_tokens=512, rounds=0, new_tokens=4),
+        "evaluation": Evaluation(
+            pages("evaluation"), length=64, max_tokens=512, rounds=0, new_tokens=4
+        ),
     }
     return Recipe(**{**settings, **changes})
 
@@ -75,9 +78,12 @@ def test_the_callers_model_is_left_alone_unless_asked(llama_folder, tokenizer):
 
 def test_calibration_as_texts_tokens_or_tensor(llama_folder, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(llama_folder).eval()
-    tokens = calibration_tokens("", tokenizer, **QUICK)
+    drawn = {"samples": 12, "length": 32}
+    tokens = calibration_tokens("", tokenizer, **drawn)
     plans = [
-        moesaic.carve(model, CONFIG, calibration=given, tokenizer=tokenizer, **QUICK).plan
+        moesaic.carve(
+            model, CONFIG, calibration=given, tokenizer=tokenizer, samples=12, length=32
+        ).plan
         for given in ("", tokens, tokens.input_ids)
     ]
     assert len({p.calibration for p in plans}) == 1
@@ -106,7 +112,12 @@ def test_recipe_run_leaves_everything(llama_folder, tmp_path):
             llama_folder,
             tmp_path / "out",
             evaluation=Evaluation(
-                length=64, max_tokens=512, rounds=1, new_tokens=4, compare=("static",)
+                pages("evaluation"),
+                length=64,
+                max_tokens=512,
+                rounds=1,
+                new_tokens=4,
+                compare=("static",),
             ),
         )
     )
@@ -137,7 +148,12 @@ def test_recipe_run_leaves_everything(llama_folder, tmp_path):
         llama_folder,
         tmp_path / "out",
         evaluation=Evaluation(
-            length=64, max_tokens=512, rounds=1, new_tokens=4, compare=("static",)
+            pages("evaluation"),
+            length=64,
+            max_tokens=512,
+            rounds=1,
+            new_tokens=4,
+            compare=("static",),
         ),
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import equal, loaded, logits, same_model, saved, tiny_model, tiny_moe, weights
+from builders import equal, loaded, logits, pages, same_model, saved, tiny_model, tiny_moe, weights
 
 import moesaic
 from moesaic import MoesaicError, SlimConfig
@@ -455,7 +455,8 @@ def test_command_line(command, moe_folder, tmp_path):
     out = tmp_path / "out"
     code, printed, _ = command(
         "slim", moe_folder, out, "--keep", 0.5, "--samples", 4, "--length", 32, "--max-tokens", 64,
-        "-o", "rounds=0", "--json",
+        "-o", "rounds=0", "--calibration", pages("calibration"), "--data", pages("evaluation"),
+        "--json",
     )  # fmt: skip
     assert code == 0
     said = json.loads(printed)

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import is_own, loaded
+from builders import is_own, loaded, pages
 from cases import KEYS, make_start, variants
 from rich.console import Console
 
 import moesaic
 from moesaic import Calibration, Evaluation, Recipe, Record, report
 from moesaic.arch.mixture import base_arch
-from moesaic.data.reader import shipped_texts
 from moesaic.methods import METHODS
 from moesaic.surgery import routed_modules
 
@@ -50,17 +49,13 @@ def cases():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a few pages to calibrate on and to measure on."""
-    folder = tmp_path_factory.mktemp("words")
-    for name in ("calibration", "evaluation"):
-        (folder / f"{name}.txt").write_text("".join(shipped_texts(name, "prose"))[:40_000], "utf-8")
-    return folder
+    return tmp_path_factory.mktemp("words")
 
 
-def asked(place, start, out, config, **changes):
+def asked(start, out, config, **changes):
     """The recipe of one step, on a few pages."""
-    text = Calibration(str(place / "calibration.txt"), samples=12, length=32)
-    measured = replace(SMALL, data=str(place / "evaluation.txt"), **changes)
+    text = Calibration(pages("calibration"), samples=12, length=32)
+    measured = replace(SMALL, data=pages("evaluation"), **changes)
     return Recipe(str(start), str(out), (config,), text, measured)
 
 
@@ -71,7 +66,7 @@ def carried_out(key, config, place, out):
         make_start(key, start)
     if getattr(config, "teacher", ""):
         config = replace(config, teacher=str(place / f"{key}-start-before"))
-    return start, moesaic.run_recipe(asked(place, start, out, config))
+    return start, moesaic.run_recipe(asked(start, out, config))
 
 
 def printed(record):
@@ -178,7 +173,7 @@ def test_comparisons_are_named_as_what_they_are(key, compare, place, tmp_path):
     if not start.exists():
         make_start(key, start)
     out = tmp_path / "out"
-    record = moesaic.run_recipe(asked(place, start, out, config, compare=(compare,)))
+    record = moesaic.run_recipe(asked(start, out, config, compare=(compare,)))
     assert compare in record.measured["scores"]
     assert record.steps[0].variants == {compare: config.compared(compare)}
     page = visible((out / "report.html").read_text())
