@@ -5,6 +5,7 @@ S6 to S10 and C9 name the rows of the list of defects that these tests close.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import pytest
 import torch
 from builders import tiny_model, whole_plan
 from safetensors.torch import save_file
+from tokenizers import processors
 
 import moesaic
 from moesaic import hub
@@ -445,6 +447,12 @@ def test_documents_are_windows_of_their_own(tokenizer: Any) -> None:
     assert len(set(found)) == 3
     with pytest.raises(MoesaicError, match="has 3 documents"):
         calibration_tokens(texts, tokenizer, 4, 8, documents=True)
+    begun = copy.deepcopy(tokenizer)
+    begun.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
+    )
+    each = calibration_tokens(texts, begun, 3, 8, documents=True).input_ids
+    assert (each[:, 0] == tokenizer.eos_token_id).all(), "a BOS before each, where there is one"
     args = RunArgs.of(tiny_model("llama"), calibration=texts, tokenizer=tokenizer, documents=True)
     assert args.calibration == Calibration(documents=True)
 
