@@ -1,21 +1,48 @@
 """Breaks the formulas on purpose, one small change at a time, and asks the tests to notice.
 
 ``python scripts/mutants.py [FILE ...]``: all files of tests/mutants.toml, or those whose path
-holds one of the arguments. Works in a copy of the tree, build/mutants. Lists the survivors and the
-counts; exit code 1 if fewer are killed than tests/mutants.toml asks for, or one survives without
-excuse. With MOESAIC_QUICK only the first test file of each is run, MOESAIC_JOBS mutants at a time.
+holds one of the arguments. mutmut says what to change. Tests are collected, timed and traced once;
+a mutant is a fork of that process in which one function has other code, and meets the tests that
+reach this function, quickest first, until one fails.
+
+Lists the survivors and the counts; exit code 1 if of any file fewer are killed than
+tests/mutants.toml asks for. What was found is kept in build/mutants, so a run that is stopped goes
+on, and only what changed is tried again; delete that folder to begin anew.
+
+SAMPLE=20 tries that many mutants a file, always the same ones. JOBS is how many run at a time.
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
+import gc
+import hashlib
 import json
+import math
 import os
 import re
+import resource
 import shutil
-import subprocess
+import signal
 import sys
+import tempfile
+import textwrap
+import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any, NoReturn
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
+from mutmut.mutation.mutators import mutation_operators
+from mutmut.mutation.pragma_handling import IgnoredCode
 
 try:
     import tomllib
@@ -23,95 +50,515 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
-WORK = ROOT / "build" / "mutants"
+KEPT = (ROOT / "build" / "mutants").resolve()
+TREE = KEPT / "tree"
 COPIED = ("src", "tests", "docs", "recipes", "scripts", "pyproject.toml", "README.md")
-FOUND = re.compile(r"^\s*(\S+__mutmut_\d+): (.+?)\s*$", re.MULTILINE)
-NOT_COUNTED = ("skipped", "not checked", "caught by type check")
-QUICK = "MOESAIC_QUICK" in os.environ
-JOBS = os.environ.get("MOESAIC_JOBS", str(os.cpu_count() or 1))
+JOBS = int(os.environ.get("JOBS") or os.cpu_count() or 1)
+SAMPLE = int(os.environ.get("SAMPLE") or 0)
+SURVIVED, KILLED, NEVER_RAN, IMPOSSIBLE = 0, 1, "no test", 3
+MEMORY = 4 << 30
+"""Bytes that a mutant may take beyond what its parent has mapped."""
 
 
-def configured(file: str, tests: list[str], untouched: list[str]) -> str:
-    """pyproject.toml with mutmut told what to change and how to test it."""
-    own = {
-        "source_paths": ["src"],
-        "only_mutate": [f"src/moesaic/{file}"],
-        "do_not_mutate_patterns": untouched,
-        "pytest_add_cli_args_test_selection": [f"tests/{test}" for test in tests],
-        "pytest_add_cli_args": ["-p", "no:xdist", "-p", "no:cacheprovider", "-x"],
-        "mutate_only_covered_lines": False,
-        "also_copy": ["docs", "recipes", "scripts", "README.md"],
-        "use_git_change_detection": False,
-        "timeout_constant": 30.0,
+# --- what is changed -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One small change."""
+
+    file: str
+    """Below src/moesaic."""
+    function: str
+    """Its qualified name."""
+    change: str
+    """The lines that differ, before => after."""
+    number: int
+    """Of the change in its function."""
+    code: CodeType
+    """Of the changed function."""
+    digest: str
+    """Of the function as it is."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}::{self.function}"
+
+    @property
+    def told(self) -> str:
+        """What an excuse names."""
+        return f"{self.place}: {self.change}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.told} #{self.number}"
+
+
+def digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def undecorated(source: str) -> str:
+    """Source without decorators of functions, which mutmut would leave alone; lines stay."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for decorator in node.decorator_list:
+                for number in range(decorator.lineno - 1, decorator.end_lineno or decorator.lineno):
+                    lines[number] = ""
+    return "\n".join([*lines, ""])
+
+
+def written(node: cst.CSTNode) -> str:
+    return cst.Module([]).code_for_node(node)
+
+
+def touched(node: cst.CSTNode, new: cst.CSTNode, parent: Mapping[Any, Any]) -> str:
+    """What a change touches: ``callee(argument)``, or the node itself."""
+    call, arguments = node, ()
+    if isinstance(node, cst.Call) and isinstance(new, cst.Call):
+        kept = [written(a.value) for a in new.args]
+        arguments = [a for a in node.args if written(a.value) not in kept]
+    elif isinstance(parent.get(node), cst.Arg):
+        arguments = [parent[node]]
+        call = parent.get(parent[node])
+    if not arguments or not isinstance(call, cst.Call):
+        return written(node)
+    callee = written(call.func).rpartition(".")[2]
+    keyword = arguments[0].keyword
+    name = f"{keyword.value}=" if keyword else ""
+    return f"{callee}({name}{written(arguments[0].value)})"
+
+
+def compiled(source: str, file: str, names: Sequence[str]) -> CodeType:
+    """The code object of a function that stands in a module, or in a class of one."""
+    flag = __future__.annotations.compiler_flag
+    code = compile(source, file, "exec", flags=flag, dont_inherit=True)
+    for name in names:
+        inner = [c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name]
+        code = inner[-1]
+    return code
+
+
+def placed(function: cst.CSTNode, names: Sequence[str]) -> str:
+    """A function's source, in its class where it has one."""
+    text = written(function).lstrip("\n")
+    if len(names) == 1:
+        return text
+    return f"class {names[0]}:\n{textwrap.indent(textwrap.dedent(text), '    ')}"
+
+
+def differing(old: Sequence[str], new: Sequence[str]) -> Iterator[str]:
+    """The lines of each between the first and the last that differ, on one line."""
+    equal = [a == b for a, b in zip(old, new, strict=False)]
+    first = equal.index(False) if False in equal else len(equal)
+    last = 0
+    while last < min(len(old), len(new)) - first and old[-1 - last] == new[-1 - last]:
+        last += 1
+    for lines in (old, new):
+        yield " ".join(line.strip() for line in lines[first : len(lines) - last])
+
+
+def mutants_of(file: str, settings: Mapping[str, Any]) -> list[Mutant]:
+    """The changes of a file that are changes of formulas; SAMPLE of them, always the same."""
+    path = TREE / "src" / "moesaic" / file
+    source = undecorated(path.read_text("utf-8"))
+    wrapper = MetadataWrapper(cst.parse_module(source))
+    lines = [re.compile(p) for p in settings["lines"]]
+    left_alone = {
+        i for i, line in enumerate(source.splitlines(), 1) if any(p.search(line) for p in lines)
     }
-    lines = [f"{key} = {json.dumps(value)}" for key, value in own.items()]
-    plain = (ROOT / "pyproject.toml").read_text("utf-8")
-    return "\n".join([plain, "[tool.mutmut]", *lines, ""])
-
-
-def mutated(file: str, tests: list[str], untouched: list[str]) -> dict[str, str]:
-    """What became of every mutant of a file, by mutmut's name of it."""
-    shutil.rmtree(WORK / "mutants", ignore_errors=True)
-    for name in ("src", "tests"):  # Python looks once whether what is on its path is there
-        (WORK / "mutants" / name).mkdir(parents=True)
-    (WORK / "pyproject.toml").write_text(configured(file, tests, untouched), "utf-8")
-    path = os.pathsep.join([str(WORK / "mutants" / "src"), str(WORK / "mutants" / "tests")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
-    mutmut = [sys.executable, "-m", "mutmut"]
-    ran = subprocess.run(
-        [*mutmut, "run", "--max-children", JOBS],
-        cwd=WORK, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    told = subprocess.run(
-        [*mutmut, "results", "--all", "true"],
-        cwd=WORK, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    found = dict(FOUND.findall(told.stdout))
-    if not any(end not in NOT_COUNTED for end in found.values()):
-        sys.exit(f"{file}: mutmut made nothing of it.\n{ran.stdout[-3000:]}{ran.stderr[-3000:]}")
+    visitor = MutationVisitor(mutation_operators, IgnoredCode(set(), set(), left_alone))
+    wrapper.visit(visitor)
+    position = wrapper.resolve(PositionProvider)
+    parent = wrapper.resolve(ParentNodeProvider)
+    changes = [re.compile(p) for p in settings["changes"]]
+    functions = re.compile(f"(^|[.])({'|'.join(settings['functions'])})$")
+    named: dict[cst.FunctionDef, list[str]] = {}
+    seen: Counter[str] = Counter()
+    candidates = []
+    for mutation in visitor.mutations:
+        function = mutation.contained_by_top_level_function
+        node = mutation.original_node
+        if not isinstance(function, cst.FunctionDef):
+            continue
+        if function not in named:
+            above = parent.get(parent.get(function))
+            outer = [above.name.value] if isinstance(above, cst.ClassDef) else []
+            named[function] = [*outer, function.name.value]
+        name = ".".join(named[function])
+        begins = position[function.body].start
+        at = position.get(node)
+        in_signature = at is not None and (at.start.line, at.start.column) < (
+            begins.line, begins.column,
+        )  # fmt: skip
+        text = touched(node, mutation.mutated_node, parent)
+        if in_signature or functions.search(name) or any(p.search(text) for p in changes):
+            continue
+        seen[name] += 1
+        candidates.append((digest(file, name, str(seen[name])), name, seen[name], mutation))
+    if SAMPLE:
+        chosen = {known_as for known_as, *_ in sorted(c[:3] for c in candidates)[:SAMPLE]}
+        candidates = [c for c in candidates if c[0] in chosen]
+    found: list[Mutant] = []
+    originals: dict[str, tuple[str, CodeType]] = {}
+    for _, name, number, mutation in candidates:
+        function = mutation.contained_by_top_level_function
+        assert function is not None
+        names = named[function]
+        after = deep_replace(function, mutation.original_node, mutation.mutated_node)
+        assert isinstance(after, cst.FunctionDef)
+        if name not in originals:
+            old = placed(function, names)
+            originals[name] = old, compiled(old, str(path), names)
+        old, as_it_is = originals[name]
+        new = placed(after, names)
+        try:
+            code = compiled(new, str(path), names)
+        except SyntaxError:
+            continue
+        if code != as_it_is:
+            change = " => ".join(differing(old.splitlines(), new.splitlines()))
+            found.append(Mutant(file, name, change, number, code, digest(old)))
     return found
 
 
-def main(wanted: list[str]) -> int:
+# --- tests ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Traced:
+    """What the tests of one file reach, and how long they take."""
+
+    digest: str
+    """Of the file."""
+    seconds: dict[str, float]
+    """Of each test that passes."""
+    reached: dict[str, list[str]]
+    """Tests by the place of a function."""
+    failing: list[str]
+
+
+def spans(source: str) -> dict[int, str]:
+    """The function of every line: of the module, or of a class of it."""
+    found = {}
+
+    def note(body: Iterable[ast.stmt], before: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef) and not before:
+                note(node.body, f"{node.name}.")
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                for line in range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1):
+                    found[line] = before + node.name
+
+    note(ast.parse(source).body, "")
+    return found
+
+
+class Runner:
+    """A pytest plugin that runs mutants in place of the tests that were collected."""
+
+    def __init__(self, settings: Mapping[str, Any], files: Sequence[str]) -> None:
+        self.settings = settings
+        self.files = files
+        self.failed = False
+        self.code = 1
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.failed |= report.failed
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        if session.testsfailed:
+            print("The tests cannot be collected.")
+            return True
+        self.items = {item.nodeid: item for item in session.items}
+        traced = self.trace()
+        print(f"{sum(len(t.seconds) for t in traced):,} tests", flush=True)
+        self.code = self.judge(traced)
+        return True
+
+    def passes(self, items: Sequence[Any]) -> Iterator[tuple[Any, bool, float]]:
+        """Run tests in this process: each, whether it passed, and its seconds."""
+        for item, following in zip(items, [*items[1:], None], strict=True):
+            self.failed = False
+            began = time.perf_counter()
+            item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+            yield item, not self.failed, time.perf_counter() - began
+
+    # --- once ------------------------------------------------------------------------------------
+
+    def trace(self) -> list[Traced]:
+        """What every file of tests reaches, from an earlier run where the file is the same."""
+        folder = KEPT / "traced"
+        folder.mkdir(parents=True, exist_ok=True)
+        by_file: dict[str, list[Any]] = {}
+        for nodeid, item in self.items.items():
+            by_file.setdefault(nodeid.partition("::")[0], []).append(item)
+        kept = {file: folder / (file.replace("/", "-") + ".json") for file in by_file}
+        digests = {file: digest((TREE / file).read_text("utf-8")) for file in by_file}
+
+        def known(file: str) -> Traced | None:
+            if not kept[file].exists():
+                return None
+            traced = Traced(**json.loads(kept[file].read_text()))
+            return traced if traced.digest == digests[file] else None
+
+        missing = [file for file in by_file if known(file) is None]
+        tasks = {
+            file: partial(self.traced, by_file[file], digests[file], kept[file]) for file in missing
+        }
+        for file, status in at_once(tasks):
+            print(f"traced {file}" if status == 0 else f"{file} cannot be traced", flush=True)
+        found = [traced for traced in map(known, by_file) if traced is not None]
+        for nodeid in [n for traced in found for n in traced.failing]:
+            print(f"fails as it is, so it is left out: {nodeid}", flush=True)
+        return found
+
+    def traced(self, items: Sequence[Any], known_as: str, file: Path) -> int:
+        """Run a file's tests in this process, and write down what they reach."""
+        import coverage
+
+        cov = coverage.Coverage(
+            data_file=None, include=[f"{TREE}/src/moesaic/*"], config_file=False
+        )  # fmt: skip
+        seconds, failing = {}, []
+        cov.start()
+        running = self.passes(items)
+        for item in items:
+            cov.switch_context(item.nodeid)
+            _, passed, took = next(running)
+            if passed:
+                seconds[item.nodeid] = took
+            else:
+                failing.append(item.nodeid)
+        cov.stop()
+        data = cov.get_data()
+        reached: dict[str, set[str]] = {}
+        for measured in data.measured_files():
+            name = str(Path(measured).relative_to(TREE / "src" / "moesaic"))
+            if name not in self.settings["files"]:
+                continue
+            function_at = spans(Path(measured).read_text("utf-8"))
+            for line, contexts in data.contexts_by_lineno(measured).items():
+                if line in function_at:
+                    reached.setdefault(f"{name}::{function_at[line]}", set()).update(contexts)
+        plain = {place: sorted(tests & seconds.keys()) for place, tests in reached.items()}
+        file.write_text(json.dumps(vars(Traced(known_as, seconds, plain, failing))))
+        return 0
+
+    # --- for each mutant -------------------------------------------------------------------------
+
+    def judge(self, traced: Sequence[Traced]) -> int:
+        """Try the mutants of every file and say what became of them; the exit code."""
+        seconds = {n: s for t in traced for n, s in t.seconds.items() if n in self.items}
+        state = {n: t.digest for t in traced for n in t.seconds}
+        reach: dict[str, list[str]] = {}
+        for of_file in traced:
+            for place, tests in of_file.reached.items():
+                reach.setdefault(place, []).extend(t for t in tests if t in seconds)
+        for place, tests in reach.items():
+            tests.sort(key=lambda t: (seconds[t], t))
+            whole = 0.0
+            for number, test in enumerate(tests):
+                whole += seconds[test]
+                if whole > self.settings["seconds"] and number:
+                    reach[place] = tests[:number]
+                    break
+        kept = Results(KEPT / "results.jsonl")
+        live = live_functions()
+        mutants = {file: mutants_of(file, self.settings) for file in self.files}
+        known_by: dict[str, str] = {}
+        tasks = {}
+        for mutant in (m for many in mutants.values() for m in many):
+            tests = reach.get(mutant.place, [])
+            known_by[mutant.name] = digest(*(f"{t} {state[t]}" for t in sorted(tests)))
+            if kept.end(mutant, known_by[mutant.name]):
+                continue
+            if not tests:
+                kept.put(mutant, known_by[mutant.name], NEVER_RAN)
+                continue
+            limit = math.ceil(10 + 4 * sum(seconds[t] for t in tests))
+            tasks[mutant] = partial(self.meets, mutant, tests, live, limit)
+        print(f"{sum(map(len, mutants.values())):,} mutants, {len(tasks):,} to try", flush=True)
+        for mutant, status in at_once(tasks):
+            ends = {SURVIVED: "survived", KILLED: "killed", IMPOSSIBLE: "impossible"}
+            kept.put(mutant, known_by[mutant.name], ends.get(status, "killed"))
+            if status == SURVIVED:
+                print(f"survived {mutant.told}", flush=True)
+        return self.told({
+            file: [(m, kept.end(m, known_by[m.name]) or "") for m in many]
+            for file, many in mutants.items()
+        })  # fmt: skip
+
+    def meets(
+        self,
+        mutant: Mutant,
+        tests: Sequence[str],
+        live: Mapping[str, Sequence[FunctionType]],
+        limit: int,
+    ) -> int:
+        """Run tests with a function changed; how that ended."""
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        signal.alarm(5 * limit)
+        functions = live.get(mutant.place, ())
+        if not functions:
+            return IMPOSSIBLE
+        try:
+            for function in functions:
+                function.__code__ = mutant.code
+        except ValueError:  # it reads other variables of what surrounds it
+            return IMPOSSIBLE
+        running = self.passes([self.items[t] for t in tests])
+        return SURVIVED if all(passed for _, passed, _ in running) else KILLED
+
+    def told(self, ends: Mapping[str, Sequence[tuple[Mutant, str]]]) -> int:
+        """Say what became of the mutants; the exit code."""
+        excused, least = self.settings["excused"], self.settings["at_least"]
+        whole: Counter[str] = Counter()
+        poor = []
+        for file, many in ends.items():
+            counts: Counter[str] = Counter()
+            for mutant, end in many:
+                if end in ("survived", NEVER_RAN) and mutant.told in excused:
+                    end = "excused"
+                counts[end] += 1
+                if end in ("survived", NEVER_RAN):
+                    print(f"    {mutant.told}" + (" (no test)" if end == NEVER_RAN else ""))
+            alive = counts["survived"] + counts[NEVER_RAN]
+            share = counts["killed"] / max(1, counts["killed"] + alive)
+            print(
+                f"{file}: {share:.1%} ({counts['killed']} killed, {alive} survived, "
+                f"{counts['excused']} excused)",
+                flush=True,
+            )
+            whole += counts
+            if share < least and alive:
+                poor.append(file)
+        alive = whole["survived"] + whole[NEVER_RAN]
+        tried = whole["killed"] + alive
+        print(
+            f"In all {whole['killed'] / max(1, tried):.1%} of {tried:,} are killed; "
+            f"{whole['excused']} are excused" + (f"; {SAMPLE} a file" if SAMPLE else "")
+        )
+        if poor:
+            print(f"Below {least:.0%}: {', '.join(poor)}")
+        return int(bool(poor))
+
+
+class Results:
+    """What became of mutants, on disk as soon as it is known."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.known: dict[str, Any] = {}
+        if file.exists():
+            for line in file.read_text("utf-8").splitlines():
+                found = json.loads(line)
+                self.known[found["name"]] = found
+
+    def end(self, mutant: Mutant, tests: str) -> str | None:
+        """What became of a mutant of this function; a survivor of other tests is tried again."""
+        found = self.known.get(mutant.name)
+        if found is None or found["function"] != mutant.digest:
+            return None
+        if found["end"] in ("survived", NEVER_RAN) and found["tests"] != tests:
+            return None
+        return str(found["end"])
+
+    def put(self, mutant: Mutant, tests: str, end: str) -> None:
+        found = {"name": mutant.name, "function": mutant.digest, "tests": tests, "end": end}
+        self.known[mutant.name] = found
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+def live_functions() -> dict[str, list[FunctionType]]:
+    """The functions of this process, decorated or not, by their place."""
+    found: dict[str, list[FunctionType]] = {}
+    source = f"{TREE}/src/moesaic/"
+    for function in gc.get_objects():
+        if type(function) is FunctionType and function.__code__.co_filename.startswith(source):
+            name = function.__qualname__
+            if function.__code__.co_name == name.rpartition(".")[2]:
+                file = function.__code__.co_filename.removeprefix(source)
+                found.setdefault(f"{file}::{name}", []).append(function)
+    return found
+
+
+def at_once(tasks: Mapping[Any, Callable[[], int]]) -> Iterator[tuple[Any, int]]:
+    """Carry out each task in a fork that ends with what it returns, some at a time."""
+    running: dict[int, tuple[Any, str]] = {}
+    waiting = list(tasks.items())[::-1]
+    try:
+        while waiting or running:
+            while waiting and len(running) < JOBS:
+                name, task = waiting.pop()
+                place = tempfile.mkdtemp(prefix="mutant-")
+                child = os.fork()
+                if child == 0:
+                    forked(task, place)
+                running[child] = name, place
+            child, status = os.wait()
+            ended(child)  # and whatever it has started
+            name, place = running.pop(child)
+            shutil.rmtree(place, ignore_errors=True)
+            code = os.waitstatus_to_exitcode(status)
+            yield name, code if code >= 0 else KILLED
+    finally:
+        for child, (_, place) in running.items():
+            ended(child)
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def ended(child: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+
+
+def forked(task: Callable[[], int], place: str) -> NoReturn:
+    """Carry out a task in this process, which was made for it, with files of its own."""
+    os.setpgid(0, 0)
+    quiet = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(quiet, stream)
+    os.environ.update(PYTEST_DEBUG_TEMPROOT=place, TMPDIR=place)
+    tempfile.tempdir = place
+    status = KILLED
+    try:
+        status = task()
+    finally:
+        os._exit(status)
+
+
+def main(wanted: Sequence[str]) -> int:
     """Change the files that are wanted, all without any.
 
     Returns:
         the exit code.
     """
     settings = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text("utf-8"))
-    excused: dict[str, str] = settings["excused"]
-    shutil.rmtree(WORK, ignore_errors=True)
-    WORK.mkdir(parents=True)
+    files = [f for f in settings["files"] if not wanted or any(part in f for part in wanted)]
+    shutil.rmtree(TREE, ignore_errors=True)
+    TREE.mkdir(parents=True)
     for name in COPIED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-        copy(ROOT / name, WORK / name)
-    whole: Counter[str] = Counter()
-    poor = []
-    for file, tests in settings["files"].items():
-        if wanted and not any(part in file for part in wanted):
-            continue
-        found = mutated(file, tests[:1] if QUICK else tests, settings["untouched"])
-        alive = [name for name, end in found.items() if end in ("survived", "no tests")]
-        left = [name for name in alive if name not in excused]
-        counts = Counter(
-            "excused" if name in excused else "survived" if name in left else "killed"
-            for name, end in found.items()
-            if end not in NOT_COUNTED
-        )
-        whole += counts
-        share = counts["killed"] / max(1, counts["killed"] + counts["survived"])
-        told = ", ".join(f"{count} {what}" for what, count in counts.items())
-        print(f"{file}: {share:.1%} ({told})", flush=True)
-        for name in left:
-            print(f"    {name}: {found[name]}", flush=True)
-        if share < settings["at_least"]:
-            poor.append(file)
-    tried = whole["killed"] + whole["survived"]
-    share = whole["killed"] / max(1, tried)
-    print(f"In all {share:.1%} of {tried:,} are killed; {whole['excused']} are excused")
-    if poor:
-        print(f"Below {settings['at_least']:.0%}: {', '.join(poor)}")
-    return int(bool(poor or whole["survived"]))
+        copy(ROOT / name, TREE / name)
+    os.chdir(TREE)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=f"{TREE}/src")
+    sys.path[:0] = [f"{TREE}/src"]
+    sys.dont_write_bytecode = True
+    import pytest
+
+    runner = Runner(settings, files)
+    own = ["-o", "addopts=", "-m", "not slow and not gpu", "-s", "--strict-markers"]
+    off = [part for name in ("xdist", "cacheprovider", "terminal") for part in ("-p", f"no:{name}")]
+    tests = [f"tests/{test}" for test in settings["tests"]]
+    pytest.main([*own, *off, f"--rootdir={TREE}", *tests], plugins=[runner])
+    return runner.code
 
 
 if __name__ == "__main__":

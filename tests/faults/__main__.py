@@ -30,6 +30,7 @@ WARM = (
     "moesaic.methods.naee.pruning", "moesaic.methods.naee.observing", "moesaic.train",
     "moesaic.metrics.measure", "transformers.models.llama.modeling_llama",
     "transformers.models.qwen2_moe.modeling_qwen2_moe", "sklearn.cluster", "scipy.optimize",
+    "pydantic.type_adapter", "pydantic.dataclasses",
 )  # fmt: skip
 """What children would import one after the other."""
 KINDS = ("kills", "disk", "damage")
@@ -237,17 +238,21 @@ def main(arguments: Sequence[str]) -> int:
     for kind, function in (("kills", killed), ("disk", disk_full)):
         if kind not in kinds:
             continue
-        tasks = []
+        found: list[Told] = []
         for command in chosen:
             whole, seconds = undisturbed(command, place)
             again, _ = undisturbed(command, place)
             if whole != again:
                 print(f"{command.name}: two undisturbed runs differ", flush=True)
-            for number in range(often[kind]):
-                tasks.append(
-                    lambda c=command, n=number, w=whole, s=seconds, f=function: f(c, n, place, w, s)
-                )
-        count(kind, at_once(tasks, jobs, place))
+            tasks = [
+                lambda c=command, n=n, w=whole, s=seconds, f=function: f(c, n, place, w, s)
+                for n in range(often[kind])
+            ]
+            ended = at_once(tasks, jobs, place)
+            wrong = sum(bool(told) for _, told in ended)
+            print(f"{kind}, {command.name}: {len(ended) - wrong} right, {wrong} wrong", flush=True)
+            found += ended
+        count(kind, found)
     shutil.rmtree(place)
     for kind, result in counts.items():
         print(f"{kind}: {result['right']} right, {result['wrong']} wrong")

@@ -43,6 +43,8 @@ def prepare(place: Path) -> None:
         make_start(key, place / f"start-{key}")
     text = "\n".join(json.dumps({"text": t}) for t in shipped_texts("calibration", "prose")[:40])
     (place / "text.jsonl").write_text(text + "\n")
+    other = json.dumps({"text": shipped_texts("evaluation", "prose")[0]})
+    (place / "other.jsonl").write_text(other + "\n")
 
 
 def of_method(key: str, place: Path) -> Command:
@@ -72,7 +74,8 @@ def commands(place: Path) -> list[Command]:
     recipe.write_text(
         f"model: {place / 'moe'}\nout: out\nsteps:\n- prune: {{keep: 6}}\n- condense: {{layers: 1}}"
         f"\ncalibration: {{source: {text}, samples: 6, length: 32}}\n"
-        f"evaluation: {{data: {text}, length: 32, max_tokens: 256, rounds: 0, new_tokens: 2}}\n"
+        f"evaluation: {{data: {place / 'other.jsonl'}, length: 32, max_tokens: 256, rounds: 0, "
+        "new_tokens: 2}\n"
     )
     carved = str(place / "carved")
     observe = ["observe", str(place / "moe"), "OUT", "--calibration", text, *TEXT]
@@ -82,6 +85,7 @@ def commands(place: Path) -> list[Command]:
         Command("run", ("run", str(recipe), "out=out")),
         Command("apply", ("apply", str(place / "dense"), carved, "OUT"), resumes=False),
         Command("export", ("export", str(place / "pruned"), "OUT"), resumes=False),
+        Command("report", ("report", carved, "--out", "OUT"), "report.html", resumes=False),
     ]
 
 
