@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from builders import tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesaic.arch.dense import Heads, dense_arch
 from moesaic.methods.tomoe import masks
 from moesaic.methods.tomoe.config import ToMoEConfig
+from moesaic.methods.tomoe.decision import learned
 from moesaic.methods.tomoe.masks import (
     LayerShape,
     MaskingModules,
@@ -25,6 +26,7 @@ from moesaic.methods.tomoe.masks import (
     union,
 )
 from moesaic.nn import Masked
+from moesaic.nn.heads import HeadRouter
 
 HEADS = Heads(queries=4, keys=2, size=4, rotary=4)
 SHAPES = (
@@ -284,3 +286,36 @@ def test_a_mask_in_three_places_is_eq_2(model_type: str) -> None:
     off = s_BLM == 0
     assert slopes[0][off].abs().max() > 0, "one mask: idle neurons learn"
     assert slopes[1][off].abs().max() == 0, "three: they do not"
+
+
+@torch.no_grad()
+def test_a_result_that_tosses_is_one_toss_of_its_logits() -> None:
+    """Eqs. 11 and 15: the experts, Q and K of a result with noise; another seed is another toss."""
+    masking, found = masking_of(noise=True, attention="static", seed=7), {}
+    for seed in (7, 7, 8):
+        object.__setattr__(masking.config, "seed", seed)
+        found[seed], before = learned(masking, {}), found.get(seed)
+        if before:
+            assert torch.equal(before[1].mlp_NM, found[seed][1].mlp_NM)
+    assert not torch.equal(found[7][0].mlp_NM, found[8][0].mlp_NM)
+    torch.manual_seed(7)
+    for i in range(2):
+        ffn, static = masking.expert_logits(i), masking.static_logits(i)
+        torch.testing.assert_close(found[7][i].mlp_NM, ffn + gumbel(ffn))  # b is 0 here
+        tossed = static + 0.1 + gumbel(static)
+        torch.testing.assert_close(found[7][i].qk, tossed[4:])
+        torch.testing.assert_close(found[7][i].vo_TA, tossed[None, :4])
+
+
+def test_a_head_router_that_tosses_prefers_what_its_logits_prefer() -> None:
+    torch.manual_seed(0)
+    quiet, noisy = (HeadRouter(6, 5, 4, 2, noise) for noise in (False, True))
+    for parameter in quiet.parameters():
+        nn.init.normal_(parameter)
+    noisy.load_state_dict(quiet.state_dict())
+    x_TD = torch.randn(2000, 6)
+    plain, tossed = quiet(x_TD), noisy(x_TD)
+    assert torch.equal(tossed, noisy(x_TD))
+    assert (tossed.sum(-1) == 2).all()
+    assert not torch.equal(plain, tossed)
+    assert (plain * tossed).sum() > 1.2 * 2000  # at random 1 of 2 would agree

@@ -84,6 +84,18 @@ def test_routing_ignores_the_scale_of_x(top_k):
     assert torch.equal(router(x_TD), router(x_TD * 8.0))
 
 
+def test_tossed_routing_has_the_softmaxs_probabilities_and_is_repeatable():
+    """ToMoE, Eq. 14: the largest x + g of the same scores, again and again, is the softmax."""
+    router = Router(4, 4, 1, "tossed")
+    router.weight.data = torch.eye(4)
+    wanted = torch.tensor([1.0, 0.0, -1.0, 0.5])
+    x_TD = wanted + 0.02 * torch.randn(40_000, 4)
+    chosen_T1 = router(x_TD)
+    share_R = torch.bincount(chosen_T1.flatten(), minlength=4) / len(x_TD)
+    torch.testing.assert_close(share_R, wanted.softmax(0), atol=0.01, rtol=0)
+    assert torch.equal(router(x_TD), chosen_T1)
+
+
 def test_random_routing_is_even_and_repeatable():
     router = Router(32, 4, 1, "random")
     nn.init.normal_(router.weight, std=32**-0.5)

@@ -229,11 +229,9 @@ class _Loop(Trainer):  # type: ignore[misc]
 
     def _measured(self, measure: Callable[[nn.Module], dict[str, float]]) -> dict[str, float]:
         model = self.accelerator.unwrap_model(self.model)
-        model.eval()
+        model.eval()  # every step of the Trainer's begins with train()
         with torch.no_grad(), self.compute_loss_context_manager():
-            found = measure(model)
-        model.train()
-        return found
+            return measure(model)
 
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
