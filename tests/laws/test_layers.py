@@ -109,6 +109,7 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
     "overlapping": {
         "shared weights": lambda: dense(shared_weights),
         "copies": lambda: dense(lambda i: shared_weights(i, materialized=True)),
+        "tossed": lambda: dense(lambda i: shared_weights(i, noise=True)),
         "attention": cut_attention,
     },
     "pruned": {
