@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from transformers.utils import logging
 
 import moesaic
-from moesaic import CondenseConfig, PruneConfig, SlimConfig
+from moesaic import CondenseConfig, PruneConfig, SlimConfig, api
 from moesaic.arch.mixture import moe_arch
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.io.source import resolve
@@ -108,7 +108,7 @@ class Model:
     def run(self, config: Config, draw: int, args: argparse.Namespace) -> dict[str, Any]:
         """What a verb makes of it, measured."""
         start = time.process_time()
-        result = moesaic.api.verb(
+        result = api.verb(
             config.verb,
             self.model,
             config,
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--data", default="", help="a second text to measure on")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 0.75, 0.25])
     parser.add_argument("--draws", type=int, default=3)
+    parser.add_argument("--labels", nargs="+", help="these rows alone")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--length", type=int, default=512)
@@ -161,7 +162,7 @@ def main() -> None:
         "seconds": {},
         "results": {},
     }
-    del record["arguments"]["out"]
+    del record["arguments"]["out"], record["arguments"]["labels"]
     if args.out.exists():
         earlier = json.loads(args.out.read_text())
         record |= {key: earlier[key] for key in ("original", "seconds", "results")}
@@ -179,13 +180,15 @@ def main() -> None:
     for labels in (FIRST, THEN):
         for keep, one in product(args.keep, models):
             for draw, label in product(range(args.draws), labels):
+                if args.labels and label not in args.labels:
+                    continue
                 if label in SLIM:
                     config: Config = SlimConfig(keep=keep, **{"seed": draw, **SLIM[label]})
                 else:
                     config = PruneConfig(keep=round(keep * one.experts), **PRUNE[label])
                 key = f"{one.name} | {keep:g} | {label} | {draw}"
                 note("results", key, partial(one.run, config, draw, args))
-            if labels is THEN:
+            if labels is THEN and (not args.labels or "condense" in args.labels):
                 config = CondenseConfig(layers=max(1, round((1 - keep) * one.layers)))
                 key = f"{one.name} | {keep:g} | condense | 0"
                 note("results", key, partial(one.run, config, 0, args))

@@ -129,25 +129,28 @@ def refitted_downs(
     layer: PrunedLayer,
     site: Seen[MoEFFN],
     shared_S: Tensor | None = None,
-    rounds: int = 1,
+    jointly: bool = False,
 ) -> tuple[Tensor, Tensor | None, JSON]:
-    """New down projections of a mixture's experts that stay, one expert after the other.
+    """New down projections of a mixture's experts that stay.
 
-    Features are h~ = w_i h_i of the neurons that stay, with the router's true weight; each expert
-    is fitted to the error that those before it left over: a system of one expert's width instead
-    of all at once, which several rounds come near. What is told of it was measured on tokens that
-    no fit saw; the weights are then solved for from all tokens.
+    Features are h~ = w_i h_i of the neurons that stay, with the router's true weight. One after the
+    other, each expert is fitted to the error that those before it left over: systems of one
+    expert's width. Jointly, all are solved for in one system, whose features are those of every
+    expert side by side, zero where a token does not run it. What is told of it was measured on
+    tokens that no fit saw; the weights are then solved for from all tokens.
 
     Args:
         layer: the layer, with the experts' own down projections.
         site: the layer as it was, and its tokens.
         shared_S: the neurons of the shared path that stay, whose down projection is solved for
             too; None to leave that path alone.
-        rounds: how often every expert has its turn.
+        jointly: try it jointly, too, where there are at most :data:`JOINT` features, and take what
+            leaves less on held-out tokens.
 
     Returns:
         down projections by place, as the experts' module holds them (E, D, W); that of the shared
-        path (D, S) or None; ``lost`` and ``recovered`` for the record.
+        path (D, S) or None; ``lost`` and ``recovered`` for the record, and with ``jointly`` also
+        ``tried``: what each way recovered.
     """
     view = site.view
     device, width = view.device, view.width
@@ -184,10 +187,22 @@ def refitted_downs(
         held.append(torch.arange(len(x_TD), device=device) >= len(x_TD) - len(x_TD) // HELD_OUT)
         whole += y_TD.double().square().sum().item()
         missing += residual_TD.double().square().sum().item()
-    before = _held_out(residuals, held)
-    for part in [*parts.values()] * rounds:
+    before = max(_held_out(residuals, held), 1e-300)
+    widths = [len(part.change_WO) for part in parts.values()]
+    together = None
+    if jointly and sum(widths) <= JOINT:
+        together = _fit_jointly([*parts.values()], residuals, held)
+    for part in parts.values():
         _fit(part, residuals, held)
-    left = _held_out(residuals, held) / max(before, 1e-300)
+    left = _held_out(residuals, held) / before
+    tried = {"one after the other": 1 - left}
+    if together is not None:
+        tried["jointly"] = 1 - together.unexplained
+        if together.unexplained < left:
+            left = together.unexplained
+            changes = together.weight_FO.split(widths)
+            for part, change_WO in zip(parts.values(), changes, strict=True):
+                part.change_WO = change_WO
     fused = view.experts.down_proj.detach()
     new = [torch.zeros_like(downs[min(downs)][:, : len(neurons[min(neurons)])])] * len(layer.kept)
     for i, place in place_of.items():
@@ -198,11 +213,15 @@ def refitted_downs(
     if SHARED in parts and shared_S is not None and ffn is not None:
         changed = ffn.down_DM.detach()[:, shared_S].double() + parts[SHARED].change_WO.T
         shared_DS = changed.to(ffn.down_DM.dtype).contiguous().cpu()
-    return down_E.contiguous().cpu(), shared_DS, recovered(missing, left * missing, whole)
+    told = recovered(missing, left * missing, whole)
+    return down_E.contiguous().cpu(), shared_DS, {**told, "tried": tried} if jointly else told
 
 
 SHARED = -1
 """The shared path among the numbers of experts."""
+
+JOINT = 4096
+"""Features up to which all experts of a layer are solved for jointly: 400 MB while solving."""
 
 
 def _part(width: int, down_DM: Tensor) -> _Part:
@@ -222,6 +241,20 @@ def _fit(part: _Part, residuals: list[Tensor], held: list[Tensor]) -> None:
     part.change_WO += fit.weight_FO
     for (rows, h_NW), residual_TD in zip(part.features, residuals, strict=True):
         residual_TD[rows] -= h_NW @ fit.trial_FO.float()
+
+
+def _fit_jointly(parts: list[_Part], residuals: list[Tensor], held: list[Tensor]) -> Fit:
+    """All experts fitted to what is left, by one system; nothing is taken from what is left."""
+    widths = [len(part.change_WO) for part in parts]
+    ridge = Ridge(sum(widths), residuals[0].shape[1], residuals[0].device)
+    for b, (residual_TD, held_T) in enumerate(zip(residuals, held, strict=True)):
+        h_TF = residual_TD.new_zeros(len(residual_TD), sum(widths))
+        for part, h_TW in zip(parts, h_TF.split(widths, dim=1), strict=True):
+            rows, h_NW = part.features[b]
+            h_TW[rows] = h_NW
+        ridge.fit.add(h_TF[~held_T], residual_TD[~held_T])
+        ridge.held.add(h_TF[held_T], residual_TD[held_T])
+    return ridge.solve()
 
 
 def left_out(order_W: Tensor, width: int) -> Tensor:

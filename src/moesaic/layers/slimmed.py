@@ -23,9 +23,6 @@ from moesaic.layers.pruned import PADDING, PrunedLayer
 from moesaic.layers.recovery import refitted_downs
 from moesaic.layers.state import Rewritten
 
-ROUNDS = 1
-"""How often every expert of a refit has its turn."""
-
 
 @dataclass(frozen=True)
 class SlimmedLayer(PrunedLayer):
@@ -133,7 +130,7 @@ class SlimmedLayer(PrunedLayer):
         shared_S, width = self.shared_S, site.view.shared_width
         if shared_S is None and width:
             shared_S = torch.arange(width)
-        down_E, down_DS, found = refitted_downs(self, site, shared_S, ROUNDS)
+        down_E, down_DS, found = refitted_downs(self, site, shared_S, jointly=True)
         if shared_S is None or down_DS is None:
             return replace(self, down_E=down_E), found
         down_DS = F.pad(down_DS, (0, len(shared_S) - down_DS.shape[1]))
