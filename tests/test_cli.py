@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from moesaic import __version__, pipeline
 from moesaic.cli import bars
-from moesaic.config import Evaluation, about, option
+from moesaic.cli.options import flag_of
+from moesaic.config import Calibration, Evaluation, about, option
 from moesaic.data.reader import shipped_texts
 from moesaic.foreign import Figures
 from moesaic.methods import METHODS, VERBS, methods_of
@@ -336,6 +337,26 @@ def test_help_ends_with_an_example(command, name):
     code, out, _ = command(name, "--help")
     assert code == 0
     assert f"Example: moesaic {name}" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("key", METHODS)
+def test_help_fits_a_screen_and_tells_of_one_method(command, key):
+    verb, _, method = key.partition(".")
+    several = len(methods_of(verb)) > 1
+    asked = [verb, *(["--method", method] if several else [])]
+    brief, whole = (command(*asked, word)[1] for word in ("--help", "--help-all"))
+    assert len(brief.splitlines()) <= 60
+    for of in fields(METHODS[key]):
+        if not about(of).seldom:
+            assert flag_of(of).partition("/")[0] in brief
+    of_others = {of.name for m in methods_of(verb).values() for of in fields(m)}
+    shared = {
+        of.name for config in (METHODS[key], Calibration, Evaluation) for of in fields(config)
+    }
+    for name in of_others - shared:
+        assert f"\n  --{name.replace('_', '-')} " not in whole
+    assert "\n  --samples " not in brief
+    assert "\n  --device " in whole
 
 
 def test_version(command):

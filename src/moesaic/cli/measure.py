@@ -48,7 +48,7 @@ def evaluate(
     as_json: AsJson = False,
     **given: Value,
 ) -> None:
-    """Perplexity, parameters and active ratio, measured on routed tokens; tasks; beside another."""
+    """Perplexity, size and active ratio on routed tokens; tasks; beside another model."""
     if draw and not tau:
         raise MoesaicError("draw takes a sweep over thresholds; give them with --tau.")
     taus = numbers(tau) if tau else []
@@ -108,7 +108,7 @@ def told(by_model: Mapping[str, JSON], most: int | None) -> Group:
 
 
 def bench(model: Model, against: Against = None, as_json: AsJson = False, **given: Value) -> None:
-    """Speed in interleaved rounds beside the ideal one, peak memory and file size."""
+    """Speed in interleaved rounds beside the ideal; peak memory; file size."""
     names = {"model": model} | ({"against": against} if against else {})
     where = place(given)
     Bench(**given)  # before anything slow is imported

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -61,6 +61,10 @@ class Option:
     commas: bool = False
     """Its value is a list, given with commas between."""
     required: bool = False
+    methods: Mapping[str, str] = field(default_factory=dict)
+    """Its help of each method that has it; empty for an option of the command itself."""
+    common: bool = False
+    """It means the same for all verbs, and ``--help-all`` alone tells of it."""
 
     @property
     def parameter(self) -> inspect.Parameter:
@@ -162,6 +166,7 @@ def _merged(
         said.metavar,
         commas,
         said.required,
+        {place[0]: _help([place], 1) for place in group if place[0]},
     )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn, get_type_hints
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar, NoReturn, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperOption
 
 from moesaic.cli.options import Option, Value, in_flags
 from moesaic.errors import MoesaicError
@@ -17,14 +20,52 @@ from moesaic.recipe import Recipe, check_run
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from typer._click import Context, HelpFormatter
+
+ALL = "--help-all"
 
 app = typer.Typer(
     help="Rebuild pretrained language models out of experts.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
+
+
+class Brief(TyperCommand):
+    """A command whose help fits a screen: of one method, and without what all verbs share."""
+
+    options: ClassVar[Sequence[Option]] = ()
+    example: ClassVar[str] = ""
+
+    def format_help(self, ctx: Context, formatter: HelpFormatter) -> None:
+        """Write the help of the method that ``--method`` names, else of the first one."""
+        asked, by_name = sys.argv, {o.name: o for o in self.options}
+        methods = dict.fromkeys(m for o in self.options for m in o.methods)
+        named = [m for m in methods if f"--method={m}" in asked or m in _after("--method", asked)]
+        method = next(iter(named or methods), "")
+        left_out = []
+        for parameter in self.params:
+            option = by_name.get(str(parameter.name))
+            if option is None or not isinstance(parameter, TyperOption):
+                continue
+            parameter.help = option.methods.get(method, option.help)
+            common = option.common and ALL not in asked
+            parameter.hidden = common or bool(option.methods and method not in option.methods)
+            left_out += [option.flag.split()[0].partition("/")[0]] if common else []
+        more = [f"Example: {self.example}"]
+        if len(methods) > 1:
+            others = ", ".join(m for m in methods if m != method)
+            more.insert(0, f"These are the options of {method}; of {others}: --method NAME --help.")
+        if left_out:
+            more.insert(0, f"For text, measuring and device: {' '.join(left_out)} (see {ALL}).")
+        self.epilog = "\n\n".join(more)
+        super().format_help(ctx, formatter)
+
+
+def _after(word: str, words: Sequence[str]) -> list[str]:
+    return [value for before, value in pairwise(words) if before == word]
 
 
 def register(
@@ -71,7 +112,15 @@ def register(
     made = [*arguments, *(o.parameter for o in options), *switches]
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     command.__signature__ = signature.replace(parameters=made)  # type: ignore[attr-defined]
-    app.command(name, epilog=f"Example: [bold]{example}[/bold]")(command)
+    cls = type("Brief", (Brief,), {"options": options, "example": example})
+    names = ["--help", ALL] if any(o.common for o in options) else ["--help"]
+    app.command(
+        name,
+        cls=cls,
+        short_help=re.split(r"[;:.](?!\w)", run.__doc__ or "")[0],
+        epilog=f"Example: {example}",
+        context_settings={"help_option_names": names},
+    )(command)
 
 
 def _info(parameter: inspect.Parameter) -> Value:

@@ -62,7 +62,8 @@ def verb_options(verb: Verb) -> list[Option]:
     evaluation = [option(Evaluation, "data", flag=data), option(Evaluation, "max_tokens")]
     if data != "--data":
         evaluation[0] = replace(evaluation[0], name="eval_data")
-    return [*first, *own, *rest, *calibration, *evaluation, DEVICE, DTYPE]
+    common = [*calibration, *evaluation, DEVICE, DTYPE]
+    return [*first, *own, *rest, *(replace(o, common=True) for o in common)]
 
 
 def command(verb: Verb) -> Callable[..., None]:
