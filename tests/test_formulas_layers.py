@@ -1,0 +1,248 @@
+"""Layers' formulas by hand: sizes that are counted, regressions, norms and orders of neurons."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from builders import carved_layer, converted, tiny_model, tiny_moe
+from torch import Tensor
+
+from moesaic.arch.mixture import base_arch, moe_arch
+from moesaic.arch.routing import RoutingFunction
+from moesaic.arch.use import LayerUse
+from moesaic.layers.carved import CarvedLayer
+from moesaic.layers.channels import ChannelsLayer, column_norms
+from moesaic.layers.narrowed import NarrowedLayer
+from moesaic.layers.overlapping import OverlappingLayer
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.layers.recovery import Balance, recovered
+from moesaic.layers.regression import HELD_OUT, STRENGTHS, Ridge
+from moesaic.metrics.size import model_size
+from moesaic.nn.channels import Cut
+
+ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
+"""Queries and outputs; keys and values of half as many heads."""
+NEURON = 3 * 32
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def used(layer: Any) -> LayerUse:
+    """What is counted of a layer of 64 neurons once it is converted."""
+    return model_size(converted(tiny_model("llama"), {1: layer})).layers[1]
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+four = torch.stack([torch.arange(24) + i for i in range(4)])
+USES = {
+    "uneven experts": (
+        carved_layer(40, (8, 16)),
+        LayerUse("carved", 64, 52, ATTENTION, 64 * NEURON, experts=2, top_k=1, router=64),
+    ),
+    "equal experts": (
+        carved_layer(34, (10, 10, 10), top_k=2),
+        LayerUse(
+            "carved", 64, 54, ATTENTION, 64 * NEURON,
+            experts=3, top_k=2, expert_width=10, router=96,
+        ),
+    ),
+    "fewer neurons": (
+        carved_layer(40, ()),
+        LayerUse("carved", 40, 40, ATTENTION, 40 * NEURON, dropped=24 * NEURON),
+    ),
+    "narrowed": (
+        NarrowedLayer(torch.arange(24), 64, counted=True),
+        LayerUse("narrowed", 24, 24, ATTENTION, 24 * NEURON, dropped=40 * NEURON),
+    ),
+    "copies": (
+        OverlappingLayer(four, drawn(4, 32), materialized=True),
+        LayerUse(
+            "overlapping", 96, 24, ATTENTION, 96 * NEURON,
+            experts=4, top_k=1, expert_width=24, router=128, copied=32 * NEURON,
+        ),
+    ),
+    "shared weights": (
+        OverlappingLayer(four, drawn(4, 32)),
+        LayerUse(
+            "overlapping", 64, 24, ATTENTION, 64 * NEURON,
+            experts=4, top_k=1, expert_width=24, router=128,
+        ),
+    ),
+    "dimensions of heads": (
+        OverlappingLayer(
+            rows={"q_proj": torch.arange(16), "k_proj": torch.arange(8)},
+            head_router={
+                "embed": drawn(6, 32), "shift": drawn(6), "scale": drawn(6), "offset": drawn(6),
+                "project": drawn(8, 6),
+            },
+            head_top_k=2,
+        ),
+        LayerUse(
+            "overlapping", 64, 64, ATTENTION - 16 * 32 - 8 * 32, 64 * NEURON,
+            router=6 * 32 + 3 * 6 + 8 * 6, dropped=16 * 32 + 8 * 32,
+            active_attention=1 - (32 * 16 + 32 * 32) * (1 - 2 / 8) / (ATTENTION - 24 * 32),
+        ),
+    ),
+    "whole heads": (
+        OverlappingLayer(rows={"v_proj": torch.arange(8)}, columns=torch.arange(16)),
+        LayerUse(
+            "overlapping", 64, 64, ATTENTION - 8 * 32 - 16 * 32, 64 * NEURON,
+            dropped=8 * 32 + 16 * 32,
+        ),
+    ),
+    "channels": (
+        ChannelsLayer(
+            {
+                "mlp.gate_proj": Cut(1.0, 32),
+                "mlp.up_proj": Cut(0.75, 24),
+                "mlp.down_proj": Cut(0.5, 32),
+                "self_attn.o_proj": Cut(0.5, 16),
+                "self_attn.k_proj": Cut(0.25, 8),
+            },
+            "norm",
+        ),
+        LayerUse(
+            "dense", 64, 64, ATTENTION, 64 * NEURON,
+            read=(1 + 0.75 + 0.5) / 3,
+            active_attention=1 - (0.5 * 32 * 32 + 0.75 * 32 * 16) / ATTENTION,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USES)
+def test_what_a_layer_uses(name: str) -> None:
+    layer, wanted = USES[name]
+    found = used(layer)
+    assert {k: pytest.approx(v) for k, v in vars(wanted).items()} == vars(found)
+
+
+def test_more_neurons_than_there_were_are_copies() -> None:
+    model = converted(tiny_model("llama"), {1: carved_layer(40, (12, 12))})
+    arch = base_arch(model.config)
+    use = CarvedLayer.use(arch.layers(model)[1], arch, {}, 48)
+    assert (use.dropped, use.copied) == (0, 16 * NEURON)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_places_without_experts_stand_behind_each_group(groups: int) -> None:
+    down_E = torch.arange(1.0, 5.0).view(4, 1, 1)
+    layer = PrunedLayer(torch.tensor([0, 2, 5, 7]), down_E=down_E).padded(8, groups)
+    kept = {1: [0, 2, 5, 7, -1, -1, -1, -1], 2: [0, 2, -1, -1, 5, 7, -1, -1]}[groups]
+    downs = {1: [1, 2, 3, 4, 0, 0, 0, 0], 2: [1, 2, 0, 0, 3, 4, 0, 0]}[groups]
+    assert layer.kept == kept
+    assert layer.experts.tolist() == [0, 2, 5, 7]
+    assert layer.down_E is not None
+    assert layer.down_E.shape == (8, 1, 1)
+    assert layer.down_E.flatten().tolist() == downs
+
+
+def test_experts_that_are_not_there_hold_zeros_and_are_never_chosen() -> None:
+    model = tiny_moe("gpt_oss")
+    before = {n: t.clone() for n, t in model.model.layers[2].mlp.named_parameters()}
+    down_E = drawn(2, *before["experts.down_proj"].shape[1:])
+    converted(model, {2: PrunedLayer(torch.tensor([1, 5]), down_E=down_E).padded(4)})
+    after = dict(model.model.layers[2].mlp.named_parameters())
+    for name, old in before.items():
+        new = after[name]
+        wanted = down_E if name == "experts.down_proj" else old[[1, 5]]
+        assert len(new) == 4
+        assert torch.equal(new[:2], wanted), name
+        never = name == "router.bias"
+        assert torch.equal(new[2:], torch.full_like(new[2:], torch.finfo().min / 4 * never)), name
+
+
+def test_norms_of_columns() -> None:
+    weight = drawn(2, 3, 4)
+    by_hand = [[sum(float(x) ** 2 for x in w[:, i]) ** 0.5 for i in range(4)] for w in weight]
+    assert torch.allclose(column_norms(weight), torch.tensor(by_hand))
+    assert torch.allclose(column_norms(weight.mT, transposed=True), torch.tensor(by_hand))
+
+
+def test_given_factors_are_those_of_the_projections() -> None:
+    cuts = {"mlp.up_proj": Cut(0.5, 16)}
+    ChannelsLayer(cuts, "norm")
+    for score, factors in (("given", {}), ("given", {"mlp.gate_proj": drawn(32)}), ("none", {})):
+        with pytest.raises(ValueError, match="score|factor"):
+            ChannelsLayer(cuts, score, factors)
+
+
+# --- routing -------------------------------------------------------------------------------------
+
+
+def test_hooks_of_a_router_see_nothing_of_its_routing_function() -> None:
+    """Devices' hooks would move what it is asked about; users' would be told of no token."""
+    model = tiny_moe("ernie4_5_moe")
+    arch = moe_arch(model.config)
+    router = arch.mixture(arch.layers(model)[1]).router
+    seen: list[str] = []
+    for module in router.modules():
+        module.register_forward_hook(lambda *_: seen.append("after"))
+        module.register_forward_pre_hook(lambda *_: seen.append("before"))
+    before = {name: tensor.clone() for name, tensor in router.state_dict().items()}
+    routing = RoutingFunction(router, arch.choice_bias)
+    weights_NK, chosen_NK = routing.choose(drawn(5, 8))
+    assert weights_NK.shape == chosen_NK.shape == (5, 2)
+    assert seen == []
+    assert all(torch.equal(before[name], t) for name, t in router.state_dict().items())
+
+
+# --- regression ----------------------------------------------------------------------------------
+
+
+def ridge_of(x_TF: Tensor, y_TO: Tensor, strength: float, free: int) -> Tensor:
+    """(X^T X + lambda m)^-1 X^T Y, m the mean square sum of what is penalised; 0 at infinity."""
+    if strength == math.inf:
+        return torch.zeros(x_TF.shape[1], y_TO.shape[1], dtype=torch.float64)
+    x_TF, y_TO = x_TF.double(), y_TO.double()
+    penalised = x_TF.shape[1] - free
+    mean = x_TF.square().sum(0)[:penalised].mean()
+    penalty_F = torch.tensor([strength] * penalised + [0.0] * free, dtype=torch.float64) * mean
+    return torch.linalg.solve(x_TF.T @ x_TF + torch.diag(penalty_F), x_TF.T @ y_TO)
+
+
+@pytest.mark.parametrize(("free", "noise"), [(0, 0.3), (1, 1.0), (0, 30.0), (0, 0.0)])
+def test_a_regression_is_the_best_strength_on_held_out_tokens(free: int, noise: float) -> None:
+    batches = []
+    for seed, tokens in enumerate((40, 23)):
+        x_TF = drawn(tokens, 6, seed=seed)
+        if free:
+            x_TF[:, -1] = 1
+        y_TO = x_TF @ drawn(6, 3, seed=9) + noise * drawn(tokens, 3, seed=7 + seed)
+        batches.append((x_TF, y_TO))
+    ridge = Ridge(6, 3, free=free)
+    for batch in batches:
+        ridge.add(*batch)
+    found = ridge.solve()
+    cuts = [len(x) - len(x) // HELD_OUT for x, _ in batches]
+    fit = [torch.cat([b[k][:c] for b, c in zip(batches, cuts, strict=True)]) for k in (0, 1)]
+    held = [torch.cat([b[k][c:] for b, c in zip(batches, cuts, strict=True)]) for k in (0, 1)]
+    errors = []
+    for strength in STRENGTHS:
+        weight_FO = ridge_of(*fit, strength, free)
+        errors.append((held[1].double() - held[0].double() @ weight_FO).square().sum().item())
+    best = min(range(len(STRENGTHS)), key=errors.__getitem__)
+    assert found.strength == STRENGTHS[best]
+    assert found.unexplained == pytest.approx(errors[best] / errors[0], rel=1e-4, abs=1e-6)
+    assert torch.allclose(found.trial_FO, ridge_of(*fit, STRENGTHS[best], free), atol=1e-5)
+    whole = [torch.cat(pair) for pair in zip(fit, held, strict=True)]
+    assert torch.allclose(found.weight_FO, ridge_of(*whole, STRENGTHS[best], free), atol=1e-5)
+
+
+def test_what_was_lost_and_what_came_back() -> None:
+    assert recovered(6.0, 1.5, 24.0) == {"lost": 0.25, "recovered": 0.75}
+    assert recovered(0.0, 0.0, 0.0) == {"lost": 0.0, "recovered": 1.0}
+    balance = Balance(2, 3, torch.device("cpu"))
+    features, left, y = drawn(50, 3), drawn(50, 2, seed=1), drawn(50, 2, seed=2)
+    balance.add(features[:30], left[:30], y[:30])
+    balance.add(features[30:], left[30:], y[30:])
+    fit, found = balance.solve()
+    assert found["lost"] == pytest.approx(((y - left).square().sum() / y.square().sum()).item())
+    assert found["recovered"] == pytest.approx(1 - fit.unexplained)
+    assert found["strength"] == (fit.strength if math.isfinite(fit.strength) else None)
