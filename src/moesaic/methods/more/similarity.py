@@ -127,7 +127,7 @@ def _beside(job: Job[Arch], args: RunArgs) -> Job[Arch]:
     if not args.calibration.documents and not torch.equal(ours, theirs):
         raise MoesaicError(
             "against has another tokenizer, whose windows are other texts: documents=True "
-            "compares whole documents."
+            "compares documents, each cut at length tokens."
         )
     return other
 
