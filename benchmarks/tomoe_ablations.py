@@ -7,7 +7,8 @@ steps: about 30 seconds of one core a run. Each row is run with three seeds, all
 before any with the next, so that a run that was stopped compares like with like. Writes
 benchmarks/tomoe_ablations.json after each run; one that is there is not run again. ``table`` has
 the mean over seeds and the sample standard deviation, and the same of each seed's difference from
-the default with that seed.
+the default with that seed; ``missing`` the seeds that a row was not run with; ``before`` runs of
+800 steps from when R_L had another gradient.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "mask_outputs=false": {"mask_outputs": False},
     "paper": PAPER,
 }
+SEEDS = (0, 1, 2)
 LAST = 50
 """Steps at the end whose losses are averaged."""
 
@@ -76,11 +78,17 @@ def table(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return lines
 
 
+def missing(runs: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
+    """The seeds that rows were not run with."""
+    left = {name: [s for s in SEEDS if str(s) not in runs.get(name, {})] for name in ROWS}
+    return {name: seeds for name, seeds in left.items() if seeds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", nargs="*", metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[*SEEDS])
     parser.add_argument("--work", type=Path, help="keeps checkpoints of an unfinished run")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
     given = parser.parse_args()
@@ -88,6 +96,8 @@ def main() -> None:
     if given.out.exists():
         record = json.loads(given.out.read_text())
     tokens = evaluation_tokens("", resolve(MODEL).tokenizer, 512, 16_384)
+    if "dense" not in record:
+        record["dense"] = measured(resolve(MODEL).load(), tokens)
     for seed, name in product(given.seeds, given.rows or ROWS):
         config = moesaic.ToMoEConfig(active=ACTIVE, steps=given.steps, seed=seed, **ROWS[name])
         runs = record.setdefault("runs", {}).setdefault(name, {})
@@ -112,7 +122,7 @@ def main() -> None:
             "environment": environment(),
         }
         runs[str(seed)] = run
-        record["table"] = table(record["runs"])
+        record |= {"table": table(record["runs"]), "missing": missing(record["runs"])}
         given.out.write_text(json.dumps(record, indent=1) + "\n")
         print(
             f"{name:20} seed {seed} perplexity {run['perplexity']:7.3f} "

@@ -346,6 +346,17 @@ def test_perplexity_is_measured_while_it_trains(tmp_path: Path, tokenizer: Any) 
         assert torch.equal(tensor, result.model.state_dict()[name]), name
 
 
+def test_text_that_is_measured_meanwhile_may_be_measured_afterwards(tmp_path: Path) -> None:
+    file = tmp_path / "held.jsonl"
+    file.write_text('{"text": "some words"}\n')
+    recipe = parse_recipe(
+        f"model: tiny-dense\nout: {tmp_path}/out\nsteps:\n"
+        f"- carve: {{method: dsmoe, measure_every: 2, held_out: {file}}}\n"
+        f"evaluation: {{data: {file}}}\n"
+    )
+    assert str(file) not in recipe.texts
+
+
 def test_what_is_trained_on_is_not_measured(tmp_path: Path, tokenizer: Any) -> None:
     file = tmp_path / "text.jsonl"
     file.write_text("".join(f'{{"text": "{"one of many words " * 40}"}}\n' for _ in range(40)))

@@ -91,7 +91,6 @@ class DSMoEConfig(MethodConfig):
         "",
         "Text to measure on meanwhile. Default: what the training text keeps for measuring; of "
         "text that has no such part, what ships.",
-        parse="text",
         seldom=True,
     )
     held_out_tokens: int = option(
