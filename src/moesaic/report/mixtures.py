@@ -47,14 +47,9 @@ def kept(record: Record, step: Step) -> Sequence[Figure | None]:
     return [drawn, _together(record)]
 
 
-DRAWN = 64
-"""The most experts of which pairs are drawn."""
-
-
 def _together(record: Record) -> Figure | None:
     """How often tokens run two experts at once, of the layers of which that is known."""
     found = [(x.index, x.analysis["together"]) for x in record.layers if "together" in x.analysis]
-    found = [(i, counts) for i, counts in found if len(counts) <= DRAWN]
     if not found:
         return None
     told = (

@@ -50,7 +50,7 @@ from moesaic.methods.naee.search import (
     refined,
     subsets,
 )
-from moesaic.methods.naee.tendency import together
+from moesaic.methods.naee.tendency import MANY, together
 from moesaic.methods.naee.wanda import thinned
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
@@ -180,7 +180,7 @@ class Pruner(Method[PruneConfig, MoEArch]):
                 for size, (layer, analysis) in pruner.decide(case, sizes[i], groups).items():
                     if blind and file is None:
                         del analysis["calls"]  # of no text
-                    elif i in drawn:
+                    elif i in drawn and seen.experts <= MANY:
                         pairs_EE = together(seen.logits_TE, case.routing)
                         analysis["together"] = pairs_EE.tolist()
                     finished.add(_key(name, size), i, layer, analysis)

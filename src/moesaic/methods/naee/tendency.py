@@ -11,6 +11,9 @@ from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
 from moesaic.plan import Plan
 
+MANY = 64
+"""The most experts of which pairs are told: more cannot be made out in a drawing."""
+
 
 def together(logits_TE: Tensor, routing: RoutingFunction) -> Tensor:
     """Fig. 5: how many tokens run both of two experts, int64 (E, E).
