@@ -36,6 +36,8 @@ SLIM: dict[str, dict[str, Any]] = {
     "slim energy": {},
     "slim energy, refit": {"refit": True},
     "slim surgeon, refit": {"score": "surgeon", "refit": True},
+    "slim uneven": {"uneven": True},
+    "slim uneven surgeon, refit": {"uneven": True, "score": "surgeon", "refit": True},
     "slim heapr": {"score": "heapr"},
     "slim random": {"score": "random"},
 }
@@ -47,8 +49,10 @@ PRUNE: dict[str, dict[str, Any]] = {
     "prune frequency": {"criterion": "frequency"},
 }
 FIRST = (
-    "slim energy, refit",
+    "slim uneven surgeon, refit",
     "slim surgeon, refit",
+    "slim uneven",
+    "slim energy, refit",
     "prune reconstruction, refit",
     "slim energy",
 )

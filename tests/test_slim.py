@@ -22,6 +22,7 @@ from moesaic.methods.slim.choice import losses, routed
 from moesaic.methods.slim.curvature import curvatures
 from moesaic.methods.slim.scores import OWN, SCORES
 from moesaic.methods.slim.surgeon import removal_costs
+from moesaic.metrics.size import model_size
 from moesaic.stream.job import Job
 from moesaic.stream.neurons import observe_neurons, watching, weight_stats
 
@@ -367,6 +368,76 @@ def test_widths_that_differ_are_exported_filled_up(model_type, tokens, tmp_path)
     assert view.width == max(x.width for x in layers.values())
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral", "deepseek_v3", "granitemoe"])
+def test_experts_of_different_widths_compute_what_their_neurons_do(model_type, tokens, tmp_path):
+    """The highest scores of all experts stay; stored without zeros, from memory and from disk."""
+    model = any_model(model_type)
+    result = slimmed(model, tokens, keep=0.5, uneven=True)
+    again = loaded(result.save(tmp_path / "out"))
+    assert again.config.model_type == f"moesaic_{model_type}"
+    masked, arch = copy.deepcopy(model), base_arch(model.config)
+    for i, layer in result.plan.layers.items():
+        view = arch.mixture(arch.layers(masked)[i])
+        score_EM = SCORES["energy"].score(neurons_of_site(site_of(model, tokens, i)))
+        stay = score_EM.flatten().argsort(descending=True)[: 8 * 8]
+        first = score_EM.argmax(1) + 16 * torch.arange(8)
+        wanted = {*stay.tolist()}
+        found = {
+            16 * e + j for e, row in enumerate(layer.neurons_EW.tolist()) for j in row if j >= 0
+        }
+        assert len(found) == 64
+        assert found >= {*first.tolist()}
+        assert len(wanted - found) <= 8  # each expert keeps one at least
+        with torch.no_grad():
+            for e in range(8):
+                gone = [j for j in range(16) if 16 * e + j not in found]
+                view.weights_of(e)[-1][:, gone] = 0
+        experts = arch.mixture(arch.layers(again)[i]).experts
+        assert experts.down_rows.shape == (64, 32)
+        assert experts.gate_up_rows.shape == (128, 32)
+        assert experts.gate_up_proj.shape == (8, 2 * layer.width, 32)
+    assert len({*layer.widths}) > 1
+    torch.testing.assert_close(logits(again, tokens), logits(masked, tokens), rtol=1e-4, atol=1e-4)
+    assert torch.equal(logits(again, tokens), logits(result.model, tokens))
+    model.save_pretrained(tmp_path / "base", max_shard_size="60KB")
+    config = {"keep": 0.5, "uneven": True, "refit": True}
+    live = slimmed(model, tokens, **config)
+    slimmed(str(tmp_path / "base"), tokens, **config).save(tmp_path / "disk")
+    from_disk = loaded(tmp_path / "disk")
+    assert equal(dict(from_disk.state_dict()), dict(live.model.state_dict()))
+    assert not torch.equal(logits(from_disk, tokens), logits(again, tokens))  # refitted
+    moesaic.apply(str(tmp_path / "base"), tmp_path / "disk", tmp_path / "applied")
+    assert equal(weights(tmp_path / "applied"), weights(tmp_path / "disk"))
+
+
+def neurons_of_site(site):
+    stats = observe_neurons(site)
+    return neurons(stats.energy_EM, stats.reach_EM)
+
+
+def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
+    model = tiny_moe("qwen2_moe")
+    result = slimmed(model, tokens, keep=0.5, uneven=True, multiple=4, score="surgeon")
+    layers = result.plan.layers
+    assert {w % 4 for layer in layers.values() for w in layer.widths} == {0}
+    assert all(sum(layer.widths) == 64 for layer in layers.values())
+    assert min(min(layer.widths) for layer in layers.values()) >= 4
+    even = slimmed(model, tokens, keep=0.5, multiple=4)
+    found, wanted = (model_size(x.model) for x in (result, even))
+    assert found.total_parameters == wanted.total_parameters
+    assert found.active_parameters == wanted.active_parameters
+    i = next(iter(layers))
+    assert found.layers[i].width == 8 * 8 + 24
+    with pytest.raises(MoesaicError, match="not slimmed again"):
+        slimmed(result.model, tokens, keep=0.5)
+    with pytest.raises(MoesaicError, match="no native form"):
+        moesaic.export(str(result.save(tmp_path / "out")), tmp_path / "native")
+    config = moesaic.TuneConfig(what="all", steps=3, batch=2)
+    tuned = moesaic.tune(result.model, config, text=tokens).model
+    name = f"model.layers.{i}.mlp.experts.down_rows"
+    assert not torch.equal(tuned.state_dict()[name], result.model.state_dict()[name])
+
+
 # --- statistics ----------------------------------------------------------------------------------
 
 
@@ -425,7 +496,7 @@ def test_all_experts_are_refitted_jointly_where_that_leaves_less(model_type, tok
     model = any_model(model_type)
     (i, plain), *_ = slimmed(model, many, keep=0.5).plan.layers.items()
     site = site_of(model, many, i)
-    alone, found = plain.refit(site)
+    _, found = plain.refit(site)
     ways = found["tried"]
     assert found["recovered"] == pytest.approx(max(ways.values()))
     monkeypatch.setattr("moesaic.layers.recovery._fit", lambda *_: None)  # which leaves everything
@@ -470,6 +541,8 @@ def test_all_experts_are_refitted_jointly_where_that_leaves_less(model_type, tok
         ("deepseek_v3", {"keep": 0.5, "experts": "5"}, "multiple of 2 router groups"),
         ("llama", {"keep": 0.5, "experts": "4"}, "dense: it has no experts"),
         ("llama", {"keep": 0.5, "shared": 0.5}, "dense: it has no shared"),
+        ("llama", {"keep": 0.5, "uneven": True}, "a dense model has none"),
+        ("gpt_oss", {"keep": 0.5, "uneven": True}, "have biases or lie in memory in another way"),
     ],
 )
 def test_what_cannot_be_met_says_what_can(model_type, options, told, tokens):
@@ -486,6 +559,7 @@ def test_what_cannot_be_met_says_what_can(model_type, options, told, tokens):
         {"experts": "many"},
         {"propagate": True},
         {"experts": "auto", "spread": "sensitivity"},
+        {"uneven": True, "experts": "4"},
         {"score": "luck"},
     ],
 )

@@ -33,6 +33,7 @@ from moesaic.layers.channels import ChannelsLayer
 from moesaic.layers.condensed import NO_FFN
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.layers.narrowed import NarrowedLayer
+from moesaic.layers.neurons import filled_up
 from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.skipping import SkippingLayer
@@ -81,6 +82,12 @@ def some_neurons(width: int, keep: int, seed: int) -> torch.Tensor:
 
 def narrow_layer(i: int, **options: Any) -> NarrowedLayer:
     return NarrowedLayer(some_neurons(64, 24, i), 64, **options)
+
+
+def uneven_layer() -> SlimmedLayer:
+    widths = (3, 8, 1, 8, 5, 2, 7, 6)
+    rows = [filled_up(some_neurons(16, w, i), 8) for i, w in enumerate(widths)]
+    return SlimmedLayer(torch.arange(8), torch.stack(rows), 16, uneven=True)
 
 
 def slim_layer(kept: Any, **options: Any) -> SlimmedLayer:
@@ -147,6 +154,7 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
             slim_layer(range(8), shared_S=torch.tensor([*range(16), -1, -1])), "glm4_moe"
         ),
         "new down projections": lambda: mixture(slim_layer([0, 2], down_E=torch.randn(2, 32, 8))),
+        "of different widths": lambda: mixture(uneven_layer()),
         "and of the shared path": lambda: mixture(
             slim_layer(
                 [0, 2],

@@ -204,10 +204,11 @@ def refitted_downs(
             for part, change_WO in zip(parts.values(), changes, strict=True):
                 part.change_WO = change_WO
     fused = view.experts.down_proj.detach()
-    new = [torch.zeros_like(downs[min(downs)][:, : len(neurons[min(neurons)])])] * len(layer.kept)
+    room = max(map(len, neurons.values()))
+    new = [fused.new_zeros(view.weights_of(min(place_of))[-1].shape[0], room)] * len(layer.kept)
     for i, place in place_of.items():
         changed = downs[i][:, neurons[i]].double() + parts[i].change_WO.T
-        new[place] = changed.to(fused.dtype)
+        new[place] = F.pad(changed.to(fused.dtype), (0, room - len(neurons[i])))
     down_E = torch.stack([d_DW.T if view.experts.is_transposed else d_DW for d_DW in new])
     shared_DS = None
     if SHARED in parts and shared_S is not None and ffn is not None:
@@ -243,6 +244,7 @@ def _fit(part: _Part, residuals: list[Tensor], held: list[Tensor]) -> None:
         residual_TD[rows] -= h_NW @ fit.trial_FO.float()
 
 
+@torch.no_grad()
 def _fit_jointly(parts: list[_Part], residuals: list[Tensor], held: list[Tensor]) -> Fit:
     """All experts fitted to what is left, by one system; nothing is taken from what is left."""
     widths = [len(part.change_WO) for part in parts]

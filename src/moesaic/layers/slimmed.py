@@ -16,12 +16,16 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, Seen, State
 from moesaic.layers.neurons import narrow_experts, narrow_mlp, of_experts, of_mlp
-from moesaic.layers.pruned import PADDING, PrunedLayer
+from moesaic.layers.pruned import DOWN, PADDING, PrunedLayer
 from moesaic.layers.recovery import refitted_downs
 from moesaic.layers.state import Rewritten
+from moesaic.nn.uneven import DOWN_ROWS, UP_ROWS, flat, make_uneven
+
+GATE_UP = "gate_up_proj"
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class SlimmedLayer(PrunedLayer):
     None where it is left alone."""
     shared_DS: Tensor | None = field(default=None, kw_only=True)
     """A down projection that takes the place of the shared path's own."""
+    uneven: bool = field(default=False, kw_only=True)
+    """Each expert is stored as wide as it is, without places that are zero."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,8 +57,14 @@ class SlimmedLayer(PrunedLayer):
 
     @property
     def width(self) -> int:
-        """Neurons of each expert."""
+        """Neurons of each expert; of the widest where they differ."""
         return int(self.neurons_EW.shape[1])
+
+    @property
+    def widths(self) -> list[int]:
+        """Neurons that each expert keeps."""
+        widths: list[int] = (self.neurons_EW != PADDING).sum(1).tolist()
+        return widths
 
     def padded(self, count: int, groups: int = 1) -> SlimmedLayer:
         few = PrunedLayer(self.kept_E, down_E=self.down_E).padded(count, groups)
@@ -62,7 +74,9 @@ class SlimmedLayer(PrunedLayer):
 
     def header(self) -> JSON:
         shared = {} if self.shared_S is None else {"shared": self.shared_S.numel()}
-        return {**super().header(), "width": self.width, "before": self.before, **shared}
+        uneven = {"widths": self.widths} if self.uneven else {}
+        sizes = {"width": self.width, "before": self.before}
+        return {**super().header(), **sizes, **shared, **uneven}
 
     def tensors(self) -> dict[str, Tensor]:
         optional = {"shared": self.shared_S, "shared_down": self.shared_DS}
@@ -78,6 +92,7 @@ class SlimmedLayer(PrunedLayer):
             down_E=tensors.get("down"),
             shared_S=tensors.get("shared"),
             shared_DS=tensors.get("shared_down"),
+            uneven="widths" in header,
         )
 
     # --- put to use ------------------------------------------------------------------------------
@@ -91,6 +106,12 @@ class SlimmedLayer(PrunedLayer):
         assert isinstance(arch, MoEArch)
         narrowed = Narrowed(self, arch, state)
         yield from super().convert(arch, narrowed)
+        if self.uneven:
+            path = f"{arch.ffn_path}.{arch.experts}."
+            down = narrowed.fused(DOWN)[self.kept_E]
+            down = down if self.down_E is None else self.down_E.to(down)
+            rows = flat(narrowed.fused(GATE_UP)[self.kept_E], down, self.widths)
+            yield from zip((path + UP_ROWS, path + DOWN_ROWS), rows, strict=True)
         if arch.beside is not None and self.shared_S is not None:
             for stored, _ in state.stored(f"{arch.beside}."):
                 yield stored, narrowed.read(stored)
@@ -100,7 +121,11 @@ class SlimmedLayer(PrunedLayer):
         assert isinstance(arch, MoEArch)
         super().install(layers, index, arch, header)
         layer = layers[index]
-        narrow_experts(arch.ffn_of(layer), arch, header["before"], header["width"])
+        block = arch.ffn_of(layer)
+        if "widths" in header:
+            make_uneven(getattr(block, arch.experts), header["widths"])
+        else:
+            narrow_experts(block, arch, header["before"], header["width"])
         if "shared" in header:
             narrow_mlp(arch.mixture(layer).shared_module, arch.shared_names, header["shared"])
 
@@ -110,20 +135,56 @@ class SlimmedLayer(PrunedLayer):
         fewer = len(self.experts) < experts
         before = super().describe(experts)
         whose = f"of each of {before.told.removesuffix(' stay')}" if fewer else "of each expert"
-        told = f"{self.width:,} of {self.before:,} neurons {whose} stay"
-        shape = {**(before.shape if fewer else {}), "neurons": self.width, "of": self.before}
+        width = round(sum(self.widths) / len(self.widths)) if self.uneven else self.width
+        told = f"{width:,} of {self.before:,} neurons {whose} stay"
+        shape = {**(before.shape if fewer else {}), "neurons": width, "of": self.before}
+        if self.uneven:
+            told += f" in the mean, {min(self.widths):,} to {max(self.widths):,}"
+            shape["widths"] = self.widths
         if self.shared_S is not None:
             shape["shared"] = int((self.shared_S >= 0).sum())
         return Description(told, shape)
 
+    @classmethod
+    def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
+        use = super().use(layer, arch, header, width)
+        if "widths" not in header:
+            return use
+        assert isinstance(arch, MoEArch)
+        shared, widths = arch.mixture(layer).shared_width, header["widths"]
+        every = shared + sum(widths)
+        return replace(
+            use,
+            width=every,
+            active_width=shared + use.top_k * sum(widths) / len(widths),
+            ffn=use.ffn // use.width * every,
+            expert_width=0,
+        )
+
+    @classmethod
+    def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
+        found = super().routed(layer, arch, header)
+        if found is None or "widths" not in header:
+            return found
+        return replace(found, experts=tuple(header["widths"]))
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        if "widths" not in header:
+            return super().obstacle(header)
+        return "Experts of different widths have no native form: slim without uneven."
+
     def native(self) -> JSON | None:
+        if self.uneven:
+            return None
         shared = {} if self.shared_S is None else {"shared": self.shared_S.numel()}
         return {"experts": self.kept_E.numel(), "width": self.width, **shared}
 
     # --- refit -----------------------------------------------------------------------------------
 
     def neurons_of(self, place: int, width: int) -> Tensor:
-        return self.neurons_EW[place]
+        order_W = self.neurons_EW[place]
+        return order_W[order_W != PADDING]
 
     def refit(self, site: Seen[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
         """New down projections of the experts, and of the shared path, whose neurons all run."""
@@ -150,6 +211,16 @@ class Narrowed(Rewritten):
         count = state[f"{arch.ffn_path}.{arch.router}.weight"].shape[0]
         self._neurons_EW = torch.arange(plan.width).repeat(count, 1)
         self._neurons_EW[plan.experts] = plan.neurons_EW[plan.kept_E != PADDING]
+
+    def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
+        """Without the experts where they are stored in a form of their own."""
+        found = super().stored(*prefixes)
+        return (p for p in found if not (self._plan.uneven and p[1].startswith(self._experts)))
+
+    def fused(self, leaf: str) -> Tensor:
+        """A tensor of all experts, in memory's form, filled up to the widest."""
+        tensor = self[self._experts + leaf]
+        return of_experts(self._arch, leaf, leaf, tensor, self._neurons_EW, self._plan.before)
 
     def read(self, stored: str) -> Tensor:
         tensor, name = super().read(stored), self._names.get(stored, "")

@@ -17,6 +17,7 @@ from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
 from moesaic.distributed import gathered
 from moesaic.layers.narrowed import NarrowedLayer
+from moesaic.layers.neurons import PADDING, filled_up
 from moesaic.methods.naee.search import best_scores
 from moesaic.methods.slim.scores import Neurons
 from moesaic.stream.neurons import NeuronStats, grams
@@ -90,6 +91,28 @@ def narrowest(score_M: Tensor, width: int, counted: bool = False) -> NarrowedLay
     return NarrowedLayer(order_W, len(score_M), counted=counted)
 
 
+def uneven(score_EM: Tensor, count: int, step: int = 1) -> Tensor:
+    """The neurons of each expert that stay (E, W), the highest scores of all; PADDING behind them.
+
+    Args:
+        score_EM: of neurons.
+        count: neurons that stay, of all experts together.
+        step: widths are a multiple of this, and at least it.
+
+    >>> uneven(torch.tensor([[1.0, 9, 8], [6, 2, 7], [0, 0, 1]]), count=5).tolist()
+    [[1, 2], [0, 2], [2, -1]]
+    """
+    ranked_EM = score_EM.argsort(dim=1, descending=True, stable=True)
+    square_EM = score_EM.gather(1, ranked_EM).square()
+    worth_EB = square_EM[:, : square_EM.shape[1] // step * step].unflatten(1, (-1, step)).sum(2)
+    worth_EB[:, 0] = torch.inf
+    best = worth_EB.flatten().argsort(descending=True, stable=True)[: count // step]
+    blocks_E = torch.bincount(best // worth_EB.shape[1], minlength=len(score_EM))
+    widths: list[int] = (blocks_E * step).tolist()
+    orders = [row[:width].sort().values for row, width in zip(ranked_EM, widths, strict=True)]
+    return torch.stack([filled_up(order_W, max(widths)) for order_W in orders])
+
+
 def choose(score_EM: Tensor, count: int, width: int, groups: int = 1) -> tuple[Tensor, Tensor]:
     """The experts that stay (N,), and the neurons of each (N, W).
 
@@ -112,7 +135,8 @@ def choose(score_EM: Tensor, count: int, width: int, groups: int = 1) -> tuple[T
 def share_lost(score_EM: Tensor, kept: Tensor, neurons_NW: Tensor) -> float:
     """The share of all squared scores that neurons have which go."""
     square_EM = score_EM.square()
-    stays = square_EM[kept].gather(1, neurons_NW).sum().item()
+    stay_NW = square_EM[kept].gather(1, neurons_NW.clamp(min=0))
+    stays = stay_NW[neurons_NW != PADDING].sum().item()
     return 1 - stays / max(square_EM.sum().item(), 1e-300)
 
 

@@ -62,6 +62,11 @@ class SlimConfig(MethodConfig):
         "is then moesaic_<base>.",
         beyond="widths spread by sensitivity",
     )
+    uneven: bool = option(
+        False,
+        "Experts of a layer differ in width: the neurons of the highest scores stay, whichever "
+        "expert they are of. The result is then moesaic_<base>.",
+    )
     seed: int = option(0, "Seed of random choice.", seldom=True)
 
     @property
@@ -96,6 +101,11 @@ class SlimConfig(MethodConfig):
             raise MoesaicError(f"experts {self.experts!r} is none of all, auto, or a number.")
         if self.propagate and not self.refit:
             raise MoesaicError("propagate says what a refit looks at: it needs refit.")
+        if self.uneven and (self.experts != "all" or self.spread != "uniform"):
+            raise MoesaicError(
+                "uneven shares the budget out among the experts of a layer: leave experts and "
+                "spread out."
+            )
         if self.experts == "auto" and self.spread == "sensitivity":
             raise MoesaicError(
                 "experts auto and spread sensitivity both share one budget out; choose one."

@@ -7,7 +7,8 @@ another. A dense FFN is one expert that every token runs.
 Where we depart from the scores' papers:
 
 - CAMERA and HEAPr rank the neurons of a layer, or of the model, together, and experts come out of
-  different widths, which no architecture holds: zeros are stored. Here experts are of one width.
+  different widths, which no architecture holds: zeros are stored. Here experts are of one width;
+  where they are ``uneven`` a layer's neurons are ranked together, and no zeros are stored.
 - CAMERA mixes the sum of squares with the largest square (alpha); here it is the sum alone.
 - HEAPr's curvature is that of each expert's own tokens.
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from moesaic.arch.dense import PREFIX, Arch, dense_architectures
-from moesaic.arch.mixture import MoEArch, base_arch
+from moesaic.arch.mixture import MoEArch, MoEFFN, base_arch
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
@@ -51,6 +52,7 @@ from moesaic.methods.slim.choice import (
     neurons_of,
     share_lost,
     shared_neurons,
+    uneven,
 )
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.curvature import Curvature, curvatures
@@ -60,6 +62,7 @@ from moesaic.record import LayerRecord
 from moesaic.stream.job import Finished, Job
 from moesaic.stream.neurons import NeuronStats, observe_neurons, watching, weight_stats
 from moesaic.stream.stream import Site
+from moesaic.surgery import headers_of
 
 RESULT = "result"
 """The name of what was asked for, beside its comparisons."""
@@ -99,6 +102,11 @@ class Slimmer(Method[SlimConfig, Arch]):
         base = config.model_type.removeprefix(PREFIX)
         if base != config.model_type and base in dense_architectures():
             raise MoesaicError(f"{config.model_type} was carved already: slim the original.")
+        stacks = headers_of(config).values()
+        if any("widths" in header for stack in stacks for header in stack):
+            raise MoesaicError(
+                "Experts of different widths are not slimmed again: slim the original."
+            )
         return base_arch(config)
 
     # --- sizes -----------------------------------------------------------------------------------
@@ -117,6 +125,8 @@ class Slimmer(Method[SlimConfig, Arch]):
                 f"{job.arch.model_type} is dense: it has no {option}. Leave {option} out; keep is "
                 "the share of each FFN's neurons that stays."
             )
+        if config.uneven:
+            self._check_uneven(views)
         found: dict[int, list[Size]] = {}
         steps = set()
         for i, view in views.items():
@@ -143,6 +153,22 @@ class Slimmer(Method[SlimConfig, Arch]):
                 options = [Size(view.count, width) for width in widths]
             found[i] = [self._with_shared(job.arch, view, size) for size in options]
         return found, min(steps)
+
+    def _check_uneven(self, views: Mapping[int, Any]) -> None:
+        """Refuse models whose experts cannot differ in width.
+
+        Raises:
+            MoesaicError: says which.
+        """
+        first = next(iter(views.values()))
+        if not isinstance(first, MoEFFN):
+            raise MoesaicError("uneven is of a mixture's experts: a dense model has none.")
+        experts = first.experts
+        if experts.is_transposed or not experts.is_concatenated or experts.has_bias:
+            raise MoesaicError(
+                f"Experts of {first.arch.model_type} have biases or lie in memory in another way; "
+                "they cannot differ in width. Leave uneven out."
+            )
 
     def _counts(self, job: Job[Arch], layer: int, count: int, width: int) -> list[int]:
         """The numbers of experts that a layer may keep."""
@@ -180,7 +206,7 @@ class Slimmer(Method[SlimConfig, Arch]):
         shared = whole
         if config.shared is not None:
             shared, _ = width_for(whole, config.shared * whole, config.multiple, "shared")
-        native = config.spread == "uniform"
+        native = config.spread == "uniform" and not config.uneven
         room = arch.shared_room(shared, size.width) if native else shared
         alone = shared == room == whole and (arch.shared_size or not native)
         return size if alone else replace(size, shared=shared, room=room)
@@ -215,6 +241,8 @@ class Slimmer(Method[SlimConfig, Arch]):
         neurons = neurons_of(stats, curvature.routed_EM if curvature else None, seed, products)
         score_EM = score.score(neurons)
         kept, neurons_NW = choose(score_EM, size.count, size.width, groups)
+        if config.uneven:
+            neurons_NW = uneven(score_EM, size.count * size.width, config.multiple or 1)
         analysis: JSON = {}
         if score.observes:
             lost = share_lost(score_EM, kept, neurons_NW)
@@ -228,7 +256,8 @@ class Slimmer(Method[SlimConfig, Arch]):
             beside = shared_neurons(stats, curved, seed + 1, products)
             order_1S = highest(score.score(beside), size.shared)
             shared_S = filled_up(order_1S[0], size.room)
-        return SlimmedLayer(kept, neurons_NW, before, shared_S=shared_S), analysis
+        slim = SlimmedLayer(kept, neurons_NW, before, shared_S=shared_S, uneven=config.uneven)
+        return slim, analysis
 
     # --- a model ---------------------------------------------------------------------------------
 

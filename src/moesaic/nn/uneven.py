@@ -1,0 +1,102 @@
+"""Experts of different widths: every neuron is stored once, and none that is zero.
+
+Shape suffixes: T tokens, E experts, D hidden size, W neurons of the widest expert, N tokens of one
+expert, H neurons of one, R neurons of all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+UP_ROWS, DOWN_ROWS = "gate_up_rows", "down_rows"
+"""Of each expert in turn gates, then ups (2 R, D); and columns of the down projection (R, D)."""
+
+
+class UnevenExperts:
+    """Mixed into the class of a layer's experts: each is as wide as it is."""
+
+    slices: Sequence[tuple[int, int]]
+    """The first row of each expert in ``down_rows``, and the one behind its last."""
+
+    def weights_of(self, number: int) -> tuple[Tensor, Tensor]:
+        """Gates and ups of an expert (2 H, D), and its down projection turned (H, D)."""
+        module: Any = self
+        start, stop = self.slices[number]
+        return module.gate_up_rows[2 * start : 2 * stop], module.down_rows[start:stop]
+
+    @property
+    def gate_up_proj(self) -> Tensor:
+        """A copy as the base holds it, filled up with zeros (E, 2 W, D)."""
+        room = max(stop - start for start, stop in self.slices)
+        filled = []
+        for number, (start, stop) in enumerate(self.slices):
+            missing = (0, 0, 0, room - (stop - start))
+            filled += [F.pad(part, missing) for part in self.weights_of(number)[0].chunk(2)]
+        return torch.stack(
+            [torch.cat(pair) for pair in zip(filled[::2], filled[1::2], strict=True)]
+        )
+
+    @property
+    def down_proj(self) -> Tensor:
+        """A copy as the base holds it, filled up with zeros (E, D, W)."""
+        downs = [self.weights_of(number)[1].T for number in range(len(self.slices))]
+        room = max(down.shape[1] for down in downs)
+        return torch.stack([F.pad(down, (0, room - down.shape[1])) for down in downs])
+
+    # Group sizes differ call by call: traced, each of them would be compiled anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        module: Any = self
+        y_TD = torch.zeros_like(hidden_states)
+        for number in top_k_index.unique().tolist():
+            if number >= len(self.slices):  # skipped by the router
+                continue
+            token_N, place_N = (top_k_index == number).nonzero(as_tuple=True)
+            both, down_HD = self.weights_of(number)
+            h_NH = module._apply_gate(F.linear(hidden_states[token_N], both))
+            written_ND = (h_NH @ down_HD) * top_k_weights[token_N, place_N, None]
+            y_TD = y_TD.index_add(0, token_N, written_ND.to(y_TD.dtype))
+        return y_TD
+
+
+def make_uneven(experts: Any, widths: Sequence[int]) -> None:
+    """Give routed experts widths of their own, in place; new parameters are on meta.
+
+    Args:
+        experts: the module of all of a layer's experts.
+        widths: neurons of each.
+    """
+    base, like = type(experts), experts.down_proj
+    hidden_size, every = like.shape[1], sum(widths)
+    experts.slices = tuple(pairwise(accumulate(widths, initial=0)))
+    for name, rows in ((UP_ROWS, 2 * every), (DOWN_ROWS, every)):
+        new = torch.empty(rows, hidden_size, dtype=like.dtype, device="meta")
+        experts.register_parameter(name, nn.Parameter(new, requires_grad=like.requires_grad))
+    del experts.gate_up_proj, experts.down_proj
+    experts.num_experts = len(widths)
+    experts.__class__ = type(f"Uneven{base.__name__}", (UnevenExperts, base), {})
+
+
+def flat(gate_up_EWD: Tensor, down_EDW: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Both tensors of such experts, from those of experts that are filled up.
+
+    Args:
+        gate_up_EWD: gates, then ups, of each expert (E, 2 W, D).
+        down_EDW: down projections (E, D, W).
+        widths: neurons of each.
+
+    >>> gates = torch.tensor([[[1.0], [0.0], [3.0], [0.0]], [[5.0], [6.0], [7.0], [8.0]]])
+    >>> [t.flatten().tolist() for t in flat(gates, torch.ones(2, 1, 2), (1, 2))]
+    [[1.0, 3.0, 5.0, 6.0, 7.0, 8.0], [1.0, 1.0, 1.0]]
+    """
+    parts = []
+    for both_WD, width in zip(gate_up_EWD, widths, strict=True):
+        parts += [half_WD[:width] for half_WD in both_WD.chunk(2)]
+    downs = [down_DW[:, :w].T for down_DW, w in zip(down_EDW, widths, strict=True)]
+    return torch.cat(parts), torch.cat(downs)
