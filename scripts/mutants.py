@@ -37,11 +37,12 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
 
-import libcst as cst
-from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
-from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
-from mutmut.mutation.mutators import mutation_operators
-from mutmut.mutation.pragma_handling import IgnoredCode
+with suppress(ModuleNotFoundError):  # `make mutants` brings them
+    import libcst as cst
+    from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+    from mutmut.mutation.file_mutation import MutationVisitor, deep_replace
+    from mutmut.mutation.mutators import mutation_operators
+    from mutmut.mutation.pragma_handling import IgnoredCode
 
 try:
     import tomllib
@@ -54,6 +55,7 @@ TREE = KEPT / "tree"
 COPIED = ("src", "tests", "docs", "recipes", "scripts", "pyproject.toml", "README.md")
 JOBS = int(os.environ.get("JOBS") or os.cpu_count() or 1)
 SAMPLE = int(os.environ.get("SAMPLE") or 0)
+SAID = "said"
 SURVIVED, KILLED, NEVER_RAN, IMPOSSIBLE = 0, 1, "no test", 3
 MEMORY = 4 << 30
 """Bytes that a mutant may take beyond what its parent has mapped."""
@@ -306,7 +308,7 @@ class Runner:
         tasks = {
             file: partial(self.traced, by_file[file], digests[file], kept[file]) for file in missing
         }
-        for file, status in at_once(tasks):
+        for file, status, _ in at_once(tasks):
             print(f"traced {file}" if status == 0 else f"{file} cannot be traced", flush=True)
         found = [traced for traced in map(known, by_file) if traced is not None]
         for nodeid in [n for traced in found for n in traced.failing]:
@@ -379,7 +381,11 @@ class Runner:
             limit = math.ceil(10 + 4 * sum(seconds[t] for t in tests))
             tasks[mutant] = partial(self.meets, mutant, tests, live, limit)
         print(f"{sum(map(len, mutants.values())):,} mutants, {len(tasks):,} to try", flush=True)
-        for mutant, status in at_once(tasks):
+        for mutant, status, killer in at_once(tasks):
+            if killer:  # it is likely to kill the next one, too
+                tests = reach[mutant.place]
+                tests.remove(killer)
+                tests.insert(0, killer)
             ends = {SURVIVED: "survived", KILLED: "killed", IMPOSSIBLE: "impossible"}
             kept.put(mutant, known_by[mutant.name], ends.get(status, "killed"))
             if status == SURVIVED:
@@ -410,8 +416,11 @@ class Runner:
                 function.__code__ = mutant.code
         except ValueError:  # it reads other variables of what surrounds it
             return IMPOSSIBLE
-        running = self.passes([self.items[t] for t in tests])
-        return SURVIVED if all(passed for _, passed, _ in running) else KILLED
+        for item, passed, _ in self.passes([self.items[t] for t in tests]):
+            if not passed:
+                Path(os.environ["TMPDIR"], SAID).write_text(item.nodeid)
+                return KILLED
+        return SURVIVED
 
     def told(self, ends: Mapping[str, Sequence[tuple[Mutant, str]]]) -> int:
         """Say what became of the mutants; the exit code."""
@@ -487,39 +496,53 @@ def live_functions() -> dict[str, list[FunctionType]]:
     return found
 
 
-def at_once(tasks: Mapping[Any, Callable[[], int]]) -> Iterator[tuple[Any, int]]:
-    """Carry out each task in a fork that ends with what it returns, some at a time."""
-    running: dict[int, tuple[Any, str]] = {}
+def at_once(tasks: Mapping[Any, Callable[[], int]]) -> Iterator[tuple[Any, int, str]]:
+    """Carry out each task in a fork that ends with what it returns, some at a time.
+
+    Yields:
+        the task's name, what it returned, and what it left in the file SAID of its folder.
+    """
     waiting = list(tasks.items())[::-1]
-    try:
-        while waiting or running:
-            while waiting and len(running) < JOBS:
-                name, task = waiting.pop()
-                place = tempfile.mkdtemp(prefix="mutant-")
-                child = os.fork()
-                if child == 0:
-                    forked(task, place)
-                running[child] = name, place
-            child, status = os.wait()
-            ended(child)  # and whatever it has started
-            name, place = running.pop(child)
-            shutil.rmtree(place, ignore_errors=True)
-            code = os.waitstatus_to_exitcode(status)
-            yield name, code if code >= 0 else KILLED
-    finally:
-        for child, (_, place) in running.items():
-            ended(child)
-            shutil.rmtree(place, ignore_errors=True)
+    while waiting or RUNNING:
+        while waiting and len(RUNNING) < JOBS:
+            name, task = waiting.pop()
+            place = tempfile.mkdtemp(prefix="mutant-")
+            child = os.fork()
+            if child == 0:
+                forked(task, place)
+            RUNNING[child] = name, place
+        child, status = os.wait()
+        name, place = RUNNING[child]
+        said = Path(place, SAID).read_text() if Path(place, SAID).exists() else ""
+        ended(child)
+        code = os.waitstatus_to_exitcode(status)
+        yield name, code if code >= 0 else KILLED, said
+
+
+RUNNING: dict[int, tuple[Any, str]] = {}
+"""Forks, each with its task and its folder."""
 
 
 def ended(child: int) -> None:
+    """End whatever a fork has started, and take its files away."""
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
+    shutil.rmtree(RUNNING.pop(child)[1], ignore_errors=True)
+
+
+def stopped(*_: Any) -> NoReturn:
+    """End at once: what is known is on disk."""
+    for child in list(RUNNING):
+        ended(child)
+    os._exit(130)
 
 
 def forked(task: Callable[[], int], place: str) -> NoReturn:
     """Carry out a task in this process, which was made for it, with files of its own."""
     os.setpgid(0, 0)
+    RUNNING.clear()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     quiet = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(quiet, stream)
@@ -546,7 +569,8 @@ def main(wanted: Sequence[str]) -> int:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
         copy(ROOT / name, TREE / name)
     os.chdir(TREE)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, stopped)
+    signal.signal(signal.SIGINT, stopped)
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", PYTHONPATH=f"{TREE}/src")
     sys.path[:0] = [f"{TREE}/src"]
     sys.dont_write_bytecode = True
