@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test test-llamacpp test-triton mutants faults format docs-tables tiny-models clean
+.PHONY: help demo test test-llamacpp test-triton mutants faults format docs docs-tables tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -56,6 +56,13 @@ faults: $(VENV)/.dev  ## Kills, full disks, damaged inputs on purpose (MOESAIC_K
 format: $(VENV)/.dev  ## Put code in form
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+$(VENV)/.docs: | $(VENV)/.user
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install 'mkdocs-material>=9.6' 'mkdocstrings[python]>=0.29'
+	touch $@
+
+docs: $(VENV)/.docs  ## The site, in build/site; strict: no broken link
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 docs-tables: $(VENV)/.dev  ## Write the documents' tables of options from the code
 	$(BIN)/python scripts/option_tables.py

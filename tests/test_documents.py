@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     [
         *ROOT.glob("*.md"),
-        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "src/moesaic/assets").rglob("*.md"),
     ]
 )
@@ -264,7 +264,7 @@ def test_tomoe_is_told_by_all_its_runs() -> None:
     assert told in page
     for name, line in changed["table"].items():
         figures = spread(line["perplexity"], line["perplexity_deviation"])
-        beside = "|"
+        beside = "| |"
         if "more_than_default" in line:
             beside = f"| {spread(line['more_than_default'], line['more_deviation'])} |"
         ratio = f"{line['active_ratio']:.3f}"

@@ -1,0 +1,61 @@
+"""What ``make docs`` adds to the pages: the command reference, and links into the repository."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+from unittest import mock
+
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from moesaic.cli import app
+from moesaic.methods import VERBS, methods_of
+
+OUTSIDE = re.compile(
+    r"\]\((?:\.\./)+((?:src|benchmarks|recipes|tests|scripts)/?[^)\s]*|[A-Z]+\.md)\)"
+)
+"""Links of pages to files that are in the repository and not on the site."""
+ROLE = re.compile(r":(?:class|func|data|meth|mod|attr):<code>~?([\w.]+)</code>")
+"""A name in a docstring, as it comes out as HTML."""
+COMMANDS = "reference/commands.md"
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the page of commands, as ``--help-all`` prints them."""
+    from mkdocs.structure.files import File  # only where the site is built
+
+    files.append(File.generated(config, COMMANDS, content=commands()))
+    return files
+
+
+def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
+    """Let links to sources and figures lead to the repository."""
+    return OUTSIDE.sub(rf"]({config.repo_url}/blob/main/\1)", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Docstrings name classes and functions as Sphinx does; show the name alone."""
+    return ROLE.sub(lambda found: f"<code>{found[1].rpartition('.')[2]}</code>", html)
+
+
+def commands() -> str:
+    """The page: every command with all its options, and every method's own."""
+    parts = ["# Commands", "As `moesaic COMMAND --help-all` prints them."]
+    for name in get_command(app).commands:  # type: ignore[attr-defined]
+        parts.append(f"## {name}")
+        methods = list(methods_of(name)) if name in VERBS else []
+        for method in methods if len(methods) > 1 else [""]:
+            given = [name, *(["--method", method] if method else [])]
+            parts += [f"### {name} --method {method}"] * bool(method)
+            parts.append(f"```text\n{told(*given)}\n```")
+    return "\n\n".join(parts)
+
+
+def told(*given: str) -> str:
+    """The help that a command prints."""
+    every = "--help-all" if given[0] in VERBS else "--help"
+    with mock.patch.object(sys, "argv", ["moesaic", *given, every]):
+        said = CliRunner().invoke(app, [*given, every], prog_name="moesaic", terminal_width=78)
+    return said.output.strip()
