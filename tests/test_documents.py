@@ -136,7 +136,7 @@ def flags() -> set[str]:
     """All options of all commands."""
     every = [COMMANDS, *COMMANDS.commands.values()]
     found = {flag for c in every for p in c.params for flag in (*p.opts, *p.secondary_opts)}
-    return found | {"--help"}
+    return found | {"--help", "--help-all"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
