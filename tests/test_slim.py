@@ -9,12 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from builders import equal, loaded, logits, pages, same_model, saved, tiny_model, tiny_moe, weights
+from builders import (
+    DENSE,
+    MOE,
+    equal,
+    loaded,
+    logits,
+    pages,
+    same_model,
+    saved,
+    tiny_model,
+    tiny_moe,
+    weights,
+)
 
 import moesaic
 from moesaic import MoesaicError, SlimConfig
-from moesaic.arch.dense import DENSE
-from moesaic.arch.mixture import MOE, base_arch, moe_arch
+from moesaic.arch.lookup import base_arch, moe_arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.layers.base import same
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.slimmed import SlimmedLayer
@@ -35,7 +47,7 @@ def slimmed(model: Any, tokens: Any, *, compare: tuple[str, ...] = (), **options
 def site_of(model: Any, tokens: Any, layer: int | None = None) -> Any:
     """The first routed layer of a model, or one layer, with the tokens that reach it."""
     job = Job(moesaic.RunArgs(model, text=tokens), lambda config: base_arch(config))
-    layers = job.arch.moe_layers(model) if isinstance(job.arch, type(MOE["mixtral"])) else [0]
+    layers = job.arch.moe_layers(model) if isinstance(job.arch, MoEArch) else [0]
     wanted = layers[0] if layer is None else layer
     stream = iter(job.stream([wanted], job.arch.view))
     site = next(stream)
@@ -43,7 +55,7 @@ def site_of(model: Any, tokens: Any, layer: int | None = None) -> Any:
     return site
 
 
-@pytest.fixture(params=sorted({**DENSE, **MOE}))
+@pytest.fixture(params=sorted({*DENSE, *MOE}))
 def any_type(request):
     return request.param
 
@@ -428,6 +440,8 @@ def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
     assert found.active_parameters == wanted.active_parameters
     i = next(iter(layers))
     assert found.layers[i].width == 8 * 8 + 24
+    told = result.record("model", "out").steps[0].title
+    assert told.endswith("to 8 of 16 neurons an expert in the mean")
     with pytest.raises(MoesaicError, match="not slimmed again"):
         slimmed(result.model, tokens, keep=0.5)
     with pytest.raises(MoesaicError, match="no native form"):

@@ -26,8 +26,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import PREFIX, Arch, dense_architectures
-from moesaic.arch.mixture import MoEArch, MoEFFN, base_arch
+from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
@@ -99,15 +100,15 @@ class Slimmer(Method[SlimConfig, Arch]):
         Raises:
             MoesaicError: it is unknown, or a dense model that was carved.
         """
-        base = config.model_type.removeprefix(PREFIX)
-        if base != config.model_type and base in dense_architectures():
+        arch = base_arch(config)
+        if config.model_type.startswith(PREFIX) and not isinstance(arch, MoEArch):
             raise MoesaicError(f"{config.model_type} was carved already: slim the original.")
         stacks = headers_of(config).values()
         if any("widths" in header for stack in stacks for header in stack):
             raise MoesaicError(
                 "Experts of different widths are not slimmed again: slim the original."
             )
-        return base_arch(config)
+        return arch
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -437,10 +438,12 @@ class Slimmer(Method[SlimConfig, Arch]):
         beyond = f", and beyond it ({', '.join(self.config.beyond)})" if self.config.beyond else ""
         comma = "," if beyond else ""
         by = self.config.base_label
-        title = f"slimmed by {by}{beyond}{comma} to {stay} of {before} neurons{each}"
+        differ = " in the mean" if self.config.uneven else ""
+        title = f"slimmed by {by}{beyond}{comma} to {stay} of {before} neurons{each}{differ}"
         by += " on calibration text" if self.config.chosen.observes else ""
         where = "each routed expert" if mixture else "each feed-forward network"
-        told = f"{stay} of {before} neurons of {where} stay, chosen by {by}."
+        told = f"{stay} of {before} neurons of {where} stay{differ}, chosen by {by}."
+        told += " Experts of a layer differ in width." if differ else ""
         fewer = [layer for layer in changed if "kept" in layer.shape]
         if fewer:
             kept = span([len(layer.shape["kept"]) for layer in fewer])

@@ -1,0 +1,190 @@
+"""The tables and the picture of docs/slim.md, from slim.json.
+
+python benchmarks/slim_table.py       prints Markdown, writes docs/images/slim.svg
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from moesaic.report import charts
+
+HERE = Path(__file__).parent
+KEEPS = ("0.75", "0.5", "0.25")
+LABELS = {
+    "slim": "slim energy",
+    "slim --refit": "slim energy, refit",
+    "slim --score surgeon --refit": "slim surgeon, refit",
+    "slim --uneven": "slim uneven",
+    "slim --uneven --score surgeon --refit": "slim uneven surgeon, refit",
+    "slim --score heapr": "slim heapr",
+    "slim --score random": "slim random",
+    "prune --refit": "prune reconstruction, refit",
+    "prune": "prune reconstruction",
+    "prune --criterion reap --refit": "prune reap, refit",
+    "prune --criterion reap": "prune reap",
+    "prune --criterion frequency": "prune frequency",
+    "condense": "condense",
+}
+"""By the command, the name in slim.json."""
+DRAWN = {
+    "slim --uneven --score surgeon --refit": "#0072b2",
+    "slim --score surgeon --refit": "#56b4e9",
+    "prune --refit": "#e69f00",
+    "condense": "#7d858c",
+}
+BASELINE = "prune --refit"
+Results = Mapping[str, Any]
+
+
+def draws(results: Results, model: str, keep: str, command: str) -> dict[int, dict[str, Any]]:
+    """The results of one row, by draw."""
+    start = f"{model} | {float(keep):g} | {LABELS[command]} | "
+    found = {k.removeprefix(start): v for k, v in results.items() if k.startswith(start)}
+    return {int(draw): result for draw, result in sorted(found.items())}
+
+
+def told(values: Sequence[float], digits: int) -> str:
+    """Mean and, of several draws, their standard deviation."""
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{spread}"
+
+
+def rows(record: Mapping[str, Any], model: str) -> Iterator[str]:
+    """Markdown: perplexity on both texts and KL, by share; in brackets draws, where not three."""
+    original, results = record["original"][model], record["results"]
+    yield f"| {model} | " + " | ".join(f"{k}: ships | WikiText-2 | KL" for k in KEEPS) + " |"
+    yield "| --- |" + " ---: |" * 9
+    same = f"{original['ships']['perplexity']:.2f} | {original['data']['perplexity']:.1f} | 0"
+    yield f"| original | {' | '.join([same] * 3)} |"
+    for command in LABELS:
+        cells = []
+        for keep in KEEPS:
+            found = [*draws(results, model, keep, command).values()]
+            if not found:
+                cells += ["", "", ""]
+                continue
+            few = f" ({len(found)})" if len(found) < 3 else ""
+            cells += [
+                told([f["ships"]["perplexity"] for f in found], 2) + few,
+                told([f["data"]["perplexity"] for f in found], 1),
+                told([f["ships"]["kl"] for f in found], 3),
+            ]
+        if any(cells):
+            yield f"| `{command}` | {' | '.join(cells)} |"
+
+
+def relative(record: Mapping[str, Any], model: str) -> Iterator[str]:
+    """Markdown: what is lost, of what ``prune --refit`` loses, draw by draw."""
+    start = record["original"][model]["ships"]["perplexity"]
+    for command in LABELS:
+        cells = []
+        for keep in KEEPS:
+            ours, theirs = (draws(record["results"], model, keep, c) for c in (command, BASELINE))
+            shares = [
+                100
+                * (ours[d]["ships"]["perplexity"] - start)
+                / (theirs[d]["ships"]["perplexity"] - start)
+                for d in ours.keys() & theirs.keys()
+            ]
+            cells.append(f"{told(shares, 0)} % ({len(shares)})" if shares else "")
+        if any(cells):
+            yield f"| {model}: `{command}` | {' | '.join(cells)} |"
+
+
+def picture(record: Mapping[str, Any], models: Sequence[str]) -> str:
+    """Perplexity over bytes in bfloat16, logarithmic, a panel a model."""
+    width, height, top, foot, room = 900.0, 400.0, 84.0, 58.0, 380.0
+    out = [
+        "<style>text{font:12px system-ui,-apple-system,Roboto,Arial,sans-serif;fill:#1d2126}"
+        ".title{font-size:19px;font-weight:600}.quiet{fill:#666d75;font-size:11px}"
+        ".grid{stroke:#e4e1d9;fill:none}.end{font-weight:600}</style>",
+        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10" fill="#fcfbf8" '
+        'stroke="#dedbd2"/>',
+        charts.text(36, 40, "Mixtures made smaller: perplexity over size", "title"),
+        charts.text(36, 62, "held-out text that ships, logarithmic; lower is better", "quiet"),
+    ]
+    for n, model in enumerate(models):
+        left = 60 + n * (room + 50)
+        first = record["original"][model]
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for command in DRAWN:
+            each = [draws(record["results"], model, keep, command) for keep in KEEPS]
+            points = [
+                (
+                    2 * mean(f["parameters"] for f in found.values()) / 1e6,
+                    mean(f["ships"]["perplexity"] for f in found.values()),
+                )
+                for found in each
+                if found
+            ]
+            whole = (2 * first["parameters"] / 1e6, first["ships"]["perplexity"])
+            lines[command] = [whole, *points]
+        xs, ys = zip(*(p for points in lines.values() for p in points), strict=True)
+        least, most = math.log(min(ys)) - 0.05, math.log(max(ys)) + 0.05
+
+        def at(
+            x: float,
+            y: float,
+            left: float = left,
+            low: float = min(xs),
+            high: float = max(xs),
+            least: float = least,
+            most: float = most,
+        ) -> tuple[float, float]:
+            return (
+                left + 20 + (room - 60) * (x - low) / (high - low),
+                top + (height - top - foot) * (1 - (math.log(y) - least) / (most - least)),
+            )
+
+        for y in (32, 36, 40, 45, 50, 60, 80, 100, 150):
+            if least < math.log(y) < most:
+                level = at(0, y)[1]
+                out.append(charts.line([(left, level), (left + room - 30, level)], "grid"))
+                out.append(charts.text(left - 6, level + 4, f"{y:g}", "quiet", "end"))
+        for x in charts.ticks(min(xs), max(xs), 4):
+            out.append(
+                charts.text(at(x, ys[0])[0], height - foot + 18, f"{x:g}", "quiet", "middle")
+            )
+        below = f"{model}, megabytes in bfloat16"
+        out.append(charts.text(left + room / 2, height - foot + 36, below, "quiet", "middle"))
+        for k, (command, points) in enumerate(lines.items()):
+            colour = DRAWN[command]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in points))
+            out.append(
+                f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
+            )
+            out += [
+                f'<circle cx="{at(*p)[0]:.1f}" cy="{at(*p)[1]:.1f}" r="4" fill="{colour}" '
+                f'stroke="#fcfbf8"><title>{command}: {p[1]:.2f}</title></circle>'
+                for p in points
+            ]
+            if n == 0:
+                level = top + 6 + 17 * k
+                out.append(f'<circle cx="{left + 170}" cy="{level - 4}" r="4" fill="{colour}"/>')
+                out.append(charts.text(left + 180, level, command, "end"))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" role="img"><title>Perplexity over size</title>'
+        f"{''.join(map(str, out))}</svg>\n"
+    )
+
+
+def main() -> None:
+    record = json.loads((HERE / "slim.json").read_text())
+    models = [*record["original"]]
+    for model in models:
+        print("\n".join(rows(record, model)), "\n")
+    print(f"| of the loss of `{BASELINE}` | {' | '.join(KEEPS)} |\n| --- |{' ---: |' * 3}")
+    for model in models:
+        print("\n".join(relative(record, model)))
+    (HERE.parent / "docs" / "images" / "slim.svg").write_text(picture(record, models))
+
+
+if __name__ == "__main__":
+    main()
