@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test test-llamacpp test-triton mutants faults format docs docs-tables tiny-models clean
+.PHONY: help demo test test-llamacpp test-triton mutants faults format docs docs-tables architectures tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -63,6 +63,9 @@ $(VENV)/.docs: | $(VENV)/.user
 
 docs: $(VENV)/.docs  ## The site, in build/site; strict: no broken link
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+architectures: $(VENV)/.dev  ## Try every architecture of transformers, and list them
+	$(BIN)/python scripts/architectures.py
 
 docs-tables: $(VENV)/.dev  ## Write the documents' tables of options from the code
 	$(BIN)/python scripts/option_tables.py

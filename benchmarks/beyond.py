@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 
-from moesaic.arch.dense import Arch, dense_arch
+from moesaic.arch.dense import Arch
+from moesaic.arch.lookup import dense_arch
 from moesaic.config import Calibration, RunArgs, chosen_layers
 from moesaic.data.text import evaluation_tokens
 from moesaic.io.source import resolve

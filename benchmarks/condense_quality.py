@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from moesaic import CondenseConfig, TuneConfig, condense, tune
-from moesaic.arch.mixture import moe_arch
+from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import resolve

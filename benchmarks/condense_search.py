@@ -20,7 +20,7 @@ import torch
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from moesaic import CondenseConfig, condense
-from moesaic.arch.mixture import moe_arch
+from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import calibration_tokens
 from moesaic.io.source import resolve
 from moesaic.layers.base import LayerPlan

@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from moesaic.arch.dense import DENSE
+from moesaic.arch.dense import Arch
 from moesaic.layers.carved import CarvedLayer
 from moesaic.metrics.measure import environment
 from moesaic.nn import CarvedFFN
@@ -39,7 +39,7 @@ def carve(dense: LlamaMLP) -> CarvedFFN:
         router_RD=torch.randn(BLOCKS, HIDDEN) / HIDDEN**0.5,
         gate={"tau": 0.5},
     )
-    with applied(torch.nn.ModuleDict({"mlp": dense}), DENSE["llama"], layer) as carved:
+    with applied(torch.nn.ModuleDict({"mlp": dense}), Arch("llama"), layer) as carved:
         module = carved.get_submodule("mlp")
     assert isinstance(module, CarvedFFN)
     return module.eval()

@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from moesaic.arch.dense import DENSE
+from moesaic.arch.dense import Arch
 from moesaic.layers.carved import CarvedLayer
 from moesaic.methods.budget import LayerSize, split_for_target
 from moesaic.metrics.measure import environment
@@ -39,7 +39,7 @@ def carve(dense: LlamaMLP, petals: int) -> CarvedFFN:
         top_k=1,
         router_RD=torch.randn(petals, HIDDEN),
     )
-    with applied(torch.nn.ModuleDict({"mlp": dense}), DENSE["llama"], layer) as carved:
+    with applied(torch.nn.ModuleDict({"mlp": dense}), Arch("llama"), layer) as carved:
         module = carved.get_submodule("mlp")
     assert isinstance(module, CarvedFFN)
     return module

@@ -20,7 +20,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from moesaic import Tokens
-from moesaic.arch.mixture import moe_arch
+from moesaic.arch.lookup import moe_arch
 from moesaic.methods.naee.reconstruction import reconstruction_losses
 from moesaic.methods.naee.search import Found, Losses, greedy, refined
 from moesaic.metrics.measure import environment

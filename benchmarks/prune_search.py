@@ -20,7 +20,8 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from moesaic import PruneConfig, Tokens
-from moesaic.arch.mixture import MoEFFN, moe_arch
+from moesaic.arch.lookup import moe_arch
+from moesaic.arch.mixture import MoEFFN
 from moesaic.methods.naee.criteria import Case
 from moesaic.methods.naee.pruning import Pruner
 from moesaic.metrics.measure import environment

@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import DenseFFN, dense_arch
+from moesaic.arch.dense import DenseFFN
+from moesaic.arch.lookup import dense_arch
 from moesaic.config import Calibration, RunArgs
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.layers.regression import Ridge

@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 import moesaic
 from moesaic import CondenseConfig, PruneConfig, SlimConfig, api
-from moesaic.arch.mixture import moe_arch
+from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.io.source import resolve
 from moesaic.metrics.measure import environment

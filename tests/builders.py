@@ -23,7 +23,7 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from moesaic import hub
 from moesaic.arch.dense import Arch
-from moesaic.arch.mixture import base_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.data.reader import shipped_texts
 from moesaic.exports.form import Export
 from moesaic.exports.native import NEAR, decide, write
@@ -38,6 +38,20 @@ from moesaic.surgery import apply_plan, base_shape
 
 TESTS = Path(__file__).parent
 VOCAB = 384
+
+DENSE = (
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
+"""Dense architectures that the suites run over; ``test_contract.py`` runs over all."""
 
 # --- dense models --------------------------------------------------------------------------------
 
@@ -100,6 +114,8 @@ COUNT: dict[str, str] = {
     "gpt_oss": "num_local_experts",
     "phimoe": "num_local_experts",
 }
+MOE = tuple(COUNT)
+"""Mixtures of experts that the suites run over; ``test_contract.py`` runs over all."""
 MLA = {
     "kv_lora_rank": 8,
     "q_lora_rank": 8,

@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from builders import VOCAB, pages, tiny_model, tiny_moe, tiny_tokenizer
+from builders import DENSE, MOE, VOCAB, pages, tiny_model, tiny_moe, tiny_tokenizer
 from hypothesis import settings
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from moesaic.arch.dense import DENSE
-from moesaic.arch.mixture import MOE
 from moesaic.data.text import Tokens
 
 logging.disable_progress_bar()

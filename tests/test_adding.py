@@ -17,7 +17,7 @@ from builders import SMALL, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
 
-from moesaic.arch.dense import DENSE
+from moesaic.arch.lookup import EXCEPTIONS
 
 METHOD = {
     "toys/halves/config.py": '''
@@ -45,7 +45,7 @@ from dataclasses import asdict
 
 import torch
 
-from moesaic.arch.dense import dense_arch
+from moesaic.arch.lookup import dense_arch
 from moesaic.layers.carved import CarvedLayer
 from moesaic.methods.base import Decision, Method, Told
 from moesaic.plan import Plan
@@ -188,7 +188,7 @@ from dataclasses import asdict
 
 import torch
 
-from moesaic.arch.dense import dense_arch
+from moesaic.arch.lookup import dense_arch
 from moesaic.methods.base import Decision, Method, Told
 from moesaic.plan import Plan
 from toys.dampened import DampenedLayer
@@ -324,7 +324,7 @@ def test_it_takes_no_more_files_than_that(what):
 
 
 def test_the_architecture_is_not_in_our_table():
-    assert "seed_oss" not in DENSE
+    assert "seed_oss" not in EXCEPTIONS
 
 
 CARDS = {

@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import VOCAB, WAYS, force, masked, same_model, tiny_model, tiny_moe
+from builders import MOE, VOCAB, WAYS, force, masked, same_model, tiny_model, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moesaic
 from moesaic import CondenseConfig, MoREConfig, PruneConfig
-from moesaic.arch.dense import dense_arch
-from moesaic.arch.mixture import MOE, moe_arch
+from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.native import decide

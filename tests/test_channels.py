@@ -16,7 +16,7 @@ from torch import nn
 
 import moesaic
 from moesaic import MoesaicError
-from moesaic.arch.mixture import base_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.layers.base import same
 from moesaic.layers.channels import ChannelsLayer, column_norms
 from moesaic.layers.pruned import PrunedLayer

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from moesaic import CondenseConfig, MoesaicError, Tokens, condense
-from moesaic.arch.mixture import MoEFFN, moe_arch
+from moesaic.arch.lookup import moe_arch
+from moesaic.arch.mixture import MoEFFN
 from moesaic.layers.base import same
 from moesaic.layers.condensed import CondensedLayer
 from moesaic.methods.cdmoe.divergence import js, kl

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic.arch.dense import dense_arch
-from moesaic.arch.mixture import moe_arch
+from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.config import Evaluation, RunArgs
 from moesaic.distributed import own_device
 from moesaic.errors import MoesaicError

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import moesaic
 from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
-from moesaic.arch.dense import dense_arch
+from moesaic.arch.lookup import dense_arch
 from moesaic.cli import app
 from moesaic.data.packing import PackedText
 from moesaic.data.text import evaluation_tokens

@@ -21,7 +21,7 @@ from builders import (
 from safetensors.torch import load_file, save_file
 
 from moesaic import export
-from moesaic.arch.mixture import base_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
 from moesaic.exports.engines import limits
 from moesaic.exports.native import decide, verify, write

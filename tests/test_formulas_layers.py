@@ -10,7 +10,7 @@ import torch
 from builders import carved_layer, converted, tiny_model, tiny_moe
 from torch import Tensor
 
-from moesaic.arch.mixture import base_arch, moe_arch
+from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.arch.routing import RoutingFunction
 from moesaic.arch.use import LayerUse
 from moesaic.layers.carved import CarvedLayer
@@ -180,13 +180,14 @@ def test_hooks_of_a_router_see_nothing_of_its_routing_function() -> None:
     """Devices' hooks would move what it is asked about; users' would be told of no token."""
     model = tiny_moe("ernie4_5_moe")
     arch = moe_arch(model.config)
-    router = arch.mixture(arch.layers(model)[1]).router
+    view = arch.mixture(arch.layers(model)[1])
+    router = view.router
     seen: list[str] = []
     for module in router.modules():
         module.register_forward_hook(lambda *_: seen.append("after"))
         module.register_forward_pre_hook(lambda *_: seen.append("before"))
     before = {name: tensor.clone() for name, tensor in router.state_dict().items()}
-    routing = RoutingFunction(router, arch.choice_bias)
+    routing = RoutingFunction(view.block, arch.parts)
     weights_NK, chosen_NK = routing.choose(drawn(5, 8))
     assert weights_NK.shape == chosen_NK.shape == (5, 2)
     assert seen == []

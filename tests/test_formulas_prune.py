@@ -14,7 +14,7 @@ from torch import Tensor
 
 import moesaic
 from moesaic import PruneConfig
-from moesaic.arch.mixture import moe_arch
+from moesaic.arch.lookup import moe_arch
 from moesaic.arch.routing import RoutingFunction
 from moesaic.data.text import Tokens
 from moesaic.methods.naee.criteria import CRITERIA, OWN, Case

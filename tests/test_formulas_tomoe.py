@@ -10,7 +10,8 @@ import torch
 from builders import tiny_model
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Heads, dense_arch
+from moesaic.arch.dense import Heads
+from moesaic.arch.lookup import dense_arch
 from moesaic.methods.tomoe import masks
 from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.methods.tomoe.decision import learned

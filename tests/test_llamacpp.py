@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from builders import (
     BARE,
+    DENSE,
     EQUAL,
     LAST_HALF,
     UNEVEN,
@@ -22,8 +23,7 @@ from builders import (
 )
 
 from moesaic import MoREConfig, bench, carve, export
-from moesaic.arch.dense import DENSE
-from moesaic.arch.mixture import base_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.data.reader import shipped_texts
 from moesaic.exports.native import NEAR
 from moesaic.io.source import resolve
@@ -174,7 +174,7 @@ SUPPORTED = {
 }
 
 
-@pytest.mark.parametrize("model_type", sorted(DENSE.keys() - {"phi"}))
+@pytest.mark.parametrize("model_type", sorted({*DENSE} - {"phi"}))
 def test_static_pruning_has_the_same_logits(model_type, vocabularies, tmp_path):
     """Layers of different widths. It reads GELU from a table in half precision."""
     size = BPE if model_type in ("olmo2", "granite") else PIECES

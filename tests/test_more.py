@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moesaic
-from moesaic.arch.dense import dense_arch
+from moesaic.arch.lookup import dense_arch
 from moesaic.config import chosen_layers
 from moesaic.errors import MoesaicError
 from moesaic.methods.budget import LayerSize, active_ratio, layer_sizes, split_for_target

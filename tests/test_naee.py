@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError, PruneConfig, Tokens
-from moesaic.arch.mixture import moe_arch
+from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import calibration_tokens, split_evenly
 from moesaic.layers.base import same
 from moesaic.layers.pruned import PADDING, PrunedLayer

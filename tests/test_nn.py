@@ -7,7 +7,8 @@ import torch
 from builders import masked, tiny_model
 from torch import nn
 
-from moesaic.arch.dense import FFNNames, dense_arch, dense_ffn
+from moesaic.arch.dense import FFNNames, dense_ffn
+from moesaic.arch.lookup import dense_arch
 from moesaic.layers.carved import CarvedLayer
 from moesaic.nn import CarvedFFN, Router
 from moesaic.surgery import apply_layer

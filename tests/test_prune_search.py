@@ -11,7 +11,8 @@ from builders import tiny_moe
 from torch import Tensor
 
 import moesaic
-from moesaic.arch.mixture import MoEFFN, moe_arch
+from moesaic.arch.lookup import moe_arch
+from moesaic.arch.mixture import MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.methods.naee.config import PruneConfig, SkipConfig
 from moesaic.methods.naee.criteria import CRITERIA

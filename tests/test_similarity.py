@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import moesaic
 from moesaic import MoesaicError, Tokens
-from moesaic.arch.dense import dense_arch
+from moesaic.arch.lookup import dense_arch
 from moesaic.cli.entry import app
 from moesaic.methods.more.similarity import cka, depths, kernel
 

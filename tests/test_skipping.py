@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from builders import tiny_moe
+from builders import MOE, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError, PruneConfig, SkipConfig
-from moesaic.arch.mixture import MOE
 from moesaic.methods.naee.skipping import mean_calls, quantile, ratios
 from moesaic.metrics.routing import counted
 from moesaic.nn import skip, survivors

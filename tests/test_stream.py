@@ -6,7 +6,7 @@ import pytest
 import torch
 from builders import tiny_model
 
-from moesaic.arch.dense import dense_arch
+from moesaic.arch.lookup import dense_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint

@@ -21,7 +21,7 @@ from tokenizers import processors
 
 import moesaic
 from moesaic import hub
-from moesaic.arch.dense import dense_arch
+from moesaic.arch.lookup import dense_arch
 from moesaic.cli.shared import columns
 from moesaic.config import Calibration, RunArgs
 from moesaic.data import reader

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import moesaic
 from moesaic import MoesaicError, ToMoEConfig
-from moesaic.arch.dense import dense_arch
+from moesaic.arch.lookup import dense_arch
 from moesaic.data.text import Tokens
 from moesaic.hub import convert_class
 from moesaic.layers.base import same

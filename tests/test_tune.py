@@ -12,7 +12,7 @@ from builders import VOCAB, tiny_model, tiny_moe
 
 import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, Tokens, TuneConfig
-from moesaic.arch.mixture import moe_arch
+from moesaic.arch.lookup import moe_arch
 from moesaic.data.training import training_examples
 from moesaic.methods.sft.gates import factors, outside
 from moesaic.pipeline import run_recipe

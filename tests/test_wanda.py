@@ -14,7 +14,7 @@ from torch import Tensor
 
 import moesaic
 from moesaic import MoesaicError, PruneConfig, Tokens
-from moesaic.arch.mixture import moe_arch
+from moesaic.arch.lookup import moe_arch
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.tendency import Overlap, overlap, together
 from moesaic.methods.naee.wanda import thinned, two_of_four

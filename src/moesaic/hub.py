@@ -16,10 +16,12 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moesaic.arch.deepseek import DeepseekConfig, DeepseekForCausalLM
 from moesaic.arch.dense import PREFIX, Arch
-from moesaic.arch.mixture import architectures
+from moesaic.arch.lookup import architectures, base_arch
 from moesaic.foreign import JSON, Config, Model, Tokenizer
 from moesaic.io.source import check_loaded
 from moesaic.layers.base import KINDS
@@ -39,20 +41,20 @@ def _keep_source_out(cls: type, auto_class: str = "") -> None:
     """Instead of ``register_for_auto_class``, which would copy this package into checkpoints."""
 
 
-def _define(arch: Arch) -> tuple[type, type]:
+def _define(base: str) -> tuple[type, type]:
     """The config and model class of ``moesaic_<base>``, subclasses of the base's own."""
-    base_config = CONFIG_MAPPING[arch.model_type]
+    base_config = CONFIG_MAPPING[base]
     base_model = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
     shared = {"__module__": __name__, "register_for_auto_class": classmethod(_keep_source_out)}
     config_class = type(
         f"Moesaic{base_config.__name__}",
         (base_config,),
-        {"model_type": PREFIX + arch.model_type, **shared},
+        {"model_type": PREFIX + base, **shared},
     )
 
     def __init__(self: Any, config: Config) -> None:
         base_model.__init__(self, config)
-        install(self, arch, config)
+        install(self, base_arch(config), config)
         self.post_init()
 
     def from_pretrained(cls: Any, name: Any, *args: Any, **options: Any) -> Any:
@@ -72,7 +74,7 @@ def _define(arch: Arch) -> tuple[type, type]:
             "from_pretrained": classmethod(from_pretrained),
             "_keep_in_fp32_modules_strict": [
                 *(base_model._keep_in_fp32_modules_strict or ()),
-                *arch.wide_modules,
+                *(() if base in architectures()["moe"] else ("router",)),
             ],
             "_can_set_attn_implementation": base_model._can_set_attn_implementation,
             "_can_set_experts_implementation": base_model._can_set_experts_implementation,
@@ -82,27 +84,66 @@ def _define(arch: Arch) -> tuple[type, type]:
     return config_class, model_class
 
 
-def _register() -> dict[str, tuple[type, type]]:
-    if DeepseekConfig.model_type not in CONFIG_MAPPING:
-        conversions = get_checkpoint_conversion_mapping("qwen2_moe")
-        register_checkpoint_conversion_mapping(DeepseekConfig.model_type, conversions)
-        AutoConfig.register(DeepseekConfig.model_type, DeepseekConfig)
-        AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
-    classes = {}
-    for model_type, arch in architectures().items():
-        conversions = get_checkpoint_conversion_mapping(model_type)
+class Classes(dict[str, tuple[Any, Any]]):
+    """The config and model class of ``moesaic_<base>`` by base, made when they are asked for."""
+
+    def __missing__(self, base: str) -> tuple[Any, Any]:
+        conversions = get_checkpoint_conversion_mapping(base)
+        name = PREFIX + base
         if conversions is not None:
-            name = PREFIX + model_type
             register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
-        config_class, model_class = classes[model_type] = _define(arch)
-        AutoConfig.register(PREFIX + model_type, config_class)
-        AutoModelForCausalLM.register(config_class, model_class)
+        config_class, model_class = self[base] = _define(base)
+        AutoConfig.register(name, config_class, exist_ok=True)
+        AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
         globals()[config_class.__name__] = config_class
         globals()[model_class.__name__] = model_class
-    return classes
+        return self[base]
 
 
-CLASSES = _register()
+class _Awaited:
+    """Stands for a config class until a model of its type is read: there are many of them."""
+
+    model_type = ""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        return CLASSES[cls.model_type.removeprefix(PREFIX)][0](*args, **options)
+
+    @classmethod
+    def from_dict(cls, *args: Any, **options: Any) -> Any:
+        return CLASSES[cls.model_type.removeprefix(PREFIX)][0].from_dict(*args, **options)
+
+
+def __getattr__(name: str) -> Any:
+    """A class by its name, as checkpoints and pickles ask for it."""
+    if name not in _NAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return next(kind for kind in CLASSES[_NAMED[name]] if kind.__name__ == name)
+
+
+def _await() -> dict[str, str]:
+    """Let transformers know every model type that a result may have.
+
+    Returns:
+        the base by the names of our classes.
+    """
+    own = DeepseekConfig.model_type
+    if own not in CONFIG_MAPPING:
+        conversions = get_checkpoint_conversion_mapping("qwen2_moe")
+        register_checkpoint_conversion_mapping(own, conversions)
+        AutoConfig.register(own, DeepseekConfig)
+        AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
+    added = {own: DeepseekForCausalLM.__name__}
+    named: dict[str, str] = {}
+    for base, model in {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **added}.items():
+        config = CONFIG_MAPPING_NAMES.get(base, DeepseekConfig.__name__)
+        named |= {f"Moesaic{model}": base, f"Moesaic{config}": base}
+        said = {"model_type": PREFIX + base}
+        AutoConfig.register(PREFIX + base, type(f"Awaited_{base}", (_Awaited,), said))
+    return named
+
+
+CLASSES = Classes()
+_NAMED = _await()
 _ = [*KINDS.values()]  # imported now: models are built where new tensors have no values
 
 
@@ -126,8 +167,10 @@ def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     if routing and (dense or plan.layers.keys() != base.routed):
         return None
     if routing:
-        return _sized(arch, routing[0]) if routing.count(routing[0]) == len(routing) else None
-    every = {i: w for i, w in enumerate(base.widths) if not base.experts_of(i)} | dense
+        one = routing.count(routing[0]) == len(routing)
+        tied = "width" in routing[0] and arch.ties_widths and any(base.plain_widths.values())
+        return _sized(arch, routing[0]) if one and not tied else None
+    every = base.plain_widths | dense
     widths = {*every.values()}
     if len(widths) != 1:
         return None

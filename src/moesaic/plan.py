@@ -55,6 +55,11 @@ class BaseShape:
         return self.experts[index] if self.experts else 0
 
     @property
+    def plain_widths(self) -> dict[int, int]:
+        """FFN widths of the decoder layers that do not route."""
+        return {i: width for i, width in enumerate(self.widths) if not self.experts_of(i)}
+
+    @property
     def routed(self) -> set[int]:
         """The decoder layers that route."""
         return {i for i, count in enumerate(self.experts) if count}

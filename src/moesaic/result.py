@@ -13,7 +13,7 @@ import torch
 
 from moesaic import __version__, hub
 from moesaic.arch.dense import PREFIX, Arch
-from moesaic.arch.mixture import base_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation
 from moesaic.data.text import Tokens, evaluation_tokens

@@ -240,7 +240,7 @@ def rewrite(
         prefix = arch.layer_prefix(i)
         state = DiskState(naming, prefix, names[i], dtype)
         for name, tensor in _fitting(layer.convert(arch, state), i):
-            writer.add(prefix + name, tensor)
+            writer.add(state.stored_prefix + name, tensor)
     writer.close()
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from builders import (
     COUNT,
+    DENSE,
+    MOE,
     converted,
     equal,
     loaded,
@@ -20,10 +22,10 @@ from builders import (
     whole_plan,
 )
 from transformers import AutoConfig
+from transformers.models.auto import CONFIG_MAPPING
 
-from moesaic import hub
-from moesaic.arch.dense import DENSE, dense_arch
-from moesaic.arch.mixture import MOE, architectures, base_arch, moe_arch
+from moesaic.arch.dense import PREFIX
+from moesaic.arch.lookup import architectures, base_arch, dense_arch, moe_arch
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.naming import Naming
 from moesaic.io.source import Source
@@ -36,7 +38,7 @@ from moesaic.surgery import NEXT, base_shape
 KEEP = 6
 
 
-@pytest.fixture(params=sorted({**DENSE, **MOE}))
+@pytest.fixture(params=sorted({*DENSE, *MOE}))
 def any_type(request):
     return request.param
 
@@ -71,7 +73,11 @@ def some_sets(count, groups):
 
 
 def test_every_entry_is_registered():
-    assert hub.CLASSES.keys() == architectures().keys() >= {*DENSE, *MOE}
+    known = architectures()
+    assert {*DENSE} <= {*known["dense"]}
+    assert {*MOE} <= {*known["moe"]}
+    for model_type in known["dense"] + known["moe"]:
+        assert PREFIX + model_type in CONFIG_MAPPING
 
 
 def test_config_round_trips_key_for_key(any_type, tmp_path):

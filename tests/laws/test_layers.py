@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import moesaic
 from moesaic import MoesaicError
-from moesaic.arch.mixture import base_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.layers.base import KINDS, LayerPlan, same
 from moesaic.layers.channels import ChannelsLayer
 from moesaic.layers.condensed import NO_FFN

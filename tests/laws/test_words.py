@@ -20,7 +20,7 @@ from rich.console import Console
 
 import moesaic
 from moesaic import Calibration, Evaluation, Recipe, Record, report
-from moesaic.arch.mixture import base_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.methods import METHODS
 from moesaic.surgery import routed_modules
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
-from moesaic.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class Arch:
     ffn_path: str = "mlp"
     layers_path: str = "model.layers"
     attention: AttentionNames = AttentionNames()
-    attention_path: ClassVar[str] = "self_attn"
+    attention_path: str = "self_attn"
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
         """The decoder layers of a causal language model."""
@@ -113,9 +112,9 @@ class Arch:
         return Heads(count, (rows - count) // 2 if names.fused else rows, size, rotary, span)
 
     def attention_size(self, layer: nn.Module) -> int:
-        """Weights of the attention's linear projections, biases left out."""
-        modules = self.attention_of(layer).modules()
-        return sum(m.weight.numel() for m in modules if isinstance(m, nn.Linear))
+        """Weights of linear projections that mix tokens: all but the FFN's, biases left out."""
+        parts = (attrgetter(path)(layer) for path in self.replaced_paths)
+        return linear_size(layer) - sum(linear_size(part) for part in parts if part is not None)
 
     def dense(self, layer: nn.Module) -> DenseFFN:
         """The feed-forward part of a dense decoder layer, as methods see it."""
@@ -152,6 +151,11 @@ class Arch:
         """The config attributes by which every routed layer has so many experts."""
         return {}
 
+    @property
+    def ties_widths(self) -> bool:
+        """Experts and dense layers have their width from one config attribute."""
+        return False
+
     def with_width(self, width: int) -> JSON:
         """The config attributes by which every layer's FFN, or every routed expert, is so wide."""
         return {"intermediate_size": width}
@@ -165,11 +169,6 @@ class Arch:
         return None
 
     @property
-    def wide_modules(self) -> tuple[str, ...]:
-        """Modules of converted layers whose tensors stay in float32."""
-        return ("router",)
-
-    @property
     def replaced_paths(self) -> tuple[str, ...]:
         """Modules of a decoder layer that together are its FFN, by their paths in the layer."""
         return (self.ffn_path,)
@@ -181,6 +180,11 @@ class Arch:
     def ffn_prefix(self, index: int) -> str:
         """The start of the names of layer ``index``'s FFN tensors on disk."""
         return f"{self.layer_prefix(index)}{self.ffn_path}."
+
+
+def linear_size(module: nn.Module) -> int:
+    """Weights of all linear modules inside a module, biases left out."""
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
 def weight_of(module: nn.Module, name: str) -> Tensor:
@@ -201,63 +205,8 @@ def put(layer: nn.Module, path: str, module: nn.Module | None) -> None:
     setattr(attrgetter(owner)(layer) if owner else layer, leaf, module)
 
 
-DENSE: dict[str, Arch] = {
-    arch.model_type: arch
-    for arch in (
-        Arch("llama"),
-        Arch("mistral"),
-        Arch("qwen2"),
-        Arch("qwen3"),
-        Arch("gemma2"),
-        Arch("gemma3_text"),
-        Arch("olmo2"),
-        Arch("granite"),
-        Arch(
-            "phi3",
-            ffn=FFNNames(up="gate_up_proj", gate="gate_up_proj", act="activation_fn"),
-            attention=AttentionNames("qkv_proj", "qkv_proj", "qkv_proj"),
-        ),
-        Arch(
-            "phi",
-            ffn=FFNNames(up="fc1", down="fc2", gate=None, act="activation_fn"),
-            attention=AttentionNames(o="dense", q_norm="q_layernorm", k_norm="k_layernorm"),
-        ),
-    )
-}
-
-PLUGINS: Registry[Arch] = Registry("moesaic.architectures", {})
-"""Architectures that other packages add, dense ones and mixtures of experts."""
-
 PREFIX = "moesaic_"
 """A converted checkpoint's model_type is this and the base's."""
-
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Config attributes by which a mixture of experts gives itself away."""
-
-
-def dense_architectures() -> dict[str, Arch]:
-    """Every dense architecture by ``model_type``."""
-    return {**{n: a for n, a in PLUGINS.items() if type(a) is Arch}, **DENSE}
-
-
-def dense_arch(config: Config) -> Arch:
-    """The architecture of a dense model's config.
-
-    Raises:
-        MoesaicError: the model is a mixture of experts, was converted already, or is unknown.
-    """
-    model_type, known = config.model_type, dense_architectures()
-    if model_type in known:
-        return known[model_type]
-    if model_type.startswith(PREFIX):
-        raise MoesaicError(f"{model_type} is already carved; start from the dense original.")
-    if any(getattr(config, name, None) for name in EXPERT_COUNTS):
-        raise MoesaicError(
-            f"{model_type} is already a mixture of experts; carve takes a dense model."
-        )
-    raise MoesaicError(
-        f"Architecture {model_type!r} is not supported. Supported: {', '.join(sorted(known))}."
-    )
 
 
 @dataclass(frozen=True)

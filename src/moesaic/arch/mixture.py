@@ -1,4 +1,4 @@
-"""Mixtures of experts: one table entry a ``model_type``, and the view that methods see.
+"""Mixtures of experts: where each keeps its parts, and the view that methods see.
 
 Shape suffixes beside those of :mod:`moesaic.arch.dense`::
 
@@ -17,36 +17,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import (
-    EXPERT_COUNTS,
-    PLUGINS,
-    PREFIX,
-    Arch,
-    DenseFFN,
-    FFNNames,
-    dense_arch,
-    dense_architectures,
-    dense_ffn,
-)
-from moesaic.arch.routing import RoutingFunction
+from moesaic.arch.dense import Arch, DenseFFN, FFNNames, dense_ffn, linear_size
+from moesaic.arch.routing import RouterParts, RoutingFunction, arguments
 from moesaic.arch.use import LayerUse, RoutedModule
-from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
 
 PLAIN = FFNNames()
+ROUTER = RouterParts()
 
 
 @dataclass(frozen=True)
 class MoEArch(Arch):
-    """One mixture-of-experts architecture. Some of its layers may be dense."""
+    """One mixture-of-experts architecture. Some of its layers may be dense, or have no FFN."""
 
     count: str = "num_experts"
     """The config attribute that counts the routed experts."""
     width: str = "moe_intermediate_size"
     """The config attribute that is the width of one routed expert."""
     transposed: bool = False
-    """Experts' matrices are (inputs, outputs), and their gates and ups alternate."""
-    router: str = "gate"
+    """Experts' matrices are (inputs, outputs)."""
+    alternating: bool = False
+    """Experts' gates and ups alternate in one matrix; else all gates are before all ups."""
+    parts: RouterParts = ROUTER
+    """Where the block's router is, and what it chooses by."""
     experts: str = "experts"
     shared: str | None = None
     """The shared path inside the block."""
@@ -54,18 +47,22 @@ class MoEArch(Arch):
     """A linear module whose sigmoid scales the shared path."""
     beside: str | None = None
     """A shared path of the decoder layer, beside the block."""
+    after: str | None = None
+    """A norm of the block, through which the sum of experts and shared path passes."""
     shared_names: FFNNames = PLAIN
     """The projections inside the shared path."""
     shared_size: str | None = None
     """The config attribute that is the shared path's width."""
     shared_count: str | None = None
     """The config attribute that is the shared path's width in widths of a routed expert."""
+    shared_times: int = 0
+    """The shared path's width in widths of a routed expert, where no attribute of the config says
+    it; 0 where one does."""
     dense_layers: str | None = None
-    """The config attribute that says which layers are dense: a list, or how many of the first."""
-    choice_bias: str | None = None
-    """Tensor of the router that is added to the scores only to choose experts."""
+    """The config attribute that says which layers are dense: a list of their numbers, of all
+    layers' types, or how many of the first."""
     never: str | None = None
-    """Tensor of the router that, at its lowest, keeps an expert from ever being chosen and changes
+    """Tensor of the block that, at its lowest, keeps an expert from ever being chosen and changes
     nothing else; None where there is none. (Ernie's choice bias is none: its softmax would still
     count the expert.)"""
     groups: str | None = None
@@ -77,7 +74,12 @@ class MoEArch(Arch):
         return self.mixture(layer) if self.is_moe(layer) else self.dense(layer)
 
     def is_moe(self, layer: nn.Module) -> bool:
-        return hasattr(self.ffn_of(layer), self.experts)
+        return hasattr(getattr(layer, self.ffn_path, None), self.experts)
+
+    def is_dense(self, layer: nn.Module) -> bool:
+        """Whether a decoder layer's feed-forward part is a plain MLP; some hybrids' have none."""
+        ffn = getattr(layer, self.ffn_path, None)
+        return not self.is_moe(layer) and hasattr(ffn, self.ffn.down)
 
     def moe_layers(self, model: nn.Module) -> list[int]:
         """The decoder layers that route."""
@@ -91,13 +93,17 @@ class MoEArch(Arch):
         return self.mixture(layer).count if self.is_moe(layer) else 0
 
     def width_of(self, layer: nn.Module) -> int:
-        return self.mixture(layer).width if self.is_moe(layer) else super().width_of(layer)
+        if self.is_moe(layer):
+            return self.mixture(layer).width
+        return super().width_of(layer) if self.is_dense(layer) else 0
 
     def use(self, layer: nn.Module) -> LayerUse:
-        if not self.is_moe(layer):
+        if self.is_dense(layer):
             return super().use(layer)
+        if not self.is_moe(layer):
+            return LayerUse("dense", 0, 0.0, self.attention_size(layer), 0)
         view = self.mixture(layer)
-        weights = view.experts.gate_up_proj.numel() + view.experts.down_proj.numel()
+        weights = sum(view.matrix(name).numel() for name in view.matrices)
         per_neuron = weights // (view.count * view.width)
         width = view.shared_width + view.count * view.width
         return LayerUse(
@@ -111,6 +117,11 @@ class MoEArch(Arch):
             expert_width=view.width,
             router=sum(p.numel() for p in view.router.parameters()),
         )
+
+    def attention_size(self, layer: nn.Module) -> int:
+        if self.is_moe(layer) or self.is_dense(layer):
+            return super().attention_size(layer)
+        return linear_size(layer)
 
     def routed(self, layer: nn.Module) -> RoutedModule | None:
         if not self.is_moe(layer):
@@ -133,12 +144,12 @@ class MoEArch(Arch):
         """The path of the shared path's module in the decoder layer."""
         return self.beside if self.shared is None else f"{self.ffn_path}.{self.shared}"
 
-    @property
-    def wide_modules(self) -> tuple[str, ...]:
-        return ()
-
     def with_experts(self, count: int) -> JSON:
         return {self.count: count}
+
+    @property
+    def ties_widths(self) -> bool:
+        return self.width == "intermediate_size"
 
     def with_width(self, width: int) -> JSON:
         return {self.width: width}
@@ -152,18 +163,26 @@ class MoEArch(Arch):
         """
         if self.shared_size is not None:
             return {self.shared_size: shared}
+        if self.shared_times:
+            return {} if shared == self.shared_times * width else None
         if self.shared_count is None or shared % width:
             return None
         return {self.shared_count: shared // width}
 
     def shared_room(self, shared: int, width: int) -> int:
         """The least width from ``shared`` up that a shared path can have beside such experts."""
+        if self.shared_times:
+            return max(shared, self.shared_times * width)
         return shared if self.shared_count is None else -(-shared // width) * width
 
     def dense_at(self, config: Config, layers: Collection[int]) -> JSON | None:
         if self.dense_layers is None:
             return None
-        if isinstance(getattr(config, self.dense_layers), list):
+        said = getattr(config, self.dense_layers)
+        if isinstance(said, list) and said and isinstance(said[0], str):
+            kinds = ("dense" if i in layers else "sparse" for i in range(len(said)))
+            return {self.dense_layers: list(kinds)} if {*said} <= {"dense", "sparse"} else None
+        if isinstance(said, list):
             return {self.dense_layers: sorted(layers)}
         first = set(layers) == set(range(len(layers)))
         return {self.dense_layers: len(layers)} if first else None
@@ -182,123 +201,10 @@ class MoEArch(Arch):
             tensor: router rows, choice biases, and fused experts have such an axis.
             count: experts before any are dropped.
         """
-        if not name.startswith((f"{self.router}.", f"{self.experts}.")):
+        if not name.startswith((*self.parts.tensors, f"{self.experts}.")) or not tensor.dim():
             return None
-        return 0 if tensor.shape[0] == count else tensor.dim() - 1
-
-
-_DEEPSEEK: JSON = {
-    "count": "n_routed_experts",
-    "shared": "shared_experts",
-    "shared_count": "n_shared_experts",
-    "dense_layers": "first_k_dense_replace",
-}
-_BIASED: JSON = {
-    "choice_bias": "e_score_correction_bias",
-    "never": "e_score_correction_bias",
-    "groups": "n_group",
-    "per_group": 2,
-}
-
-MOE: dict[str, MoEArch] = {
-    arch.model_type: arch
-    for arch in (
-        MoEArch("mixtral", count="num_local_experts", width="intermediate_size"),
-        MoEArch(
-            "qwen2_moe",
-            shared="shared_expert",
-            shared_gate="shared_expert_gate",
-            shared_size="shared_expert_intermediate_size",
-            dense_layers="mlp_only_layers",
-        ),
-        MoEArch("qwen3_moe", dense_layers="mlp_only_layers"),
-        MoEArch("olmoe", width="intermediate_size"),
-        MoEArch("deepseek", **_DEEPSEEK),
-        MoEArch("deepseek_v2", groups="n_group", **_DEEPSEEK),
-        MoEArch("deepseek_v3", **_DEEPSEEK, **_BIASED),
-        MoEArch("glm4_moe", **_DEEPSEEK, **_BIASED),
-        MoEArch(
-            "ernie4_5_moe",
-            count="moe_num_experts",
-            shared="shared_experts",
-            shared_count="moe_num_shared_experts",
-            dense_layers="moe_layer_start_index",
-            choice_bias="moe_statics.e_score_correction_bias",
-        ),
-        MoEArch(
-            "granitemoe",
-            ffn_path="block_sparse_moe",
-            count="num_local_experts",
-            width="intermediate_size",
-            router="router",
-        ),
-        MoEArch(
-            "granitemoeshared",
-            ffn_path="block_sparse_moe",
-            count="num_local_experts",
-            width="intermediate_size",
-            router="router",
-            beside="shared_mlp",
-            shared_size="shared_intermediate_size",
-            shared_names=FFNNames("input_linear", "output_linear", "input_linear", "activation"),
-        ),
-        MoEArch(
-            "gpt_oss",
-            count="num_local_experts",
-            width="intermediate_size",
-            transposed=True,
-            router="router",
-            never="bias",
-        ),
-        MoEArch("phimoe", count="num_local_experts", width="intermediate_size", router="router"),
-    )
-}
-
-
-def moe_architectures() -> dict[str, MoEArch]:
-    """Every mixture-of-experts architecture by ``model_type``."""
-    return {**{n: a for n, a in PLUGINS.items() if isinstance(a, MoEArch)}, **MOE}
-
-
-def architectures() -> dict[str, Arch]:
-    """Every architecture, dense and mixture, by ``model_type``."""
-    return {**dense_architectures(), **moe_architectures()}
-
-
-def moe_arch(config: Config) -> MoEArch:
-    """The architecture of a mixture of experts' config, reduced by us before or not.
-
-    Raises:
-        MoesaicError: the model is dense, quantised, or unknown.
-    """
-    base, known = config.model_type.removeprefix(PREFIX), moe_architectures()
-    if getattr(config, "quantization_config", None) is not None:
-        raise MoesaicError(
-            f"This {base} checkpoint is quantised; experts are taken out of plain weights. "
-            "Dequantise it first."
-        )
-    if base in known:
-        return known[base]
-    if base in dense_architectures():
-        raise MoesaicError(f"{config.model_type} has no routed experts: carve it first.")
-    raise MoesaicError(
-        f"Architecture {base!r} is not supported. Mixtures of experts that are: "
-        f"{', '.join(sorted(known))}."
-    )
-
-
-def base_arch(config: Config) -> Arch:
-    """The architecture of any config, dense or a mixture of experts, converted or not.
-
-    Raises:
-        MoesaicError: it is unknown.
-    """
-    base, dense = config.model_type.removeprefix(PREFIX), dense_architectures()
-    if base in dense:
-        return dense[base]
-    if base in moe_architectures() or any(getattr(config, name, None) for name in EXPERT_COUNTS):
-        return moe_arch(config)
-    return dense_arch(config)
+        sizes = list(tensor.shape)
+        return next((axis for axis in (0, tensor.dim() - 1) if sizes[axis] == count), None)
 
 
 # --- the block -----------------------------------------------------------------------------------
@@ -330,13 +236,23 @@ class MoEFFN:
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.router.weight.device
-        return device
+        weight: Tensor = attrgetter(self.arch.parts.weight)(self.block)
+        return weight.device
 
     @property
     def width(self) -> int:
         """Neurons of one expert."""
         return int(self.experts.down_proj.shape[1 if self.experts.is_transposed else 2])
+
+    @property
+    def matrices(self) -> tuple[str, str]:
+        """The names of the experts' matrices: up, gates with it where there are any, and down."""
+        return ("gate_up_proj" if self.experts.has_gate else "up_proj"), "down_proj"
+
+    def matrix(self, name: str) -> Tensor:
+        """A matrix of all experts, as their module holds it."""
+        matrix: Tensor = getattr(self.experts, name)
+        return matrix
 
     @property
     def shared_width(self) -> int:
@@ -347,23 +263,29 @@ class MoEFFN:
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """The router's logits (T, E)."""
-        logits_TE: Tensor = self.router(x_TD)[0]
+        given = arguments(self.block, self.router)
+        if self.arch.parts.lifted:
+            x_TD = x_TD[None]
+        logits_TE: Tensor = self.router(x_TD, **given)[0]
         return logits_TE
 
-    def weights_of(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
-        """gate (M, D), up (M, D) and down (D, M) of expert ``i``, views."""
-        both, down = self.experts.gate_up_proj[i], self.experts.down_proj[i]
+    def weights_of(self, i: int) -> tuple[Tensor, ...]:
+        """gate (M, D) if there is one, up (M, D) and down (D, M) of expert ``i``, views."""
+        both, down = (self.matrix(name)[i] for name in self.matrices)
         if self.experts.is_transposed:
             both, down = both.T, down.T
+        if not self.experts.has_gate:
+            return both, down
         gate, up = both.chunk(2) if self.experts.is_concatenated else (both[::2], both[1::2])
         return gate, up, down
 
     def hidden(self, i: int, x_TD: Tensor) -> Tensor:
         """The input of expert ``i``'s down projection (T, M)."""
-        m = self.experts
-        both = m.gate_up_proj[i].T if m.is_transposed else m.gate_up_proj[i]
-        bias = m.gate_up_proj_bias[i] if m.has_bias else None
-        h_TM: Tensor = m._apply_gate(F.linear(x_TD, both, bias))
+        m, name = self.experts, self.matrices[0]
+        up = self.matrix(name)[i]
+        bias = self.matrix(f"{name}_bias")[i] if m.has_bias else None
+        up_TM = F.linear(x_TD, up.T if m.is_transposed else up, bias)
+        h_TM: Tensor = m._apply_gate(up_TM) if m.has_gate else m.act_fn(up_TM)
         return h_TM
 
     def written(self, i: int, h_TM: Tensor) -> Tensor:
@@ -445,6 +367,11 @@ class MoEFFN:
             f_TED[rows, i] = self.written(i, h_NM)
         return f_TED
 
+    def behind(self, y_TD: Tensor) -> Tensor:
+        """What the block makes of the sum of its experts and shared path (T, D)."""
+        y: Tensor = y_TD if self.arch.after is None else getattr(self.block, self.arch.after)(y_TD)
+        return y
+
     def output(self, x_TD: Tensor) -> Tensor:
         """The block as it runs now, shared path included (T, D)."""
         y = self.block(x_TD.unsqueeze(0))
@@ -458,7 +385,7 @@ class MoEFFN:
         def route(_: nn.Module, args: object, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             logits_TE = out[0]
             allowed_TE = allowed_E.to(logits_TE.device).expand_as(logits_TE)
-            weights_TK, chosen_TK = self.routing.choose(logits_TE, allowed_TE)
+            weights_TK, chosen_TK = self.routing.restricted(logits_TE, allowed_TE)
             return logits_TE, weights_TK.to(out[1].dtype), chosen_TK
 
         handle = self.router.register_forward_hook(route)
@@ -471,7 +398,7 @@ class MoEFFN:
 def moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
     """The view of a routed layer."""
     block = arch.ffn_of(layer)
-    router, experts = getattr(block, arch.router), getattr(block, arch.experts)
+    router, experts = block.get_submodule(arch.parts.router), getattr(block, arch.experts)
     module = None if arch.shared_at is None else attrgetter(arch.shared_at)(layer)
     shared = module
     if module is not None and arch.shared_gate is not None:
@@ -482,7 +409,7 @@ def moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
         block=block,
         router=router,
         experts=experts,
-        routing=RoutingFunction(router, arch.choice_bias),
+        routing=RoutingFunction(block, arch.parts),
         shared=shared,
         shared_module=module,
         scale=getattr(layer, "residual_multiplier", 1.0),

@@ -11,12 +11,42 @@ Shape suffixes: N rows of logits, E routed experts, K experts a token runs.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class RouterParts:
+    """Where a routed block's router and its tensors are; tensors' paths are the block's."""
+
+    router: str = "gate"
+    weight: str = "gate.weight"
+    """The projection of hidden states to logits."""
+    choice_bias: str | None = None
+    """A tensor that is added to the scores only to choose experts."""
+    lifted: bool = False
+    """The router asks for sentences: hidden states (1, T, D) instead of (T, D)."""
+    factor: str | None = None
+    """The block's own attribute by which it multiplies what the experts make."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The starts of the names of all tensors that choose and weigh experts."""
+        within = f"{self.router}."
+        outside = self.choice_bias
+        return (within,) if outside is None or outside.startswith(within) else (within, outside)
+
+
+def arguments(block: nn.Module, router: nn.Module) -> dict[str, Any]:
+    """What a block hands its router beside hidden states: attributes of its own, by name."""
+    given = list(inspect.signature(type(router).forward).parameters)[2:]
+    return {name: getattr(block, name) for name in given if getattr(block, name, None) is not None}
 
 
 def _floor(dtype: torch.dtype) -> float:
@@ -28,20 +58,36 @@ class RoutingFunction:
     """A router without its projection: logits in, the true combine weights out.
 
     Args:
-        router: the module; not changed, and nothing of its weights is kept but the choice bias.
-        choice_bias: the name of that bias inside the router.
+        block: the routed block; not changed, and nothing of its weights is kept but the choice
+            bias.
+        parts: where its router keeps what.
     """
 
-    def __init__(self, router: nn.Module, choice_bias: str | None = None) -> None:
-        self._router = _unbound(router)
+    def __init__(self, block: nn.Module, parts: RouterParts) -> None:
+        router = block.get_submodule(parts.router)
+        self._router = unbound(router)
         self._forward = type(router).forward
-        self._choice_bias = choice_bias
-        self.count = int(attrgetter("weight")(router).shape[0])
+        self._parts = parts
+        self._given = arguments(block, router)
+        self._weight = parts.weight.removeprefix(f"{parts.router}.")
+        weight: Tensor = attrgetter(parts.weight)(block)
+        self.count = int(weight.shape[0])
+        if hasattr(self._router, "hidden_dim"):
+            self._router.hidden_dim = self.count
+        self.factor = 1.0 if parts.factor is None else float(getattr(block, parts.factor))
         self.bias_E: Tensor | None = None
-        if choice_bias is not None:
-            self.bias_E = attrgetter(choice_bias)(router).detach().flatten()
-            for part in choice_bias.split(".")[:-1]:
-                self._router._modules[part] = _unbound(getattr(router, part))
+        within = f"{parts.router}."
+        self._inside = self._outside = None
+        if parts.choice_bias is not None:
+            self.bias_E = attrgetter(parts.choice_bias)(block).detach().flatten()
+            self._inside = parts.choice_bias.removeprefix(within)
+            if not parts.choice_bias.startswith(within):
+                self._inside, self._outside = None, parts.choice_bias
+        for path in (self._weight, self._inside or ""):
+            owner = self._router
+            for part in path.split(".")[:-1]:
+                owner._modules[part] = unbound(getattr(owner, part))
+                owner = owner._modules[part]
 
     @torch.no_grad()
     def choose(self, logits_NE: Tensor, allowed_NE: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -51,18 +97,38 @@ class RoutingFunction:
             logits_NE: router logits, one row a token.
             allowed_NE: bool; the experts that are there. None: all.
         """
-        bias_E = self.bias_E
+        _, weights_NK, chosen_NK = self._routed(logits_NE, allowed_NE)
+        return weights_NK if self.factor == 1.0 else weights_NK * self.factor, chosen_NK
+
+    @torch.no_grad()
+    def restricted(self, logits_NE: Tensor, allowed_NE: Tensor) -> tuple[Tensor, Tensor]:
+        """What the router itself hands its block, of allowed experts only (N, K)."""
+        _, weights_NK, chosen_NK = self._routed(logits_NE, allowed_NE)
+        return weights_NK, chosen_NK
+
+    @torch.no_grad()
+    def seen(self, logits_NE: Tensor) -> Tensor:
+        """The logits that the router says it was given: these, unless it changes them."""
+        logits: Tensor = self._routed(logits_NE, None)[0]
+        return logits.flatten(0, -2)
+
+    def _routed(self, logits_NE: Tensor, allowed_NE: Tensor | None) -> tuple[Tensor, ...]:
+        bias_E, given = self.bias_E, self._given
         if allowed_NE is not None:
             logits_NE = logits_NE.masked_fill(~allowed_NE, _floor(logits_NE.dtype))
             if bias_E is not None:
                 bias_E = bias_E.to(logits_NE.device).masked_fill(~allowed_NE, float("-inf"))
-        self._set("weight", torch.eye(self.count, dtype=logits_NE.dtype, device=logits_NE.device))
-        if self._router._parameters.get("bias") is not None:
-            self._set("bias", logits_NE.new_zeros(self.count))
-        if self._choice_bias is not None and bias_E is not None:
-            self._set(self._choice_bias, bias_E.to(logits_NE.device))
-        _, weights_NK, chosen_NK = self._forward(self._router, logits_NE)
-        return weights_NK, chosen_NK
+        eye_EE = torch.eye(self.count, dtype=logits_NE.dtype, device=logits_NE.device)
+        projection = self._set(self._weight, eye_EE)
+        if projection._parameters.get("bias") is not None:
+            self._set(f"{self._weight.removesuffix('weight')}bias", logits_NE.new_zeros(self.count))
+        if self._inside is not None and bias_E is not None:
+            self._set(self._inside, bias_E.to(logits_NE.device))
+        if self._outside is not None and bias_E is not None:
+            given = {**given, self._outside: bias_E.to(logits_NE.device)}
+        x_NE = logits_NE[None] if self._parts.lifted else logits_NE
+        routed: tuple[Tensor, ...] = self._forward(self._router, x_NE, **given)
+        return routed
 
     def weights(self, logits_NE: Tensor, allowed_NE: Tensor | None = None) -> Tensor:
         """w, the combine weight of every expert, zero for those not chosen (N, E), float32."""
@@ -72,20 +138,21 @@ class RoutingFunction:
         )  # one place more: a skipped expert's number is the count
         return w_NE.scatter_(1, chosen_NK, weights_NK.float())[:, :-1]
 
-    def _set(self, name: str, tensor: Tensor) -> None:
+    def _set(self, name: str, tensor: Tensor) -> nn.Module:
+        """Put a tensor in place of the router's own; returns the module that holds it."""
         owner, _, leaf = name.rpartition(".")
-        module = self._router.get_submodule(owner)
+        module: nn.Module = self._router.get_submodule(owner)
         places = module._buffers if leaf in module._buffers else module._parameters
-        places[leaf] = tensor
+        places[leaf] = tensor  # type: ignore[assignment]
+        return module
 
 
-def _unbound(module: Any) -> Any:
+def unbound(module: Any) -> Any:
     """A shallow copy with tables of tensors and modules of its own, and no hooks."""
     twin = copy.copy(module)
     for table in ("_parameters", "_buffers", "_modules"):
         twin.__dict__[table] = dict(module.__dict__[table])
     for table in ("_forward_hooks", "_forward_pre_hooks"):
         twin.__dict__[table] = OrderedDict()
-    if hasattr(twin, "hidden_dim"):
-        twin.hidden_dim = module.weight.shape[0]
+    twin.__dict__.pop("forward", None)  # a hook of device_map's, which calls the original
     return twin

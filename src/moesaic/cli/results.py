@@ -125,6 +125,19 @@ def report(
     emit(as_json, {"report": str(out)}, f"Report in {out}")
 
 
+def architectures(as_json: AsJson = False) -> None:
+    """Model types that are supported, and those that are not, with the reason."""
+    from moesaic.arch.tried import tried
+
+    found = tried()
+    lines = [f"With transformers {found['transformers']}:"]
+    for kind, words in (("moe", "mixtures of experts"), ("dense", "dense models")):
+        lines.append(f"\n{len(found[kind])} {words}\n{', '.join(found[kind])}")
+    lines.append(f"\n{len(found['unsupported'])} not supported")
+    lines += [f"{name}: {reason}" for name, reason in found["unsupported"].items()]
+    emit(as_json, found, "\n".join(lines))
+
+
 def commands() -> None:
     """Make these commands."""
     register("run", run, "moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder")
@@ -133,3 +146,4 @@ def commands() -> None:
     form = [option(ExportArgs, of.name) for of in fields(ExportArgs)]
     register("export", export, "moesaic export out out-native --to native", form)
     register("report", report, "moesaic report out-0.8 out-0.7 --out compare.html")
+    register("architectures", architectures, "moesaic architectures --json")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moesaic.arch.dense import Arch, DenseFFN, FFNNames, assembled
-from moesaic.arch.mixture import base_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import Export, base_config
 from moesaic.exports.targets import (

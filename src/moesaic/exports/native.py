@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moesaic.arch.mixture import MoEArch, base_arch
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError

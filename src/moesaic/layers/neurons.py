@@ -79,9 +79,9 @@ def neuron_axis(arch: MoEArch, leaf: str) -> int | None:
     """The axis of a fused tensor of experts that counts neurons; None: it has none."""
     if leaf == "down_proj":
         return 1 if arch.transposed else 2
-    if leaf == "gate_up_proj":
+    if leaf in ("gate_up_proj", "up_proj"):
         return 2 if arch.transposed else 1
-    return 1 if leaf == "gate_up_proj_bias" else None
+    return 1 if leaf in ("gate_up_proj_bias", "up_proj_bias") else None
 
 
 def of_experts(
@@ -108,7 +108,7 @@ def of_experts(
 
 def _of_one(arch: MoEArch, tensor: Tensor, axis: int, order_W: Tensor, width: int) -> Tensor:
     if tensor.shape[axis] == 2 * width:
-        order_W = twice(order_W, width, arch.transposed)
+        order_W = twice(order_W, width, arch.alternating)
     return taken(tensor, axis, order_W)
 
 

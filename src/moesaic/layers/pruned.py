@@ -91,7 +91,7 @@ class PrunedLayer(LayerPlan):
         """Tensors of single experts are renumbered, those of all experts lose rows."""
         assert isinstance(arch, MoEArch)
         block = f"{arch.ffn_path}."
-        count = state[f"{block}{arch.router}.weight"].shape[0]
+        count = state[f"{block}{arch.parts.weight}"].shape[0]
         for stored, name in state.stored(block):
             if expert_number(stored) in (None, 0, *self.kept):
                 inside = name.removeprefix(block)
@@ -133,7 +133,7 @@ class PrunedLayer(LayerPlan):
         taken = tensor.index_select(axis, self.kept_E.clamp(min=0).to(tensor.device))
         padding = (self.kept_E == PADDING).nonzero().flatten()
         if len(padding):
-            never = name == f"{arch.router}.{arch.never}"
+            never = name == arch.never
             lowest = torch.finfo(tensor.dtype).min / 4
             taken.index_fill_(axis, padding.to(tensor.device), lowest if never else 0)
         return taken
@@ -194,7 +194,7 @@ def resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
         setattr(view.block.get_submodule(owner), leaf, new)
-    for module in (view.block, view.router, view.experts):
+    for module in (view.block, *view.router.modules(), view.experts):
         for name in ("num_experts", "out_features"):
             if getattr(module, name, None) == before:
                 setattr(module, name, count)

@@ -208,7 +208,7 @@ class Narrowed(Rewritten):
         self._experts = f"{arch.ffn_path}.{arch.experts}."
         self._shared = shared[0] if shared else "\0"
         self._names = dict(state.stored(self._experts, *shared))
-        count = state[f"{arch.ffn_path}.{arch.router}.weight"].shape[0]
+        count = state[f"{arch.ffn_path}.{arch.parts.weight}"].shape[0]
         self._neurons_EW = torch.arange(plan.width).repeat(count, 1)
         self._neurons_EW[plan.experts] = plan.neurons_EW[plan.kept_E != PADDING]
 

@@ -36,7 +36,7 @@ class DiskState:
 
     Args:
         naming: of the checkpoint.
-        prefix: the start of the layer's names on disk and in memory.
+        prefix: the start of the layer's names in memory.
         names: the layer's tensors: by full name on disk their full name in memory.
         dtype: the floating-point type by full name in memory, None for the checkpoint's own.
     """
@@ -49,8 +49,11 @@ class DiskState:
         dtype: Callable[[str], torch.dtype | None],
     ) -> None:
         self._naming, self._prefix, self._dtype = naming, prefix, dtype
+        self.stored_prefix = stored_prefix(prefix, names)
+        """The start of the layer's names on disk."""
         self._names = {
-            disk.removeprefix(prefix): name.removeprefix(prefix) for disk, name in names.items()
+            disk.removeprefix(self.stored_prefix): name.removeprefix(prefix)
+            for disk, name in names.items()
         }
         self._in_memory = {*self._names.values()}
 
@@ -58,7 +61,7 @@ class DiskState:
         return ((d, n) for d, n in self._names.items() if n.startswith(prefixes))
 
     def read(self, stored: str) -> Tensor:
-        tensor = self._naming.checkpoint.tensor(self._prefix + stored)
+        tensor = self._naming.checkpoint.tensor(self.stored_prefix + stored)
         return cast(tensor, self._dtype(self._prefix + self._names[stored]))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -67,6 +70,17 @@ class DiskState:
 
     def __contains__(self, name: str) -> bool:
         return name in self._in_memory
+
+
+def stored_prefix(prefix: str, names: Mapping[str, str]) -> str:
+    """The start of a layer's names on disk: some checkpoints put their own before its number.
+
+    >>> stored_prefix("model.layers.3.", {"backbone.layers.3.mixer.D": "model.layers.3.mixer.D"})
+    'backbone.layers.3.'
+    """
+    number = f".{prefix.rstrip('.').rpartition('.')[2]}."
+    starts = {disk.partition(number)[0] + number for disk in names if number in disk}
+    return starts.pop() if len(starts) == 1 else prefix
 
 
 class Rewritten:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from moesaic.arch.dense import Arch, dense_arch
+from moesaic.arch.dense import Arch
+from moesaic.arch.lookup import dense_arch
 from moesaic.config import MethodConfig
 from moesaic.foreign import Config, Model, Values
 from moesaic.plan import Plan

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from moesaic.arch.dense import PREFIX
-from moesaic.arch.mixture import MoEArch, moe_arch
+from moesaic.arch.lookup import moe_arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config

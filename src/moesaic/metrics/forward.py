@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.mixture import base_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, own_device, process
 from moesaic.foreign import Model, Track, silent

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.mixture import base_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Model
 from moesaic.surgery import routed_modules

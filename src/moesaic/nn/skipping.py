@@ -57,10 +57,9 @@ class Skipping:
     beta: float
     rule: str
 
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, chosen = super().forward(hidden_states)  # type: ignore[misc]
-        count = self.weight.shape[0]  # type: ignore[attr-defined]
-        return logits, *skip(weights, chosen, self.beta, self.rule, count)
+    def forward(self, hidden_states: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, chosen = super().forward(hidden_states, *given)  # type: ignore[misc]
+        return logits, *skip(weights, chosen, self.beta, self.rule, logits.shape[-1])
 
 
 def make_skipping(router: nn.Module, beta: float, rule: str, experts: Any) -> None:

@@ -7,11 +7,14 @@ one layer's weights in memory when the model is read from disk.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import tempfile
+import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
@@ -151,6 +154,10 @@ class Site(Generic[V]):
 
 
 StandIn = Callable[[int, Tensor, JSON], Tensor]
+Key = tuple[int, int, int]
+"""Hidden states, a batch of them, and the layer that they have passed."""
+CARRIED = object()
+"""Stands, while arguments are recorded, for what the layer before hands on."""
 
 
 @dataclass
@@ -160,6 +167,8 @@ class Block:
     index: int
     layer: nn.Module
     _kwargs: list[list[JSON]]
+    _carried: dict[Key, Any] = field(default_factory=dict)
+    """What layers hand on beside hidden states."""
 
     @property
     def device(self) -> torch.device:
@@ -168,7 +177,19 @@ class Block:
 
     def output(self, batch: int, states: Tensor) -> Tensor:
         """What the layer makes of one batch's hidden states (B, L, D)."""
-        after: Tensor = self.layer(states.to(self.device), **self._kwargs[batch][self.index])
+        key = (0, batch, self.index)
+        return self._made(self.layer, states, key)
+
+    def _made(self, layer: nn.Module, states: Tensor, key: Key) -> Tensor:
+        which, batch, index = key
+        before = self._carried.get((which, batch, index - 1))
+        given = self._kwargs[batch][index]
+        given = {name: before if v is CARRIED else v for name, v in given.items()}
+        made = layer(states.to(self.device), **given)
+        after: Tensor = made
+        if isinstance(made, tuple):
+            after, self._carried[key] = made[0], made[1]
+            self._carried.pop((which, batch, index - 2), None)
         return after
 
     def outputs(self, states: Iterable[Tensor], layer: nn.Module | None = None) -> Iterator[Tensor]:
@@ -178,10 +199,8 @@ class Block:
             states: one entry a batch.
             layer: what stands in the layer's place.
         """
-        device = self.device
         for b, before in enumerate(states):
-            after: Tensor = (layer or self.layer)(before.to(device), **self._kwargs[b][self.index])
-            yield after
+            yield self._made(layer or self.layer, before, (id(states), b, self.index))
 
     def run(self, states: Spill, layer: nn.Module | None = None) -> None:
         """Pass every batch through the layer, or what stands in its place; ``states`` change."""
@@ -360,9 +379,10 @@ class LayerStream(Generic[V]):
             stop: the layer to end before; None for all.
             order: the layers in another order, such as backward.
         """
+        carried: dict[Key, Any] = {}
         for i in range(self.count if stop is None else stop) if order is None else order:
             with self._open_layer(i):
-                yield Block(i, self.arch.layers(self.model)[i], kwargs)
+                yield Block(i, self.arch.layers(self.model)[i], kwargs, carried)
 
     @torch.no_grad()
     def heads(
@@ -472,7 +492,7 @@ class LayerStream(Generic[V]):
         hooked = [layer.__dict__.get("forward") for layer in layers]
         for index, layer in enumerate(layers):
             # shadows the class's forward
-            layer.forward = _standing_in(stand_in, index)
+            layer.forward = _standing_in(stand_in, index, layer)
         try:
             yield
         finally:
@@ -483,8 +503,27 @@ class LayerStream(Generic[V]):
                     layer.forward = forward
 
 
-def _standing_in(stand_in: StandIn, index: int) -> Callable[..., Tensor]:
-    return lambda hidden_states, **given: stand_in(index, hidden_states, given)
+def _standing_in(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..., Any]:
+    """A layer's forward that takes and returns what the layer's own does."""
+    _, _, *names = inspect.signature(type(layer).forward).parameters
+    hands_on = _hands_on(type(layer).forward)
+
+    def forward(hidden_states: Tensor, *args: object, **given: object) -> object:
+        states = stand_in(index, hidden_states, {**dict(zip(names, args, strict=False)), **given})
+        return (states, CARRIED) if hands_on else states
+
+    return forward
+
+
+@cache
+def _hands_on(forward: Callable[..., object]) -> bool:
+    """Whether a layer returns more than hidden states, which the next one is given."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    return any(isinstance(value, ast.Tuple) for value in returns)
 
 
 def valid(x: Tensor, mask: Tensor | None) -> Tensor:

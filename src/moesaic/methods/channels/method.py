@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
-from moesaic.arch.mixture import MoEArch, base_arch
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse
 from moesaic.config import chosen_layers
 from moesaic.data.text import Tokens

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import Arch, dense_arch
+from moesaic.arch.dense import Arch
+from moesaic.arch.lookup import dense_arch
 from moesaic.config import RunArgs
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from moesaic.arch.mixture import moe_arch
+from moesaic.arch.lookup import moe_arch
 from moesaic.config import RunArgs
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError

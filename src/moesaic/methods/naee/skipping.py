@@ -25,7 +25,8 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from moesaic.arch.mixture import MoEArch, moe_arch
+from moesaic.arch.lookup import moe_arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moesaic.arch.dense import Arch
-from moesaic.arch.mixture import base_arch
+from moesaic.arch.lookup import base_arch
 from moesaic.data.training import training_text
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model

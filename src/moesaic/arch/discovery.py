@@ -1,0 +1,454 @@
+"""Architectures by rule: where a model keeps its parts, read off its modules and its config.
+
+transformers gives routed experts one interface and most models the same few names, so that a table
+of architectures would only repeat them. The rules are tried on every causal language model of the
+installed transformers: ``docs/architectures.md``.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch, AttentionNames, FFNNames
+from moesaic.arch.mixture import MoEArch
+from moesaic.arch.routing import RouterParts, RoutingFunction, arguments, unbound
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Config, Model
+from moesaic.io.checkpoint import skeleton
+
+ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
+GATES = ("gate", "w1", "wi_0", "c_fc_0")
+"""Parts of the names of the projection whose output goes through the activation function."""
+FUSED_QKV = ("qkv_proj", "query_key_value", "W_pack", "Wqkv")
+OUTPUTS = ("o_proj", "dense", "out_proj", "o")
+NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+DENSE_LAYERS = (
+    "mlp_only_layers",
+    "first_k_dense_replace",
+    "moe_layer_start_index",
+    "num_dense_layers",
+    "mlp_layer_types",
+)
+GROUPS = ("n_group", "num_expert_group")
+PROBES = 64
+"""Tokens that a router is tried with."""
+FAR = 40.0
+"""A difference of logits by which one expert has all the weight of a softmax."""
+MOST = 256
+"""Configs whose architecture is kept in mind."""
+_FOUND: dict[str, Arch] = {}
+
+
+class Unknown(MoesaicError):
+    """An architecture whose parts no rule finds."""
+
+
+def discovered(config: Config) -> Arch:
+    """Where the model of a config keeps its parts.
+
+    Raises:
+        MoesaicError: says what was found and what was not.
+    """
+    text = config.get_text_config()
+    if text is not config:
+        raise Unknown(
+            f"{config.model_type}: it has parts beside text; its language model alone, "
+            f"{text.model_type}, is another model_type."
+        )
+    said = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
+    if said not in _FOUND:
+        if len(_FOUND) > MOST:
+            _FOUND.clear()
+        with torch.device("cpu"):  # a converted model asks while it is made on the meta device
+            _FOUND[said] = of_model(skeleton(config, torch.float32), config)
+    return _FOUND[said]
+
+
+def of_model(model: Model, config: Config) -> Arch:
+    """Where a model keeps its parts.
+
+    Args:
+        model: on any device; a skeleton will do.
+        config: its own.
+
+    Raises:
+        MoesaicError: says what was found and what was not.
+    """
+    name = config.model_type
+    path = _layers_path(model, config)
+    if path is None:
+        raise Unknown(f"{name}: no list of {config.num_hidden_layers} decoder layers was found.")
+    layers = list(model.get_submodule(path))
+    routed = [layer for layer in layers if _experts_paths(layer)]
+    if routed:
+        return _mixture(name, path, layers, routed, config)
+    return _dense(name, path, layers, config)
+
+
+def _layers_path(model: nn.Module, config: Config) -> str | None:
+    count = config.num_hidden_layers
+    lists = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    return next((name for name, found in lists if len(found) == count), None)
+
+
+# --- plain MLPs ----------------------------------------------------------------------------------
+
+
+def mlp_names(module: nn.Module) -> FFNNames | None:
+    """The projections of a feed-forward module; None where it is no plain MLP."""
+    linears = {n: m for n, m in module.named_children() if isinstance(m, nn.Linear)}
+    act = next((n for n in ACTIVATIONS if callable(getattr(module, n, None))), None)
+    rest = [m for n, m in module.named_children() if n not in linears]
+    if act is None or any(True for part in rest for _ in part.parameters()):
+        return None
+    if [*module.parameters(recurse=False)] or not 2 <= len(linears) <= 3:
+        return None
+    down = _down(linears)
+    if down is None:
+        return None
+    hidden, width = linears[down].weight.shape
+    into = [name for name in linears if name != down]
+    rows = [linears[name].weight.shape for name in into]
+    if len(into) == 2 and all(shape == (width, hidden) for shape in rows):
+        gates = [name for name in into if any(part in name for part in GATES)]
+        if len(gates) != 1:
+            return None
+        (up,) = {*into} - {*gates}
+        return FFNNames(up, down, gates[0], act)
+    if len(into) == 1 and rows[0] == (2 * width, hidden):
+        return FFNNames(into[0], down, into[0], act)
+    if len(into) == 1 and rows[0] == (width, hidden):
+        return FFNNames(into[0], down, None, act)
+    return None
+
+
+def _down(linears: dict[str, nn.Linear]) -> str | None:
+    """The projection that maps back: its input is the others' output, and theirs its output."""
+    for name in reversed(linears):
+        others = [m for n, m in linears.items() if n != name]
+        if all(m.in_features == linears[name].out_features for m in others):
+            wide = {m.out_features for m in others}
+            if wide <= {linears[name].in_features, 2 * linears[name].in_features}:
+                return name
+    return None
+
+
+def _mlps(layer: nn.Module) -> dict[str, FFNNames]:
+    """The plain MLPs among a module's own parts, by their names."""
+    found = ((path, mlp_names(module)) for path, module in layer.named_children())
+    return {path: names for path, names in found if names is not None}
+
+
+def _dense(name: str, path: str, layers: Sequence[nn.Module], config: Config) -> Arch:
+    each = [_mlps(layer) for layer in layers]
+    common = {place for place in each[0] if all(place in found for found in each)}
+    hidden = config.hidden_size
+    common = {
+        place
+        for place in common
+        if getattr(layers[0].get_submodule(place), each[0][place].down).out_features == hidden
+    }
+    if len(common) != 1:
+        found = ", ".join(sorted({type(m).__name__ for m in layers[0].children()}))
+        what = "none" if not common else f"several ({', '.join(sorted(common))})"
+        raise Unknown(
+            f"{name}: every decoder layer must have one plain MLP, two or three linear modules and "
+            f"an activation function; {what} is in every layer. Found in the first: {found}."
+        )
+    (place,) = common
+    names = {found[place] for found in each}
+    if len(names) > 1:
+        raise Unknown(f"{name}: the MLPs of its decoder layers have different projections.")
+    at, attention = _attention(layers[0])
+    return Arch(name, names.pop(), place, path, attention, at)
+
+
+def _attention(layer: nn.Module) -> tuple[str, AttentionNames]:
+    """The path of a decoder layer's attention, and its projections; the usual ones if odd."""
+    for path, module in layer.named_modules():
+        own = {n for n, m in module.named_children() if isinstance(m, nn.Linear)}
+        output = next((n for n in OUTPUTS if n in own), None)
+        fused = next((n for n in FUSED_QKV if n in own), None)
+        if output is None or not (fused or {"q_proj", "k_proj", "v_proj"} <= own):
+            continue
+        q, k, v = (fused,) * 3 if fused else ("q_proj", "k_proj", "v_proj")
+        norms = next((pair for pair in NORMS if hasattr(module, pair[0])), NORMS[0])
+        return path, AttentionNames(q, k, v, output, *norms)
+    return "self_attn", AttentionNames()
+
+
+# --- mixtures of experts -------------------------------------------------------------------------
+
+
+def _experts_paths(layer: nn.Module) -> list[str]:
+    """The modules of a decoder layer that follow transformers' interface of experts."""
+    return [path for path, m in layer.named_modules() if hasattr(m, "has_post_expert_norm")]
+
+
+def _mixture(
+    name: str, path: str, layers: Sequence[nn.Module], routed: Sequence[nn.Module], config: Config
+) -> MoEArch:
+    places = {tuple(_experts_paths(layer)) for layer in routed}
+    if len(places) != 1 or len(*places) != 1:
+        raise Unknown(f"{name}: its layers have experts at several places: {sorted(places)}.")
+    ((place,),) = places
+    block_path, _, leaf = place.rpartition(".")
+    if not block_path:
+        raise Unknown(
+            f"{name}: its experts stand in the decoder layer itself, not in a block of their own."
+        )
+    layer = routed[0]
+    block, experts = layer.get_submodule(block_path), layer.get_submodule(place)
+    if experts.has_post_expert_norm:
+        raise Unknown(f"{name}: a norm is behind every expert.")
+    down: Tensor = experts.get_parameter("down_proj")
+    count, width = down.shape[0], down.shape[1 if experts.is_transposed else 2]
+    parts = _router(name, block, leaf, count)
+    for other in routed:
+        _check_router(name, other.get_submodule(block_path), parts)
+    inside, outside = _mlps(block), _mlps(layer)
+    if len(inside) + len(outside) > 1:
+        raise Unknown(
+            f"{name}: several MLPs are beside its experts: {', '.join([*inside, *outside])}."
+        )
+    gate = _shared_gate(block)
+    after = _norm(block)
+    known = {leaf, parts.router, *inside, *filter(None, [gate, after])}
+    _nothing_else(name, block, known, parts)
+    shared, beside = next(iter(inside), None), next(iter(outside), None)
+    said = config.to_dict()
+    plain = (_mlps(layer).get(block_path) for layer in layers)
+    names = next((names for names in plain if names is not None), None)
+    arch = MoEArch(
+        name,
+        ffn=names or FFNNames(),
+        ffn_path=block_path,
+        layers_path=path,
+        count=_counting(name, said, count),
+        width=_widening(name, said, width),
+        transposed=bool(experts.is_transposed),
+        alternating=not experts.is_concatenated,
+        parts=parts,
+        experts=leaf,
+        shared=shared,
+        shared_gate=gate if shared else None,
+        beside=beside,
+        after=after,
+        shared_names={**inside, **outside}.get(shared or beside or "", FFNNames()),
+        dense_layers=next((key for key in DENSE_LAYERS if said.get(key) is not None), None),
+    )
+    at, attention = _attention(layer)
+    arch = replace(arch, attention=attention, attention_path=at)
+    if shared or beside:
+        mlp = layer.get_submodule(arch.shared_at or "")
+        path_width = int(getattr(mlp, arch.shared_names.down).in_features)
+        size = _key(said, path_width, ("shared", "size"))
+        times = (k for k in _keys(said, ("shared",), ("size",)) if said[k] * width == path_width)
+        many = None if size else next(times, None)
+        tied = 0 if size or many or path_width % width else path_width // width
+        arch = replace(arch, shared_size=size, shared_count=many, shared_times=tied)
+    return _asked(arch, block, said, count)
+
+
+def _router(name: str, block: nn.Module, experts: str, count: int) -> RouterParts:
+    """The module of a block that has a row for every expert."""
+    for path, module in block.named_children():
+        if path == experts or mlp_names(module) is not None or type(module) is nn.Linear:
+            continue
+        rows = [n for n, p in module.named_parameters() if p.dim() == 2 and p.shape[0] == count]
+        rows = [n for n in rows if n.rpartition(".")[2] == "weight"]
+        if len(rows) != 1:
+            continue
+        weight = f"{path}.{rows[0]}"
+        bias = _choice_bias(block, path, weight, count)
+        factor = _factor(block, module)
+        return RouterParts(path, weight, bias, factor=factor)
+    found = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.named_children())
+    raise Unknown(
+        f"{name}: no module of {type(block).__name__} has one row for each of {count} experts and "
+        f"is a router. Found: {found}."
+    )
+
+
+def _choice_bias(block: nn.Module, router: str, weight: str, count: int) -> str | None:
+    """The tensor by which the router chooses, in it or handed to it by the block."""
+    module = block.get_submodule(router)
+    own = [f"{router}.{n}" for n, _ in [*module.named_parameters(), *module.named_buffers()]]
+    handed = [n for n, value in arguments(block, module).items() if isinstance(value, Tensor)]
+    tensors: dict[str, Tensor] = {n: block.get_parameter(n) for n, _ in block.named_parameters()}
+    tensors |= dict(block.named_buffers())
+    return next(
+        (
+            n
+            for n in [*own, *handed]
+            if "bias" in n
+            and n != f"{weight.removesuffix('weight')}bias"
+            and tensors[n].numel() == count
+        ),
+        None,
+    )
+
+
+def _factor(block: nn.Module, router: nn.Module) -> str | None:
+    """The block's own number by which it multiplies what its experts make."""
+    numbers = [n for n, v in vars(block).items() if isinstance(v, float | int) and "scal" in n]
+    return next((n for n in numbers if not hasattr(router, n)), None)
+
+
+def _check_router(name: str, block: nn.Module, parts: RouterParts) -> None:
+    """Refuse a router that asks for more than hidden states and what its block holds."""
+    router = block.get_submodule(parts.router)
+    given = arguments(block, router)
+    asked = list(inspect.signature(type(router).forward).parameters.values())[2:]
+    missing = [p.name for p in asked if p.default is p.empty and p.name not in given]
+    if missing:
+        raise Unknown(
+            f"{name}: {type(router).__name__} chooses by {' and '.join(missing)} too, and not by "
+            "hidden states alone."
+        )
+
+
+def _shared_gate(block: nn.Module) -> str | None:
+    """A linear module with one output."""
+    return next(
+        (n for n, m in block.named_children() if type(m) is nn.Linear and m.out_features == 1),
+        None,
+    )
+
+
+def _norm(block: nn.Module) -> str | None:
+    """A norm, through which a block's output passes."""
+    return next((n for n, m in block.named_children() if type(m).__name__.endswith("Norm")), None)
+
+
+def _nothing_else(name: str, block: nn.Module, known: set[str], parts: RouterParts) -> None:
+    """Refuse a block with weights that nobody has looked at."""
+    odd = [n for n, m in block.named_children() if n not in known and [*m.parameters()]]
+    own = [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
+    odd += [n for n, _ in own if n != parts.choice_bias]
+    if odd:
+        raise Unknown(f"{name}: {type(block).__name__} has parts that no rule knows: {odd}.")
+
+
+def _keys(said: JSON, words: Sequence[str], never: Sequence[str] = ()) -> Iterator[str]:
+    """Keys of a config with whole numbers; their names have some words and none of others."""
+    for key, value in said.items():
+        if type(value) is int and all(w in key for w in words) and not any(w in key for w in never):
+            yield key
+
+
+def _key(said: JSON, value: int, words: Sequence[str], never: Sequence[str] = ()) -> str | None:
+    return next((key for key in _keys(said, words, never) if said[key] == value), None)
+
+
+def _counting(name: str, said: JSON, count: int) -> str:
+    key = _key(said, count, ("expert",), ("per_tok", "shared", "group", "top", "size", "width"))
+    if key is None:
+        raise Unknown(f"{name}: no attribute of its config says that it has {count} experts.")
+    return key
+
+
+def _widening(name: str, said: JSON, width: int) -> str:
+    wanted = (("moe", "size"), ("expert", "size"), ("intermediate_size",), ("ffn", "size"))
+    found = (_key(said, width, words, ("shared",)) for words in wanted)
+    key = next((key for key in found if key), None)
+    if key is None:
+        raise Unknown(f"{name}: no attribute of its config says that experts are {width} wide.")
+    return key
+
+
+# --- asked of the router itself ------------------------------------------------------------------
+
+
+def _asked(arch: MoEArch, block: nn.Module, said: JSON, count: int) -> MoEArch:
+    """What only the router can tell: how it wants to be called, what its biases do, its groups."""
+    parts, groups = arch.parts, next((key for key in GROUPS if said.get(key)), None)
+    if not hasattr(block.get_submodule(parts.router), "num_group"):
+        groups = None
+    logits_NE = torch.randn(
+        PROBES, count, generator=torch.Generator().manual_seed(0), dtype=torch.float32
+    )
+    refused = None
+    for lifted in (False, True):
+        parts = replace(parts, lifted=lifted)
+        try:
+            seen_NE = _stand_in(block, parts, count).seen(logits_NE)
+            break
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            refused = error
+    else:
+        raise Unknown(f"{arch.model_type}: its router cannot be asked: {refused!s:.200}")
+    if seen_NE.shape != logits_NE.shape or not torch.allclose(seen_NE, logits_NE, atol=1e-5):
+        raise Unknown(f"{arch.model_type}: its router changes logits before it chooses by them.")
+    arch = replace(arch, parts=parts, groups=groups)
+    return replace(arch, per_group=_per_group(arch, block), never=_never(arch, block, logits_NE))
+
+
+def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) -> RoutingFunction:
+    """The routing function of a block whose weights have no values: all ones, biases zero.
+
+    Args:
+        block: the block.
+        parts: where its router is.
+        count: experts, which may be fewer.
+        numbers: other numbers that the router notes.
+    """
+    whole = len(attrgetter(parts.weight)(block))
+    twin, router = unbound(block), copy.deepcopy(block.get_submodule(parts.router))
+    router = router.to_empty(device="cpu").float()
+    twin._modules[parts.router] = router
+    for tensor in [*router.parameters(), *router.buffers()]:
+        tensor.data.fill_(1)
+    for path, value in ((parts.weight, 1.0), (parts.choice_bias, 0.0)):
+        if path is not None:
+            owner, _, leaf = path.rpartition(".")
+            module = twin.get_submodule(owner)
+            shape = [count if n == whole else n for n in attrgetter(path)(block).shape]
+            places = module._buffers if leaf in module._buffers else module._parameters
+            places[leaf] = torch.full(shape, value, dtype=torch.float32)
+    for name in vars(router):
+        if name == "num_experts":
+            setattr(router, name, count)
+    for name, number in numbers.items():
+        setattr(router, name, number)
+    return RoutingFunction(twin, parts)
+
+
+def _per_group(arch: MoEArch, block: nn.Module) -> int:
+    """The fewest experts that a router can do with in a group: one, unless it then fails."""
+    if arch.groups is None:
+        return 1
+    try:
+        alone = _stand_in(block, arch.parts, 2, num_group=2, topk_group=1, top_k=1)
+        alone.weights(torch.ones(2, 2, dtype=torch.float32))
+    except (RuntimeError, IndexError):
+        return 2
+    return 1
+
+
+def _never(arch: MoEArch, block: nn.Module, logits_NE: Tensor) -> str | None:
+    """The tensor that can keep an expert from being chosen without changing anything else."""
+    parts, count = arch.parts, logits_NE.shape[1]
+    bias = f"{parts.weight.removesuffix('weight')}bias"
+    if any(name == bias for name, _ in block.named_parameters()):
+        return bias
+    if parts.choice_bias is None:
+        return None
+    router = block.get_submodule(parts.router)
+    groups = int(getattr(router, "num_group", 1) or 1)
+    allowed_E = torch.ones(count, dtype=torch.bool)
+    allowed_E[:: count // groups] = False
+    logits_NE = torch.cat([logits_NE, logits_NE + FAR * ~allowed_E])
+    routing = _stand_in(block, parts, count)
+    wanted_NE = routing.weights(logits_NE, allowed_E.expand_as(logits_NE))
+    lowest = torch.finfo(torch.float32).min / 4
+    routing.bias_E = torch.zeros(count, dtype=torch.float32).masked_fill(~allowed_E, lowest)
+    found_NE = routing.weights(logits_NE)
+    return parts.choice_bias if torch.allclose(found_NE, wanted_NE, atol=1e-6) else None

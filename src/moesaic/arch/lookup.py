@@ -1,0 +1,108 @@
+"""Architectures by a model's config: those that other packages add, exceptions, and the rule."""
+
+from __future__ import annotations
+
+from transformers.models.auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.discovery import discovered
+from moesaic.arch.mixture import MoEArch
+from moesaic.arch.tried import tried
+from moesaic.errors import MoesaicError
+from moesaic.foreign import Config
+from moesaic.registry import Registry
+
+EXCEPTIONS: dict[str, Arch] = {
+    "deepseek": MoEArch(
+        "deepseek",
+        count="n_routed_experts",
+        shared="shared_experts",
+        shared_count="n_shared_experts",
+        dense_layers="first_k_dense_replace",
+    ),
+}
+"""Architectures that transformers does not have, or that a rule gets wrong, by ``model_type``."""
+
+PLUGINS: Registry[Arch] = Registry("moesaic.architectures", {})
+"""Architectures that other packages add, dense ones and mixtures of experts."""
+
+OWN = ("moesaic", "auto_map", "model_type", "quantization_config")
+"""What a config says beyond its base's shape."""
+
+
+def architectures() -> dict[str, list[str]]:
+    """Every architecture that is known by name: ``moe`` and ``dense``, lists of ``model_type``."""
+    more = {**EXCEPTIONS, **{name: PLUGINS[name] for name in PLUGINS}}
+    mixtures = {name for name, arch in more.items() if isinstance(arch, MoEArch)}
+    return {
+        "moe": sorted({*tried()["moe"], *mixtures}),
+        "dense": sorted({*tried()["dense"], *(more.keys() - mixtures)}),
+    }
+
+
+def base_arch(config: Config) -> Arch:
+    """The architecture of any config, dense or a mixture of experts, converted or not.
+
+    Raises:
+        MoesaicError: no rule finds its parts; says which.
+    """
+    base = config.model_type.removeprefix(PREFIX)
+    if base in PLUGINS:
+        return PLUGINS[base]
+    if base in EXCEPTIONS:
+        return EXCEPTIONS[base]
+    try:
+        if base not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            raise MoesaicError("transformers has no causal language model of it.")
+        return discovered(plain_config(config, base))
+    except MoesaicError as error:
+        reason = str(error).removeprefix(f"{base}: ")
+        reason = reason[:1].upper() + reason[1:]
+        raise MoesaicError(
+            f"Architecture {base!r} is not supported. {reason} "
+            "`moesaic architectures` lists those that are."
+        ) from error
+
+
+def plain_config(config: Config, base: str) -> Config:
+    """The config of the model that a config's was made from, without weights' formats."""
+    if config.model_type == base and getattr(config, "quantization_config", None) is None:
+        return config
+    made: Config = CONFIG_MAPPING[base].from_dict(
+        {key: value for key, value in config.to_dict().items() if key not in OWN}
+    )
+    return made
+
+
+def dense_arch(config: Config) -> Arch:
+    """The architecture of a dense model's config.
+
+    Raises:
+        MoesaicError: the model is a mixture of experts, was converted already, or is unknown.
+    """
+    if config.model_type.startswith(PREFIX):
+        raise MoesaicError(f"{config.model_type} is already carved; start from the dense original.")
+    arch = base_arch(config)
+    if isinstance(arch, MoEArch):
+        raise MoesaicError(
+            f"{config.model_type} is already a mixture of experts; carve takes a dense model."
+        )
+    return arch
+
+
+def moe_arch(config: Config) -> MoEArch:
+    """The architecture of a mixture of experts' config, reduced by us before or not.
+
+    Raises:
+        MoesaicError: the model is dense, quantised, or unknown.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise MoesaicError(
+            f"This {config.model_type.removeprefix(PREFIX)} checkpoint is quantised; experts are "
+            "taken out of plain weights. Dequantise it first."
+        )
+    arch = base_arch(config)
+    if not isinstance(arch, MoEArch):
+        raise MoesaicError(f"{config.model_type} has no routed experts: carve it first.")
+    return arch

@@ -1,0 +1,23 @@
+"""The architectures that were tried, as ``scripts/architectures.py`` found them."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib.resources import files
+
+from moesaic.foreign import JSON
+
+FILE = "assets/architectures.json"
+
+
+@cache
+def tried() -> JSON:
+    """What became of every causal language model of the installed transformers.
+
+    Returns:
+        ``transformers``, its version; ``moe`` and ``dense``, lists of ``model_type``;
+        ``unsupported``, the reason by ``model_type``.
+    """
+    found: JSON = json.loads(files("moesaic").joinpath(FILE).read_text("utf-8"))
+    return found

@@ -1,0 +1,207 @@
+"""What every architecture must do that is said to be supported, tried on a tiny random model."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from builders import converted, equal, loaded, saved, weights
+from shrunken import small_config, small_model
+from torch import Tensor
+
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.io.source import Source
+from moesaic.layers.carved import CarvedLayer
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.plan import Plan
+from moesaic.result import save_applied
+from moesaic.stream.stream import LayerStream
+from moesaic.surgery import base_shape
+
+TOKENS = torch.randint(1, 384, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    found: Tensor = model(TOKENS, use_cache=False).logits
+    return found
+
+
+def close(found: Tensor, wanted: Tensor, at_most: float = 1e-4) -> None:
+    assert torch.isfinite(wanted).all()
+    assert wanted.abs().max() > 1e-3, "there is nothing to see"
+    error = (found - wanted).norm() / wanted.norm()
+    assert error < at_most, f"off by {error:.2g}"
+
+
+def kept(arch: MoEArch, config: Any, count: int) -> Tensor:
+    """Six of eight experts, equally many of each group."""
+    groups = arch.group_count(config)
+    return torch.arange(count).view(groups, -1)[:, : 6 // groups].flatten()
+
+
+@torch.no_grad()
+def view(model: Any, arch: Any) -> None:
+    """The block is what its view says."""
+    x_TD = torch.randn(32, model.config.hidden_size)
+    for layer in arch.layers(model):
+        if not isinstance(arch, MoEArch) or arch.is_dense(layer):
+            ffn = arch.dense(layer)
+            close(ffn.output(ffn.hidden(x_TD)), arch.ffn_of(layer)(x_TD[None])[0])
+        elif arch.is_moe(layer):
+            seen = arch.mixture(layer)
+            w_TE = seen.routing.weights(seen.logits(x_TD))
+            assert (w_TE != 0).sum(1).unique().tolist() == [seen.top_k]
+            y_TD = (w_TE.unsqueeze(-1) * seen.outputs(x_TD, w_TE != 0)).sum(1)
+            if seen.shared is not None and arch.beside is None:
+                y_TD = y_TD + seen.shared(x_TD)
+                ffn, h_TM = seen.shared_ffn, seen.shared_weighted(x_TD)
+                close(h_TM @ ffn.down_DM.T, seen.shared(x_TD))
+            close(seen.behind(y_TD), seen.output(x_TD))
+
+
+@torch.no_grad()
+def routing(model: Any, arch: Any) -> None:
+    """A set of experts is scored as it will be deployed."""
+    if not isinstance(arch, MoEArch):
+        return
+    x_TD = torch.randn(32, model.config.hidden_size)
+    i = arch.moe_layers(model)[-1]
+    whole = arch.mixture(arch.layers(model)[i])
+    few = kept(arch, model.config, whole.count)
+    kept_E = torch.zeros(whole.count, dtype=torch.bool).index_fill(0, few, True)
+    logits_TE = whole.logits(x_TD)
+    w_TE = whole.routing.weights(logits_TE, kept_E.expand_as(logits_TE))
+    less = converted(copy.deepcopy(model), {i: PrunedLayer(few)})
+    sliced = arch.mixture(arch.layers(less)[i])
+    close(sliced.routing.weights(sliced.logits(x_TD)), w_TE[:, few])
+    with whole.restricted(kept_E):
+        close(whole.output(x_TD), sliced.output(x_TD))
+
+
+@torch.no_grad()
+def stream(model: Any, arch: Any) -> None:
+    """Layers one by one, each with its tokens, are the whole model."""
+    live = LayerStream(model, arch, Tokens(TOKENS), view=arch.view)
+    states, kwargs = live.record()
+    for block in live.blocks(kwargs):
+        block.run(states)
+    for found, _ in live.heads(states, logits=True):
+        close(found, logits(model))
+
+
+def nothing_changes(model: Any, arch: Any) -> None:
+    """A plan that keeps everything leaves every tensor and every logit as it was."""
+    shape = base_shape(model, arch)
+    if isinstance(arch, MoEArch):
+        layers: Any = {i: PrunedLayer(torch.arange(n)) for i, n in enumerate(shape.experts) if n}
+    else:
+        layers = {
+            i: CarvedLayer(torch.arange(w), w, (), 0, None) for i, w in enumerate(shape.widths)
+        }
+    before = logits(model)
+    with tempfile.TemporaryDirectory() as folder:
+        base, out = Path(folder, "base"), Path(folder, "out")
+        model.save_pretrained(base)
+        out.mkdir()
+        save_applied(Source("base", base), Plan("test", shape, layers), out)
+        if isinstance(arch, MoEArch):
+            assert equal(weights(base), weights(out))
+        close(logits(loaded(out)), before, 1e-5)
+
+
+def reduced(model: Any, arch: Any, slim: bool) -> None:
+    """Fewer or narrower experts or neurons: live, saved and from disk are one model."""
+    shape = base_shape(model, arch)
+    layers: dict[int, Any] = {}
+    for i, layer in enumerate(arch.layers(model)):
+        width, count = shape.widths[i], shape.experts_of(i)
+        if count:
+            few = kept(arch, model.config, count) if not slim else torch.arange(count)
+            layers[i] = PrunedLayer(few)
+            if slim:
+                narrow = max(4, width // 2)
+                orders = torch.rand(count, width).argsort(1)[:, :narrow].sort(1).values
+                layers[i] = SlimmedLayer(few, orders, width)
+                path = arch.mixture(layer).shared_width
+                room = arch.shared_room(1, narrow)
+                if path and (arch.shared_count or arch.shared_times):
+                    layers[i] = SlimmedLayer(
+                        few, orders, width, shared_S=torch.arange(min(room, path))
+                    )
+        elif not isinstance(arch, MoEArch):
+            half = width // 2
+            layers[i] = CarvedLayer(torch.randperm(width)[:half], half, (), 0, None)
+    before, twin = logits(model), copy.deepcopy(model)
+    with tempfile.TemporaryDirectory() as folder:
+        base, live, out = (Path(folder, name) for name in ("base", "live", "out"))
+        model.save_pretrained(base)
+        saved(live, twin, layers)
+        again, found = loaded(live), logits(twin)
+        close(logits(again), found, 1e-5)
+        assert (found - before).abs().max() > 1e-4
+        tied = slim and arch.ties_widths and any(shape.plain_widths.values())
+        if isinstance(arch, MoEArch) and not tied:
+            assert again.config.model_type == model.config.model_type, "not native"
+        out.mkdir()
+        save_applied(Source("base", base), Plan("test", shape, layers), out)
+        assert equal(weights(live), weights(out)), "rewritten on disk it is another model"
+
+
+STEPS: dict[str, Callable[[Any, Any], None]] = {
+    "view": view,
+    "routing": routing,
+    "stream": stream,
+    "keep all": nothing_changes,
+    "prune": lambda model, arch: reduced(model, arch, slim=False),
+    "slim": lambda model, arch: reduced(model, arch, slim=True),
+}
+"""What is tried, in this order."""
+
+
+def held(model_type: str) -> tuple[str, str]:
+    """Try an architecture.
+
+    Returns:
+        ``moe``, ``dense`` or ``unsupported``; and the reason, if it is not supported.
+    """
+    try:
+        config = small_config(model_type)
+        if config.get_text_config() is not config:
+            base_arch(config)
+        model = small_model(model_type)
+    except MoesaicError as error:
+        reason = str(error).partition("is not supported. ")[2] or _said(error)
+        return "unsupported", _upper(reason.partition(" `moesaic architectures`")[0])
+    except Exception as error:
+        return "unsupported", f"No tiny model of it can be made by rule: {_said(error)}"
+    try:
+        arch = base_arch(model.config)
+    except Exception as error:
+        reason = _said(error).partition("is not supported. ")[2] or _said(error)
+        return "unsupported", _upper(reason.partition(" `moesaic architectures`")[0])
+    for name, step in STEPS.items():
+        if name == "slim" and not isinstance(arch, MoEArch):
+            continue
+        try:
+            torch.manual_seed(0)
+            step(copy.deepcopy(model), arch)
+        except Exception as error:
+            return "unsupported", f"{_upper(name)}: {type(error).__name__}: {_said(error)}"
+    return ("moe" if isinstance(arch, MoEArch) else "dense"), ""
+
+
+def _upper(said: str) -> str:
+    return said[:1].upper() + said[1:]
+
+
+def _said(error: Exception) -> str:
+    return " ".join(str(error).split())[:240]

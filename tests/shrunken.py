@@ -1,0 +1,164 @@
+"""Tiny random models of every causal language model that transformers has, by rule.
+
+A config class says by its attributes which sizes it knows; most have the same few names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from moesaic.io.checkpoint import skeleton
+
+TYPES: tuple[str, ...] = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Every model_type with a causal language model."""
+
+LARGEST = 5_000_000
+"""Parameters of a tiny model, at most."""
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "tie_word_embeddings": False,
+    "sliding_window": 8,
+    # experts
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"), 2),
+    "moe_intermediate_size": 16,
+    "expert_ffn_hidden_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "shared_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 24,
+    "shared_experts_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+    "num_nextn_predict_layers": 0,
+    # latent attention
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 8,
+    # linear attention and state spaces
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_num_heads": 2,
+    "linear_head_dim": 8,
+    "mamba_n_heads": 4,
+    "mamba_num_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 64,
+    "ssm_state_size": 8,
+    "mamba_n_groups": 1,
+    "n_groups": 1,
+    "mamba_dt_rank": 4,
+    "chunk_size": 16,
+    "mamba_chunk_size": 16,
+    # older names
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 256,
+    "d_model": 32,
+    "n_layers": 4,
+    "n_heads": 4,
+    "ffn_dim": 64,
+    "word_embed_proj_dim": 32,
+    "ffn_hidden_size": 64,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 384,
+    "laurel_rank": 4,
+}
+HALF = ("full_attention", "linear_attention")
+MORE: dict[str, dict[str, Any]] = {
+    "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 64},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "phimoe": {"router_jitter_noise": 0.01, "input_jitter_noise": 0.0},
+    "mixtral": {"intermediate_size": 16},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"] * 2,
+        "position_embedding_type": None,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
+        "num_hidden_layers": 5,
+    },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "gemma4_text": {"enable_moe_block": True},
+    "ernie4_5_moe": {"moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "dots3_note_text": {"layer_types": ["indexed_attention"] * 4},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+        "hc_lowrank": 8,
+    },
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+}
+"""What some need beside, by model_type."""
+
+
+def attributes(kind: type) -> set[str]:
+    """The names that a config class knows."""
+    names = {*inspect.signature(kind.__init__).parameters}
+    for base in kind.__mro__:
+        names |= {*getattr(base, "__annotations__", {})}
+    aliases: dict[str, str] = getattr(kind, "attribute_map", None) or {}
+    return names | {*aliases} | {*aliases.values()}
+
+
+def small_config(model_type: str, **changes: Any) -> Any:
+    """The config of a tiny model."""
+    kind = CONFIG_MAPPING[model_type]
+    known = attributes(kind)
+    sizes = {name: value for name, value in SIZES.items() if name in known}
+    if "kv_lora_rank" in sizes:  # every head has keys of its own
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    return kind(**{**sizes, **MORE.get(model_type, {}), **changes})
+
+
+def small_model(model_type: str, **changes: Any) -> Any:
+    """A tiny random model; routers send tokens everywhere, and biases matter."""
+    config = small_config(model_type, **changes)
+    size = skeleton(config).num_parameters()
+    if size > LARGEST:
+        raise ValueError(f"it would have {size:,} parameters")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if not tensor.is_floating_point() or "inv_freq" in name:
+                continue
+            routes = any(part in name for part in ("router", ".gate.", "correction_bias"))
+            routes |= name.endswith("expert_bias")
+            tensor.add_(torch.randn_like(tensor), alpha=0.5 if routes else 0.05)
+    return model
