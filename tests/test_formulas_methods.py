@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from moesaic.methods import clustering
 from moesaic.methods.cdmoe.divergence import cosine, js, kl
+from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -52,3 +55,62 @@ def test_equal_states_are_at_no_distance_and_far_ones_at_ln_2() -> None:
     assert kl(p_ND, p_ND.clone()).tolist() == [0, 0]
     assert js(p_ND[:1], -p_ND[:1]).item() == pytest.approx(math.log(2))
     assert js(p_ND[:1], p_ND.clone()).shape == (2,)
+
+
+# --- clusters ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "dims"), [(30, 3), (8, 3)], ids=["Lanczos", "few"])
+@pytest.mark.parametrize("large", [False, True], ids=["", "by blocks"])
+def test_embeddings_are_leading_eigenvectors(
+    count: int, dims: int, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of D^-1/2 C D^-1/2 over the members without the diagonal; rows of norm one."""
+    if large:
+        monkeypatch.setattr(clustering, "LARGE", 0)
+    group_M = torch.arange(40) % 3
+    affinity_MM = (group_M[:, None] == group_M).float() + 0.2 * drawn(40, 40).abs()
+    affinity_MM = affinity_MM + affinity_MM.T + 5 * torch.eye(40)
+    members = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:count]
+    own = affinity_MM.double().numpy()[np.ix_(members, members)]
+    np.fill_diagonal(own, 0)
+    degree = own.sum(1)
+    assert np.allclose(affinity_degree(affinity_MM, members), degree, rtol=1e-5)
+    values, vectors = np.linalg.eigh(own / np.sqrt(np.outer(degree, degree)))
+    assert values[-1] == pytest.approx(1)
+    wanted = vectors[:, -dims:]
+    wanted = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
+    found = spectral_embedding(affinity_MM, members, dims, seed=0)
+    assert found.shape == (count, dims)
+    assert np.allclose(found @ found.T, wanted @ wanted.T, atol=1e-2 if large else 1e-4)
+
+
+FILLED = [
+    # who loses least goes to a cluster that has too few
+    ([[0, 1], [0, 2], [0, 3], [0, 9]], [1, 1], [4, 4], [1, 0, 0, 0]),
+    ([[0, 1], [0, 2], [0, 3], [0, 9]], [2, 2], [4, 4], [1, 1, 0, 0]),
+    ([[5, 6], [0, 2], [0, 3], [0, 9]], [1, 1], [4, 4], [1, 0, 0, 0]),
+    # but nobody leaves a cluster that has no more than it must
+    ([[0, 9, 4], [0, 9, 5], [0, 9, 6], [9, 0, 1]], [1, 1, 1], [4, 4, 4], [2, 0, 0, 1]),
+    # a full cluster sends those away whose second choice costs them least
+    ([[0, 1], [0, 2], [0, 3], [0, 9]], [0, 0], [2, 4], [1, 1, 0, 0]),
+    ([[3, 4], [0, 2], [1, 1], [2, 9]], [0, 0], [1, 4], [1, 1, 1, 0]),
+    ([[1], [2]], [2], [2], [0, 0]),
+]
+
+
+@pytest.mark.parametrize(("distance", "least", "most", "label"), FILLED)
+def test_clusters_are_filled_within_bounds(
+    distance: list[list[float]], least: list[int], most: list[int], label: list[int]
+) -> None:
+    found = fill(np.array(distance, float), np.array(least), np.array(most))
+    assert found.tolist() == label
+
+
+def test_distances_are_those_to_every_centre() -> None:
+    points = np.array([[0.0, 0], [0, 2], [9, 9], [9, 11]])
+    label, distance = cluster(points, 2, seed=0)
+    near, far = label[0], label[2]
+    assert label.tolist() == [near, near, far, far]
+    assert distance[:, near] == pytest.approx([1, 1, 145, 181])
+    assert distance[:, far] == pytest.approx([181, 145, 1, 1])
