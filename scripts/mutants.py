@@ -16,6 +16,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import fcntl
 import gc
 import hashlib
 import json
@@ -33,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
@@ -57,6 +59,8 @@ JOBS = int(os.environ.get("JOBS") or os.cpu_count() or 1)
 SAMPLE = int(os.environ.get("SAMPLE") or 0)
 SAID = "said"
 SURVIVED, KILLED, NEVER_RAN, IMPOSSIBLE = 0, 1, "no test", 3
+CONTROLS = 200
+"""Tests that must pass in a fork in which nothing is changed."""
 MEMORY = 4 << 30
 """Bytes that a mutant may take beyond what its parent has mapped."""
 
@@ -365,6 +369,13 @@ class Runner:
                 if whole > self.settings["seconds"] and number:
                     reach[place] = tests[:number]
                     break
+        for file in self.files:
+            import_module(f"moesaic.{file.removesuffix('.py').replace('/', '.')}")
+        quickest = sorted(seconds, key=seconds.__getitem__)[:CONTROLS]
+        for _, status, killer in at_once({"nothing": partial(self.meets, None, quickest, {}, 600)}):
+            if status != SURVIVED:
+                print(f"Tests fail although nothing is changed: {killer or 'no memory or time'}")
+                return 1
         kept = Results(KEPT / "results.jsonl")
         live = live_functions()
         mutants = {file: mutants_of(file, self.settings) for file in self.files}
@@ -397,25 +408,26 @@ class Runner:
 
     def meets(
         self,
-        mutant: Mutant,
+        mutant: Mutant | None,
         tests: Sequence[str],
         live: Mapping[str, Sequence[FunctionType]],
         limit: int,
     ) -> int:
-        """Run tests with a function changed; how that ended."""
+        """Run tests with a function changed, or with nothing changed; how that ended."""
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         signal.alarm(5 * limit)
-        functions = live.get(mutant.place, ())
-        if not functions:
-            return IMPOSSIBLE
-        try:
-            for function in functions:
-                function.__code__ = mutant.code
-        except ValueError:  # it reads other variables of what surrounds it
-            return IMPOSSIBLE
+        if mutant is not None:
+            functions = live.get(mutant.place, ())
+            try:
+                for function in functions:
+                    function.__code__ = mutant.code
+            except ValueError:  # it reads other variables of what surrounds it
+                return IMPOSSIBLE
+            if not functions:
+                return IMPOSSIBLE
         for item, passed, _ in self.passes([self.items[t] for t in tests]):
             if not passed:
                 Path(os.environ["TMPDIR"], SAID).write_text(item.nodeid)
@@ -437,9 +449,10 @@ class Runner:
                     print(f"    {mutant.told}" + (" (no test)" if end == NEVER_RAN else ""))
             alive = counts["survived"] + counts[NEVER_RAN]
             share = counts["killed"] / max(1, counts["killed"] + alive)
+            beyond = f", {counts['impossible']} impossible" if counts["impossible"] else ""
             print(
                 f"{file}: {share:.1%} ({counts['killed']} killed, {alive} survived, "
-                f"{counts['excused']} excused)",
+                f"{counts['excused']} excused{beyond})",
                 flush=True,
             )
             whole += counts
@@ -470,7 +483,7 @@ class Results:
     def end(self, mutant: Mutant, tests: str) -> str | None:
         """What became of a mutant of this function; a survivor of other tests is tried again."""
         found = self.known.get(mutant.name)
-        if found is None or found["function"] != mutant.digest:
+        if found is None or found["function"] != mutant.digest or found["end"] == "impossible":
             return None
         if found["end"] in ("survived", NEVER_RAN) and found["tests"] != tests:
             return None
@@ -563,8 +576,14 @@ def main(wanted: Sequence[str]) -> int:
     """
     settings = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text("utf-8"))
     files = [f for f in settings["files"] if not wanted or any(part in f for part in wanted)]
+    KEPT.mkdir(parents=True, exist_ok=True)
+    lock = (KEPT / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        sys.exit(f"Another run is at work in {KEPT}.")
     shutil.rmtree(TREE, ignore_errors=True)
-    TREE.mkdir(parents=True)
+    TREE.mkdir()
     for name in COPIED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
         copy(ROOT / name, TREE / name)

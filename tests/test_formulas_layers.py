@@ -20,8 +20,10 @@ from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.recovery import Balance, recovered
 from moesaic.layers.regression import HELD_OUT, STRENGTHS, Ridge
+from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.size import model_size
 from moesaic.nn.channels import Cut
+from moesaic.stream.stream import LayerStream
 
 ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
 """Queries and outputs; keys and values of half as many heads."""
@@ -247,3 +249,28 @@ def test_what_was_lost_and_what_came_back() -> None:
     assert found["lost"] == pytest.approx(((y - left).square().sum() / y.square().sum()).item())
     assert found["recovered"] == pytest.approx(1 - fit.unexplained)
     assert found["strength"] == (fit.strength if math.isfinite(fit.strength) else None)
+
+
+def test_a_shared_path_that_loses_neurons_is_refitted_with_the_experts(tokens: Any) -> None:
+    """Alone where all experts are whole: its new columns are the regression of what is missing."""
+    model = tiny_moe("qwen2_moe")
+    arch = moe_arch(model.config)
+    layer = SlimmedLayer(
+        torch.arange(8), torch.arange(16).repeat(8, 1), 16, shared_S=torch.arange(20)
+    )
+    for site in LayerStream(model, arch, tokens, [2], view=arch.mixture):
+        new, found = layer.refit(site)
+        whole = site.view.shared_ffn
+        assert isinstance(new, SlimmedLayer)
+        assert new.shared_DS is not None
+        assert whole is not None
+        own = [(x, site.view.shared_weighted(x)) for x in site.inputs()]
+        lost = [h[:, 20:] @ whole.down_DM[:, 20:].T for _, h in own if h is not None]
+        left = [
+            y - h[:, :20] @ (new.shared_DS - whole.down_DM[:, :20]).T
+            for (_, h), y in zip(own, lost, strict=True)
+            if h is not None
+        ]
+        before, after = (sum(y.square().sum().item() for y in part) for part in (lost, left))
+        assert found["recovered"] > 0
+        assert after < before
