@@ -179,15 +179,13 @@ def held(model_type: str) -> tuple[str, str]:
             base_arch(config)
         model = small_model(model_type)
     except MoesaicError as error:
-        reason = str(error).partition("is not supported. ")[2] or _said(error)
-        return "unsupported", _upper(reason.partition(" `moesaic architectures`")[0])
+        return "unsupported", _said(error)
     except Exception as error:
         return "unsupported", f"No tiny model of it can be made by rule: {_said(error)}"
     try:
         arch = base_arch(model.config)
     except Exception as error:
-        reason = _said(error).partition("is not supported. ")[2] or _said(error)
-        return "unsupported", _upper(reason.partition(" `moesaic architectures`")[0])
+        return "unsupported", _said(error)
     for name, step in STEPS.items():
         if name == "slim" and not isinstance(arch, MoEArch):
             continue
@@ -204,4 +202,6 @@ def _upper(said: str) -> str:
 
 
 def _said(error: Exception) -> str:
-    return " ".join(str(error).split())[:240]
+    """The reason alone, on one line."""
+    said = " ".join(str(error).split()).partition(" `moesaic architectures`")[0]
+    return (said.partition("is not supported. ")[2] or said)[:400]

@@ -1,0 +1,83 @@
+"""Architectures that a rule finds do what is said of them; ``-m slow`` tries every one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from contract import held
+from shrunken import TYPES, small_model
+
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.tried import tried
+from moesaic.errors import MoesaicError
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+SOME = (
+    "afmoe",  # sentences to a router with a bias of its block
+    "glm_moe_dsa",  # layers that hand on more than hidden states
+    "hunyuan_v1_moe",  # no attribute for the shared path
+    "jamba",  # experts and dense layers of one width
+    "laguna",  # a factor of the block
+    "nemotron_h",  # layers without FFN, experts without gates, another prefix on disk
+    "stablelm",
+)
+
+
+def said_of(model_type):
+    found = tried()
+    if model_type in found["unsupported"]:
+        return "unsupported"
+    return "moe" if model_type in found["moe"] else "dense"
+
+
+@pytest.mark.parametrize("model_type", SOME)
+def test_it_does_what_is_said_of_it(model_type):
+    assert held(model_type) == (said_of(model_type), "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_architecture_is_as_said(model_type):
+    assert held(model_type)[0] == said_of(model_type)
+
+
+def test_the_list_is_complete():
+    found = tried()
+    names = [*found["moe"], *found["dense"], *found["unsupported"]]
+    assert sorted(names) == sorted(TYPES)
+    assert len(found["moe"]) >= 45
+    assert len(found["dense"]) >= 40
+
+
+def test_the_page_is_made_from_the_list():
+    sys.path.insert(0, str(SCRIPTS))
+    import architectures
+
+    assert architectures.PAGE.read_text() == architectures.page(tried())
+
+
+def test_an_odd_router_is_named(monkeypatch):
+    """What was found, and what was not."""
+    model = small_model("mixtral")
+    config = model.config
+    config.num_hidden_layers = 3  # another key for the same class
+    import transformers.models.mixtral.modeling_mixtral as mixtral
+
+    def forward(self, hidden_states, weather):
+        raise AssertionError
+
+    monkeypatch.setattr(mixtral.MixtralTopKRouter, "forward", forward)
+    with pytest.raises(MoesaicError, match="MixtralTopKRouter chooses by weather too"):
+        base_arch(config)
+
+
+def test_the_command(command):
+    code, out, _ = command("architectures", "--json")
+    assert code == 0
+    assert json.loads(out).keys() >= {"moe", "dense", "unsupported"}
+    code, out, _ = command("architectures")
+    assert code == 0
+    assert "mixtral" in out
