@@ -1,11 +1,13 @@
 """The story from end to end on tiny models: carve, save, load, measure, fail, resume."""
 
+import io
 import json
 import math
 
 import pytest
 import torch
 from builders import pages, tiny_model
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moesaic
@@ -89,6 +91,21 @@ def test_calibration_as_texts_tokens_or_tensor(llama_folder, tokenizer):
     assert len({p.calibration for p in plans}) == 1
     with pytest.raises(MoesaicError, match="needs a tokenizer"):
         moesaic.carve(model, CONFIG, calibration=["some text"])
+
+
+def test_a_result_shows_itself(llama_folder, tmp_path):
+    result = moesaic.carve(str(llama_folder), CONFIG, **QUICK)
+    assert repr(result) == "<Result: llama, carved with MoRE to 80\N{NO-BREAK SPACE}% active>"
+    result.evaluation = evaluation_tokens(pages("evaluation"), result.job.tokenizer, 64, 256)
+    svg = result.plot(tmp_path / "result.svg")
+    perplexity = f"{result.scores['result'].perplexity:.4g}"
+    assert f"result {perplexity}, original " in repr(result)
+    assert (tmp_path / "result.svg").read_text("utf-8") == svg == result._repr_html_()
+    assert svg.startswith("<svg")
+    assert "Tokens by layer" in svg
+    shown = Console(width=120, file=io.StringIO())
+    shown.print(result)
+    assert "carved with MoRE" in shown.file.getvalue()
 
 
 def test_apply_rebuilds_the_result_from_the_plan(llama_folder, tmp_path):

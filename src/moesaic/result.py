@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import RenderableType
 
-from moesaic import __version__, hub
+from moesaic import __version__, hub, report
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
@@ -211,6 +212,52 @@ class Result:
             environment=environment or {},
             measured=measured,
         )
+
+    # --- shown -----------------------------------------------------------------------------------
+
+    @property
+    def told(self) -> Record:
+        """What is known of the result now, with :attr:`scores` if they were asked for."""
+        source = self.job.original
+        scores = vars(self).get("scores", {})
+        measured = {"scores": {name: found.as_json() for name, found in scores.items()}}
+        if "result" in scores:
+            found = scores["result"].routing
+            measured["routing"] = {str(i): usage.as_json() for i, usage in found.items()}
+        name = source.name if self.job.on_disk else f"a {source.config.model_type} in memory"
+        return self.record(name, "", measured=measured if scores else {})
+
+    def __repr__(self) -> str:
+        told = self.told
+        scores = told.measured.get("scores", {})
+        figures = [f"{name} {found['perplexity']:.4g}" for name, found in scores.items()]
+        measured = f"; perplexity: {', '.join(figures)}" if figures else ""
+        return f"<Result: {report.title(told)}{measured}>"
+
+    def __rich__(self) -> RenderableType:
+        """Tables and sentences, as the command line shows them."""
+        return report.terminal(self.told)
+
+    def _repr_html_(self) -> str:
+        """The drawing, in a notebook."""
+        return report.picture(self.told)
+
+    def plot(self, file: str | Path | None = None) -> str:
+        """A drawing of perplexity beside the original's, and of where tokens go.
+
+        Measures :attr:`scores` if that was not done.
+
+        Args:
+            file: an .svg file to write it to.
+
+        Returns:
+            SVG.
+        """
+        _ = self.scores
+        svg = report.picture(self.told)
+        if file is not None:
+            Path(file).write_text(svg, "utf-8")
+        return svg
 
     def _step(self, layers: list[LayerRecord], measured: Values) -> Step:
         """This step in words."""

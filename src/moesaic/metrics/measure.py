@@ -239,15 +239,7 @@ def measure(
             **({} if together and not settings.stream else {"layer_by_layer": True}),
         },
         "scores": {name: s.as_json() for name, s in scores.items()},
-        "routing": {
-            str(i): {
-                "share": r.share,
-                "jsd": r.jsd,
-                "active_width": r.active_width,
-                **({"idle": r.idle / r.tokens} if r.idle else {}),
-            }
-            for i, r in scores["result"].routing.items()
-        },
+        "routing": {str(i): routing.as_json() for i, routing in scores["result"].routing.items()},
         **({"generation": {"prompt": settings.prompt, **generations}} if generations else {}),
         "samples": samples,
         **({"activity": active} if active else {}),

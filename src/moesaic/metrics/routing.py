@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Model
+from moesaic.foreign import JSON, Model
 from moesaic.surgery import routed_modules
 
 
@@ -54,6 +54,11 @@ class Routing:
     def jsd(self) -> float:
         """Divergence of the routing from uniform (MoRE Eq. 18)."""
         return jsd(self.share, [1 / len(self.counts)] * len(self.counts)) if self.counts else 0.0
+
+    def as_json(self) -> JSON:
+        """``share``, ``jsd``, ``active_width``; ``idle``, a share of tokens, if any."""
+        figures = {"share": self.share, "jsd": self.jsd, "active_width": self.active_width}
+        return {**figures, **({"idle": self.idle / self.tokens} if self.idle else {})}
 
 
 def jsd(p: Sequence[float], q: Sequence[float]) -> float:
