@@ -605,9 +605,10 @@ def test_bad_requests_are_refused() -> None:
         with pytest.raises(MoesaicError):
             ToMoEConfig(**options)  # type: ignore[arg-type]
     model = tiny_model("llama")
+    arch = dense_arch(model.config)
     model.config.rope_parameters = None
     with pytest.raises(MoesaicError, match="rotary"):
-        layer_shapes(model, dense_arch(model.config))
+        layer_shapes(model, arch)
 
 
 @pytest.mark.parametrize("attention", ["routed", "static", "heads", "none"])
