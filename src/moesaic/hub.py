@@ -275,6 +275,8 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
         given: JSON = json.loads((source / CONFIG_NAME).read_text("utf-8"))
         before = _every_key(AutoConfig.from_pretrained(source))
         given.pop("transformers_version", None)
+        if getattr(config, "quantization_config", None) is None:
+            given.pop("quantization_config", None)
         plain |= {k: v for k, v in given.items() if k not in now or now[k] == before.get(k)}
     for alias, name in {**OLD_NAMES, **(config.attribute_map or {})}.items():
         if name in now and (alias in plain or (name in plain and alias not in OLD_NAMES)):

@@ -23,6 +23,7 @@ from moesaic.foreign import JSON, Model, Values
 from moesaic.io.checkpoint import ShardWriter, narrowed, skeleton, whole_folder
 from moesaic.io.fingerprint import IN_MEMORY, of_model
 from moesaic.io.naming import Naming
+from moesaic.io.quantised import settle
 from moesaic.io.source import Source
 from moesaic.methods.base import Decision, Method
 from moesaic.metrics.score import Score, score
@@ -371,6 +372,7 @@ def save_applied(
     rewrite(source.checkpoint, arch, plan, ShardWriter(folder), **types)
     if dtype is not None:
         config.dtype = dtype
+    settle(config, source.checkpoint, kept=dtype is None)
     hub.convert_config(config, arch, plan)
     hub.write_config(config, folder, source.folder)
     hub.write_stub(config, folder)

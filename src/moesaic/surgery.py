@@ -235,12 +235,20 @@ def rewrite(
         if index is not None:
             names[index][disk] = name
         if index is None or not name.startswith(starts[index] or "\0"):
-            writer.add(disk, cast(checkpoint.tensor(disk), dtype(name)))
+            to = dtype(name)
+            if to is not None:
+                writer.add(disk, cast(checkpoint.tensor(disk), to))
+                continue
+            for stored in checkpoint.stored(disk):
+                writer.add(*stored)
     for i, layer in plan.layers.items():
         prefix = arch.layer_prefix(i)
         state = DiskState(naming, prefix, names[i], dtype)
         for name, tensor in _fitting(layer.convert(arch, state), i):
-            writer.add(state.stored_prefix + name, tensor)
+            full = state.stored_prefix + name
+            as_was = checkpoint.written(full, tensor) if dtype(full) is None else [(full, tensor)]
+            for stored in as_was:
+                writer.add(*stored)
     writer.close()
 
 

@@ -11,6 +11,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.arch.tried import tried
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config
+from moesaic.io.quantised import format_of, said_of
 from moesaic.registry import Registry
 
 EXCEPTIONS: dict[str, Arch] = {
@@ -83,6 +84,11 @@ def dense_arch(config: Config) -> Arch:
     """
     if config.model_type.startswith(PREFIX):
         raise MoesaicError(f"{config.model_type} is already carved; start from the dense original.")
+    if said_of(config):
+        raise MoesaicError(
+            f"This {config.model_type} checkpoint is quantised; carve takes plain weights. "
+            "Dequantise it first."
+        )
     arch = base_arch(config)
     if isinstance(arch, MoEArch):
         raise MoesaicError(
@@ -95,13 +101,9 @@ def moe_arch(config: Config) -> MoEArch:
     """The architecture of a mixture of experts' config, reduced by us before or not.
 
     Raises:
-        MoesaicError: the model is dense, quantised, or unknown.
+        MoesaicError: the model is dense, unknown, or in a format that is not read.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        raise MoesaicError(
-            f"This {config.model_type.removeprefix(PREFIX)} checkpoint is quantised; experts are "
-            "taken out of plain weights. Dequantise it first."
-        )
+    format_of(said_of(config))
     arch = base_arch(config)
     if not isinstance(arch, MoEArch):
         raise MoesaicError(f"{config.model_type} has no routed experts: carve it first.")

@@ -23,6 +23,7 @@ from moesaic.foreign import JSON
 from moesaic.hub import write_config
 from moesaic.io.checkpoint import ShardWriter, whole_folder
 from moesaic.io.names import check_out
+from moesaic.io.quantised import said_of
 from moesaic.io.source import Source, resolve
 from moesaic.layers.base import KINDS
 from moesaic.surgery import headers_of
@@ -82,6 +83,11 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
         MoesaicError: none does; the message says what each lacks.
     """
     config = source.config
+    if said_of(config):
+        raise MoesaicError(
+            "Quantised checkpoints are not exported; results of prune and slim are native as "
+            "they are. Make the result with a dtype to export it."
+        )
     arch = base_arch(config)
     stacks = headers_of(config)
     for header in (header for stack in stacks.values() for header in stack):

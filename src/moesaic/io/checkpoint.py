@@ -99,6 +99,14 @@ class Checkpoint:
                 self._open = (file, safe_open(file, framework="pt"))
             return self._open[1].get_tensor(name)
 
+    def stored(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """A tensor as the files have it: its parts, by their names there."""
+        yield name, self.tensor(name)
+
+    def written(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """New values of a tensor as a file like these has them."""
+        yield name, tensor
+
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, by a name of :meth:`names`; its values are not read."""
         return self._shapes[name]

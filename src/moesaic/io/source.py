@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Config, Model, Tokenizer, Values
+from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.io.checkpoint import Checkpoint, check_finite, whole_folder
 from moesaic.io.headers import mapping_of
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
+from moesaic.io.quantised import QuantisedCheckpoint, opened
 
 DEEPEST = 100_000
 """Decoder layers at most: more are a mistake, and would take hours to be found out."""
@@ -59,7 +61,7 @@ class Source:
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """Its weights, to be read one by one."""
-        return Checkpoint(self.folder)
+        return opened(self.folder)
 
     @property
     def fingerprint(self) -> str:
@@ -99,16 +101,28 @@ class Source:
             model, info = AutoModelForCausalLM.from_pretrained(
                 self.folder,
                 dtype=dtype or "auto",
+                **self._plainly(),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused here
             )
         finally:
             logger.disabled = before
+        if isinstance(self.checkpoint, QuantisedCheckpoint):
+            vars(model.config).pop("quantization_config", None)  # its weights are plain now
+            model.hf_quantizer = None
+            model._weight_conversions = None  # saving would try to undo them
         check_loaded(info, self.name, whole=any((self.folder / n).is_file() for n in MADE))
         for weight, tensor in model.state_dict().items():
             check_finite(weight, tensor)
         own: Model = model.to(device).eval()
         return own
+
+    def _plainly(self) -> JSON:
+        """Options by which transformers gives weights their values when it loads them."""
+        if not isinstance(self.checkpoint, QuantisedCheckpoint):
+            return {}
+        said = {**self.checkpoint.format.said, "dequantize": True}
+        return {"quantization_config": AutoQuantizationConfig.from_dict(said)}
 
 
 def check_loaded(info: Values, name: str, whole: bool) -> None:

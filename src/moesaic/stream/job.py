@@ -60,6 +60,11 @@ class Job(Generic[A]):
 
     @staticmethod
     def _check_in_memory(model: Model) -> None:
+        if getattr(model, "hf_quantizer", None) is not None:
+            raise MoesaicError(
+                "This model was loaded from quantised weights. Pass its name or its folder "
+                "instead: then what stays keeps its bytes."
+            )
         if any(parameter.is_meta for parameter in model.parameters()):
             raise MoesaicError(
                 "Some of this model's weights wait on disk or beside the device (device_map). Pass "

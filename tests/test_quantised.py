@@ -1,0 +1,366 @@
+"""Checkpoints in FP8 and MXFP4: values as transformers has them, bytes as they were."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from builders import loaded, logits, tiny_moe, weights
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from moesaic.api import verb
+from moesaic.arch.lookup import dense_arch, moe_arch
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.io.naming import Naming
+from moesaic.io.quantised import BlockScaled, Microscaled, Packed
+from moesaic.io.source import Source, resolve
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.methods.naee.config import PruneConfig
+from moesaic.plan import Plan
+from moesaic.result import save_applied
+from moesaic.surgery import base_shape
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+KEPT = torch.tensor([0, 2, 3, 5, 6, 7])
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quantise(folder, form, chosen):
+    """Store the matrices of a checkpoint in a format, as its publishers would."""
+    file = folder / "model.safetensors"
+    tensors, out = load_file(file), {}
+    for name, tensor in tensors.items():
+        if chosen(name, tensor):
+            scales = torch.zeros(1, 1)
+            parts = form.parts(tensor, {form.ends[0]: tensor, form.ends[1]: scales})
+            out |= {name + end: part for end, part in parts.items()}
+        else:
+            out[name] = tensor.to(torch.bfloat16)
+    save_file(out, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"quantization_config": form.said, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    """A DeepSeek-V3 in FP8; its first routed layer and its attention are in bfloat16."""
+    folder = tmp_path_factory.mktemp("fp8") / "base"
+    tiny_moe("deepseek_v3", moe_intermediate_size=32).save_pretrained(folder)
+
+    def chosen(name, tensor):
+        return (
+            ".mlp." in name
+            and tensor.dim() == 2
+            and ".gate." not in name
+            and "layers.1." not in name
+        )
+
+    return quantise(folder, BlockScaled(FP8), chosen)
+
+
+@pytest.fixture(scope="module")
+def mxfp4(tmp_path_factory):
+    """A gpt-oss as it is published: experts in MXFP4."""
+    folder = tmp_path_factory.mktemp("mxfp4") / "base"
+    tiny_moe("gpt_oss", hidden_size=64, intermediate_size=64).save_pretrained(folder)
+    return quantise(
+        folder,
+        Microscaled(MXFP4),
+        lambda name, _: name.endswith("experts.down_proj") or name.endswith("experts.gate_up_proj"),
+    )
+
+
+@pytest.fixture(params=["fp8", "mxfp4"])
+def quantised(request):
+    return request.getfixturevalue(request.param)
+
+
+def applied(folder, out, make, **options):
+    """A checkpoint with every routed layer converted, written from disk."""
+    source = resolve(str(folder))
+    model = source.load()
+    arch = moe_arch(model.config)
+    layers = {i: make(arch, arch.mixture(arch.layers(model)[i])) for i in arch.moe_layers(model)}
+    out.mkdir()
+    save_applied(source, Plan("test", base_shape(model, arch), layers), out, **options)
+    return model, arch, layers
+
+
+# --- the formats ---------------------------------------------------------------------------------
+
+
+def test_mxfp4_by_hand():
+    """Two codes a byte, the low one first; 2^(scale - 127)."""
+    blocks, scales = torch.zeros(1, 1, 1, 16, dtype=torch.uint8), torch.tensor([[[128]]])
+    blocks[0, 0, 0, 0] = 0x72  # 1 and 6
+    blocks[0, 0, 0, 1] = 0x9A  # -1 and -0.5
+    parts = {"_blocks": blocks, "_scales": scales.to(torch.uint8)}
+    values = Microscaled(MXFP4).values(parts)
+    assert values.shape == (1, 32, 1)
+    assert values.flatten()[:5].tolist() == [2, 12, -2, -1, 0]
+
+
+def test_fp8_by_hand():
+    codes = torch.tensor([[1.0, -2.0, 448.0], [0.5, 4.0, 8.0]]).to(torch.float8_e4m3fn)
+    form = BlockScaled({"weight_block_size": [1, 2]})
+    parts = {"": codes, "_scale_inv": torch.tensor([[2.0, 0.5], [1.0, 10.0]])}
+    assert form.values(parts).tolist() == [[2, -4, 224], [0.5, 4, 80]]
+
+
+def test_values_are_transformers():
+    raw = torch.randint(0, 256, (3, 6, 2, 16), generator=torch.Generator().manual_seed(0))
+    scales = torch.randint(110, 140, (3, 6, 2), generator=torch.Generator().manual_seed(1))
+    parts = {"_blocks": raw.to(torch.uint8), "_scales": scales.to(torch.uint8)}
+    wanted = convert_moe_packed_tensors(parts["_blocks"], parts["_scales"], dtype=torch.bfloat16)
+    assert torch.equal(Microscaled(MXFP4).values(parts).bfloat16(), wanted)
+    form = BlockScaled(FP8)
+    weight = drawn(32, 48) * torch.logspace(-3, 3, 48)
+    mine = form.parts(weight, {"": weight, "_scale_inv": torch.zeros(1, 1)})
+
+    class Quantiser:
+        class quantization_config:
+            weight_block_size, scale_fmt = (16, 16), "float"
+
+    theirs = Fp8Quantize(Quantiser())._quantize_one("w.weight", weight)
+    torch.testing.assert_close(mine["_scale_inv"], theirs["w.weight_scale_inv"], rtol=1e-6, atol=0)
+    for parts in (mine, {"": theirs["w.weight"], "_scale_inv": theirs["w.weight_scale_inv"]}):
+        wanted = Fp8Dequantize(None)._dequantize_one(*parts.values(), output_dtype=torch.float32)
+        assert torch.equal(form.values(parts), wanted)
+
+
+@pytest.mark.parametrize("form", [BlockScaled(FP8), Microscaled(MXFP4)])
+def test_what_a_format_holds_it_gives_back(form):
+    """Rounding errors are those of the codes; values that are codes times scales come back."""
+    values = drawn(2, 64, 32)
+    like = {form.ends[0]: values, form.ends[1]: torch.zeros(1, 1)}
+    once = form.values(form.parts(values, like))
+    step = 2**-4 if form.method == "fp8" else 0.25
+    assert ((once - values).abs() <= step * values.abs().amax() + 1e-6).all()
+    assert (once - values).norm() / values.norm() < (0.04 if form.method == "fp8" else 0.15)
+    again = form.values(form.parts(once, like))
+    torch.testing.assert_close(again, once, rtol=0 if form.method == "mxfp4" else 1e-6, atol=0)
+
+
+def test_mxfp4_rounds_to_the_nearest():
+    """Every code is at most half a step away, against all sixteen."""
+    values = drawn(1, 32, 40)
+    form = Microscaled(MXFP4)
+    parts = form.parts(values, {})
+    codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    every = torch.cat([codes, -codes])
+    scale = torch.exp2(parts["_scales"].float() - 127).transpose(1, 2)  # (1, 1, 40)
+    distance = (every.view(-1, 1, 1, 1) * scale - values).abs().amin(0)
+    torch.testing.assert_close((form.values(parts) - values).abs(), distance)
+
+
+def test_choosing_carries_bytes():
+    """Experts and whole blocks by their bytes; else by value alone."""
+    form = Microscaled(MXFP4)
+    packed = Packed.of(form, form.parts(drawn(3, 64, 8), {}))
+    for axis, order in ((0, [2, 0]), (2, [7, 1, 3]), (1, list(range(32, 64)))):
+        chosen = packed.index_select(axis, torch.tensor(order))
+        assert torch.equal(form.values(chosen.parts), chosen.as_subclass(torch.Tensor))
+    assert type(packed.index_select(1, torch.arange(1, 33))) is torch.Tensor
+    assert type(packed + 1) is type(packed.float()) is torch.Tensor
+    rows = torch.stack([row.index_select(1, torch.tensor([i])) for i, row in enumerate(packed)])
+    assert torch.equal(form.values(rows.parts), rows.as_subclass(torch.Tensor))
+    rows.index_fill_(0, torch.tensor([1]), 0)
+    assert rows.format is None
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def test_read_as_transformers_reads_it(quantised):
+    model = AutoModelForCausalLM.from_pretrained(quantised)
+    naming = Naming(resolve(str(quantised)).checkpoint, model.config.model_type)
+    state = model.state_dict()
+    assert {*naming.in_memory.values()} == {*state}
+    for name, wanted in state.items():
+        found = naming.read(name, lambda tensor: tensor.to(torch.bfloat16))
+        assert torch.equal(found, wanted.to(torch.bfloat16)), name
+
+
+def test_pruning_keeps_every_byte(quantised, tmp_path):
+    _, arch, _ = applied(quantised, tmp_path / "out", lambda *_: PrunedLayer(KEPT))
+    source, found = (load_file(f / "model.safetensors") for f in (quantised, tmp_path / "out"))
+    kept = KEPT.tolist()
+    for name, tensor in found.items():
+        before, experts, rest = name.partition(".experts.")
+        number, _, leaf = rest.partition(".")
+        if experts and number.isdigit():
+            wanted = source[f"{before}.experts.{kept[int(number)]}.{leaf}"]
+        elif experts or "mlp.router" in name or "mlp.gate." in name:
+            wanted = source[name].view(torch.uint8)[KEPT] if experts else source[name][KEPT]
+            tensor = tensor.view(torch.uint8) if experts else tensor
+        else:
+            wanted = source[name]
+        assert tensor.dtype == wanted.dtype
+        assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    said = json.loads((quantised / "config.json").read_text())["quantization_config"]
+    assert config["quantization_config"] == said
+    again = loaded(tmp_path / "out")
+    assert arch.mixture(arch.layers(again)[arch.moe_layers(again)[0]]).count == 6
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_slimming_keeps_whole_blocks(quantised, aligned, tmp_path):
+    def slim(arch, view):
+        width, half = view.width, view.width // 2
+        order = torch.arange(half) + (half if aligned else 1)
+        shared = torch.arange(half) if arch.shared_count else None
+        return SlimmedLayer(torch.arange(8), order.repeat(8, 1), width, shared_S=shared)
+
+    model, arch, layers = applied(quantised, tmp_path / "out", slim)
+    source, out = (resolve(str(f)).checkpoint for f in (quantised, tmp_path / "out"))
+    assert {n.replace("experts", "") for n in out._files} <= {
+        n.replace("experts", "") for n in source._files
+    }
+    again = Source("out", tmp_path / "out").load()
+    i = arch.moe_layers(model)[-1]
+    old, new = (arch.mixture(arch.layers(m)[i]) for m in (model, again))
+    rows = layers[i].neurons_EW[3]
+    for before, after, axis in zip(old.weights_of(3), new.weights_of(3), (0, 0, 1), strict=True):
+        wanted = before.index_select(axis, rows)
+        if aligned:
+            assert torch.equal(after, wanted)
+        else:
+            assert (after - wanted).norm() / wanted.norm() < 0.15
+
+
+def test_new_weights_go_into_the_format(quantised, tmp_path):
+    down = {}
+
+    def refitted(arch, view):
+        down_E = view.experts.down_proj.detach().float()[KEPT] * 1.1
+        down[len(down)] = down_E
+        return PrunedLayer(KEPT, down_E=down_E)
+
+    model, arch, _ = applied(quantised, tmp_path / "out", refitted)
+    again = Source("out", tmp_path / "out").load()
+    i = arch.moe_layers(model)[-1]
+    found = arch.mixture(arch.layers(again)[i]).experts.down_proj.float()
+    wanted = down[len(down) - 1]
+    error = (found - wanted).norm() / wanted.norm()
+    assert 0 < error < (0.04 if "fp8" in str(quantised) else 0.15)
+    names = resolve(str(tmp_path / "out")).checkpoint._files
+    assert any(n.endswith(("down_proj.weight_scale_inv", "down_proj_scales")) for n in names)
+
+
+def test_blocks_that_do_not_divide_stay_plain(fp8, tmp_path):
+    """A width of 24 in blocks of 16: bfloat16, and the config names the modules."""
+
+    def slim(arch, view):
+        order = torch.arange(24).repeat(8, 1)
+        return SlimmedLayer(torch.arange(8), order, 32, shared_S=torch.arange(24))
+
+    applied(fp8, tmp_path / "out", slim)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    plain = config["quantization_config"]["modules_to_not_convert"]
+    assert "model.layers.2.mlp.experts" in plain
+    assert "model.layers.1.mlp.experts" not in plain  # was plain before
+    tensors = weights_of(tmp_path / "out")
+    assert tensors["model.layers.2.mlp.experts.0.up_proj.weight"].dtype == torch.bfloat16
+    assert torch.isfinite(logits(Source("out", tmp_path / "out").load(), Ids())).all()
+
+
+class Ids:
+    input_ids = torch.arange(1, 9)[None]
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def test_with_a_dtype_the_result_is_plain(quantised, tmp_path):
+    make = lambda *_: PrunedLayer(KEPT)  # noqa: E731
+    applied(quantised, tmp_path / "out", make, dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert {t.dtype for t in weights(tmp_path / "out").values()} <= {torch.bfloat16, torch.float32}
+    loaded(tmp_path / "out")
+
+
+def test_a_whole_run_reads_layer_by_layer(fp8, tmp_path):
+    """From observation to a checkpoint in the same format; the loss is that of a plain copy."""
+    source = resolve(str(fp8))
+    source.load().save_pretrained(tmp_path / "plain")
+    found = {}
+    for name, folder in (("fp8", fp8), ("plain", tmp_path / "plain")):
+        config = PruneConfig(keep=6, criterion="frequency")
+        result = verb("prune", str(folder), config, calibration=Tokens(drawn_ids()))
+        result.save(tmp_path / f"{name}-out")
+        found[name] = [result.plan.layers[i].kept for i in sorted(result.plan.layers)]
+    assert found["fp8"] == found["plain"]
+    names = resolve(str(tmp_path / "fp8-out")).checkpoint._files
+    assert any(name.endswith("weight_scale_inv") for name in names)
+    model = tiny_moe("mixtral")
+    model.hf_quantizer = object()  # as transformers leaves it where weights stay quantised
+    with pytest.raises(MoesaicError, match="loaded from quantised weights"):
+        verb("prune", model, PruneConfig(keep=6), calibration=Tokens(drawn_ids()))
+
+
+def drawn_ids():
+    return torch.randint(1, 384, (8, 32), generator=torch.Generator().manual_seed(3))
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def damaged(folder, out, change):
+    shutil.copytree(folder, out)
+    tensors = load_file(out / "model.safetensors")
+    change(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def test_bad_input_is_named(fp8, mxfp4, tmp_path, command):
+    scale = "model.layers.2.mlp.experts.3.up_proj.weight_scale_inv"
+
+    def without(tensors):
+        del tensors[scale]
+
+    def odd(tensors):
+        tensors[scale] = tensors[scale][:1].clone()
+
+    def missing(tensors):
+        del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+
+    said = {
+        "without": (damaged(fp8, tmp_path / "without", without), f"no tensor '{scale}'"),
+        "odd": (damaged(fp8, tmp_path / "odd", odd), "need scales of 2 x 2, and they are of 1 x 2"),
+        "missing": (damaged(mxfp4, tmp_path / "missing", missing), "down_proj_scales"),
+    }
+    for folder, words in said.values():
+        code, _, errors = command("prune", folder, tmp_path / "out", "--keep", "6", "--no-eval")
+        assert code == 2
+        assert words in errors, errors
+
+
+def test_other_formats_are_refused(fp8):
+    config = resolve(str(fp8)).config
+    config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(MoesaicError, match="'gptq', which is not read; fp8 and mxfp4 are"):
+        moe_arch(config)
+    with pytest.raises(MoesaicError, match="static activation scales"):
+        BlockScaled({**FP8, "activation_scheme": "static"})
+    from builders import tiny_config
+
+    dense = tiny_config("llama", quantization_config=FP8)
+    with pytest.raises(MoesaicError, match="carve takes plain weights"):
+        dense_arch(dense)
