@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from contract import held
-from shrunken import TYPES, small_model
+from shrunken import TYPES, small_config, small_model
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.tried import tried
@@ -72,6 +72,15 @@ def test_an_odd_router_is_named(monkeypatch):
     monkeypatch.setattr(mixtral.MixtralTopKRouter, "forward", forward)
     with pytest.raises(MoesaicError, match="MixtralTopKRouter chooses by weather too"):
         base_arch(config)
+
+
+def test_a_shared_path_that_is_averaged_is_refused():
+    """cohere2_moe halves the sum, if its config says so: its view would be wrong."""
+    average = {"num_shared_experts": 1, "shared_expert_combination_strategy": "average"}
+    with pytest.raises(MoesaicError, match="not simply added"):
+        base_arch(small_config("cohere2_moe", **average))
+    average["shared_expert_combination_strategy"] = "sum"
+    assert base_arch(small_config("cohere2_moe", **average)).shared == "shared_experts"
 
 
 def test_the_command(command):

@@ -1,6 +1,8 @@
 """Models by name: found, or refused with what would work."""
 
 import pytest
+import torch
+from builders import logits
 
 from moesaic.errors import MoesaicError
 from moesaic.io.source import resolve
@@ -29,3 +31,16 @@ def test_gguf_that_is_none(tmp_path, monkeypatch):
     with pytest.raises(MoesaicError, match="cannot be read as GGUF"):
         resolve(str(file))
     assert not (tmp_path / "cache").exists() or not any((tmp_path / "cache").iterdir())
+
+
+def test_a_device_map_places_the_parts(llama_folder, tokens):
+    """Half of the layers wait on disk; the model computes the same."""
+    source = resolve(str(llama_folder))
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    places |= {
+        "lm_head": "cpu",
+        **{f"model.layers.{i}": "disk" if i > 1 else "cpu" for i in range(4)},
+    }
+    model = source.load(device_map=places)
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(logits(model, tokens), logits(source.load(), tokens))

@@ -223,6 +223,9 @@ def _mixture(
     known = {leaf, parts.router, *inside, *filter(None, [gate, after])}
     _nothing_else(name, block, known, parts)
     shared, beside = next(iter(inside), None), next(iter(outside), None)
+    mixes = (value for key, value in vars(block).items() if "combination" in key)
+    if shared and any(mix != "sum" for mix in mixes):
+        raise Unknown(f"{name}: its shared path is not simply added to what its experts make.")
     said = config.to_dict()
     plain = (_mlps(layer).get(block_path) for layer in layers)
     names = next((names for names in plain if names is not None), None)

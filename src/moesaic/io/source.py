@@ -82,12 +82,18 @@ class Source:
             raise MoesaicError(f"{self.name} has no usable tokenizer: {said:.300}") from error
         return tokenizer
 
-    def load(self, device: str = "cpu", dtype: torch.dtype | None = None) -> Model:
+    def load(
+        self,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        device_map: str | JSON | None = None,
+    ) -> Model:
         """The model, ready to run.
 
         Args:
             device: its place.
             dtype: the floating-point type; None for the checkpoint's own.
+            device_map: the places of its parts instead, as ``from_pretrained`` takes them.
 
         Raises:
             MoesaicError: a weight is missing or of another shape, or one of a result of ours is
@@ -101,6 +107,7 @@ class Source:
             model, info = AutoModelForCausalLM.from_pretrained(
                 self.folder,
                 dtype=dtype or "auto",
+                device_map=device_map,
                 **self._plainly(),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused here
@@ -113,8 +120,9 @@ class Source:
             model._weight_conversions = None  # saving would try to undo them
         check_loaded(info, self.name, whole=any((self.folder / n).is_file() for n in MADE))
         for weight, tensor in model.state_dict().items():
-            check_finite(weight, tensor)
-        own: Model = model.to(device).eval()
+            if not tensor.is_meta:  # those that wait on disk are seen when they are read
+                check_finite(weight, tensor)
+        own: Model = (model if device_map is not None else model.to(device)).eval()
         return own
 
     def _plainly(self) -> JSON:
