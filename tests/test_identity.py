@@ -309,6 +309,17 @@ def test_training_goes_on_only_as_it_began(
     assert all(torch.equal(again[name], whole[name]) for name in whole)
 
 
+def test_a_training_that_is_whole_takes_no_step_more(tmp_path: Path) -> None:
+    """From a checkpoint of the last step the Trainer goes one further."""
+    config = {"steps": 3, "save_every": 1, "batch": 1, "accumulate": 1}
+    whole = tuned(tmp_path, config=config)
+    again = tuned(tmp_path, config=config)
+    assert len(again.summary["training"]["losses"]) == 3
+    assert again.summary["training"]["losses"] == whole.summary["training"]["losses"]
+    before, after = whole.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
 @pytest.mark.parametrize(
     ("config", "other"),
     [

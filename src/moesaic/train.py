@@ -258,6 +258,16 @@ class _Loop(Trainer):  # type: ignore[misc]
             state = (Path(resume_from_checkpoint) / STATE_NAME).read_text()
             self.objective.state = json.loads(state)
 
+    def finish(self, checkpoint: str | None) -> None:
+        """Train to the last step. From a checkpoint of that step the Trainer would go one more."""
+        if checkpoint is not None:
+            state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+            if state.global_step >= state.max_steps:
+                self._load_from_checkpoint(checkpoint)
+                self.state = state
+                return
+        self.train(resume_from_checkpoint=checkpoint)
+
 
 def last_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint that is whole: the Trainer writes its own state last."""
@@ -424,7 +434,7 @@ def train(
     loop.objective = objective
     loop.measure, loop.every = measure, schedule.measure_every
     loop.remove_callback(PrinterCallback)
-    loop.train(resume_from_checkpoint=last_checkpoint(folder))
+    loop.finish(last_checkpoint(folder))
     bar.close()
     if schedule.recompute:
         checkpointing(model, "disable")()
