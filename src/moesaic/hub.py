@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -23,6 +20,7 @@ from moesaic.arch.deepseek import DeepseekConfig, DeepseekForCausalLM
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import architectures, base_arch
 from moesaic.foreign import JSON, Config, Model, Tokenizer
+from moesaic.io.naming import conversions
 from moesaic.io.source import check_loaded
 from moesaic.layers.base import KINDS
 from moesaic.plan import Plan
@@ -88,10 +86,9 @@ class Classes(dict[str, tuple[Any, Any]]):
     """The config and model class of ``moesaic_<base>`` by base, made when they are asked for."""
 
     def __missing__(self, base: str) -> tuple[Any, Any]:
-        conversions = get_checkpoint_conversion_mapping(base)
-        name = PREFIX + base
-        if conversions is not None:
-            register_checkpoint_conversion_mapping(name, conversions, overwrite=True)
+        name, table = PREFIX + base, conversions(base)
+        if table is not None:
+            register_checkpoint_conversion_mapping(name, table, overwrite=True)
         config_class, model_class = self[base] = _define(base)
         AutoConfig.register(name, config_class, exist_ok=True)
         AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
@@ -128,8 +125,7 @@ def _await() -> dict[str, str]:
     """
     own = DeepseekConfig.model_type
     if own not in CONFIG_MAPPING:
-        conversions = get_checkpoint_conversion_mapping("qwen2_moe")
-        register_checkpoint_conversion_mapping(own, conversions)
+        register_checkpoint_conversion_mapping(own, conversions("qwen2_moe"))
         AutoConfig.register(own, DeepseekConfig)
         AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
     added = {own: DeepseekForCausalLM.__name__}

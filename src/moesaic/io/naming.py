@@ -20,6 +20,7 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Model
@@ -28,12 +29,20 @@ from moesaic.io.checkpoint import Checkpoint
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
+def conversions(model_type: str) -> list[Any] | None:
+    """transformers' own table for a model_type: by its name, else by its base model's class."""
+    found: list[Any] | None = get_checkpoint_conversion_mapping(model_type)
+    if found is None and model_type in MODEL_MAPPING_NAMES:
+        found = get_checkpoint_conversion_mapping(MODEL_MAPPING_NAMES[model_type])
+    return found
+
+
 class Naming:
     """What the tensors of one checkpoint are called in memory, and how to read them so."""
 
     def __init__(self, checkpoint: Checkpoint, model_type: str) -> None:
         self.checkpoint = checkpoint
-        steps: list[Any] = get_checkpoint_conversion_mapping(model_type) or []
+        steps: list[Any] = conversions(model_type) or []
         renamings = [step for step in steps if isinstance(step, WeightRenaming)]
         converters = [step for step in steps if isinstance(step, WeightConverter)]
         self._converters = {p: c for c in converters for p in c.source_patterns}
