@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from moesaic.errors import MoesaicError
 from moesaic.methods import clustering
+from moesaic.methods.budget import LayerSize, split_for_share
 from moesaic.methods.cdmoe.divergence import cosine, js, kl
+from moesaic.methods.cdmoe.experts import tail_exponent
 from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
 
 
@@ -114,3 +117,18 @@ def test_distances_are_those_to_every_centre() -> None:
     assert label.tolist() == [near, near, far, far]
     assert distance[:, near] == pytest.approx([1, 1, 145, 181])
     assert distance[:, far] == pytest.approx([181, 145, 1, 1])
+
+
+# --- budgets and tails ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_a_share_needs_some_petals_to_run_and_some_to_idle(top_k: int) -> None:
+    with pytest.raises(MoesaicError, match="at least 1 and below experts 4"):
+        split_for_share([LayerSize(0, 300, 100)], [0], 0.5, 4, top_k)
+
+
+def test_a_tail_begins_at_the_peak_where_nothing_is_near_it() -> None:
+    """Bins of two decades: the last holds both, and its lower edge is far below them."""
+    value_N = torch.tensor([1e-100, 5e98, 1e100], dtype=torch.float64)
+    assert tail_exponent(value_N) == pytest.approx(1 + 1 / math.log(20))
