@@ -79,6 +79,8 @@ def main(names: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", help="a second text to measure on")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--methods", nargs="+", default=[*variants(1.0)], help="these alone")
+    parser.add_argument("--ratios", nargs="+", type=float, default=RATIOS, help="these alone")
     options = parser.parse_args(names)
     torch.set_num_threads(1)
     gradients_once()
@@ -102,8 +104,8 @@ def main(names: Sequence[str] | None = None) -> None:
     if ("dense", None, None) not in done:
         keep({"method": "dense", "texts": figures(model, texts)})
     for draw in range(options.draws):
-        for name in variants(1.0):
-            for ratio in RATIOS:
+        for name in options.methods:
+            for ratio in options.ratios:
                 config = variants(ratio)[name]
                 calibrated = config.calibrates  # type: ignore[attr-defined]
                 if (name, ratio, draw) in done or (draw and not calibrated):

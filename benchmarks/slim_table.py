@@ -35,6 +35,7 @@ LABELS = {
 DRAWN = {
     "slim --uneven --score surgeon --refit": "#0072b2",
     "slim --score surgeon --refit": "#56b4e9",
+    "slim": "#009e73",
     "prune --refit": "#e69f00",
     "condense": "#7d858c",
 }
@@ -124,7 +125,8 @@ def picture(record: Mapping[str, Any], models: Sequence[str]) -> str:
                 if found
             ]
             whole = (2 * first["parameters"] / 1e6, first["ships"]["perplexity"])
-            lines[command] = [whole, *points]
+            if points:
+                lines[command] = [whole, *points]
         xs, ys = zip(*(p for points in lines.values() for p in points), strict=True)
         least, most = math.log(min(ys)) - 0.05, math.log(max(ys)) + 0.05
 
@@ -153,7 +155,7 @@ def picture(record: Mapping[str, Any], models: Sequence[str]) -> str:
             )
         below = f"{model}, megabytes in bfloat16"
         out.append(charts.text(left + room / 2, height - foot + 36, below, "quiet", "middle"))
-        for k, (command, points) in enumerate(lines.items()):
+        for command, points in lines.items():
             colour = DRAWN[command]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in points))
             out.append(
@@ -165,7 +167,7 @@ def picture(record: Mapping[str, Any], models: Sequence[str]) -> str:
                 for p in points
             ]
             if n == 0:
-                level = top + 6 + 17 * k
+                level = top + 6 + 17 * [*DRAWN].index(command)
                 out.append(f'<circle cx="{left + 170}" cy="{level - 4}" r="4" fill="{colour}"/>')
                 out.append(charts.text(left + 180, level, command, "end"))
     return (
