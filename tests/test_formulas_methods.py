@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from moesaic.methods.budget import LayerSize, split_for_share
 from moesaic.methods.cdmoe.divergence import cosine, js, kl
 from moesaic.methods.cdmoe.experts import tail_exponent
 from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
+from moesaic.methods.more.formulas import prototypes
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -132,3 +135,17 @@ def test_a_tail_begins_at_the_peak_where_nothing_is_near_it() -> None:
     """Bins of two decades: the last holds both, and its lower edge is far below them."""
     value_N = torch.tensor([1e-100, 5e98, 1e100], dtype=torch.float64)
     assert tail_exponent(value_N) == pytest.approx(1 + 1 / math.log(20))
+
+
+def test_an_experts_prototype_is_of_its_tokens_in_every_batch() -> None:
+    """Two tokens run the first expert, both in the first batch; their mean is not the strongest."""
+    x_TD = torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 1.0], [2.0, 1.0]])
+    h_TM = torch.tensor([[2.0, 0.0], [3.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    site: Any = SimpleNamespace(
+        tokens=4,
+        view=SimpleNamespace(up_MD=torch.zeros(2, 2)),
+        activations=lambda: zip(x_TD.split(2), h_TM.split(2), strict=True),
+    )
+    found = prototypes(site, torch.eye(2), alpha=0.5)
+    wanted = torch.tensor([[1.0, 1.0], [2.0, 1.0]])
+    assert torch.allclose(found, wanted / wanted.norm(dim=1, keepdim=True))
