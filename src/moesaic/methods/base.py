@@ -35,8 +35,8 @@ class Decision:
     trained: Model | None = None
     """The live model where weights were trained: no plan can rebuild it."""
     retrained: Mapping[str, Callable[[], Model]] = field(default_factory=dict)
-    """Comparisons that no plan can rebuild, trained ones among them, each by a function that returns
-    the live model."""
+    """Comparisons that no plan can rebuild, trained ones among them: by name a function that
+    returns the live model."""
 
 
 @dataclass(frozen=True)
