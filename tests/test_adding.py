@@ -294,8 +294,8 @@ def done(package, tmp_path_factory):
         ["apply", "tiny-dense", "dampen", "applied"],
         ["inspect", "dampen", "--json"],
         ["--help"],
-        ["carve", "--help"],
-        ["dampen", "--help"],
+        ["carve", "--method", "halves", "--help"],
+        ["dampen", "--help-all"],
     ]
     (folder / "commands.json").write_text(json.dumps(commands))
     path = os.pathsep.join([str(package), *filter(None, sys.path)])

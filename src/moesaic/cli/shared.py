@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from typer._click import Context, HelpFormatter
 
+    from moesaic.record import Record
+
 ALL = "--help-all"
 
 app = typer.Typer(
@@ -148,18 +150,26 @@ def emit(as_json: bool, data: object, view: object) -> None:
 
 def carry_out(recipe: Recipe, overwrite: bool, resume: bool, as_json: bool) -> None:
     """Run a recipe and show what came of it."""
-    check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
-    from moesaic import pipeline, report
-    from moesaic.cli.bars import bars, err_console
-
-    try:
-        record = pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
-    except KeyboardInterrupt:
-        fail("Interrupted. Finished layers are kept; --resume continues from them.", 130)
+    record = carried_out(recipe, overwrite, resume)
     if record is None:  # another process wrote the result
         return
+    from moesaic import report
+    from moesaic.cli.bars import err_console
+
     emit(as_json, record.output(), report.terminal(record))
     err_console.print(f"Checkpoint in {recipe.out}, report in {recipe.out}/report.html")
+
+
+def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
+    """Run a recipe; None in all processes but the first."""
+    check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
+    from moesaic import pipeline
+    from moesaic.cli.bars import bars
+
+    try:
+        return pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
+    except KeyboardInterrupt:
+        fail("Interrupted. Finished layers are kept; --resume continues from them.", 130)
 
 
 def fail(message: str, code: int) -> NoReturn:
