@@ -9,6 +9,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from moesaic import hub
 from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.errors import MoesaicError
+from moesaic.io.checkpoint import skeleton
 
 
 def test_some_experts_are_not_the_dense_model(model_type, tokens):
@@ -50,3 +51,15 @@ def test_heads_are_told_from_the_weights():
     heads = arch.heads(arch.layers(model)[0], model.config)
     assert (heads.queries, heads.keys, heads.size, heads.rotary) == (4, 2, 8, 8)
     assert torch.equal(heads.paired(torch.arange(4)), torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]))
+
+
+def test_looking_a_config_up_leaves_it_and_its_models_alone():
+    """transformers writes a type into the config that a model is made from."""
+    model = tiny_model("llama")
+    converted(model, dict(whole_plan(model, dense_arch(model.config), top_k=1).layers))
+    config = model.config
+    config.dtype = torch.bfloat16
+    config.initializer_range = 0.0123  # a config that nobody has looked up yet
+    made = skeleton(config)
+    assert config.dtype == torch.bfloat16
+    assert made.model.embed_tokens.weight.dtype == torch.bfloat16

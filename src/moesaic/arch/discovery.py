@@ -67,7 +67,8 @@ def discovered(config: Config) -> Arch:
         if len(_FOUND) > MOST:
             _FOUND.clear()
         with torch.device("cpu"):  # a converted model asks while it is made on the meta device
-            _FOUND[said] = of_model(skeleton(config, torch.float32), config)
+            # transformers writes the type that it is asked for into the config, so into a copy
+            _FOUND[said] = of_model(skeleton(copy.deepcopy(config)), config)
     return _FOUND[said]
 
 
