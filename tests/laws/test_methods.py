@@ -108,7 +108,7 @@ def test_a_method_says_what_it_is(key):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_without_options_it_is_its_papers_method(key):
-    """Nothing beyond the paper happens unasked; the bundle that does is called ``best``, and says so."""
+    """Nothing beyond the paper happens unasked; only the bundle ``best`` does that, and says so."""
     config = METHODS[key]
     assert config().beyond == ()
     assert "beyond" not in config().label
