@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from moesaic.config import ExportArgs
 from moesaic.exports.llamacpp import export_gguf
@@ -15,7 +14,7 @@ FORMS: dict[str, Callable[..., JSON]] = {"native": export_native, "gguf": export
 
 
 def export(
-    model: str, out: str | Path, to: str = "native", *, overwrite: bool = False, **options: Any
+    model: str, out: str | Path, to: str = "native", *, overwrite: bool = False, **options: object
 ) -> JSON:
     """Write a model in the form that other engines load.
 

@@ -225,7 +225,7 @@ def format_of(said: JSON | None) -> Format | None:
 
 def said_of(config: Config) -> JSON | None:
     """The ``quantization_config`` of a config as plain JSON."""
-    said: Any = getattr(config, "quantization_config", None)
+    said: Config = getattr(config, "quantization_config", None)
     return said if said is None or isinstance(said, dict) else cast(JSON, said.to_dict())
 
 

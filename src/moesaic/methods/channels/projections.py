@@ -131,7 +131,7 @@ def _experts_hook(
     view = arch.mixture(layer)
     by_leaf: Mapping[str, str] = {path.rpartition(".")[2]: path for path in paths}
 
-    def before(module: nn.Module, args: Any) -> None:
+    def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x_TD, chosen_TK = args[0].flatten(0, -2), args[1]
         for number in range(view.count):
             token = (chosen_TK == number).any(-1).nonzero().flatten()
