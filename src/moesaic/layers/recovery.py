@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,20 @@ from moesaic.foreign import JSON
 from moesaic.layers.base import Seen
 from moesaic.layers.regression import HELD_OUT, Fit, Ridge
 
-if TYPE_CHECKING:
-    from moesaic.layers.pruned import PrunedLayer
+
+class Staying(Protocol):
+    """The experts of a mixture that stay, as a layer's plan says."""
+
+    @property
+    def kept(self) -> list[int]:
+        """The original expert at each new place, below 0 where there is none."""
+
+    @property
+    def experts(self) -> Tensor:
+        """The original experts that stay, int64."""
+
+    def neurons_of(self, place: int, width: int) -> Tensor:
+        """The neurons, of ``width``, that the expert at a place keeps, int64."""
 
 
 class Balance:
@@ -126,7 +138,7 @@ class _Part:
 
 
 def refitted_downs(
-    layer: PrunedLayer,
+    layer: Staying,
     site: Seen[MoEFFN],
     shared_S: Tensor | None = None,
     jointly: bool = False,
