@@ -5,6 +5,7 @@ import torch
 from builders import logits
 
 from moesaic.errors import MoesaicError
+from moesaic.io.names import whole_file
 from moesaic.io.source import resolve
 
 
@@ -44,3 +45,17 @@ def test_a_device_map_places_the_parts(llama_folder, tokens):
     model = source.load(device_map=places)
     assert any(parameter.is_meta for parameter in model.parameters())
     assert torch.equal(logits(model, tokens), logits(source.load(), tokens))
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text("old")
+    with pytest.raises(OSError, match="full"), whole_file(file) as partial:  # noqa: PT012
+        partial.write_text("half")
+        raise OSError("the disk is full")
+    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
+    assert file.read_text() == "old"
+    with whole_file(file) as partial:
+        partial.write_text("new")
+    assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
+    assert file.read_text() == "new"

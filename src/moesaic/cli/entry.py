@@ -22,6 +22,9 @@ from moesaic.errors import MoesaicError
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Nothing more can be written: the disk, a quota, or the size that a file may have."""
 
+TORCH = "inline_container.cc"
+"""The part of torch that writes training checkpoints; it says no more than that it could not."""
+
 for group in (verbs, measure, results):
     group.commands()
 
@@ -64,7 +67,7 @@ def disk_full(error: BaseException) -> bool:
     """Whether an error, or one behind it, says that the disk is full."""
     behind = error.__cause__ or error.__context__
     full = isinstance(error, OSError) and error.errno in FULL
-    full = full or any(os.strerror(number) in str(error) for number in FULL)
+    full = full or any(said in str(error) for said in (*map(os.strerror, FULL), TORCH))
     return full or (behind is not None and disk_full(behind))
 
 

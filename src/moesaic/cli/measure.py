@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, numbers, option
-from moesaic.cli.shared import columns, emit, register
+from moesaic.cli.shared import columns, emit, register, write
 from moesaic.config import Bench, Evaluation, check_device, parse_dtype
 from moesaic.data.questions import wanted_tasks
 from moesaic.errors import MoesaicError
@@ -71,7 +71,7 @@ def evaluate(
 
         points = measure.sweep(model, taus, **settings, track=bars)
         if draw:
-            draw.write_text(report.sweep(points, f"{model}, by threshold"), "utf-8")
+            write(draw, report.sweep(points, f"{model}, by threshold"))
         emit(as_json, {"sweep": points}, columns({f"tau {p['tau']:g}": p for p in points}))
         return
     from moesaic.metrics.evaluate import evaluate
@@ -170,7 +170,7 @@ def inspect(
     found = overlap(Plan.load(Path(model)), Plan.load(Path(against)))
     if draw:
         drawn = [(o.layer, o.experts, o.first, o.second) for o in found]
-        draw.write_text(report.overlap(drawn, f"Kept by {model} and by {against}"), "utf-8")
+        write(draw, report.overlap(drawn, f"Kept by {model} and by {against}"))
     kept = Table(title=f"Experts kept, beside {against}", title_justify="left")
     for name in ("layer", "by both", "here alone", "there alone"):
         kept.add_column(name, justify="right")

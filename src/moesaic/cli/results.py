@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moesaic.cli.options import MODELS, AsJson, Model, Out, Overwrite, Resume, Value, option
-from moesaic.cli.shared import carried_out, carry_out, emit, figure, register
+from moesaic.cli.shared import carried_out, carry_out, emit, figure, register, write
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
@@ -62,7 +62,7 @@ def demo(
     from moesaic import report
 
     page = out / "report.html"
-    page.write_text(report.html([*records.values()]), "utf-8")
+    write(page, report.html([*records.values()]))
     tables = [report.terminal(record) for record in records.values()]
     said = f"Checkpoints in {out}, both runs on one page in {page}"
     emit(as_json, {n: r.output() for n, r in records.items()}, Group(*tables, said))
@@ -141,7 +141,7 @@ def report(
             raise MoesaicError(f"{folder} has no readable result.json: {error}") from error
     from moesaic import report
 
-    out.write_text(report.html(records), "utf-8")
+    write(out, report.html(records))
     emit(as_json, {"report": str(out)}, f"Report in {out}")
 
 

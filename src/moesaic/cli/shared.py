@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn, get_type_hints
 
 import typer
@@ -16,6 +17,7 @@ from typer.core import TyperCommand, TyperOption
 from moesaic.cli.options import Option, Value, in_flags
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
+from moesaic.io.names import whole_file
 from moesaic.recipe import Recipe, check_run
 
 if TYPE_CHECKING:
@@ -146,6 +148,12 @@ def emit(as_json: bool, data: object, view: object) -> None:
         from rich.console import Console
 
         Console().print(view)
+
+
+def write(file: Path, text: str) -> None:
+    """Write a page or a drawing, whole or not at all."""
+    with whole_file(file) as partial:
+        partial.write_text(text, "utf-8")
 
 
 def carry_out(recipe: Recipe, overwrite: bool, resume: bool, as_json: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from moesaic.errors import MoesaicError
@@ -11,6 +13,21 @@ SHIPPED = ("tiny-dense", "tiny-moe", "tiny-shared-moe")
 
 PACKAGED = ("smollm2",)
 """Models that a package of the Python index carries."""
+
+
+@contextmanager
+def whole_file(file: Path) -> Iterator[Path]:
+    """A file to write that gets its name when it is whole, and is gone if that fails.
+
+    Yields:
+        the path to write to, beside ``file``.
+    """
+    partial = file.with_name(f".{file.name}.writing")
+    try:
+        yield partial
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def check_name(name: str) -> None:

@@ -27,6 +27,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.io.fingerprint import of_files
 from moesaic.io.headers import header_of
+from moesaic.io.names import whole_file
 from moesaic.plan import differing
 from moesaic.stream.neurons import NeuronStats, square_sums, weight_stats
 from moesaic.stream.stream import Site
@@ -413,9 +414,8 @@ def save_layer(stats: ExpertStats, folder: Path, index: int, header: JSON) -> No
     """Keep one layer's statistics on disk; they are there whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     file = layer_file(folder, index)
-    partial = file.with_suffix(".writing")
-    save_file(stats.tensors(), partial, metadata=_metadata(header))
-    partial.replace(file)
+    with whole_file(file) as partial:
+        save_file(stats.tensors(), partial, metadata=_metadata(header))
 
 
 def _metadata(header: JSON) -> dict[str, str]:
@@ -445,14 +445,12 @@ def join(parts: Mapping[int, Path], out: Path, header: JSON) -> None:
         start += path.stat().st_size - 8 - size
     text = json.dumps(index).encode()
     text += b" " * (-len(text) % 8)
-    partial = out.with_name(f".{out.name}.writing")
-    with partial.open("wb") as joined:
+    with whole_file(out) as partial, partial.open("wb") as joined:
         joined.write(struct.pack("<Q", len(text)) + text)
         for path, skip in spans:
             with path.open("rb") as file:
                 file.seek(skip)
                 shutil.copyfileobj(file, joined, 16 << 20)
-    partial.replace(out)
 
 
 def merge_files(paths: Sequence[Path], out: Path) -> None:
