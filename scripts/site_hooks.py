@@ -1,4 +1,4 @@
-"""What ``make docs`` adds to the pages: the command reference, and links into the repository."""
+"""Additions of ``make docs`` to the pages: the command reference, and links into the repository."""
 
 from __future__ import annotations
 

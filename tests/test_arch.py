@@ -63,3 +63,10 @@ def test_looking_a_config_up_leaves_it_and_its_models_alone():
     made = skeleton(config)
     assert config.dtype == torch.bfloat16
     assert made.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+def test_a_config_says_how_wide_the_shared_path_is(moe):
+    arch = moe_arch(moe.config)
+    layer = arch.layers(moe)[arch.moe_layers(moe)[0]]
+    view = arch.mixture(layer)
+    assert arch.shared_width_in(moe.config, view.width) == view.shared_width

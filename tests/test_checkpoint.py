@@ -8,8 +8,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from moesaic.cli.entry import disk_full
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import Checkpoint, ShardWriter, check_out, disk_full, whole_folder
+from moesaic.io.checkpoint import Checkpoint, ShardWriter, check_out, whole_folder
 
 
 def test_shards_hold_what_was_added(tmp_path):

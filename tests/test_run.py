@@ -124,20 +124,9 @@ def test_apply_refuses_another_model(llama_folder, tmp_path):
 
 
 def test_recipe_run_leaves_everything(llama_folder, tmp_path):
-    record = run_recipe(
-        recipe(
-            llama_folder,
-            tmp_path / "out",
-            evaluation=Evaluation(
-                pages("evaluation"),
-                length=64,
-                max_tokens=512,
-                rounds=1,
-                new_tokens=4,
-                compare=("static",),
-            ),
-        )
-    )
+    measured = Evaluation(**MEASURED, rounds=1, compare=("static",))
+    asked = recipe(llama_folder, tmp_path / "out", evaluation=measured)
+    record = run_recipe(asked)
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert names >= {
         "README.md",
@@ -161,18 +150,7 @@ def test_recipe_run_leaves_everything(llama_folder, tmp_path):
     assert static["active_ratio"] == pytest.approx(result["nominal_active_ratio"])
     assert record.measured["speed"]["result"]["peak_memory_bytes"] > 50e6
     again = moesaic.load_recipe(tmp_path / "out" / "recipe.yaml")
-    assert again == recipe(
-        llama_folder,
-        tmp_path / "out",
-        evaluation=Evaluation(
-            pages("evaluation"),
-            length=64,
-            max_tokens=512,
-            rounds=1,
-            new_tokens=4,
-            compare=("static",),
-        ),
-    )
+    assert again == asked
 
 
 def test_perplexity_agrees_with_a_plain_loop(llama_folder, tmp_path):

@@ -21,6 +21,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Values
 from moesaic.io.fingerprint import of_tensors
 from moesaic.io.headers import header_of, mapping_of
+from moesaic.io.names import whole_file
 from moesaic.layers.base import KINDS, LayerPlan
 
 FORMAT = 3
@@ -206,19 +207,17 @@ class Progress:
         self.folder.mkdir(parents=True, exist_ok=True)
         note = self.folder / "request.json"
         if not note.exists():
-            partial = note.with_suffix(".writing")
-            partial.write_text(json.dumps(self.request))
-            partial.replace(note)  # other processes may be looking
+            with whole_file(note) as partial:  # other processes may be looking
+                partial.write_text(json.dumps(self.request))
 
     def add(self, name: str, index: int, layer: LayerPlan, analysis: JSON) -> None:
         """Keep a finished layer; it is there whole or not at all."""
         self.begin()
         record = {"name": name, "layer": index, "header": layer.header(), "analysis": analysis}
         file = self.folder / f"layer-{index:04d}-{name}.safetensors"
-        partial = file.with_suffix(".writing")
         tensors = {key: tensor.contiguous() for key, tensor in layer.tensors().items()}
-        save_file(tensors, partial, metadata={"moesaic": json.dumps(record)})
-        partial.replace(file)
+        with whole_file(file) as partial:
+            save_file(tensors, partial, metadata={"moesaic": json.dumps(record)})
 
     def discard(self) -> None:
         """Forget everything that was kept."""

@@ -22,6 +22,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Values
 from moesaic.io.checkpoint import ShardWriter, narrowed, skeleton, whole_folder
 from moesaic.io.fingerprint import IN_MEMORY, of_model
+from moesaic.io.names import whole_file
 from moesaic.io.naming import Naming
 from moesaic.io.quantised import settle
 from moesaic.io.source import Source
@@ -257,7 +258,8 @@ class Result:
         _ = self.scores
         svg = report.picture(self.told)
         if file is not None:
-            Path(file).write_text(svg, "utf-8")
+            with whole_file(Path(file)) as partial:
+                partial.write_text(svg, "utf-8")
         return svg
 
     def _step(self, layers: list[LayerRecord], measured: Values) -> Step:

@@ -169,6 +169,18 @@ class MoEArch(Arch):
             return None
         return {self.shared_count: shared // width}
 
+    def shared_width_in(self, config: Config, width: int) -> int:
+        """The width of the shared path by a config; the other way round of :meth:`with_shared`.
+
+        Args:
+            config: a model's.
+            width: that of a routed expert.
+        """
+        if self.shared_size is not None:
+            return int(getattr(config, self.shared_size) or 0)
+        count = getattr(config, self.shared_count) if self.shared_count else self.shared_times
+        return int(count or 0) * width
+
     def shared_room(self, shared: int, width: int) -> int:
         """The least width from ``shared`` up that a shared path can have beside such experts."""
         if self.shared_times:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import glob
 import json
 import os
@@ -37,7 +36,6 @@ SIDE_FILES = (
     "LICENSE*",
 )
 """What a rewritten checkpoint takes over from its source as it is."""
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -234,13 +232,6 @@ def _alive(number: str) -> bool:
     import psutil
 
     return number.isdigit() and bool(psutil.pid_exists(int(number)))
-
-
-def disk_full(error: BaseException) -> bool:
-    """Whether an error means that the disk is full, or that a file may not grow further."""
-    if isinstance(error, OSError):
-        return error.errno in FULL
-    return isinstance(error, SafetensorError) and any(os.strerror(n) in str(error) for n in FULL)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

@@ -36,19 +36,6 @@ def fixed_weights(layer: CondensedLayer, shared: int, expert: int) -> Tensor:
     return torch.cat([scale, g_K, padding])
 
 
-def shared_width(arch: MoEArch, config: Config, expert: int) -> int:
-    """Neurons of the shared path of a model's layers that route.
-
-    Args:
-        arch: the architecture.
-        config: the model's.
-        expert: neurons of a routed expert.
-    """
-    if arch.shared_size is not None:
-        return int(getattr(config, arch.shared_size) or 0)
-    return 0 if arch.shared_count is None else int(getattr(config, arch.shared_count) or 0) * expert
-
-
 def factors(arch: Arch, config: Config, plan: Plan | None) -> dict[int, Tensor]:
     """The factors (M,) of the layers of a plan that have other ones than 1, by layer.
 
@@ -64,7 +51,7 @@ def factors(arch: Arch, config: Config, plan: Plan | None) -> dict[int, Tensor]:
             expert = plan.base.widths[i]
             if not plan.base.experts_of(i):
                 continue  # it was dense, and is only filled up
-            g_M = fixed_weights(layer, shared_width(arch, config, expert), expert)
+            g_M = fixed_weights(layer, arch.shared_width_in(config, expert), expert)
             if (g_M != 1).any():
                 found[i] = g_M
     return found

@@ -136,6 +136,11 @@ def product(
     return out_TO.to(x_TI.dtype)
 
 
+def of_tokens(scale_GI: Tensor | None, group_T: Tensor | None) -> Tensor | None:
+    """Each token's factors (T, I); as they are where one matrix serves all, None without any."""
+    return scale_GI if scale_GI is None or group_T is None else scale_GI[group_T]
+
+
 def by_triton(
     compiled: Any,
     x_TI: Tensor,
@@ -147,8 +152,7 @@ def by_triton(
 ) -> Tensor:
     """As :func:`product`, by the functions of :mod:`moesaic.nn.kernels.gpu`; asks for no value."""
     if keep >= 0:  # the highest scores are found by torch, and the others' inputs made zero
-        scale_TI = scale_GI if scale_GI is None or group_T is None else scale_GI[group_T]
-        x_TI = x_TI * chosen(x_TI, scale_TI, keep, threshold)
+        x_TI = x_TI * chosen(x_TI, of_tokens(scale_GI, group_T), keep, threshold)
         scale_GI, threshold = None, 0.0
     scale = None if scale_GI is None else scale_GI.float().contiguous()
     y_TO: Tensor = compiled.sums(x_TI.contiguous(), rows_GIO, scale, threshold, group_T)
@@ -165,10 +169,7 @@ def _by_bags(
 ) -> Tensor:
     """As :func:`product`: torch's weighted sum of embeddings, which rows are to it."""
     inputs, outputs = rows_GIO.shape[-2:]
-    scale_TI = scale_GI
-    if scale_GI is not None and group_T is not None:
-        scale_TI = scale_GI[group_T]
-    on_TI = chosen(x_TI, scale_TI, keep, threshold)
+    on_TI = chosen(x_TI, of_tokens(scale_GI, group_T), keep, threshold)
     token, channel = on_TI.nonzero(as_tuple=True)
     value = x_TI[token, channel].to(rows_GIO.dtype)
     if group_T is not None:
