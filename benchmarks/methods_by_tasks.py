@@ -45,6 +45,23 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
         for seed in range(3)
     },
     "tiny-moe, skipping, median": ("tiny-moe", "skip.naee", {}),
+    **{
+        f"tiny-shared-moe, {verb}{' refitted' if refit else ''}, half": (
+            "tiny-shared-moe",
+            key,
+            {**options, "refit": refit},
+        )
+        for verb, key, options in (
+            ("pruned", "prune.naee", {"keep": 16}),
+            ("slimmed", "slim.neurons", {"keep": 0.5, "score": "surgeon"}),
+            (
+                "slimmed unevenly",
+                "slim.neurons",
+                {"keep": 0.5, "score": "surgeon", "uneven": True},
+            ),
+        )
+        for refit in (False, True)
+    },
     "tiny-shared-moe, CD-MoE-S": ("tiny-shared-moe", "condense.cd-moe", {"layers": 2}),
     "tiny-shared-moe, CD-MoE-SR": (
         "tiny-shared-moe",
