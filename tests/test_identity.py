@@ -417,37 +417,6 @@ def test_scores_compare_in_one_type(tokens: Tokens, tmp_path: Path) -> None:
     assert result.scores["original"].perplexity != score(narrow, tokens).perplexity
 
 
-# --- S14: layers behind the last -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3"])
-@pytest.mark.parametrize("from_disk", [True, False])
-def test_layers_that_predict_further_tokens_are_left_out(
-    model_type: str, from_disk: bool, tokens: Tokens, tmp_path: Path
-) -> None:
-    """S14: they kept the old number of experts beside a config with the new one."""
-    model = tiny_moe(model_type, n_group=1, topk_group=1, num_nextn_predict_layers=1)
-    model.save_pretrained(tmp_path / "whole")
-
-    def predicting(tensors: dict[str, Any]) -> None:
-        last = "model.layers.2."
-        more = {n.replace(last, "model.layers.3."): t for n, t in tensors.items() if last in n}
-        tensors |= {name: tensor.clone() for name, tensor in more.items()}
-
-    base = changed(tmp_path / "whole", tmp_path / "base", predicting)
-    original: Any = str(base) if from_disk else loaded(tmp_path / "whole")
-    result = moesaic.prune(original, PruneConfig(keep=4), calibration=tokens)
-    out = result.save(tmp_path / "out")
-    assert not [name for name in weights(out) if name.startswith("model.layers.3.")]
-    config = json.loads((out / "config.json").read_text())
-    assert config["num_nextn_predict_layers"] == 0
-    assert config["n_routed_experts"] == 4
-    assert torch.equal(logits(loaded(out), tokens), logits(result.model, tokens))
-    step = result.record(str(base), str(out)).steps[-1]
-    assert step.summary["left_out"] == {"num_nextn_predict_layers": 1}
-    assert "speculative decoding" in step.told
-
-
 # --- S15: keys of config.json --------------------------------------------------------------------
 
 

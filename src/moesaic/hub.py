@@ -21,10 +21,11 @@ from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import architectures, base_arch
 from moesaic.foreign import JSON, Config, Model, Tokenizer
 from moesaic.io.naming import conversions
+from moesaic.io.prediction import leave_out
 from moesaic.io.source import check_loaded
 from moesaic.layers.base import KINDS
 from moesaic.plan import Plan
-from moesaic.surgery import headers_of, install, leave_out
+from moesaic.surgery import headers_of, install
 
 STUB_NAME = "modeling_moesaic.py"
 CONFIG_NAME = "config.json"
@@ -60,7 +61,7 @@ def _define(base: str) -> tuple[type, type]:
         wanted = options.pop("output_loading_info", False)
         load = base_model.from_pretrained.__func__
         model, info = load(cls, name, *args, output_loading_info=True, **options)
-        check_loaded(info, str(name), whole=True)
+        check_loaded(info, str(name), model.config.num_hidden_layers, whole=True)
         return (model, info) if wanted else model
 
     model_class = type(
@@ -190,13 +191,9 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
 
     Layers that an earlier plan converted keep their headers; those of this plan are added.
 
-    Layers that predict further tokens beside the others (``num_nextn_predict_layers``) are left
-    out of results: they were made for the states of the model as it was.
-
     Returns:
         the attributes that were changed where the result is of the base's own class, else None.
     """
-    leave_out(config)
     native = native_config(config, arch, plan)
     if native is not None:
         for name, value in native.items():
@@ -225,6 +222,7 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
 
 def convert_class(model: Model, arch: Arch, plan: Plan) -> None:
     """Make a live model whose layers were converted an instance of its result's class."""
+    leave_out(model.config)  # transformers does not load layers that predict further tokens
     native = convert_config(model.config, arch, plan)
     if native is None:
         model.__class__ = CLASSES[arch.model_type][1]
@@ -288,7 +286,7 @@ def _every_key(config: Config) -> JSON:
 
 def save_live(model: Model, tokenizer: Tokenizer | None, folder: Path) -> None:
     """Write a loaded model, with what it takes to load it again."""
-    leave_out(model.config)  # transformers does not load them
+    leave_out(model.config)
     model.save_pretrained(folder)
     write_config(model.config, folder)
     write_stub(model.config, folder)

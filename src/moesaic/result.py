@@ -24,6 +24,7 @@ from moesaic.io.checkpoint import ShardWriter, narrowed, skeleton, whole_folder
 from moesaic.io.fingerprint import IN_MEMORY, of_model
 from moesaic.io.names import whole_file
 from moesaic.io.naming import Naming
+from moesaic.io.prediction import NEXT, leave_out
 from moesaic.io.quantised import settle
 from moesaic.io.source import Source
 from moesaic.methods.base import Decision, Method
@@ -32,7 +33,7 @@ from moesaic.metrics.size import model_size
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.stream.job import Job
-from moesaic.surgery import NEXT, apply_plan, check_base, rewrite
+from moesaic.surgery import apply_plan, check_base, followers, outgrown, rewrite
 
 
 @dataclass
@@ -269,8 +270,9 @@ class Result:
         said = self.method.tell(layers, decision, active)
         summary, told = dict(decision.summary), said.told
         if self.job.predicting:
-            summary["left_out"] = {NEXT: self.job.predicting}
-            told += " Layers that predicted further tokens, for speculative decoding, are left out."
+            fate, words = self._predicting
+            summary[fate] = {NEXT: self.job.predicting}
+            told += f" Layers that predict further tokens, for speculative decoding, {words}."
         changed = [] if plan is None else [layer.weights for layer in plan.layers.values()]
         return Step(
             verb=config.verb,
@@ -288,6 +290,19 @@ class Result:
             summary=summary,
             output=said.output,
         )
+
+    @property
+    def _predicting(self) -> tuple[str, str]:
+        """What becomes of layers that predict further tokens: a key of records, and words."""
+        job, plan = self.job, self.plan
+        if plan is None or self.decision.trained is not None or not job.on_disk:
+            return "left_out", "are left out"
+        changed = hub.convert_config(copy.deepcopy(job.original.config), self.arch, plan)
+        if outgrown(job.naming, self.arch, plan, changed):
+            return "left_out", "are left out"
+        if followers(job.naming, self.arch, plan):
+            return "along", "are reduced as the last layer is"
+        return "kept", "stay as they are"
 
     def _layer(self, index: int, use: LayerUse, before: LayerRecord | None) -> LayerRecord:
         """One layer in words; what earlier steps said of it still holds while it routes."""
@@ -369,13 +384,16 @@ def save_applied(
     model = skeleton(config, dtype)
     check_base(plan, model, arch)
     check_weights(plan, source)
-    Naming(source.checkpoint, config.model_type.removeprefix(PREFIX)).check(model)
+    naming = Naming(source.checkpoint, config.model_type.removeprefix(PREFIX))
+    naming.check(model)
     types = {} if dtype is None else {"dtype": narrowed(model)}
-    rewrite(source.checkpoint, arch, plan, ShardWriter(folder), **types)
+    along = not outgrown(naming, arch, plan, hub.convert_config(config, arch, plan))
+    if not along:
+        leave_out(config)
+    rewrite(source.checkpoint, arch, plan, ShardWriter(folder), **types, along=along)
     if dtype is not None:
         config.dtype = dtype
     settle(config, source.checkpoint, kept=dtype is None)
-    hub.convert_config(config, arch, plan)
     hub.write_config(config, folder, source.folder)
     hub.write_stub(config, folder)
     source.checkpoint.copy_side_files(folder)

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Config, Model
+from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import Checkpoint, Writer, cast
 from moesaic.io.naming import Naming
+from moesaic.io.prediction import predicts
 from moesaic.layers.base import KINDS, Header, LayerPlan
 from moesaic.layers.state import DiskState, LiveState
 from moesaic.plan import FORMAT, BaseShape, Plan
@@ -181,27 +183,59 @@ def shaped(layer: nn.Module, arch: Arch, plan: LayerPlan) -> nn.Module:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-NEXT = "num_nextn_predict_layers"
+def followers(naming: Naming, arch: Arch, plan: Plan) -> dict[str, LayerPlan]:
+    """What becomes of the routed layers that predict further tokens: the last layer's decision.
 
-
-def predicting_layers(config: Config) -> int:
-    """Layers behind the last that predict further tokens, which transformers does not run."""
-    return int(getattr(config, NEXT, None) or 0)
-
-
-def leave_out(config: Config) -> None:
-    """Say in a config that there are no such layers, in place."""
-    if predicting_layers(config):
-        setattr(config, NEXT, 0)
-
-
-def behind(arch: Arch, name: str, count: int) -> bool:
-    """Whether a tensor belongs to a layer behind the last of ``count`` decoder layers.
-
-    Such layers predict further tokens from the last one's states; results go without them.
+    Returns:
+        by the start of a layer's names in memory. Layers that nothing is decided about are left
+        out, and stay as they are.
     """
-    number = name.removeprefix(f"{arch.layers_path}.").partition(".")[0]
-    return number.isdigit() and int(number) >= count
+    last = max(plan.base.routed, default=-1)
+    along = plan.layers[last].along() if last in plan.layers else None
+    if along is None:
+        return {}
+    blocks = predicting_blocks(naming, arch, plan.base)
+    return {start: along for start, n in blocks.items() if n == plan.base.experts_of(last)}
+
+
+def predicting_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, int]:
+    """The decoder layers among the tensors that predict further tokens.
+
+    Returns:
+        by the start of their names in memory their routed experts, 0 for a dense one.
+    """
+    block = f".{arch.ffn_path}."
+    found: dict[str, int] = {}
+    for name in naming.in_memory.values():
+        if predicts(name, len(base.widths)) and block in name:
+            start, _, inside = name.partition(block)
+            found.setdefault(f"{start}.", 0)
+            if isinstance(arch, MoEArch) and inside == arch.parts.weight:
+                found[f"{start}."] = (naming.shape(name) or (0,))[0]
+    return found
+
+
+def outgrown(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> bool:
+    """Whether layers that predict further tokens would not be as a result's config says.
+
+    Args:
+        naming: of the checkpoint that the plan is for.
+        arch: its architecture.
+        plan: the decision.
+        changed: what it changes in the config; None if the result is of no architecture's own
+            class, where nothing else reads the config.
+    """
+    if not changed:
+        return False
+    following = followers(naming, arch, plan)
+    blocks = predicting_blocks(naming, arch, plan.base)
+    dense = arch.ties_widths or not plan.base.routed
+    return any(
+        (changed.keys() & arch.with_experts(0).keys() and start not in following)
+        if count
+        else (dense and bool(changed.keys() & arch.with_width(0).keys()))
+        for start, count in blocks.items()
+    )
 
 
 def rewrite(
@@ -210,6 +244,7 @@ def rewrite(
     plan: Plan,
     writer: Writer,
     dtype: Callable[[str], torch.dtype | None] = lambda _: None,
+    along: bool = False,
 ) -> None:
     """Convert a checkpoint tensor by tensor; at most one layer's FFN is in memory.
 
@@ -219,32 +254,34 @@ def rewrite(
         plan: the decision.
         writer: takes the tensors.
         dtype: the floating-point type by name in memory, None for the checkpoint's own.
+        along: layers that predict further tokens come along (:func:`followers`), or are left out.
     """
     naming = Naming(checkpoint, plan.base.model_type.removeprefix(PREFIX))
+    plans = {arch.layer_prefix(i): layer for i, layer in plan.layers.items()}
+    if along:
+        plans |= followers(naming, arch, plan)
     starts = {
-        i: tuple(arch.layer_prefix(i) + start for start in layer.sources(arch))
-        for i, layer in plan.layers.items()
+        prefix: tuple(prefix + start for start in layer.sources(arch))
+        for prefix, layer in plans.items()
     }
-    layer_of = {arch.layer_prefix(i): i for i in plan.layers}
-    names: dict[int, dict[str, str]] = {i: {} for i in plan.layers}
+    names: dict[str, dict[str, str]] = {prefix: {} for prefix in plans}
     count = len(plan.base.widths)
     for disk, name in naming.in_memory.items():
-        if behind(arch, name, count):
+        if not along and predicts(name, count):
             continue
-        index = next((i for prefix, i in layer_of.items() if name.startswith(prefix)), None)
-        if index is not None:
-            names[index][disk] = name
-        if index is None or not name.startswith(starts[index] or "\0"):
+        owner = next((prefix for prefix in plans if name.startswith(prefix)), None)
+        if owner is not None:
+            names[owner][disk] = name
+        if owner is None or not name.startswith(starts[owner] or "\0"):
             to = dtype(name)
             if to is not None:
                 writer.add(disk, cast(checkpoint.tensor(disk), to))
                 continue
             for stored in checkpoint.stored(disk):
                 writer.add(*stored)
-    for i, layer in plan.layers.items():
-        prefix = arch.layer_prefix(i)
-        state = DiskState(naming, prefix, names[i], dtype)
-        for name, tensor in _fitting(layer.convert(arch, state), i):
+    for prefix, layer in plans.items():
+        state = DiskState(naming, prefix, names[prefix], dtype)
+        for name, tensor in _fitting(layer.convert(arch, state), prefix):
             full = state.stored_prefix + name
             as_was = checkpoint.written(full, tensor) if dtype(full) is None else [(full, tensor)]
             for stored in as_was:
@@ -252,7 +289,7 @@ def rewrite(
     writer.close()
 
 
-def _fitting(tensors: Iterator[tuple[str, Tensor]], index: int) -> Iterator[tuple[str, Tensor]]:
+def _fitting(tensors: Iterator[tuple[str, Tensor]], prefix: str) -> Iterator[tuple[str, Tensor]]:
     """A layer's tensors as they are converted.
 
     Raises:
@@ -263,5 +300,5 @@ def _fitting(tensors: Iterator[tuple[str, Tensor]], index: int) -> Iterator[tupl
     except (IndexError, KeyError, ValueError, RuntimeError) as error:
         said = " ".join(str(error).split())
         raise MoesaicError(
-            f"The plan of layer {index} does not fit the model: {said:.200}"
+            f"The plan of {prefix.rstrip('.')} does not fit the model: {said:.200}"
         ) from error

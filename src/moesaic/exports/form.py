@@ -15,6 +15,7 @@ from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from moesaic.arch.dense import Arch
 from moesaic.foreign import Config, Values
 from moesaic.io.checkpoint import Writer
+from moesaic.io.prediction import leave_out
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def base_config(config: Config, arch: Arch) -> Config:
     plain.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[own].__name__]
     for name in ("moesaic", "auto_map"):
         plain.__dict__.pop(name, None)
+    leave_out(plain)
     return plain
 
 

@@ -88,7 +88,7 @@ class Naming:
         tied = {name: names for names in shared.values() for name in names}
         for name, wanted in model.state_dict().items():
             if name in self._parts:
-                found = self._shape(name)
+                found = self.shape(name)
                 if found != wanted.shape:
                     raise MoesaicError(
                         f"{name} in {self.checkpoint.folder} is of shape {_spoken(found)}, and "
@@ -109,7 +109,7 @@ class Naming:
     def _is_floating(self, name: str) -> bool:
         return all(self.checkpoint.is_floating(part) for part, _ in self._parts[name])
 
-    def _shape(self, name: str) -> tuple[int, ...] | None:
+    def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor in memory; None where its parts do not fit together."""
         try:
             return tuple(

@@ -22,6 +22,7 @@ from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.io.checkpoint import Checkpoint, check_finite, whole_folder
 from moesaic.io.headers import mapping_of
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
+from moesaic.io.prediction import predicts
 from moesaic.io.quantised import QuantisedCheckpoint, opened
 
 DEEPEST = 100_000
@@ -118,7 +119,8 @@ class Source:
             vars(model.config).pop("quantization_config", None)  # its weights are plain now
             model.hf_quantizer = None
             model._weight_conversions = None  # saving would try to undo them
-        check_loaded(info, self.name, whole=any((self.folder / n).is_file() for n in MADE))
+        count = model.config.get_text_config().num_hidden_layers
+        check_loaded(info, self.name, count, whole=any((self.folder / n).is_file() for n in MADE))
         for weight, tensor in model.state_dict().items():
             if not tensor.is_meta:  # those that wait on disk are seen when they are read
                 check_finite(weight, tensor)
@@ -133,18 +135,21 @@ class Source:
         return {"quantization_config": AutoQuantizationConfig.from_dict(said)}
 
 
-def check_loaded(info: Values, name: str, whole: bool) -> None:
+def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
     """Refuse a model of which some weights are random, or that was not read whole.
 
     Args:
         info: as ``from_pretrained(..., output_loading_info=True)`` returns it.
         name: of the model, for messages.
+        layers: its decoder layers; what is of later ones has no place, and needs none.
         whole: every weight of the checkpoint must have found its place, as in results of ours;
             otherwise it is said that some did not.
 
     Raises:
         MoesaicError: names some of the weights.
     """
+    left = [key for key in info["unexpected_keys"] if not predicts(str(key), layers)]
+    info = {**info, "unexpected_keys": left}
     kinds = {"missing_keys": "missing", "mismatched_keys": "of another shape than config.json says"}
     if whole:
         kinds["unexpected_keys"] = "left over"
@@ -154,11 +159,11 @@ def check_loaded(info: Values, name: str, whole: bool) -> None:
                 f"{name} cannot be loaded: weights are {words}: {_some(info[key])}. The checkpoint "
                 "is damaged, or was written by another version."
             )
-    if info["unexpected_keys"]:
+    if left:
         logging.getLogger(__name__).warning(
             "%s: weights that its model has no place for are left out: %s",
             name,
-            _some(info["unexpected_keys"]),
+            _some(left),
         )
 
 

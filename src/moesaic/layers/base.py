@@ -178,6 +178,14 @@ class LayerPlan(ABC):
         """Whether the whole decoder layer is gone."""
         return False
 
+    def along(self) -> LayerPlan | None:
+        """The same decision for a layer that follows the last one and that nobody looked at.
+
+        Such layers predict further tokens. No weights that were solved for are in it; None if
+        they stay as they are.
+        """
+        return None
+
     def native(self) -> JSON | None:
         """What a config of the base's own class must say to hold the layer; None: it cannot.
 

@@ -156,6 +156,9 @@ class PrunedLayer(LayerPlan):
     def obstacle(cls, header: Header) -> str | None:
         return None
 
+    def along(self) -> PrunedLayer:
+        return replace(self, down_E=None)
+
     def native(self) -> JSON | None:
         return {"experts": self.kept_E.numel()}
 

@@ -174,6 +174,9 @@ class SlimmedLayer(PrunedLayer):
             return super().obstacle(header)
         return "Experts of different widths have no native form: slim without uneven."
 
+    def along(self) -> SlimmedLayer:
+        return replace(self, down_E=None, shared_DS=None)
+
     def native(self) -> JSON | None:
         if self.uneven:
             return None

@@ -20,11 +20,12 @@ from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.io.checkpoint import skeleton
 from moesaic.io.fingerprint import of_model
 from moesaic.io.naming import Naming
+from moesaic.io.prediction import predicting_layers
 from moesaic.io.source import Source, resolve
 from moesaic.layers.base import LayerPlan
 from moesaic.plan import BaseShape, Progress
 from moesaic.stream.stream import LayerStream
-from moesaic.surgery import base_shape, behind, predicting_layers
+from moesaic.surgery import base_shape, predicting_blocks
 
 A = TypeVar("A", bound=Arch)
 V = TypeVar("V")
@@ -55,7 +56,6 @@ class Job(Generic[A]):
             if self.home != "cpu":
                 self.device = self.home
         self.arch: A = find(self.original.config)
-        self._predicting = predicting_layers(self.original.config)
         self._length = length
 
     @staticmethod
@@ -118,10 +118,8 @@ class Job(Generic[A]):
         """
         if not self.on_disk:
             return self.original
-        config = self.original.config
-        model = skeleton(config)
-        naming = Naming(self.original.checkpoint, config.model_type.removeprefix(PREFIX))
-        naming.check(model)
+        model = skeleton(self.original.config)
+        self.naming.check(model)
         return model
 
     @property
@@ -129,18 +127,21 @@ class Job(Generic[A]):
         """The decoder layers of :attr:`shape`."""
         return self.arch.layers(self.shape)
 
+    @property
+    def naming(self) -> Naming:
+        """The names of the checkpoint's tensors, on disk and in memory."""
+        base = self.original.config.model_type.removeprefix(PREFIX)
+        return Naming(self.original.checkpoint, base)
+
     @cached_property
     def predicting(self) -> int:
-        """Layers behind the last that predict further tokens; results go without them.
+        """Layers that predict further tokens.
 
         Of a loaded model as many as its config says, for it has none any more.
         """
-        if not self._predicting or not self.on_disk:
-            return self._predicting
-        count = len(self.base.widths)
-        start = f"{self.arch.layers_path}."
-        names = (n for n in self.original.checkpoint.names() if behind(self.arch, n, count))
-        return len({name.removeprefix(start).partition(".")[0] for name in names})
+        if not self.on_disk:
+            return predicting_layers(self.original.config)
+        return len(predicting_blocks(self.naming, self.arch, self.base))
 
     @cached_property
     def base(self) -> BaseShape:
