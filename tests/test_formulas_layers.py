@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from builders import carved_layer, converted, tiny_model, tiny_moe
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moesaic.arch.lookup import base_arch, moe_arch
-from moesaic.arch.routing import RoutingFunction
+from moesaic.arch.routing import RouterParts, RoutingFunction
 from moesaic.arch.use import LayerUse
 from moesaic.layers.carved import CarvedLayer
 from moesaic.layers.channels import ChannelsLayer, column_norms
@@ -196,6 +197,53 @@ def test_hooks_of_a_router_see_nothing_of_its_routing_function() -> None:
     assert all(torch.equal(before[name], t) for name, t in router.state_dict().items())
 
 
+class Asking(nn.Module):
+    """A router that wants sentences, and of its block a bias to choose by and a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(drawn(4, 6, seed=1))
+
+    def forward(self, hidden_BTD: Tensor, correction: Tensor, heat: float) -> tuple[Tensor, ...]:
+        _, _, _ = hidden_BTD.shape
+        logits_NE = F.linear(hidden_BTD, self.weight).flatten(0, 1)
+        scores_NE = (logits_NE / heat).sigmoid()
+        chosen_NK = (scores_NE + correction).topk(2).indices
+        return logits_NE, scores_NE.gather(1, chosen_NK), chosen_NK
+
+
+class Asked(nn.Module):
+    """Its block."""
+
+    heat, scale = 4.0, 2.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Asking()
+        self.correction = nn.Parameter(torch.tensor([0.0, 3.0, 0.0, 0.1]))
+
+
+@pytest.mark.parametrize("gone", [None, 1])
+def test_a_router_is_given_all_that_its_block_gives_it(gone: int | None) -> None:
+    parts = RouterParts(choice_bias="correction", lifted=True, factor="scale")
+    routing = RoutingFunction(Asked(), parts)
+    logits_NE = drawn(7, 4)
+    allowed_NE = None if gone is None else torch.arange(4).ne(gone).expand(7, 4)
+    score_NE = (logits_NE / 4).sigmoid()
+    biased_NE = score_NE + torch.tensor([0.0, 3.0, 0.0, 0.1])
+    if gone is not None:
+        biased_NE[:, gone] = -math.inf
+    wanted_NK = biased_NE.topk(2).indices
+    weights_NK, chosen_NK = routing.choose(logits_NE, allowed_NE)
+    assert torch.equal(chosen_NK, wanted_NK)
+    torch.testing.assert_close(weights_NK, 2.5 * score_NE.gather(1, wanted_NK))
+    if allowed_NE is not None:
+        torch.testing.assert_close(
+            routing.restricted(logits_NE, allowed_NE)[0], score_NE.gather(1, wanted_NK)
+        )
+    assert torch.equal(routing.seen(logits_NE), logits_NE)
+
+
 # --- regression ----------------------------------------------------------------------------------
 
 
@@ -240,6 +288,7 @@ def test_a_regression_is_the_best_strength_on_held_out_tokens(free: int, noise: 
 
 def test_what_was_lost_and_what_came_back() -> None:
     assert recovered(6.0, 1.5, 24.0) == {"lost": 0.25, "recovered": 0.75}
+    assert recovered(6e-9, 1.5e-9, 24e-9)["recovered"] == pytest.approx(0.75)
     assert recovered(0.0, 0.0, 0.0) == {"lost": 0.0, "recovered": 1.0}
     balance = Balance(2, 3, torch.device("cpu"))
     features, left, y = drawn(50, 3), drawn(50, 2, seed=1), drawn(50, 2, seed=2)

@@ -9,16 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import tiny_moe
 from torch import Tensor
 
+from moesaic import CondenseConfig, Tokens, condense
 from moesaic.errors import MoesaicError
 from moesaic.methods import clustering
-from moesaic.methods.budget import LayerSize, split_for_share
+from moesaic.methods.beyond.spread import spread_splits
+from moesaic.methods.budget import LayerSize, split_for_share, split_for_target
 from moesaic.methods.cdmoe.divergence import cosine, js, kl
 from moesaic.methods.cdmoe.experts import tail_exponent
+from moesaic.methods.channels.scores import Scores
 from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.methods.more.formulas import prototypes
 from moesaic.methods.slim.scores import SCORES, Neurons
+from moesaic.metrics.size import model_size
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -168,3 +173,46 @@ def test_scores_of_neurons_by_hand() -> None:
     wanted = [[((e + 0.65) * r**2) ** 0.5 for e, r in ((4, 3), (9, 1))]]
     assert torch.allclose(found["surgeon"], torch.tensor(wanted).double())
     assert torch.equal(found["random"], SCORES["random"].score(neurons))
+
+
+# --- budgets -------------------------------------------------------------------------------------
+
+
+def test_a_target_out_of_reach_says_how_low_it_can_go() -> None:
+    """One of two equal layers at half of its neurons is three quarters of all, both are a half."""
+    with pytest.raises(MoesaicError, match=r"go down to 0\.750 \(0\.500 with layers=all\)"):
+        split_for_target([LayerSize(0, 8, 8)] * 2, [0], 0.1, experts=2, top_k=1)
+
+
+@pytest.mark.parametrize(("least", "widths"), [(0.75, None), (0.625, [5, 5]), (0.25, [4, 6])])
+def test_no_layer_runs_less_than_the_least(least: float, widths: list[int] | None) -> None:
+    sizes = [LayerSize(0, 8, 8)] * 2
+    losses = dict.fromkeys(range(2), torch.ones(8))
+    if widths is None:
+        with pytest.raises(MoesaicError, match="out of reach"):
+            spread_splits(sizes, losses, 0.625, experts=2, top_k=1, least=least)
+        return
+    splits = spread_splits(sizes, losses, 0.625, experts=2, top_k=1, least=least)
+    assert [split.active_width for split in splits.values()] == widths
+
+
+@pytest.mark.parametrize("keep", ["shared", "nothing"])
+def test_what_condensing_leaves_is_counted_as_in_the_result(tokens: Tokens, keep: str) -> None:
+    model = tiny_moe("qwen2_moe")
+    result = condense(model, CondenseConfig(layers=1, keep=keep), calibration=tokens)
+    for key, of in (("original", model), ("result", result.model)):
+        size = model_size(of)
+        assert result.summary["active_parameters"][key] == size.active_parameters
+        assert result.summary["memory_bytes"][key] == 4 * size.total_parameters
+
+
+# --- thresholds ----------------------------------------------------------------------------------
+
+
+def test_scores_beyond_what_is_counted() -> None:
+    """Those above the last octave count as equal, and no threshold is beyond them."""
+    scores = Scores()
+    scores.add(torch.tensor([1.0, 2.0**30]))
+    assert scores.threshold(0.0) == pytest.approx(2.0**24)
+    assert scores.share(2.0**40) == 0.0
+    assert scores.share(2.0) == 0.5
