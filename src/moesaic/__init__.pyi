@@ -2,6 +2,7 @@ from .api import apply as apply
 from .api import bench as bench
 from .api import carve as carve
 from .api import condense as condense
+from .api import estimate as estimate
 from .api import evaluate as evaluate
 from .api import export as export
 from .api import generate as generate

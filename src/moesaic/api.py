@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from moesaic.config import MethodConfig, RunArgs
+from moesaic.estimates import estimate
 from moesaic.exports import export
 from moesaic.foreign import Model
 from moesaic.methods import methods_of
@@ -31,6 +32,7 @@ __all__ = [
     "bench",
     "carve",
     "condense",
+    "estimate",
     "evaluate",
     "export",
     "generate",

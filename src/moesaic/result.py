@@ -20,7 +20,7 @@ from moesaic.config import Evaluation
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Values
-from moesaic.io.checkpoint import ShardWriter, narrowed, skeleton, whole_folder
+from moesaic.io.checkpoint import ShardWriter, Writer, narrowed, skeleton, whole_folder
 from moesaic.io.fingerprint import IN_MEMORY, of_model
 from moesaic.io.names import whole_file
 from moesaic.io.naming import Naming
@@ -372,9 +372,20 @@ def check_weights(plan: Plan, source: Source) -> None:
 
 
 def save_applied(
-    source: Source, plan: Plan, folder: Path, dtype: torch.dtype | None = None
+    source: Source,
+    plan: Plan,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    writer: Writer | None = None,
 ) -> None:
     """Write a source with a plan applied, tensor by tensor from disk to disk.
+
+    Args:
+        source: the original.
+        plan: made for it.
+        folder: an existing one.
+        dtype: floating-point type; None for the source's own.
+        writer: takes the weights; by default one that writes them into ``folder``.
 
     Raises:
         MoesaicError: the plan was made for another model.
@@ -390,7 +401,7 @@ def save_applied(
     along = not outgrown(naming, arch, plan, hub.convert_config(config, arch, plan))
     if not along:
         leave_out(config)
-    rewrite(source.checkpoint, arch, plan, ShardWriter(folder), **types, along=along)
+    rewrite(source.checkpoint, arch, plan, writer or ShardWriter(folder), **types, along=along)
     if dtype is not None:
         config.dtype = dtype
     settle(config, source.checkpoint, kept=dtype is None)

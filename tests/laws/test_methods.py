@@ -17,10 +17,13 @@ from builders import TESTS, equal, launch, loaded, logits, python, weights
 from cases import KEYS, config_of, given, make_start, request_of, result_of
 
 from moesaic.config import MethodConfig, about
+from moesaic.estimates import estimate, weight_bytes
 from moesaic.layers.base import same
 from moesaic.methods import METHODS, VERBS, implementation
 from moesaic.methods.base import Method
+from moesaic.metrics.size import model_size
 from moesaic.plan import Plan
+from moesaic.recipe import Recipe
 from moesaic.registry import imported
 
 MODES = ("memory", "disk")
@@ -123,6 +126,15 @@ def test_without_options_it_is_its_papers_method(key):
 @pytest.mark.parametrize("key", KEYS)
 def test_from_disk_is_from_memory(key, place):
     check_same(whole(key, "disk", place, 1), whole(key, "memory", place, 1))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_its_outline_weighs_what_it_makes(key, place):
+    """To the byte, before a weight is read."""
+    recipe = Recipe(str(start_of(key, place)), "out", (config_of(key),), evaluation=None)
+    told, out = estimate(recipe), whole(key, "disk", place, 1)
+    assert told.output_bytes == weight_bytes(out) or not told.exact
+    assert told.output_parameters == model_size(loaded(out)).total_parameters or not told.exact
 
 
 @pytest.mark.parametrize("mode", MODES)

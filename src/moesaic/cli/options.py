@@ -34,6 +34,10 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS, show_default
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Tell what would come out and what it would take; do nothing."),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of the same.")]
 
 Value: TypeAlias = Any

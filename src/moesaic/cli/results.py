@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesaic.cli.options import MODELS, AsJson, Model, Out, Overwrite, Resume, Value, option
+from moesaic.cli.options import MODELS, AsJson, DryRun, Model, Out, Overwrite, Resume, Value, option
 from moesaic.cli.shared import carried_out, carry_out, emit, figure, register, write
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
@@ -26,12 +26,13 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Places to change.")
     ] = None,
+    dry_run: DryRun = False,
     overwrite: Overwrite = False,
     resume: Resume = False,
     as_json: AsJson = False,
 ) -> None:
     """Carry out a recipe, one complete run."""
-    carry_out(load_recipe(recipe, overrides or ()), overwrite, resume, as_json)
+    carry_out(load_recipe(recipe, overrides or ()), overwrite, resume, as_json, dry_run)
 
 
 FASTER: JSON = {"method": "wina", "active": 0.8, "gradients": True, "gradient_tokens": 2048}

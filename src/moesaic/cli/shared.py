@@ -156,8 +156,14 @@ def write(file: Path, text: str) -> None:
         partial.write_text(text, "utf-8")
 
 
-def carry_out(recipe: Recipe, overwrite: bool, resume: bool, as_json: bool) -> None:
-    """Run a recipe and show what came of it."""
+def carry_out(
+    recipe: Recipe, overwrite: bool, resume: bool, as_json: bool, dry_run: bool = False
+) -> None:
+    """Run a recipe and show what came of it, or what would."""
+    if dry_run:
+        check_run(recipe, overwrite=overwrite, resume=resume)
+        foretell(recipe, as_json)
+        return
     record = carried_out(recipe, overwrite, resume)
     if record is None:  # another process wrote the result
         return
@@ -166,6 +172,22 @@ def carry_out(recipe: Recipe, overwrite: bool, resume: bool, as_json: bool) -> N
 
     emit(as_json, record.output(), report.terminal(record))
     err_console.print(f"Checkpoint in {recipe.out}, report in {recipe.out}/report.html")
+
+
+def foretell(recipe: Recipe, as_json: bool) -> None:
+    """Show what a recipe would make and take."""
+    from moesaic import api
+    from moesaic.report.figures import memory
+
+    found = api.estimate(recipe).as_json()
+    sizes = (name for name in found if name.endswith("_bytes"))
+    table = {**found, **{name.removesuffix("_bytes"): memory(found[name]) for name in sizes}}
+    table = {name: value for name, value in table.items() if not name.endswith("_bytes")}
+    lacks = table.pop("loads_in")
+    table |= {name: "; ".join(reasons) or "loads it" for name, reasons in lacks.items()}
+    view = columns({recipe.out: table})
+    view.caption = "Memory, disk and time are predicted; nothing was computed."
+    emit(as_json, {"out": recipe.out, "estimate": found}, view)
 
 
 def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:

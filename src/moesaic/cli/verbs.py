@@ -13,6 +13,7 @@ from moesaic.cli.options import (
     DEVICE,
     DTYPE,
     AsJson,
+    DryRun,
     Model,
     Option,
     Out,
@@ -78,6 +79,7 @@ def command(verb: Verb) -> Callable[..., None]:
         evaluate: Annotated[
             bool, typer.Option("--eval/--no-eval", help="Measure result and original.")
         ] = True,
+        dry_run: DryRun = False,
         overwrite: Overwrite = False,
         resume: Resume = False,
         as_json: AsJson = False,
@@ -108,7 +110,7 @@ def command(verb: Verb) -> Callable[..., None]:
             evaluation=checked(Evaluation, measured, "") if evaluate else None,
             **device,
         )
-        carry_out(recipe, overwrite, resume, as_json)
+        carry_out(recipe, overwrite, resume, as_json, dry_run)
 
     names = {o.name for o in verb_options(verb)}
     run.__name__, run.__doc__ = verb.name, verb.help

@@ -36,11 +36,38 @@ SIDE_FILES = (
     "LICENSE*",
 )
 """What a rewritten checkpoint takes over from its source as it is."""
+TYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, kind)
+    for name, kind in {
+        "U64": "uint64",
+        "I64": "int64",
+        "F64": "float64",
+        "C64": "complex64",
+        "F32": "float32",
+        "U32": "uint32",
+        "I32": "int32",
+        "BF16": "bfloat16",
+        "F16": "float16",
+        "U16": "uint16",
+        "I16": "int16",
+        "F8_E8M0": "float8_e8m0fnu",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+        "I8": "int8",
+        "U8": "uint8",
+        "BOOL": "bool",
+    }.items()
+    if hasattr(torch, kind)
+}
+"""Types by the names that safetensors gives them, in the order in which it stores them."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Checkpoint:
     """A folder of safetensors, read one tensor at a time. Pickled weights are never opened."""
+
+    weightless = False
+    """Tensors come without values, on the meta device: files are read no further than headers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -91,6 +118,9 @@ class Checkpoint:
         """
         if name not in self._files:
             raise MoesaicError(f"{self.folder} has no tensor {name!r}.")
+        if self.weightless:
+            kind = TYPES[self._types[name]]
+            return torch.empty(self._shapes[name], dtype=kind, device="meta")
         file = self._files[name]
         with _reading(file):
             if self._open is None or self._open[0] != file:
@@ -181,8 +211,12 @@ class ShardWriter:
     def _path(self, number: int) -> Path:
         return self.folder / f"shard-{number:05d}.safetensors"
 
+    def _save(self, path: Path) -> None:
+        """Write what is pending."""
+        save_file(self._pending, path, metadata={"format": "pt"})
+
     def _flush(self) -> None:
-        save_file(self._pending, self._path(len(self._shards)), metadata={"format": "pt"})
+        self._save(self._path(len(self._shards)))
         self._shards.append(list(self._pending))
         self._total += self._pending_bytes
         self._pending, self._pending_bytes = {}, 0
@@ -240,7 +274,8 @@ def check_finite(name: str, tensor: Tensor) -> None:
     Raises:
         MoesaicError: a value is infinite or no number.
     """
-    if tensor.dtype in COMPUTABLE and not torch.isfinite(tensor).all():
+    known = tensor.dtype in COMPUTABLE and not tensor.is_meta
+    if known and not torch.isfinite(tensor).all():
         raise MoesaicError(
             f"{name} holds a value that is not finite. The checkpoint may be damaged, or its dtype "
             "too narrow: try dtype float32."

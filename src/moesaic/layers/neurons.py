@@ -24,9 +24,10 @@ def taken(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:
     >>> taken(torch.tensor([[1.0, 2.0, 3.0]]), 1, torch.tensor([2, PADDING])).tolist()
     [[3.0, 0.0]]
     """
-    order_W = order_W.to(tensor.device)
+    padding = (order_W == PADDING).nonzero().flatten().to(tensor.device)
+    if not tensor.is_meta:  # blocks of quantised weights look at the order
+        order_W = order_W.to(tensor.device)
     chosen = tensor.index_select(axis, order_W.clamp(min=0))
-    padding = (order_W == PADDING).nonzero().flatten()
     return chosen.index_fill_(axis, padding, 0) if len(padding) else chosen
 
 

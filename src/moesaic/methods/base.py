@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import dense_arch
 from moesaic.config import MethodConfig
+from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model, Values
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord, strongest
@@ -51,6 +52,29 @@ class Told:
     """Keys that programs rely on in ``--json``."""
 
 
+@dataclass(frozen=True)
+class Outline:
+    """A result as it can be told before weights or text are looked at."""
+
+    plan: Plan
+    """Any decision that weighs as much as the one that will be made; empty where a model is only
+    trained further."""
+    exact: bool = True
+    """The result will be of this very shape; otherwise near it."""
+    passes: float = 1.0
+    """Times that the calibration text passes through the layers."""
+    work: float = 0.0
+    """Floating-point operations beside those passes, per calibration token."""
+    held: int = 0
+    """Bytes of statistics held at a time beside the layer and its tokens."""
+    trained: int = 0
+    """Parameters that learn; the whole model is then in memory."""
+    tokens: int = 0
+    """Tokens that are trained on, forward and backward."""
+    whole: bool = False
+    """The whole model is held, though nothing learns."""
+
+
 class Method(ABC, Generic[C, A]):
     """Decides what to make of a model.
 
@@ -79,6 +103,16 @@ class Method(ABC, Generic[C, A]):
         Raises:
             MoesaicError: the request cannot be met.
         """
+
+    def outline(self, job: Job[A]) -> Outline:
+        """The shape of what :meth:`run` will make, and what making it takes.
+
+        Only headers are read: ``job.shape`` is a skeleton, and ``job.tokens`` are not asked for.
+
+        Raises:
+            MoesaicError: the request cannot be met, or the method cannot tell beforehand.
+        """
+        raise MoesaicError(f"{self.config.title} cannot tell beforehand what it will make.")
 
     @abstractmethod
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:

@@ -13,7 +13,7 @@ from torch import nn
 
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.config import RunArgs
-from moesaic.data.text import Tokens, calibration_tokens, shared_out
+from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, shared_out
 from moesaic.distributed import own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
@@ -108,6 +108,12 @@ class Job(Generic[A]):
             documents=drawn.documents,
             window=self._length,
         )
+
+    @property
+    def planned_tokens(self) -> int:
+        """Calibration tokens that were asked for; :attr:`tokens` may be fewer."""
+        drawn = self.args.calibration
+        return (drawn.samples or SAMPLES) * (drawn.length or self._length)
 
     @cached_property
     def shape(self) -> Model:

@@ -114,6 +114,19 @@ def weight_stats(view: DenseFFN | MoEFFN) -> NeuronStats:
     )
 
 
+def no_stats(experts: int, width: int, shared: int) -> NeuronStats:
+    """The statistics of experts of which nothing is known but their sizes.
+
+    Args:
+        experts: how many.
+        width: neurons of each.
+        shared: neurons of the shared path.
+    """
+    zeros_EM, zeros_S = (torch.zeros(n, dtype=torch.float64) for n in ((experts, width), shared))
+    calls_E = torch.zeros(experts, dtype=torch.int64)
+    return NeuronStats(0, calls_E, *[zeros_EM] * 3, *[zeros_S] * 3)
+
+
 @torch.no_grad()
 def observe_neurons(site: Site[Any]) -> NeuronStats:
     """Run a site's tokens through its router and the experts that they run, once."""

@@ -17,8 +17,9 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
 from moesaic.layers.base import LayerPlan
-from moesaic.layers.condensed import NONE_K, CondensedLayer
-from moesaic.methods.base import Decision, Method, Told
+from moesaic.layers.condensed import NO_FFN, NONE_K, CondensedLayer
+from moesaic.layers.dropped import DroppedLayer
+from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.beyond.recovery import recover
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch, Replaced
@@ -41,14 +42,27 @@ class Condenser(Method[CondenseConfig, MoEArch]):
     def find(self, config: Config) -> MoEArch:
         return original(config, "condense the original")
 
-    def run(self, job: Job[MoEArch]) -> Decision:
-        config, options = self.config, asdict(self.config)
+    def outline(self, job: Job[MoEArch]) -> Outline:
+        """The first layers that may be chosen, each with its first experts."""
+        config = self.config
         candidates = _candidates(job, config)
-        fingerprint = job.tokens.fingerprint
-        finished = job.finished({"config": options, "calibration": fingerprint})
-        stream = job.stream(candidates, job.arch.mixture, job.share[0])
-        self._search_experts(job, stream, candidates, finished)
-        plans = {i: cast(Replaced, finished["experts", i][0]) for i in candidates}
+        plans = {i: outlined(job.arch.mixture(job.layers[i]), config) for i in candidates}
+        finish = self._finish(job, plans)
+        enough = _enough(config, finish, self._size(job, finish, candidates))
+        count = next(n for n in range(len(candidates) + 1) if enough(candidates[:n]))
+        depth = len(job.base.widths)
+        chosen = {i: job.arch.mixture(job.layers[i]) for i in candidates[:count]}
+        greedy = config.layer_search == "greedy"
+        tried = sum(len(candidates) - n for n in range(count)) if greedy else 0
+        return Outline(
+            Plan(config.name, job.base, finish(candidates[:count]), asdict(config)),
+            exact=len({view.count for view in chosen.values()}) <= 1,
+            passes=2.0 + 4 * len(candidates) / depth + tried / 2 + 2 * config.refit,
+        )
+
+    def _finish(self, job: Job[MoEArch], plans: Mapping[int, Replaced]) -> Finish:
+        """What makes the layers of a plan of the numbers of those that are condensed."""
+        config = self.config
 
         def finish(chosen: Sequence[int]) -> dict[int, LayerPlan]:
             some = {i: plans[i] for i in sorted(chosen)}
@@ -57,14 +71,34 @@ class Condenser(Method[CondenseConfig, MoEArch]):
                 return {**padded(condensed, job.base, job.arch, job.original.config)}
             return {**some}
 
+        return finish
+
+    def _size(self, job: Job[MoEArch], finish: Finish, candidates: Sequence[int]) -> Footprint:
+        """The measure of results.
+
+        Raises:
+            MoesaicError: not even all candidates condensed meet the target.
+        """
         size = Footprint(job)
-        enough = _enough(config, finish, size)
-        if not enough(candidates):
+        if not _enough(self.config, finish, size)(candidates):
             memory, active = size.of(finish(candidates))
             raise MoesaicError(
                 f"The target is out of reach: with all {len(candidates)} layers condensed the "
                 f"weights take {memory:,} bytes, and a token uses {active:,} parameters."
             )
+        return size
+
+    def run(self, job: Job[MoEArch]) -> Decision:
+        config, options = self.config, asdict(self.config)
+        candidates = _candidates(job, config)
+        fingerprint = job.tokens.fingerprint
+        finished = job.finished({"config": options, "calibration": fingerprint})
+        stream = job.stream(candidates, job.arch.mixture, job.share[0])
+        self._search_experts(job, stream, candidates, finished)
+        plans = {i: cast(Replaced, finished["experts", i][0]) for i in candidates}
+        finish = self._finish(job, plans)
+        size = self._size(job, finish, candidates)
+        enough = _enough(config, finish, size)
         chosen: list[int] = []
         steps: list[JSON] = []
         order = self._in_order(job, stream, plans, finished)
@@ -190,6 +224,28 @@ class Condenser(Method[CondenseConfig, MoEArch]):
             told += " Their down projections were then refitted."
         output = {"layers": chosen, "experts": decision.summary["experts"]}
         return Told(title, told, output)
+
+
+def outlined(view: MoEFFN, config: CondenseConfig) -> Replaced:
+    """A layer with its first experts at equal weights, as large as the one that is decided on."""
+    if config.keep == "nothing":
+        return DroppedLayer()
+    if config.keep == "attention":
+        return NO_FFN
+    gate = view.arch.shared_gate is not None and config.shared_gate == "token"
+    width, routed = view.shared_width, NONE_K
+    if config.keep == "shared+routed":
+        count = view.top_k if config.experts is None else config.experts
+        routed = torch.arange(count)
+    if not width and not len(routed):
+        return NO_FFN
+    return CondensedLayer(
+        routed,
+        torch.full((len(routed),), 1 / max(1, len(routed))),
+        width + len(routed) * view.width,
+        shared=width > 0,
+        gated=width if gate else 0,
+    )
 
 
 def padded(

@@ -31,7 +31,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config
 from moesaic.layers.channels import ChannelsLayer, column_norms
-from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.channels.config import ChannelsConfig
 from moesaic.methods.channels.gradients import gradient_sizes
 from moesaic.methods.channels.projections import Projection, projections, watched
@@ -100,6 +100,33 @@ class Channels(Method[ChannelsConfig, Arch]):
         layers = {i: finished["result", i][0] for i in wanted}
         plan = Plan(config.name, job.base, layers, options, fingerprint)
         return Decision(plan, {i: {} for i in wanted})
+
+    def outline(self, job: Job[Arch]) -> Outline:
+        """Every projection reads the share that they read in the mean."""
+        config = self.config
+        uses = layer_uses(job.shape, job.arch)
+        wanted = self.choose(job, uses)
+        share = self.share(wanted, uses)
+        score = "given" if config.gradients else config.score
+        layers = {}
+        for i, found in wanted.items():
+            sizes = {
+                p.path: (uses[i].experts, p.inputs) if p.experts else (p.inputs,) for p in found
+            }
+            given = {path: torch.zeros(size) for path, size in sizes.items()}
+            layers[i] = ChannelsLayer(
+                {p.path: top(p, share) for p in found}, score, given if config.gradients else {}
+            )
+        passes = float(config.calibrates)
+        if config.shares == "greedy" and not config.gradients:
+            tried = config.steps * max(map(len, wanted.values()))
+            passes += tried * BATCH / max(BATCH, job.planned_tokens)
+        return Outline(
+            Plan(config.name, job.base, layers, asdict(config)),
+            exact=config.shares == "uniform" and not config.gradients,
+            passes=passes + config.propagate + 3.0 * config.gradients,
+            whole=config.gradients,
+        )
 
     def choose(self, job: Job[Arch], uses: Sequence[LayerUse]) -> Wanted:
         """The projections that skip channels, by layer.

@@ -18,7 +18,7 @@ from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
 from moesaic.layers.carved import CarvedLayer
-from moesaic.methods.base import Decision, DenseMethod, Told
+from moesaic.methods.base import Decision, DenseMethod, Outline, Told
 from moesaic.methods.budget import LayerSize, active_ratio, ffn_share, layer_sizes
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective
@@ -116,6 +116,19 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             },
             trained=live,
             retrained={name: partial(compared, name) for name in args.compare},
+        )
+
+    def outline(self, job: Job[Arch]) -> Outline:
+        """The model as training finds it."""
+        config = self.config
+        sizes = layer_sizes(job.shape, job.arch)
+        self.target(sizes)
+        count = sum(p.numel() for p in job.shape.parameters())
+        return Outline(
+            Plan(config.name, job.base, dict(self.start(sizes)), asdict(config)),
+            passes=0.0,
+            trained=count,
+            tokens=config.steps * config.batch * config.accumulate * config.length,
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:

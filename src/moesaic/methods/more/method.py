@@ -15,7 +15,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.carved import CarvedLayer
-from moesaic.methods.base import Decision, DenseMethod, Told
+from moesaic.methods.base import Decision, DenseMethod, Outline, Told
 from moesaic.methods.beyond.routers import fit_router, neuron_weights
 from moesaic.methods.beyond.spread import losses, spread_splits
 from moesaic.methods.budget import (
@@ -109,6 +109,49 @@ class MoRE(DenseMethod[MoREConfig]):
             analyses={i: finished["result", i][1] for i in wanted},
             comparisons=plans,
             summary={"active": ratio} if config.share is not None else {},
+        )
+
+    def outline(self, job: Job[Arch]) -> Outline:
+        """Neurons in their old order, divided as they will be."""
+        config = self.config
+        sizes = layer_sizes(job.shape, job.arch)
+        even = {i: torch.arange(s.width, 0.0, -1) for i, s in enumerate(sizes)}
+        chosen = chosen_layers(config.layers, len(sizes))
+        spread = {i: even[i] for i in chosen} if config.spread == "sensitivity" else None
+        wanted = self.choose(sizes, spread)
+        layers = {i: self._outlined(even[i], sizes[i].hidden, s) for i, s in wanted.items()}
+        return Outline(
+            Plan(config.name, job.base, layers, asdict(config)),
+            exact=spread is None,
+            passes=1.0 + (config.spread == "sensitivity") + 2 * config.propagate,
+            work=sum(2.0 * s.width**2 for s in (sizes[i] for i in wanted))
+            * (config.activation_ratio + 2 * config.refit),
+            held=max(12 * sizes[i].width ** 2 for i in wanted),
+        )
+
+    def _outlined(self, worth_M: Tensor, hidden: int, budget: Split) -> LayerPlan:
+        """A layer of a budget, its neurons as they come."""
+        config, width = self.config, len(worth_M)
+        bias = hidden if config.bias else 0
+        if config.variant in ("static", "backbone"):
+            kept = budget.active_width if config.variant == "static" else budget.backbone
+            narrow = narrowest(worth_M, kept, counted=True)
+            return replace(narrow, bias_D=torch.zeros(bias) if bias else None)
+        petals = petal_sizes(width - budget.backbone, budget)
+        routing, seen = "cosine", 0
+        if config.variant == "random":
+            routing = "random"
+        elif config.router != "cosine":
+            routing = "backbone" if config.router == "backbone" else "linear"
+            seen = budget.backbone if config.router == "backbone" else 0
+        return CarvedLayer(
+            order_M=torch.arange(width),
+            backbone=budget.backbone if petals else width,
+            petals=petals,
+            top_k=budget.top_k if petals else 0,
+            routing=routing if petals else "cosine",
+            router_RD=torch.zeros(len(petals), hidden + seen) if petals else None,
+            bias_RD=torch.zeros(max(1, len(petals)), bias) if bias else None,
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
@@ -284,6 +327,18 @@ class MoRE(DenseMethod[MoREConfig]):
             },
             "activation_mass": (mass_M[quantiles] / mass_M[-1]).tolist(),
         }
+
+
+def petal_sizes(neurons: int, budget: Split) -> tuple[int, ...]:
+    """The sizes of balanced petals, some of a neuron more where they do not divide.
+
+    >>> petal_sizes(10, Split(6, 2, 4, 1)), petal_sizes(0, Split(16, 0, 4, 1))
+    ((3, 3, 2, 2), ())
+    """
+    if not budget.petal:
+        return ()
+    each, more = divmod(neurons, budget.experts)
+    return tuple(each + (i < more) for i in range(budget.experts))
 
 
 def _without_backbone(

@@ -34,7 +34,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.layers.pruned import PrunedLayer
-from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.beyond.recovery import recover
 from moesaic.methods.mixtures import credited, least_experts, original, span
 from moesaic.methods.naee.config import PruneConfig
@@ -220,6 +220,31 @@ class Pruner(Method[PruneConfig, MoEArch]):
         thin = {WANDA: partial(_thinned, job)} if WANDA in compare else {}
         return Decision(plans.pop(RESULT), analyses, plans, retrained=thin)
 
+    def outline(self, job: Job[MoEArch]) -> Outline:
+        """The first experts stay; where counts may differ, equally many in every layer."""
+        config, arch = self.config, job.arch
+        sizes, groups = _sizes(job, config), arch.group_count(job.shape.config)
+        counts = {i: options[0] for i, options in sizes.items()}
+        if not config.uniform:
+            evenly = {i: {r: 1 - r / options[-1] for r in options} for i, options in sizes.items()}
+            counts = allocate(evenly, round(config.keep * len(sizes)))
+        views = {i: arch.mixture(job.layers[i]) for i in sizes}
+        layers = {
+            i: _layer(best_scores(torch.zeros(views[i].count), count, groups))
+            for i, count in counts.items()
+        }
+        view = next(iter(views.values()))
+        one = sum(w.numel() for w in view.weights_of(0))
+        pairs = view.count * (view.count + 1) // 2 * len(view.weights_of(0)[-1])
+        looked = len(views) * (config.chosen.gram or bool(config.chosen.needs))
+        return Outline(
+            _planned(job, config, layers, ""),
+            exact=config.uniform,
+            passes=config.chosen.observes + config.refit * (1 + config.progressive),
+            work=2.0 * looked * ((view.count - view.top_k) * one + config.chosen.gram * pairs),
+            held=config.gram_bytes,
+        )
+
     def _counts(
         self, name: str, sizes: Mapping[int, list[int]], finished: Finished
     ) -> dict[int, int]:
@@ -264,11 +289,18 @@ def _plan(
     finished: Finished,
     fingerprint: str,
 ) -> Plan:
-    layers = {i: finished[_key(name, r), i][0] for i, r in kept.items()}
+    layers = {i: cast(PrunedLayer, finished[_key(name, r), i][0]) for i, r in kept.items()}
+    return _planned(job, config, layers, fingerprint)
+
+
+def _planned(
+    job: Job[MoEArch], config: PruneConfig, layers: Mapping[int, PrunedLayer], fingerprint: str
+) -> Plan:
+    """The plan of decided layers, filled up where that was asked for."""
     if config.padding:
-        most = max(kept.values())
+        most = max(layer.kept_E.numel() for layer in layers.values())
         groups = job.arch.group_count(job.shape.config)
-        layers = {i: cast(PrunedLayer, layer).padded(most, groups) for i, layer in layers.items()}
+        layers = {i: layer.padded(most, groups) for i, layer in layers.items()}
     return Plan(config.name, job.base, layers, asdict(config), fingerprint)
 
 

@@ -31,7 +31,7 @@ from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
 from moesaic.layers.skipping import SkippingLayer
-from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.naee.config import SkipConfig
 from moesaic.methods.naee.observed import from_file, observed, routing_of
 from moesaic.methods.words import percent
@@ -125,23 +125,36 @@ class Skipper(Method[SkipConfig, MoEArch]):
             MoesaicError: the request cannot be met.
         """
         config = self.config
-        if top_k < 2:
-            raise MoesaicError("A token runs one expert already: there is nothing to skip.")
-        kind = ("top2" if top_k == 2 else "tail") if config.rule == "auto" else config.rule
-        if kind == "top2" and top_k != 2:
-            raise MoesaicError(f"rule 'top2' is for two experts a token; here there are {top_k}.")
+        kind = self.rule(top_k)
         weights_TK = routing.weights(stats.logits_TE).topk(top_k, dim=-1).values.double()
         if given is not None:
             beta = given
         elif config.calls is not None:
-            if config.calls > top_k:
-                raise MoesaicError(f"calls {config.calls:g}: a token runs {top_k} experts now.")
             beta = beta_for_calls(weights_TK, config.calls, kind)
         else:
             beta = quantile(ratios(weights_TK, kind), config.quantile)
         calls = mean_calls(weights_TK, beta, kind)
         analysis = {"calls_per_token": calls, "skipped": 1 - calls / top_k}
         return SkippingLayer(beta, kind), analysis
+
+    def rule(self, top_k: int) -> str:
+        """The rule of a layer: ``top2`` or ``tail``.
+
+        Args:
+            top_k: experts that a token runs.
+
+        Raises:
+            MoesaicError: the request cannot be met there.
+        """
+        config = self.config
+        if top_k < 2:
+            raise MoesaicError("A token runs one expert already: there is nothing to skip.")
+        kind = ("top2" if top_k == 2 else "tail") if config.rule == "auto" else config.rule
+        if kind == "top2" and top_k != 2:
+            raise MoesaicError(f"rule 'top2' is for two experts a token; here there are {top_k}.")
+        if config.calls is not None and config.calls > top_k:
+            raise MoesaicError(f"calls {config.calls:g}: a token runs {top_k} experts now.")
+        return kind
 
     def given(self, layers: Sequence[int]) -> dict[int, float]:
         """The betas that were asked for, by layer; empty where they are calibrated.
@@ -162,10 +175,19 @@ class Skipper(Method[SkipConfig, MoEArch]):
             )
         return dict(zip(layers, betas, strict=False))
 
-    def run(self, job: Job[MoEArch]) -> Decision:
+    def _wanted(self, job: Job[MoEArch]) -> list[int]:
+        """The layers that route.
+
+        Raises:
+            MoesaicError: there is none.
+        """
         wanted = job.arch.moe_layers(job.shape)
         if not wanted:
             raise MoesaicError("No layer of this model routes.")
+        return wanted
+
+    def run(self, job: Job[MoEArch]) -> Decision:
+        wanted = self._wanted(job)
         betas = self.given(wanted)
         stats = job.args.calibration.stats
         file = from_file(job, stats, needs_gram=False) if stats else None
@@ -192,6 +214,14 @@ class Skipper(Method[SkipConfig, MoEArch]):
         layers = {i: finished["result", i][0] for i in wanted}
         plan = Plan(self.config.name, job.base, layers, options, fingerprint)
         return Decision(plan, {i: finished["result", i][1] for i in wanted})
+
+    def outline(self, job: Job[MoEArch]) -> Outline:
+        """Every router skips by some beta."""
+        wanted = self._wanted(job)
+        self.given(wanted)
+        rules = {i: self.rule(job.arch.mixture(job.layers[i]).top_k) for i in wanted}
+        layers = {i: SkippingLayer(0.5, rule) for i, rule in rules.items()}
+        return Outline(Plan(self.config.name, job.base, layers, asdict(self.config)))
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
         shares = [seen["skipped"] for seen in decision.analyses.values()]

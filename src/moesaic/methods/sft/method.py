@@ -15,7 +15,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model
 from moesaic.io.fingerprint import of_model
 from moesaic.io.source import Source, resolve
-from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.sft.config import TRAINED, TuneConfig
 from moesaic.methods.sft.gates import factors, outside
 from moesaic.methods.sft.parameters import trainable
@@ -24,6 +24,8 @@ from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
 from moesaic.train import Distillation, Schedule, train
 
+STEPS = 100
+"""Steps that are counted with beforehand where the text's length says how many there are."""
 KL = "KL divergence from the teacher"
 
 
@@ -103,6 +105,23 @@ class Tuning(Method[TuneConfig, Arch]):
                 }
             },
             trained=live.to(job.home),
+        )
+
+    def outline(self, job: Job[Arch]) -> Outline:
+        """The model as it is, and the parameters of it that learn."""
+        config, model = self.config, job.shape
+        if config.what == "lora":
+            linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+            count = sum(config.rank * (m.in_features + m.out_features) for m in linear)
+        else:
+            chosen = trainable(model, job.arch, config.what, _plan(job))
+            count = sum(p.numel() for p in chosen.values())
+        texts = (config.steps or STEPS) * config.batch * config.accumulate
+        return Outline(
+            Plan(config.name, job.base, {}, asdict(config)),
+            passes=0.0,
+            trained=count,
+            tokens=texts * config.length,
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:

@@ -37,7 +37,7 @@ from moesaic.layers.base import LayerPlan
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.neurons import filled_up
 from moesaic.layers.slimmed import SlimmedLayer
-from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.beyond.recovery import recover
 from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.naee.observed import NO_TEXT, from_file
@@ -61,7 +61,13 @@ from moesaic.methods.slim.widths import width_for
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Finished, Job
-from moesaic.stream.neurons import NeuronStats, observe_neurons, watching, weight_stats
+from moesaic.stream.neurons import (
+    NeuronStats,
+    no_stats,
+    observe_neurons,
+    watching,
+    weight_stats,
+)
 from moesaic.stream.stream import Site
 from moesaic.surgery import headers_of
 
@@ -354,6 +360,31 @@ class Slimmer(Method[SlimConfig, Arch]):
         if config.experts == "auto":
             summary["tried"] = self._tried(sizes, finished)
         return Decision(plans.pop(RESULT), analyses, plans, summary)
+
+    @torch.no_grad()
+    def outline(self, job: Job[Arch]) -> Outline:
+        """Neurons at random, of the widths that the result gets; the mean where layers differ."""
+        config = self.config
+        sizes, _ = self.sizes(job)
+        groups = job.arch.group_count(job.shape.config) if isinstance(job.arch, MoEArch) else 1
+        blind = Slimmer(replace(config, score="random"))
+        layers, held = {}, 0
+        for i, options in sizes.items():
+            view = job.arch.view(job.layers[i])
+            middle = len(options) // 2 if config.spread == "sensitivity" else 0
+            stats = no_stats(view.count, view.width, getattr(view, "shared_width", 0))
+            layers[i], _ = blind.decide(stats, i, options[middle], groups)
+            held = max(held, 8 * view.count * view.width**2)
+        return Outline(
+            Plan(config.name, job.base, layers, asdict(config)),
+            exact=not config.measures,
+            passes=config.chosen.observes
+            + config.refit * (2 + config.propagate)
+            + 2.0 * config.chosen.gradients
+            + 3.0 * config.measures,
+            held=held if config.chosen.gram else 0,
+            whole=config.chosen.gradients,
+        )
 
     def _seen(self, job: Job[Arch], layers: list[int], gather: bool) -> Iterator[Observed]:
         """Each layer's statistics and its tokens, of which more can be asked."""

@@ -11,7 +11,7 @@ from moesaic.arch.dense import Arch
 from moesaic.data.training import Examples, training_text
 from moesaic.errors import MoesaicError
 from moesaic.layers.overlapping import OverlappingLayer
-from moesaic.methods.base import Decision, DenseMethod, Told
+from moesaic.methods.base import Decision, DenseMethod, Outline, Told
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.more.method import MoRE
 from moesaic.methods.tomoe.config import ToMoEConfig
@@ -23,6 +23,7 @@ from moesaic.methods.tomoe.decision import (
     least_ratio,
     threshold_for,
 )
+from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
 from moesaic.methods.tomoe.student import Student, StudentLoss, layer_shapes
 from moesaic.methods.words import carved, number, some
 from moesaic.plan import Plan
@@ -60,17 +61,10 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         args = job.args
         for name in args.compare:
             self.config.compared(name)
-        least = least_ratio(layer_shapes(job.shape, job.arch), self.config.attention)
-        if self.config.active < least:
-            kept = "; attention='routed' reaches lower" * (self.config.attention == "none")
-            raise MoesaicError(
-                f"active {self.config.active:g} is out of reach: with experts of the least width "
-                f"in every layer and attention {self.config.attention!r} the ratio is "
-                f"{least:.3f}{kept}."
-            )
+        self._check(job)
         job.tokens  # noqa: B018 - what is wrong with the text is said before a model is read
         live = job.live()
-        total = sum(p.numel() for p in live.parameters())
+        total = parameters(live)
         config = self.config.settled(tiny=total < TINY)
         student = Student(live, job.arch, config)
         learning = student.learning
@@ -115,6 +109,44 @@ class ToMoE(DenseMethod[ToMoEConfig]):
             },
         )
 
+    def _check(self, job: Job[Arch]) -> list[LayerShape]:
+        """The sizes of the layers.
+
+        Raises:
+            MoesaicError: the active ratio is out of reach.
+        """
+        shapes = layer_shapes(job.shape, job.arch)
+        least = least_ratio(shapes, self.config.attention)
+        if self.config.active < least:
+            kept = "; attention='routed' reaches lower" * (self.config.attention == "none")
+            raise MoesaicError(
+                f"active {self.config.active:g} is out of reach: with experts of the least width "
+                f"in every layer and attention {self.config.attention!r} the ratio is "
+                f"{least:.3f}{kept}."
+            )
+        return shapes
+
+    @torch.no_grad()
+    def outline(self, job: Job[Arch]) -> Outline:
+        """Experts that nobody trained, at the threshold that meets the active ratio."""
+        shapes = self._check(job)
+        config = self.config.settled(tiny=parameters(job.shape) < TINY)
+        masking = MaskingModules(config, shapes)
+        masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
+        layers = learned(masking, {})
+        plans, _ = decide(masking, layers, job.arch.attention, threshold_for(layers, config.active))
+        assert config.steps is not None
+        assert config.batch is not None
+        texts = config.steps * config.batch * config.accumulate
+        return Outline(
+            Plan(config.name, job.base, dict(plans), asdict(config)),
+            exact=False,
+            passes=1.0,
+            trained=parameters(masking),
+            tokens=texts * (config.length or config.window),
+            whole=True,
+        )
+
     def _beside(self, job: Job[Arch], name: str, active: float) -> Plan:
         """A comparison, carved at the active ratio that the result came to."""
         wanted = MoREConfig(active=active, experts=8, layers="all")
@@ -139,6 +171,11 @@ class ToMoE(DenseMethod[ToMoEConfig]):
             f"{runs}, which {hold} the original's neurons, and each token runs one. {attention} "
             f"Experts and routers were trained for {len(training['losses']):,} steps.",
         )
+
+
+def parameters(module: torch.nn.Module) -> int:
+    """How many there are."""
+    return sum(p.numel() for p in module.parameters())
 
 
 def _attention(decision: Decision, option: str) -> str:

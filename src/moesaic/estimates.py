@@ -1,0 +1,377 @@
+"""Predictions: what a run will make, and what it will take, before anything is computed.
+
+Headers of the original are converted by the code that converts its weights, so that a result's
+shape and bytes are exact wherever a method fixes them (:mod:`moesaic.io.weightless`). Memory and
+time follow from a simple model of the stream, and from a small measurement of this machine: they
+are predictions, and ``benchmarks/estimates.py`` tells how far off.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import psutil
+import torch
+from torch import nn
+
+from moesaic import __version__
+from moesaic.arch.dense import PREFIX, Arch
+from moesaic.config import Evaluation, RunArgs, parse_dtype
+from moesaic.exports.engines import limits
+from moesaic.foreign import JSON, Config
+from moesaic.io.checkpoint import INDEX_NAME, skeleton
+from moesaic.io.names import whole_file
+from moesaic.io.source import cache_folder
+from moesaic.io.weightless import Outliner, Weightless, foretold
+from moesaic.layers.base import KINDS
+from moesaic.methods import implementation
+from moesaic.methods.base import Method, Outline
+from moesaic.metrics.forward import BATCH
+from moesaic.metrics.measure import ROOM
+from moesaic.metrics.memory import free_bytes
+from moesaic.metrics.size import Size, model_size
+from moesaic.plan import Plan
+from moesaic.recipe import Recipe
+from moesaic.result import save_applied
+from moesaic.stream.job import Job
+from moesaic.surgery import headers_of
+
+SHARD = 2 << 30
+"""Bytes of weights that are pending at most while they are written."""
+CACHE = 2 << 30
+"""Bytes of a layer's activations that are kept at most."""
+SPILL = 4 << 30
+"""Bytes of hidden states that are in memory at most."""
+PAGES = 600_000
+"""Bytes of card, page, picture and record."""
+STREAM_BATCH = 2048
+"""Tokens that pass a layer at a time."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A run, told beforehand."""
+
+    output_bytes: int
+    """Of the result's weight files."""
+    output_parameters: int
+    active_parameters: int
+    """Under uniform routing, embeddings and head included."""
+    active_ratio: float
+    exact: bool
+    """The four above are what will come out; otherwise the result's sizes follow from text."""
+    model_type: str
+    native: bool
+    """The result is of its base's own architecture."""
+    loads_in: dict[str, list[str]]
+    """By engine, what it lacks for the result; an empty list where nothing is known to be."""
+    peak_memory_bytes: int
+    """Of this process, and of the device where that is the CPU; predicted."""
+    disk_bytes: int
+    """Files at the fullest moment, the result and those kept for resuming; predicted."""
+    seconds: float
+    """Predicted."""
+
+    def as_json(self) -> JSON:
+        """The fields by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run: what it holds, and what it computes."""
+
+    memory: int = 0
+    operations: float = 0.0
+    calls: float = 0.0
+    """Modules that are called, which takes a little however small they are."""
+    bytes: float = 0.0
+    """Read and written."""
+    starts: int = 0
+    """Processes that begin."""
+
+
+def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
+    """Predict what a recipe makes and takes; no weight is read and no text is looked at.
+
+    Args:
+        recipe: the run.
+        machine: how fast things go; measured here by default.
+
+    Raises:
+        MoesaicError: the request cannot be met.
+    """
+    dtype = parse_dtype(recipe.dtype)
+    with TemporaryDirectory(prefix="moesaic-") as work:
+        first = Path(work) / "original"
+        first.mkdir()
+        source = original = foretold(recipe.model, first)
+        stages, exact, disk = [Stage()], True, 0
+        for number, config in enumerate(recipe.steps):
+            method = cast("Method[Any, Any]", implementation(config))
+            args = RunArgs(
+                model=source,
+                calibration=recipe.calibration,
+                device=recipe.device,
+                dtype=dtype,
+            )
+            job: Job[Arch] = Job(args, method.find, config.window)
+            outline = method.outline(job)
+            folder = Path(work) / f"step-{number}"
+            folder.mkdir()
+            save_applied(source, outline.plan, folder, dtype, Outliner(folder))
+            planned = plan_bytes(outline.plan)
+            result = Weightless(recipe.out, folder)
+            stages += _steps(job, outline, weight_bytes(folder), bool(recipe.calibration.stats))
+            disk += sum(f.stat().st_size for f in folder.iterdir()) + 2 * planned
+            source, exact = result, exact and outline.exact
+        made = Built(source, dtype)
+        if recipe.evaluation is not None:
+            stages += _evaluation(Built(original, dtype), made, recipe.evaluation, recipe.device)
+            disk += PAGES
+        machine = machine or Machine.here(recipe.device)
+        config = made.config
+        return Estimate(
+            output_bytes=weight_bytes(source.folder),
+            output_parameters=made.size.total_parameters,
+            active_parameters=made.size.active_parameters,
+            active_ratio=made.size.active_ratio,
+            exact=exact,
+            model_type=str(config.model_type),
+            native=not config.model_type.startswith(PREFIX),
+            loads_in=loads_in(config),
+            peak_memory_bytes=machine.resident + max(stage.memory for stage in stages),
+            disk_bytes=disk,
+            seconds=machine.started + sum(machine.seconds(stage) for stage in stages),
+        )
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a folder's weight files, their index included."""
+    files = [*folder.glob("model*.safetensors"), *folder.glob(INDEX_NAME)]
+    return sum(file.stat().st_size for file in files)
+
+
+def plan_bytes(plan: Plan) -> int:
+    """Bytes of a plan's tensors."""
+    return sum(tensor.nbytes for tensor in plan.tensors().values())
+
+
+def loads_in(config: Config) -> dict[str, list[str]]:
+    """By engine, what it lacks for a checkpoint of this config; an empty list where nothing."""
+    if not config.model_type.startswith(PREFIX):
+        return {"transformers": [], **limits(config)}
+    stacks = headers_of(config).values()
+    told = [KINDS[header["kind"]].obstacle(header) for stack in stacks for header in stack]
+    reasons = list(dict.fromkeys(reason for reason in told if reason))
+    lacks = reasons or [f"{config.model_type}: export it --to native first"]
+    engines = ("vllm", "sglang", "llama.cpp")
+    return {"transformers": ["needs this package"], **dict.fromkeys(engines, lacks)}
+
+
+# --- a model -------------------------------------------------------------------------------------
+
+
+class Built:
+    """A model without values, and what its parts weigh."""
+
+    def __init__(self, source: Weightless, dtype: torch.dtype | None) -> None:
+        self.config = source.config
+        self._dtype = dtype or self.config.dtype
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """On the meta device."""
+        return skeleton(self.config, self._dtype)
+
+    @cached_property
+    def size(self) -> Size:
+        """Its parameters."""
+        return model_size(cast(Any, self.model))
+
+    @property
+    def bytes(self) -> int:
+        """Of its weights in memory."""
+        return _bytes(self.model)
+
+    @property
+    def depth(self) -> int:
+        """Decoder layers."""
+        return len(self.size.layers)
+
+    @property
+    def calls(self) -> float:
+        """Modules that a batch of tokens passes, experts one by one."""
+        return sum(20.0 + 3 * use.experts for use in self.size.layers)
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in module.parameters())
+
+
+# --- stages --------------------------------------------------------------------------------------
+
+
+def _steps(job: Job[Arch], outline: Outline, written: int, decided: bool) -> list[Stage]:
+    """Observing and deciding, training, and writing of one step."""
+    model = job.shape
+    uses = model_size(model).layers
+    layers = [_bytes(layer) for layer in job.layers]
+    hidden = model.get_input_embeddings().weight.shape[1]
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    item = next(model.parameters()).element_size()
+    tokens = job.planned_tokens
+    run = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
+    every = _bytes(model)
+    stages = []
+    if outline.passes and not decided:
+        states = min(SPILL, 2 * tokens * hidden * item)
+        dense = max(use.width for use in uses) if not job.base.experts else 0
+        kept = min(CACHE, tokens * dense * item)
+        batches = -(-tokens // STREAM_BATCH)
+        stages.append(
+            Stage(
+                max(every - sum(layers), 2 * max(layers) + kept + outline.held)
+                + states
+                + outline.whole * every,
+                outline.passes * 2.0 * run * tokens + outline.work * tokens,
+                outline.passes * batches * sum(20.0 + 3 * use.experts for use in uses),
+                outline.passes * every,
+            )
+        )
+    if outline.trained:
+        batch = min(outline.tokens, 2048)
+        width = sum(12 * hidden + 3 * use.active_width for use in uses)
+        stages.append(
+            Stage(
+                round(
+                    every * (1 + outline.whole)
+                    + 12 * outline.trained
+                    + 4 * batch * (width + 3 * vocabulary)
+                ),
+                6.0 * (run + hidden * vocabulary) * outline.tokens * (1 + outline.whole / 3),
+                60.0 * len(uses) * outline.tokens / batch,
+                0.0,
+            )
+        )
+    stages.append(Stage(min(written, SHARD) + 2 * max(layers), bytes=2.0 * written))
+    return stages
+
+
+def _evaluation(original: Built, result: Built, settings: Evaluation, device: str) -> list[Stage]:
+    """Quality of both models, then speed and memory."""
+    tokens, both = settings.max_tokens or 150_000, (original, result)
+    length = settings.length or 512
+    head = cast(Any, original.model).get_input_embeddings().weight.shape[0]
+    logits = 4 * head * (2 * max(BATCH, length) + 5 * length)
+    weights = sum(model.bytes for model in both)
+    together = weights * ROOM <= free_bytes(device)
+    if not together:
+        weights = round(2 * max(model.bytes / model.depth for model in both))
+    active = sum(model.size.active_parameters for model in both)
+    calls = sum(model.calls for model in both)
+    variants = 1 + len(settings.compare)
+    quality = Stage(
+        weights + logits,
+        variants * 2.0 * active * tokens + 30.0 * head * tokens,
+        calls * (variants * tokens / BATCH + settings.new_tokens + 40),
+        4.0 * sum(model.bytes for model in both),
+    )
+    if not settings.rounds:
+        return [quality]
+    rounds = settings.rounds + 1
+    speed = Stage(
+        weights,
+        2.0 * active * (rounds + 1) * (512 + 32),
+        calls * ((rounds + 1) * 33 + 10),
+        (rounds * 32 + 10.0) * active * 4,
+    )
+    return [quality, replace(speed, starts=2)]
+
+
+# --- this machine --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How fast a machine is, and what a process of it holds before it begins."""
+
+    operations: float
+    """Floating-point operations a second, of a model's own matrix products."""
+    call: float
+    """Seconds of a module's call beside what it computes."""
+    bytes: float
+    """Bytes a second, read or written."""
+    started: float
+    """Seconds until a process can begin."""
+    resident: int
+    """Bytes of a process that has imported everything."""
+
+    def seconds(self, stage: Stage) -> float:
+        """The time of a stage."""
+        return (
+            stage.operations / self.operations
+            + stage.calls * self.call
+            + stage.bytes / self.bytes
+            + stage.starts * self.started
+        )
+
+    @classmethod
+    def here(cls, device: str = "cpu") -> Machine:
+        """This machine, measured once a version of torch and kept beside other caches."""
+        started, resident = min(time.process_time(), 20.0), psutil.Process().memory_info().rss
+        file = cache_folder() / "speed.json"
+        key = [__version__, torch.__version__, torch.get_num_threads(), device]
+        try:
+            kept: JSON = json.loads(file.read_text("utf-8"))
+            if kept.pop("of") == key:
+                return cls(**kept, started=started, resident=resident)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass
+        found = measured(device)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(file) as partial:
+                partial.write_text(json.dumps({"of": key, **found}), "utf-8")
+        except OSError:
+            pass  # nowhere to keep it
+        return cls(**found, started=started, resident=resident)
+
+
+def measured(device: str) -> dict[str, float]:
+    """``operations``, ``call`` and ``bytes`` a second, of a few products and copies."""
+    x, w = (torch.ones(512, 1024, device=device), torch.ones(1024, 1024, device=device))
+    small = nn.Linear(8, 8, device=device)
+    few = torch.ones(1, 8, device=device)
+
+    def best(run: Any, times: int) -> float:
+        took = []
+        for _ in range(times):
+            start = time.perf_counter()
+            run()
+            if device.startswith("cuda"):
+                torch.cuda.synchronize()
+            took.append(time.perf_counter() - start)
+        return sorted(took)[len(took) // 2]
+
+    with torch.no_grad():
+        product = best(lambda: x @ w, 9)
+        call = best(lambda: small(few), 49)
+        copied = best(lambda: w.clone(), 9)
+    return {
+        "operations": 2.0 * x.numel() * w.shape[1] / product * EFFICIENCY,
+        "call": call * CALL,
+        "bytes": 2.0 * w.numel() * 4 / copied / 4,
+    }
+
+
+EFFICIENCY = 0.5
+"""The share of a single product's speed at which whole models run."""
+CALL = 3.0
+"""A module's call over that of a small linear one."""

@@ -1,0 +1,154 @@
+"""Checkpoints without weights: headers alone, to say beforehand what will be written.
+
+A file's header names every tensor, its type and its shape. Converted by the code that converts
+tensors with values, on the meta device, it is the header of the result: its bytes are known.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
+from moesaic.io.checkpoint import (
+    INDEX_NAME,
+    SIDE_FILES,
+    SINGLE_NAME,
+    TYPES,
+    Checkpoint,
+    ShardWriter,
+    skeleton,
+)
+from moesaic.io.names import PACKAGED, SHIPPED, check_name
+from moesaic.io.quantised import opened
+from moesaic.io.source import Source, resolve
+
+
+class Weightless(Source):
+    """A checkpoint of which headers and small files are read, and no weight."""
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """Its tensors, on the meta device."""
+        found = opened(self.folder)
+        found.weightless = True
+        return found
+
+    @property
+    def fingerprint(self) -> str:
+        """Empty: it says nothing of weights."""
+        return ""
+
+
+class Outliner(ShardWriter):
+    """Writes the headers of shards; the files are as long as real ones and take no room on disk."""
+
+    def _save(self, path: Path) -> None:
+        header = header_bytes(self._pending)
+        with path.open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + sum(t.nbytes for t in self._pending.values()))
+
+
+NAMES = {kind: name for name, kind in TYPES.items()}
+
+
+def header_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """The header that safetensors writes for some tensors, the number of its bytes before it.
+
+    Raises:
+        MoesaicError: one is of a type that no file has.
+    """
+    rank = {kind: place for place, kind in enumerate(NAMES)}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in rank:
+            raise MoesaicError(f"{name} is of type {tensor.dtype}, which no file holds.")
+    header: JSON = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in sorted(tensors, key=lambda n: (rank[tensors[n].dtype], n)):
+        tensor = tensors[name]
+        end = start + tensor.nbytes
+        said = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = {**said, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def foretold(name: str, folder: Path) -> Weightless:
+    """Find a model without its weights.
+
+    Of a hub id only small files and headers are fetched. A folder that has a config and no weights
+    is taken for the model that the config describes.
+
+    Args:
+        name: as for :func:`moesaic.io.source.resolve`.
+        folder: an existing one, for what has to be made up.
+
+    Raises:
+        MoesaicError: there is no such model, or the hub cannot be reached.
+    """
+    check_name(name)
+    path = Path(name)
+    if path.is_dir():
+        config, weights = path / "config.json", (INDEX_NAME, SINGLE_NAME, "*.bin", "*.pt")
+        if config.is_file() and not any(any(path.glob(pattern)) for pattern in weights):
+            return _of_config(name, path, folder)
+        return Weightless(name, path)
+    if name in (*PACKAGED, *SHIPPED) or path.suffix == ".gguf":
+        return Weightless(name, resolve(name).folder)
+    return _of_hub(name, folder)
+
+
+def _of_config(name: str, path: Path, folder: Path) -> Weightless:
+    """The checkpoint that a config describes, its tensors named as in memory."""
+    for pattern in ("config.json", *SIDE_FILES):
+        for file in path.glob(pattern):
+            (folder / file.name).write_bytes(file.read_bytes())
+    config = Source(name, folder).config
+    model = skeleton(config, config.dtype or torch.float32)
+    tied = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    first = {n: p for n, p in model.state_dict(keep_vars=True).items() if tied.get(id(p), n) == n}
+    _written({n: t.detach().to("meta") for n, t in first.items()}, folder)
+    return Weightless(name, folder)
+
+
+def _of_hub(name: str, folder: Path) -> Weightless:
+    """The small files of a model on the hub, and the headers of its weights."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model"], local_dir=folder)
+        found: Any = HfApi().get_safetensors_metadata(name)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise MoesaicError(
+            f"{name} could not be looked up on the hub ({type(error).__name__}: {reason:.120}). "
+            "Check the name and the connection, or pass the folder of a downloaded copy."
+        ) from error
+    for file, said in found.files_metadata.items():
+        tensors = {
+            tensor: torch.empty(info.shape, dtype=TYPES[info.dtype], device="meta")
+            for tensor, info in said.tensors.items()
+        }
+        header = header_bytes(tensors)
+        with (folder / file).open("wb") as shard:
+            shard.write(header)
+            shard.truncate(len(header) + sum(t.nbytes for t in tensors.values()))
+    return Weightless(name, folder)
+
+
+def _written(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    writer = Outliner(folder)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.close()

@@ -1,0 +1,147 @@
+"""Predictions: a result's shape and bytes are told exactly before a weight is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import loaded, tiny_moe
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from moesaic import estimates
+from moesaic.cli import app
+from moesaic.config import Calibration, Evaluation
+from moesaic.errors import MoesaicError
+from moesaic.estimates import Machine, Stage, estimate, weight_bytes
+from moesaic.io.checkpoint import TYPES
+from moesaic.io.weightless import header_bytes
+from moesaic.metrics.size import model_size
+from moesaic.pipeline import run_recipe
+from moesaic.recipe import Recipe, step_config
+
+FAST = Machine(operations=1e12, call=0.0, bytes=1e12, started=1.0, resident=1000)
+CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
+    ("tiny-shared-moe", [("prune", {"keep": 9.5, "uniform": False, "criterion": "frequency"})]),
+    ("tiny-shared-moe", [("slim", {"keep": 0.5, "shared": 0.5, "refit": True})]),
+    ("tiny-shared-moe", [("slim", {"keep": 0.5, "uneven": True})]),
+    ("tiny-dense", [("slim", {"keep": 0.5})]),
+    ("tiny-shared-moe", [("condense", {"layers": 2, "shared_gate": "mean"})]),
+    ("tiny-moe", [("condense", {"layers": 1, "keep": "shared+routed"})]),
+    ("tiny-moe", [("condense", {"memory": 16_000_000, "keep": "nothing"})]),
+    ("tiny-dense", [("carve", {"variant": "static", "bias": True})]),
+    ("tiny-dense", [("carve", {"layers": "all", "experts": 5, "router": "backbone"})]),
+    (
+        "tiny-shared-moe",
+        [("prune", {"keep": 12, "criterion": "frequency"}), ("slim", {"keep": 0.5})],
+    ),
+]
+
+
+def recipe_of(model: str, out: str, *steps: tuple[str, dict[str, Any]], **options: Any) -> Recipe:
+    configs = tuple(step_config(verb, given) for verb, given in steps)
+    calibration = Calibration(samples=2, length=32)
+    return Recipe(model, out, configs, calibration, **{"evaluation": None, **options})
+
+
+@pytest.mark.parametrize(("model", "steps"), CASES, ids=lambda x: str(x)[:60])
+def test_what_comes_out_is_what_was_told(model: str, steps: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    recipe = recipe_of(model, str(out), *steps)
+    told = estimate(recipe, FAST)
+    record = run_recipe(recipe)
+    size = model_size(loaded(out))
+    assert told.output_bytes == weight_bytes(out)
+    assert told.output_parameters == size.total_parameters
+    assert told.active_parameters == size.active_parameters
+    assert told.active_ratio == size.active_ratio
+    assert record is not None
+    assert (told.model_type, told.native) == (record.model_type, record.native)
+
+
+def test_nothing_is_read_but_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint whose data are damaged is told about as any other."""
+    folder = tmp_path / "model"
+    tiny_moe("mixtral").save_pretrained(folder)
+    wanted = estimate(recipe_of(str(folder), "out", ("slim", {"keep": 0.5})), FAST)
+    file = folder / "model.safetensors"
+    size = file.stat().st_size
+    with file.open("r+b") as damaged:
+        damaged.seek(size // 2)
+        damaged.write(b"\xff" * (size - size // 2))
+    monkeypatch.setattr(torch.nn.Module, "__call__", None)
+    assert estimate(recipe_of(str(folder), "out", ("slim", {"keep": 0.5})), FAST) == wanted
+    file.unlink()  # and one that has a config alone
+    alone = estimate(recipe_of(str(folder), "out", ("slim", {"keep": 0.5})), FAST)
+    assert alone.output_parameters == wanted.output_parameters
+    assert alone.active_parameters == wanted.active_parameters
+
+
+def test_headers_are_those_of_safetensors(tmp_path: Path) -> None:
+    """Every type, in the order in which files hold them, with names that are not plain."""
+    tensors = {
+        f'{"zyx"[i % 3]}.ü"{i}': torch.zeros(i % 4, 3).to(kind)
+        for i, kind in enumerate(TYPES.values())
+    }
+    save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    written = (tmp_path / "a.safetensors").read_bytes()
+    header = header_bytes({name: tensor.to("meta") for name, tensor in tensors.items()})
+    assert written[: len(header)] == header
+    assert len(written) == len(header) + sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_time_is_the_sum_of_its_parts() -> None:
+    machine = Machine(operations=10.0, call=2.0, bytes=5.0, started=3.0, resident=0)
+    assert machine.seconds(Stage(7, operations=20.0, calls=4.0, bytes=10.0)) == 2 + 8 + 2
+    assert machine.seconds(Stage(starts=2)) == 6
+
+
+def test_more_work_takes_longer_and_more_room() -> None:
+    slim = ("slim", {"keep": 0.5})
+    small = estimate(recipe_of("tiny-moe", "out", slim), FAST)
+    measured = estimate(recipe_of("tiny-moe", "out", slim, evaluation=Evaluation()), FAST)
+    assert measured.seconds > small.seconds
+    assert measured.peak_memory_bytes > small.peak_memory_bytes > FAST.resident
+    assert measured.disk_bytes > small.disk_bytes > small.output_bytes
+    assert measured.output_bytes == small.output_bytes
+
+
+def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path))
+    first = Machine.here()
+    monkeypatch.setattr(estimates, "measured", None)
+    again = Machine.here()
+    assert (again.operations, again.call, again.bytes) == (
+        first.operations,
+        first.call,
+        first.bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (("prune", {"keep": 1}), "needs at least 2"),
+        (("slim", {"keep": 0.5, "multiple": 90}), "nearest that works"),
+        (("condense", {"memory": 1, "keep": "shared+routed"}), "out of reach"),
+        (("skip", {"calls": 9}), "runs 2 experts"),
+    ],
+)
+def test_what_cannot_be_is_refused(step: Any, said: str) -> None:
+    with pytest.raises(MoesaicError, match=said):
+        estimate(recipe_of("tiny-moe", "out", step), FAST)
+
+
+def test_dry_run_says_it_and_does_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    given = ["prune", "tiny-moe", str(out), "--keep", "6", "--dry-run", "--json"]
+    run = CliRunner().invoke(app, given, catch_exceptions=False)
+    assert run.exit_code == 0, run.stderr
+    told = json.loads(run.stdout)["estimate"]
+    for key in ("peak_memory_bytes", "disk_bytes", "seconds", "output_bytes", "output_parameters"):
+        assert told[key] > 0
+    assert told["native"]
+    assert list(tmp_path.iterdir()) == []
