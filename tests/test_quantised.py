@@ -1,15 +1,16 @@
-"""Checkpoints in FP8 and MXFP4: values as transformers has them, bytes as they were."""
+"""Checkpoints of few bits: values as transformers has them, bytes as they were."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
 from builders import loaded, logits, tiny_moe, weights
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -17,8 +18,9 @@ from moesaic.api import verb
 from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
+from moesaic.io.formats import BlockScaled, Compressed, Microscaled, packed, unpacked
 from moesaic.io.naming import Naming
-from moesaic.io.quantised import BlockScaled, Microscaled, Packed
+from moesaic.io.quantised import Packed, said_of
 from moesaic.io.source import Source, resolve
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
@@ -29,11 +31,36 @@ from moesaic.surgery import base_shape
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16},
+        }
+    },
+    "ignore": ["lm_head", "re:.*mlp\\.gate$", "re:.*self_attn.*"],
+}
+ERRORS = {"fp8": 0.04, "mxfp4": 0.15, "compressed-tensors": 0.15}
+"""By format, the share of a weight that its rounding may cost."""
 KEPT = torch.tensor([0, 2, 3, 5, 6, 7])
 
 
 def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def blank(form, tensor, group=16):
+    """A weight of the same shape in a format, without values."""
+    parts = {form.ends[0]: tensor, form.ends[1]: torch.zeros(1, 1)}
+    if form.method == "compressed-tensors":
+        rows, columns = tensor.shape
+        parts[form.ends[0]] = torch.zeros(rows, columns // form.each, dtype=torch.int32)
+        parts[form.ends[1]] = torch.zeros(rows, columns // group, dtype=torch.bfloat16)
+        parts[form.ends[2]] = torch.tensor([rows, columns])
+    return parts
 
 
 def quantise(folder, form, chosen):
@@ -42,8 +69,7 @@ def quantise(folder, form, chosen):
     tensors, out = load_file(file), {}
     for name, tensor in tensors.items():
         if chosen(name, tensor):
-            scales = torch.zeros(1, 1)
-            parts = form.parts(tensor, {form.ends[0]: tensor, form.ends[1]: scales})
+            parts = form.parts(tensor, blank(form, tensor))
             out |= {name + end: part for end, part in parts.items()}
         else:
             out[name] = tensor.to(torch.bfloat16)
@@ -83,9 +109,29 @@ def mxfp4(tmp_path_factory):
     )
 
 
-@pytest.fixture(params=["fp8", "mxfp4"])
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory):
+    """A Qwen3-MoE as llm-compressor writes it: experts in groups of int4."""
+    folder = tmp_path_factory.mktemp("int4") / "base"
+    tiny_moe("qwen3_moe", moe_intermediate_size=32).save_pretrained(folder)
+    return quantise(folder, Compressed(INT4), lambda name, _: ".experts." in name)
+
+
+@pytest.fixture(params=["fp8", "mxfp4", "int4"])
 def quantised(request):
     return request.getfixturevalue(request.param)
+
+
+def plainly_loaded(folder):
+    """The model as transformers alone has it, with plain weights."""
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config = {**said_of(config), "dequantize": True}
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, output_loading_info=True
+    )
+    assert not info["missing_keys"], info
+    assert not info["mismatched_keys"], info
+    return model.eval()
 
 
 def applied(folder, out, make, **options):
@@ -141,6 +187,78 @@ def test_values_are_transformers():
         assert torch.equal(form.values(parts), wanted)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_integers_by_hand(bits):
+    """The lowest bits of a word first, offset by half of the range."""
+    draw = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31 - 1, (3, 5), dtype=torch.int32, generator=draw)
+    found, each = unpacked(words, bits), 32 // bits
+    for row in range(3):
+        for column in range(5 * each):
+            word = int(words[row, column // each]) % 2**32
+            code = word >> (bits * (column % each)) & (2**bits - 1)
+            assert int(found[row, column]) == code - 2 ** (bits - 1)
+    assert torch.equal(packed(found, bits), words)
+
+
+LAYOUTS = {
+    "int4 in groups": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 16}),
+    "int4 in groups, with zero points": (
+        "pack-quantized",
+        {"num_bits": 4, "strategy": "group", "group_size": 16, "symmetric": False},
+    ),
+    "int4 a row": ("pack-quantized", {"num_bits": 4, "strategy": "channel"}),
+    "int8 in words": ("pack-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": False}),
+    "int8": ("int-quantized", {"num_bits": 8, "strategy": "channel"}),
+    "fp8 a row": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    "fp8 in blocks": (
+        "float-quantized",
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compressed_tensors_by_its_own_package(layout):
+    """Their values of our bytes, our values of theirs; chosen rows and groups carry their codes."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    name, weights = LAYOUTS[layout]
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    form = Compressed({**INT4, "format": name, "config_groups": groups})
+    theirs = BaseCompressor.get_value_from_registry(name)
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    rows, columns = 32, 64
+    grids = {"group": (rows, columns // 16), "channel": (rows, 1), "tensor": (1,), "block": (2, 2)}
+    grid = grids[weights["strategy"]]
+    values = drawn(rows, columns) * torch.logspace(-1, 1, columns)
+    scale = torch.rand(grid, generator=torch.Generator().manual_seed(1)).bfloat16() + 0.1
+    state = {"weight": values, "weight_scale": scale}
+    if not weights.get("symmetric", True):
+        state["weight_zero_point"] = torch.randint(-3, 3, grid).to(torch.int8)
+    stored = theirs.compress(state, scheme)
+    parts = {key.removeprefix("weight"): tensor for key, tensor in stored.items()}
+    ends = (*(form.ends if "_packed" in parts else form.plain), *parts.keys() & {form.zero})
+    assert [*form.found(types(parts))] == [("up.weight", ends)]
+    assert torch.equal(form.values(parts).bfloat16(), theirs.decompress(stored, scheme)["weight"])
+    mine = form.parts(values, parts)
+    assert {end: t.shape for end, t in mine.items()} == {end: t.shape for end, t in parts.items()}
+    again = theirs.decompress({f"weight{end}": t for end, t in mine.items()}, scheme)["weight"]
+    assert torch.equal(form.values(mine).bfloat16(), again)
+    assert (form.values(mine) - values).norm() / values.norm() < 0.16
+    carried = Packed.of(form, mine)
+    for axis, order in ((0, [*range(16, 32), *range(16)]), (1, [*range(32, 64)])):
+        some = carried.index_select(axis, torch.tensor(order))
+        assert torch.equal(form.values(some.parts), some.as_subclass(torch.Tensor)), axis
+
+
+def types(parts):
+    names = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.int32: "I32"}
+    return {f"up.weight{end}": names.get(part.dtype, "BF16") for end, part in parts.items()}
+
+
 @pytest.mark.parametrize("form", [BlockScaled(FP8), Microscaled(MXFP4)])
 def test_what_a_format_holds_it_gives_back(form):
     """Rounding errors are those of the codes; values that are codes times scales come back."""
@@ -185,13 +303,15 @@ def test_choosing_carries_bytes():
 
 
 def test_read_as_transformers_reads_it(quantised):
-    model = AutoModelForCausalLM.from_pretrained(quantised)
+    model = plainly_loaded(quantised)
     naming = Naming(resolve(str(quantised)).checkpoint, model.config.model_type)
     state = model.state_dict()
     assert {*naming.in_memory.values()} == {*state}
+    ours = resolve(str(quantised)).load().state_dict()
     for name, wanted in state.items():
         found = naming.read(name, lambda tensor: tensor.to(torch.bfloat16))
         assert torch.equal(found, wanted.to(torch.bfloat16)), name
+        assert torch.equal(ours[name].to(torch.bfloat16), found), name
 
 
 def test_pruning_keeps_every_byte(quantised, tmp_path):
@@ -213,7 +333,7 @@ def test_pruning_keeps_every_byte(quantised, tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     said = json.loads((quantised / "config.json").read_text())["quantization_config"]
     assert config["quantization_config"] == said
-    again = loaded(tmp_path / "out")
+    again = plainly_loaded(tmp_path / "out")
     assert arch.mixture(arch.layers(again)[arch.moe_layers(again)[0]]).count == 6
 
 
@@ -239,7 +359,7 @@ def test_slimming_keeps_whole_blocks(quantised, aligned, tmp_path):
         if aligned:
             assert torch.equal(after, wanted)
         else:
-            assert (after - wanted).norm() / wanted.norm() < 0.15
+            assert (after - wanted).norm() / wanted.norm() < 0.16
 
 
 def test_new_weights_go_into_the_format(quantised, tmp_path):
@@ -256,9 +376,10 @@ def test_new_weights_go_into_the_format(quantised, tmp_path):
     found = arch.mixture(arch.layers(again)[i]).experts.down_proj.float()
     wanted = down[len(down) - 1]
     error = (found - wanted).norm() / wanted.norm()
-    assert 0 < error < (0.04 if "fp8" in str(quantised) else 0.15)
-    names = resolve(str(tmp_path / "out")).checkpoint._files
-    assert any(n.endswith(("down_proj.weight_scale_inv", "down_proj_scales")) for n in names)
+    checkpoint = resolve(str(tmp_path / "out")).checkpoint
+    assert 0 < error < ERRORS[checkpoint.format.method]
+    scales = ("down_proj.weight_scale_inv", "down_proj_scales", "down_proj.weight_scale")
+    assert any(name.endswith(scales) for name in checkpoint._files)
 
 
 def test_blocks_that_do_not_divide_stay_plain(fp8, tmp_path):
@@ -276,6 +397,34 @@ def test_blocks_that_do_not_divide_stay_plain(fp8, tmp_path):
     tensors = weights_of(tmp_path / "out")
     assert tensors["model.layers.2.mlp.experts.0.up_proj.weight"].dtype == torch.bfloat16
     assert torch.isfinite(logits(Source("out", tmp_path / "out").load(), Ids())).all()
+
+
+def test_groups_that_do_not_divide_stay_plain(int4, tmp_path):
+    """As above, of compressed-tensors: it ignores the experts by a pattern of their names."""
+    slim = lambda *_: SlimmedLayer(torch.arange(8), torch.arange(24).repeat(8, 1), 32)  # noqa: E731
+    model, arch, _ = applied(int4, tmp_path / "out", slim)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    plain = r"re:model\.layers\.2\.mlp\.experts\..*"
+    assert plain in said["ignore"]
+    assert {*INT4["ignore"]} < {*said["ignore"]}
+    assert re.fullmatch(plain[3:], "model.layers.2.mlp.experts.0.up_proj")
+    again = Source("out", tmp_path / "out").load()
+    old, new = (arch.mixture(arch.layers(m)[2]).weights_of(3) for m in (model, again))
+    assert torch.equal(new[1], old[1][:24])
+
+
+def test_a_mixed_checkpoint_is_read(int4, tmp_path):
+    """One layer's experts are plain, another's in groups: each is what it is stored as."""
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+    def change(tensors):
+        parts = {end: tensors.pop(name + end) for end in Compressed.ends}
+        tensors[name] = Compressed(INT4).values(parts).bfloat16()
+
+    mixed = Source("mixed", damaged(int4, tmp_path / "mixed", change))
+    whole = Source("whole", int4)
+    assert torch.equal(mixed.checkpoint.tensor(name), whole.checkpoint.tensor(name).bfloat16())
+    assert torch.equal(logits(mixed.load(), Ids()), logits(whole.load(), Ids()))
 
 
 class Ids:
@@ -329,7 +478,7 @@ def damaged(folder, out, change):
     return out
 
 
-def test_bad_input_is_named(fp8, mxfp4, tmp_path, command):
+def test_bad_input_is_named(fp8, mxfp4, int4, tmp_path, command):
     scale = "model.layers.2.mlp.experts.3.up_proj.weight_scale_inv"
 
     def without(tensors):
@@ -341,7 +490,28 @@ def test_bad_input_is_named(fp8, mxfp4, tmp_path, command):
     def missing(tensors):
         del tensors["model.layers.1.mlp.experts.down_proj_scales"]
 
+    int4_name = "model.layers.2.mlp.experts.3.up_proj.weight"
+
+    def unscaled(tensors):
+        del tensors[f"{int4_name}_scale"]
+
+    def uneven(tensors):
+        tensors[f"{int4_name}_scale"] = torch.ones(32, 3)
+
+    def unpacked_codes(tensors):
+        del tensors[f"{int4_name}_packed"]
+
+    def ordered(tensors):
+        tensors[f"{int4_name}_g_idx"] = torch.arange(32, dtype=torch.int32)
+
+    def misshapen(tensors):
+        tensors[f"{int4_name}_shape"] = torch.tensor([32, 30])
+
     said = {
+        "unscaled": (damaged(int4, tmp_path / "unscaled", unscaled), f"no tensor '{int4_name}_sc"),
+        "uneven": (damaged(int4, tmp_path / "uneven", uneven), "scales of 32 x 3 do not divide"),
+        "codes": (damaged(int4, tmp_path / "codes", unpacked_codes), f"'{int4_name}_packed'"),
+        "ordered": (damaged(int4, tmp_path / "ordered", ordered), "by activation order"),
         "without": (damaged(fp8, tmp_path / "without", without), f"no tensor '{scale}'"),
         "odd": (damaged(fp8, tmp_path / "odd", odd), "need scales of 2 x 2, and they are of 1 x 2"),
         "missing": (damaged(mxfp4, tmp_path / "missing", missing), "down_proj_scales"),
@@ -350,15 +520,31 @@ def test_bad_input_is_named(fp8, mxfp4, tmp_path, command):
         code, _, errors = command("prune", folder, tmp_path / "out", "--keep", "6", "--no-eval")
         assert code == 2
         assert words in errors, errors
+    with pytest.raises(MoesaicError, match="said to be 32 x 30, and its codes are 32 x 32"):
+        Source("misshapen", damaged(int4, tmp_path / "misshapen", misshapen)).load()
 
 
 def test_other_formats_are_refused(fp8):
     config = resolve(str(fp8)).config
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(MoesaicError, match="'gptq', which is not read; fp8 and mxfp4 are"):
+    with pytest.raises(
+        MoesaicError, match="'gptq', which is not read; fp8, mxfp4, compressed-tensors are"
+    ):
         moe_arch(config)
     with pytest.raises(MoesaicError, match="static activation scales"):
         BlockScaled({**FP8, "activation_scheme": "static"})
+    weights = INT4["config_groups"]["group_0"]["weights"]
+    for words, said in {
+        "'nvfp4-pack-quantized' is not read": {"format": "nvfp4-pack-quantized"},
+        "status 'frozen'": {"quantization_status": "frozen"},
+        "sparse or transformed": {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "integers of 3 bits": {"config_groups": {"g": {"weights": {**weights, "num_bits": 3}}}},
+        "with static activation scales": {
+            "config_groups": {"g": {"weights": weights, "input_activations": {"dynamic": False}}}
+        },
+    }.items():
+        with pytest.raises(MoesaicError, match=words):
+            Compressed({**INT4, **said})
     from builders import tiny_config
 
     dense = tiny_config("llama", quantization_config=FP8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.util
 import logging
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.quantizers.auto import AutoQuantizationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
@@ -23,7 +25,7 @@ from moesaic.io.checkpoint import Checkpoint, check_finite, whole_folder
 from moesaic.io.headers import mapping_of
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
 from moesaic.io.prediction import predicts
-from moesaic.io.quantised import QuantisedCheckpoint, opened
+from moesaic.io.quantised import Awaited, QuantisedCheckpoint, opened
 
 DEEPEST = 100_000
 """Decoder layers at most: more are a mistake, and would take hours to be found out."""
@@ -105,20 +107,14 @@ class Source:
         before = logger.disabled
         logger.disabled = True  # it is said here; a level would make it speak of sharding
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                self.folder,
+            model, info = self._pretrained(
                 dtype=dtype or "auto",
                 device_map=device_map,
-                **self._plainly(),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused here
             )
         finally:
             logger.disabled = before
-        if isinstance(self.checkpoint, QuantisedCheckpoint):
-            vars(model.config).pop("quantization_config", None)  # its weights are plain now
-            model.hf_quantizer = None
-            model._weight_conversions = None  # saving would try to undo them
         count = model.config.get_text_config().num_hidden_layers
         check_loaded(info, self.name, count, whole=any((self.folder / n).is_file() for n in MADE))
         for weight, tensor in model.state_dict().items():
@@ -127,12 +123,19 @@ class Source:
         own: Model = (model if device_map is not None else model.to(device)).eval()
         return own
 
-    def _plainly(self) -> JSON:
-        """Options by which transformers gives weights their values when it loads them."""
-        if not isinstance(self.checkpoint, QuantisedCheckpoint):
-            return {}
-        said = {**self.checkpoint.format.said, "dequantize": True}
-        return {"quantization_config": AutoQuantizationConfig.from_dict(said)}
+    def _pretrained(self, **options: Any) -> Any:
+        """As ``from_pretrained``; the weights have values, whatever they are stored as."""
+        checkpoint = self.checkpoint
+        if not isinstance(checkpoint, QuantisedCheckpoint):
+            return AutoModelForCausalLM.from_pretrained(self.folder, **options)
+        config = copy.deepcopy(self.config)
+        del config.quantization_config
+        weights = {name: Awaited(checkpoint, name) for name in checkpoint.names()}
+        own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model, info = own.from_pretrained(None, config=config, state_dict=weights, **options)
+        if (self.folder / GENERATION_CONFIG_NAME).is_file():
+            model.generation_config = GenerationConfig.from_pretrained(self.folder)
+        return model, info
 
 
 def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:

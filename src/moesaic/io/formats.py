@@ -1,0 +1,505 @@
+"""Ways to store matrices in few bits: codes, and a scale for every block of them.
+
+FP8 with a scale for every block of a matrix (``weight_scale_inv``: DeepSeek-V3, Qwen3-FP8), MXFP4
+(``_blocks`` and ``_scales``: gpt-oss) by the OCP Microscaling specification 1.0, and
+compressed-tensors (``weight_packed`` or ``weight``, and ``weight_scale``: llm-compressor, Kimi-K2).
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import prod
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
+
+Parts = Mapping[str, Tensor]
+"""A weight's stored tensors by what their names end with."""
+FP8 = torch.float8_e4m3fn
+EXPONENTS = 127
+"""What is added to an exponent of two that is stored in a byte."""
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of E2M1; the fourth bit is the sign."""
+
+
+class Format(ABC):
+    """A way to store matrices in few bits.
+
+    Args:
+        said: ``quantization_config`` of a checkpoint's config.
+    """
+
+    method: ClassVar[str]
+    whole: ClassVar[int] = 0
+    """Matrices of one module are all in the format, or none: widths must be a multiple of this."""
+    ends: ClassVar[tuple[str, ...]]
+    """Ends of the names of a weight's stored tensors, beyond its own name: of codes, of scales."""
+    plainly: ClassVar[str] = "modules_to_not_convert"
+    """The key of a config that lists modules that are in no format."""
+
+    def __init__(self, said: JSON) -> None:
+        self.said = said
+
+    @abstractmethod
+    def found(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """The weights that are in the format, and the ends of their stored tensors' names.
+
+        Args:
+            types: of all stored tensors, by name, as safetensors calls them.
+
+        Raises:
+            ValueError: codes are of a type that is not read.
+        """
+
+    @abstractmethod
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """The shape of the values.
+
+        Raises:
+            ValueError: the scales do not fit the codes.
+        """
+
+    @abstractmethod
+    def values(self, parts: Parts) -> Tensor:
+        """The values, float32."""
+
+    @abstractmethod
+    def parts(self, values: Tensor, like: Parts) -> Parts:
+        """Values in this format, each block with the scale that its largest value asks for.
+
+        Args:
+            values: of a shape that whole blocks fill.
+            like: a weight of the same checkpoint, whose types are taken over.
+
+        Raises:
+            ValueError: blocks do not divide the shape.
+        """
+
+    def leaving(self, modules: Collection[str]) -> JSON:
+        """A config's words of a checkpoint in which some modules are in no format.
+
+        Args:
+            modules: their names; experts are one.
+        """
+        before = self.said.get(self.plainly) or []
+        return {**self.said, self.plainly: sorted({*before, *modules})}
+
+    @abstractmethod
+    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
+        """The parts of ``values.index_select(axis, order)``; None where it cuts through blocks.
+
+        Args:
+            parts: the weight's.
+            axis: of the values, counted from the end: -1, -2 or -3.
+            order: int64.
+        """
+
+
+class BlockScaled(Format):
+    """FP8 (E4M3) matrices (..., O, I), each block of which is multiplied by its scale."""
+
+    method = "fp8"
+    ends = ("", "_scale_inv")
+
+    def __init__(self, said: JSON) -> None:
+        super().__init__(said)
+        if said.get("activation_scheme", "dynamic") != "dynamic":
+            raise MoesaicError("FP8 with static activation scales is not read; dynamic is.")
+        if said.get("expert_dtype", "fp8") != "fp8":
+            raise MoesaicError(f"FP8 with experts in {said['expert_dtype']} is not read.")
+
+    def found(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+        scales = self.ends[1]
+        there = {n.removesuffix(scales) for n in types if n.endswith(scales)}
+        for name in [n for n, kind in types.items() if kind == "F8_E4M3" or n in there]:
+            if types[name] != "F8_E4M3":
+                raise ValueError(
+                    f"{name} has scales and is stored as {types[name]}, which is not read; "
+                    "F8_E4M3 is"
+                )
+            yield name, self.ends
+        for name in sorted(there - {*types}):
+            yield name, self.ends
+
+    def block(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Rows and columns of a block."""
+        rows, columns = self.said.get("weight_block_size") or shape[-2:]
+        return int(rows), int(columns)
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        whole, scales = (shapes[end] for end in self.ends)
+        if len(whole) < 2:
+            raise ValueError("it is no matrix")
+        rows, columns = self.block(whole)
+        grid = (*whole[:-2], -(-whole[-2] // rows), -(-whole[-1] // columns))
+        if prod(scales) != prod(grid) or (len(scales) > 1 and scales != grid):
+            raise ValueError(
+                f"blocks of {rows} x {columns} need scales of {_spoken(grid)}, and they are of "
+                f"{_spoken(scales)}"
+            )
+        return whole
+
+    def values(self, parts: Parts) -> Tensor:
+        codes, scales = (parts[end] for end in self.ends)
+        self.shape({end: tuple(t.shape) for end, t in parts.items()})
+        return codes.float() * _spread(_scales(scales), codes.shape, self.block(codes.shape))
+
+    def parts(self, values: Tensor, like: Parts) -> Parts:
+        rows, columns = self.block(values.shape)
+        if values.shape[-2] % rows or values.shape[-1] % columns:
+            raise ValueError(f"blocks of {rows} x {columns} do not divide {_spoken(values.shape)}")
+        blocks = values.float().unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+        most = blocks.abs().amax((-3, -1))
+        scales = torch.where(most > 0, most / torch.finfo(FP8).max, torch.ones_like(most))
+        kind = like[self.ends[1]].dtype
+        if kind in (torch.uint8, torch.float8_e8m0fnu):
+            scales = scales.log2().ceil().exp2()
+        codes = blocks / scales.unsqueeze(-1).unsqueeze(-3)
+        most_fp8 = torch.finfo(FP8).max
+        codes = codes.clamp(-most_fp8, most_fp8).to(FP8).view(values.shape)
+        stored = (scales.log2() + EXPONENTS).to(kind) if kind == torch.uint8 else scales.to(kind)
+        return {self.ends[0]: codes, self.ends[1]: stored.view(_like(stored, like[self.ends[1]]))}
+
+    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
+        codes, scales = (parts[end] for end in self.ends)
+        taken = _rows(codes, axis, order)
+        if axis < -2:
+            return {self.ends[0]: taken, self.ends[1]: _rows(scales, axis, order)}
+        if scales.dim() < 2:
+            return {self.ends[0]: taken, self.ends[1]: scales}
+        blocks = whole_blocks(order, self.block(codes.shape)[axis])
+        if blocks is None:
+            return None
+        return {self.ends[0]: taken, self.ends[1]: _rows(scales, axis, blocks)}
+
+
+class Microscaled(Format):
+    """MXFP4 experts: values (E, I, O); codes (E, O, G, 16), two a byte, scales (E, O, G)."""
+
+    method = "mxfp4"
+    group: ClassVar[int] = 32
+    whole = group
+    ends = ("_blocks", "_scales")
+
+    def found(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+        names = (n.removesuffix(end) for n in types for end in self.ends if n.endswith(end))
+        return ((name, self.ends) for name in dict.fromkeys(names))
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        codes, scales = (shapes[end] for end in self.ends)
+        if len(codes) != 4 or codes[-1] != self.group // 2 or codes[:-1] != scales:
+            raise ValueError(
+                f"blocks of {_spoken(codes)} do not fit scales of {_spoken(scales)}: 16 bytes each"
+            )
+        return codes[0], codes[2] * self.group, codes[1]
+
+    def values(self, parts: Parts) -> Tensor:
+        codes, scales = (parts[end] for end in self.ends)
+        self.shape({end: tuple(t.shape) for end, t in parts.items()})
+        table = torch.tensor([*FP4, *(-v for v in FP4)], device=codes.device)
+        both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+        found = torch.ldexp(table[both], scales.int().unsqueeze(-1) - EXPONENTS)
+        return found.flatten(-2).transpose(1, 2).contiguous()
+
+    def parts(self, values: Tensor, like: Parts) -> Parts:
+        if values.shape[1] % self.group:
+            raise ValueError(f"blocks of {self.group} do not divide {_spoken(values.shape)}")
+        blocks = values.float().transpose(1, 2).unflatten(-1, (-1, self.group))
+        most = blocks.abs().amax(-1)
+        powers = torch.floor(torch.log2(most.clamp(min=torch.finfo(torch.float32).tiny)))
+        powers = (powers - 2).clamp(-EXPONENTS, EXPONENTS)  # the largest E2M1 is 1.5 times 2^2
+        magnitudes = torch.ldexp(blocks.abs(), -powers.int().unsqueeze(-1)).contiguous()
+        middles = torch.tensor([(a + b) / 2 for a, b in pairwise(FP4)])
+        codes = torch.bucketize(magnitudes, middles.to(values.device))
+        # halfway between two, the one with an even code
+        low = torch.bucketize(magnitudes, middles.to(values.device), right=True)
+        codes = torch.where((codes != low) & (codes % 2 == 1), low, codes)
+        codes = (codes + 8 * (blocks < 0)).to(torch.uint8)
+        packed = codes[..., ::2] | codes[..., 1::2] << 4
+        return {self.ends[0]: packed, self.ends[1]: (powers + EXPONENTS).to(torch.uint8)}
+
+    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
+        if axis == -2:
+            blocks = whole_blocks(order, self.group)
+            if blocks is None:
+                return None
+            return {end: _rows(part, 2, blocks) for end, part in parts.items()}
+        return {end: _rows(part, 0 if axis == -3 else 1, order) for end, part in parts.items()}
+
+
+class Compressed(Format):
+    """compressed-tensors: matrices (O, I) of integers of 4 or 8 bits, packed or not, or of FP8.
+
+    A scale is for a row, for a group of a row, for a block, or for all; integers may have a zero
+    point each.
+    """
+
+    method = "compressed-tensors"
+    ends = ("_packed", "_scale", "_shape")
+    plain: ClassVar[tuple[str, ...]] = ("", "_scale")
+    """The ends where codes are not packed."""
+    zero: ClassVar[str] = "_zero_point"
+    plainly = "ignore"
+    layouts: ClassVar[tuple[str, ...]] = (
+        "pack-quantized",
+        "float-quantized",
+        "int-quantized",
+        "naive-quantized",
+        "mixed-precision",
+    )
+
+    def __init__(self, said: JSON) -> None:
+        super().__init__(said)
+        groups: list[JSON] = list((said.get("config_groups") or {}).values())
+        formats = {str(said.get("format")), *(str(g["format"]) for g in groups if g.get("format"))}
+        odd = sorted(formats - {*self.layouts})
+        if odd:
+            raise MoesaicError(
+                f"compressed-tensors of format {odd[0]!r} is not read; "
+                f"{', '.join(self.layouts)} are. Dequantise it first."
+            )
+        if said.get("quantization_status", "compressed") != "compressed":
+            status = said["quantization_status"]
+            raise MoesaicError(
+                f"compressed-tensors of status {status!r} is not read; compressed is."
+            )
+        sparse = (said.get("sparsity_config") or {}).get("format", "dense")
+        if sparse != "dense" or said.get("transform_config"):
+            raise MoesaicError("compressed-tensors with sparse or transformed weights is not read.")
+        if any((g.get("input_activations") or {}).get("dynamic", True) is False for g in groups):
+            raise MoesaicError(
+                "compressed-tensors with static activation scales is not read; dynamic is."
+            )
+        weights: list[JSON] = [g.get("weights") or {} for g in groups]
+        packed = [w for w in weights if w.get("type", "int") == "int"]
+        bits = {int(w.get("num_bits", 8)) for w in packed}
+        if not bits <= {4, 8} or len(bits) > 1:
+            found = " and ".join(map(str, sorted(bits)))
+            raise MoesaicError(
+                f"compressed-tensors with integers of {found} bits is not read; of 4 or of 8 is."
+            )
+        self.bits = bits.pop() if bits else 8
+        self.each = 32 // self.bits
+        """Codes of a word."""
+
+    def leaving(self, modules: Collection[str]) -> JSON:
+        names = {
+            f"re:{re.escape(name)}\\..*" if name.endswith(".experts") else name for name in modules
+        }
+        return super().leaving(names)
+
+    def found(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+        packed, scale = self.ends[0], f"weight{self.ends[1]}"
+        for name, kind in types.items():
+            weight = name.removesuffix(packed) if name.endswith(f"weight{packed}") else name
+            zero = (self.zero,) if weight + self.zero in types else ()
+            if f"{weight}_g_idx" in types:
+                raise ValueError(f"{weight} is in groups by activation order, which is not read")
+            if weight != name:
+                yield weight, (*self.ends, *zero)
+            elif name.endswith(".weight") and kind in ("F8_E4M3", "I8"):
+                yield weight, (*self.plain, *zero)
+            elif name.endswith(f".{scale}"):
+                own = name.removesuffix(self.ends[1])
+                if own + packed not in types and types.get(own, "I8") not in ("F8_E4M3", "I8"):
+                    raise ValueError(
+                        f"{own} has scales and is stored as {types[own]}, which is not read; "
+                        "F8_E4M3 and I8 are"
+                    )
+                if own + packed not in types and own not in types:
+                    yield own, self.ends
+
+    def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        codes, scales = shapes.get("", ()), shapes["_scale"]
+        if "_packed" in shapes:
+            *rows, words = shapes["_packed"]
+            codes = (*rows, words * self.each)
+        if len(codes) != 2:
+            raise ValueError("it is no matrix")
+        self._block(codes, scales)
+        return codes
+
+    def _block(self, shape: Sequence[int], scales: Sequence[int]) -> tuple[int, int]:
+        """Rows and columns that have a scale in common.
+
+        Args:
+            shape: of the codes (O, I).
+            scales: the scales' shape.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        grid = (*scales, *[1] * (2 - len(scales)))
+        if len(grid) == 2:
+            declared = self.said.get("config_groups") or {}
+            asked = (group.get("weights") or {} for group in declared.values())
+            for block in (w["block_structure"] for w in asked if w.get("block_structure")):
+                if grid == tuple(-(-n // int(b)) for n, b in zip(shape, block, strict=True)):
+                    return int(block[0]), int(block[1])
+            if all(n % parts == 0 for n, parts in zip(shape, grid, strict=True)):
+                return shape[0] // grid[0], shape[1] // grid[1]
+        raise ValueError(f"scales of {_spoken(scales)} do not divide {_spoken(shape)}")
+
+    def _codes(self, parts: Parts) -> Tensor:
+        """The codes (O, I), zero points not taken off."""
+        return unpacked(parts["_packed"], self.bits) if "_packed" in parts else parts[""]
+
+    def _zeros(self, parts: Parts) -> Tensor | None:
+        """The zero points, of the scales' shape; None without any."""
+        zeros = parts.get(self.zero)
+        if zeros is None or "_packed" not in parts:
+            return zeros
+        return unpacked(zeros.T, self.bits).T[: parts["_scale"].shape[0]]
+
+    def _stored(self, codes: Tensor, scales: Tensor, zeros: Tensor | None, like: Parts) -> Parts:
+        """The stored tensors of codes, scales and zero points."""
+        parts = {"_scale": scales}
+        if "_packed" not in like:
+            parts |= {"": codes} if zeros is None else {"": codes, self.zero: zeros}
+            return parts
+        parts["_packed"] = packed(codes, self.bits)
+        parts["_shape"] = torch.tensor(codes.shape, dtype=like["_shape"].dtype)
+        if zeros is not None:
+            missing = -zeros.shape[0] % self.each
+            parts[self.zero] = packed(F.pad(zeros, (0, 0, 0, missing)).T, self.bits).T.contiguous()
+        return parts
+
+    def values(self, parts: Parts) -> Tensor:
+        codes, scales, zeros = self._codes(parts), parts["_scale"].float(), self._zeros(parts)
+        if "_packed" in parts and tuple(parts["_shape"].tolist()) != codes.shape:
+            raise ValueError(
+                f"it is said to be {_spoken(parts['_shape'].tolist())}, and its codes are "
+                f"{_spoken(codes.shape)}"
+            )
+        block = self._block(codes.shape, scales.shape)
+        if zeros is None:
+            return codes.float() * _spread(scales, codes.shape, block)
+        wide = _spread(zeros.float(), codes.shape, block)
+        return (codes.float() - wide) * _spread(scales, codes.shape, block)
+
+    def parts(self, values: Tensor, like: Parts) -> Parts:
+        before = self._codes(like)
+        size = self._block(before.shape, like["_scale"].shape)
+        # a scale for whole rows, or for all, is so of any number of columns
+        block = [
+            n if b >= old else b for n, b, old in zip(values.shape, size, before.shape, strict=True)
+        ]
+        rows, columns = block
+        if values.shape[0] % rows or values.shape[1] % columns:
+            raise ValueError(f"groups of {rows} x {columns} do not divide {_spoken(values.shape)}")
+        if "_packed" in like and values.shape[1] % self.each:
+            raise ValueError(f"{self.each} codes a word do not divide {_spoken(values.shape)}")
+        blocks = values.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+        float8 = before.dtype == FP8
+        highest = 2 ** (self.bits - 1) - 1
+        zeros = None
+        if self.zero in like:
+            low, high = blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
+            scales = (high - low) / (2 * highest + 1)
+        else:
+            most = torch.finfo(FP8).max if float8 else highest + 0.5
+            scales = blocks.abs().amax((1, 3)) / most
+        kind = like["_scale"].dtype
+        scales = torch.where(scales > 0, scales, torch.ones_like(scales)).to(kind)
+        scales = scales.clamp(min=torch.finfo(kind).tiny)
+        codes = blocks / scales.float()[:, None, :, None]
+        if self.zero in like:
+            zeros = (-highest - 1 - low / scales.float()).round().clamp(-highest - 1, highest)
+            codes = codes + zeros[:, None, :, None]
+            zeros = zeros.to(torch.int8)
+        if float8:
+            most_fp8 = torch.finfo(FP8).max
+            codes = codes.clamp(-most_fp8, most_fp8).to(FP8)
+        else:
+            codes = codes.round().clamp(-highest - 1, highest).to(torch.int8)
+        grid = scales.view(-1) if like["_scale"].dim() < 2 else scales
+        return self._stored(
+            codes.view(values.shape), grid.view(_like(grid, like["_scale"])), zeros, like
+        )
+
+    def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
+        codes, scales, zeros = self._codes(parts), parts["_scale"], self._zeros(parts)
+        block = self._block(codes.shape, scales.shape)
+        if "_packed" in parts and axis == -1 and len(order) % self.each:
+            return None
+        if scales.dim() == 2 and scales.shape[axis] > 1:
+            blocks = whole_blocks(order, block[axis])
+            if blocks is None:
+                return None
+            scales = _rows(scales, axis, blocks)
+            zeros = None if zeros is None else _rows(zeros, axis, blocks)
+        elif scales.dim() == 1 and axis == -2 and scales.numel() > 1:
+            scales = _rows(scales, 0, order)
+            zeros = None if zeros is None else _rows(zeros, 0, order)
+        return self._stored(_rows(codes, axis, order), scales, zeros, parts)
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """The integers of words of 32 bits, the lowest bits first, their offset taken off; int8.
+
+    >>> unpacked(torch.tensor([[0x76543210]], dtype=torch.int32), 4).tolist()
+    [[-8, -7, -6, -5, -4, -3, -2, -1]]
+    """
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    codes = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return (codes.flatten(-2) - 2 ** (bits - 1)).to(torch.int8)
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of :func:`unpacked`; the last axis is a multiple of a word's codes."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
+    raised = (codes.int() + 2 ** (bits - 1)).unflatten(-1, (-1, len(shifts)))
+    return (raised << shifts).sum(-1, dtype=torch.int32)
+
+
+def _spread(grid: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
+    """A number for each block as a number for each value."""
+    if grid.dim() < 2:
+        grid = grid.view(-1, 1)
+    wide = grid.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return wide[..., : shape[-2], : shape[-1]]
+
+
+def _spoken(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "one number"
+
+
+def _scales(stored: Tensor) -> Tensor:
+    """Scales as numbers: exponents of two are stored in bytes."""
+    if stored.dtype == torch.uint8:
+        return torch.exp2(stored.float() - EXPONENTS)
+    return stored.float()
+
+
+def _like(tensor: Tensor, like: Tensor) -> list[int]:
+    return list(tensor.shape) if like.dim() >= 2 else list(like.shape)
+
+
+def _rows(tensor: Tensor, axis: int, order: Tensor) -> Tensor:
+    """``index_select`` for types of one byte too."""
+    order = order.to(tensor.device)
+    if tensor.element_size() > 1:
+        return tensor.index_select(axis, order)
+    return tensor.view(torch.uint8).index_select(axis, order).view(tensor.dtype)
+
+
+def whole_blocks(order: Tensor, size: int) -> Tensor | None:
+    """The blocks that an order consists of, in its order; None if it cuts through one.
+
+    >>> whole_blocks(torch.tensor([4, 5, 0, 1]), 2), whole_blocks(torch.tensor([1, 2]), 2)
+    (tensor([2, 0]), None)
+    """
+    if len(order) % size:
+        return None
+    runs = order.view(-1, size)
+    first = runs[:, :1]
+    same = (runs == first + torch.arange(size, device=order.device)).all()
+    return first.flatten() // size if same and not (first % size).any() else None
