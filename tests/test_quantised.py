@@ -399,6 +399,17 @@ def test_blocks_that_do_not_divide_stay_plain(fp8, tmp_path):
     assert torch.isfinite(logits(Source("out", tmp_path / "out").load(), Ids())).all()
 
 
+def test_widths_that_no_block_divides_are_refused_at_once(mxfp4, tmp_path, command):
+    """Before anything is observed; without a wish, widths are a multiple of the block."""
+    ask = ("slim", mxfp4, tmp_path / "out", "--no-eval", "--score", "magnitude")
+    code, _, errors = command(*ask, "--keep", "0.5", "--multiple", "8")
+    assert code == 2
+    assert "--multiple 8: this checkpoint stores experts in blocks of 32" in errors
+    code, _, errors = command(*ask, "--keep", "0.7")
+    assert code == 2
+    assert "--keep 0.7 is out of reach with multiple 32 of 64 neurons" in errors
+
+
 def test_groups_that_do_not_divide_stay_plain(int4, tmp_path):
     """As above, of compressed-tensors: it ignores the experts by a pattern of their names."""
     slim = lambda *_: SlimmedLayer(torch.arange(8), torch.arange(24).repeat(8, 1), 32)  # noqa: E731

@@ -21,6 +21,7 @@ from moesaic.io.checkpoint import skeleton
 from moesaic.io.fingerprint import of_model
 from moesaic.io.naming import Naming
 from moesaic.io.prediction import predicting_layers
+from moesaic.io.quantised import QuantisedCheckpoint
 from moesaic.io.source import Source, resolve
 from moesaic.layers.base import LayerPlan
 from moesaic.plan import BaseShape, Progress
@@ -138,6 +139,13 @@ class Job(Generic[A]):
         """The names of the checkpoint's tensors, on disk and in memory."""
         base = self.original.config.model_type.removeprefix(PREFIX)
         return Naming(self.original.checkpoint, base)
+
+    @property
+    def block(self) -> int:
+        """What experts' widths must be a multiple of for the checkpoint's format; 0: of nothing."""
+        kept = self.on_disk and self.dtype is None
+        checkpoint = self.original.checkpoint if kept else None
+        return checkpoint.format.whole if isinstance(checkpoint, QuantisedCheckpoint) else 0
 
     @cached_property
     def predicting(self) -> int:

@@ -124,7 +124,7 @@ class Slimmer(Method[SlimConfig, Arch]):
         Raises:
             MoesaicError: the request cannot be met.
         """
-        config = self.config
+        config, multiple = self.config, self._multiple(job)
         views = {i: job.arch.view(job.layers[i]) for i in _layers(job)}
         if not any(job.base.experts) and (config.experts != "all" or config.shared is not None):
             option = "experts" if config.experts != "all" else "shared"
@@ -142,7 +142,7 @@ class Slimmer(Method[SlimConfig, Arch]):
             for count in self._counts(job, i, view.count, view.width):
                 try:
                     target = budget / count
-                    width, step = width_for(view.width, target, config.multiple, "keep")
+                    width, step = width_for(view.width, target, multiple, "keep")
                 except MoesaicError:
                     if config.experts == "auto":
                         continue
@@ -152,14 +152,28 @@ class Slimmer(Method[SlimConfig, Arch]):
             if not options:
                 raise MoesaicError(
                     f"experts auto: no number of experts meets keep {config.keep:g} with multiple "
-                    f"{config.multiple}. Another keep or multiple would."
+                    f"{multiple}. Another keep or multiple would."
                 )
             if config.spread == "sensitivity":
-                stride = config.multiple or min(steps)
+                stride = multiple or min(steps)
                 widths = self._widths(view.width, options[0].width, stride)
                 options = [Size(view.count, width) for width in widths]
             found[i] = [self._with_shared(job.arch, view, size) for size in options]
         return found, min(steps)
+
+    def _multiple(self, job: Job[Arch]) -> int | None:
+        """What widths must be a multiple of; None where anything is right.
+
+        Raises:
+            MoesaicError: the checkpoint's format cannot hold what was asked for.
+        """
+        asked, block = self.config.multiple, job.block
+        if asked is not None and block and asked % block:
+            raise MoesaicError(
+                f"multiple {asked}: this checkpoint stores experts in blocks of {block}, so widths "
+                f"are a multiple of {block}. With a dtype the result is plain, and any will do."
+            )
+        return asked or block or None
 
     def _check_uneven(self, views: Mapping[int, Any]) -> None:
         """Refuse models whose experts cannot differ in width.
