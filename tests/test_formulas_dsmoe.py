@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,3 +112,43 @@ def test_the_controller_by_hand() -> None:
     free = SparseObjective([], DSMoEConfig(sparsity=2.0), target=None)
     free.stepped({"active_blocks": 0.9})
     assert free.state["lambda"] == 2.0
+
+
+class Gates(torch.nn.Module):
+    """A router whose gates are given."""
+
+    def __init__(self, rows: list[list[float]]) -> None:
+        super().__init__()
+        self.rows = torch.tensor(rows)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.rows
+
+
+class Gated(torch.nn.Module):
+    """A model that asks two routers, and says the same of every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routers = torch.nn.ModuleList(
+            [Gates([[0.0, 0.0]] * 3), Gates([*ROWS[:2], [0.0, 0.0]])]
+        )
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        for router in self.routers:
+            router(torch.ones(3, 2))
+        return SimpleNamespace(logits=torch.zeros(1, 3, 4))
+
+
+def test_blocks_and_tokens_that_idle_are_counted() -> None:
+    """The last token predicts nothing. Of two layers the first runs nothing; in the second the
+    first token has a gate above 0, the second token one below 0."""
+    model = Gated()
+    objective = SparseObjective(list(model.routers), DSMoEConfig(sparsity=2.0), target=None)
+    ids = torch.tensor([[1, 2, 3]])
+    loss, figures = objective(model, {"input_ids": ids, "labels": ids})
+    assert figures["language"].item() == pytest.approx(2 * math.log(4))
+    assert figures["idle_tokens"].item() == pytest.approx(1 + 0.5)
+    assert figures["active_blocks"].item() == pytest.approx(0.5 / 2)
+    assert figures["sparsity"].item() == pytest.approx(1 / 4)
+    assert loss.item() == pytest.approx(2 * math.log(4) + 2 / 4)

@@ -12,18 +12,28 @@ import torch
 from builders import tiny_moe
 from torch import Tensor
 
-from moesaic import CondenseConfig, Tokens, condense
+from moesaic import CondenseConfig, RunArgs, Tokens, condense
+from moesaic.arch.lookup import moe_arch
 from moesaic.errors import MoesaicError
+from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods import clustering
+from moesaic.methods.beyond.recovery import recover
 from moesaic.methods.beyond.spread import spread_splits
 from moesaic.methods.budget import LayerSize, split_for_share, split_for_target
 from moesaic.methods.cdmoe.divergence import cosine, js, kl
 from moesaic.methods.cdmoe.experts import tail_exponent
 from moesaic.methods.channels.scores import Scores
 from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
-from moesaic.methods.more.formulas import prototypes
+from moesaic.methods.more.formulas import petals_of, prototypes
+from moesaic.methods.naee.search import every_set, exhaustive
+from moesaic.methods.sft.gates import factors
+from moesaic.methods.slim.choice import Products
 from moesaic.methods.slim.scores import SCORES, Neurons
 from moesaic.metrics.size import model_size
+from moesaic.plan import Plan
+from moesaic.stream.job import Finished, Job
+from moesaic.stream.stream import LayerStream
+from moesaic.surgery import base_shape
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -216,3 +226,85 @@ def test_scores_beyond_what_is_counted() -> None:
     assert scores.threshold(0.0) == pytest.approx(2.0**24)
     assert scores.share(2.0**40) == 0.0
     assert scores.share(2.0) == 0.5
+
+
+# --- choices -------------------------------------------------------------------------------------
+
+
+def test_channels_that_fire_alone_go_to_the_smallest_petal_in_turn() -> None:
+    together = torch.zeros(8, 8)
+    together[0, 1] = together[1, 0] = together[2, 3] = together[3, 2] = 5.0
+    petals = petals_of(together, torch.arange(8), 2, balanced=True, seed=0)
+    assert {tuple(petal.tolist()) for petal in petals} in (
+        {(0, 1, 4, 6), (2, 3, 5, 7)},
+        {(0, 1, 5, 7), (2, 3, 4, 6)},
+    )
+
+
+@pytest.mark.parametrize("best", [3, 1900])
+def test_the_best_of_all_sets_in_whatever_block_it_is(best: int) -> None:
+    """2,002 sets of 9 of 14 come in two blocks."""
+    numbers = iter(range(2002))
+
+    def losses(kept_CE: Tensor) -> Tensor:
+        return torch.tensor([float(abs(next(numbers) - best)) for _ in kept_CE])
+
+    found = exhaustive(losses, 14, 9)
+    everything = torch.cat(list(every_set(14, 9)))
+    assert torch.equal(found.kept_E, everything[best])
+    assert (found.loss, found.evaluated) == (0.0, 2002)
+
+
+def test_weights_are_kept_out_of_condensed_layers_alone() -> None:
+    model = tiny_moe("qwen2_moe")
+    base = base_shape(model, moe_arch(model.config))
+    plan = Plan("naee", base, {1: PrunedLayer(torch.arange(4))})
+    assert factors(moe_arch(model.config), model.config, plan) == {}
+    assert factors(moe_arch(model.config), model.config, None) == {}
+
+
+def test_without_a_shared_path_there_is_nothing_of_it(tokens: Tokens) -> None:
+    model = tiny_moe("mixtral")
+    arch = moe_arch(model.config)
+    for site in LayerStream(model, arch, tokens, [1], view=arch.mixture):
+        products = Products.of(site, False)
+        assert products.shared_DS.shape == (32, 0)
+        assert products.shared_SS.shape == (0, 0)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_each_plan_is_refitted_in_its_own_layers_and_once(
+    tokens: Tokens, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_moe("mixtral")
+    job = Job(RunArgs(model, text=tokens), moe_arch)
+    base = base_shape(model, moe_arch(model.config))
+    kept = PrunedLayer(torch.arange(6))
+    plans = {"result": Plan("naee", base, {1: kept}), "other": Plan("naee", base, {2: kept})}
+    finished = Finished(None, {})
+    refitted, found = recover(job, plans, finished)
+    assert {name: list(plan.layers) for name, plan in refitted.items()} == {
+        "result": [1],
+        "other": [2],
+    }
+    assert finished.store.keys() == {("result-refit", 1), ("other-refit", 2)}
+    assert list(found) == [1]
+    if again:
+        monkeypatch.setattr(PrunedLayer, "refit", None)
+        assert recover(job, plans, finished)[0].keys() == plans.keys()
+        del finished.store["other-refit", 2]
+        with pytest.raises(TypeError):
+            recover(job, plans, finished)
+
+
+def test_a_layer_is_refitted_on_what_changed_layers_before_it_pass_on(tokens: Tokens) -> None:
+    model = tiny_moe("mixtral", num_hidden_layers=2)
+    base = base_shape(model, moe_arch(model.config))
+    plan = Plan("naee", base, {i: PrunedLayer(torch.arange(4)) for i in range(2)})
+    job = Job(RunArgs(model, text=tokens), moe_arch)
+    told = [
+        recover(job, {"result": plan}, Finished(None, {}), propagate=follow)[1]
+        for follow in (False, True)
+    ]
+    assert told[0][0] == told[1][0]
+    assert told[0][1] != told[1][1]

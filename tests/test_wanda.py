@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from moesaic import MoesaicError, PruneConfig, Tokens
 from moesaic.arch.lookup import moe_arch
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.tendency import Overlap, overlap, together
-from moesaic.methods.naee.wanda import thinned, two_of_four
+from moesaic.methods.naee.wanda import thin, thinned, two_of_four
 from moesaic.plan import BaseShape, Plan
 from moesaic.report.maps import overlap_map, pairs
 from moesaic.stream.stream import LayerStream
@@ -103,6 +104,22 @@ def test_rows_that_are_no_multiple_of_four(tokens: Tokens) -> None:
         thinned(model, moe_arch(model.config), tokens)
 
 
+@torch.no_grad()
+def test_an_expert_that_no_token_reached_goes_by_its_weights(tokens: Tokens) -> None:
+    model = tiny_moe("mixtral")
+    arch = moe_arch(model.config)
+    for site in LayerStream(model, arch, tokens, [1], view=arch.mixture):
+        x_D = next(iter(site.inputs()))[:1]
+        reached = set(site.view.router(x_D)[2].flatten().tolist())
+        before = [[w.clone() for w in site.view.weights_of(i)] for i in range(site.view.count)]
+        thin(site.view, [x_D])  # type: ignore[arg-type]
+        for i in range(site.view.count):
+            for was, now in zip(before[i], site.view.weights_of(i), strict=True):
+                assert (now == 0).float().mean() == 0.5
+                by_size = two_of_four(was, torch.ones(was.shape[1]))
+                assert torch.equal(now, was * by_size) == (i not in reached)
+
+
 # --- Figs. 4 and 5 -------------------------------------------------------------------------------
 
 
@@ -135,6 +152,9 @@ def test_sets_of_two_calibrations() -> None:
     drawn = str(overlap_map([(o.layer, o.experts, o.first, o.second) for o in found]))
     assert drawn.count("kept by both") == 3
     assert "1 in common" in drawn
+    both = plan_of([0, 1], [2, 3])
+    second = replace(both, layers={1: PrunedLayer(torch.tensor([0, 2]))})
+    assert overlap(both, second) == [Overlap(1, 4, (2, 3), (0, 2))], "only where both have pruned"
     other = Plan("naee", BaseShape("mixtral", 8, (4,), (4,)), {})
     with pytest.raises(MoesaicError, match="different shapes"):
         overlap(plan_of([0, 1], [2, 3]), other)

@@ -239,6 +239,8 @@ def _percents(least: float, most: float) -> str:
 
     >>> _percents(0.2, 0.304)[:-2]
     '20–30'
+    >>> _percents(0.2, 0.2)[:-2]
+    '20'
     """
     ends = [percent(share) for share in (least, most)]
     return ends[0] if ends[0] == ends[1] else f"{ends[0][:-2]}–{ends[1]}"

@@ -69,7 +69,7 @@ def outside(model: Model, arch: Arch, factors: Mapping[int, Tensor]) -> Iterator
     handles, held = [], []
 
     def multiply(g_M: Tensor, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return ((args[0].float() * g_M.to(args[0].device)).to(args[0].dtype), *args[1:])
+        return ((args[0].float() * g_M.to(args[0].device)).to(args[0].dtype),)
 
     for i, g_M in factors.items():
         ffn = arch.ffn_of(arch.layers(model)[i])
