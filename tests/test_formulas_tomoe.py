@@ -10,11 +10,11 @@ import torch
 from builders import tiny_model
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Heads
+from moesaic.arch.dense import AttentionNames, Heads
 from moesaic.arch.lookup import dense_arch
 from moesaic.methods.tomoe import masks
 from moesaic.methods.tomoe.config import ToMoEConfig
-from moesaic.methods.tomoe.decision import learned
+from moesaic.methods.tomoe.decision import decide, learned
 from moesaic.methods.tomoe.masks import (
     LayerShape,
     MaskingModules,
@@ -306,6 +306,39 @@ def test_a_result_that_tosses_is_one_toss_of_its_logits() -> None:
         tossed = static + 0.1 + gumbel(static)
         torch.testing.assert_close(found[7][i].qk, tossed[4:])
         torch.testing.assert_close(found[7][i].vo_TA, tossed[None, :4])
+
+
+@torch.no_grad()
+def test_routed_dimensions_are_tossed_too() -> None:
+    masking = masking_of(noise=True, attention="routed", seed=7)
+    logits_TA = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
+    first, second = (learned(masking, {0: logits_TA})[0].vo_TA for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first, second)
+    noise_TA = first - logits_TA - 0.1
+    assert noise_TA.std() > 0.1, "no constant, as the median is"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", [False, True])
+def test_a_decision_says_how_its_layers_run(given: bool) -> None:
+    options = {"materialize": given, "mask_outputs": given, "noise": given}
+    masking = masking_of(attention="none", **options)
+    plans, _ = decide(masking, learned(masking, {}), AttentionNames(), 0.0)
+    for plan in plans.values():
+        assert (plan.materialized, plan.mask_outputs, plan.noise) == (given, given, given)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("threshold", "routed"), [(-100.0, False), (0.0, True)])
+def test_values_are_routed_where_some_of_them_go(threshold: float, routed: bool) -> None:
+    masking = masking_of(attention="routed")
+    logits_TA = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
+    layers = {0: learned(masking, {0: logits_TA})[0]}
+    assert (layers[0].widths(threshold)[2] < 4) == routed
+    plans, _ = decide(masking, layers, AttentionNames(), threshold)
+    assert bool(plans[0].head_router) == routed
 
 
 def test_a_head_router_that_tosses_prefers_what_its_logits_prefer() -> None:

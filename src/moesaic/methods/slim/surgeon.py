@@ -31,6 +31,9 @@ def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Ten
     >>> gram, down = torch.diag(torch.tensor([1.0, 4.0]).double()), torch.ones(1, 2).double()
     >>> removal_costs(gram, down, ridge=0.0).float().tolist()
     [1.0, 4.0]
+    >>> first, second = removal_costs(torch.eye(2).double(), down, ridge=0.0).tolist()
+    >>> first < second
+    True
     """
     width = len(gram_MM)
     strength = max(ridge * gram_MM.diagonal().mean().item(), 1e-12)
@@ -48,5 +51,4 @@ def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Ten
         share_M = inverse_MM[j] / inverse_MM[j, j]
         down_DM -= torch.outer(down_DM[:, j], share_M)
         inverse_MM -= torch.outer(inverse_MM[:, j], share_M)
-        down_DM[:, j] = 0
     return cost_M

@@ -54,6 +54,8 @@ def width_for(width: int, target: float, multiple: int | None, option: str) -> t
 
     >>> width_for(128, 64, None, "keep"), width_for(128, 96, 32, "keep")
     ((64, 64), (96, 32))
+    >>> width_for(1000, 505, 10, "keep")  # a hundredth of the width is close enough
+    (500, 10)
     """
     if multiple is None:
         step = multiple_for(width, target)
