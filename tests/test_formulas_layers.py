@@ -24,6 +24,7 @@ from moesaic.layers.regression import HELD_OUT, STRENGTHS, Ridge
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.size import model_size
 from moesaic.nn.channels import Cut
+from moesaic.nn.skipping import make_skipping, skip
 from moesaic.stream.stream import LayerStream
 
 ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
@@ -242,6 +243,30 @@ def test_a_router_is_given_all_that_its_block_gives_it(gone: int | None) -> None
             routing.restricted(logits_NE, allowed_NE)[0], score_NE.gather(1, wanted_NK)
         )
     assert torch.equal(routing.seen(logits_NE), logits_NE)
+
+
+def test_each_token_skips_by_its_own_weights() -> None:
+    """Of three tokens and eight experts: one skips both of its tail, one the last, one none."""
+    weights_TK = torch.tensor([[0.9, 0.05, 0.05], [0.1, 0.5, 0.4], [0.4, 0.3, 0.3]])
+    chosen_TK = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 0, 1]])
+    left_TK, kept_TK = skip(weights_TK, chosen_TK, 0.25, "tail", 8)
+    assert kept_TK.tolist() == [[1, 8, 8], [5, 6, 8], [7, 0, 1]]
+    torch.testing.assert_close(
+        left_TK, torch.tensor([[1.0, 0, 0], [5 / 9, 4 / 9, 0], [0.4, 0.3, 0.3]])
+    )
+    assert torch.equal(left_TK[2], weights_TK[2]), "to the bit"
+
+
+def test_a_skipped_place_has_the_number_after_the_last_expert() -> None:
+    model = tiny_moe("mixtral")
+    arch = moe_arch(model.config)
+    view = arch.mixture(arch.layers(model)[1])
+    make_skipping(view.router, 0.999, "top2", view.experts)
+    _, weights_TK, chosen_TK = view.router(drawn(5, 32))
+    skipped_T = weights_TK[:, 1] == 0
+    assert skipped_T.any()
+    assert (chosen_TK[skipped_T, 1] == 8).all()
+    assert (chosen_TK[:, 0] < 8).all()
 
 
 # --- regression ----------------------------------------------------------------------------------

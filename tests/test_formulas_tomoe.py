@@ -218,6 +218,37 @@ def test_attentions_masks_by_hand(index: int) -> None:
     assert seen["union"] == pytest.approx(sum(any(c) for c in zip(*real, strict=True)) / 4)
 
 
+@torch.no_grad()
+def test_masks_are_tossed_and_what_is_deployed_is_counted() -> None:
+    """Without ``budget="tossed"`` the terms are those of the masks without noise."""
+    quiet, tossed = masking_of(), masking_of()
+    tossed.E_all = quiet.E_all
+    tossed.noise = True
+    torch.manual_seed(5)
+    for made, term, count in (("ffn", "mlp", "width"), ("attention", "mha", "vo")):
+        found = [getattr(masking, made)(0, inputs()) for masking in (quiet, tossed)]
+        masks = [f if made == "ffn" else f["v"] for f in found]
+        assert not torch.equal(*masks)
+        terms = [masking.seen[0, term] for masking in (quiet, tossed)]
+        assert terms[0][count] == terms[1][count]
+        assert terms[0]["union"] == terms[1]["union"]
+
+
+@torch.no_grad()
+def test_masks_of_groups_of_heads_by_hand() -> None:
+    """Two groups, of a head of keys and values and two of queries each, all of four dimensions."""
+    masking = masking_of(attention="heads")
+    groups = [[True, False], [False, True], [True, True]]
+    for group in groups:
+        wanted = torch.tensor(group)
+        masking.static_logits = lambda _, w=wanted: torch.where(w, 9.0, -9.0)  # type: ignore[method-assign]
+        found = masking.attention(0, inputs())
+        keys, queries = wanted.repeat_interleave(4), wanted.repeat_interleave(8)
+        for part, mask in (("q", queries), ("k", keys), ("v", keys), ("o", queries)):
+            assert found[part].bool().tolist() == mask.tolist()
+        assert masking.seen[0, "mha"]["vo"].item() == 4 * sum(group) / 2
+
+
 def test_the_gradient_of_the_load_balance(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eq. 9: N sum F P with F counted, which has no gradient, and P of the softmax before it is
     made one-hot, with its noise and temperature; whatever the tokens of the others are."""
