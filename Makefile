@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test test-llamacpp test-triton mutants faults format docs docs-tables architectures tiny-models clean
+.PHONY: help demo test test-llamacpp test-triton test-browser mutants faults format docs docs-tables architectures tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -35,6 +35,13 @@ build/llamacpp/llama.cpp: scripts/setup_llamacpp.sh | $(VENV)/.dev
 
 test-llamacpp: build/llamacpp/llama.cpp $(VENV)/.smollm2  ## Build llama.cpp and try exports in it
 	LLAMA_CPP=build/llamacpp/llama.cpp HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow tests/test_llamacpp.py
+
+$(VENV)/.browser: | $(VENV)/.dev
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install playwright axe-playwright-python
+	touch $@
+
+test-browser: $(VENV)/.browser  ## Use the page in Chromium, and check it with axe; pictures in build/browser
+	$(BIN)/pytest -m browser -rs tests/test_browser.py
 
 build/triton: | $(VENV)/.dev
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --target $@ triton

@@ -207,10 +207,11 @@ def test_tokens_carry_their_petal_in_every_layer():
     text = report.html([make()])
     page = Page(text)
     (data,) = [a["data-experts"] for a in page.all("p", "text")]
-    assert {k: len(v) for k, v in json.loads(data).items()} == {"2": 8, "3": 8, "7": 8}
-    spans = [a for a in page.all("span") if "petal" in (a.get("title") or "")]
-    assert [a["class"] for a in spans] == [f"p{(2 + j) % 4}" for j in range(8)]
-    assert spans[0]["title"] == "petal 2, layer 2"
+    assert data.split() == ["23012301", "30123012", "30123012"]  # layers 2, 3 and 7
+    (section,) = page.all("section", "tokens")
+    assert section["data-digits"] == "1"
+    spans = [a["class"] for a in page.all("span", "p") if a["class"][1:].isdecimal()]
+    assert spans == [f"p{(2 + j) % 4}" for j in range(8)]
     assert '<i class="nl">\n</i>' in text
     assert '<i class="tab">\t</i>x' in text
     assert '">   </span>' in text
@@ -383,7 +384,7 @@ def test_a_result_without_routers_blames_no_routing():
 
 def test_costs_stand_under_costs():
     text = report.html([make(decode=0.5, static=15.0)])
-    costs = text[text.index("What it costs") : text.index("Quality and size")]
+    costs = text[text.index("What it costs") : text.index("What is lost, and")]
     for cost in ("Perplexity", "slower", "Static pruning", "no fewer"):
         assert cost in costs, cost
     assert "84" not in costs
@@ -397,10 +398,12 @@ def test_several_runs():
     other.model = "org/other"
     unmeasured = replace(other, measured={})
     page = Page(report.html([make(), other, unmeasured]))
-    assert [a["id"] for a in page.all("details")] == ["run-1", "run-2", "run-3"]
-    assert [a["href"] for a in page.all("a")] == ["#run-1", "#run-2", "#run-3"]
-    marks = page.all("path", "mark")
-    assert len(marks) == 2 * 3 + 3  # two runs' original, result, static; and the legend
+    assert [a["id"] for a in page.all("details", "run")] == ["run-1", "run-2", "run-3"]
+    rows = [a["href"] for a in page.all("a") if "class" not in a]
+    assert rows == ["#run-1", "#run-2", "#run-3"]
+    points = [a for a in page.all("a", "point") + page.all("g", "point") if "data-at" in a]
+    assert len(points) == 2 * 3  # two runs' original, result, static
+    assert {a["data-run"] for a in points} == {"0", "1", "2"}
     assert "31.20" in page.text
     assert "3 runs" in page.text
 
@@ -493,8 +496,11 @@ def test_picture(petals):
     root = ET.fromstring(report.picture(make(petals=petals, layers=range(32))))
     assert (root.get("width"), root.get("height")) == ("900", "420")
     name = "{http://www.w3.org/2000/svg}"
-    assert len([r for r in root.iter(f"{name}rect") if r.get("class") == "heat"]) == 32 * petals
+    drawn = [r for r in root.iter(f"{name}rect") if r.get("class") == "heat"]
+    drawn += [p for p in root.iter(f"{name}path") for _ in range(p.get("d").count("z"))]
+    assert len(drawn) == 32 * petals
     assert {"12.79", "19.57", "20.41"} <= {t.text for t in root.iter(f"{name}text")}
+    assert len(ET.tostring(root)) < 100_000
     for r in root.iter(f"{name}rect"):  # groups start within, so their content must not overflow
         assert float(r.get("x")) + float(r.get("width")) <= 900
         assert float(r.get("y")) + float(r.get("height")) <= 420

@@ -181,7 +181,7 @@ def test_condensed_layers():
         assert shown in page.text, shown
     assert len(page.all("rect", "kept")) == len(page.all("rect", "gone")) == 2 * 2
     assert len(page.all("rect", "taken")) == 2
-    assert len(page.all("polyline", "series")) == 4 + 1  # divergences, perplexity over size
+    assert len(page.all("polyline", "series")) == 4 + 1 + 1  # divergences, sizes, frontier
     assert len(page.all("polyline", "strong")) == 1
     assert "Layers 1–2 are small dense layers" in card
     assert "80.0 %" in text.replace("\xa0", " ")
@@ -249,8 +249,6 @@ def test_any_finding_of_a_layer_may_be_missing(name):
 
 def test_several_runs_of_mixtures_are_compared_by_what_they_store():
     page = Page(report.html([make(), pruned(), skipping(), condensed(), tuned()]))
-    charts = [a["aria-label"] for a in page.all("svg") if "over" in (a.get("aria-label") or "")]
-    assert "Perplexity over active ratio, measured" in charts
-    assert "Perplexity over parameters stored, of the original" in charts
+    assert "Perplexity, of the original’s (less is better) over active parameters" in page.text
     for shown in ("prune, REAP", "skip, NAEE", "condense, CD-MoE-SR", "tune, fine-tuning"):
         assert shown in page.text

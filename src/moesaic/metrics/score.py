@@ -29,6 +29,8 @@ class Score:
     nominal_active_ratio: float
     """Under uniform routing."""
     router_parameters: int
+    total_bytes: int
+    """What all parameters take in memory, in the types in which the model was measured."""
     routing: dict[int, Routing]
     sources: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Of a mix, each source's perplexity and tokens."""
@@ -57,6 +59,7 @@ class Score:
             "active_ratio": self.active_ratio,
             "nominal_active_ratio": self.nominal_active_ratio,
             "router_parameters": self.router_parameters,
+            "total_bytes": self.total_bytes,
         }
         if self.sources:
             figures["sources"] = {
@@ -117,6 +120,7 @@ def _score(run: Runner, quality: Quality, measured: Size, **compared: float) -> 
         active_ratio=measured.active_ratio,
         nominal_active_ratio=model_size(run.shape).active_ratio,
         router_parameters=measured.router_parameters,
+        total_bytes=measured.total_bytes,
         routing=quality.routing,
         sources=quality.sources,
         **compared,  # type: ignore[arg-type]

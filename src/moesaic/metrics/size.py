@@ -22,6 +22,8 @@ class Size:
     active_ratio: float
     """Share of the original's projections that one token runs (see :mod:`moesaic.arch.use`)."""
     router_parameters: int
+    total_bytes: int
+    """What all parameters take in memory, in the types that they have there."""
     layers: tuple[LayerUse, ...]
 
 
@@ -46,5 +48,6 @@ def model_size(model: Model, routing: Mapping[int, Routing] | None = None) -> Si
         active_parameters=round(total - stored + used),
         active_ratio=used / projections,
         router_parameters=sum(use.router for use in layers),
+        total_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         layers=tuple(layers),
     )

@@ -6,7 +6,9 @@ All sizes are in CSS pixels at natural size, so that text stays as large as the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 from markupsafe import Markup, escape
 
@@ -17,6 +19,12 @@ OKABE_ITO = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8a8a8a",
 )  # fmt: skip
 """Colours that are told apart with any colour vision. Black is left out: it is the ink."""
+FAR = 8
+"""Values further apart than this, as a ratio, are drawn on a logarithmic scale."""
+FEW = 400
+"""Shaded rectangles of one drawing up to which each has a tooltip of its own."""
+LEVELS = 20
+"""Shades that many rectangles are drawn in."""
 
 
 def colours(count: int) -> list[str]:
@@ -35,12 +43,12 @@ def colours(count: int) -> list[str]:
 # --- pieces --------------------------------------------------------------------------------------
 
 
-def svg(width: float, height: float, body: Iterable[str], label: str) -> Markup:
+def svg(width: float, height: float, body: Iterable[str], label: str, role: str = "img") -> Markup:
     """A chart of a natural size: a small one shrinks with a narrow page, a wide one scrolls."""
     kind = "chart fit" if width < 360 else "chart"
     return Markup(
         f'<svg class="{kind}" width="{width:g}" height="{height:g}" '
-        f'viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(label)}">'
+        f'viewBox="0 0 {width:g} {height:g}" role="{role}" aria-label="{escape(label)}">'
         f"{''.join(body)}</svg>"
     )
 
@@ -82,6 +90,142 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     step = min((s * size for s in (1, 2, 2.5, 5, 10)), key=lambda s: abs(s - rough))
     first = math.ceil(low / step - 1e-9)
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def powers(low: float, high: float) -> list[float]:
+    """One, two and five times powers of ten in a range."""
+    every = [m * 10.0**e for e in range(-3, 12) for m in (1, 2, 5)]
+    return [v for v in every if low <= v <= high]
+
+
+class Plane:
+    """The area of a plot, and where on it a point of two figures lies.
+
+    Args:
+        xs: of all points.
+        ys: of all points.
+        box: left, top, right and bottom edge, in pixels.
+        log: a logarithmic vertical axis; None where values are :data:`FAR` apart.
+        edge: room left and right of the points, as a share of their range.
+    """
+
+    def __init__(
+        self,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        box: tuple[float, float, float, float],
+        log: bool | None = None,
+        edge: float = 0.0,
+    ) -> None:
+        self.left, self.top, self.right, self.bottom = box
+        positive = min(ys) > 0
+        self.log = positive and (max(ys) / min(ys) > FAR if log is None else log)
+        self._scale: Callable[[float], float] = math.log if self.log else float
+        least, most = self._scale(min(ys)), self._scale(max(ys))
+        room = (most - least) * 0.08 or 0.1 * abs(most) or 1.0
+        from_zero = not self.log and min(ys) >= 0
+        self.least = max(0.0, least - room) if from_zero else least - room
+        self.most = most + room
+        margin = edge * (max(xs) - min(xs)) or (0.0 if max(xs) > min(xs) else 0.5)
+        self.low, self.high = min(xs) - margin, max(xs) + margin
+
+    def across(self, x: float) -> float:
+        """The place of a value on the horizontal axis, in pixels."""
+        return self.left + (self.right - self.left) * (x - self.low) / (self.high - self.low)
+
+    def up(self, y: float) -> float:
+        """The place of a value on the vertical axis, in pixels."""
+        share = (self._scale(y) - self.least) / (self.most - self.least)
+        return self.bottom - (self.bottom - self.top) * share
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """The place of a point, in pixels."""
+        return self.across(x), self.up(y)
+
+    def levels(self) -> list[float]:
+        """Round values on the vertical axis."""
+        if self.log:
+            return powers(math.exp(self.least), math.exp(self.most))
+        return ticks(self.least, self.most)
+
+    def axes(
+        self,
+        marked: Sequence[float],
+        ticked: Callable[[float], str],
+        risen: Callable[[float], str] = "{:,.4g}".format,
+    ) -> list[str]:
+        """Lines and figures of both axes.
+
+        Args:
+            marked: values on the horizontal axis.
+            ticked: how they are written.
+            risen: how values on the vertical axis are written.
+        """
+        out = []
+        for y in map(self.up, levels := self.levels()):
+            out.append(line([(self.left, y), (self.right, y)], "grid"))
+        for value in levels:
+            out.append(text(self.left - 7, self.up(value) + 4, risen(value), "quiet", "end"))
+        for value in marked:
+            place = (self.across(value), self.bottom + 15)
+            out.append(text(*place, ticked(value), "quiet", "middle"))
+        return out
+
+
+@dataclass(frozen=True)
+class Shade:
+    """A rectangle, the darker the more."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    strength: float
+    tip: str = ""
+    kind: str = "heat"
+    crossed: bool = False
+
+    @property
+    def cross(self) -> list[tuple[float, float]]:
+        """From corner to corner."""
+        right, bottom = self.x + self.width, self.y + self.height
+        return [(self.x + 1, bottom - 1), (right - 1, self.y + 1)]
+
+
+def shaded(rows: Sequence[tuple[str, Sequence[Shade]]]) -> list[str]:
+    """Rows of shaded rectangles.
+
+    Few have a tooltip each. More than :data:`FEW` are drawn together, those of a shade as one
+    path, and have one tooltip a row, which keeps a large model's page small.
+
+    Args:
+        rows: of each its tooltip, for the case that it has but one, and its rectangles.
+    """
+    if sum(len(row) for _, row in rows) <= FEW:
+        return [mark for _, row in rows for shade in row for mark in _alone(shade)]
+    out = []
+    for tip, row in rows:
+        out.append(f"<g><title>{escape(tip)}</title>")
+        ranked = sorted(row, key=_level)
+        for (kind, level), alike in groupby(ranked, key=_level):
+            path = "".join(
+                f"M{s.x:.4g} {s.y:.4g}h{s.width:.3g}v{s.height:.3g}h-{s.width:.3g}z" for s in alike
+            )
+            out.append(f'<path class="{kind}" fill-opacity="{level / LEVELS:g}" d="{path}"/>')
+        crosses = [s.cross for s in row if s.crossed]
+        path = "".join(f"M{a:.4g} {b:.4g}L{c:.4g} {d:.4g}" for (a, b), (c, d) in crosses)
+        out.append(f'<path class="cross" d="{path}"/></g>' if path else "</g>")
+    return out
+
+
+def _alone(shade: Shade) -> list[str]:
+    place = (shade.x, shade.y, shade.width, shade.height)
+    drawn = [rect(*place, shade.kind, shade.strength, shade.tip)]
+    return [*drawn, line(shade.cross, "cross")] if shade.crossed else drawn
+
+
+def _level(shade: Shade) -> tuple[str, int]:
+    return shade.kind, round(LEVELS * min(1.0, shade.strength))
 
 
 # --- perplexity ----------------------------------------------------------------------------------
@@ -163,25 +307,48 @@ def heat(
     ]
     numbers = cell >= 26 and row >= 13
     gap = 2 if cell >= 14 and row >= 10 else 1
+    rows = []
     for i, (layer, r) in enumerate(routing):
         y = head + i * row
         base = y + row / 2 + 3
         if row >= 10 or i % 2 == 0:
             out.append(text(left - 8, base, layer, "quiet", "end"))
-        for j, share in enumerate(r.get("share") or ()):
-            x = left + j * cell
-            tip = f"layer {layer}, {unit} {j}: {figures.percent(share, 1)}"
-            strength = 0.05 + 0.7 * share / most
-            out.append(rect(x, y, cell - gap, row - gap, "heat", strength, tip))
-            if numbers:
-                out.append(text(x + (cell - gap) / 2, base, f"{100 * share:.0f}", "cell", "middle"))
+        shares = r.get("share") or ()
+        tips = [f"layer {layer}, {unit} {j}: {figures.percent(s, 1)}" for j, s in enumerate(shares)]
+        places = [left + j * cell for j in range(len(shares))]
+        rows.append(
+            (
+                f"layer {layer}: {uneven(shares, unit)}",
+                [
+                    Shade(x, y, cell - gap, row - gap, 0.05 + 0.7 * share / most, tip)
+                    for x, share, tip in zip(places, shares, tips, strict=True)
+                ],
+            )
+        )
+        for x, share in zip(places, shares, strict=True) if numbers else ():
+            middle = x + (cell - gap) / 2
+            out.append(text(middle, base, f"{100 * share:.0f}", "cell", "middle"))
         if (jsd := r.get("jsd")) is not None:
             long = bar * jsd / widest
             tip = f"layer {layer}: JSD {jsd:.4f}"
             out.append(rect(side, y + row * 0.28, long, row * 0.36, "bar result", tip=tip))
             if row >= 13:
                 out.append(text(side + long + 5, base, f"{jsd:.3f}", "quiet"))
+    out = shaded(rows) + out
     return out, side + bar + 38, head + len(routing) * row
+
+
+def uneven(shares: Sequence[float], unit: str) -> str:
+    """The most used of a layer's experts, and the least used, in words.
+
+    >>> uneven([0.1, 0.6, 0.3], "expert").replace(figures.NBSP, " ")
+    'most to expert 1 (60.0 %), least to expert 0 (10.0 %)'
+    """
+    if not shares:
+        return "nothing routed"
+    most, least = shares.index(max(shares)), shares.index(min(shares))
+    told = [f"{unit} {j} ({figures.percent(shares[j], 1)})" for j in (most, least)]
+    return f"most to {told[0]}, least to {told[1]}"
 
 
 def heat_map(routing: Sequence[tuple[int, Values]], unit: str = "petal") -> Markup:
@@ -223,91 +390,3 @@ def spectrum(layer: int, mass: Sequence[float]) -> Markup:
         f"<title>{escape(f'layer {layer}; {told}')}</title></rect>",
     ]
     return svg(width, height, body, f"Activation spectrum of layer {layer}")
-
-
-# --- runs ----------------------------------------------------------------------------------------
-
-MARKS: tuple[Callable[[float, float], str], ...] = (
-    lambda x, y: f"M{x - 4:.1f} {y - 4:.1f}h8v8h-8z",
-    lambda x, y: f"M{x:.1f} {y - 5:.1f}l5 9h-10z",
-    lambda x, y: f"M{x:.1f} {y - 5.5:.1f}l5.5 5.5l-5.5 5.5l-5.5 -5.5z",
-    lambda x, y: f"M{x:.1f} {y + 5:.1f}l5 -9h-10z",
-)
-"""Shapes of comparisons, in turn."""
-
-
-def mark(kind: str, kinds: Sequence[str], x: float, y: float) -> str:
-    """The path of a point's shape: a circle for original and result, else by its place."""
-    if kind in ("original", "result"):
-        return f"M{x - 5:.1f} {y:.1f}a5 5 0 1 0 10 0a5 5 0 1 0 -10 0"
-    others = [k for k in kinds if k not in ("original", "result")]
-    return MARKS[others.index(kind) % len(MARKS)](x, y)
-
-
-Point = tuple[str, str, float, float]
-"""Kind, name for the tooltip, ratio, perplexity."""
-
-
-def trade(
-    groups: Mapping[str, Sequence[Point]],
-    below: str = "active ratio, measured",
-    ratio: str = "active",
-) -> Markup:
-    """Perplexity over a ratio: the points of each model, its results joined by a line."""
-    width, height, left, right, top, foot = 720.0, 340.0, 46.0, 18.0, 14.0, 62.0
-    points = [p for group in groups.values() for p in group]
-    xs, ys = [p[2] for p in points], [p[3] for p in points]
-    low, high = min([*xs, 0.95]) - 0.02, max([*xs, 1.0]) + 0.02
-    log = max(ys) / max(min(ys), 1e-9) > 8
-    scale: Callable[[float], float] = math.log if log else float
-    least, most = scale(min(ys)), scale(max(ys))
-    room = (most - least) * 0.08 or 0.1 * abs(most) or 1.0
-    least, most = least - room, most + room
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return (
-            left + (width - left - right) * (x - low) / (high - low),
-            top + (height - top - foot) * (1 - (scale(y) - least) / (most - least)),
-        )
-
-    kinds = list(dict.fromkeys(p[0] for p in points))
-    out = []
-    for y in powers(math.exp(least), math.exp(most)) if log else ticks(least, most):
-        out.append(line([(left, at(low, y)[1]), (width - right, at(low, y)[1])], "grid"))
-        out.append(text(left - 8, at(low, y)[1] + 4, f"{y:,.4g}", "quiet", "end"))
-    for x in ticks(low, high, 6):
-        here = at(x, ys[0])[0]
-        out.append(text(here, height - foot + 16, figures.percent(x), "quiet", "middle"))
-    base = height - foot + 34
-    out.append(text(width - right, base, below, "quiet", "end"))
-    out.append(text(left, base, f"perplexity{', logarithmic' if log else ''}", "quiet"))
-    for n, (model, group) in enumerate(groups.items()):
-        ours = sorted((p[2], p[3]) for p in group if p[0] in ("original", "result"))
-        out.append(line([at(*p) for p in ours], f"series s{n % 4} thin"))
-        for kind, name, x, y in sorted(group, key=lambda p: p[0] in ("original", "result")):
-            tip = f"{name}: {figures.percent(x, 1)} {ratio}, perplexity {figures.perplexity(y)}"
-            shape = mark(kind, kinds, *at(x, y))
-            plain = "mark" if kind in ("original", "result") else "mark other"
-            hollow = " hollow" if kind == "original" else ""
-            out.append(
-                f'<path d="{shape}" class="{plain}{hollow} s{n % 4}">'
-                f"<title>{escape(tip)}</title></path>"
-            )
-        if len(groups) > 1 and ours:
-            x, y = at(*ours[0])
-            out.append(text(x + 9, y - 7, model, f"end s{n % 4}"))
-    at_x = left
-    for kind in kinds:
-        shape = mark(kind, kinds, at_x + 5, height - 10)
-        plain = "mark" if kind in ("original", "result") else "mark other"
-        hollow = " hollow" if kind == "original" else ""
-        out.append(f'<path d="{shape}" class="{plain}{hollow} s0"/>')
-        out.append(text(at_x + 15, height - 6, kind, "quiet"))
-        at_x += 32 + 6.4 * len(kind)
-    return svg(width, height, out, f"Perplexity over {below}")
-
-
-def powers(low: float, high: float) -> list[float]:
-    """One, two and five times powers of ten in a range."""
-    every = [m * 10.0**e for e in range(-3, 10) for m in (1, 2, 5)]
-    return [v for v in every if low <= v <= high]

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from moesaic.record import LayerRecord, Record, Step
 from moesaic.report import figures
-from moesaic.report.charts import line, rect, svg, text, ticks
+from moesaic.report.charts import Shade, line, rect, shaded, svg, text, ticks
 from moesaic.report.lines import lines
 from moesaic.report.maps import rows
 from moesaic.report.read import figure
@@ -126,15 +126,18 @@ def _grids(grids: Sequence[tuple[int, Sequence[Sequence[float]]]], across: int =
     count = max(len(grid) for _, grid in grids)
     cell = max(3.0, 64 / count)
     side = count * cell + 18
-    out = []
+    out, drawn = [], []
     for n, (i, grid) in enumerate(grids):
         x, y = side * (n % across), (side + 12) * (n // across)
         out.append(text(x, y + 10, i, "quiet"))
+        cells = []
         for a, row in enumerate(grid):
             for b, share in enumerate(row):
                 tip = f"layer {i}, experts {a} and {b}: {figures.percent(share)}"
-                place = (x + b * cell, y + 16 + a * cell)
-                out.append(rect(*place, cell - 1, cell - 1, "heat", 0.04 + 0.86 * share, tip))
+                place = (x + b * cell, y + 16 + a * cell, cell - 1, cell - 1)
+                cells.append(Shade(*place, 0.04 + 0.86 * share, tip))
+        drawn.append((f"layer {i}", cells))
+    out = shaded(drawn) + out
     lines_of = -(-len(grids) // across)
     width, height = side * min(across, len(grids)), (side + 12) * lines_of
     return svg(width, height, out, "Similarity of experts by layer")

@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup, escape
 
-from moesaic.report.charts import apart, line, powers, svg, text, ticks
+from moesaic.report.charts import Plane, apart, line, svg, text, ticks
 
 Series = tuple[str, Sequence[tuple[float, float]]]
 """A name and its points."""
-FAR = 8
-"""Values further apart than this, as a ratio, are drawn on a logarithmic scale."""
 MOST = 400
 """Points of a line that are drawn; a longer one is thinned."""
 DOTS = 48
@@ -55,49 +53,30 @@ def lines(
     right = 22.0 + (max(len(n) for n, _ in drawn) * 6.1 if named else 0)
     xs = [x for _, points in drawn for x, _ in points]
     ys = [y for _, points in drawn for _, y in points]
-    wide = min(ys) > 0 and (max(ys) / min(ys) > FAR if log is None else log)
-    scale: Callable[[float], float] = math.log if wide else float
-    least, most = scale(min(ys)), scale(max(ys))
-    room = (most - least) * 0.08 or 0.1 * abs(most) or 1.0
-    start = max(0.0, least - room) if not wide and min(ys) >= 0 else least - room
-    least, most = start, most + room
-    low, high = min(xs), max(xs)
-    marks = powers(math.exp(least), math.exp(most)) if wide else ticks(least, most)
-    left = 14.0 + 6.2 * max((len(f"{y:,.4g}") for y in marks), default=0)
-    margin = 0.0 if high > low else 0.5
-    low, high = low - margin, high + margin
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return (
-            left + (width - left - right) * (x - low) / (high - low),
-            top + (height - top - foot) * (1 - (scale(y) - least) / (most - least)),
-        )
-
-    out = [text(0, 10, f"{label}{', logarithmic' if wide else ''}", "quiet")]
-    for y in marks:
-        out.append(line([(left, at(low, y)[1]), (width - right, at(low, y)[1])], "grid"))
-        out.append(text(left - 7, at(low, y)[1] + 4, f"{y:,.4g}", "quiet", "end"))
+    plane = Plane(xs, ys, (0.0, top, width - right, height - foot), log)
+    plane.left = 14.0 + 6.2 * max((len(f"{y:,.4g}") for y in plane.levels()), default=0)
     whole = all(float(x).is_integer() for x in xs)
-    for x in ticks(low, high, 5):
-        if low <= x <= high and (not whole or float(x).is_integer()):
-            out.append(text(at(x, ys[0])[0], height - foot + 15, ticked(x), "quiet", "middle"))
-    out.append(text((left + width - right) / 2, height - 3, below, "quiet", "middle"))
+    across = [x for x in ticks(plane.low, plane.high, 5) if plane.low <= x <= plane.high]
+    shown = [x for x in across if not whole or float(x).is_integer()]
+    out = [text(0, 10, f"{label}{', logarithmic' if plane.log else ''}", "quiet")]
+    out += plane.axes(shown, ticked)
+    out.append(text((plane.left + plane.right) / 2, height - 3, below, "quiet", "middle"))
     ends = []
     for n, (name, points) in enumerate(drawn):
         colour = f"s{n % COLOURS}"
         step = -(-len(points) // MOST)
         thick = " strong" if name and name == strong else " dash" if n >= COLOURS else ""
-        out.append(line([at(*p) for p in points[::step]], f"series {colour}{thick}"))
+        out.append(line([plane.at(*p) for p in points[::step]], f"series {colour}{thick}"))
         for k, (x, y) in enumerate(points if len(points) <= DOTS else ()):
             tip = f"{name + ', ' if name else ''}{below} {ticked(x)}: {form(y)}"
-            a, b = at(x, y)
+            a, b = plane.at(x, y)
             out.append(
                 f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6" class="dot {colour}">'
                 f"<title>{escape(tip)}</title></circle>"
             )
             if n == 0 and k < len(notes):
                 out.append(text(a, b - 8, notes[k], "quiet", "middle"))
-        ends.append((at(*points[-1])[1] + 4, name, n % COLOURS))
+        ends.append((plane.at(*points[-1])[1] + 4, name, n % COLOURS))
     if named:
         for y, name, n in apart(ends, 13, height - foot + 4):
             out.append(text(width - right + 7, y, name, f"end s{n}"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from moesaic.report import figures
-from moesaic.report.charts import line, rect, svg, text
+from moesaic.report.charts import Shade, rect, shaded, svg, text
 
 ROW = 19.0
 
@@ -49,11 +49,13 @@ def expert_map(layers: Sequence[Experts], side: str = "", outline: bool = False)
     out = [text(left, 10, "expert", "quiet"), text(right, 10, side, "quiet")]
     for j in range(0, count, math.ceil(22 / cell)):
         out.append(text(left + (j + 0.5) * cell - 1, head - 5, j, "quiet", "middle"))
+    drawn = []
     for i, e in enumerate(layers):
         y = head + i * ROW
         base = y + ROW / 2 + 3
         total = sum(e.calls)
         out.append(text(left - 8, base, e.layer, "quiet", "end"))
+        cells = []
         for j in range(e.count):
             share = e.calls[j] / total if total and j < len(e.calls) else None
             stays = e.kept is None or j in e.kept
@@ -61,14 +63,13 @@ def expert_map(layers: Sequence[Experts], side: str = "", outline: bool = False)
             told = "" if share is None else f": {figures.percent(share, 1)} of calls"
             tip = f"layer {e.layer}, expert {j}{told}{fate}"
             strength = 0.5 if share is None else 0.06 + 0.8 * share / most
-            x, width, height = left + j * cell, cell - gap, ROW - gap
-            if stays:
-                kind = "heat kept" if outline and e.kept is not None else "heat"
-                out.append(rect(x, y, width, height, kind, strength, tip))
-                continue
-            out.append(rect(x, y, width, height, "gone", strength, tip))
-            cross = [(x + 1, y + height - 1), (x + width - 1, y + 1)]
-            out.append(line(cross, "cross"))
+            kind = "heat kept" if outline and e.kept is not None else "heat"
+            kind = kind if stays else "gone"
+            place = (left + j * cell, y, cell - gap, ROW - gap)
+            cells.append(Shade(*place, strength, tip, kind, crossed=not stays))
+        gone = [] if e.kept is None else sorted(set(range(e.count)) - set(e.kept))
+        said = f"dropped {figures.ranges(gone)}" if gone else "all stay"
+        drawn.append((f"layer {e.layer}: {said}", cells))
         if e.loss is not None:
             long = bar * e.loss / widest if math.isfinite(e.loss) else bar
             out.append(rect(right, y + ROW * 0.28, long, ROW * 0.36, "bar result"))
@@ -76,6 +77,7 @@ def expert_map(layers: Sequence[Experts], side: str = "", outline: bool = False)
         elif e.note:
             out.append(text(right, base, e.note, "quiet"))
     room = max(bar + 44, 6.2 * max(len(side), *(len(e.note) for e in layers)))
+    out = shaded(drawn) + out
     return svg(right + room, head + len(layers) * ROW, out, "Experts that stay, by layer")
 
 
@@ -91,23 +93,27 @@ def rounds(steps: Sequence[tuple[int, Mapping[int, float]]]) -> Markup:
             out.append(text(left + (k + 0.5) * cell - 1, head - 5, j, "quiet", "middle"))
     right = left + len(columns) * cell + 12
     out.append(text(right, 10, "loss of the layer taken", "quiet"))
+    drawn = []
     for i, (taken, losses) in enumerate(steps):
         y = head + i * ROW
         base = y + ROW / 2 + 3
         finite = [v for v in losses.values() if math.isfinite(v)]
         most = max(finite, default=0) or 1.0
         out.append(text(left - 8, base, i + 1, "quiet", "end"))
+        cells = []
         for k, j in enumerate(columns):
             x = left + k * cell
             loss = losses.get(j)
             if loss is not None:
                 tip = f"round {i + 1}, layer {j}: {loss:.4g}"
                 strength = 0.05 + 0.7 * (max(0.0, loss) / most if math.isfinite(loss) else 1)
-                out.append(rect(x, y, cell - 2, ROW - 2, "heat", min(1.0, strength), tip))
+                cells.append(Shade(x, y, cell - 2, ROW - 2, min(1.0, strength), tip))
             if j == taken:
                 out.append(rect(x + 1, y + 1, cell - 4, ROW - 4, "taken"))
+        drawn.append((f"round {i + 1}: layer {taken}", cells))
         if (loss := losses.get(taken)) is not None:
             out.append(text(right, base, f"{loss:.4g}", "quiet"))
+    out = shaded(drawn) + out
     return svg(right + 130, head + len(steps) * ROW, out, "Layers in the order of choice")
 
 
@@ -123,7 +129,7 @@ def pairs(layers: Sequence[tuple[int, Sequence[Sequence[float]]]]) -> Markup:
     gap = 1.5 if cell >= 10 else 0.5
     room, head = count * cell + 34, 30.0
     every = math.ceil(22 / cell)
-    out = []
+    out, drawn = [], []
     for n, (layer, counts) in enumerate(layers):
         left = 22 + n * room
         out.append(text(left, 10, f"layer {layer}", "quiet"))
@@ -133,12 +139,14 @@ def pairs(layers: Sequence[tuple[int, Sequence[Sequence[float]]]]) -> Markup:
         for k in range(0, len(counts), every):
             out.append(text(left + (k + 0.5) * cell, head - 5, k, "quiet", "middle"))
             out.append(text(left - 4, head + (k + 0.5) * cell + 4, k, "quiet", "end"))
+        cells = []
         for i, j in beside:
             share = figures.percent(counts[i][j] / total, 1)
             tip = f"layer {layer}, experts {i} and {j}: {share} of pairs"
-            x, y = left + j * cell, head + i * cell
-            strength = 0.04 + 0.8 * counts[i][j] / most
-            out.append(rect(x, y, cell - gap, cell - gap, "heat", strength, tip))
+            place = (left + j * cell, head + i * cell, cell - gap, cell - gap)
+            cells.append(Shade(*place, 0.04 + 0.8 * counts[i][j] / most, tip))
+        drawn.append((f"layer {layer}", cells))
+    out = shaded(drawn) + out
     return svg(len(layers) * room, head + count * cell + 4, out, "Experts chosen together")
 
 
@@ -204,3 +212,35 @@ def rows(columns: Sequence[Column], room: float = 110, bar: float = 74) -> Marku
     width = left + len(columns) * (room + 30)
     label = f"{' and '.join(name for name, _, _ in columns)} by layer"
     return svg(width, head + len(layers) * ROW, out, label)
+
+
+def strips(found: Sequence[tuple[str, Mapping[int, float]]]) -> Markup | str:
+    """A row a run, a cell a layer, the darker the higher its share.
+
+    Args:
+        found: of each run its label and the share, 0 to 1, of each layer; empty draws nothing.
+    """
+    layers = sorted({i for _, shares in found for i in shares})
+    if not layers:
+        return ""
+    cell = min(28.0, max(7.0, 640 / len(layers)))
+    left, head, gap = 30.0, 30.0, 2 if cell >= 14 else 1
+    out = [text(left, 10, "layer", "quiet")]
+    for k in range(0, len(layers), math.ceil(22 / cell)):
+        place = (left + (k + 0.5) * cell - 1, head - 5)
+        out.append(text(*place, layers[k], "quiet", "middle"))
+    drawn = []
+    for n, (label, shares) in enumerate(found):
+        y = head + n * ROW
+        out.append(text(left - 8, y + ROW / 2 + 3, label, "quiet", "end"))
+        cells = [
+            Shade(
+                *(left + k * cell, y, cell - gap, ROW - gap, 0.05 + 0.75 * shares[i]),
+                f"run {label}, layer {i}: {figures.percent(shares[i], 1)}",
+            )
+            for k, i in enumerate(layers)
+            if i in shares
+        ]
+        drawn.append((f"run {label}", cells))
+    size = (left + len(layers) * cell + 8, head + len(found) * ROW)
+    return svg(*size, shaded(drawn) + out, "What is left of each layer, by run")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -12,15 +11,27 @@ from markupsafe import Markup, escape
 
 from moesaic.foreign import Values
 from moesaic.record import LayerRecord, Record
-from moesaic.report import charts, figures, read, words
+from moesaic.report import charts, figures, layers, read, words
 from moesaic.report.drawings import drawings
+from moesaic.report.frontier import SHAPES, frontier
 from moesaic.report.lines import lines
 from moesaic.report.read import by_layer, figure, part
+from moesaic.report.runs import overview
 
 View = dict[str, object]
 """Values for the template, by the names that it uses."""
 MANY = 6
-"""Layers told apart beyond this number are folded away."""
+"""Layers told apart beyond this number are only in the table of layers."""
+LARGEST = 1_000_000
+"""Bytes of a page."""
+HEAVY = {
+    "samples": "texts token by token",
+    "spectra": "activation spectra",
+    "drawings": "drawings of each method",
+    "heat": "maps of where tokens went",
+    "layers": "tables of layers",
+}
+"""Parts of a run that a page of many runs can do without, by their names in the template."""
 
 
 @cache
@@ -38,17 +49,39 @@ def _template() -> Template:
 def html(records: Sequence[Record]) -> str:
     """One self-contained HTML file about one or more runs.
 
+    Parts that take the most room and say the least are left out of all runs, one after another,
+    until the page is smaller than :data:`LARGEST`; it says which.
+
     Args:
         records: of the runs. What was not measured is left out.
     """
-    runs = [_view(record, f"run-{n}") for n, record in enumerate(records, 1)]
+    without: list[str] = []
+    page = _page(records, without)
+    for name in HEAVY:
+        if len(page.encode()) < LARGEST:
+            break
+        without.append(name)
+        page = _page(records, without)
+    return page
+
+
+def _page(records: Sequence[Record], without: Sequence[str]) -> str:
+    """The page without some of the parts in :data:`HEAVY`."""
+    several = len(records) > 1
+    runs = [_view(record, n) | dict.fromkeys(without) for n, record in enumerate(records, 1)]
+    models = dict.fromkeys(read.model_name(record) for record in records)
+    of = f"{len(models)} models" if len(models) > 3 else ", ".join(models)
     most = max((read.most_experts(record) for record in records), default=0)
     page: str = _template().render(
         runs=runs,
-        title=runs[0]["title"] if len(runs) == 1 else f"{len(runs)} runs beside each other",
-        overview=_overview(records) if len(runs) > 1 else None,
-        trades=_trades(records) if len(runs) > 1 else [],
+        title=f"{len(runs)} runs of {of}" if several else runs[0]["title"],
+        several=several,
+        overview=overview(records) if several else None,
+        strip=layers.strip(records) if several else "",
+        frontier=frontier(records),
+        shapes=SHAPES,
         colours=charts.colours(most),
+        left_out=[HEAVY[name] for name in without],
         versions=sorted({r.moesaic for r in records if r.moesaic}),
     )
     return page
@@ -57,7 +90,7 @@ def html(records: Sequence[Record]) -> str:
 # --- one run -------------------------------------------------------------------------------------
 
 
-def _view(record: Record, anchor: str) -> View:
+def _view(record: Record, number: int) -> View:
     """Everything that the template shows of one run, ready to be written."""
     scores, unit = part(record.measured, "scores"), read.unit(record)
     what, ratio = read.compared_ratio(record)
@@ -71,7 +104,7 @@ def _view(record: Record, anchor: str) -> View:
     carved = read.kind(record) in read.CARVED
     structures, others = _structures(read.changed(record))
     return {
-        "anchor": anchor,
+        "number": number,
         "title": read.title(record),
         "model": read.model_name(record),
         "subtitle": _subtitle(record),
@@ -93,8 +126,8 @@ def _view(record: Record, anchor: str) -> View:
         "prompt": prompt,
         "generations": [(name, generated[name]) for name in read.names(generated)],
         "structures": structures,
-        "others": others,
-        "folded": len(others) > MANY,
+        "others": others if len(others) <= MANY else [],
+        "layers": layers.layer_table(record) if any(x.told for x in record.layers) else None,
         "heat": charts.heat_map(routed, unit) if routed else "",
         "routed_tokens": figures.count(figure(scores, "result", "tokens")),
         "coverage": _coverage([(i, found) for i, found in seen if found.get("never_activated")]),
@@ -194,28 +227,49 @@ def _structures(layers: Sequence[LayerRecord]) -> tuple[list[View], list[View]]:
 
 
 def _samples(record: Record) -> View | None:
-    """Sample texts token by token; None where no token was routed."""
+    """Sample texts token by token; None where no token was routed.
+
+    An expert is written with as many digits to base 36 as the greatest number needs, by layer.
+    """
+    count = read.most_experts(record)
+    digits = 1 if count <= 36 else math.ceil(math.log(count, 36))
     samples = []
-    layers: list[int] = []
+    numbers: list[int] = []
     for sample in record.measured.get("samples") or ():
         experts = dict(by_layer(sample.get("experts") or {}))
         if not experts:
             continue
-        layers = layers or list(experts)
-        first = experts.get(layers[0]) or []
+        numbers = numbers or list(experts)
+        first = experts.get(numbers[0]) or []
         pairs = zip(sample.get("tokens") or (), first, strict=False)
+        coded = ("".join(base36(j, digits) for j in experts.get(i, ())) for i in numbers)
         samples.append(
             {
                 "domain": sample.get("domain", ""),
                 "tokens": [(visible(token), petal) for token, petal in pairs],
-                "experts": json.dumps(experts, separators=(",", ":")),
+                "experts": " ".join(coded),
             }
         )
     if not samples:
         return None
     several = any(layer.top_k != 1 for layer in record.layers if layer.experts)
-    count = read.most_experts(record)
-    return {"layers": layers, "texts": samples, "petals": count, "several": several}
+    return {
+        "layers": numbers,
+        "texts": samples,
+        "petals": count,
+        "several": several,
+        "digits": digits,
+    }
+
+
+def base36(number: int, digits: int) -> str:
+    """A number as JavaScript's ``parseInt(text, 36)`` reads it.
+
+    >>> base36(7, 1), base36(75, 2)
+    ('7', '23')
+    """
+    known = "0123456789abcdefghijklmnopqrstuvwxyz"
+    return "".join(known[number // 36**k % 36] for k in reversed(range(digits)))
 
 
 def visible(token: str) -> Markup:
@@ -253,90 +307,3 @@ def _about(record: Record) -> list[tuple[str, list[tuple[str, str]]]]:
     about["evaluation"] = part(record.measured, "evaluation")
     about["environment"] = record.environment
     return [(name, read.pairs(values)) for name, values in about.items() if values]
-
-
-# --- several runs --------------------------------------------------------------------------------
-
-
-def _overview(records: Sequence[Record]) -> View:
-    """The runs as rows; columns that no run has a figure for are left out."""
-    compared = dict.fromkeys(n for r in records for n in read.comparisons(r) if not n.isdecimal())
-    models = ["original", "result", *compared]
-    columns = ["active", "stored", "experts", *models, "parameters", "prefill", "decode"]
-    mixed = any(read.kind(record) not in read.CARVED for record in records)
-    rows = []
-    for n, record in enumerate(records, 1):
-        scores, speeds = (part(record.measured, name) for name in ("scores", "speed_ratio"))
-        perplexities = [figure(scores, name, "perplexity") for name in models]
-        cells = [
-            read.Cell(figures.percent(read.active_ratio(record), 1)),
-            read.Cell(figures.percent(read.stored_ratio(record), 1) if mixed else figures.NONE),
-            read.Cell(_routed(record)),
-            *(read.Cell(figures.perplexity(value)) for value in perplexities),
-            read.Cell(figures.count(figure(scores, "result", "active_parameters"))),
-            read.ratio_cell(figure(speeds, "prefill")),
-            read.ratio_cell(figure(speeds, "decode")),
-        ]
-        rows.append((f"run-{n}", read.model_name(record), read.made(record), cells))
-    kept = [j for j in range(len(columns)) if any(row[3][j].text != figures.NONE for row in rows)]
-    return {
-        "columns": [columns[j] for j in kept],
-        "models": [name for name in models if name in {columns[j] for j in kept}],
-        "rows": [(*row[:3], [row[3][j] for j in kept]) for row in rows],
-    }
-
-
-def _routed(record: Record) -> str:
-    """How many experts of how many a token runs in the layers that route."""
-    layers = [layer for layer in record.layers if layer.experts]
-    if not layers:
-        return figures.NONE
-    run, of = ({layer.top_k for layer in layers}, {layer.experts for layer in layers})
-    return f"{_span(run)} of {_span(of)}"
-
-
-def _span(values: set[int]) -> str:
-    least, most = min(values), max(values)
-    return f"{least}" if least == most else f"{least}–{most}"
-
-
-def _trades(records: Sequence[Record]) -> list[Markup]:
-    """Perplexity over what was saved: active parameters of dense models, else stored ones."""
-    dense = [r for r in records if read.kind(r) in read.CARVED]
-    mixtures = [r for r in records if read.kind(r) in read.FEWER]
-    drawn = []
-    if groups := _groups(dense, read.active_ratio):
-        drawn.append(charts.trade(groups))
-    if groups := _groups(mixtures, read.stored_ratio):
-        drawn.append(charts.trade(groups, "parameters stored, of the original", "stored"))
-    return drawn
-
-
-def _groups(
-    records: Sequence[Record], ratio: Callable[[Record, str], float | None]
-) -> dict[str, list[charts.Point]]:
-    """The points of everything that was scored, by model."""
-    groups: dict[str, list[charts.Point]] = {}
-    compared = {name for record in records for name in read.comparisons(record)}
-    for record in records:
-        step = read.main_step(record)
-        assert step is not None  # kinds are of steps
-        model = read.model_name(record)
-        model += "" if step.kind in read.CARVED else f", {step.verb}"
-        # a variant that was run by itself is drawn as the comparison that it is elsewhere
-        variant = str(step.config.get("variant"))
-        own = variant if variant in compared else "result"
-        scores = part(record.measured, "scores")
-        for name in read.names(scores):
-            x, y = ratio(record, name), figure(scores, name, "perplexity")
-            if x is None or y is None or not math.isfinite(y) or y <= 0 or name == "0":
-                continue
-            kind = own if name == "result" else name
-            told = f"{model}, {kind}"
-            if name.isdecimal():  # a smaller change of the same kind
-                kind, told = "result", f"{model}, {name} layers"
-            point = (kind, told, x, y)
-            group = groups.setdefault(model, [])
-            if point not in group:
-                group.append(point)
-    return groups

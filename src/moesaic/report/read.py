@@ -164,6 +164,8 @@ class Cell:
     text: str
     note: str = ""
     slow: bool = False
+    value: float | None = None
+    """What the text writes, to sort by."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,7 @@ SCORES: tuple[tuple[str, str, Format], ...] = (
     ("active parameters", "active_parameters", figures.count),
     ("total parameters", "total_parameters", figures.count),
     ("router parameters", "router_parameters", figures.count),
+    ("weights in memory", "total_bytes", figures.memory),
 )
 STORED = "stored, of the original"
 SPEEDS: tuple[tuple[str, str, str, str, Format], ...] = (
@@ -304,7 +307,7 @@ def interleaved(record: Record) -> bool:
 def ratio_cell(ratio: float | None) -> Cell:
     """A speed relative to the original's, in words too."""
     word = pace(ratio)
-    return Cell(figures.times(ratio), word, slow=word == "slower")
+    return Cell(figures.times(ratio), word, slow=word == "slower", value=ratio)
 
 
 def pace(ratio: float | None) -> str:

@@ -1,0 +1,365 @@
+"""The frontier: what the models of all runs lose, over what they store and run, and how fast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+from markupsafe import Markup, escape
+
+from moesaic.record import Record
+from moesaic.report import figures, read
+from moesaic.report.charts import Plane, line, svg, text, ticks
+from moesaic.report.read import figure, part
+
+SIZE = (680.0, 400.0)
+BOX = (58.0, 30.0, 664.0, 348.0)
+"""Left, top, right and bottom edge of the plot."""
+SHAPES = ("M-5 -5h10v10h-10z", "M0 -6l6 11h-12z", "M0 -7l7 7l-7 7l-7 -7z", "M0 6l6 -11h-12z")
+"""Marks of comparisons, in turn."""
+APART = 0.002
+"""Figures that differ by less than this share are the same: nothing is to be seen along them."""
+Form = Callable[[float | None], str]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One figure of a model, along which models are compared."""
+
+    name: str
+    value: Callable[[Record, str], float | None]
+    """Of a record's model, by its name in ``scores``."""
+    form: Form
+    sign: int = 1
+    """1 where less is better, -1 where more is."""
+    absolute: bool = True
+    """Means the same in every run; else it is already relative to the run's own original."""
+
+
+def _score(record: Record, name: str, key: str) -> float | None:
+    return figure(record.measured, "scores", name, key)
+
+
+def _beside(record: Record, name: str, key: str, own: float) -> float | None:
+    """A score that compares with the original, for which it is ``own``."""
+    scores = part(record.measured, "scores")
+    compared = any(figure(scores, other, key) is not None for other in scores)
+    return own if name == "original" and compared else figure(scores, name, key)
+
+
+def _speed(record: Record, name: str, what: str) -> float | None:
+    ratio = figure(record.measured, "speed_ratio", what)
+    return 1.0 if name == "original" and ratio else ratio if name == "result" else None
+
+
+def _memory(record: Record, name: str) -> float | None:
+    return figure(record.measured, "speed", name, "peak_memory_bytes")
+
+
+percent = partial(figures.percent, digits=1)
+SAVED = (
+    Axis("bytes", partial(_score, key="total_bytes"), figures.memory),
+    Axis("active parameters", partial(_score, key="active_parameters"), figures.count),
+    Axis("decode speed", partial(_speed, what="decode"), figures.times, -1, absolute=False),
+    Axis("prefill speed", partial(_speed, what="prefill"), figures.times, -1, absolute=False),
+    Axis("peak memory", _memory, figures.memory),
+)
+"""What a model may save: the horizontal axes."""
+LOST = (
+    Axis("perplexity", partial(_score, key="perplexity"), figures.perplexity),
+    Axis("KL from the original", partial(_beside, key="kl", own=0.0), figures.share, 1, False),
+    Axis("top-1 agreement", partial(_beside, key="top1_agreement", own=1.0), percent, -1, False),
+    Axis("tasks, of the original", partial(_beside, key="recovery", own=1.0), percent, -1, False),
+)
+"""What a model may lose: the vertical axes."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured model."""
+
+    run: int
+    """The run it belongs to, from 1; 0 for an original."""
+    group: int
+    """Points of a group have one original and one text."""
+    kind: str
+    """``original``, ``result``, ``fewer layers``, or a comparison's name."""
+    name: str
+    """What it is, in a few words."""
+    told: str
+    """What it is, in full."""
+    figures: tuple[float | None, ...]
+    """Along :data:`SAVED`, then :data:`LOST`."""
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The picture, and what a page needs to switch it between axes."""
+
+    saved: list[str]
+    """Names of the horizontal axes that tell models apart."""
+    lost: list[str]
+    """Names of the vertical axes."""
+    drawn: Markup
+    groups: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    """Comparisons that are drawn."""
+
+
+# --- points --------------------------------------------------------------------------------------
+
+
+def _text(record: Record) -> tuple[str, ...]:
+    """The model, its own figure and the text: runs that have all of them alike are comparable."""
+    asked = part(record.measured, "evaluation")
+    keys = ("data", "length", "max_tokens", "limit", "shots")
+    own = f"{figure(record.measured, 'scores', 'original', 'perplexity') or 0:.4g}"
+    return (record.model, own, *(figures.plain(asked.get(key)) for key in keys))
+
+
+def _told(record: Record, name: str) -> str:
+    """A model in words."""
+    if name == "original":
+        return f"{read.model_name(record)}, the original"
+    if name == "result":
+        return read.title(record)
+    if name.isdecimal():
+        return f"{read.made(record)}, only {name} layers"
+    return f"{read.variants(record).get(name, name)}, beside {read.made(record)}"
+
+
+def points(records: Sequence[Record]) -> tuple[list[Point], list[str]]:
+    """Every model that was scored, and the names of the groups that are comparable.
+
+    An original that several runs share is one point.
+    """
+    named = {_text(r): read.model_name(r) for r in records if part(r.measured, "scores")}
+    texts, models = list(named), list(named.values())
+    groups = [
+        model if models.count(model) == 1 else f"{model}, text {models[: i + 1].count(model)}"
+        for i, model in enumerate(models)
+    ]
+    found: list[Point] = []
+    originals: set[int] = set()
+    for n, record in enumerate(records, 1):
+        scores = part(record.measured, "scores")
+        for name in read.names(scores):
+            group = texts.index(_text(record))
+            known = tuple(axis.value(record, name) for axis in (*SAVED, *LOST))
+            if name == "original":
+                if group in originals:
+                    continue
+                originals.add(group)
+            elif name == "0":  # no layer was taken: the original again
+                continue
+            kind = "fewer layers" if name.isdecimal() else name
+            short = _short(name, n if len(records) > 1 else 0, groups[group] * (len(groups) > 1))
+            run = 0 if name == "original" else n
+            found.append(Point(run, group, kind, short, _told(record, name), known))
+    return found, groups
+
+
+def _short(name: str, run: int, group: str) -> str:
+    """A model in a few words; without a run there is one, without a group, too."""
+    if name == "original":
+        return f"the original of {group}" if group else "the original"
+    of = f"run {run}" if run else "the result"
+    if name == "result":
+        return of
+    return f"{of} with {name} of its layers" if name.isdecimal() else f"{name} beside {of}"
+
+
+def relative(found: Sequence[Point], axis: int) -> list[float | None]:
+    """Figures along an axis, of the original's in the same group; None without an original."""
+    own = {p.group: p.figures[axis] for p in found if p.kind == "original"}
+    return [
+        None if value is None or not (base := own.get(p.group)) else value / base
+        for p in found
+        for value in [p.figures[axis]]
+    ]
+
+
+def best(places: Sequence[tuple[float, float]]) -> list[int]:
+    """The points that no other beats: none is as good in both and better in one. Less is better.
+
+    Figures that differ by less than :data:`APART` count as equal.
+
+    >>> best([(1, 5), (2, 3), (3, 4), (2, 3), (4, 1)])
+    [0, 1, 3, 4]
+    >>> best([(100, 20), (99.9, 30)])
+    [0]
+    """
+
+    def ahead(a: float, b: float) -> int:
+        """1 where a is less than b, -1 where it is more, 0 where they are as good as equal."""
+        return 0 if abs(a - b) <= APART * max(abs(a), abs(b)) else 1 if a < b else -1
+
+    def beaten(x: float, y: float) -> bool:
+        return any(
+            min(ahead(a, x), ahead(b, y)) >= 0 and max(ahead(a, x), ahead(b, y)) > 0
+            for a, b in places
+        )
+
+    return [i for i, (x, y) in enumerate(places) if not beaten(x, y)]
+
+
+# --- the picture ---------------------------------------------------------------------------------
+
+
+def frontier(records: Sequence[Record]) -> Frontier | None:
+    """The picture of some runs; None where fewer than three models were measured.
+
+    Where all runs share an original and a text, figures are as measured; otherwise they are of
+    the run's own original.
+    """
+    found, groups = points(records)
+    if len(found) < 3:
+        return None
+    axes, several = [*SAVED, *LOST], len(groups) > 1
+    columns = [
+        relative(found, k) if several and axis.absolute else [p.figures[k] for p in found]
+        for k, axis in enumerate(axes)
+    ]
+    columns = [[v if v is not None and math.isfinite(v) else None for v in c] for c in columns]
+    told = [k for k, column in enumerate(columns) if _tells(column)]
+    told.sort(key=lambda k: columns[k].count(None))  # those that most models have come first
+    across = [k for k in told if k < len(SAVED)]
+    rising = [k for k in told if k >= len(SAVED)]
+    if not across or not rising:
+        return None
+    pictures: list[str] = []
+    places: list[list[Place]] = []
+    for y in rising:
+        for x in across:
+            drawn, at = _plot((axes[x], columns[x]), (axes[y], columns[y]), found, several)
+            hidden = ' style="display:none"' if pictures else ""
+            pictures.append(f'<g class="plot"{hidden}>{drawn}</g>')
+            places.append(at)
+    kinds = list(dict.fromkeys(p.kind for p in found))
+    shared = [k for k in kinds if k not in ("original", "result")]
+    marks = [
+        _mark(p, shared, [at[n] for at in places], len(records) > 1) for n, p in enumerate(found)
+    ]
+    label = "Models by what they lose and what they save"
+    return Frontier(
+        saved=[axes[k].name for k in across],
+        lost=[axes[k].name for k in rising],
+        drawn=svg(*SIZE, [*pictures, *marks], label, role="group"),
+        groups=groups,
+        kinds=shared,
+    )
+
+
+def _tells(column: Sequence[float | None]) -> bool:
+    """Whether models differ along an axis."""
+    known = [v for v in column if v is not None]
+    return len(known) > 1 and max(known) - min(known) > APART * max(map(abs, known))
+
+
+Place = tuple[float, float, bool] | None
+"""Where a point lies on a picture and whether it is on the frontier; None where it is not there."""
+
+
+def _plot(
+    x: tuple[Axis, list[float | None]],
+    y: tuple[Axis, list[float | None]],
+    found: Sequence[Point],
+    several: bool,
+) -> tuple[str, list[Place]]:
+    """Axes and frontiers of one choice of axes, and where each point lies."""
+    here = {
+        n: (a, b) for n, (a, b) in enumerate(zip(x[1], y[1], strict=True)) if None not in (a, b)
+    }
+    known: dict[int, tuple[float, float]] = here  # type: ignore[assignment]
+    if not known:
+        said = f"No model has both {y[0].name} and {x[0].name}."
+        return f"<desc>{said}</desc>{text(SIZE[0] / 2, SIZE[1] / 2, said, 'quiet', 'middle')}", [
+            None for _ in found
+        ]
+    plane = Plane([a for a, _ in known.values()], [b for _, b in known.values()], BOX, edge=0.06)
+    forms = [_written(axis, several) for axis, _ in (x, y)]
+    names = [
+        f"{axis.name}{', of the original’s' if several and axis.absolute else ''}"
+        f"{', relative to the original' if axis.name.endswith('speed') else ''}"
+        f" ({'less' if axis.sign > 0 else 'more'} is better)"
+        for axis, _ in (x, y)
+    ]
+    step = 1.0
+    if x[0].form is figures.memory and not several:  # round in binary units
+        step = 2.0**30 if plane.high >= 2**30 else 2.0**20
+    marked = [step * v for v in ticks(plane.low / step, plane.high / step, 5)]
+    out = plane.axes(marked, forms[0], forms[1])
+    out.append(text(0, 12, f"{names[1]}{', logarithmic' if plane.log else ''}", "quiet"))
+    out.append(text(plane.right, plane.bottom + 40, names[0], "quiet", "end"))
+    places: list[Place] = [None] * len(found)
+    ahead = []
+    for group in sorted({p.group for p in found}):
+        members = [n for n in known if found[n].group == group]
+        signed = [(x[0].sign * known[n][0], y[0].sign * known[n][1]) for n in members]
+        front = {members[i] for i in best(signed)}
+        for n in members:
+            places[n] = (*plane.at(*known[n]), n in front)
+        ranked = sorted(front, key=lambda n: (x[0].sign * known[n][0], y[0].sign * known[n][1]))
+        corners = _stairs([plane.at(*known[n]) for n in ranked])
+        if len(corners) > 1:
+            dashed = " dash" if group >= 4 else ""
+            out.append(line(corners, f"series s{group % 4} front{dashed}"))
+        ahead += [found[n].name for n in ranked]
+    told = f"{names[1]} over {names[0]}. On the frontier: {', '.join(dict.fromkeys(ahead))}."
+    told = told[0].upper() + told[1:]
+    return f"<desc>{escape(told)}</desc>{''.join(out)}", places
+
+
+def _written(axis: Axis, several: bool) -> Callable[[float], str]:
+    """How values along an axis are written beside it."""
+    if several and axis.absolute:
+        return (lambda v: f"{100 * v:g}{figures.NBSP}%") if axis in SAVED else "{:g}×".format
+    return axis.form
+
+
+def _stairs(at: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """From point to point along the axes: what lies behind the line is beaten.
+
+    >>> _stairs([(0, 0), (5, 7)])
+    [(0, 0), (5, 0), (5, 7)]
+    """
+    out = list(at[:1])
+    for (_, before), (a, b) in pairwise(at):
+        out += [(a, before), (a, b)]
+    return out
+
+
+def _mark(point: Point, shared: Sequence[str], places: Sequence[Place], numbered: bool) -> str:
+    """A point: a disc with its run's number, or the shape of its comparison."""
+    every = ";".join("" if p is None else f"{p[0]:.0f},{p[1]:.0f},{p[2]:d}" for p in places)
+    first = places[0]
+    told = [point.told]
+    axes = (*SAVED, *LOST)
+    told += [
+        f"{axis.name} {axis.form(v)}"
+        for axis, v in zip(axes, point.figures, strict=True)
+        if v is not None
+    ]
+    said = escape(", ".join(told))
+    if point.kind in shared:
+        kind = "comparison"
+        shape = f'<path d="{SHAPES[shared.index(point.kind) % len(SHAPES)]}"/>'
+    else:
+        kind = point.kind
+        number = point.run if numbered else ""
+        label = f"<text y='4' text-anchor='middle'>{number}</text>" if point.run and number else ""
+        shape = f'<circle r="{9 if point.run else 6}"/>{label}'
+    at = "" if first is None else f' transform="translate({first[0]:.0f} {first[1]:.0f})"'
+    hidden = ' style="display:none"' if first is None else ""
+    beaten = "" if first is None or first[2] else " beaten"
+    marked = (
+        f'class="point {kind} s{point.group % 4}{beaten}" data-run="{point.run}" '
+        f'data-at="{every}"{at}{hidden}'
+    )
+    inside = f"<title>{said}</title>{shape}"
+    if not point.run:
+        return f'<g {marked} role="img" aria-label="{said}">{inside}</g>'
+    return f'<a {marked} href="#run-{point.run}" aria-label="{said}">{inside}</a>'

@@ -1,0 +1,147 @@
+"""The frontier of several runs, against points compared one by one; the page that is under 1 MB."""
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+from test_report import Page, make, score
+from test_report_mixtures import pruned
+
+from moesaic import report
+from moesaic.report.charts import FEW, Plane, Shade, shaded
+from moesaic.report.frontier import BOX, LOST, SAVED, best, frontier, points, relative
+from moesaic.report.layers import layer_table
+from moesaic.report.page import LARGEST
+
+
+def drawn_at(found, place=0):
+    """By run and kind where a point is in one picture, and whether it is on the frontier."""
+    marks = re.findall(r'class="point (.*?) s\d.*?data-run="(\d+)" data-at="(.*?)"', found.drawn)
+    return {(int(run), kind): at.split(";")[place] for kind, run, at in marks}
+
+
+def test_best_points_are_those_that_none_beats():
+    draw = random.Random(0)
+    for _ in range(50):
+        at = [(draw.randint(1, 9), draw.randint(1, 9)) for _ in range(12)]
+        ahead = [
+            i
+            for i, (x, y) in enumerate(at)
+            if all(a > x or b > y or (a, b) == (x, y) for a, b in at)
+        ]
+        assert best(at) == ahead
+
+
+def test_runs_of_one_original_share_it():
+    records = [make(), make(result=15.0, static=40.0), replace(make(), measured={})]
+    found, groups = points(records)
+    assert groups == ["org/model"]
+    told = [(p.run, p.kind) for p in found]
+    assert told == [(0, "original"), (1, "result"), (1, "static"), (2, "result"), (2, "static")]
+    picture = frontier(records)
+    assert picture.saved == ["active parameters", "decode speed", "prefill speed"]
+    assert picture.lost == ["perplexity"]
+    at = drawn_at(picture)
+    ahead = {of for of, place in at.items() if place.endswith(",1")}
+    assert ahead == {(0, "original"), (2, "result"), (1, "comparison")}  # 80 % and 84 % active
+    # the same active parameters, a lower perplexity: lower on the picture, at the same place
+    (x, y, _), (other_x, other_y, _) = (at[n, "result"].split(",") for n in (1, 2))
+    assert x == other_x
+    assert float(y) < float(other_y)
+
+
+def test_more_is_better_of_speed():
+    fast, slow = make(decode=1.5, result=20.0), make(decode=1.2, result=25.0)
+    picture = frontier([fast, slow])
+    at = drawn_at(picture, picture.saved.index("decode speed"))
+    assert at[1, "result"].endswith(",1")
+    assert at[2, "result"].endswith(",0")
+    assert at[1, "comparison"] == ""  # comparisons are not timed
+
+
+def test_figures_of_several_originals_are_of_each_its_own():
+    ours, theirs = make(), make(result=60.0)
+    theirs.model = "org/other"
+    theirs.measured["scores"]["original"] = score(30.0, 1.0, total=500)
+    found, groups = points([ours, theirs])
+    assert groups == ["org/model", "org/other"]
+    perplexity = len(SAVED) + [axis.name for axis in LOST].index("perplexity")
+    of = [(p.run, p.kind, p.group) for p in found]
+    known = dict(zip(of, relative(found, perplexity), strict=True))
+    assert known[0, "original", 0] == known[0, "original", 1] == 1
+    assert known[2, "result", 1] == pytest.approx(2.0)
+    assert known[1, "result", 0] == pytest.approx(19.57 / 12.79)
+    assert "of the original’s" in frontier([ours, theirs]).drawn
+
+
+def test_runs_on_different_texts_are_not_compared():
+    other = make()
+    other.measured["evaluation"] = {"data": "wikitext", "length": 512}
+    assert points([make(), other])[1] == ["org/model, text 1", "org/model, text 2"]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), None])
+def test_a_figure_that_is_no_number_is_not_drawn(value):
+    record = make(result=value)
+    at = drawn_at(frontier([record, make()]))
+    assert at[1, "result"] == ""
+    assert at[2, "result"]
+
+
+def test_two_models_are_no_frontier():
+    record = make()
+    del record.measured["scores"]["static"]
+    assert frontier([record]) is None
+    assert "What is lost, and what is saved" not in report.html([record])
+
+
+def test_a_plane_puts_points_where_they_belong():
+    plane = Plane([0.0, 10.0], [1.0, 100.0], BOX)
+    left, top, right, bottom = BOX
+    assert plane.log
+    assert plane.at(0, 1)[0] == left
+    assert plane.at(10, 1)[0] == right
+    assert plane.at(5, 10)[0] == (left + right) / 2
+    assert plane.at(5, 10)[1] == pytest.approx((top + bottom) / 2)  # the middle of a log scale
+    flat = Plane([0.0, 10.0], [0.0, 100.0], BOX)
+    assert not flat.log
+    assert flat.at(0, 0)[1] == bottom  # nothing lies below 0
+    assert plane.levels() == [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0]
+
+
+def test_many_rectangles_are_drawn_together():
+    row = [Shade(j, 0, 1, 1, j % 3 / 2, crossed=j == 1) for j in range(FEW + 1)]
+    (head, *paths, cross, _) = re.split(r"(?=<path)|(?=</g>)", "".join(shaded([("told", row)])))
+    assert head == "<g><title>told</title>"
+    assert sum(path.count("z") for path in paths) == len(row)
+    assert len(paths) == 3
+    assert cross.count("M") == 1
+    alone = "".join(shaded([("told", row[:FEW])]))
+    assert alone.count("<rect") == FEW
+    assert alone.count("<polyline") == 1
+
+
+def test_every_layer_has_a_row():
+    table = layer_table(pruned())
+    assert [label for label, _ in table.rows] == ["0", "1", "2"]
+    assert table.columns == ["what it is", "neurons", "experts", "top-k"]
+    assert [c.text for c in table.rows[0][1]] == ["6 of 8 experts stay", "64", "6", "2"]
+    record = pruned()
+    record.layers[1] = replace(record.layers[1], analysis={"refit": {"lost": 0.25}})
+    table = layer_table(record)
+    assert table.columns[-1] == "refit: lost"
+    assert [cells[-1].text for _, cells in table.rows] == ["–", "0.25", "–"]
+
+
+def test_a_page_of_many_large_runs_stays_small_and_says_what_it_left_out():
+    record = make(petals=128, layers=range(8))
+    for sample in record.measured["samples"]:
+        sample["tokens"] = ["word "] * 4000
+        sample["experts"] = {i: [7] * 4000 for i in sample["experts"]}
+    one, many = report.html([record]), report.html([record] * 20)
+    assert len(one.encode()) < LARGEST
+    assert "Left out here" not in one
+    assert len(many.encode()) < LARGEST
+    assert "Left out here, to keep this page small: texts token by token" in Page(many).text
+    assert len(Page(many).all("details", "run")) == 20
