@@ -205,7 +205,7 @@ class Asking(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(drawn(4, 6, seed=1))
 
-    def forward(self, hidden_BTD: Tensor, correction: Tensor, heat: float) -> tuple[Tensor, ...]:
+    def forward(self, hidden_BTD: Tensor, heat: float, correction: Tensor) -> tuple[Tensor, ...]:
         _, _, _ = hidden_BTD.shape
         logits_NE = F.linear(hidden_BTD, self.weight).flatten(0, 1)
         scores_NE = (logits_NE / heat).sigmoid()

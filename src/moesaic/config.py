@@ -143,6 +143,11 @@ class MethodConfig:
         """
 
     @property
+    def decides_from_stats(self) -> bool:
+        """A file of ``observe`` serves these options."""
+        return False
+
+    @property
     def credit(self) -> str:
         """The paper that these options are of: authors, title and place; empty for our own."""
         return self.paper
@@ -289,8 +294,10 @@ class Evaluation:
         check_options(self)
 
 
-GgufType: TypeAlias = Literal["f32", "bf16", "q8_0"]
-"""The types that a GGUF file's weights are written in."""
+GgufType: TypeAlias = Literal[
+    "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_k_s", "q4_0", "q3_k_m", "q2_k"
+]
+"""The types that a GGUF file's weights are written in; from q6_k on by llama.cpp's quantiser."""
 
 
 @dataclass(frozen=True)
@@ -321,6 +328,9 @@ class ExportArgs:
     ep: int = option(1, "Expert-parallel size that the experts must divide by.", minimum=1)
     untie: bool = option(False, "Write the head as a tensor of its own, for SGLang.")
     type: GgufType = option("f32", "Of a GGUF's weights.")
+    calibration: str = option(
+        "", "Text by which k-quants weigh what they round; none: without. Default: what ships."
+    )
     converter: str = option(
         "", "llama.cpp, or its convert_hf_to_gguf.py. Default: $LLAMA_CPP.", metavar="PATH"
     )

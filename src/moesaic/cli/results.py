@@ -114,6 +114,8 @@ def exported(record: JSON) -> Table:
     for name in ("out", "model_type", "type", "bytes", "exact", *differences):
         if name in record:
             table.add_row(name.replace("_", " "), figure(record[name]))
+    for name, weights in record.get("types", {}).items():
+        table.add_row(f"weights in {name}", figure(weights))
     for name, (before, after) in record.get("costs", {}).items():
         more = "" if after == before else f", {after / before - 1:+.1%}"
         table.add_row(name.replace("_", " "), f"{before:,} -> {after:,}{more}")

@@ -1,24 +1,55 @@
-"""GGUF files, made by llama.cpp's own converter."""
+"""GGUF files, made by llama.cpp's own converter and its own quantiser."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from moesaic.arch.dense import PREFIX
 from moesaic.config import ExportArgs
+from moesaic.data.text import calibration_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.engines import limits
 from moesaic.exports.form import run_script
+from moesaic.exports.importance import importance
 from moesaic.exports.native import export_native
-from moesaic.foreign import JSON
+from moesaic.foreign import JSON, Track, silent
 from moesaic.io.source import resolve
 
 SCRIPT = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"
+CONVERTED = ("f32", "f16", "bf16", "q8_0")
+"""Types that the converter writes; the others are the quantiser's."""
+NO_TEXT, SAMPLES, LENGTH = "none", 64, 256
+"""No text for k-quants; windows of it, and their tokens."""
+_SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
+"""Instead of llama.cpp's log; kept, or it would be collected while in use."""
+
+
+def library() -> Any:
+    """llama-cpp-python, silent.
+
+    Raises:
+        MoesaicError: it is not there, or cannot be loaded.
+    """
+    try:
+        import llama_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        raise MoesaicError(
+            f"This needs llama-cpp-python, which is not usable here ({error}): "
+            "pip install llama-cpp-python."
+        ) from error
+    llama_cpp.llama_log_set(_SILENT, ctypes.c_void_p(0))
+    return llama_cpp
 
 
 def find_converter(given: str | Path = "") -> Path:
@@ -41,7 +72,11 @@ def find_converter(given: str | Path = "") -> Path:
 
 
 def export_gguf(
-    model: str, out: str | Path, asked: ExportArgs | None = None, overwrite: bool = False
+    model: str,
+    out: str | Path,
+    asked: ExportArgs | None = None,
+    overwrite: bool = False,
+    track: Track = silent,
 ) -> JSON:
     """Write a model and its tokenizer as one GGUF file.
 
@@ -50,15 +85,23 @@ def export_gguf(
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the file to make.
-        asked: its ``type`` is that of the weights; routers and norms stay in f32.
+        asked: its ``type`` is that of the weights; routers and norms stay in f32. Where blocks of
+            a k-quant (256 weights) do not divide rows, llama.cpp takes another type for them.
         overwrite: replace ``out`` if it exists.
+        track: shows progress.
+
+    Returns:
+        ``out``, ``type``, ``bytes``, and ``types``: how many weights each of llama.cpp's types
+        has; beside what the native export says.
 
     Raises:
-        MoesaicError: there is no converter, it refuses the model, or llama.cpp would compute
-            something else; nothing is left at ``out``.
+        MoesaicError: there is no converter or quantiser, it refuses the model, or llama.cpp would
+            compute something else; nothing is left at ``out``.
     """
     asked = asked or ExportArgs(to="gguf")
     script, out = find_converter(asked.converter), Path(out)
+    if asked.type not in CONVERTED:
+        library()
     if out.is_dir():
         raise MoesaicError(f"{out} is a folder; give the name of the GGUF file to make.")
     if out.exists() and not overwrite:
@@ -76,9 +119,19 @@ def export_gguf(
         if lacks:
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = Path(place) / "model.gguf"
-        convert(script, folder, work, asked.type)
+        convert(script, folder, work, asked.type if asked.type in CONVERTED else "f32")
+        if asked.type not in CONVERTED:
+            whole, work = work, Path(place) / "quantised.gguf"
+            weights = {}
+            if asked.calibration != NO_TEXT:
+                native = resolve(str(folder))
+                tokens = calibration_tokens(asked.calibration, native.tokenizer, SAMPLES, LENGTH)
+                weights = importance(native, tokens, names_of(whole), track)
+            quantise(whole, work, asked.type, weights)
+        types = types_of(work)
         work.replace(out)
-    return {**record, "out": str(out), "type": asked.type, "bytes": out.stat().st_size}
+    said = {"out": str(out), "type": asked.type, "bytes": out.stat().st_size, "types": types}
+    return {**record, **said}
 
 
 def convert(script: Path, folder: Path, out: Path, type: str) -> None:
@@ -86,3 +139,55 @@ def convert(script: Path, folder: Path, out: Path, type: str) -> None:
     trouble = run_script("convert.py", json.dumps([str(script), str(folder), str(out), type]))
     if trouble is not None or not out.is_file():
         raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")
+
+
+def names_of(file: Path) -> Callable[[str], str | None]:
+    """llama.cpp's name of a module of transformers, in a GGUF file."""
+    from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
+
+    fields = GGUFReader(file).fields
+    called = str(fields["general.architecture"].contents())
+    arch = next(number for number, name in MODEL_ARCH_NAMES.items() if name == called)
+    names = get_tensor_name_map(arch, int(fields[f"{called}.block_count"].contents()))
+    named: Callable[[str], str | None] = names.get_name
+    return named
+
+
+def quantise(file: Path, out: Path, type: str, weights: Mapping[str, Tensor]) -> None:
+    """Run llama.cpp's quantiser on a GGUF file in f32.
+
+    Args:
+        file: what is read.
+        out: what is written.
+        type: llama.cpp's name of a type.
+        weights: of :func:`moesaic.exports.importance.importance`; of tensors that are not in it
+            all inputs weigh the same.
+
+    Raises:
+        MoesaicError: it refuses the file.
+    """
+    llama = library()
+    asked = llama.llama_model_quantize_default_params()
+    kept = [(name.encode(), mean_I.numpy()) for name, mean_I in weights.items()]
+    entries = (llama.llama_model_imatrix_data * (len(kept) + 1))()  # the last one ends it
+    for entry, (name, mean_I) in zip(entries, kept, strict=False):
+        entry.name, entry.size = name, mean_I.size
+        entry.data = mean_I.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+    if kept:
+        asked.imatrix = entries
+    asked.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{type.upper()}")
+    if (
+        llama.llama_model_quantize(bytes(file), bytes(out), ctypes.byref(asked))
+        or not out.is_file()
+    ):
+        raise MoesaicError(f"llama.cpp's quantiser refused {type} for this model.")
+
+
+def types_of(file: Path) -> dict[str, int]:
+    """How many weights of a GGUF file are in each of llama.cpp's types, the most first."""
+    from gguf import GGUFReader
+
+    counts: Counter[str] = Counter()
+    for tensor in GGUFReader(file).tensors:
+        counts[tensor.tensor_type.name.lower()] += int(tensor.n_elements)
+    return dict(counts.most_common())

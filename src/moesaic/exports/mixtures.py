@@ -20,7 +20,7 @@ from moesaic.layers.base import KINDS
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.plan import Plan
-from moesaic.surgery import base_shape, rewrite
+from moesaic.surgery import base_shape, kept, rewrite
 
 ALIGNED = aligned(1)
 
@@ -87,7 +87,8 @@ def reduced(
     def write(writer: Writer) -> None:
         narrow = tuple(arch.ffn_prefix(i) for i, n in dense.items() if n < width)
         fitting = Fitting(writer, f"{arch.layers_path}.", numbers, narrow, width)
-        rewrite(source.checkpoint, arch, plan, fitting)
+        stays = kept(skeleton(source.config), along=False, beside=not source.beside)
+        rewrite(source.checkpoint, arch, plan, fitting, stays)
 
     return Export(config, write, costs)
 

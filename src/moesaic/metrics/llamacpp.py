@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
+from moesaic.exports.llamacpp import library
 
 F32 = 0  # ggml's number of the type
-_SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
-"""Instead of llama.cpp's log; kept, or it would be collected while in use."""
-
-
-def _library() -> Any:
-    try:
-        import llama_cpp
-    except (ImportError, OSError, RuntimeError) as error:
-        raise MoesaicError(
-            f"--engine llamacpp needs llama-cpp-python, which is not usable here ({error}): "
-            "pip install llama-cpp-python."
-        ) from error
-    return llama_cpp
 
 
 class Engine:
@@ -42,12 +28,11 @@ class Engine:
     """
 
     def __init__(self, file: Path, context: int, exact: bool = False) -> None:
-        library = _library()
-        library.llama_log_set(_SILENT, ctypes.c_void_p(0))
+        llama = library()
         threads = torch.get_num_threads()
         kinds = {"type_k": F32, "type_v": F32} if exact else {}
         try:
-            self._llama = library.Llama(
+            self._llama = llama.Llama(
                 str(file),
                 n_ctx=context,
                 n_batch=512,
