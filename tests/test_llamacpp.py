@@ -22,7 +22,7 @@ from builders import (
     tiny_moe,
 )
 
-from moesaic import MoREConfig, bench, carve, export
+from moesaic import MoREConfig, SlimConfig, bench, carve, export, slim
 from moesaic.arch.lookup import base_arch
 from moesaic.data.reader import shipped_texts
 from moesaic.exports.native import NEAR
@@ -120,7 +120,7 @@ def test_several_petals_say_nearly_the_same(target, tokenizer, tmp_path):
     assert losses[0] == pytest.approx(losses[1].item(), rel=0.01)
 
 
-@pytest.mark.parametrize("type", ["bf16", "q8_0"])
+@pytest.mark.parametrize("type", ["f16", "bf16", "q8_0"])
 def test_narrower_types_agree_as_often_as_bfloat16_does(type, carved, tokenizer, tmp_path):
     file = tmp_path / "model.gguf"
     export(str(carved), file, to="gguf", type=type)
@@ -248,6 +248,48 @@ def test_condensed_layers_have_the_same_logits(model_type, experts, vocabularies
     model = mixture(model_type)
     layer = condensed_layer(experts, 32 if experts else 0, shared=bool(experts))
     assert largest_difference(model, {1: layer}, vocabularies, tmp_path) < 1e-4
+
+
+LIMITS = {"f16": 1e-4, "q8_0": 1e-2, "q4_k_m": 0.2}
+"""The most that types may be away from float32: KL in nats a token."""
+
+
+@pytest.fixture(scope="module")
+def slimmed(tmp_path_factory):
+    """Half of the neurons of every expert of a mixture that knows some English."""
+    result = slim("tiny-shared-moe", SlimConfig(keep=0.5), samples=16, length=128)
+    return result.save(tmp_path_factory.mktemp("slimmed") / "model")
+
+
+@pytest.mark.parametrize("type", LIMITS)
+def test_a_slimmed_mixture_in_narrow_types(type, slimmed, tmp_path):
+    """Its vocabulary is none that the converter knows; 192 is no multiple of a k-quant's 256."""
+    source = resolve(str(slimmed))
+    record = export(str(slimmed), tmp_path / "model.gguf", to="gguf", type=type)
+    assert max(record["types"], key=record["types"].get) == {"q4_k_m": "q5_0"}.get(type, type)
+    ids = source.tokenizer(TEXT, return_tensors="pt").input_ids[0, :256]
+    model = source.load(dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(ids[None]).logits[0].log_softmax(-1)
+    with llamacpp.Engine(tmp_path / "model.gguf", 320, exact=True) as engine:
+        assert engine.tokens(TEXT, 256)[0].tolist() == ids.tolist()
+        found = engine.logits(ids).log_softmax(-1)
+        said = source.tokenizer.decode(engine.greedy(ids[:24], 24))
+    assert (wanted.exp() * (wanted - found)).sum(-1).mean() < LIMITS[type]
+    assert len(said.split()) > 5
+
+
+def test_a_text_makes_k_quants_better(tmp_path):
+    """SmolLM2 at two bits and a half, with an importance matrix of the text that ships."""
+    source = resolve("smollm2")
+    ids = source.tokenizer(TEXT, return_tensors="pt").input_ids[0, :512]
+    losses = {}
+    for text in ("", "none"):
+        file = tmp_path / f"model-{text}.gguf"
+        export("smollm2", file, to="gguf", type="q2_k", calibration=text)
+        with llamacpp.Engine(file, 576, exact=True) as engine:
+            losses[text] = F.cross_entropy(engine.logits(ids)[:-1], ids[1:]).item()
+    assert losses[""] < losses["none"]
 
 
 def test_a_chat_in_llamacpp_is_that_of_transformers(tokenizer, tmp_path):

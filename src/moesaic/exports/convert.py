@@ -1,10 +1,13 @@
-"""Run by path in a process of its own: llama.cpp's converter, with two gaps filled.
+"""Run by path in a process of its own: llama.cpp's converter, with three gaps filled.
 
 Its class for GLM4-MoE writes the vocabulary of GLM's own tokenizer, whose special tokens it looks
 up by name. An export has its base's tokenizer, so the converter's general way takes its place.
 
 It takes DeepSeek-V3's router for a softmax where the config does not say ``scoring_func``, which
 DeepSeek's own files do and those that transformers writes need not.
+
+It knows byte-level vocabularies by a hash over some text, which every new vocabulary changes, and
+asks for it by name. One that splits text as GPT-2 does, and changes nothing of it, is read as that.
 """
 
 import importlib.util
@@ -34,8 +37,32 @@ def main(request: str) -> None:
         return hparams
 
     base.ModelBase.load_hparams = staticmethod(completed)
+    known = base.TextModel.get_vocab_base_pre
+
+    def split_by(self: Any, tokenizer: Any) -> str:
+        try:
+            name: str = known(self, tokenizer)
+        except NotImplementedError:
+            if not splits_as_gpt2(Path(folder) / "tokenizer.json"):
+                raise
+            name = "gpt-2"
+        return name
+
+    base.TextModel.get_vocab_base_pre = split_by
     sys.argv = [script, folder, "--outfile", out, "--outtype", outtype]
     converter.main()
+
+
+def splits_as_gpt2(file: Path) -> bool:
+    """A byte-level BPE that splits by GPT-2's own expression, without a normaliser before it."""
+    plain = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+    split = plain.get("pre_tokenizer") or {}
+    return (
+        plain.get("normalizer") is None
+        and split.get("type") == "ByteLevel"
+        and bool(split.get("use_regex", True))
+        and not split.get("add_prefix_space", True)
+    )
 
 
 if __name__ == "__main__":
