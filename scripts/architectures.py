@@ -29,6 +29,9 @@ every causal language model of transformers is then tried.
   pruned and slimmed, it is the same model live, saved and loaded, and rewritten on disk.
 - Of a dense model: its MLPs are what their views say; layers one by one; a plan that keeps
   everything; half of the neurons, live, saved and rewritten.
+- Of a model with parts beside text that transformers can also load as its language model alone: the
+  language model as above; pruned, it is whole again, and all other parts keep their bytes. A result
+  that is of no architecture's own class is the language model alone.
 
 An architecture of a later transformers is not refused for being new: where the rule finds its
 parts it is used, otherwise the error says what was found and what was not. Another package adds

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from builders import converted, equal, loaded, saved, weights
-from shrunken import small_config, small_model
+from shrunken import small_config, small_model, small_whole
 from torch import Tensor
+from transformers.models.auto import CONFIG_MAPPING
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.io.source import Source
+from moesaic.io.naming import Naming
+from moesaic.io.source import Source, language_model
 from moesaic.layers.carved import CarvedLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
@@ -167,12 +169,67 @@ STEPS: dict[str, Callable[[Any, Any], None]] = {
 """What is tried, in this order."""
 
 
+def beside(model_type: str, language: str) -> None:
+    """A model with parts beside its language model: these keep their bytes, and it stays whole.
+
+    Results of no architecture's own class are the language model alone.
+    """
+    model = small_whole(model_type)
+    with tempfile.TemporaryDirectory() as folder:
+        base, out = Path(folder, "base"), Path(folder, "out")
+        model.save_pretrained(base)
+        source = Source("base", base)
+        text = source.load()
+        assert text.config.model_type == language
+        arch = base_arch(source.config)
+        shape = base_shape(text, arch)
+        if isinstance(arch, MoEArch):
+            few = kept(arch, text.config, max(shape.experts))
+            layers: dict[int, Any] = {i: PrunedLayer(few) for i in arch.moe_layers(text)}
+        else:
+            halves = {
+                i: torch.randperm(width)[: width // 2] for i, width in enumerate(shape.widths)
+            }
+            layers = {i: CarvedLayer(h, len(h), (), 0, None) for i, h in halves.items()}
+        plan = Plan("test", shape, layers)
+        out.mkdir()
+        save_applied(source, plan, out)
+        close(logits(Source("out", out).load()), logits(converted(text, layers)), 1e-5)
+        before, after = weights(base), weights(out)
+        names = Naming(source.checkpoint, language)
+        state = text.state_dict()
+        others = {disk for disk, name in names.in_memory.items() if name not in state}
+        assert others, "there is nothing beside it"
+        if not isinstance(arch, MoEArch):
+            assert not others & after.keys()
+            return
+        assert equal({n: before[n] for n in others}, {n: after[n] for n in others})
+        _, info = type(model).from_pretrained(out, output_loading_info=True)
+        assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys")), info
+        assert not info["mismatched_keys"], info
+
+
 def held(model_type: str) -> tuple[str, str]:
     """Try an architecture.
 
     Returns:
         ``moe``, ``dense`` or ``unsupported``; and the reason, if it is not supported.
     """
+    whole = CONFIG_MAPPING[model_type]
+    try:
+        language = language_model(whole()) if "text_config" in whole.sub_configs else None
+    except Exception:
+        language = None
+    if language is not None and language.model_type != model_type:
+        kind, reason = held(language.model_type)
+        if reason:
+            return kind, f"Its language model, {language.model_type}: {reason}"
+        try:
+            torch.manual_seed(0)
+            beside(model_type, language.model_type)
+        except Exception as error:
+            return "unsupported", f"Parts beside text: {type(error).__name__}: {_said(error)}"
+        return kind, ""
     try:
         config = small_config(model_type)
         if config.get_text_config() is not config:

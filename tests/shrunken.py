@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from moesaic.io.checkpoint import skeleton
 
@@ -114,6 +117,16 @@ MORE: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4},
     "qwen3_moe": {"norm_topk_prob": True},
     "dots3_note_text": {"layer_types": ["indexed_attention"] * 4},
+    "dots3_note_vision_encoder": {
+        "mlp_layer_types": ["dense"] * 3 + ["sparse"],
+        "adapter_in_dim": 32,
+        "adapter_out_dim": 32,
+    },
+    "dots3_note_audio_encoder": {
+        "adapter_input_size": 32,
+        "adapter_out_dim": 32,
+        "downsample_hidden_size": 16,
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -144,6 +157,18 @@ def small_config(model_type: str, **changes: Any) -> Any:
     if "kv_lora_rank" in sizes:  # every head has keys of its own
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     return kind(**{**sizes, **MORE.get(model_type, {}), **changes})
+
+
+def small_whole(model_type: str) -> Any:
+    """A tiny random model with parts beside a language model, such as one that sees."""
+    kind = CONFIG_MAPPING[model_type]
+    parts = {name: small_config(sub.model_type).to_dict() for name, sub in kind.sub_configs.items()}
+    config = kind(**parts)
+    torch.manual_seed(0)
+    model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).float().eval()
+    if model.num_parameters() > LARGEST:
+        raise ValueError(f"it would have {model.num_parameters():,} parameters")
+    return model
 
 
 def small_model(model_type: str, **changes: Any) -> Any:

@@ -22,13 +22,14 @@ from moesaic.arch.lookup import architectures, base_arch
 from moesaic.foreign import JSON, Config, Model, Tokenizer
 from moesaic.io.naming import conversions
 from moesaic.io.prediction import leave_out
-from moesaic.io.source import check_loaded
+from moesaic.io.source import check_loaded, language_model
 from moesaic.layers.base import KINDS
 from moesaic.plan import Plan
 from moesaic.surgery import headers_of, install
 
 STUB_NAME = "modeling_moesaic.py"
 CONFIG_NAME = "config.json"
+PART, FORMAT = "text_config", "quantization_config"
 OLD_NAMES = {"torch_dtype": "dtype"}
 """Keys that transformers reads and does not write any more, by what they are called now."""
 
@@ -254,7 +255,8 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
 
     transformers renames some keys when it reads a config, such as ``num_experts`` of Qwen3-MoE,
     and writes the new names only. Here both stand in the file, and all that is as in the source
-    keeps its name.
+    keeps its name. Of a model that has parts beside its language model, the latter's config is a
+    part of the file, unless the result is of no architecture's own class: then it is all.
 
     Args:
         config: of the result.
@@ -264,17 +266,26 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
     config.save_pretrained(folder)
     file = folder / CONFIG_NAME
     plain: JSON = json.loads(file.read_text("utf-8"))
-    now = _every_key(config)
+    now, outer = _every_key(config), None
     if source is not None:
         given: JSON = json.loads((source / CONFIG_NAME).read_text("utf-8"))
-        before = _every_key(AutoConfig.from_pretrained(source))
+        whole = AutoConfig.from_pretrained(source)
+        language = language_model(whole)
+        before = _every_key(language)
+        if language is not whole:
+            outer = given if config.model_type == language.model_type else None
+            given = dict(given[PART])
         given.pop("transformers_version", None)
-        if getattr(config, "quantization_config", None) is None:
-            given.pop("quantization_config", None)
+        if getattr(config, FORMAT, None) is None:
+            given.pop(FORMAT, None)
         plain |= {k: v for k, v in given.items() if k not in now or now[k] == before.get(k)}
     for alias, name in {**OLD_NAMES, **(config.attribute_map or {})}.items():
         if name in now and (alias in plain or (name in plain and alias not in OLD_NAMES)):
             plain[alias] = plain[name] = now[name]
+    if outer is not None:
+        said = {FORMAT: plain.pop(FORMAT)} if FORMAT in plain else {}
+        outer.pop(FORMAT, None)
+        plain = {**outer, **said, PART: plain}
     file.write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", "utf-8")
 
 

@@ -33,7 +33,7 @@ from moesaic.metrics.size import model_size
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.stream.job import Job
-from moesaic.surgery import apply_plan, check_base, followers, outgrown, rewrite
+from moesaic.surgery import apply_plan, check_base, followers, kept, outgrown, rewrite
 
 
 @dataclass
@@ -398,10 +398,12 @@ def save_applied(
     naming = Naming(source.checkpoint, config.model_type.removeprefix(PREFIX))
     naming.check(model)
     types = {} if dtype is None else {"dtype": narrowed(model)}
-    along = not outgrown(naming, arch, plan, hub.convert_config(config, arch, plan))
+    changed = hub.convert_config(config, arch, plan)
+    along = not outgrown(naming, arch, plan, changed)
     if not along:
         leave_out(config)
-    rewrite(source.checkpoint, arch, plan, writer or ShardWriter(folder), **types, along=along)
+    stays = kept(model, along, beside=changed is not None or not source.beside)
+    rewrite(source.checkpoint, arch, plan, writer or ShardWriter(folder), stays, **types)
     if dtype is not None:
         config.dtype = dtype
     settle(config, source.checkpoint, kept=dtype is None)

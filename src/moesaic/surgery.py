@@ -238,13 +238,29 @@ def outgrown(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> bo
     )
 
 
+def kept(model: Model, along: bool, beside: bool) -> Callable[[str], bool]:
+    """Which tensors of a checkpoint stay in a result, by their names in memory.
+
+    Args:
+        model: a skeleton of the language model.
+        along: layers that predict further tokens stay.
+        beside: so do parts beside the language model.
+    """
+    own, count = {*model.state_dict()}, model.config.num_hidden_layers
+
+    def stays(name: str) -> bool:
+        return along if predicts(name, count) else beside or name in own
+
+    return stays
+
+
 def rewrite(
     checkpoint: Checkpoint,
     arch: Arch,
     plan: Plan,
     writer: Writer,
+    keep: Callable[[str], bool],
     dtype: Callable[[str], torch.dtype | None] = lambda _: None,
-    along: bool = False,
 ) -> None:
     """Convert a checkpoint tensor by tensor; at most one layer's FFN is in memory.
 
@@ -253,21 +269,20 @@ def rewrite(
         arch: its architecture.
         plan: the decision.
         writer: takes the tensors.
+        keep: whether a tensor outside of the plan's layers stays, by its name in memory; of layers
+            that predict further tokens and stay, :func:`followers` tells what becomes.
         dtype: the floating-point type by name in memory, None for the checkpoint's own.
-        along: layers that predict further tokens come along (:func:`followers`), or are left out.
     """
     naming = Naming(checkpoint, plan.base.model_type.removeprefix(PREFIX))
     plans = {arch.layer_prefix(i): layer for i, layer in plan.layers.items()}
-    if along:
-        plans |= followers(naming, arch, plan)
+    plans |= {start: p for start, p in followers(naming, arch, plan).items() if keep(start)}
     starts = {
         prefix: tuple(prefix + start for start in layer.sources(arch))
         for prefix, layer in plans.items()
     }
     names: dict[str, dict[str, str]] = {prefix: {} for prefix in plans}
-    count = len(plan.base.widths)
     for disk, name in naming.in_memory.items():
-        if not along and predicts(name, count):
+        if not keep(name):
             continue
         owner = next((prefix for prefix in plans if name.startswith(prefix)), None)
         if owner is not None:
@@ -283,6 +298,7 @@ def rewrite(
         state = DiskState(naming, prefix, names[prefix], dtype)
         for name, tensor in _fitting(layer.convert(arch, state), prefix):
             full = state.stored_prefix + name
+            tensor = naming.reordered(full, tensor)
             as_was = checkpoint.written(full, tensor) if dtype(full) is None else [(full, tensor)]
             for stored in as_was:
                 writer.add(*stored)

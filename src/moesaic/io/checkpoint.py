@@ -33,6 +33,7 @@ SIDE_FILES = (
     "added_tokens.json",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",
     "LICENSE*",
 )
 """What a rewritten checkpoint takes over from its source as it is."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -61,6 +62,35 @@ class Naming:
             MoesaicError: the checkpoint does not hold it.
         """
         return self._made(name, lambda part: cast(self.checkpoint.tensor(part)))
+
+    def ordered(self, disk: str, cast: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
+        """A tensor by its name on disk, its values in the order of memory.
+
+        Args:
+            disk: its name there.
+            cast: applied to it.
+        """
+        tensor = cast(self.checkpoint.tensor(disk))
+        converter = self._reorders.get(disk)
+        return tensor if converter is None else _converted(converter, disk, tensor)
+
+    def reordered(self, disk: str, tensor: Tensor) -> Tensor:
+        """Values in the order of memory as they are on disk; the inverse of :meth:`ordered`."""
+        converter = self._reorders.get(disk)
+        return (
+            tensor if converter is None else _converted(converter.reverse_transform(), disk, tensor)
+        )
+
+    @cached_property
+    def _reorders(self) -> dict[str, Any]:
+        """The converters of tensors that are one on disk and in memory, in another order."""
+        found = {}
+        for name, parts in self._parts.items():
+            disk, pattern = parts[0]
+            alone = len(parts) == 1 and pattern is not None
+            if alone and self.shape(name) == self.checkpoint.shape(disk):
+                found[disk] = self._converters[pattern]
+        return found
 
     def _made(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         """A tensor as it is in memory, of those on disk."""
@@ -119,6 +149,14 @@ class Naming:
             )
         except (RuntimeError, ValueError):
             return None
+
+
+def _converted(converter: Any, name: str, tensor: Tensor) -> Tensor:
+    """The one tensor that a converter makes of one."""
+    converter = copy.deepcopy(converter)
+    converter.add_tensor(name, name, converter.source_patterns[0], tensor)
+    (made,) = converter.convert(name).values()
+    return made[0] if isinstance(made, list) else made
 
 
 def _spoken(shape: Sequence[int] | None) -> str:

@@ -14,7 +14,7 @@ from moesaic.foreign import Config
 NEXT = "num_nextn_predict_layers"
 COUNTS = (NEXT, "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 """Attributes of configs that count them."""
-_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_NUMBER = re.compile(r"^(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d+)\.")
 _OWN = re.compile(r"(?:^|\.)mtp[._]")
 
 

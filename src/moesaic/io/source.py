@@ -41,13 +41,24 @@ class Source:
     name: str
     folder: Path
 
-    @cached_property
+    @property
     def config(self) -> Config:
-        """Its config.
+        """The config of its language model, which is all that is converted.
 
         Raises:
             MoesaicError: there is none, or transformers cannot use it.
         """
+        return self._configs[1]
+
+    @property
+    def beside(self) -> bool:
+        """Whether it has parts beside a language model, such as one that sees."""
+        whole, language = self._configs
+        return whole is not language
+
+    @cached_property
+    def _configs(self) -> tuple[Config, Config]:
+        """The whole config, and that of the language model."""
         if not (self.folder / "config.json").is_file():
             raise MoesaicError(f"{self.folder} has no config.json; is it a model folder?")
         mapping_of(self.folder / "config.json")
@@ -59,7 +70,7 @@ class Source:
         except Exception as error:  # transformers raises anything over a config that is odd
             said = " ".join(str(error).split())
             raise MoesaicError(f"{self.name}: config.json cannot be used: {said:.300}") from error
-        return config
+        return config, language_model(config)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -116,7 +127,8 @@ class Source:
         finally:
             logger.disabled = before
         count = model.config.get_text_config().num_hidden_layers
-        check_loaded(info, self.name, count, whole=any((self.folder / n).is_file() for n in MADE))
+        made = any((self.folder / name).is_file() for name in MADE)
+        check_loaded(info, self.name, count, whole=made and not self.beside)
         for weight, tensor in model.state_dict().items():
             if not tensor.is_meta:  # those that wait on disk are seen when they are read
                 check_finite(weight, tensor)
@@ -136,6 +148,21 @@ class Source:
         if (self.folder / GENERATION_CONFIG_NAME).is_file():
             model.generation_config = GenerationConfig.from_pretrained(self.folder)
         return model, info
+
+
+def language_model(config: Config) -> Config:
+    """The config of a model's language model, where transformers has it as a model of its own.
+
+    Otherwise, and where there is nothing else, the config itself.
+    """
+    text: Config = config.get_text_config()
+    own = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if text is config or getattr(own, "config_class", None) is not type(text):
+        return config
+    for name in ("quantization_config", "dtype"):  # what is said once, of the whole
+        if getattr(text, name, None) is None and getattr(config, name, None) is not None:
+            setattr(text, name, getattr(config, name))
+    return text
 
 
 def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:

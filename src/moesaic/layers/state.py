@@ -61,8 +61,8 @@ class DiskState:
         return ((d, n) for d, n in self._names.items() if n.startswith(prefixes))
 
     def read(self, stored: str) -> Tensor:
-        tensor = self._naming.checkpoint.tensor(self.stored_prefix + stored)
-        return cast(tensor, self._dtype(self._prefix + self._names[stored]))
+        dtype = self._dtype(self._prefix + self._names[stored])
+        return self._naming.ordered(self.stored_prefix + stored, lambda t: cast(t, dtype))
 
     def __getitem__(self, name: str) -> Tensor:
         full = self._prefix + name
