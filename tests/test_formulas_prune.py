@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from moesaic import PruneConfig
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.routing import RoutingFunction
 from moesaic.data.text import Tokens
+from moesaic.methods.naee import reconstruction
 from moesaic.methods.naee.criteria import CRITERIA, OWN, Case
 from moesaic.stream.experts import observe_experts
 from moesaic.stream.stream import LayerStream
@@ -164,3 +166,25 @@ def test_random_scores_follow_seed_and_layer_alone() -> None:
     assert values.min() >= 0
     assert values.max() < 1
     assert (values.mean(0) - 0.5).abs().max() < 0.1, "no expert is preferred"
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_norms_are_of_batches_where_that_is_asked_for(
+    summed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconstruction, "RELEASED_BATCH", 7)
+    case, _, _ = observed("mixtral", 6)
+    asked = replace(case, config=PruneConfig(keep=5, sum_batch_norms=summed))
+    kept_CE = torch.ones(EXPERTS, EXPERTS, dtype=torch.bool).fill_diagonal_(False)
+    losses = CRITERIA["reconstruction"].losses
+    assert losses is not None
+    found, wanted, other = (
+        make(kept_CE)
+        for make in (
+            losses(asked)[0],
+            reconstruction.reconstruction_losses(case.stats, case.routing, summed),
+            reconstruction.reconstruction_losses(case.stats, case.routing, not summed),
+        )
+    )
+    assert torch.equal(found, wanted)
+    assert not torch.allclose(found, other)

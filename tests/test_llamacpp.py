@@ -256,17 +256,18 @@ LIMITS = {"f16": 1e-4, "q8_0": 1e-2, "q4_k_m": 0.2}
 
 @pytest.fixture(scope="module")
 def slimmed(tmp_path_factory):
-    """Half of the neurons of every expert of a mixture that knows some English."""
-    result = slim("tiny-shared-moe", SlimConfig(keep=0.5), samples=16, length=128)
+    """64 of the 96 neurons of every expert of a mixture that knows some English."""
+    result = slim("tiny-moe", SlimConfig(keep=2 / 3, multiple=32), samples=16, length=128)
     return result.save(tmp_path_factory.mktemp("slimmed") / "model")
 
 
 @pytest.mark.parametrize("type", LIMITS)
 def test_a_slimmed_mixture_in_narrow_types(type, slimmed, tmp_path):
-    """Its vocabulary is none that the converter knows; 192 is no multiple of a k-quant's 256."""
+    """Its vocabulary is none that the converter knows, and its experts' rows of 64 are too short
+    for a k-quant's blocks."""
     source = resolve(str(slimmed))
     record = export(str(slimmed), tmp_path / "model.gguf", to="gguf", type=type)
-    assert max(record["types"], key=record["types"].get) == {"q4_k_m": "q5_0"}.get(type, type)
+    assert type.removesuffix("_m") in record["types"]
     ids = source.tokenizer(TEXT, return_tensors="pt").input_ids[0, :256]
     model = source.load(dtype=torch.float32)
     with torch.no_grad():
