@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test test-llamacpp test-triton test-browser mutants faults format docs docs-tables architectures tiny-models clean
+.PHONY: help demo test test-llamacpp test-triton test-browser test-install test-documents mutants faults format docs docs-tables architectures tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -42,6 +42,16 @@ $(VENV)/.browser: | $(VENV)/.dev
 
 test-browser: $(VENV)/.browser  ## Use the page in Chromium, and check it with axe; pictures in build/browser
 	$(BIN)/pytest -m browser -rs tests/test_browser.py
+
+$(VENV)/.build: | $(VENV)/.user
+	$(BIN)/python -m pip --disable-pip-version-check --quiet install build
+	touch $@
+
+test-install: $(VENV)/.build  ## Wheel and sdist in fresh environments: help, first mistakes, first commands
+	$(BIN)/python scripts/try_install.py
+
+test-documents: $(VENV)/.dev  ## Run every command of the documents, on small models
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -m documents -rs tests/test_documents_run.py
 
 build/triton: | $(VENV)/.dev
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --target $@ triton

@@ -29,7 +29,7 @@ from moesaic.recipe import Recipe
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-MODELS = "A hub id, a folder, a .gguf file, smollm2, or a model that ships (tiny-dense ...)."
+MODELS = "Hub id, folder, .gguf file, smollm2, tiny-moe ..."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS, show_default=False)]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from moesaic.record import Record
 
 ALL = "--help-all"
+RUNS = ("dry_run", "overwrite", "resume", "as_json")
+"""Options of every verb that are about the run; a brief help names them in a line."""
 
 app = typer.Typer(
     help="Rebuild pretrained language models out of experts.",
@@ -49,9 +51,14 @@ class Brief(TyperCommand):
         methods = dict.fromkeys(m for o in self.options for m in o.methods)
         named = [m for m in methods if f"--method={m}" in asked or m in _after("--method", asked)]
         method = next(iter(named or methods), "")
-        left_out = []
+        left_out: list[str] = []
+        shared: list[str] = []
+        brief = any(o.common for o in self.options) and ALL not in asked
         for parameter in self.params:
             option = by_name.get(str(parameter.name))
+            if parameter.name in RUNS and isinstance(parameter, TyperOption):
+                parameter.hidden = brief
+                shared += parameter.opts if brief else []
             if option is None or not isinstance(parameter, TyperOption):
                 continue
             parameter.help = option.methods.get(method, option.help)
@@ -63,7 +70,8 @@ class Brief(TyperCommand):
             others = ", ".join(m for m in methods if m != method)
             more.insert(0, f"These are the options of {method}; of {others}: --method NAME --help.")
         if left_out:
-            more.insert(0, f"For text, measuring and device: {' '.join(left_out)} (see {ALL}).")
+            said = f"For text, measuring and device: {' '.join(left_out)}."
+            more.insert(0, f"{said} For the run: {' '.join(shared)} (see {ALL}).")
         self.epilog = "\n\n".join(more)
         super().format_help(ctx, formatter)
 

@@ -50,7 +50,7 @@ def verb_options(verb: Verb) -> list[Option]:
         known = ", ".join(methods)
         first.append(Option("method", "--method", str, f"{known}. Default: {next(iter(methods))}."))
     if bundles:
-        told = f"Options that belong together, where none is given: {', '.join(bundles)}."
+        told = f"Options that belong together: {', '.join(bundles)}."
         rest.append(Option("recipe", "--recipe", str, told, metavar="NAME"))
     if verb.compares:
         told = f"Also measure {verb.compares}. Repeatable."

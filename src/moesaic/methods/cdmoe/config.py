@@ -46,7 +46,7 @@ class CondenseConfig(MethodConfig):
         None, "Layers to condense; 1 where memory and active are not given either.", minimum=0
     )
     memory: int | None = option(
-        None, "Condense until the weights fit: bytes, 12GB, 800MB.", minimum=0, parse="bytes"
+        None, "Condense until the weights fit, as in 12GB.", minimum=0, parse="bytes"
     )
     active: int | None = option(
         None,

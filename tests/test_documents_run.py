@@ -1,0 +1,176 @@
+"""Every command of the documents is run, with a small model in place of a big one.
+
+Commands of a page run in its order, in one folder, so that one uses what another made. A command
+that was run before, on the same inputs, is not run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_documents import ROOT, spoken
+
+from moesaic.cli.entry import main
+from moesaic.data.reader import shipped_texts
+from moesaic.methods import VERBS
+from moesaic.recipe import load_recipe
+
+pytestmark = [pytest.mark.documents, pytest.mark.filterwarnings("ignore")]
+
+STANDS = {"smollm2": "tiny-dense", "OTHER": "tiny-dense", "ORIGINAL": "tiny-moe"}
+"""Small models, by the names of big ones."""
+MODELS = {"carve": "tiny-dense", "similarity": "tiny-dense", "condense": "tiny-shared-moe"}
+"""What ``MODEL`` stands for, by command; else a mixture without a shared expert."""
+LESS = {
+    "carve": "--samples 4 --max-tokens 1024 -o rounds=0",
+    "observe": "--samples 4",
+    "similarity": "--samples 4",
+    "fit": "--samples 4 --max-tokens 1024",
+    "eval": "--max-tokens 1024",
+    "bench": "--rounds 1",
+    "generate": "--new-tokens 8",
+}
+"""Options that make a command cheap."""
+FEWER = {"20GB": "18MB", "steps=2000": "steps=2", "500": "4", "200": "4"}
+HUB = re.compile(r"arc_easy|--tasks naee")
+"""Tasks whose data sets come from the hub."""
+
+
+def cheap(given: list[str]) -> list[str]:
+    """The same command on a small model, with little text and few steps."""
+    name, *rest = given
+    stands = {**STANDS, **FEWER, "MODEL": MODELS.get(name, "tiny-moe"), "cuda": "cpu"}
+    words = [stands.get(word, word) for word in rest]
+    if name == "condense" and "--layers" in words:
+        words[words.index("--layers") + 1] = "2"
+    trains = name == "tune" or {"dsmoe", "tomoe"} & {*words}
+    words += LESS.get(name, LESS["carve"] if name in VERBS and name != "observe" else "").split()
+    words += ["-o", "steps=2"] if trains else []
+    if name in VERBS or name in ("apply", "export", "fit"):
+        words.append("--overwrite")
+    if name == "run":
+        words = [*words, *smaller(words[0], words[1:])]
+    return [name, *words]
+
+
+def smaller(recipe: str, overrides: list[str]) -> list[str]:
+    """Overrides that make a recipe cheap; its steps stay."""
+    asked = load_recipe(ROOT / recipe)
+    verb = asked.steps[0].verb
+    given = [f"model={MODELS.get(verb, 'tiny-moe')}", "dtype=float32", "device=cpu"]
+    for n, step in enumerate(asked.steps):
+        place = f"steps.{n}.{step.verb}"
+        if step.verb == "tune" or step.name in ("dsmoe", "tomoe"):
+            given += [f"{place}.steps=2", f"{place}.batch=2", f"{place}.length=64"]
+            given += [f"{place}.data=text.jsonl"] * hasattr(step, "data")
+            given += [f"{place}.save_every=0"] * hasattr(step, "save_every")
+        if step.verb == "tune" and getattr(step, "what", "") == "routers":
+            given.append(f"{place}.teacher={MODELS.get(verb, 'tiny-moe')}")
+        if step.verb == "condense":
+            given.append(f"{place}.layers=2")
+    given += ["calibration.source=", "calibration.samples=4", "calibration.length=64"]
+    if asked.evaluation is not None:
+        given += ["evaluation.data=", "evaluation.length=128", "evaluation.max_tokens=1024"]
+        given += ["evaluation.rounds=0"]
+        if verb == "condense" and asked.evaluation.compare:
+            given.append('evaluation.compare=["1"]')
+    return given
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results and texts that commands of pages take as given."""
+    folder = tmp_path_factory.mktemp("made")
+    rows = [{"text": text} for text in shipped_texts("evaluation", "prose")[:4]]
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = {"question": "What is the capital of France?", "choices": ["Paris", "Rome"]}
+    (folder / "questions.jsonl").write_text(4 * (json.dumps({**asked, "answer": "A"}) + "\n"))
+    less = "--samples 4 --no-eval"
+    for line in (
+        f"carve tiny-dense carved --experts 4 {less}",
+        f"carve tiny-dense gated --method dsmoe -o steps=2 {less}",
+        f"prune tiny-moe pruned --keep 6 {less}",
+        f"condense tiny-shared-moe condensed --layers 2 {less}",
+        "export pruned base.gguf --to gguf --type q8_0",
+    ):
+        carried_out(line.split(), folder)
+    return folder
+
+
+def carried_out(given: list[str], folder: Path) -> str:
+    """Run a command in a folder, as its own process would; what it printed."""
+    said, before, here = io.StringIO(), sys.argv, Path.cwd()
+    sys.argv = ["moesaic", *given]
+    os.chdir(folder)
+    code: object = 0
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            main()
+    except SystemExit as stop:
+        code = stop.code or 0
+    finally:
+        os.chdir(here)
+        sys.argv = before
+        gc.collect()
+    assert code == 0, f"moesaic {shlex.join(given)}: exit {code}\n{said.getvalue()[-1500:]}"
+    return said.getvalue()
+
+
+def provide(given: list[str], folder: Path, made: Path) -> None:
+    """Put what a command reads, and no command of the page has made, into the folder."""
+    name = given[0]
+    mixture = name == "skip" or "tiny-moe" in given
+    out = "gated" if "--tau" in given else "pruned" if mixture else "carved"
+    stand = {"out": out, "OUT": out, "out-0.8": out, "out-0.7": out, "narrow": "pruned"}
+    if name == "tune":
+        stand["out"] = "condensed"
+    reads = [name in ("eval", "bench", "inspect", "generate", "export", "skip", "tune", "report")]
+    for word in given[1:]:
+        source = made / stand.get(word, word)
+        if source.exists() and not (folder / word).exists() and (word not in stand or any(reads)):
+            copy = shutil.copytree if source.is_dir() else shutil.copy2
+            copy(source, folder / word)
+    if (folder / "recipes").exists():
+        return
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+
+
+def by_page() -> Iterator[Any]:
+    """The commands of each page, recipe and help, in order; those seen before are left out."""
+    seen: set[tuple[str, ...]] = set()
+    pages: dict[str, list[list[str]]] = {}
+    for parameter in spoken():
+        page = str(parameter.id).partition(":")[0]
+        given = cheap(list(parameter.values[0]))
+        pages.setdefault(page if not page.startswith("help of") else "help", []).append(given)
+    for page, commands in pages.items():
+        left = [c for c in commands if page == "help" or tuple(c) not in seen]
+        # a page's commands build on each other: none is left out while a later one is new
+        if left:
+            kept = commands[: commands.index(left[-1]) + 1]
+            seen |= {tuple(c) for c in commands}
+            yield pytest.param(kept, id=page)
+
+
+@pytest.mark.parametrize("commands", list(by_page()))
+def test_commands_of_a_page_run(commands: list[list[str]], tmp_path: Path, made: Path) -> None:
+    for given in commands:
+        line = " ".join(given)
+        if HUB.search(line) or given[0] == "demo":
+            continue  # data sets of the hub; `make demo` runs the demonstration
+        if "--engine" in given and "LLAMA_CPP" not in os.environ:
+            continue
+        provide(given, tmp_path, made)
+        carried_out(given, tmp_path)
