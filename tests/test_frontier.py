@@ -2,6 +2,7 @@
 
 import random
 import re
+import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
@@ -108,6 +109,38 @@ def test_a_plane_puts_points_where_they_belong():
     assert not flat.log
     assert flat.at(0, 0)[1] == bottom  # nothing lies below 0
     assert plane.levels() == [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0]
+
+
+def test_what_a_search_tried_is_drawn():
+    tried = [
+        {"form": "prune", "stage": "search", "steps": [1], "memory": 2**21, "kl": 0.3},
+        {"form": "slim", "stage": "confirm", "steps": [2], "memory": 2**20, "kl": 0.2},
+        {"form": "prune", "stage": "confirm", "steps": [1], "memory": 2**21, "kl": 0.25},
+        {"form": "skip", "stage": "search", "steps": [3], "memory": 2**21},
+    ]
+    record = make()
+    assert "The search" not in Page(report.html([record])).text
+    record.measured |= {"tried": tried, "chosen": tried[1]}
+    page = report.html([record])
+    assert "3 candidates" in Page(page).text
+    drawing = page[page.index("Candidates by the memory") :]
+    drawing = drawing[: drawing.index("</svg>")]
+    assert drawing.count("point result") == 1
+    assert drawing.count("point comparison") == drawing.count("point beaten") == 1
+    assert "slim: 1\N{NO-BREAK SPACE}MiB, KL 0.200, measured on all of it" in drawing
+    assert "front" not in drawing  # the chosen one is smaller and loses less than the other
+
+
+@pytest.mark.parametrize("first", [("decode", "perplexity"), ()])
+def test_a_picture_of_several_runs_is_a_file_of_its_own(first):
+    drawn = ET.fromstring(report.frontier_picture([make(decode=1.5), make(result=30.0)], first))
+    told = [t.text for t in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    axis = "decode speed, relative to the original (more is better)" if first else "active"
+    assert any(t and t.startswith(axis) for t in told)
+    assert any(t and t.startswith("2. org/model, carved with MoRE") for t in told)
+    record = make()
+    del record.measured["scores"]["static"]
+    assert report.frontier_picture([record]) == ""
 
 
 def test_many_rectangles_are_drawn_together():

@@ -126,12 +126,24 @@ def exported(record: JSON) -> Table:
     return table
 
 
+SAVED = ("bytes", "active", "decode", "prefill", "memory")
+LOST = ("perplexity", "kl", "agreement", "tasks")
+"""Axes of the frontier."""
+
+
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Result folders.")],
-    out: Annotated[Path, typer.Option(help="The HTML file to make.")] = Path("report.html"),
+    out: Annotated[
+        Path, typer.Option(help="The .html page to make, or the frontier alone as .svg.")
+    ] = Path("report.html"),
+    saved: Annotated[str, typer.Option(help=f"Drawn first across: {', '.join(SAVED)}.")] = "",
+    lost: Annotated[str, typer.Option(help=f"Drawn first upwards: {', '.join(LOST)}.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """One HTML file about one or more results."""
+    """One page about one or more results: what is lost, what is saved, layer by layer."""
+    for field, given, known in (("saved", saved, SAVED), ("lost", lost, LOST)):
+        if given and given not in known:
+            raise MoesaicError(f"{field} {given!r} is not known; known: {', '.join(known)}.")
     from moesaic.io.headers import mapping_of
     from moesaic.record import Record
 
@@ -144,7 +156,11 @@ def report(
             raise MoesaicError(f"{folder} has no readable result.json: {error}") from error
     from moesaic import report
 
-    write(out, report.html(records))
+    first = [key for key in (saved, lost) if key]
+    page = (report.frontier_picture if out.suffix == ".svg" else report.html)(records, first)
+    if not page:
+        raise MoesaicError("An .svg needs three measured models; these runs have fewer.")
+    write(out, page)
     emit(as_json, {"report": str(out)}, f"Report in {out}")
 
 

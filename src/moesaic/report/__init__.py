@@ -9,8 +9,18 @@ from moesaic.report.console import terminal
 from moesaic.report.gated import sweep
 from moesaic.report.mixtures import overlap
 from moesaic.report.page import html
-from moesaic.report.picture import picture
+from moesaic.report.picture import frontier_picture, picture
 from moesaic.report.read import title
 from moesaic.report.words import speed_words
 
-__all__ = ["html", "model_card", "overlap", "picture", "speed_words", "sweep", "terminal", "title"]
+__all__ = [
+    "frontier_picture",
+    "html",
+    "model_card",
+    "overlap",
+    "picture",
+    "speed_words",
+    "sweep",
+    "terminal",
+    "title",
+]

@@ -10,6 +10,7 @@ from moesaic.record import Record, Step
 from moesaic.report import figures, gated, learned, mixtures
 from moesaic.report.lines import lines
 from moesaic.report.read import figure, trainings
+from moesaic.report.tried import tried
 
 Figure = tuple[str, str, Markup]
 """A caption in a few words, how to read the drawing, the drawing."""
@@ -32,6 +33,7 @@ def drawings(record: Record) -> list[tuple[str, list[Figure]]]:
         if step.kind in OF_STEPS:
             head, draw = OF_STEPS[step.kind]
             found[head] = list(draw(record, step))
+    found["The search"] = [tried(record)]
     found["What the refit gives back"] = [_refitted(record)]
     found["Training"] = _training(record)
     whole = {head: [f for f in drawn if f is not None and f[2]] for head, drawn in found.items()}

@@ -29,6 +29,8 @@ Form = Callable[[float | None], str]
 class Axis:
     """One figure of a model, along which models are compared."""
 
+    key: str
+    """What it is asked for by."""
     name: str
     value: Callable[[Record, str], float | None]
     """Of a record's model, by its name in ``scores``."""
@@ -61,18 +63,43 @@ def _memory(record: Record, name: str) -> float | None:
 
 percent = partial(figures.percent, digits=1)
 SAVED = (
-    Axis("bytes", partial(_score, key="total_bytes"), figures.memory),
-    Axis("active parameters", partial(_score, key="active_parameters"), figures.count),
-    Axis("decode speed", partial(_speed, what="decode"), figures.times, -1, absolute=False),
-    Axis("prefill speed", partial(_speed, what="prefill"), figures.times, -1, absolute=False),
-    Axis("peak memory", _memory, figures.memory),
+    Axis("bytes", "bytes", partial(_score, key="total_bytes"), figures.memory),
+    Axis("active", "active parameters", partial(_score, key="active_parameters"), figures.count),
+    Axis(
+        "decode", "decode speed", partial(_speed, what="decode"), figures.times, -1, absolute=False
+    ),
+    Axis(
+        "prefill",
+        "prefill speed",
+        partial(_speed, what="prefill"),
+        figures.times,
+        -1,
+        absolute=False,
+    ),
+    Axis("memory", "peak memory", _memory, figures.memory),
 )
 """What a model may save: the horizontal axes."""
 LOST = (
-    Axis("perplexity", partial(_score, key="perplexity"), figures.perplexity),
-    Axis("KL from the original", partial(_beside, key="kl", own=0.0), figures.share, 1, False),
-    Axis("top-1 agreement", partial(_beside, key="top1_agreement", own=1.0), percent, -1, False),
-    Axis("tasks, of the original", partial(_beside, key="recovery", own=1.0), percent, -1, False),
+    Axis("perplexity", "perplexity", partial(_score, key="perplexity"), figures.perplexity),
+    Axis(
+        "kl", "KL from the original", partial(_beside, key="kl", own=0.0), figures.share, 1, False
+    ),
+    Axis(
+        "agreement",
+        "top-1 agreement",
+        partial(_beside, key="top1_agreement", own=1.0),
+        percent,
+        -1,
+        False,
+    ),
+    Axis(
+        "tasks",
+        "tasks, of the original",
+        partial(_beside, key="recovery", own=1.0),
+        percent,
+        -1,
+        False,
+    ),
 )
 """What a model may lose: the vertical axes."""
 
@@ -104,6 +131,10 @@ class Frontier:
     lost: list[str]
     """Names of the vertical axes."""
     drawn: Markup
+    first: Markup
+    """The first choice of axes alone, for a picture that is not switched."""
+    keys: list[str] = field(default_factory=list)
+    """Of all axes that tell models apart."""
     groups: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     """Comparisons that are drawn."""
@@ -209,11 +240,15 @@ def best(places: Sequence[tuple[float, float]]) -> list[int]:
 # --- the picture ---------------------------------------------------------------------------------
 
 
-def frontier(records: Sequence[Record]) -> Frontier | None:
+def frontier(records: Sequence[Record], first: Sequence[str] = ()) -> Frontier | None:
     """The picture of some runs; None where fewer than three models were measured.
 
     Where all runs share an original and a text, figures are as measured; otherwise they are of
     the run's own original.
+
+    Args:
+        records: of the runs.
+        first: keys of the axes to be drawn first; otherwise those that most models have.
     """
     found, groups = points(records)
     if len(found) < 3:
@@ -225,7 +260,8 @@ def frontier(records: Sequence[Record]) -> Frontier | None:
     ]
     columns = [[v if v is not None and math.isfinite(v) else None for v in c] for c in columns]
     told = [k for k, column in enumerate(columns) if _tells(column)]
-    told.sort(key=lambda k: columns[k].count(None))  # those that most models have come first
+    # those that were asked for come first, then those that most models have
+    told.sort(key=lambda k: (axes[k].key not in first, columns[k].count(None)))
     across = [k for k in told if k < len(SAVED)]
     rising = [k for k in told if k >= len(SAVED)]
     if not across or not rising:
@@ -243,11 +279,18 @@ def frontier(records: Sequence[Record]) -> Frontier | None:
     marks = [
         _mark(p, shared, [at[n] for at in places], len(records) > 1) for n, p in enumerate(found)
     ]
+    alone = [
+        _mark(p, shared, places[0][n : n + 1], len(records) > 1)
+        for n, p in enumerate(found)
+        if places[0][n] is not None
+    ]
     label = "Models by what they lose and what they save"
     return Frontier(
         saved=[axes[k].name for k in across],
         lost=[axes[k].name for k in rising],
         drawn=svg(*SIZE, [*pictures, *marks], label, role="group"),
+        first=Markup("".join([pictures[0], *alone])),
+        keys=[axes[k].key for k in told],
         groups=groups,
         kinds=shared,
     )
@@ -303,7 +346,7 @@ def _plot(
         for n in members:
             places[n] = (*plane.at(*known[n]), n in front)
         ranked = sorted(front, key=lambda n: (x[0].sign * known[n][0], y[0].sign * known[n][1]))
-        corners = _stairs([plane.at(*known[n]) for n in ranked])
+        corners = stairs([plane.at(*known[n]) for n in ranked])
         if len(corners) > 1:
             dashed = " dash" if group >= 4 else ""
             out.append(line(corners, f"series s{group % 4} front{dashed}"))
@@ -320,10 +363,10 @@ def _written(axis: Axis, several: bool) -> Callable[[float], str]:
     return axis.form
 
 
-def _stairs(at: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def stairs(at: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """From point to point along the axes: what lies behind the line is beaten.
 
-    >>> _stairs([(0, 0), (5, 7)])
+    >>> stairs([(0, 0), (5, 7)])
     [(0, 0), (5, 0), (5, 7)]
     """
     out = list(at[:1])

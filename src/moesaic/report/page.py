@@ -46,7 +46,7 @@ def _template() -> Template:
     return environment.get_template("template.html")
 
 
-def html(records: Sequence[Record]) -> str:
+def html(records: Sequence[Record], first: Sequence[str] = ()) -> str:
     """One self-contained HTML file about one or more runs.
 
     Parts that take the most room and say the least are left out of all runs, one after another,
@@ -54,18 +54,20 @@ def html(records: Sequence[Record]) -> str:
 
     Args:
         records: of the runs. What was not measured is left out.
+        first: axes of the frontier that are drawn first
+            (:func:`moesaic.report.frontier.frontier`).
     """
     without: list[str] = []
-    page = _page(records, without)
+    page = _page(records, without, first)
     for name in HEAVY:
         if len(page.encode()) < LARGEST:
             break
         without.append(name)
-        page = _page(records, without)
+        page = _page(records, without, first)
     return page
 
 
-def _page(records: Sequence[Record], without: Sequence[str]) -> str:
+def _page(records: Sequence[Record], without: Sequence[str], first: Sequence[str]) -> str:
     """The page without some of the parts in :data:`HEAVY`."""
     several = len(records) > 1
     runs = [_view(record, n) | dict.fromkeys(without) for n, record in enumerate(records, 1)]
@@ -78,7 +80,7 @@ def _page(records: Sequence[Record], without: Sequence[str]) -> str:
         several=several,
         overview=overview(records) if several else None,
         strip=layers.strip(records) if several else "",
-        frontier=frontier(records),
+        frontier=frontier(records, first),
         shapes=SHAPES,
         colours=charts.colours(most),
         left_out=[HEAVY[name] for name in without],

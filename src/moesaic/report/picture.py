@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 
 from markupsafe import escape
 
 from moesaic.record import Record
 from moesaic.report import charts, figures
+from moesaic.report.frontier import frontier
 from moesaic.report.read import compared_ratio, figure, names, part, routing, title, unit
 
 STYLE = """
@@ -25,6 +27,54 @@ fill:#1d2126}
 .heat{fill:#0072b2}
 .break{stroke:#fcfbf8;stroke-width:2;fill:none}
 """
+
+
+POINTS = """
+.s0{--s:#0072b2}.s1{--s:#b36b00}.s2{--s:#007a59}.s3{--s:#a8487c}
+.grid{stroke:#dedbd2;fill:none}
+.front{stroke:var(--s);stroke-width:1.5;stroke-opacity:.6;fill:none}
+.dash{stroke-dasharray:4 3}
+.point circle,.point path{fill:var(--s);stroke:#fcfbf8;stroke-width:1.5}
+.point.original circle,.point.comparison path{fill:#fcfbf8;stroke:var(--s);stroke-width:2}
+.point text{fill:#fcfbf8;font-weight:650;font-size:11.5px}
+.beaten circle,.beaten path{opacity:.5}
+"""
+
+
+def frontier_picture(records: Sequence[Record], first: Sequence[str] = ()) -> str:
+    """What several runs lose over what they save, their names beside it, as one SVG.
+
+    Args:
+        records: of the runs.
+        first: keys of the two axes, as for :func:`moesaic.report.frontier.frontier`.
+
+    Returns:
+        the picture; empty where fewer than three models were measured.
+    """
+    drawn = frontier(records, first)
+    if drawn is None:
+        return ""
+    width, edge = 900, 28
+    rows = [
+        row
+        for n, record in enumerate(records, 1)
+        for row in textwrap.wrap(f"{n}. {title(record)}", 130, subsequent_indent="    ")
+    ]
+    rows += [f"Comparisons: {', '.join(drawn.kinds)}."] if drawn.kinds else []
+    height = 430 + 18 * len(rows)
+    body = [
+        f"<style>{STYLE}{POINTS}</style>",
+        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10" fill="#fcfbf8" '
+        'stroke="#dedbd2"/>',
+        f'<g transform="translate({edge + 70} {edge})">{drawn.first}</g>',
+        *(charts.text(edge, 440 + 18 * n, row, "quiet") for n, row in enumerate(rows)),
+    ]
+    told = "What is lost, and what is saved"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" role="img">'
+        f"<title>{told}</title>{''.join(body)}</svg>\n"
+    )
 
 
 def picture(record: Record) -> str:
