@@ -5,6 +5,7 @@ from .api import condense as condense
 from .api import estimate as estimate
 from .api import evaluate as evaluate
 from .api import export as export
+from .api import fit as fit
 from .api import generate as generate
 from .api import inspect as inspect
 from .api import observe as observe
@@ -19,6 +20,7 @@ from .config import Evaluation as Evaluation
 from .config import RunArgs as RunArgs
 from .data.text import Tokens as Tokens
 from .errors import MoesaicError as MoesaicError
+from .fitting.config import FitConfig as FitConfig
 from .methods.cdmoe.config import CondenseConfig as CondenseConfig
 from .methods.channels.config import TEALConfig as TEALConfig
 from .methods.channels.config import WINAConfig as WINAConfig

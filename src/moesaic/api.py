@@ -17,6 +17,7 @@ from typing import TypeAlias
 from moesaic.config import MethodConfig, RunArgs
 from moesaic.estimates import estimate
 from moesaic.exports import export
+from moesaic.fitting.search import fit
 from moesaic.foreign import Model
 from moesaic.methods import methods_of
 from moesaic.methods.more.similarity import similarity
@@ -35,6 +36,7 @@ __all__ = [
     "estimate",
     "evaluate",
     "export",
+    "fit",
     "generate",
     "inspect",
     "observe",

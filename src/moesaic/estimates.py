@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +24,9 @@ from torch import nn
 
 from moesaic import __version__
 from moesaic.arch.dense import PREFIX, Arch
-from moesaic.config import Evaluation, RunArgs, parse_dtype
+from moesaic.config import Evaluation, MethodConfig, RunArgs, parse_dtype
 from moesaic.exports.engines import limits
-from moesaic.foreign import JSON, Config
+from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import INDEX_NAME, skeleton
 from moesaic.io.names import whole_file
 from moesaic.io.source import cache_folder
@@ -36,7 +38,6 @@ from moesaic.metrics.forward import BATCH
 from moesaic.metrics.measure import ROOM
 from moesaic.metrics.memory import free_bytes
 from moesaic.metrics.size import Size, model_size
-from moesaic.plan import Plan
 from moesaic.recipe import Recipe
 from moesaic.result import save_applied
 from moesaic.stream.job import Job
@@ -107,33 +108,20 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
     Raises:
         MoesaicError: the request cannot be met.
     """
-    dtype = parse_dtype(recipe.dtype)
-    with TemporaryDirectory(prefix="moesaic-") as work:
-        first = Path(work) / "original"
-        first.mkdir()
-        source = original = foretold(recipe.model, first)
+    with foreseen(recipe) as steps:
         stages, exact, disk = [Stage()], True, 0
-        for number, config in enumerate(recipe.steps):
-            method = cast("Method[Any, Any]", implementation(config))
-            args = RunArgs(
-                model=source,
-                calibration=recipe.calibration,
-                device=recipe.device,
-                dtype=dtype,
+        for step in steps:
+            files = sum(f.stat().st_size for f in step.result.folder.iterdir())
+            stages += _steps(step, bool(recipe.calibration.stats))
+            disk += files + 2 * sum(
+                tensor.nbytes for tensor in step.outline.plan.tensors().values()
             )
-            job: Job[Arch] = Job(args, method.find, config.window)
-            outline = method.outline(job)
-            folder = Path(work) / f"step-{number}"
-            folder.mkdir()
-            save_applied(source, outline.plan, folder, dtype, Outliner(folder))
-            planned = plan_bytes(outline.plan)
-            result = Weightless(recipe.out, folder)
-            stages += _steps(job, outline, weight_bytes(folder), bool(recipe.calibration.stats))
-            disk += sum(f.stat().st_size for f in folder.iterdir()) + 2 * planned
-            source, exact = result, exact and outline.exact
-        made = Built(source, dtype)
+            exact &= step.outline.exact
+        source, dtype = steps[-1].result, parse_dtype(recipe.dtype)
+        made = Built(source.config, dtype)
         if recipe.evaluation is not None:
-            stages += _evaluation(Built(original, dtype), made, recipe.evaluation, recipe.device)
+            original = Built(steps[0].job.original.config, dtype)
+            stages += _evaluation(original, made, recipe.evaluation, recipe.device)
             disk += PAGES
         machine = machine or Machine.here(recipe.device)
         config = made.config
@@ -144,7 +132,7 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
             active_ratio=made.size.active_ratio,
             exact=exact,
             model_type=str(config.model_type),
-            native=not config.model_type.startswith(PREFIX),
+            native=made.native,
             loads_in=loads_in(config),
             peak_memory_bytes=machine.resident + max(stage.memory for stage in stages),
             disk_bytes=disk,
@@ -152,15 +140,71 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
         )
 
 
+@dataclass(frozen=True)
+class Step:
+    """A step of a recipe, carried out on headers."""
+
+    job: Job[Arch]
+    outline: Outline
+    result: Weightless
+
+
+@contextmanager
+def foreseen(recipe: Recipe) -> Iterator[list[Step]]:
+    """A recipe's steps carried out on headers; inside, their results are folders.
+
+    Raises:
+        MoesaicError: the request cannot be met.
+    """
+    with TemporaryDirectory(prefix="moesaic-") as work:
+        first = Path(work) / "original"
+        first.mkdir()
+        source = foretold(recipe.model, first)
+        steps: list[Step] = []
+        for number, config in enumerate(recipe.steps):
+            folder = Path(work) / f"step-{number}"
+            steps.append(carried_out(source, config, recipe, folder))
+            source = steps[-1].result
+        yield steps
+
+
+def outlined(
+    source: Weightless, config: MethodConfig, recipe: Recipe, shape: Model | None = None
+) -> tuple[Job[Arch], Outline]:
+    """One step's job and its outline, from headers.
+
+    Args:
+        source: what the step starts from.
+        config: the step.
+        recipe: text, device and type.
+        shape: a skeleton of the source, where one is at hand.
+    """
+    method = cast("Method[Any, Any]", implementation(config))
+    drawn, dtype = recipe.calibration, parse_dtype(recipe.dtype)
+    args = RunArgs(model=source, calibration=drawn, device=recipe.device, dtype=dtype)
+    job: Job[Arch] = Job(args, method.find, config.window, shape)
+    return job, method.outline(job)
+
+
+def carried_out(source: Weightless, config: MethodConfig, recipe: Recipe, folder: Path) -> Step:
+    """One step, on headers; its result's files but the weights, and their headers, are written.
+
+    Args:
+        source: what the step starts from.
+        config: the step.
+        recipe: text, device and type.
+        folder: to make.
+    """
+    job, outline = outlined(source, config, recipe)
+    folder.mkdir()
+    save_applied(source, outline.plan, folder, job.dtype, Outliner(folder))
+    return Step(job, outline, Weightless(recipe.out, folder))
+
+
 def weight_bytes(folder: Path) -> int:
     """Bytes of a folder's weight files, their index included."""
     files = [*folder.glob("model*.safetensors"), *folder.glob(INDEX_NAME)]
     return sum(file.stat().st_size for file in files)
-
-
-def plan_bytes(plan: Plan) -> int:
-    """Bytes of a plan's tensors."""
-    return sum(tensor.nbytes for tensor in plan.tensors().values())
 
 
 def loads_in(config: Config) -> dict[str, list[str]]:
@@ -181,14 +225,14 @@ def loads_in(config: Config) -> dict[str, list[str]]:
 class Built:
     """A model without values, and what its parts weigh."""
 
-    def __init__(self, source: Weightless, dtype: torch.dtype | None) -> None:
-        self.config = source.config
+    def __init__(self, config: Config, dtype: torch.dtype | None) -> None:
+        self.config = config
         self._dtype = dtype or self.config.dtype
 
     @cached_property
     def model(self) -> nn.Module:
         """On the meta device."""
-        return skeleton(self.config, self._dtype)
+        return skeleton(self.config, self._dtype, bare=True)
 
     @cached_property
     def size(self) -> Size:
@@ -199,6 +243,11 @@ class Built:
     def bytes(self) -> int:
         """Of its weights in memory."""
         return _bytes(self.model)
+
+    @property
+    def native(self) -> bool:
+        """It is of its base's own architecture."""
+        return not self.config.model_type.startswith(PREFIX)
 
     @property
     def depth(self) -> int:
@@ -218,8 +267,9 @@ def _bytes(module: nn.Module) -> int:
 # --- stages --------------------------------------------------------------------------------------
 
 
-def _steps(job: Job[Arch], outline: Outline, written: int, decided: bool) -> list[Stage]:
+def _steps(step: Step, decided: bool) -> list[Stage]:
     """Observing and deciding, training, and writing of one step."""
+    job, outline, written = step.job, step.outline, weight_bytes(step.result.folder)
     model = job.shape
     uses = model_size(model).layers
     layers = [_bytes(layer) for layer in job.layers]

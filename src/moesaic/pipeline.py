@@ -63,7 +63,12 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
 
 
 def run_recipe(
-    recipe: Recipe, *, overwrite: bool = False, resume: bool = False, track: Track = silent
+    recipe: Recipe,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    track: Track = silent,
+    found: Values | None = None,
 ) -> Record | None:
     """Carry out a recipe: convert, save, measure, report.
 
@@ -72,6 +77,7 @@ def run_recipe(
         overwrite: replace ``recipe.out`` if it exists, and drop an unfinished run.
         resume: continue an unfinished run of the same recipe.
         track: shows progress.
+        found: what led to the recipe, for the record.
 
     Returns:
         what is known of the run, as ``result.json`` holds it; None in all processes of a run but
@@ -109,11 +115,12 @@ def run_recipe(
     with whole_folder(Path(recipe.out), overwrite) as folder:
         result.write(folder)
         measured: JSON = {}
+        led = dict(found or {})
         if settings is not None:
             gathered(str(folder))  # the others wait until it is whole
             original = resolve(recipe.model)
             measured = measure(folder, original, result.builders, settings, **where, track=track)
-        record = _record(recipe, result, known, measured)
+        record = _record(recipe, result, known, {**measured, **led})
         describe(record, recipe, folder)
     Progress(work, {}).discard()
     return record

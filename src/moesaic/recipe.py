@@ -93,7 +93,7 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
     Raises:
         MoesaicError: names the field, its value and what would work.
     """
-    last, settings = recipe.steps[-1], recipe.evaluation
+    settings = recipe.evaluation
     for step in recipe.steps:
         verb = VERBS[step.verb]
         if recipe.calibration.stats and not verb.observes:
@@ -101,6 +101,7 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
                 f"stats={recipe.calibration.stats}: {verb.name} takes no statistics."
             )
     if settings is not None and settings.compare:
+        last = recipe.steps[-1]
         if not VERBS[last.verb].compares:
             raise MoesaicError(f"{last.verb} compares nothing: leave compare out.")
         for name in settings.compare if last.variants else ():
@@ -150,11 +151,11 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     bundle = options.pop("recipe", None)
     if bundle is not None:
         options = {**_bundle(verb, method, bundle, where), **options}
-    return checked(config, _read(config, options), where)
+    return checked(config, plain_values(config, options), where)
 
 
-def _read(config: type[Any], options: JSON) -> JSON:
-    """The same with sizes and names of text as their fields hold them."""
+def plain_values(config: type[Any], options: JSON) -> JSON:
+    """The same options with sizes and names of text as a dataclass's fields hold them."""
     read = dict(options)
     for of in fields(config):
         value = options.get(of.name)
@@ -240,7 +241,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe"
         configs.append(step_config(verb, options, f"steps.{i}.{verb}"))
     for name, config in (("calibration", Calibration), ("evaluation", Evaluation)):
         if isinstance(data.get(name), dict):
-            data[name] = _read(config, data[name])
+            data[name] = plain_values(config, data[name])
     return checked(Recipe, {**data, "steps": tuple(configs)}, "")
 
 

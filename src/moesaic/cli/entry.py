@@ -15,7 +15,7 @@ import typer
 import wrapt
 
 from moesaic import __version__
-from moesaic.cli import measure, results, verbs
+from moesaic.cli import fitting, measure, results, verbs
 from moesaic.cli.shared import app, fail
 from moesaic.errors import MoesaicError
 
@@ -25,7 +25,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TORCH = "inline_container.cc"
 """The part of torch that writes training checkpoints; it says no more than that it could not."""
 
-for group in (verbs, measure, results):
+for group in (verbs, fitting, measure, results):
     group.commands()
 
 

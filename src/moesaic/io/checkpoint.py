@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -300,18 +300,26 @@ def narrowed(model: Model) -> Callable[[str], torch.dtype]:
     return of
 
 
-def skeleton(config: Config, dtype: torch.dtype | None = None) -> Model:
+def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = False) -> Model:
     """The model of a config with parameters on the meta device and real buffers.
+
+    Args:
+        config: of the model.
+        dtype: floating-point type; None for the config's own.
+        bare: it is looked at and never run: first values, of buffers too, are left out, which
+            takes half the time.
 
     Raises:
         MoesaicError: there is no such model.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     options = {} if dtype is None else {"dtype": dtype}
     try:
-        with init_empty_weights(include_buffers=False):
+        values = no_init_weights() if bare else nullcontext()
+        with init_empty_weights(include_buffers=False), values:
             model = AutoModelForCausalLM.from_config(config, **options).eval()
         model.tie_weights()  # becoming empty broke the ties
     except MoesaicError:

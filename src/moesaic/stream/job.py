@@ -39,10 +39,19 @@ class Job(Generic[A]):
         args: what was asked for.
         find: the architecture of a model's config; refuses models that the method cannot take.
         length: tokens of a calibration window, where the request says nothing.
+        shape: a skeleton of the model, where one is at hand.
     """
 
-    def __init__(self, args: RunArgs, find: Callable[[Config], A], length: int = 256) -> None:
+    def __init__(
+        self,
+        args: RunArgs,
+        find: Callable[[Config], A],
+        length: int = 256,
+        shape: Model | None = None,
+    ) -> None:
         self.args = args
+        if shape is not None:
+            self.shape = shape
         self.dtype, self.track = args.dtype, args.track
         model = args.model
         self.original: Model = resolve(str(model)) if isinstance(model, str | Path) else model
@@ -125,7 +134,7 @@ class Job(Generic[A]):
         """
         if not self.on_disk:
             return self.original
-        model = skeleton(self.original.config)
+        model = skeleton(self.original.config, bare=True)
         self.naming.check(model)
         return model
 

@@ -87,6 +87,10 @@ class PruneConfig(MethodConfig):
         return CRITERIA[self.criterion]
 
     @property
+    def decides_from_stats(self) -> bool:
+        return not self.progressive
+
+    @property
     def credit(self) -> str:
         return self.chosen.paper
 

@@ -75,6 +75,10 @@ class SlimConfig(MethodConfig):
         return SCORES[self.score]
 
     @property
+    def decides_from_stats(self) -> bool:
+        return not (self.measures or self.chosen.gradients or self.chosen.gram)
+
+    @property
     def credit(self) -> str:
         return self.chosen.paper
 

@@ -1,0 +1,86 @@
+"""The command that looks for the recipe itself."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from moesaic.cli.options import (
+    DEVICE,
+    DTYPE,
+    AsJson,
+    Model,
+    Option,
+    Out,
+    Overwrite,
+    Resume,
+    Value,
+    option,
+)
+from moesaic.cli.shared import emit, register
+from moesaic.config import Calibration, Evaluation, check_device
+from moesaic.fitting.config import FitConfig
+from moesaic.recipe import Recipe, check_run, checked, plain_values
+
+TEXT = ("source", "samples", "length", "seed", "documents")
+
+
+def fit(
+    model: Model,
+    out: Out,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+    **given: Value,
+) -> None:
+    """Find the recipe that loses least within a budget, and carry it out."""
+    place = {name: given.pop(name) for name in ("device", "dtype") if name in given}
+    calibration = {name: given.pop(name) for name in TEXT if name in given}
+    measured = {name: given.pop(name) for name in ("data", "max_tokens") if name in given}
+    config = checked(FitConfig, plain_values(FitConfig, given), "")
+    recipe = Recipe(
+        model=model,
+        out=str(out),
+        steps=(),
+        calibration=checked(Calibration, calibration, ""),
+        evaluation=checked(Evaluation, measured, ""),
+        **place,
+    )
+    check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
+    check_device(recipe.device)
+    from rich.console import Group
+
+    from moesaic import report
+    from moesaic.cli.bars import bars, err_console
+    from moesaic.fitting.search import fit
+
+    record = fit(recipe, config, overwrite=overwrite, resume=resume, track=bars)
+    assert record is not None
+    shown = Group(tried(record.measured["tried"]), report.terminal(record))
+    emit(as_json, record.output(), shown)
+    err_console.print(f"Checkpoint in {out}, report in {out}/report.html")
+
+
+def tried(found: list[Value]) -> Value:
+    """A table of candidates, those that lose least first."""
+    from rich.table import Table
+
+    from moesaic.report.figures import memory
+
+    table = Table(title="Candidates", title_justify="left")
+    for name in ("form", "memory", "active", "loss", "KL", "stage"):
+        table.add_column(name, justify="left" if name in ("form", "stage") else "right")
+    order = sorted(found, key=lambda c: (c["stage"] == "search", c["kl"]))
+    for c in order:
+        figures = (memory(c["memory"]), f"{c['active_parameters']:,}", f"{c['loss']:.1%}")
+        table.add_row(c["form"], *figures, f"{c['kl']:.4f}", c["stage"])
+    return table
+
+
+def commands() -> None:
+    """Make the command."""
+    text = [option(Calibration, name) for name in TEXT]
+    evaluation = [option(Evaluation, name) for name in ("data", "max_tokens")]
+    common: list[Option] = [*text, *evaluation, DEVICE, DTYPE]
+    own = [option(FitConfig, of.name) for of in fields(FitConfig)]
+    options = [*own, *(replace(o, common=True) for o in common)]
+    register("fit", fit, "moesaic fit tiny-moe out --memory 9MB", options)

@@ -1,0 +1,342 @@
+"""Candidates: recipes whose size follows from one number, and the number that meets a budget."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from pathlib import Path
+
+from moesaic.arch.dense import Arch
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.config import MethodConfig
+from moesaic.errors import MoesaicError
+from moesaic.estimates import Built, Step, carried_out, outlined
+from moesaic.fitting.config import BUDGETS, FitConfig
+from moesaic.foreign import JSON, Model
+from moesaic.hub import convert_config
+from moesaic.io.source import Source
+from moesaic.io.weightless import Weightless, foretold
+from moesaic.methods.cdmoe.config import CondenseConfig
+from moesaic.methods.channels.config import WINAConfig
+from moesaic.methods.mixtures import least_experts
+from moesaic.methods.more.config import MoREConfig
+from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.slim.config import SlimConfig
+from moesaic.recipe import Recipe
+
+Steps = tuple[MethodConfig, ...]
+FINEST = 128
+"""Shares that are told apart where no width limits them."""
+GRAM_BYTES = 2 << 30
+"""Memory of a layer's inner products of neurons, up to which they are looked at."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Recipes of one form, of which one number is open."""
+
+    name: str
+    shares: tuple[float, ...]
+    """The values of that number, rising: the larger, the larger the result."""
+    rough: Callable[[float], Steps]
+    """The recipe that is quick to make."""
+    fine: Sequence[Callable[[float], Steps]] = ()
+    """The same size, made with more care."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a recipe's result weighs."""
+
+    memory: int
+    parameters: int
+    active_parameters: int
+    native: bool
+    exact: bool
+
+    def meets(self, config: FitConfig) -> bool:
+        """Whether it keeps within every budget of size."""
+        limits = ((getattr(self, name), getattr(config, name)) for name in BUDGETS)
+        return all(limit is None or size <= limit for size, limit in limits)
+
+
+class Weights:
+    """What recipes' results weigh, told from headers; the steps before the last are shared.
+
+    Args:
+        recipe: model, text, device and type; its steps are not looked at.
+        folder: an existing one.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self.recipe, self.folder = recipe, folder
+        (folder / "original").mkdir()
+        self._made: dict[str, Step | None] = {}
+        self._known: dict[str, Weight | None] = {}
+        self._shapes: dict[Path, Model] = {}
+        self._source = foretold(recipe.model, folder / "original")
+
+    def of(self, steps: Steps) -> Weight | None:
+        """What a result weighs; None where the steps cannot be carried out."""
+        key = json.dumps(told(steps))
+        if key not in self._known:
+            try:
+                self._known[key] = self._weighed(steps)
+            except MoesaicError:
+                self._known[key] = None
+        return self._known[key]
+
+    def _weighed(self, steps: Steps) -> Weight:
+        *before, last = steps
+        source, exact = self._source, True
+        for number in range(len(before)):
+            step = self._after(source, tuple(before[: number + 1]))
+            source, exact = step.result, exact and step.outline.exact
+        job, outline = outlined(source, last, self.recipe, self._shapes.get(source.folder))
+        self._shapes[source.folder] = job.shape
+        config = copy.deepcopy(source.config)
+        convert_config(config, job.arch, outline.plan)
+        made = Built(config, job.dtype)
+        return Weight(
+            memory=made.bytes,
+            parameters=made.size.total_parameters,
+            active_parameters=made.size.active_parameters,
+            native=made.native,
+            exact=exact and outline.exact,
+        )
+
+    def _after(self, source: Weightless, steps: Steps) -> Step:
+        key = json.dumps(told(steps))
+        if key not in self._made:
+            folder = self.folder / str(len(self._made))
+            self._made[key] = None
+            self._made[key] = carried_out(source, steps[-1], self.recipe, folder)
+        step = self._made[key]
+        if step is None:
+            raise MoesaicError("These steps cannot be carried out.")
+        return step
+
+
+def told(steps: Steps) -> list[JSON]:
+    """Steps as a recipe has them, options left out that are as by default."""
+    return [
+        {
+            step.verb: {
+                "method": step.name,
+                **{
+                    of.name: value
+                    for of in fields(step)
+                    if (value := asdict(step)[of.name]) != of.default
+                },
+            }
+        }
+        for step in steps
+    ]
+
+
+# --- families ------------------------------------------------------------------------------------
+
+
+def families(source: Source, config: FitConfig) -> list[Family]:
+    """All forms of recipe that a model may be fitted by.
+
+    Raises:
+        MoesaicError: the model is of no architecture that can be made smaller.
+    """
+    arch, built = base_arch(source.config), Built(source.config, None)
+    if isinstance(arch, MoEArch):
+        return [*_of_mixture(source, arch, built, config)]
+    return [*_of_dense(arch, built, config)]
+
+
+def _of_dense(arch: Arch, built: Built, config: FitConfig) -> Iterator[Family]:
+    widths = [arch.width_of(layer) for layer in arch.layers(built.model)]
+    shares = _widths(min(widths), _itemsize(built))
+    yield Family("slim", shares, _slim(), (_slim(refit=True),))
+    if config.active_parameters and not config.memory and not config.parameters:
+        every = tuple(n / FINEST for n in range(FINEST // 4, FINEST + 1, 2))
+        more = partial(_carve, MoREConfig, layers="all", experts=64, top_k=0, router="ridge")
+        if not config.native:
+            yield Family("carve", every, more, (partial(more, refit=True),))
+            yield Family("channels", every, partial(_carve, WINAConfig))
+
+
+def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) -> Iterator[Family]:
+    layers, model_config = arch.layers(built.model), source.config
+    routed = arch.moe_layers(built.model)
+    if not routed:
+        raise MoesaicError("No layer of this model routes.")
+    view = arch.mixture(layers[routed[0]])
+    groups = arch.group_count(model_config)
+    least = least_experts(arch, view.top_k, model_config)
+    counts = range(least, view.count + 1, groups)
+    experts = view.experts
+    plain = not (experts.is_transposed or experts.has_bias)
+    uneven = plain and experts.is_concatenated and not config.native
+    pairs = 8 * view.count * view.width**2 <= GRAM_BYTES
+    slim = partial(_slim, score="surgeon") if pairs else _slim
+    narrower = shares = _widths(view.width, _itemsize(built))
+    if uneven:
+        least_share = -(-FINEST // view.width)  # a neuron of each expert
+        narrower = tuple(n / FINEST for n in range(least_share, FINEST + 1))
+    yield Family(
+        "prune",
+        tuple(n / view.count for n in counts),
+        _prune(view.count),
+        (_prune(view.count, refit=True),),
+    )
+    yield Family("slim", shares, _slim(), (slim(refit=True),))
+    end: JSON = {"uneven": True} if uneven else {}
+    last, fine = _slim(**end), slim(refit=True, **end)
+    name = "slim uneven" if uneven else "slim"
+    if uneven:
+        yield Family(name, narrower, last, (fine,))
+    if view.shared_width:
+        half = {**end, "shared": 0.5}
+        yield Family(f"{name} shared", narrower, _slim(**half), (slim(refit=True, **half),))
+    for share in (0.75, 0.5):
+        count = least_of(counts, share * view.count)
+        yield Family(
+            f"prune {count}, {name}",
+            narrower,
+            _after(PruneConfig(keep=count), last),
+            (_after(PruneConfig(keep=count, refit=True), fine),),
+        )
+    kinds = ["shared"] if view.shared_width else []
+    kinds += [] if config.native else ["attention", "nothing"]
+    if plain:
+        for kind in kinds:
+            for number in _numbers(len(routed)):
+                said: JSON = {"layers": number, "keep": kind, **_gate(config)}
+                yield Family(
+                    f"condense {number} to {kind}, {name}",
+                    narrower,
+                    _after(CondenseConfig(**said), last),
+                    (_after(CondenseConfig(**said, refit=kind == "shared"), fine),),
+                )
+            most = len(routed) - (kind == "nothing" and 0 in routed)
+            made = partial(_condense, len(routed), keep=kind, **_gate(config))
+            yield Family(
+                f"condense to {kind}",
+                tuple(1 - n / len(routed) for n in range(most, 0, -1)),
+                made,
+                (partial(made, refit=True),) if kind == "shared" else (),
+            )
+    if config.active_parameters and not (config.memory or config.parameters or config.native):
+        every = tuple(n / FINEST for n in range(FINEST // 4, FINEST + 1, 2))
+        yield Family("channels", every, partial(_carve, WINAConfig))
+
+
+def _gate(config: FitConfig) -> JSON:
+    """Native results have no gate token by token."""
+    return {"shared_gate": "mean"} if config.native else {}
+
+
+def _numbers(routed: int) -> list[int]:
+    """How many layers are condensed before the others are made narrower.
+
+    >>> _numbers(6), _numbers(24), _numbers(1)
+    ([1, 2, 3], [4, 8, 12], [])
+    """
+    found = {max(1, round(share * routed)) for share in (1 / 6, 1 / 3, 1 / 2)}
+    return sorted(found - {routed})
+
+
+def least_of(counts: Sequence[int], wanted: float) -> int:
+    """The smallest of some numbers that is not below a wish; the greatest where all are.
+
+    >>> least_of([4, 8, 12], 6), least_of([4, 8], 9)
+    (8, 8)
+    """
+    return next((count for count in counts if count >= wanted), counts[-1])
+
+
+def _itemsize(built: Built) -> int:
+    return next(built.model.parameters()).element_size()
+
+
+def _widths(width: int, itemsize: int) -> tuple[float, ...]:
+    """The shares of a width that kernels like, rising: rows of 16 bytes at least.
+
+    >>> _widths(32, 4)[:2], _widths(32, 2)[:2], len(_widths(1408, 2))
+    ((0.125, 0.25), (0.25, 0.5), 22)
+    """
+    row = 16 // itemsize
+    step = next((s for s in (64, 32, 16, 8) if row <= s <= width // 8), row)
+    return tuple(n / width for n in range(step, width + 1, step))
+
+
+def _slim(**options: object) -> Callable[[float], Steps]:
+    def steps(share: float) -> Steps:
+        multiple = 1 if options.get("uneven") else None
+        return (SlimConfig(keep=share, **{"multiple": multiple, **options}),)  # type: ignore[arg-type]
+
+    return steps
+
+
+def _prune(count: int, refit: bool = False) -> Callable[[float], Steps]:
+    return lambda share: (PruneConfig(keep=round(share * count), refit=refit),)
+
+
+def _condense(routed: int, share: float, **options: object) -> Steps:
+    number = round((1 - share) * routed)
+    return (CondenseConfig(layers=number, **options),)  # type: ignore[arg-type]
+
+
+def _carve(kind: type[MethodConfig], share: float, **options: object) -> Steps:
+    return (kind(active=share, **options),)  # type: ignore[call-arg]
+
+
+def _after(first: MethodConfig, then: Callable[[float], Steps]) -> Callable[[float], Steps]:
+    return lambda share: (first, *then(share))
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+
+def largest(
+    shares: Sequence[float], fits: Callable[[float], bool], guess: int | None = None
+) -> float | None:
+    """The largest share that fits, where all below it do; None where none does.
+
+    Args:
+        shares: rising.
+        fits: asked as seldom as can be.
+        guess: the place where it is looked for first.
+
+    >>> largest([0.25, 0.5, 0.75, 1.0], lambda share: share < 0.8), largest([0.5], lambda _: False)
+    (0.75, None)
+    >>> asked = []
+    >>> largest([1, 2, 3, 4, 5, 6, 7, 8], lambda s: not asked.append(s) and s < 6, guess=4), asked
+    (5, [5, 6])
+    """
+    low, high = 0, len(shares)  # all before low fit, none from high on
+    while low < high:
+        middle = (low + high) // 2
+        if guess is not None and low <= guess < high:
+            middle, guess = guess, guess + 1
+        low, high = (middle + 1, high) if fits(shares[middle]) else (low, middle)
+    return shares[low - 1] if low else None
+
+
+def guessed(shares: Sequence[float], least: Weight, most: Weight, config: FitConfig) -> int:
+    """The place of the largest share that fits if sizes rise evenly.
+
+    Args:
+        shares: rising.
+        least: of the first.
+        most: of the last.
+        config: the budget.
+    """
+    places = []
+    for name in BUDGETS:
+        limit, low, high = (getattr(of, name) for of in (config, least, most))
+        if limit is not None and high > low:
+            part = (limit - low) / (high - low)
+            wanted = shares[0] + part * (shares[-1] - shares[0])
+            places.append(sum(share <= wanted + 1e-9 for share in shares) - 1)
+    return max(0, min(places, default=len(shares) - 1))

@@ -1,0 +1,51 @@
+"""What a result must fit into. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from moesaic.config import STRICT, check_options, option
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    """Budgets, at least one, and how much is tried."""
+
+    __pydantic_config__: ClassVar[JSON] = STRICT
+
+    memory: int | None = option(
+        None, "The most that the weights may take: bytes, 12GB, 800MB.", minimum=1, parse="bytes"
+    )
+    parameters: float | None = option(None, "The most parameters, such as 8e9.", minimum=1)
+    active_parameters: float | None = option(
+        None, "The most parameters that a token uses, embeddings and head included.", minimum=1
+    )
+    max_loss: float | None = option(
+        None,
+        "The share by which perplexity may rise, such as 0.05. Alone: the smallest such result.",
+        minimum=0,
+    )
+    native: bool = option(False, "Only results of the base's own architecture.")
+    confirm: int = option(
+        3, "Candidates that are refined, and measured again on more text.", minimum=1
+    )
+    windows: int = option(
+        32, "Windows of calibration text that choose, apart from those that calibrate.", minimum=2
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not any(getattr(self, name) for name in BUDGETS) and self.max_loss is None:
+            raise MoesaicError(f"Give a budget: {', '.join(BUDGETS)} or max_loss.")
+
+    @property
+    def sized(self) -> bool:
+        """There is a budget of size."""
+        return any(getattr(self, name) is not None for name in BUDGETS)
+
+
+BUDGETS = tuple(of.name for of in fields(FitConfig))[:3]
+"""The fields that limit a result's size."""

@@ -1,0 +1,440 @@
+"""The search: every form of recipe at the largest size that fits, measured, the best refined.
+
+Candidates decide on calibration text, are compared on other windows of it that no candidate
+decided on, and the one that is chosen is measured on evaluation text, as every result is: the
+three share no rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.config import Calibration, MethodConfig, RunArgs, parse_dtype
+from moesaic.data.text import SAMPLES, Tokens, calibration_tokens
+from moesaic.distributed import process
+from moesaic.errors import MoesaicError
+from moesaic.estimates import Built
+from moesaic.fitting.candidates import (
+    Family,
+    Steps,
+    Weight,
+    Weights,
+    families,
+    guessed,
+    largest,
+    told,
+)
+from moesaic.fitting.config import BUDGETS, FitConfig
+from moesaic.foreign import JSON, Track, silent
+from moesaic.io.names import whole_file
+from moesaic.io.source import Source, resolve
+from moesaic.methods.naee.observing import observe
+from moesaic.metrics.forward import Layerwise, Whole
+from moesaic.metrics.measure import fit as has_room
+from moesaic.metrics.score import Score, scores_beside
+from moesaic.pipeline import convert, run_recipe
+from moesaic.plan import Progress
+from moesaic.recipe import Recipe, check_run
+from moesaic.record import Record
+
+RUN = 32
+"""Tokens in a row by which a window is known to share text with another."""
+SIZES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
+"""Shares of the original's bytes that are tried where only a loss is given."""
+HALVINGS = 2
+"""Sizes that are tried between the smallest that keeps a loss and the next."""
+STATS = "observed.stats"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe that fits, and what came of it."""
+
+    form: str
+    steps: Steps
+    weight: Weight
+    score: JSON | None = None
+    """``perplexity``, ``loss`` (its rise, relative), ``kl`` and ``tokens``; None: not measured."""
+    stage: str = "search"
+    """``search`` or ``confirm``: how much text it was measured on."""
+
+    def as_json(self) -> JSON:
+        """The form, the steps, sizes and figures."""
+        score = self.score or {}
+        said = {"form": self.form, "stage": self.stage, "steps": told(self.steps)}
+        return {**said, **asdict(self.weight), **score}
+
+    @property
+    def kl(self) -> float:
+        """By which candidates are compared."""
+        return float(self.score["kl"]) if self.score else float("inf")
+
+
+class Search:
+    """Finds the recipe that loses least within a budget.
+
+    Args:
+        recipe: model, text, device and type; its steps are not looked at.
+        config: the budget.
+        work: a folder for what is finished.
+        track: shows progress.
+    """
+
+    def __init__(self, recipe: Recipe, config: FitConfig, work: Path, track: Track = silent):
+        self.recipe, self.config, self.work, self.track = recipe, config, work, track
+        self.source = resolve(recipe.model)
+        self.dtype = parse_dtype(recipe.dtype)
+        self.original = Built(self.source.config, self.dtype)
+        self._tried: dict[str, Candidate] = {}
+
+    # --- text ------------------------------------------------------------------------------------
+
+    @cached_property
+    def texts(self) -> tuple[Tokens, Tokens]:
+        """Windows that candidates decide on, and others that share nothing with them.
+
+        Raises:
+            MoesaicError: there is too little text.
+        """
+        drawn, wanted = self.recipe.calibration, self.config.windows
+
+        def draw(samples: int | None) -> Tokens:
+            return calibration_tokens(
+                drawn.source,
+                self.source.tokenizer,
+                samples,
+                drawn.length,
+                drawn.seed,
+                documents=drawn.documents,
+            )
+
+        first = draw(drawn.samples)
+        count = len(first.input_ids)
+        try:
+            more = draw(count + wanted)
+        except MoesaicError as error:
+            fewer = max(1, min(count, drawn.samples or SAMPLES) - wanted)
+            raise MoesaicError(
+                f"fit needs {wanted} windows beside the {count} that calibrate: samples={fewer} "
+                f"leaves them. ({error})"
+            ) from error
+        apart = [i for i, row in enumerate(more.input_ids) if not shares(row, first.input_ids)]
+        if len(apart) < wanted // 2:
+            raise MoesaicError(
+                f"Only {len(apart)} windows share no text with the {count} that calibrate; "
+                "lower samples, or give more text."
+            )
+        return first, more.rows(torch.tensor(apart[:wanted]))
+
+    # --- sizes -----------------------------------------------------------------------------------
+
+    @cached_property
+    def weights(self) -> Weights:
+        """The sizes of recipes."""
+        folder = self.work / "headers"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return Weights(self.recipe, folder)
+
+    def share(self, family: Family, config: FitConfig) -> float | None:
+        """The largest of a family's shares that a budget has room for."""
+
+        def fits(share: float) -> bool:
+            weight = self.weights.of(family.rough(share))
+            return weight is not None and weight.meets(config)
+
+        least, most = (self.weights.of(family.rough(family.shares[i])) for i in (0, -1))
+        if least is None or not least.meets(config):
+            return None
+        if len(family.rough(1.0)) > 1 and most is not None and most.meets(config):
+            return None  # there is room left: with less of the first step it is another form
+        guess = None if most is None else guessed(family.shares, least, most, config)
+        return largest(family.shares, fits, guess)
+
+    # --- quality ---------------------------------------------------------------------------------
+
+    def measured(self, candidate: Candidate) -> Candidate:
+        """A candidate with its figures, which are kept."""
+        key = self._key([told(candidate.steps), candidate.stage])
+        file = self.work / f"tried-{key}.json"
+        if file.is_file():
+            return replace(candidate, score=json.loads(file.read_text("utf-8")))
+        tokens = self.texts[1]
+        if candidate.stage == "search":
+            tokens = tokens.rows(slice(0, max(1, len(tokens.input_ids) // 2)))
+        made = Source("candidate", self._made(candidate.steps))
+        room = has_room((made,), self.recipe.device, self.dtype)
+        run = (
+            Whole(made.load(self.recipe.device, self.dtype))
+            if room
+            else Layerwise(made, self.recipe.device, self.dtype)
+        )
+        ours, theirs = scores_beside(run, self._reference, tokens)
+        score = figures(ours, theirs)
+        with whole_file(file) as partial:
+            partial.write_text(json.dumps(score), "utf-8")
+        shutil.rmtree(made.folder, ignore_errors=True)
+        return replace(candidate, score=score)
+
+    @cached_property
+    def _reference(self) -> Layerwise:
+        return Layerwise(self.source, self.recipe.device, self.dtype, keep=True)
+
+    def _key(self, said: object) -> str:
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+    def _made(self, steps: Steps) -> Path:
+        """The folder of a recipe's result; what steps have in common is made once."""
+        model, folder = self.recipe.model, Path()
+        for number, config in enumerate(steps):
+            folder = self.work / f"made-{self._key(told(steps[: number + 1]))}"
+            if not folder.exists():
+                result = convert(config, self._args(model, config, first=number == 0))
+                result.save(folder)
+            model = str(folder)
+        return folder
+
+    def _args(self, model: str, config: Any, first: bool) -> RunArgs:
+        stats = str(self._stats) if first and self._observes and config.decides_from_stats else ""
+        return RunArgs.of(
+            model,
+            calibration=self.texts[0],
+            stats=stats,
+            device=self.recipe.device,
+            dtype=self.dtype,
+            seed=self.recipe.calibration.seed,
+        )
+
+    @property
+    def _observes(self) -> bool:
+        return isinstance(base_arch(self.source.config), MoEArch)
+
+    @cached_property
+    def _stats(self) -> Path:
+        """One file of statistics, from which all first steps decide that can."""
+        file = self.work / STATS
+        if not file.is_file():
+            observe(
+                self.recipe.model,
+                file,
+                calibration=self.texts[0],
+                device=self.recipe.device,
+                dtype=self.dtype,
+                resume=True,
+                track=self.track,
+            )
+        return file
+
+    # --- the search ------------------------------------------------------------------------------
+
+    def run(self) -> tuple[Candidate, list[Candidate]]:
+        """The candidate of least loss within the budget, and all that were measured.
+
+        Raises:
+            MoesaicError: nothing fits; names what would.
+        """
+        config, _ = self.config, self.texts  # too little text is said at once
+        known = families(self.source, config)
+        if config.sized:
+            chosen = self._best(known, config)
+            if chosen is None:
+                raise MoesaicError(self._smallest(known))
+            loss, most = chosen.score["loss"] if chosen.score else 0.0, config.max_loss
+            if most is not None and loss > most:
+                raise MoesaicError(
+                    f"max_loss {most:g} is out of reach at that size: the best of "
+                    f"{len(self._tried)} candidates loses {loss:.3g}. A larger budget, or "
+                    f"max_loss={loss * 1.05:.2g}, would do."
+                )
+        else:
+            chosen = self._smallest_within(known)
+        return chosen, list(self._tried.values())
+
+    def _best(self, known: Sequence[Family], config: FitConfig) -> Candidate | None:
+        """The best candidate within a budget of size; None where nothing fits."""
+        found: list[tuple[Family, float]] = []
+        for family in self.track(known, "Sizing candidates", len(known)):
+            share = self.share(family, config)
+            if share is not None:
+                found.append((family, share))
+        tried = [
+            (family, share, self._try(family.name, family.rough(share), "search"))
+            for family, share in self.track(found, "Trying candidates", len(found))
+        ]
+        tried = [t for t in tried if t[2].score is not None]
+        if not tried:
+            return None
+        tried.sort(key=lambda t: t[2].kl)
+        single = next((t for t in tried if len(t[2].steps) == 1), None)
+        few = tried[: config.confirm]
+        if single is not None and single not in few:
+            few.append(single)  # nothing is chosen without the best single step beside it
+        refined = [
+            (family.name, make(share))
+            for family, share, _ in few
+            for make in (family.rough, *family.fine)
+        ]
+        confirmed = [
+            self._try(name, steps, "confirm", config)
+            for name, steps in self.track(refined, "Confirming", len(refined))
+        ]
+        return min((c for c in confirmed if c.score), key=lambda c: c.kl, default=None)
+
+    def _try(
+        self, form: str, steps: Steps, stage: str, config: FitConfig | None = None
+    ) -> Candidate:
+        weight = self.weights.of(steps)
+        assert weight is not None, steps
+        candidate = Candidate(form, steps, weight, stage=stage)
+        if config is not None and not weight.meets(config):
+            return candidate
+        if self.config.native and not weight.native:
+            return candidate
+        try:
+            candidate = self.measured(candidate)
+        except MoesaicError:  # what the model has no form for, or what its text cannot decide
+            return candidate
+        self._tried[self._key([told(steps), stage])] = candidate
+        return candidate
+
+    def _smallest_within(self, known: Sequence[Family]) -> Candidate:
+        """The smallest result whose loss is within ``max_loss``."""
+        whole, best, most = self.original.bytes, None, self.config.max_loss
+        assert most is not None
+        above, below = 1.0, 0.0
+
+        def at(share: float) -> Candidate | None:
+            found = self._best(known, replace(self.config, memory=int(share * whole)))
+            kept = found is not None and found.score is not None and found.score["loss"] <= most
+            return found if kept else None
+
+        for share in SIZES:
+            found = at(share)
+            if found is None:
+                below = share
+                break
+            best, above = found, share
+        for _ in range(HALVINGS if best is not None else 0):
+            share = (above + below) / 2
+            found = at(share)
+            best, above, below = (best, above, share) if found is None else (found, share, below)
+        if best is None:
+            losses = [c.score["loss"] for c in self._tried.values() if c.score]
+            least = min(losses, default=0.0)
+            raise MoesaicError(
+                f"max_loss {most:g} is out of reach: at {SIZES[0]:.0%} of the bytes the best "
+                f"candidate loses {least:.3g}."
+            )
+        return best
+
+    def _smallest(self, known: Iterable[Family]) -> str:
+        """A message that names the smallest sizes within reach."""
+        reached = [self.weights.of(f.rough(f.shares[0])) for f in known]
+        weights = [w for w in reached if w is not None and (w.native or not self.config.native)]
+        said = []
+        for name in BUDGETS:
+            wanted = getattr(self.config, name)
+            if wanted is not None:
+                least = min((getattr(w, name) for w in weights), default=0)
+                said.append(f"{name} {wanted:g} is out of reach: the least that works is {least}")
+        return "; ".join(said) + "."
+
+
+def figures(ours: Score, theirs: Score) -> JSON:
+    """``perplexity``, ``loss``, ``kl`` and ``tokens`` of a candidate beside the original."""
+    return {
+        "perplexity": ours.perplexity,
+        "loss": ours.perplexity / theirs.perplexity - 1,
+        "kl": ours.kl,
+        "tokens": ours.tokens,
+    }
+
+
+def shares(row: torch.Tensor, rows: torch.Tensor, run: int = RUN) -> bool:
+    """Whether a window has some tokens in a row that other windows have, too.
+
+    >>> rows = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    >>> shares(torch.tensor([9, 2, 3, 9]), rows, 2), shares(torch.tensor([2, 9, 3, 4]), rows, 3)
+    (True, False)
+    """
+    run = min(run, len(row))
+    if not len(rows):
+        return False
+    pieces = {tuple(piece) for piece in rows.unfold(1, run, 1).flatten(0, 1).tolist()}
+    return any(tuple(piece) in pieces for piece in row.unfold(0, run, 1).tolist())
+
+
+def fit(
+    recipe: Recipe,
+    config: FitConfig,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    track: Track = silent,
+) -> Record | None:
+    """Find the recipe that loses least within a budget, and carry it out.
+
+    Args:
+        recipe: the model, the folder to make, text, and how the result is measured; without steps.
+        config: the budget.
+        overwrite: replace ``recipe.out`` if it exists, and drop an unfinished search.
+        resume: continue an unfinished search; finished candidates are not measured again.
+        track: shows progress.
+
+    Returns:
+        the record of the result, with ``chosen`` and ``tried`` among what was measured.
+
+    Raises:
+        MoesaicError: nothing fits, or the model cannot be made smaller; names what would work.
+    """
+    if process()[1] > 1:
+        raise MoesaicError("fit runs in one process; the recipe that it finds runs in several.")
+    check_run(recipe, overwrite=overwrite, resume=resume)
+    work = searched(recipe.out)
+    if not resume:
+        if work.exists() and not overwrite:
+            raise MoesaicError(
+                f"{work} holds an unfinished search: continue it with resume=True, or start anew "
+                "with overwrite=True."
+            )
+        shutil.rmtree(work, ignore_errors=True)
+    recipe = replace(recipe, calibration=settled(recipe.calibration))
+    search = Search(recipe, config, work, track)
+    request = {
+        "weights": search.source.fingerprint,
+        "calibration": asdict(recipe.calibration),
+        "windows": config.windows,
+        "dtype": recipe.dtype,
+    }
+    Progress(work, request).begin()
+    chosen, tried = search.run()
+    best = replace(recipe, steps=chosen.steps)
+    found = {"chosen": chosen.as_json(), "tried": [c.as_json() for c in tried]}
+    record = run_recipe(best, overwrite=overwrite, resume=resume, track=track, found=found)
+    shutil.rmtree(work, ignore_errors=True)
+    return record
+
+
+def settled(drawn: Calibration) -> Calibration:
+    """The same text in windows of one length, whichever method looks at it."""
+    if drawn.source.endswith(".safetensors"):
+        return drawn
+    samples, length = drawn.samples or SAMPLES, drawn.length or MethodConfig.window
+    return replace(drawn, samples=samples, length=length)
+
+
+def searched(out: str | Path) -> Path:
+    """The folder where an unfinished search keeps what it has tried."""
+    out = Path(out)
+    return out.with_name(out.name + ".search")

@@ -1,0 +1,193 @@
+"""Fitting: the largest size of every form within a budget, apart texts, the best is chosen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.cli import app
+from moesaic.config import Calibration, Evaluation
+from moesaic.errors import MoesaicError
+from moesaic.estimates import Built
+from moesaic.fitting import search
+from moesaic.fitting.candidates import Family, Weight, families, guessed, largest, told
+from moesaic.fitting.config import FitConfig
+from moesaic.fitting.search import Candidate, Search, fit, shares
+from moesaic.io.source import resolve
+from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.slim.config import SlimConfig
+from moesaic.recipe import Recipe
+
+ORIGINAL = Built(resolve("tiny-moe").config, None)
+
+
+def recipe_of(out: Path, model: str = "tiny-moe", samples: int = 4) -> Recipe:
+    calibration = Calibration(samples=samples, length=64)
+    return Recipe(model, str(out), (), calibration, Evaluation(max_tokens=1024, rounds=0))
+
+
+def few(*_: Any) -> list[Family]:
+    """Three forms that are quick to make."""
+    return [
+        Family("prune", (0.5, 0.75), lambda s: (PruneConfig(keep=8 * s, criterion="reap"),)),
+        Family("slim", (0.25, 0.5, 1.0), lambda s: (SlimConfig(keep=s),)),
+        Family("random", (0.25, 0.5, 1.0), lambda s: (SlimConfig(keep=s, score="random"),)),
+    ]
+
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guess", [None, 0, 3, 6, 99])
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_the_largest_that_fits_is_found(count: int, guess: int | None) -> None:
+    values = [float(n) for n in range(count)]
+    for limit in range(-1, count + 1):
+        wanted = max((v for v in values if v <= limit), default=None)
+        assert largest(values, lambda v, limit=limit: v <= limit, guess) == wanted
+
+
+def test_a_guess_is_where_sizes_that_rise_evenly_reach_the_budget() -> None:
+    least = Weight(100, 10, 10, native=True, exact=True)
+    most = replace(least, memory=200, parameters=110)
+    values = (0.0, 0.25, 0.5, 0.75, 1.0)
+    assert guessed(values, least, most, FitConfig(memory=150)) == 2
+    assert guessed(values, least, most, FitConfig(memory=150, parameters=36)) == 1
+    assert guessed(values, least, most, FitConfig(memory=50)) == 0
+    assert guessed(values, least, most, FitConfig(active_parameters=10)) == 4
+
+
+@pytest.mark.parametrize("model", ["tiny-shared-moe", "tiny-dense"])
+@pytest.mark.parametrize("native", [False, True])
+def test_every_form_can_be_carried_out_and_grows(model: str, native: bool, tmp_path: Path) -> None:
+    """Its smallest is smaller than the original; made with care it is as small."""
+    config = FitConfig(memory=1, native=native)
+    looking = Search(recipe_of(tmp_path / "out", model), config, tmp_path / "work")
+    known = families(looking.source, config)
+    assert len({family.name for family in known}) == len(known)
+    for family in known:
+        low, high = family.shares[0], family.shares[len(family.shares) // 2]
+        small = looking.weights.of(family.rough(low))
+        assert small is not None, family.name
+        assert small.memory < looking.original.bytes
+        assert small.native or not native, family.name
+        if len(family.rough(low)) == 1:
+            large = looking.weights.of(family.rough(high))
+            assert large is not None
+            assert (small.memory < large.memory) == (low < high)
+            assert [looking.weights.of(fine(low)) for fine in family.fine] == [small] * len(
+                family.fine
+            )
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def test_what_chooses_shares_no_text_with_what_calibrates(tmp_path: Path) -> None:
+    config = FitConfig(memory=1, windows=6)
+    first, second = Search(recipe_of(tmp_path / "out"), config, tmp_path).texts
+    assert len(first.input_ids) == 4
+    assert 3 <= len(second.input_ids) <= 6
+    assert not any(shares(row, first.input_ids) for row in second.input_ids)
+    moved = torch.cat([torch.zeros(20, dtype=torch.int64), first.input_ids[2, :44]])
+    assert shares(moved, first.input_ids)
+
+
+# --- the search ----------------------------------------------------------------------------------
+
+
+def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "families", few)
+    out, budget = tmp_path / "out", int(0.8 * ORIGINAL.bytes)
+    record = fit(recipe_of(out), FitConfig(memory=budget, windows=4, confirm=1))
+    assert record is not None
+    tried, chosen = record.measured["tried"], record.measured["chosen"]
+    assert {c["form"] for c in tried if c["stage"] == "search"} == {"prune", "slim", "random"}
+    assert chosen["kl"] == min(c["kl"] for c in tried if c["stage"] == "confirm")
+    assert all(c["memory"] <= budget for c in tried)
+    saved = Built(resolve(str(out)).config, None)
+    assert saved.bytes == chosen["memory"]
+    assert saved.size.total_parameters == chosen["parameters"]
+    assert json.loads((out / "result.json").read_text())["chosen"] == chosen
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "families", few)
+    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4, confirm=1)
+    recipe = recipe_of(tmp_path / "out")
+    monkeypatch.setattr(search, "run_recipe", None)
+    with pytest.raises(TypeError):  # all is tried, and the result is not written
+        fit(recipe, config)
+    with pytest.raises(MoesaicError, match="unfinished search"):
+        fit(recipe, config)
+    with pytest.raises(MoesaicError, match="seed was 0, is 1"):
+        fit(replace(recipe, calibration=replace(recipe.calibration, seed=1)), config, resume=True)
+    monkeypatch.setattr(search, "convert", None)
+    kept: list[Any] = []
+    monkeypatch.setattr(search, "run_recipe", lambda best, **_: kept.append(best))
+    fit(recipe, config, resume=True)
+    assert len(kept[0].steps) == 1
+
+
+def test_the_smallest_within_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses that fall with size, as a formula: 0.05 is kept from 0.62 of the bytes on."""
+
+    def best(self: Search, _: Any, config: FitConfig) -> Candidate:
+        assert config.memory is not None
+        share = config.memory / self.original.bytes
+        weight = Weight(config.memory, 0, 0, native=True, exact=True)
+        return Candidate("", (), weight, {"loss": 0.05 + 0.62 - share, "kl": 0.0}, "confirm")
+
+    monkeypatch.setattr(Search, "_best", best)
+    looking = Search(recipe_of(tmp_path / "out"), FitConfig(max_loss=0.05), tmp_path)
+    chosen, _ = looking.run()
+    assert chosen.weight.memory / looking.original.bytes == pytest.approx(0.625, abs=1e-4)
+    tight = Search(recipe_of(tmp_path / "out"), FitConfig(max_loss=0.05, memory=9), tmp_path)
+    with pytest.raises(MoesaicError, match="max_loss 0.05 is out of reach"):
+        tight.run()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "Give a budget"),
+        (["--memory", "100KB"], "--memory 100000 is out of reach: the least that works is"),
+        (["--parameters", "10"], "--parameters 10 is out of reach"),
+        (["--memory", "9MB", "--samples", "5000"], "samples"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "families", few)
+    given = ["fit", "tiny-moe", str(tmp_path / "out"), *options]
+    with pytest.raises(MoesaicError) as raised:
+        CliRunner().invoke(app, given, catch_exceptions=False)
+    assert said in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_steps_are_told_without_their_defaults() -> None:
+    assert told((PruneConfig(keep=4), SlimConfig(keep=0.25, refit=True))) == [
+        {"prune": {"method": "naee", "keep": 4}},
+        {"slim": {"method": "neurons", "keep": 0.25, "refit": True}},
+    ]
+
+
+def test_mixtures_have_forms_of_two_steps() -> None:
+    source = resolve("tiny-shared-moe")
+    assert isinstance(base_arch(source.config), MoEArch)
+    verbs = {
+        tuple(step.verb for step in family.rough(family.shares[-1]))
+        for family in families(source, FitConfig(memory=1))
+    }
+    assert {("prune",), ("slim",), ("condense",), ("prune", "slim"), ("condense", "slim")} == verbs
