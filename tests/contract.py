@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -261,4 +262,5 @@ def _upper(said: str) -> str:
 def _said(error: Exception) -> str:
     """The reason alone, on one line."""
     said = " ".join(str(error).split()).partition(" `moesaic architectures`")[0]
+    said = re.sub(r"/\S+/(base|live|out)\b", "The checkpoint", said)
     return (said.partition("is not supported. ")[2] or said)[:400]
