@@ -41,7 +41,7 @@ WRONG = {
 """What a newcomer may get wrong first, by command."""
 FIRST = (
     "inspect tiny-moe",
-    "prune tiny-moe pruned --keep 6 --samples 8 --max-tokens 2048 --rounds 0",
+    "prune tiny-moe pruned --keep 6 --samples 8 --max-tokens 2048 -o rounds=0",
     "skip pruned skipping --quantile 0.5 --samples 8 --no-eval",
     "eval pruned --against tiny-moe --max-tokens 2048",
     "generate pruned Hello --new-tokens 8",
