@@ -45,8 +45,7 @@ KINDS = {
 TOP_K = 2
 SEED = 20
 BATCH = 8  # windows
-BRANCH = {"steps": 24, "rate": 3e-4}
-MIX = {"steps": 32, "rate": 1e-3}
+BRANCH_RATE, MIX_RATE = 3e-4, 1e-3
 BALANCE = 0.01
 MLP = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
 
@@ -110,14 +109,13 @@ def train(
     return sum(losses[-8:]) / len(losses[-8:])
 
 
-def branch(kind: str, file: Path, corpus: Path) -> None:
+def branch(kind: str, file: Path, corpus: Path, steps: int) -> None:
     """Train a copy of the MLPs on one kind of text, and keep them."""
     source = resolve("smollm2")
     model = source.load("cpu", torch.float32)
-    steps = int(BRANCH["steps"])
     rows = windows(corpus, kind, source.tokenizer, steps * BATCH)
     trained = {name: p for name, p in model.named_parameters() if name.endswith(MLP)}
-    train(model, list(trained.values()), iter(rows.split(BATCH)), steps, BRANCH["rate"])
+    train(model, list(trained.values()), iter(rows.split(BATCH)), steps, BRANCH_RATE)
     partial_file = file.with_suffix(".partial")
     save_file({name: p.detach().bfloat16() for name, p in trained.items()}, partial_file)
     partial_file.replace(file)
@@ -183,6 +181,8 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
     parser.add_argument("--out", type=Path, default=Path("build/smollm2-mixture"))
     parser.add_argument("--assets", type=Path, default=Path("src/moesaic/assets"))
+    parser.add_argument("--branch-steps", type=int, default=24)
+    parser.add_argument("--mix-steps", type=int, default=32)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     start = time.time()
@@ -190,16 +190,16 @@ def main() -> None:
         file = given.out / f"branch-{kind}.safetensors"
         if not file.exists():
             print(f"{kind}:", flush=True)
-            branch(kind, file, given.corpus)
+            branch(kind, file, given.corpus, given.branch_steps)
     source = resolve("smollm2")
-    steps = int(MIX["steps"])
+    steps = given.mix_steps
     each = math.ceil(steps * BATCH / len(KINDS))
     rows = {kind: windows(given.corpus, kind, source.tokenizer, each) for kind in KINDS}
     model = mixture(given.out, {kind: of_kind[:BATCH] for kind, of_kind in rows.items()})
     mixed = torch.stack(list(rows.values()), 1).flatten(0, 1)  # one window of each kind a batch
     routers = [layer.mlp.gate.weight for layer in model.model.layers]
     print("routers:", flush=True)
-    train(model, routers, iter(mixed.split(BATCH)), steps, MIX["rate"], routed=True)
+    train(model, routers, iter(mixed.split(BATCH)), steps, MIX_RATE, routed=True)
     evaluation = read_jsonl(given.assets / "evaluation.jsonl")
     losses = {
         name: held_out_losses(one, source.tokenizer, evaluation, windows=16)
@@ -207,7 +207,8 @@ def main() -> None:
     }
     model.bfloat16().save_pretrained(given.out)
     source.tokenizer.save_pretrained(given.out)
-    said = {"kinds": list(KINDS), "branch": BRANCH, "mix": MIX, "batch": f"{BATCH} x {WINDOW}"}
+    said = {"kinds": list(KINDS), "branch_steps": given.branch_steps, "mix_steps": steps}
+    said |= {"branch_rate": BRANCH_RATE, "mix_rate": MIX_RATE, "batch": f"{BATCH} x {WINDOW}"}
     said |= {"seconds": round(time.time() - start), "machine": machine(), "held_out_loss": losses}
     (given.out / "mixture.json").write_text(json.dumps(said, indent=1) + "\n")
     print(json.dumps(losses, indent=1))
