@@ -33,6 +33,9 @@ COMMANDS = [
     ["condense", "tiny-moe", "out", "--layers", "2", "--active", "100"],
     ["skip", "tiny-moe", "out", "--quantile", "7"],
     ["tune", "tiny-moe", "out", "--what", "routers"],
+    ["fit", "--help"],
+    ["fit", "tiny-moe", "out"],
+    ["fit", "tiny-moe", "out", "--memory", "much"],
     ["run", "no-such-recipe.yaml"],
     ["eval", "no-such-model"],
 ]

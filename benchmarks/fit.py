@@ -1,0 +1,122 @@
+"""fit beside the best single verb at the same bytes, on text that neither saw.
+
+    python benchmarks/fit.py      writes benchmarks/fit.json; goes on where it stopped
+
+Each verb alone is made with care (a refit, the score that measures best) at the largest size within
+the budget; the one that loses least on the held-out text is the best single verb, so that the
+comparison favours it. ``loss`` is the rise of perplexity over the original's, relative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.config import Calibration, Evaluation
+from moesaic.data.text import evaluation_tokens
+from moesaic.fitting.candidates import families, told
+from moesaic.fitting.config import FitConfig
+from moesaic.fitting.search import Search, fit, settled
+from moesaic.foreign import JSON
+from moesaic.io.source import Source
+from moesaic.metrics.forward import Layerwise, Whole
+from moesaic.metrics.measure import environment
+from moesaic.metrics.score import scores_beside
+from moesaic.recipe import Recipe
+
+OUT = Path(__file__).with_suffix(".json")
+MODELS = ("tiny-shared-moe", "tiny-moe")
+SHARES = (0.5, 0.35, 0.75)
+MEASURED = Evaluation(max_tokens=8192, rounds=0)
+
+
+def singles(search: Search, config: FitConfig, measured: Any) -> dict[str, JSON]:
+    """Every verb alone within a budget, by its form."""
+    found: dict[str, JSON] = {}
+    for family in families(search.source, config):
+        if len(family.rough(family.shares[-1])) > 1:
+            continue
+        share = search.share(family, config)
+        if share is None:
+            continue
+        for make in (family.rough, *family.fine):
+            steps = make(share)
+            weight = search.weights.of(steps)
+            assert weight is not None
+            name = json.dumps(told(steps))
+            found[name] = {"memory": weight.memory, **measured(search._made(steps))}
+    return found
+
+
+def main(names: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--windows", type=int, default=16)
+    options = parser.parse_args(names)
+    torch.set_num_threads(1)
+    kept: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
+    kept["environment"] = environment()
+    rows = kept.setdefault("rows", {})
+    drawn = settled(Calibration(samples=options.samples))
+    for share in SHARES:
+        for model in MODELS:
+            key = f"{model} {share:g}"
+            if key in rows:
+                continue
+            work = Path(tempfile.gettempdir()) / f"moesaic-fit-{model}-{share:g}"
+            recipe = Recipe(model, str(work / "out"), (), drawn, MEASURED)
+            work.mkdir(exist_ok=True)
+            search = Search(recipe, FitConfig(memory=1), work / "singles")
+            budget = int(share * search.original.bytes)
+            config = FitConfig(memory=budget, windows=options.windows)
+            tokens = evaluation_tokens("", search.source.tokenizer, None, MEASURED.max_tokens)
+            original = Layerwise(search.source, keep=True)
+
+            def measured(folder: Path, tokens: Any = tokens, original: Any = original) -> JSON:
+                ours, theirs = scores_beside(
+                    Whole(Source("candidate", folder).load()), original, tokens
+                )
+                loss = ours.perplexity / theirs.perplexity - 1
+                return {"perplexity": ours.perplexity, "loss": loss, "kl": ours.kl}
+
+            start = time.process_time()
+            alone = singles(search, config, measured)
+            best = min(alone.values(), key=lambda row: float(row["loss"]), default=None)
+            single_seconds = time.process_time() - start
+            record = fit(recipe, config, resume=True)
+            assert record is not None
+            scores = record.measured["scores"]
+            loss = scores["result"]["perplexity"] / scores["original"]["perplexity"] - 1
+            rows[key] = {
+                "budget": budget,
+                "singles": alone,
+                "best_single": best,
+                "chosen": record.measured["chosen"],
+                "tried": record.measured["tried"],
+                "loss": loss,
+                "kl": scores["result"]["kl"],
+                "of_best_single": None if best is None else loss / best["loss"],
+                "kl_of_best_single": None
+                if best is None
+                else scores["result"]["kl"] / min(row["kl"] for row in alone.values()),
+                "cpu_seconds": {
+                    "singles": single_seconds,
+                    "fit": time.process_time() - start - single_seconds,
+                },
+                "samples": options.samples,
+                "windows": options.windows,
+            }
+            OUT.write_text(json.dumps(kept, indent=1) + "\n")
+            of = rows[key]["of_best_single"]
+            print(key, f"loss {loss:.4f}, of the best single verb's:", of, flush=True)
+
+
+if __name__ == "__main__":
+    main()
