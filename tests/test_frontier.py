@@ -116,17 +116,19 @@ def test_what_a_search_tried_is_drawn():
         {"form": "prune", "stage": "search", "steps": [1], "memory": 2**21, "kl": 0.3},
         {"form": "slim", "stage": "confirm", "steps": [2], "memory": 2**20, "kl": 0.2},
         {"form": "prune", "stage": "confirm", "steps": [1], "memory": 2**21, "kl": 0.25},
+        {"form": "skip", "stage": "confirm", "steps": [3], "memory": 2**21, "kl": 0.4},
         {"form": "skip", "stage": "search", "steps": [3], "memory": 2**21},
     ]
     record = make()
     assert "The search" not in Page(report.html([record])).text
     record.measured |= {"tried": tried, "chosen": tried[1]}
     page = report.html([record])
-    assert "3 candidates" in Page(page).text
+    assert "4 candidates" in Page(page).text
     drawing = page[page.index("Candidates by the memory") :]
     drawing = drawing[: drawing.index("</svg>")]
     assert drawing.count("point result") == 1
-    assert drawing.count("point comparison") == drawing.count("point beaten") == 1
+    assert drawing.count("point comparison") == 2
+    assert drawing.count("point beaten") == 1
     assert "slim: 1\N{NO-BREAK SPACE}MiB, KL 0.200, measured on all of it" in drawing
     assert "front" not in drawing  # the chosen one is smaller and loses less than the other
 

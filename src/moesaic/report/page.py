@@ -267,8 +267,8 @@ def _samples(record: Record) -> View | None:
 def base36(number: int, digits: int) -> str:
     """A number as JavaScript's ``parseInt(text, 36)`` reads it.
 
-    >>> base36(7, 1), base36(75, 2)
-    ('7', '23')
+    >>> base36(7, 1), base36(35, 1), base36(75, 2)
+    ('7', 'z', '23')
     """
     known = "0123456789abcdefghijklmnopqrstuvwxyz"
     return "".join(known[number // 36**k % 36] for k in reversed(range(digits)))
