@@ -27,18 +27,16 @@ from moesaic.metrics.measure import environment
 
 OUT = Path(__file__).with_suffix(".json")
 TYPES = ("f16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
-SLIM = {"score": "surgeon", "refit": True, "multiple": 8}
+SLIM: dict[str, Any] = {"score": "surgeon", "refit": True}
 WAYS: dict[str, dict[str, PruneConfig | SlimConfig | None]] = {
     "tiny-moe": {
         "original": None,
         "prune 6 of 8": PruneConfig(keep=6, refit=True),
-        "slim 0.75": SlimConfig(keep=0.75, **SLIM),
-        "slim 0.5": SlimConfig(keep=0.5, **SLIM),
-    },
-    "smollm2": {
-        "original": None,
-        "slim 0.9": SlimConfig(keep=0.9, refit=True),
-        "slim 0.75": SlimConfig(keep=0.75, refit=True),
+        "prune 4 of 8": PruneConfig(keep=4, refit=True),
+        "slim 72 of 96": SlimConfig(keep=0.75, multiple=8, **SLIM),
+        "slim 64 of 96": SlimConfig(keep=2 / 3, multiple=32, **SLIM),
+        "slim 48 of 96": SlimConfig(keep=0.5, multiple=8, **SLIM),
+        "slim 32 of 96": SlimConfig(keep=1 / 3, multiple=32, **SLIM),
     },
 }
 

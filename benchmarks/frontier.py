@@ -35,12 +35,12 @@ HERE = Path(__file__).parent
 OUT = HERE / "frontier.json"
 MODEL, DENSE = "smollm2", "dense"
 KINDS: dict[str, tuple[str, dict[str, Any], tuple[float, ...]]] = {
-    "static, refit": ("carve.more", {"variant": "static", "refit": True}, (0.9, 0.8)),
-    "MoRE, as published": ("carve.more", {}, (0.9, 0.8)),
-    "petals, best": ("carve.more", METHODS["carve.more"].bundles["best"], (0.8, 0.7)),
-    "WINA": ("carve.wina", {}, (0.8, 0.7, 0.6)),
-    "channels by threshold": ("carve.wina", {"choice": "threshold"}, (0.8, 0.7, 0.6)),
-    "channels by gradients": ("carve.wina", {"gradients": True}, (0.8, 0.7, 0.6)),
+    "static, refit": ("carve.more", {"variant": "static", "refit": True}, (0.8,)),
+    "MoRE, as published": ("carve.more", {}, (0.8,)),
+    "petals, best": ("carve.more", METHODS["carve.more"].bundles["best"], (0.8,)),
+    "WINA": ("carve.wina", {}, (0.8, 0.6)),
+    "channels by threshold": ("carve.wina", {"choice": "threshold"}, (0.8, 0.6)),
+    "channels by gradients": ("carve.wina", {"gradients": True}, (0.8, 0.6)),
 }
 """By label: the method, its options, the active ratios."""
 COLOURS = ("#000000", "#7d858c", "#e69f00", "#009e73", "#56b4e9", "#cc79a7", "#0072b2")
