@@ -67,6 +67,14 @@ class Format(ABC):
             ValueError: the scales do not fit the codes.
         """
 
+    def check(self, parts: Parts) -> None:
+        """Refuse parts that do not fit.
+
+        Raises:
+            ValueError: says how.
+        """
+        self.shape({end: tuple(part.shape) for end, part in parts.items()})
+
     @abstractmethod
     def values(self, parts: Parts) -> Tensor:
         """The values, float32."""
@@ -372,13 +380,20 @@ class Compressed(Format):
             parts[self.zero] = packed(F.pad(zeros, (0, 0, 0, missing)).T, self.bits).T.contiguous()
         return parts
 
+    def check(self, parts: Parts) -> None:
+        super().check(parts)
+        if "_packed" in parts:
+            said, found = (
+                parts["_shape"].tolist(),
+                self.shape({end: tuple(part.shape) for end, part in parts.items()}),
+            )
+            if tuple(said) != found:
+                raise ValueError(
+                    f"it is said to be {_spoken(said)}, and its codes are {_spoken(found)}"
+                )
+
     def values(self, parts: Parts) -> Tensor:
         codes, scales, zeros = self._codes(parts), parts["_scale"].float(), self._zeros(parts)
-        if "_packed" in parts and tuple(parts["_shape"].tolist()) != codes.shape:
-            raise ValueError(
-                f"it is said to be {_spoken(parts['_shape'].tolist())}, and its codes are "
-                f"{_spoken(codes.shape)}"
-            )
         block = self._block(codes.shape, scales.shape)
         if zeros is None:
             return codes.float() * _spread(scales, codes.shape, block)

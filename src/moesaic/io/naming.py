@@ -151,7 +151,7 @@ class Naming:
             return None
 
 
-def _converted(converter: Any, name: str, tensor: Tensor) -> Tensor:
+def _converted(converter: WeightConverter, name: str, tensor: Tensor) -> Tensor:
     """The one tensor that a converter makes of one."""
     converter = copy.deepcopy(converter)
     converter.add_tensor(name, name, converter.source_patterns[0], tensor)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any, cast
+from types import EllipsisType
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -48,75 +49,129 @@ def said_of(config: Config) -> JSON | None:
     return said if said is None or isinstance(said, dict) else cast(JSON, said.to_dict())
 
 
+T = TypeVar("T")
+
+
 # --- values that remember their bytes ------------------------------------------------------------
 
 
 class Packed(Tensor):
-    """A weight's values, with the bytes that it is stored in.
+    """A weight that is known by the bytes that it is stored in.
 
-    Choosing whole experts, rows or blocks chooses among the bytes too; every other operation makes
-    an ordinary tensor.
+    It has values when they are asked for. Choosing whole experts, rows or blocks, and putting rows
+    together again, chooses among the bytes; every other operation is one of an ordinary tensor.
     """
 
     format: Format | None
+    """None where the values were changed."""
     parts: Parts
+    _row: bool
+    _known: Tensor | None
+
+    @staticmethod
+    def __new__(cls, format: Format, parts: Parts, row: bool = False) -> Packed:
+        shape = format.shape({end: tuple(part.shape) for end, part in parts.items()})
+        device = next(iter(parts.values())).device
+        made: Packed = Tensor._make_wrapper_subclass(
+            cls, shape[1:] if row else shape, dtype=torch.float32, device=device
+        )
+        made.format, made.parts, made._row, made._known = format, parts, row, None
+        return made
 
     @classmethod
     def of(cls, format: Format, parts: Parts) -> Packed:
-        """The values of a stored weight."""
-        return _carrying(format.values(parts), format, parts)
+        """A stored weight.
+
+        Raises:
+            ValueError: its parts do not fit.
+        """
+        format.check(parts)
+        return cls(format, parts)
+
+    @property
+    def plain(self) -> Tensor:
+        """Its values, float32."""
+        if self._known is not None or self.format is None:
+            return cast(Tensor, self._known)
+        values = self.format.values(self.parts)
+        return values[0] if self._row else values
 
     def __iter__(self) -> Iterator[Tensor]:
-        for i, values in enumerate(self.as_subclass(Tensor).unbind(0)):
-            if self.format is None:
-                yield values
-            else:
-                parts = {end: part[i : i + 1] for end, part in self.parts.items()}
-                yield _carrying(values, self.format, parts)
+        if self.format is None or self._row:
+            yield from self.plain
+            return
+        for i in range(self.shape[0]):
+            parts = {end: part[i : i + 1] for end, part in self.parts.items()}
+            yield Packed(self.format, parts, row=True)
 
     @classmethod
     def __torch_function__(
         cls,
         func: Callable[..., Any],
-        types: Any,
+        types: object,
         args: tuple[Any, ...] = (),
         kwargs: Values | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            made = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        if name.endswith("_") and not name.startswith("_") and isinstance(args[0], Packed):
-            args[0].format = None  # its values changed
-            return made
-        if func is Tensor.index_select:
-            return _chosen(made, *args)
-        if func is torch.stack:
-            return _stacked(made, args[0])
-        return made.as_subclass(Tensor) if isinstance(made, Packed) else made
+            if func in SAID:
+                return func(*args, **(kwargs or {}))
+            name = getattr(func, "__name__", "")
+            if name.endswith("_") and not name.startswith("_") and isinstance(args[0], Packed):
+                args[0]._known = args[0].plain
+                args[0].format = None  # its values change
+            carried = None
+            if func is Tensor.index_select:
+                carried = _chosen(*args)
+            elif func is torch.stack and len(args) == 1 and not kwargs:
+                carried = _stacked(args[0])
+            return func(*_plain(args), **_plain(kwargs or {})) if carried is None else carried
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Values | None = None,
+    ) -> Any:
+        """What reaches torch after all is done with values."""
+        return func(*_plain(args), **_plain(kwargs or {}))
 
 
-def _carrying(values: Tensor, format: Format, parts: Parts) -> Packed:
-    packed = values.as_subclass(Packed)
-    packed.format, packed.parts = format, parts
-    return packed
+_SIZES = ("shape", "dtype", "device", "ndim", "is_meta", "requires_grad", "layout")
+SAID = {
+    *(getattr(Tensor, name).__get__ for name in _SIZES),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
+}
+"""What a tensor says of itself without its values."""
 
 
-def _chosen(made: Tensor, source: Packed, axis: int, order: Tensor) -> Tensor:
-    if source.format is None:
-        return made
+def _plain(given: T) -> T:
+    """Arguments with values in place of packed weights."""
+    made: object = given
+    if isinstance(given, Packed):
+        made = given.plain
+    elif isinstance(given, dict):
+        made = {name: _plain(value) for name, value in given.items()}
+    elif type(given) in (list, tuple):
+        made = type(given)(map(_plain, cast("list[object]", given)))  # type: ignore[call-arg]
+    return cast(T, made)
+
+
+def _chosen(source: Tensor, axis: int, order: Tensor) -> Packed | None:
+    if not isinstance(source, Packed) or source.format is None:
+        return None
     parts = source.format.chosen(source.parts, axis % source.dim() - source.dim(), order)
-    return made if parts is None else _carrying(made, source.format, parts)
+    return None if parts is None else Packed(source.format, parts, source._row)
 
 
-def _stacked(made: Tensor, rows: Sequence[Tensor]) -> Tensor:
-    first = rows[0]
-    if not all(isinstance(row, Packed) and row.format is not None for row in rows):
-        return made
-    carried = [cast(Packed, row).parts for row in rows]
-    if any(part.shape[:1] != (1,) for parts in carried for part in parts.values()):
-        return made  # they were matrices, not rows of one tensor
+def _stacked(rows: Sequence[Tensor]) -> Packed | None:
+    packed = [row for row in rows if isinstance(row, Packed) and row._row and row.format]
+    if not packed or len(packed) < len(rows):
+        return None
+    carried = [row.parts for row in packed]
     parts = {end: _joined([part[end] for part in carried]) for end in carried[0]}
-    return _carrying(made, cast(Format, cast(Packed, first).format), parts)
+    return Packed(cast(Format, packed[0].format), parts)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -226,7 +281,7 @@ class Awaited:
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._checkpoint, self._name = checkpoint, name
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: EllipsisType) -> Tensor:
         with self._one:  # transformers reads several at a time, a checkpoint opens one file
             found: Tensor = self._checkpoint.tensor(self._name).as_subclass(Tensor)[index]
             return found

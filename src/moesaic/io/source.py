@@ -118,12 +118,7 @@ class Source:
         before = logger.disabled
         logger.disabled = True  # it is said here; a level would make it speak of sharding
         try:
-            model, info = self._pretrained(
-                dtype=dtype or "auto",
-                device_map=device_map,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused here
-            )
+            model, info = self._pretrained({"dtype": dtype or "auto", "device_map": device_map})
         finally:
             logger.disabled = before
         count = model.config.get_text_config().num_hidden_layers
@@ -135,11 +130,15 @@ class Source:
         own: Model = (model if device_map is not None else model.to(device)).eval()
         return own
 
-    def _pretrained(self, **options: Any) -> Any:
+    def _pretrained(self, given: JSON) -> tuple[Model, Values]:
         """As ``from_pretrained``; the weights have values, whatever they are stored as."""
         checkpoint = self.checkpoint
+        # sizes that do not fit are refused by us
+        options = {**given, "output_loading_info": True, "ignore_mismatched_sizes": True}
         if not isinstance(checkpoint, QuantisedCheckpoint):
-            return AutoModelForCausalLM.from_pretrained(self.folder, **options)
+            read: tuple[Model, Values]
+            read = AutoModelForCausalLM.from_pretrained(self.folder, **options)
+            return read
         config = copy.deepcopy(self.config)
         del config.quantization_config
         weights = {name: Awaited(checkpoint, name) for name in checkpoint.names()}
