@@ -55,7 +55,10 @@ try:
     cli.main()
 except SystemExit as stop:
     code = stop.code or 0
-took = {"wall": time.perf_counter() - start, "cpu": time.process_time()}
+import resource
+children = resource.getrusage(resource.RUSAGE_CHILDREN)
+cpu = time.process_time() + children.ru_utime + children.ru_stime
+took = {"wall": time.perf_counter() - start, "cpu": cpu}
 print("TOOK", json.dumps({**took, "peak": peak_resident()}), file=sys.stderr)
 sys.exit(code)
 """

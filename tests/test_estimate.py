@@ -62,6 +62,15 @@ def test_what_comes_out_is_what_was_told(model: str, steps: Any, tmp_path: Path)
     assert (told.model_type, told.native) == (record.model_type, record.native)
 
 
+def test_later_steps_know_what_earlier_ones_made() -> None:
+    """Tuning what was condensed asks for its plan; only those layers learn."""
+    condense, tune = ("condense", {"layers": 2}), ("tune", {"what": "condensed", "steps": 3})
+    before = estimate(recipe_of("tiny-shared-moe", "out", condense), FAST)
+    after = estimate(recipe_of("tiny-shared-moe", "out", condense, tune), FAST)
+    assert after.output_parameters == before.output_parameters
+    assert after.seconds > before.seconds
+
+
 def test_nothing_is_read_but_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint whose data are damaged is told about as any other."""
     folder = tmp_path / "model"

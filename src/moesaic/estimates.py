@@ -51,6 +51,9 @@ SPILL = 4 << 30
 """Bytes of hidden states that are in memory at most."""
 PAGES = 600_000
 """Bytes of card, page, picture and record."""
+DECIDING, MEASURING = 300_000_000, 800_000_000
+"""Bytes that libraries, text and the allocator hold beside the model while it is decided, and while
+it is measured: what one run of slim on tiny-moe took beyond the rest."""
 STREAM_BATCH = 2048
 """Tokens that pass a layer at a time."""
 
@@ -198,6 +201,8 @@ def carried_out(source: Weightless, config: MethodConfig, recipe: Recipe, folder
     job, outline = outlined(source, config, recipe)
     folder.mkdir()
     save_applied(source, outline.plan, folder, job.dtype, Outliner(folder))
+    if outline.plan.layers:
+        outline.plan.save(folder)  # tune asks which layers were condensed
     return Step(job, outline, Weightless(recipe.out, folder))
 
 
@@ -287,7 +292,8 @@ def _steps(step: Step, decided: bool) -> list[Stage]:
         batches = -(-tokens // STREAM_BATCH)
         stages.append(
             Stage(
-                max(every - sum(layers), 2 * max(layers) + kept + outline.held)
+                DECIDING
+                + max(every - sum(layers), 2 * max(layers) + kept + outline.held)
                 + states
                 + outline.whole * every,
                 outline.passes * 2.0 * run * tokens + outline.work * tokens,
@@ -328,7 +334,7 @@ def _evaluation(original: Built, result: Built, settings: Evaluation, device: st
     calls = sum(model.calls for model in both)
     variants = 1 + len(settings.compare)
     quality = Stage(
-        weights + logits,
+        MEASURING + weights + logits,
         variants * 2.0 * active * tokens + 30.0 * head * tokens,
         calls * (variants * tokens / BATCH + settings.new_tokens + 40),
         4.0 * sum(model.bytes for model in both),
@@ -337,7 +343,7 @@ def _evaluation(original: Built, result: Built, settings: Evaluation, device: st
         return [quality]
     rounds = settings.rounds + 1
     speed = Stage(
-        weights,
+        MEASURING + weights,
         2.0 * active * (rounds + 1) * (512 + 32),
         calls * ((rounds + 1) * 33 + 10),
         (rounds * 32 + 10.0) * active * 4,

@@ -55,6 +55,8 @@ SIZES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 HALVINGS = 2
 """Sizes that are tried between the smallest that keeps a loss and the next."""
 STATS = "observed.stats"
+ROOM = 8
+"""Originals that the disk has room for, at least, while first steps are kept."""
 
 
 @dataclass(frozen=True)
@@ -154,13 +156,18 @@ class Search:
             weight = self.weights.of(family.rough(share))
             return weight is not None and weight.meets(config)
 
-        least, most = (self.weights.of(family.rough(family.shares[i])) for i in (0, -1))
+        shares = family.shares
+        while shares and self.weights.of(family.rough(shares[0])) is None:
+            shares = shares[max(1, len(shares) // 8) :]  # too little for its form
+        if not shares:
+            return None
+        least, most = (self.weights.of(family.rough(shares[i])) for i in (0, -1))
         if least is None or not least.meets(config):
             return None
         if len(family.rough(1.0)) > 1 and most is not None and most.meets(config):
             return None  # there is room left: with less of the first step it is another form
-        guess = None if most is None else guessed(family.shares, least, most, config)
-        return largest(family.shares, fits, guess)
+        guess = None if most is None else guessed(shares, least, most, config)
+        return largest(shares, fits, guess)
 
     # --- quality ---------------------------------------------------------------------------------
 
@@ -185,6 +192,9 @@ class Search:
         with whole_file(file) as partial:
             partial.write_text(json.dumps(score), "utf-8")
         shutil.rmtree(made.folder, ignore_errors=True)
+        if shutil.disk_usage(self.work).free < ROOM * self.original.bytes:
+            for folder in self.work.glob("made-*"):  # first steps that others would start from
+                shutil.rmtree(folder, ignore_errors=True)
         return replace(candidate, score=score)
 
     @cached_property
@@ -268,13 +278,11 @@ class Search:
             share = self.share(family, config)
             if share is not None:
                 found.append((family, share))
-        tried = [
-            (family, share, self._try(family.name, family.rough(share), "search"))
-            for family, share in self.track(found, "Trying candidates", len(found))
-        ]
-        tried = [t for t in tried if t[2].score is not None]
-        if not tried:
-            return None
+        tried = []
+        for family, share in self.track(found, "Trying candidates", len(found)):
+            candidate = self._try(family.name, family.rough(share), "search")
+            if candidate is not None:
+                tried.append((family, share, candidate))
         tried.sort(key=lambda t: t[2].kl)
         single = next((t for t in tried if len(t[2].steps) == 1), None)
         few = tried[: config.confirm]
@@ -289,22 +297,21 @@ class Search:
             self._try(name, steps, "confirm", config)
             for name, steps in self.track(refined, "Confirming", len(refined))
         ]
-        return min((c for c in confirmed if c.score), key=lambda c: c.kl, default=None)
+        return min((c for c in confirmed if c), key=lambda c: c.kl, default=None)
 
     def _try(
         self, form: str, steps: Steps, stage: str, config: FitConfig | None = None
-    ) -> Candidate:
+    ) -> Candidate | None:
+        """A candidate with its figures; None where it is impossible, or above the budget."""
         weight = self.weights.of(steps)
-        assert weight is not None, steps
-        candidate = Candidate(form, steps, weight, stage=stage)
-        if config is not None and not weight.meets(config):
-            return candidate
+        if weight is None or (config is not None and not weight.meets(config)):
+            return None
         if self.config.native and not weight.native:
-            return candidate
+            return None
         try:
-            candidate = self.measured(candidate)
-        except MoesaicError:  # what the model has no form for, or what its text cannot decide
-            return candidate
+            candidate = self.measured(Candidate(form, steps, weight, stage=stage))
+        except MoesaicError:  # the weights have no such form: biases, an activation of their own
+            return None
         self._tried[self._key([told(steps), stage])] = candidate
         return candidate
 
