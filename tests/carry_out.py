@@ -1,10 +1,10 @@
 """Carries methods out in processes of their own, which may be told to die on the way.
 
 ``python carry_out.py REQUESTS`` where REQUESTS is a JSON file with a list of mappings: ``key``,
-``config``, ``model`` (a folder), ``live`` (load it first), ``out``; with ``progress`` and ``kill``
-each is carried out by a child that kills itself when it begins to keep its second layer or
-training checkpoint, and continued by another one that does the same. How they ended is written
-beside REQUESTS; they make no ``out``.
+``config``, ``model`` (a folder), ``live`` (load it first), ``out``; ``key`` is of a method, or
+``observe``. With ``progress`` and ``kill`` each is carried out by a child that kills itself when it
+begins to keep its second layer or training checkpoint, and continued by another one that does the
+same. How they ended is written beside REQUESTS; they make no ``out``.
 """
 
 from __future__ import annotations
@@ -39,13 +39,17 @@ def die_at_the_second(folder: Path) -> None:
 
 def carry_out(request: dict[str, Any]) -> None:
     """Make one result and write it, with its summary beside it."""
-    from cases import given, result_of
+    from cases import given, many_tokens, result_of
 
+    from moesaic import observe
     from moesaic.distributed import process
     from moesaic.methods import METHODS
 
     key, out, progress = request["key"], Path(request["out"]), request.get("progress")
     options = given(Path(request["model"]), request["live"])
+    if key == "observe":
+        observe(options["model"], out, gram_mb=1, calibration=many_tokens())
+        return
     config = METHODS[key](**request["config"])
     result = result_of(key, config=config, progress=progress and Path(progress), **options)
     if process()[0] == 0 and not progress:

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 from builders import TESTS, equal, launch, loaded, logits, python, weights
-from cases import KEYS, config_of, given, make_start, request_of, result_of
+from cases import KEYS, config_of, given, make_start, many_tokens, request_of, result_of
+from safetensors.torch import load_file
 
+import moesaic
 from moesaic.config import MethodConfig, about
 from moesaic.estimates import estimate, weight_bytes
 from moesaic.layers.base import same
@@ -25,10 +27,15 @@ from moesaic.metrics.size import model_size
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe
 from moesaic.registry import imported
+from moesaic.stream.experts import StatsFile
 
 MODES = ("memory", "disk")
-SHARED = [*((key, {}) for key in KEYS), ("prune.naee", {"progressive": True})]
-"""What two processes make; a progressive pass shares tokens that earlier layers changed."""
+SHARED = [
+    *((key, {}) for key in KEYS),
+    ("prune.naee", {"progressive": True}),  # tokens that earlier layers changed
+    ("slim.neurons", {"refit": True}),  # each process solves for layers of its own
+]
+"""What several processes make."""
 CARRY_OUT = TESTS / "carry_out.py"
 
 
@@ -194,9 +201,9 @@ def test_killed_and_resumed_is_whole(mode, place, tmp_path):
         check_same(out, whole(key, mode, place, 1))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_two_processes_are_one(mode, place, tmp_path):
-    """Every method; those that train do what one process does that accumulates two batches."""
+@pytest.mark.parametrize(("mode", "count"), [("memory", 2), ("disk", 3)])
+def test_several_processes_are_one(mode, count, place, tmp_path):
+    """Every method, and observe; one that trains does what one process does that accumulates."""
     requests = [
         {
             "key": key,
@@ -207,9 +214,17 @@ def test_two_processes_are_one(mode, place, tmp_path):
         }
         for n, (key, options) in enumerate(SHARED)
     ]
-    file = tmp_path / "requests.json"
-    file.write_text(json.dumps(requests))
-    launch(CARRY_OUT, file)
+    mixture, file = start_of("prune.naee", place), tmp_path / "requests.json"
+    observing = {"key": "observe", "model": str(mixture), "live": mode == "memory"}
+    file.write_text(json.dumps([*requests, {**observing, "out": str(tmp_path / "observed")}]))
+    launch(CARRY_OUT, file, count=count)
     for n, (key, options) in enumerate(SHARED):
         found, trained = tmp_path / f"{key}{n}", learns(key)
-        check_same(found, whole(key, mode, place, 2 if trained else 1, **options), not trained)
+        check_same(found, whole(key, mode, place, count if trained else 1, **options), not trained)
+    model = given(mixture, mode == "memory")["model"]
+    alone = moesaic.observe(model, tmp_path / "alone", gram_mb=1, calibration=many_tokens())
+    assert StatsFile(alone).header == StatsFile(tmp_path / "observed").header
+    ours, theirs = load_file(tmp_path / "observed"), load_file(alone)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():  # sums of several processes are added in another order
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-9, atol=1e-12)

@@ -13,8 +13,11 @@ from typing import Any
 import torch
 
 from moesaic.foreign import JSON
+from moesaic.layers.base import LayerPlan
 from moesaic.plan import Plan
 from moesaic.stream.job import Finished, Job
+from moesaic.stream.shared import each_layer
+from moesaic.stream.stream import Site
 from moesaic.surgery import applied
 
 
@@ -28,7 +31,7 @@ def recover(
 ) -> tuple[dict[str, Plan], dict[int, JSON]]:
     """Refit every layer of some plans of one model; see :meth:`LayerPlan.refit`.
 
-    Where there are several processes each does all of it, with the same result.
+    Several processes share the layers, unless each layer needs those before it.
 
     Args:
         job: the model and the calibration tokens.
@@ -44,19 +47,38 @@ def recover(
     """
 
     layers = sorted({i for plan in plans.values() for i in plan.layers})
-    wanted = {(name, i) for name, plan in plans.items() for i in plan.layers}
-    if not all((f"{name}-refit", i) in finished for name, i in wanted):
-        stream = job.stream(layers, job.arch.view, follow=propagate)
-        for site in job.args.track(stream, "Refitting layers", len(layers)):
-            i = site.index
-            for name, plan in plans.items():
-                if (name, i) in wanted and (f"{name}-refit", i) not in finished:
-                    layer, found = plan.layers[i].refit(site)
-                    finished.add(f"{name}-refit", i, layer, found)
-            if propagate:
-                site.change = applied(site.layer, job.arch, finished["result-refit", i][0])
+    missing = {
+        i: [
+            name
+            for name, plan in plans.items()
+            if i in plan.layers and (of(name), i) not in finished
+        ]
+        for i in layers
+    }
+
+    def refitted(site: Site[Any]) -> dict[str, tuple[LayerPlan, JSON]]:
+        i = site.index
+        found = {name: plans[name].layers[i].refit(site) for name in missing[i]}
+        if propagate:
+            layer = found["result"] if "result" in found else finished[of("result"), i]
+            site.change = applied(site.layer, job.arch, layer[0])
+        return found
+
+    if any(missing.values()):
+        wanted = layers if propagate else [i for i in layers if missing[i]]
+        done = each_layer(
+            job, wanted, job.arch.view, refitted, "Refitting layers", follow=propagate
+        )
+        for i, found in done:
+            for name, (layer, said) in found.items():
+                finished.add(of(name), i, layer, said)
     refit = {
-        name: replace(plan, layers={i: finished[f"{name}-refit", i][0] for i in plan.layers})
+        name: replace(plan, layers={i: finished[of(name), i][0] for i in plan.layers})
         for name, plan in plans.items()
     }
-    return refit, {i: finished["result-refit", i][1] for i in plans["result"].layers}
+    return refit, {i: finished[of("result"), i][1] for i in plans["result"].layers}
+
+
+def of(name: str) -> str:
+    """A plan's name after its layers were refitted."""
+    return f"{name}-refit"

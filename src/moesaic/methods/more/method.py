@@ -46,6 +46,7 @@ from moesaic.methods.words import carved, number, some
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
+from moesaic.stream.shared import each_layer
 from moesaic.stream.stream import Site
 from moesaic.surgery import applied
 
@@ -81,19 +82,28 @@ class MoRE(DenseMethod[MoREConfig]):
                 "calibration": job.tokens.fingerprint,
             }
         )
-        if not all((name, i) in finished for name in variants for i in wanted):
-            stream = job.stream(wanted, job.arch.dense, follow=config.propagate)
-            for site in job.args.track(stream, "Carving layers", len(wanted)):
-                i = site.index
-                missing = [name for name in variants if (name, i) not in finished]
-                if missing:
-                    stats = self.observe(site)
-                    analysis = self.analyse(stats)
-                    for name in missing:
-                        layer, found = variants[name].carve(stats, site, budgets[name][i])
-                        finished.add(name, i, layer, analysis | found)
-                if config.propagate:
-                    site.change = applied(site.layer, job.arch, finished["result", i][0])
+        missing = {i: [name for name in variants if (name, i) not in finished] for i in wanted}
+
+        def carved(site: Site[DenseFFN]) -> dict[str, tuple[LayerPlan, JSON]]:
+            i, found = site.index, {}
+            if missing[i]:
+                stats = self.observe(site)
+                analysis = self.analyse(stats)
+                for name in missing[i]:
+                    layer, more = variants[name].carve(stats, site, budgets[name][i])
+                    found[name] = (layer, analysis | more)
+            if config.propagate:
+                layer, _ = found["result"] if "result" in found else finished["result", i]
+                site.change = applied(site.layer, job.arch, layer)
+            return found
+
+        if any(missing.values()):
+            layers = [i for i in wanted if missing[i] or config.propagate]
+            follow = config.propagate
+            done = each_layer(job, layers, job.arch.dense, carved, "Carving layers", follow=follow)
+            for i, made in done:
+                for name, (layer, analysis) in made.items():
+                    finished.add(name, i, layer, analysis)
         plans = {
             name: Plan(
                 config.name,
@@ -184,8 +194,7 @@ class MoRE(DenseMethod[MoREConfig]):
     def _losses(self, job: Job[Arch], sizes: list[LayerSize]) -> dict[int, Tensor]:
         """By layer, what leaving each neuron out would lose (M,)."""
         chosen = chosen_layers(self.config.layers, len(sizes))
-        sites = job.args.track(job.stream(chosen, job.arch.dense), "Weighing layers", len(chosen))
-        return {site.index: losses(site) for site in sites}
+        return dict(each_layer(job, chosen, job.arch.dense, losses, "Weighing layers"))
 
     def choose(
         self, sizes: list[LayerSize], losses_M: Mapping[int, Tensor] | None = None
