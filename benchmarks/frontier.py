@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from moesaic.metrics.speed import against, compare_speed
 HERE = Path(__file__).parent
 OUT = HERE / "frontier.json"
 MODEL, DENSE = "smollm2", "dense"
-KINDS: dict[str, tuple[str, dict[str, Any], tuple[float, ...]]] = {
+KINDS: dict[str, tuple[str, Mapping[str, Any], tuple[float, ...]]] = {
     "static, refit": ("carve.more", {"variant": "static", "refit": True}, (0.8,)),
     "MoRE, as published": ("carve.more", {}, (0.8,)),
     "petals, best": ("carve.more", METHODS["carve.more"].bundles["best"], (0.8,)),
@@ -49,7 +49,7 @@ COLOURS = ("#000000", "#7d858c", "#e69f00", "#009e73", "#56b4e9", "#cc79a7", "#0
 def configs() -> dict[str, tuple[str, MethodConfig]]:
     """By row: its kind and its config."""
     return {
-        f"{kind} {active:g}": (kind, METHODS[key](active=active, **options))
+        f"{kind} {active:g}": (kind, METHODS[key](**{"active": active, **options}))
         for kind, (key, options, ratios) in KINDS.items()
         for active in ratios
     }

@@ -10,7 +10,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from moesaic.exports.importance import importance
 from moesaic.exports.native import export_native
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.source import resolve
+from moesaic.metrics.llamacpp import library
 
 SCRIPT = "convert_hf_to_gguf.py"
 VARIABLE = "LLAMA_CPP"
@@ -31,25 +31,6 @@ CONVERTED = ("f32", "f16", "bf16", "q8_0")
 """Types that the converter writes; the others are the quantiser's."""
 NO_TEXT, SAMPLES, LENGTH = "none", 64, 256
 """No text for k-quants; windows of it, and their tokens."""
-_SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
-"""Instead of llama.cpp's log; kept, or it would be collected while in use."""
-
-
-def library() -> Any:
-    """llama-cpp-python, silent.
-
-    Raises:
-        MoesaicError: it is not there, or cannot be loaded.
-    """
-    try:
-        import llama_cpp
-    except (ImportError, OSError, RuntimeError) as error:
-        raise MoesaicError(
-            f"This needs llama-cpp-python, which is not usable here ({error}): "
-            "pip install llama-cpp-python."
-        ) from error
-    llama_cpp.llama_log_set(_SILENT, ctypes.c_void_p(0))
-    return llama_cpp
 
 
 def find_converter(given: str | Path = "") -> Path:

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
-from moesaic.exports.llamacpp import library
 
 F32 = 0  # ggml's number of the type
+_SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
+"""Instead of llama.cpp's log; kept, or it would be collected while in use."""
+
+
+def library() -> Any:
+    """llama-cpp-python, silent.
+
+    Raises:
+        MoesaicError: it is not there, or cannot be loaded.
+    """
+    try:
+        import llama_cpp
+    except (ImportError, OSError, RuntimeError) as error:
+        raise MoesaicError(
+            f"This needs llama-cpp-python, which is not usable here ({error}): "
+            "pip install llama-cpp-python."
+        ) from error
+    llama_cpp.llama_log_set(_SILENT, ctypes.c_void_p(0))
+    return llama_cpp
 
 
 class Engine:
