@@ -193,7 +193,9 @@ def main() -> None:
                 key = f"{one.name} | {keep:g} | {label} | {draw}"
                 note("results", key, partial(one.run, config, draw, args))
             if labels is THEN and (not args.labels or "condense" in args.labels):
-                config = CondenseConfig(layers=max(1, round((1 - keep) * one.layers)))
+                layers = max(1, round((1 - keep) * one.layers))
+                shared = one.model.config.model_type != "mixtral"
+                config = CondenseConfig(layers=layers, keep="shared" if shared else "shared+routed")
                 key = f"{one.name} | {keep:g} | condense | 0"
                 note("results", key, partial(one.run, config, 0, args))
 
