@@ -102,9 +102,7 @@ class Ridge:
                     break
                 continue
             best, least, trial_FO = strength, error, weight_FO
-        whole = Sums(
-            self.fit.gram_FF + self.held.gram_FF, self.fit.cross_FO + self.held.cross_FO
-        )
+        whole = Sums(self.fit.gram_FF + self.held.gram_FF, self.fit.cross_FO + self.held.cross_FO)
         unexplained = least / max(self.held.square, 1e-300)
         return Fit(self._weight(whole, best), best, unexplained, trial_FO)
 
