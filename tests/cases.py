@@ -27,6 +27,7 @@ QUICK: dict[str, Any] = {"steps": 3, "batch": 2, "lr": 1e-2, "save_every": 1, "l
 OWN: dict[str, dict[str, Any]] = {
     "carve.tomoe": {"active": 0.7, "experts": 3, "head_bias": 3.0},
     "carve.dsmoe": {"experts": 4, "active": 0.8},
+    "skip.lexi": {"experts_per_token": 1.5},
     "tune.sft": {"what": "condensed"},
 }
 """Settings that tiny models need."""

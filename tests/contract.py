@@ -22,6 +22,7 @@ from moesaic.errors import MoesaicError
 from moesaic.io.naming import Naming
 from moesaic.io.source import Source, language_model
 from moesaic.layers.carved import CarvedLayer
+from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.plan import Plan
@@ -159,6 +160,20 @@ def reduced(model: Any, arch: Any, slim: bool) -> None:
         assert equal(weights(live), weights(out)), "rewritten on disk it is another model"
 
 
+def fewer(model: Any, arch: Any) -> None:
+    """One expert a token: a field of the config, or refused; by layer where routers differ."""
+    if not isinstance(arch, MoEArch) or arch.chosen is None:
+        return
+    shape, before = base_shape(model, arch), logits(model)
+    with tempfile.TemporaryDirectory() as folder:
+        saved(Path(folder), model, {i: FewerLayer(1, 2) for i in shape.routed})
+        again, found = loaded(Path(folder)), logits(model)
+    assert again.config.model_type == model.config.model_type, "not native"
+    assert all(arch.mixture(arch.layers(again)[i]).top_k == 1 for i in shape.routed)
+    close(logits(again), found, 1e-5)
+    assert (found - before).abs().max() > 1e-4
+
+
 STEPS: dict[str, Callable[[Any, Any], None]] = {
     "view": view,
     "routing": routing,
@@ -166,6 +181,7 @@ STEPS: dict[str, Callable[[Any, Any], None]] = {
     "keep all": nothing_changes,
     "prune": lambda model, arch: reduced(model, arch, slim=False),
     "slim": lambda model, arch: reduced(model, arch, slim=True),
+    "fewer": fewer,
 }
 """What is tried, in this order."""
 

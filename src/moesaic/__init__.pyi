@@ -25,6 +25,7 @@ from .methods.cdmoe.config import CondenseConfig as CondenseConfig
 from .methods.channels.config import TEALConfig as TEALConfig
 from .methods.channels.config import WINAConfig as WINAConfig
 from .methods.dsmoe.config import DSMoEConfig as DSMoEConfig
+from .methods.lexi.config import LExIConfig as LExIConfig
 from .methods.more.config import MoREConfig as MoREConfig
 from .methods.naee.config import PruneConfig as PruneConfig
 from .methods.naee.config import SkipConfig as SkipConfig

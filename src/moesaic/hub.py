@@ -6,10 +6,13 @@ Importing this module registers ``moesaic_<base>`` with ``AutoConfig`` and
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
@@ -19,7 +22,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from moesaic.arch.deepseek import DeepseekConfig, DeepseekForCausalLM
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import architectures, base_arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.foreign import JSON, Config, Model, Tokenizer
+from moesaic.io.checkpoint import skeleton
 from moesaic.io.naming import conversions
 from moesaic.io.prediction import leave_out
 from moesaic.io.source import check_loaded, language_model
@@ -159,7 +164,7 @@ def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     said = {i: layer.native() for i, layer in plan.layers.items()}
     if None in said.values() or headers_of(config):
         return None
-    routing = [what for what in said.values() if what and "experts" in what]
+    routing = [what for what in said.values() if what and "dense" not in what]
     dense = {i: what["dense"] for i, what in said.items() if what and "dense" in what}
     base = plan.base
     if routing and (dense or plan.layers.keys() != base.routed):
@@ -167,6 +172,8 @@ def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     if routing:
         one = routing.count(routing[0]) == len(routing)
         tied = "width" in routing[0] and arch.ties_widths and any(base.plain_widths.values())
+        if not one and all(what.keys() == {"top_k"} for what in routing):
+            return _each(config, arch, {i: what["top_k"] for i, what in said.items() if what})
         return _sized(arch, routing[0]) if one and not tied else None
     every = base.plain_widths | dense
     widths = {*every.values()}
@@ -179,12 +186,35 @@ def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
 
 
 def _sized(arch: Arch, said: JSON) -> JSON | None:
-    """The config attributes for so many routed experts, and so wide ones."""
+    """The config attributes for so many routed experts, and so wide ones, or so many a token."""
+    if "top_k" in said:
+        assert isinstance(arch, MoEArch)
+        return arch.with_top_k(said["top_k"])
     sizes = arch.with_experts(said["experts"])
     if "width" in said:
         sizes |= arch.with_width(said["width"])
     shared = arch.with_shared(said["shared"], said["width"]) if "shared" in said else {}
     return None if shared is None else {**sizes, **shared}
+
+
+def _each(config: Config, arch: Arch, top_ks: Mapping[int, int]) -> JSON | None:
+    """The config attribute that holds each layer's number of experts a token, if one does.
+
+    Most config classes take one number for all layers. One that takes a list is asked whether its
+    model goes by it.
+    """
+    assert isinstance(arch, MoEArch)
+    first, count = next(iter(top_ks.values())), config.num_hidden_layers
+    said = arch.with_top_k([top_ks.get(i, first) for i in range(count)])
+    twin = copy.deepcopy(config)
+    try:
+        for name, value in (said or {}).items():
+            setattr(twin, name, value)
+        layers = arch.layers(skeleton(twin, bare=True))
+    except (StrictDataclassError, TypeError, ValueError):
+        return None
+    held = all(arch.mixture(layers[i]).top_k == top_k for i, top_k in top_ks.items())
+    return said if held else None
 
 
 def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
@@ -231,6 +261,8 @@ def convert_class(model: Model, arch: Arch, plan: Plan) -> None:
     for name in arch.with_experts(0).keys() & native.keys():
         if hasattr(model, "num_experts"):
             model.num_experts = native[name]
+    for name in native.keys() & vars(model).keys():  # what its training losses look at
+        setattr(model, name, native[name])
 
 
 # --- files ---------------------------------------------------------------------------------------

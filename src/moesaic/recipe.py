@@ -144,7 +144,8 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     if not isinstance(options, dict):
         raise MoesaicError(f"{where}: expected options such as 'method: ...', got {options!r:.60}.")
     options = dict(options)
-    method = options.pop("method", next(iter(methods)))
+    method = method_of(verb, options)
+    options.pop("method", None)
     if method not in methods:
         raise MoesaicError(f"{where}: unknown method {method!r}; known: {', '.join(methods)}.")
     config = methods[method]
@@ -152,6 +153,21 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     if bundle is not None:
         options = {**_bundle(verb, method, bundle, where), **options}
     return checked(config, plain_values(config, options), where)
+
+
+def method_of(verb: str, options: JSON) -> str:
+    """The method that options name; the only one that has them all if the default has not.
+
+    Args:
+        verb: such as ``skip``.
+        options: as for :func:`step_config`.
+    """
+    methods = methods_of(verb)
+    asked = options.keys() - {"method", "recipe"}
+    able = [name for name, config in methods.items() if asked <= {f.name for f in fields(config)}]
+    default = next(iter(methods))
+    found = able[0] if len(able) == 1 else default
+    return str(options.get("method", found))
 
 
 def plain_values(config: type[Any], options: JSON) -> JSON:

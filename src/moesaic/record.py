@@ -75,7 +75,7 @@ class Step:
     """The word for the parts that its result's routers choose."""
     kind: str = ""
     """The drawings that suit: ``split``, ``learned``, ``gated``, ``experts``, ``skipping``,
-    ``condensed`` or ``trained``."""
+    ``fewer``, ``condensed`` or ``trained``."""
     summary: Values = field(default_factory=dict)
     """Findings about the whole model: the order of choice, training losses."""
     output: Values = field(default_factory=dict)

@@ -32,6 +32,7 @@ from moesaic.layers.base import KINDS, LayerPlan, same
 from moesaic.layers.channels import ChannelsLayer
 from moesaic.layers.condensed import NO_FFN
 from moesaic.layers.dropped import DroppedLayer
+from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.neurons import filled_up
 from moesaic.layers.overlapping import OverlappingLayer
@@ -168,6 +169,10 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
     "skipping": {
         "top2": lambda: mixture(SkippingLayer(0.7, "top2")),
         "tail": lambda: mixture(SkippingLayer(0.3, "tail"), "deepseek_v3"),
+    },
+    "fewer": {
+        "one": lambda: mixture(FewerLayer(1, 2)),
+        "of groups": lambda: mixture(FewerLayer(1, 2), "deepseek_v3"),
     },
     "condensed": {
         "shared path": lambda: mixture(condensed_layer([], 24), "granitemoeshared"),

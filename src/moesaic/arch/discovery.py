@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -37,6 +38,8 @@ DENSE_LAYERS = (
     "mlp_layer_types",
 )
 GROUPS = ("n_group", "num_expert_group")
+CHOSEN = ("per_tok", "topk", "top_k", "moe_k")
+"""Parts of the names of the config attribute that counts the experts a token runs."""
 PROBES = 64
 """Tokens that a router is tried with."""
 FAR = 40.0
@@ -237,6 +240,7 @@ def _mixture(
         layers_path=path,
         count=_counting(name, said, count),
         width=_widening(name, said, width),
+        chosen=_choosing(said, block.get_submodule(parts.router)),
         transposed=bool(experts.is_transposed),
         alternating=not experts.is_concatenated,
         parts=parts,
@@ -368,6 +372,17 @@ def _widening(name: str, said: JSON, width: int) -> str:
     return key
 
 
+def _choosing(said: JSON, router: nn.Module) -> str | None:
+    """The key of a config that says how many experts a token runs, in all layers or in each."""
+    top_k = getattr(router, "top_k", None)
+    for word in CHOSEN:
+        for key, value in said.items():
+            each = value if isinstance(value, list) else [value]
+            if word in key and not re.search("group|index|shared", key) and top_k in each:
+                return str(key)
+    return None
+
+
 # --- asked of the router itself ------------------------------------------------------------------
 
 
@@ -392,6 +407,8 @@ def _asked(arch: MoEArch, block: nn.Module, said: JSON, count: int) -> MoEArch:
     if seen_NE.shape != logits_NE.shape or not torch.allclose(seen_NE, logits_NE, atol=1e-5):
         raise Unknown(f"{arch.model_type}: its router changes logits before it chooses by them.")
     arch = replace(arch, parts=parts, groups=groups)
+    if (_stand_in(block, parts, count, top_k=1).weights(logits_NE) != 0).sum(1).max() > 1:
+        arch = replace(arch, chosen=None)
     return replace(arch, per_group=_per_group(arch, block), never=_never(arch, block, logits_NE))
 
 

@@ -32,6 +32,9 @@ class MoEArch(Arch):
 
     count: str = "num_experts"
     """The config attribute that counts the routed experts."""
+    chosen: str | None = "num_experts_per_tok"
+    """The config attribute that counts the experts a token runs; None where the router goes by
+    none."""
     width: str = "moe_intermediate_size"
     """The config attribute that is the width of one routed expert."""
     transposed: bool = False
@@ -146,6 +149,14 @@ class MoEArch(Arch):
 
     def with_experts(self, count: int) -> JSON:
         return {self.count: count}
+
+    def with_top_k(self, top_k: int | list[int]) -> JSON | None:
+        """The config attribute by which a token runs so many experts; None if none holds it.
+
+        Args:
+            top_k: in every layer; or of each decoder layer, for the few classes that take a list.
+        """
+        return None if self.chosen is None else {self.chosen: top_k}
 
     @property
     def ties_widths(self) -> bool:

@@ -89,6 +89,13 @@ class RoutingFunction:
                 owner._modules[part] = unbound(getattr(owner, part))
                 owner = owner._modules[part]
 
+    def of_fewer(self, top_k: int) -> RoutingFunction:
+        """The same router with another number of experts a token."""
+        twin = copy.copy(self)
+        twin._router = unbound(self._router)
+        twin._router.top_k = top_k
+        return twin
+
     @torch.no_grad()
     def choose(self, logits_NE: Tensor, allowed_NE: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The weights and the numbers of each token's experts (N, K).

@@ -29,7 +29,7 @@ from moesaic.config import Calibration, Evaluation, Verb, about, check_device, p
 from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
 from moesaic.methods import VERBS, methods_of
-from moesaic.recipe import Recipe, checked, step_config
+from moesaic.recipe import Recipe, checked, method_of, step_config
 
 TEXT = ("source", "samples", "length", "seed", "documents")
 """The fields of Calibration that say which text."""
@@ -70,7 +70,6 @@ def verb_options(verb: Verb) -> list[Option]:
 def command(verb: Verb) -> Callable[..., None]:
     """The function behind a verb's command."""
     methods = methods_of(verb.name)
-    default = next(iter(methods))
     text = {*TEXT, "stats"} if verb.calibrates else {"stats"}
 
     def run(
@@ -97,7 +96,7 @@ def command(verb: Verb) -> Callable[..., None]:
             )
             if key in given
         }
-        chosen = methods.get(given.get("method", default))
+        chosen = methods.get(method_of(verb.name, given))
         own = {of.name for of in fields(chosen)} if chosen else set()
         measured |= {key: extra.pop(key) for key in SELDOM if key in extra and key not in own}
         if "seed" in calibration and "seed" in own:

@@ -190,7 +190,8 @@ class LayerPlan(ABC):
         """What a config of the base's own class must say to hold the layer; None: it cannot.
 
         Keys: ``dense`` (width of a plain MLP); or ``experts`` (routed experts that are left) and,
-        where they are not as wide as they were, ``width`` and ``shared`` (of the shared path).
+        where they are not as wide as they were, ``width`` and ``shared`` (of the shared path); or
+        ``top_k`` (experts that a token runs).
         """
         return None
 
@@ -214,6 +215,7 @@ KINDS: Registry[type[LayerPlan]] = Registry(
         "pruned": "moesaic.layers.pruned:PrunedLayer",
         "slimmed": "moesaic.layers.slimmed:SlimmedLayer",
         "skipping": "moesaic.layers.skipping:SkippingLayer",
+        "fewer": "moesaic.layers.fewer:FewerLayer",
         "condensed": "moesaic.layers.condensed:CondensedLayer",
         "dropped": "moesaic.layers.dropped:DroppedLayer",
         "channels": "moesaic.layers.channels:ChannelsLayer",

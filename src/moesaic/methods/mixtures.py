@@ -10,6 +10,8 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config
+from moesaic.layers.skipping import SkippingLayer
+from moesaic.surgery import headers_of
 
 
 def original(config: Config, instead: str) -> MoEArch:
@@ -24,6 +26,20 @@ def original(config: Config, instead: str) -> MoEArch:
     """
     if config.model_type.startswith(PREFIX):
         raise MoesaicError(f"{config.model_type} was reduced already; {instead}.")
+    return moe_arch(config)
+
+
+def unskipped(config: Config) -> MoEArch:
+    """The architecture of a mixture of experts whose routers skip nothing.
+
+    Args:
+        config: the model's.
+
+    Raises:
+        MoesaicError: they do, or it is no mixture of experts that is known.
+    """
+    if any(h["kind"] == SkippingLayer.kind for stack in headers_of(config).values() for h in stack):
+        raise MoesaicError("This model skips already; start from the one it was made from.")
     return moe_arch(config)
 
 

@@ -21,6 +21,7 @@ OF_STEPS: dict[str, tuple[str, Draw]] = {
     "experts": ("Which experts stay", mixtures.kept),
     "slimmed": ("How narrow experts become", mixtures.slimmed),
     "skipping": ("What is skipped", mixtures.skipped),
+    "fewer": ("How many experts tokens run", mixtures.fewer),
     "condensed": ("Which layers were condensed", mixtures.condensed),
 }
 """By :attr:`moesaic.record.Step.kind`; a kind without drawings of its own is not here."""

@@ -84,14 +84,10 @@ def slimmed(record: Record, step: Step) -> Sequence[Figure | None]:
     """How wide each layer's experts are, and what went with the other neurons."""
     layers = [layer for layer in record.layers if "neurons" in layer.shape]
 
-    def column(of: str, *keys: str) -> dict[int, float]:
-        found = {layer.index: figure(getattr(layer, of), *keys) for layer in layers}
-        return {i: v for i, v in found.items() if v is not None}
-
     meant = step.summary.get("loss")
     columns = [
-        ("neurons that stay", column("shape", "neurons"), lambda v: f"{v:,.0f}"),
-        ("lost", column("analysis", "relative_loss"), lambda v: figures.percent(v, 1)),
+        ("neurons that stay", _column(layers, "shape", "neurons"), lambda v: f"{v:,.0f}"),
+        ("lost", _column(layers, "analysis", "relative_loss"), lambda v: figures.percent(v, 1)),
     ]
     columns = [c for c in columns if c[1]]
     if not columns:
@@ -108,19 +104,41 @@ def skipped(record: Record, step: Step) -> Sequence[Figure | None]:
     """How much each layer leaves out."""
     layers = [layer for layer in record.layers if "beta" in layer.shape]
 
-    def column(of: str, key: str) -> dict[int, float]:
-        found = {layer.index: figure(getattr(layer, of), key) for layer in layers}
-        return {i: v for i, v in found.items() if v is not None}
-
+    calls = _column(layers, "analysis", "calls_per_token")
     columns = [
-        ("calls skipped", column("analysis", "skipped"), lambda v: figures.percent(v, 1)),
-        ("beta", column("shape", "beta"), lambda v: f"{v:.3f}"),
-        ("experts a token runs", column("analysis", "calls_per_token"), lambda v: f"{v:.2f}"),
+        ("calls skipped", _column(layers, "analysis", "skipped"), lambda v: figures.percent(v, 1)),
+        ("beta", _column(layers, "shape", "beta"), lambda v: f"{v:.3f}"),
+        ("experts a token runs", calls, lambda v: f"{v:.2f}"),
     ]
     columns = [c for c in columns if c[1]]
     if not columns:
         return []
     return [("Skipping by layer.", "On the calibration text.", rows(columns))]
+
+
+def fewer(record: Record, step: Step) -> Sequence[Figure | None]:
+    """How many experts a token runs in each layer, and how far that moves the layer's output."""
+    layers = [layer for layer in record.layers if "experts_per_token" in layer.shape]
+    number = _column(layers, "shape", "experts_per_token")
+    moved = _column(layers, "analysis", "relative_loss")
+    columns = [
+        ("experts a token runs", number, lambda v: f"{v:.0f}"),
+        ("its output moves by", moved, lambda v: figures.percent(v, 1)),
+    ]
+    told = "Moves: the change’s size as a share of the output’s own." if moved else ""
+    return [("Experts a token, by layer.", told, rows([c for c in columns if c[1]]))]
+
+
+def _column(layers: Sequence[LayerRecord], of: str, key: str) -> dict[int, float]:
+    """One figure of every layer that has it.
+
+    Args:
+        layers: of a record.
+        of: ``shape`` or ``analysis``.
+        key: of the figure.
+    """
+    found = {layer.index: figure(getattr(layer, of), key) for layer in layers}
+    return {i: v for i, v in found.items() if v is not None}
 
 
 # --- condensed layers ----------------------------------------------------------------------------

@@ -25,13 +25,13 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
 from moesaic.layers.skipping import SkippingLayer
 from moesaic.methods.base import Decision, Method, Outline, Told
+from moesaic.methods.mixtures import unskipped
 from moesaic.methods.naee.config import SkipConfig
 from moesaic.methods.naee.observed import from_file, observed, routing_of
 from moesaic.methods.words import percent
@@ -101,11 +101,7 @@ class Skipper(Method[SkipConfig, MoEArch]):
     kind = "skipping"
 
     def find(self, config: Config) -> MoEArch:
-        said = getattr(config, "moesaic", None) or {"layers": {}}
-        headers = [header for layer in said["layers"].values() for header in layer]
-        if any(header["kind"] == SkippingLayer.kind for header in headers):
-            raise MoesaicError("This model skips already; start from the one it was made from.")
-        return moe_arch(config)
+        return unskipped(config)
 
     def decide(
         self, stats: ExpertStats, routing: RoutingFunction, top_k: int, given: float | None = None

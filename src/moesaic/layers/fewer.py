@@ -1,0 +1,69 @@
+"""A mixture of which a token runs fewer experts than it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.foreign import JSON
+from moesaic.layers.base import Description, Header, LayerPlan, State
+
+
+@dataclass(frozen=True)
+class FewerLayer(LayerPlan):
+    """Weights stay as they are, and so does what earlier steps made of the layer."""
+
+    kind: ClassVar[str] = "fewer"
+    refines: ClassVar[bool] = True
+
+    top_k: int
+    """Experts that a token runs."""
+    before: int
+    """The same of the layer as it was."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.before:
+            raise ValueError(f"a token cannot run {self.top_k} of the {self.before} experts it did")
+
+    def header(self) -> JSON:
+        return {"kind": self.kind, "top_k": self.top_k, "before": self.before}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    @classmethod
+    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> FewerLayer:
+        return cls(header["top_k"], header["before"])
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return ()
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    @classmethod
+    def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        assert isinstance(arch, MoEArch)
+        view = arch.mixture(layers[index])
+        for module in (view.block, view.router):  # blocks may note it, too
+            if hasattr(module, "top_k"):
+                module.top_k = header["top_k"]
+
+    def describe(self, experts: int) -> Description:
+        told = f"a token runs {self.top_k} of {experts} experts, instead of {self.before}"
+        return Description(told, {"experts_per_token": self.top_k})
+
+    @classmethod
+    def obstacle(cls, header: Header) -> str | None:
+        return (
+            "Its layers run different numbers of experts a token: give all of them one "
+            "(skip --experts-per-token N)."
+        )
+
+    def native(self) -> JSON | None:
+        return {"top_k": self.top_k}
