@@ -28,8 +28,8 @@ from moesaic.config import Evaluation, MethodConfig, RunArgs, parse_dtype
 from moesaic.exports.engines import limits
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import INDEX_NAME, skeleton
+from moesaic.io.gguf import cache_folder
 from moesaic.io.names import whole_file
-from moesaic.io.source import cache_folder
 from moesaic.io.weightless import Outliner, Weightless, foretold
 from moesaic.layers.base import KINDS
 from moesaic.methods import implementation

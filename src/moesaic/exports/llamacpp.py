@@ -22,6 +22,7 @@ from moesaic.exports.form import run_script
 from moesaic.exports.importance import importance
 from moesaic.exports.native import export_native
 from moesaic.foreign import JSON, Track, silent
+from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.source import resolve
 from moesaic.metrics.llamacpp import library
 
@@ -96,6 +97,9 @@ def export_gguf(
         if other or source.config.model_type.startswith(PREFIX):
             folder = Path(place) / "native"
             record = export_native(model, folder, asked)
+        elif isinstance(source.checkpoint, GgufCheckpoint):
+            folder = Path(place) / "plain"
+            source.checkpoint.unpack(folder)
         lacks = record.get("engines", limits(source.config))["llama.cpp"]
         if lacks:
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -61,8 +61,6 @@ TYPES: dict[str, torch.dtype] = {
     if hasattr(torch, kind)
 }
 """Types by the names that safetensors gives them, in the order in which it stores them."""
-AT_ONCE = 1 << 24
-"""Numbers that are looked at together."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,6 +69,8 @@ class Checkpoint:
 
     weightless = False
     """Tensors come without values, on the meta device: files are read no further than headers."""
+    loadable: ClassVar[bool] = True
+    """The folder holds the weights as ``from_pretrained`` reads them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,6 +78,10 @@ class Checkpoint:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._types: dict[str, str] = {}
         self._open: tuple[Path, Any] | None = None
+        self._survey()
+
+    def _survey(self) -> None:
+        """Learn the file, the shape and the type of every tensor."""
         for file in self._shards():
             header, _ = header_of(file)
             with _reading(file), safe_open(file, framework="pt") as shard:
@@ -124,6 +128,10 @@ class Checkpoint:
         if self.weightless:
             kind = TYPES[self._types[name]]
             return torch.empty(self._shapes[name], dtype=kind, device="meta")
+        return self._read(name)
+
+    def _read(self, name: str) -> Tensor:
+        """A tensor's values."""
         file = self._files[name]
         with _reading(file):
             if self._open is None or self._open[0] != file:
@@ -279,10 +287,8 @@ def check_finite(name: str, tensor: Tensor) -> None:
     """
     if tensor.dtype not in COMPUTABLE or tensor.is_meta:
         return
-    parts = tensor.reshape(-1).split(
-        AT_ONCE
-    )  # at once, a table of words would take thrice its size
-    if not all(torch.isfinite(part).all() for part in parts):
+    # the least and the largest, which are no number if any is none: in one pass, without a copy
+    if tensor.numel() and not torch.isfinite(torch.stack(tensor.aminmax())).all():
         raise MoesaicError(
             f"{name} holds a value that is not finite. The checkpoint may be damaged, or its dtype "
             "too narrow: try dtype float32."

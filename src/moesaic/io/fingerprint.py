@@ -13,11 +13,12 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moesaic.foreign import JSON, Model, Values
+from moesaic.foreign import Model, Values
 from moesaic.io.headers import header_of
 
 PIECE = 4096
@@ -52,6 +53,16 @@ def pieces(nbytes: int, tensors: int) -> list[tuple[int, int]]:
     return [(start, nbytes if start + 64 > nbytes - PIECE else start + PIECE) for start in starts]
 
 
+class Stored(NamedTuple):
+    """The place of a tensor's bytes in a file."""
+
+    path: Path
+    kind: str
+    shape: list[int]
+    begin: int
+    nbytes: int
+
+
 def of_files(files: Iterable[Path]) -> str:
     """The fingerprint of the safetensors files of one checkpoint.
 
@@ -60,33 +71,40 @@ def of_files(files: Iterable[Path]) -> str:
     Raises:
         MoesaicError: a file is damaged.
     """
-    stored: dict[str, tuple[Path, JSON, int]] = {}
+    stored: dict[str, Stored] = {}
     for path in files:
         header, start = header_of(path)
-        stored |= {name: (path, entry, start) for name, entry in header.items()}
+        for name, entry in header.items():
+            begin, end = entry["data_offsets"]
+            where = start + begin, end - begin
+            stored[name] = Stored(path, entry["dtype"], entry["shape"], *where)
+    return of_stored(stored)
+
+
+def of_stored(stored: Mapping[str, Stored]) -> str:
+    """The fingerprint of tensors by name, wherever they lie."""
     said = hashlib.sha256()
+    digests: dict[str, str] = {}
     for path, names in _by_file(stored).items():
         with path.open("rb") as file:
             for name in names:
-                _, entry, start = stored[name]
-                begin, end = entry["data_offsets"]
                 one = hashlib.sha256()
-                for first, last in pieces(end - begin, len(stored)):
-                    file.seek(start + begin + first)
+                for first, last in pieces(stored[name].nbytes, len(stored)):
+                    file.seek(stored[name].begin + first)
                     one.update(file.read(last - first))
-                stored[name][1]["digest"] = one.hexdigest()
+                digests[name] = one.hexdigest()
     for name in sorted(stored):
-        entry = stored[name][1]
-        said.update(json.dumps([name, entry["dtype"], entry["shape"], entry["digest"]]).encode())
+        said.update(
+            json.dumps([name, stored[name].kind, stored[name].shape, digests[name]]).encode()
+        )
     return said.hexdigest()[:16]
 
 
-def _by_file(stored: Mapping[str, tuple[Path, JSON, int]]) -> dict[Path, list[str]]:
+def _by_file(stored: Mapping[str, Stored]) -> dict[Path, list[str]]:
     """Names by file, in the order in which their bytes lie there."""
-    ordered = sorted(stored, key=lambda name: stored[name][1]["data_offsets"])
     files: dict[Path, list[str]] = {}
-    for name in ordered:
-        files.setdefault(stored[name][0], []).append(name)
+    for name in sorted(stored, key=lambda name: stored[name].begin):
+        files.setdefault(stored[name].path, []).append(name)
     return files
 
 

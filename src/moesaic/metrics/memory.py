@@ -21,9 +21,11 @@ def main(request: str) -> None:
             engine(torch.arange(length).view(1, -1) % engine.vocabulary, new_tokens)
         print(peak_resident())
         return
-    from transformers import AutoModelForCausalLM
+    from moesaic.config import parse_dtype
+    from moesaic.io.source import Source
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    wanted = None if dtype == "auto" else parse_dtype(dtype)
+    model = Source(folder, Path(folder)).load(device, wanted)
     prompt = torch.arange(length).view(1, -1).to(device) % model.config.vocab_size
     with torch.inference_mode():
         model.generate(prompt, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)

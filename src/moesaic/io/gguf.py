@@ -1,0 +1,361 @@
+"""GGUF files, llama.cpp's own: read tensor by tensor, blocks become values when they are asked for.
+
+transformers reads a file whole. What it knows is used one tensor at a time: a file's config and
+tokenizer, the names of weights, and its processors, which undo what llama.cpp's converter did to
+them. gguf-py reads headers and knows the types. A folder in the cache holds what a checkpoint has
+beside weights, and an index of the places of these in the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Config, Model
+from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton, whole_folder
+from moesaic.io.fingerprint import Stored, of_stored
+from moesaic.io.headers import mapping_of
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
+    from transformers.modeling_gguf_pytorch_utils import TensorProcessor
+
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+Numbers: TypeAlias = "npt.NDArray[np.float32]"
+
+INDEX = "gguf.json"
+"""Of a folder in the cache: the file, and the place of every weight in it."""
+COUNT, USED = "expert_count", "expert_used_count"
+MIXTURES = {"llama": ("mixtral", {COUNT: "num_local_experts", USED: "num_experts_per_tok"})}
+"""Mixtures that llama.cpp names as it names dense models, which transformers takes them for: their
+model_type, and attributes of its config by fields of the file."""
+SAID = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "attention.key_length": "head_dim",
+}
+"""Attributes of configs that transformers leaves at their defaults, by fields of files."""
+UNUSED = re.compile(r"^rope_(freqs|factors)")
+"""Tensors that a config says already."""
+_NUMBER = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
+
+
+def cache_folder() -> Path:
+    """The folder for what GGUF files say: $MOESAIC_CACHE, else the user's cache folder."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moesaic"
+    return Path(os.environ.get("MOESAIC_CACHE", default))
+
+
+def is_indexed(folder: Path) -> bool:
+    """Whether a folder stands for a GGUF file. Only our cache may say so: an index names a file."""
+    return (folder / INDEX).is_file() and folder.resolve().parent == cache_folder().resolve()
+
+
+class GgufCheckpoint(Checkpoint):
+    """The weights of a GGUF file, named and shaped as published checkpoints have them; float32.
+
+    Args:
+        folder: one of :func:`folder_of`.
+
+    Raises:
+        MoesaicError: the file is gone or was changed.
+    """
+
+    loadable = False
+
+    def _survey(self) -> None:
+        said = mapping_of(self.folder / INDEX)
+        self.file = Path(said["file"])
+        if not self.file.is_file() or stamp(self.file) != said["stamp"]:
+            raise MoesaicError(f"{self.file} is gone, or was changed while it was in use.")
+        self._places: dict[str, JSON] = said["weights"]
+        self._said: JSON = said
+        self._files = dict.fromkeys(self._places, self.file)
+        self._shapes = {name: tuple(place["shape"]) for name, place in self._places.items()}
+        self._types = dict.fromkeys(self._places, "F32")
+
+    @cached_property
+    def _processor(self) -> TensorProcessor:
+        return processor_of(self._said["architecture"], self._said["config"])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return of_stored(
+            {
+                name: Stored(self.file, at["type"], at["shape"], at["begin"], at["nbytes"])
+                for name, at in self._places.items()
+            }
+        )
+
+    def _read(self, name: str) -> Tensor:
+        place = self._places[name]
+        raw = np.fromfile(self.file, np.uint8, place["nbytes"], offset=place["begin"])
+        if raw.size < place["nbytes"]:
+            raise MoesaicError(f"{self.file} is missing, truncated or corrupt: {name} ends early.")
+        found = values(raw, place["type"], place["stored_shape"])
+        # without names of its own to look up, a processor leaves stacked experts apart
+        about: JSON = {"tensor_key_mapping": None, "parsed_parameters": {"tensors": {}}}
+        found = self._processor.process(weights=found, name=place["stored"], **about).weights
+        return torch.from_numpy(np.ascontiguousarray(found)).view(self._shapes[name])
+
+    def unpack(self, out: Path) -> None:
+        """Write a checkpoint folder for readers of safetensors alone, in float32."""
+        out.mkdir()
+        writer = ShardWriter(out)
+        for name in self.names():
+            writer.add(name, self.tensor(name))
+        writer.close()
+        shutil.copyfile(self.folder / "config.json", out / "config.json")
+        self.copy_side_files(out)
+
+
+def processor_of(architecture: str, config: JSON) -> TensorProcessor:
+    """transformers' processor, which undoes what llama.cpp's converter does to values."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
+
+
+def values(raw: Bytes, kind: str, shape: list[int]) -> Numbers:
+    """What stored bytes stand for.
+
+    Args:
+        raw: uint8.
+        kind: one of llama.cpp's names of types.
+        shape: of the values.
+
+    Returns:
+        float32 of that shape.
+
+    Raises:
+        NotImplementedError: the type is not known.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    type = GGMLQuantizationType[kind]
+    block, size = GGML_QUANT_SIZES[type]
+    rows = raw.reshape(-1, shape[-1] // block * size)
+    found: Numbers = dequantize(rows, type).reshape(shape)
+    return found
+
+
+def stamp(file: Path) -> list[int]:
+    """What tells that a file was changed."""
+    stat = file.stat()
+    return [stat.st_size, stat.st_mtime_ns]
+
+
+# --- the folder that stands for a file -----------------------------------------------------------
+
+
+def folder_of(file: Path) -> Path:
+    """A folder in the cache with a GGUF's config and tokenizer, and an index of its weights.
+
+    Architectures whose values transformers converts in another way than by its processors are
+    converted whole, in float32.
+
+    Raises:
+        MoesaicError: the file is damaged, or of an architecture or a type that is not read.
+    """
+    key = hashlib.sha256(":".join(map(str, [file.resolve(), *stamp(file)])).encode())
+    folder = cache_folder() / f"{file.stem}-{key.hexdigest()[:12]}"
+    if (folder / "config.json").is_file():
+        return folder
+    with whole_folder(folder, overwrite=True) as work:
+        try:
+            _unfold(file, work)
+        except MoesaicError:
+            raise
+        except Exception as error:  # readers raise anything over a file that is odd
+            said = " ".join(str(error).split()) or type(error).__name__
+            raise MoesaicError(f"{file} cannot be read as GGUF: {said:.300}") from error
+    return folder
+
+
+def _unfold(file: Path, work: Path) -> None:
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
+
+    reader = GGUFReader(file)
+    architecture = str(_field(reader, "general.architecture"))
+    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    if architecture in GGUF_CONFIG_ARCHS and architecture not in TENSOR_PROCESSORS:
+        _convert(where, work)
+    else:
+        if int(_field(reader, "split.count") or 1) > 1:
+            raise MoesaicError(
+                f"{file} is one of several parts; merge them with llama.cpp's llama-gguf-split."
+            )
+        config, said = _config(reader, architecture, where)
+        model = skeleton(config, torch.float32)
+        weights = _places(file, reader, architecture, model)
+        index: JSON = {"file": str(file.resolve()), "stamp": stamp(file)}
+        index |= {"architecture": architecture, "config": said, "weights": weights}
+        (work / INDEX).write_text(json.dumps(index))
+        config.architectures, config.dtype = [type(model).__name__], torch.float32
+        config.save_pretrained(work)
+        if model.can_generate():
+            model.generation_config.save_pretrained(work)
+    tokenizer.save_pretrained(work)
+
+
+def _convert(where: JSON, work: Path) -> None:
+    """A checkpoint in float32, by transformers, which needs all of it in memory."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    del model.config.quantization_config  # else save_pretrained refuses: weights are plain now
+    model.hf_quantizer = None
+    model.save_pretrained(work)
+
+
+def _field(reader: GGUFReader, name: str) -> Any:
+    """What a file says of itself under a name; None where it says nothing."""
+    field = reader.fields.get(name)
+    return None if field is None else field.contents()
+
+
+def _config(reader: GGUFReader, architecture: str, where: JSON) -> tuple[Config, JSON]:
+    """A file's config, and the attributes that processors ask for."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config: Config = AutoConfig.from_pretrained(**where)
+    if architecture in MIXTURES and (_field(reader, f"{architecture}.{COUNT}") or 0) > 0:
+        model_type, names = MIXTURES[architecture]
+        said = {own: int(_field(reader, f"{architecture}.{n}")) for n, own in names.items()}
+        whole = {**config.to_dict(), **said, "model_type": model_type}
+        config = CONFIG_MAPPING[model_type].from_dict(whole)
+    for field, name in SAID.items():
+        value = _field(reader, f"{architecture}.{field}")
+        if value is not None and getattr(config, name, None) is not None:
+            setattr(config, name, int(value))
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    asked = ("num_attention_heads", "num_key_value_heads", "hidden_size", "n_head")
+    return config, {name: getattr(config, name, None) for name in asked}
+
+
+def _places(file: Path, reader: GGUFReader, architecture: str, model: Model) -> dict[str, JSON]:
+    """The places of a model's weights in a file, by their names in published checkpoints.
+
+    Raises:
+        MoesaicError: some are not there, of a type that is not read, or of another shape.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    there = {str(tensor.name): tensor for tensor in reader.tensors}
+    kinds = {str(tensor.tensor_type.name) for tensor in reader.tensors}
+    odd = sorted(kind for kind in kinds if not _is_read(kind))
+    if odd:
+        raise MoesaicError(f"{file} has tensors of type {odd[0]}, which is not read.")
+    wanted = revert_weight_conversion(model, dict(model.state_dict()))
+    named, found, used = _namer(architecture, model.config.num_hidden_layers), {}, set()
+    for name, meta in wanted.items():
+        stored = next((n for n in named(name) if n in there), None)
+        if stored is not None:
+            used.add(stored)
+            found[name] = _place(file, name, there[stored], tuple(meta.shape))
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    missing = sorted(name for name in wanted if name not in found and name not in tied)
+    left = sorted(name for name in there if name not in used and not UNUSED.search(name))
+    if missing:
+        beside = f"; it has {', '.join(left[:3])}" if left else ""
+        raise MoesaicError(
+            f"{file} is of architecture {architecture!r} and has no tensor for "
+            f"{', '.join(missing[:3])} ({len(missing)} in all){beside}. Give the checkpoint that "
+            "it was made from."
+        )
+    if left:
+        raise MoesaicError(
+            f"{file} has tensors that a {model.config.model_type} has no place for: "
+            f"{', '.join(left[:3])} ({len(left)} in all). Give the checkpoint that it was made "
+            "from."
+        )
+    return found
+
+
+def _is_read(kind: str) -> bool:
+    """Whether there are values for a type."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    try:
+        values(np.zeros(size, np.uint8), kind, [block])
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
+    """llama.cpp's names that a weight of a published checkpoint may have; experts are stacked.
+
+    Raises:
+        MoesaicError: gguf-py does not know the architecture.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    number = next((n for n, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
+    if number is None:
+        raise MoesaicError(f"GGUF of the architecture {architecture!r} is not read.")
+    known = get_tensor_name_map(number, layers)
+
+    def named(name: str) -> Iterator[str]:
+        module, dot, end = _NUMBER.sub("", name).rpartition(".")
+        forms = [(module, dot + end)] if end in ("weight", "bias") else [(f"{module}.{end}", "")]
+        if end.endswith("_bias"):  # of a router: a buffer, and a bias of its own in the file
+            forms.append((f"{module}.{end.removesuffix('_bias')}", ".bias"))
+        for start, ending in forms:
+            # some are converted from the model without its head, whose names are shorter
+            for own in (start, start.partition(".")[2]):
+                stored = known.get_name(own)
+                if stored is not None:
+                    yield from (stored + (ending or ".weight"), stored)
+
+    return named
+
+
+def _place(file: Path, name: str, tensor: ReaderTensor, shape: tuple[int, ...]) -> JSON:
+    """Where a weight lies, and as what; of an expert, its part of the stacked ones.
+
+    Raises:
+        MoesaicError: it is of another shape than the config says.
+    """
+    stored_shape = [int(n) for n in reversed(tensor.shape.tolist())]
+    begin, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
+    expert = _NUMBER.search(name)
+    if expert is not None:
+        count, *stored_shape = stored_shape
+        nbytes //= count
+        begin += int(expert[1]) * nbytes
+    if sorted(n for n in stored_shape if n > 1) != sorted(n for n in shape if n > 1) or (
+        expert is not None and int(expert[1]) >= count
+    ):
+        found, asked = (" x ".join(map(str, sizes)) for sizes in (stored_shape, shape))
+        raise MoesaicError(
+            f"{tensor.name} in {file} is of shape {found}, and its config asks for {asked}: {name}."
+        )
+    return {
+        "stored": str(tensor.name),
+        "type": str(tensor.tensor_type.name),
+        "shape": list(shape),
+        "stored_shape": stored_shape,
+        "begin": begin,
+        "nbytes": nbytes,
+    }

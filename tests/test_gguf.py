@@ -1,0 +1,301 @@
+"""GGUF files: every weight as transformers has it, one at a time; refused where that is not so."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from builders import equal, loaded, logits, pages, tiny_model, tiny_moe, weights
+from gguf import GGMLQuantizationType as Type
+from transformers import AutoModelForCausalLM
+
+from moesaic.arch.lookup import base_arch
+from moesaic.errors import MoesaicError
+from moesaic.io.checkpoint import skeleton
+from moesaic.io.gguf import GgufCheckpoint
+from moesaic.io.naming import Naming
+from moesaic.io.source import resolve
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.plan import Plan
+from moesaic.result import save_applied
+from moesaic.surgery import base_shape
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+ARCHITECTURES = {
+    "llama": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+}
+"""What llama.cpp calls an architecture."""
+NAMES = {
+    r"^model\.embed_tokens": "token_embd",
+    r"^model\.norm": "output_norm",
+    r"^lm_head": "output",
+    r"^model\.layers": "blk",
+    r"self_attn\.([qkv])_proj": r"attn_\1",
+    r"self_attn\.([qk])_norm": r"attn_\1_norm",
+    r"self_attn\.o_proj": "attn_output",
+    r"input_layernorm": "attn_norm",
+    r"post_attention_layernorm": "ffn_norm",
+    r"mlp\.shared_expert_gate": "ffn_gate_inp_shexp",
+    r"mlp\.shared_expert\.(gate|up|down)_proj": r"ffn_\1_shexp",
+    r"(mlp|block_sparse_moe)\.gate\.": "ffn_gate_inp.",
+    r"mlp\.experts\.(gate|up|down)_proj": r"ffn_\1_exps",
+    r"block_sparse_moe\.experts\.w1": "ffn_gate_exps",
+    r"block_sparse_moe\.experts\.w2": "ffn_down_exps",
+    r"block_sparse_moe\.experts\.w3": "ffn_up_exps",
+    r"mlp\.(gate|up|down)_proj": r"ffn_\1",
+}
+
+
+def stacked(model, folder):
+    """A model's published tensors with experts stacked, by llama.cpp's names."""
+    model.save_pretrained(folder)
+    parts: dict[str, list[Any]] = {}
+    tensors = weights(folder)
+    for name in sorted(tensors, key=lambda n: [int(p) if p.isdigit() else 0 for p in n.split(".")]):
+        short = re.sub(r"(?<=experts)\.\d+", "", name)
+        for found, said in NAMES.items():
+            short = re.sub(found, said, short)
+        parts.setdefault(short, []).append(tensors[name].float().numpy())
+    return {n: np.stack(p) if "_exps" in n else p[0] for n, p in parts.items()}
+
+
+def interleaved(rows, heads):
+    """Rows of a head as llama.cpp's rotation wants them: the halves by turns."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def written(model, tokenizer, file, kind=Type.F32, change=lambda tensors: None, **said):
+    """A model as a GGUF file, by hand; matrices in a type, vectors and routers in float32."""
+    config = model.config
+    architecture = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_name("tiny")
+    for field, value in {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "attention.key_length": getattr(config, "head_dim", None),
+        "attention.value_length": getattr(config, "head_dim", None),
+        "expert_count": getattr(config, "num_experts", getattr(config, "num_local_experts", None)),
+        "expert_used_count": getattr(config, "num_experts_per_tok", None),
+        "expert_feed_forward_length": getattr(config, "moe_intermediate_size", None),
+        "expert_shared_feed_forward_length": getattr(
+            config, "shared_expert_intermediate_size", None
+        ),
+        **said,
+    }.items():
+        if value is not None:
+            split = field.startswith("split")
+            writer.add_uint32(field if split else f"{architecture}.{field}", value)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
+    writer.add_float32(f"{architecture}.rope.freq_base", config.rope_parameters["rope_theta"])
+    vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(vocabulary["vocab"], key=vocabulary["vocab"].get))
+    writer.add_token_types([3] + [1] * (len(vocabulary["vocab"]) - 1))
+    writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
+    writer.add_eos_token_id(0)
+    tensors = stacked(model, file.with_suffix(""))
+    change(tensors)
+    for name, tensor in tensors.items():
+        if architecture == "llama" and ("attn_q." in name or "attn_k." in name):
+            heads = config.num_attention_heads if "_q" in name else config.num_key_value_heads
+            tensor = interleaved(tensor, heads)
+        plain = tensor.ndim < 2 or "ffn_gate_inp" in name
+        own = Type.F32 if plain or name in KEPT else kind
+        if "ffn_gate_inp_shexp" in name:
+            tensor = tensor[0]
+        data = tensor if own == Type.F32 else gguf.quants.quantize(tensor, own)
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shutil.rmtree(file.with_suffix(""))
+    return file
+
+
+KEPT = ("output.weight",)
+"""Matrices that stay in float32, so that a file has several types."""
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+def model_of(model_type, **sizes):
+    sizes = {**SIZES, **sizes}
+    if model_type in ("llama", "qwen2"):
+        sizes |= {"mlp_bias": False} if model_type == "llama" else {}
+        return tiny_model(model_type, **sizes)
+    width = sizes["intermediate_size"]
+    if model_type == "mixtral":
+        return tiny_moe(model_type, experts=4, **sizes)
+    extra = {"mlp_only_layers": [], "moe_intermediate_size": width}
+    if model_type == "qwen2_moe":
+        extra["shared_expert_intermediate_size"] = 2 * width
+    return tiny_moe(model_type, experts=4, **sizes, **extra)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
+
+
+def quantised(file, type):
+    """A file of llama.cpp's own quantiser."""
+    pytest.importorskip("llama_cpp")
+    from moesaic.exports.llamacpp import quantise
+
+    out = file.with_name(f"{type}.gguf")
+    quantise(file, out, type, {})
+    return out
+
+
+def theirs(file, config):
+    """transformers' own load; it does not read the experts' width."""
+    return AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, config=config, dtype=torch.float32
+    )
+
+
+def same(model, other):
+    a, b = model.state_dict(), other.state_dict()
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen2_moe"])
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_k_m"])
+def test_values_are_those_of_transformers(model_type, kind, tmp_path, tokenizer):
+    """Loaded whole, and read one by one as the stream does."""
+    file = tmp_path / "model.gguf"
+    if kind == "q4_k_m":
+        model = model_of(model_type, hidden_size=256, intermediate_size=256)
+        file = quantised(written(model, tokenizer, file), kind)
+    else:
+        file = written(model_of(model_type), tokenizer, file, Type[kind.upper()])
+    kinds = {tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert len(kinds) > 1, kinds
+    assert kind != "q4_k_m" or {"Q4_K", "Q6_K"} <= kinds
+    source, wanted = resolve(str(file)), theirs(file, resolve(str(file)).config)
+    assert not any(source.folder.glob("*.safetensors"))
+    assert same(source.load(), wanted)
+    naming = Naming(source.checkpoint, source.config.model_type)
+    naming.check(wanted)
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(naming.read(name), tensor), name
+    assert source.tokenizer("a word").input_ids == tokenizer("a word").input_ids
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_a_mixture_is_what_it_was_made_from(model_type, tmp_path, tokenizer, tokens):
+    """Mixtral too, which transformers would take for a dense Llama."""
+    model = model_of(model_type)
+    source = resolve(str(written(model, tokenizer, tmp_path / "model.gguf")))
+    assert source.config.model_type == model_type
+    assert source.config.num_experts_per_tok == 2
+    assert same(source.load(), model)
+    assert torch.allclose(logits(source.load(), tokens), logits(model, tokens), atol=1e-5)
+
+
+def test_experts_that_go_are_never_read(tmp_path, tokenizer, monkeypatch):
+    """A result is that of the same weights in safetensors; an expert is read by itself."""
+    file = written(model_of("qwen2_moe"), tokenizer, tmp_path / "model.gguf", Type.Q8_0)
+    source, read = resolve(str(file)), []
+    source.checkpoint.unpack(tmp_path / "plain")
+    same_weights = resolve(str(tmp_path / "plain"))
+    assert same(loaded(tmp_path / "plain"), theirs(file, source.config))
+    arch, own = base_arch(source.config), GgufCheckpoint._read
+    monkeypatch.setattr(GgufCheckpoint, "_read", lambda c, n: read.append(n) or own(c, n))
+    for name, base in (("a", source), ("b", same_weights)):
+        shape = base_shape(skeleton(base.config), arch)
+        plan = Plan("test", shape, {1: PrunedLayer(torch.tensor([0, 1, 3]))})
+        (tmp_path / name).mkdir()
+        save_applied(base, plan, tmp_path / name)
+    assert equal(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert not [name for name in read if "layers.1.mlp.experts.2." in name]
+    assert len(set(read)) == len(source.checkpoint.names()) - 3
+
+
+def test_from_a_file_to_a_result(tmp_path, tokenizer, command):
+    """By the command line; told beforehand, and the same as from safetensors."""
+    file = written(model_of("qwen2_moe"), tokenizer, tmp_path / "model.gguf", Type.Q8_0)
+    resolve(str(file)).checkpoint.unpack(tmp_path / "plain")
+    text = pages("calibration")
+    wanted = "--keep", "3", "--samples", "4", "--length", "16", "--no-eval", "--calibration", text
+    for base, out in ((file, "a"), (tmp_path / "plain", "b")):
+        assert command("prune", base, tmp_path / out, *wanted)[0] == 0
+    assert equal(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    code, said, _ = command("prune", file, tmp_path / "c", *wanted, "--dry-run", "--json")
+    size = sum(f.stat().st_size for f in (tmp_path / "a").glob("model*.safetensors"))
+    assert code == 0
+    assert json.loads(said)["estimate"]["output_bytes"] == size
+
+
+def gone(tensors):
+    del tensors["blk.1.ffn_up.weight"]
+
+
+def unknown(tensors):
+    tensors["blk.1.ffn_gate_inp.weight"] = np.zeros((4, 64), np.float32)
+
+
+def narrow(tensors):
+    tensors["blk.0.ffn_up.weight"] = tensors["blk.0.ffn_up.weight"][:32]
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "message"),
+    [
+        (gone, {}, r"'llama' and has no tensor for model\.layers\.1\.mlp\.up_proj\.weight"),
+        (unknown, {}, r"a llama has no place for: blk\.1\.ffn_gate_inp\.weight"),
+        (narrow, {}, "blk.0.ffn_up.weight in .* is of shape 32 x 64, and its config asks for 64 x"),
+        (lambda tensors: None, {"split.count": 3}, "one of several parts; merge them"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(change, said, message, tmp_path, tokenizer, command):
+    file = written(model_of("llama"), tokenizer, tmp_path / "model.gguf", change=change, **said)
+    with pytest.raises(MoesaicError, match=message):
+        resolve(str(file))
+    assert command("prune", file, tmp_path / "out")[0] == 2
+    assert not any((tmp_path / "cache").iterdir())
+
+
+def test_architectures_and_types_that_are_not_read(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, "llama", "grok")
+    with pytest.raises(MoesaicError, match="architecture grok is not supported"):
+        resolve(str(written(model_of("llama"), tokenizer, tmp_path / "grok.gguf")))
+    monkeypatch.undo()
+    file = written(model_of("llama"), tokenizer, tmp_path / "model.gguf")
+    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
+    whole = file.read_bytes()
+    (tmp_path / "short.gguf").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(MoesaicError, match="cannot be read as GGUF"):
+        resolve(str(tmp_path / "short.gguf"))
+    monkeypatch.setattr(
+        "moesaic.io.gguf.values", lambda *_: (_ for _ in ()).throw(NotImplementedError)
+    )
+    with pytest.raises(MoesaicError, match="tensors of type F32, which is not read"):
+        resolve(str(file))
+
+
+def test_a_file_that_changes_while_it_is_in_use(tmp_path, tokenizer):
+    file = written(model_of("llama"), tokenizer, tmp_path / "model.gguf")
+    source = resolve(str(file))
+    file.write_bytes(file.read_bytes()[:-64])
+    with pytest.raises(MoesaicError, match="was changed while it was in use"):
+        _ = source.checkpoint
+    assert resolve(str(tmp_path)).folder == tmp_path
