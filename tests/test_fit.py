@@ -88,6 +88,27 @@ def test_every_form_can_be_carried_out_and_grows(model: str, native: bool, tmp_p
             )
 
 
+@pytest.mark.parametrize("native", [False, True])
+def test_fewer_experts_a_token_serve_active_parameters_alone(native: bool, tmp_path: Path) -> None:
+    """As many weights, of which a token uses fewer the smaller the share."""
+    config = FitConfig(active_parameters=1, native=native)
+    looking = Search(recipe_of(tmp_path / "out", "tiny-shared-moe"), config, tmp_path / "work")
+    known = {family.name: family for family in families(looking.source, config)}
+    family = known["experts a token"]
+    assert len(family.shares) == (3 if native else 18)
+    sizes = [looking.weights.of(family.rough(share)) for share in family.shares[::2]]
+    assert all(size.memory == looking.original.bytes for size in sizes if size)
+    active = [size.active_parameters for size in sizes if size]
+    assert active == sorted(set(active))
+    assert all(size.native for size in sizes if size) or not native
+    both = looking.weights.of(known[f"2 a token, slim{'' if native else ' uneven'}"].rough(0.5))
+    assert both is not None
+    assert both.memory < looking.original.bytes
+    assert "experts a token" not in {
+        family.name for family in families(looking.source, replace(config, memory=1))
+    }
+
+
 # --- text ----------------------------------------------------------------------------------------
 
 

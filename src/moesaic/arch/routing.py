@@ -141,7 +141,7 @@ class RoutingFunction:
         """w, the combine weight of every expert, zero for those not chosen (N, E), float32."""
         weights_NK, chosen_NK = self.choose(logits_NE, allowed_NE)
         w_NE = torch.zeros(
-            len(logits_NE), self.count + 1, device=logits_NE.device
+            len(logits_NE), self.count + 1, dtype=torch.float32, device=logits_NE.device
         )  # one place more: a skipped expert's number is the count
         return w_NE.scatter_(1, chosen_NK, weights_NK.float())[:, :-1]
 

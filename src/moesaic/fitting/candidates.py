@@ -22,6 +22,7 @@ from moesaic.io.source import Source
 from moesaic.io.weightless import Weightless, foretold
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.channels.config import WINAConfig
+from moesaic.methods.lexi.config import LExIConfig
 from moesaic.methods.mixtures import least_experts
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.naee.config import PruneConfig
@@ -226,9 +227,21 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
                 made,
                 (partial(made, refit=True),) if kind == "shared" else (),
             )
-    if config.active_parameters and not (config.memory or config.parameters or config.native):
-        every = tuple(n / FINEST for n in range(FINEST // 4, FINEST + 1, 2))
-        yield Family("channels", every, partial(_carve, WINAConfig))
+    if config.active_parameters and arch.chosen is not None:
+        for number in sorted({round(share * view.top_k) for share in (0.75, 0.5)}):
+            if 0 < number < view.top_k:
+                few = LExIConfig(experts_per_token=number)
+                careful = (_after(few, fine),)
+                yield Family(f"{number} a token, {name}", narrower, _after(few, last), careful)
+    if config.active_parameters and not (config.memory or config.parameters):
+        if arch.chosen is not None and view.top_k > 1:
+            parts = 1 if config.native else len(routed)
+            calls = range(parts, view.top_k * parts)
+            every = tuple(n / (view.top_k * parts) for n in calls)
+            yield Family("experts a token", every, _fewer(view.top_k, not config.native))
+        if not config.native:
+            every = tuple(n / FINEST for n in range(FINEST // 4, FINEST + 1, 2))
+            yield Family("channels", every, partial(_carve, WINAConfig))
 
 
 def _gate(config: FitConfig) -> JSON:
@@ -280,6 +293,10 @@ def _slim(**options: object) -> Callable[[float], Steps]:
 
 def _prune(count: int, refit: bool = False) -> Callable[[float], Steps]:
     return lambda share: (PruneConfig(keep=round(share * count), refit=refit),)
+
+
+def _fewer(top_k: int, by_layer: bool) -> Callable[[float], Steps]:
+    return lambda share: (LExIConfig(experts_per_token=share * top_k, by_layer=by_layer),)
 
 
 def _condense(routed: int, share: float, **options: object) -> Steps:
