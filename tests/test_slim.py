@@ -427,6 +427,17 @@ def neurons_of_site(site):
     return neurons(stats.energy_EM, stats.reach_EM)
 
 
+def test_experts_rows_are_wide_enough_for_grouped_products(tokens):
+    """16 bytes: 8 numbers of 16 bits, 4 of 32, unless another multiple is asked for."""
+    for dtype, width in ((torch.bfloat16, 8), (torch.float32, 4)):
+        model = tiny_moe("qwen2_moe").to(dtype)
+        made = slimmed(model, tokens, keep=0.25).model
+        assert made.config.moe_intermediate_size == width
+        assert torch.isfinite(logits(made, tokens)).all()
+    assert slimmed(model, tokens, keep=0.4).plan.layers[1].width == 8  # 6.4 would not run
+    assert slimmed(model, tokens, keep=0.4, multiple=2).plan.layers[1].width == 6
+
+
 def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
     model = tiny_moe("qwen2_moe")
     result = slimmed(model, tokens, keep=0.5, uneven=True, multiple=4, score="surgeon")

@@ -57,7 +57,7 @@ from moesaic.methods.slim.choice import (
 )
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.methods.slim.curvature import Curvature, curvatures
-from moesaic.methods.slim.widths import width_for
+from moesaic.methods.slim.widths import ROW, width_for
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Finished, Job
@@ -134,6 +134,9 @@ class Slimmer(Method[SlimConfig, Arch]):
             )
         if config.uneven:
             self._check_uneven(views)
+        dtype = job.dtype or next(job.shape.parameters()).dtype
+        grouped = any(job.base.experts) and not config.uneven
+        row = ROW // dtype.itemsize if grouped else 1
         found: dict[int, list[Size]] = {}
         steps = set()
         for i, view in views.items():
@@ -142,7 +145,7 @@ class Slimmer(Method[SlimConfig, Arch]):
             for count in self._counts(job, i, view.count, view.width):
                 try:
                     target = budget / count
-                    width, step = width_for(view.width, target, multiple, "keep")
+                    width, step = width_for(view.width, target, multiple, "keep", row)
                 except MoesaicError:
                     if config.experts == "auto":
                         continue

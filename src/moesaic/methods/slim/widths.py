@@ -7,28 +7,34 @@ from moesaic.errors import MoesaicError
 MULTIPLES = {256: 0.01, 64: 0.01, 32: 0.01, 8: 0.05, 4: 0.05}
 """By multiple, how far from its target a width may be for its sake, of the width there was.
 
-Blocks of k-quants, tiles of kernels, blocks of q8_0 and q4_0; 8 and 4 numbers are the 16 bytes that
-rows must be a multiple of in transformers' grouped matrix products, in 16 and in 32 bits."""
+Blocks of k-quants, tiles of kernels, blocks of q8_0 and q4_0; 8 and 4 numbers are :data:`ROW`, in 16
+and in 32 bits."""
+ROW = 16
+"""Bytes that experts' rows must be a multiple of in transformers' grouped matrix products."""
 CLOSE = 0.01
 """Where a multiple is asked for, a width may miss its target by this share of the width before."""
 
 
-def multiple_for(width: int, target: float) -> int:
+def multiple_for(width: int, target: float, row: int = 1) -> int:
     """The largest multiple of which one lies close enough to a target.
 
     Args:
         width: neurons that there were.
         target: neurons that should stay.
+        row: the least multiple, near the target or not, where it is one of the width.
 
     >>> multiple_for(14_336, 7_168), multiple_for(1408, 704), multiple_for(96, 67.2)
     (256, 64, 8)
+    >>> multiple_for(32, 4), multiple_for(32, 4, row=8), multiple_for(30, 4, row=8)
+    (4, 8, 4)
     """
+    row = 1 if width % row else row
 
     def misses(multiple: int) -> float:
         return abs(nearest(target, multiple, width) - target) / width
 
-    fits = (m for m, most in MULTIPLES.items() if m <= width and misses(m) <= most)
-    return next(fits, 1)
+    fits = (m for m, most in MULTIPLES.items() if row <= m <= width and misses(m) <= most)
+    return next(fits, row)
 
 
 def nearest(target: float, multiple: int, width: int) -> int:
@@ -40,7 +46,9 @@ def nearest(target: float, multiple: int, width: int) -> int:
     return max(multiple, min(round(target / multiple), width // multiple) * multiple)
 
 
-def width_for(width: int, target: float, multiple: int | None, option: str) -> tuple[int, int]:
+def width_for(
+    width: int, target: float, multiple: int | None, option: str, row: int = 1
+) -> tuple[int, int]:
     """The width that meets a target, and what it is a multiple of.
 
     Args:
@@ -48,6 +56,7 @@ def width_for(width: int, target: float, multiple: int | None, option: str) -> t
         target: neurons that should stay, a fraction perhaps.
         multiple: what was asked for; None for the largest that meets the target.
         option: the name of the option that set the target.
+        row: the least multiple where none was asked for.
 
     Raises:
         MoesaicError: no multiple is close; names the nearest that is.
@@ -58,7 +67,7 @@ def width_for(width: int, target: float, multiple: int | None, option: str) -> t
     (500, 10)
     """
     if multiple is None:
-        step = multiple_for(width, target)
+        step = multiple_for(width, target, row)
         return nearest(target, step, width), step
     if multiple > width:
         raise MoesaicError(
