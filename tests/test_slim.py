@@ -434,8 +434,8 @@ def test_experts_rows_are_wide_enough_for_grouped_products(tokens):
         made = slimmed(model, tokens, keep=0.25).model
         assert made.config.moe_intermediate_size == width
         assert torch.isfinite(logits(made, tokens)).all()
-    assert slimmed(model, tokens, keep=0.4).plan.layers[1].width == 8  # 6.4 would not run
-    assert slimmed(model, tokens, keep=0.4, multiple=2).plan.layers[1].width == 6
+    assert slimmed(model, tokens, keep=0.4).plan.layers[0].width == 8  # 6.4 would not run
+    assert slimmed(model, tokens, keep=0.4, multiple=2).plan.layers[0].width == 6
 
 
 def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
