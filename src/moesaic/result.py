@@ -33,7 +33,15 @@ from moesaic.metrics.size import model_size
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.stream.job import Job
-from moesaic.surgery import apply_plan, check_base, followers, kept, outgrown, rewrite
+from moesaic.surgery import (
+    apply_plan,
+    check_base,
+    followers,
+    kept,
+    outgrown,
+    predicting_blocks,
+    rewrite,
+)
 
 
 @dataclass
@@ -400,8 +408,8 @@ def save_applied(
     types = {} if dtype is None else {"dtype": narrowed(model)}
     changed = hub.convert_config(config, arch, plan)
     along = not outgrown(naming, arch, plan, changed)
-    if not along:
-        leave_out(config)
+    if not (along and predicting_blocks(naming, arch, plan.base)):
+        leave_out(config)  # they go, or are in the config alone
     stays = kept(model, along, beside=changed is not None or not source.beside)
     rewrite(source.checkpoint, arch, plan, writer or ShardWriter(folder), stays, **types)
     if dtype is not None:
