@@ -75,7 +75,7 @@ def by_criterion(name: str, sizes: list[int], args: argparse.Namespace) -> dict[
 def by_domain(name: str, size: int, args: argparse.Namespace) -> dict[str, Any]:
     """Calibrated on one domain, measured on each."""
     tokenizer, found = resolve(name).tokenizer, {}
-    for domain in ("prose", "code", "code=1,prose=1"):
+    for domain in ("prose", "shipped:code", "shipped:code=1,prose=1"):
         result = moesaic.prune(
             name,
             PruneConfig(keep=size),

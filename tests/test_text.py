@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from moesaic import hub
 from moesaic.arch.lookup import dense_arch
 from moesaic.cli.shared import columns
 from moesaic.config import Calibration, RunArgs
-from moesaic.data import reader
+from moesaic.data import mixes, reader
+from moesaic.data.mixes import MIXES, Mix, check_apart, sources_of
 from moesaic.data.packing import PackedText
-from moesaic.data.reader import check_apart, open_rows
+from moesaic.data.reader import open_rows
 from moesaic.data.rows import ALPACA, ALPACA_INPUT, SCHEMAS, asked, text_of
 from moesaic.data.source import TextSource, text_sources
 from moesaic.data.text import (
@@ -36,7 +37,7 @@ from moesaic.data.text import (
     evaluation_tokens,
     load_texts,
 )
-from moesaic.data.training import Texts, training_text
+from moesaic.data.training import Texts, training_examples, training_text
 from moesaic.errors import MoesaicError
 from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.perplexity import perplexity
@@ -328,6 +329,109 @@ def test_text_that_is_trained_on_is_not_measured_on(folder: Any, tmp_path: Path)
     )
     with pytest.raises(MoesaicError, match="are calibrated or trained on too"):
         check_run(parse_recipe(text))
+
+
+# --- conversations, and mixes by name ------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TALK = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": TALK, "source": "x", "score": 3},
+        {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Yes?"}]},
+    ],
+)
+def test_conversations_are_shown_in_the_models_own_template(row: Any, tokenizer: Any) -> None:
+    talking = copy.deepcopy(tokenizer)
+    talking.chat_template = TEMPLATE
+    assert text_of(row, talking) == "<user>Hi.</><assistant>Yes?</>"
+    pair = asked(row, talking)
+    assert pair is not None
+    assert (pair.prompt, pair.answer) == ("<user>Hi.</><assistant>", "Yes?</>")
+    assert text_of(row, tokenizer) == text_of(row) == "Hi.\n\nYes?"
+    told = {"messages": [{"role": "system", "content": "Be brief."}, *TALK]}
+    assert text_of(told, talking) == "<user>Be brief.\n\nHi.</><assistant>Yes?</>"
+    with pytest.raises(MoesaicError, match="has role and content"):
+        text_of({"messages": ["Hi."]}, talking)
+    learned = training_examples([row], talking, 64)[0]
+    shown = talking.decode([i for i in learned["labels"] if i != -100])
+    assert shown.startswith("Yes?</>")
+
+
+@pytest.fixture
+def unasked() -> Iterator[None]:
+    """Nobody has asked yet whether the hub can be reached, nor will remember."""
+    mixes._lacking.cache_clear()
+    yield
+    mixes._lacking.cache_clear()
+
+
+@pytest.mark.usefixtures("unasked")
+def test_a_named_mix_is_its_sources(
+    folder: Any, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    """Folders stand for the hub's: as many windows of each, measured on what is held out."""
+    one = folder("one", train=[{"messages": TALK}] * 200, test=[{"messages": TALK}] * 200)
+    two = folder("two", train=[{"text": "plain words " * 9}] * 200, test=[{"text": "others"}] * 200)
+    monkeypatch.setitem(MIXES, "chat", Mix("", {one: "MIT", two: "MIT"}, "shipped:prose"))
+    tokens = calibration_tokens("chat=3,prose=1", tokenizer, 8, 16)
+    told = [origin.as_json() for origin in tokens.origins]
+    assert [(t["windows"], t.get("mix")) for t in told] == [(3, "chat"), (3, "chat"), (2, None)]
+    assert not any("instead_of" in t for t in told)
+    measured = evaluation_tokens("chat", tokenizer, 16, 64)
+    assert [origin.as_json()["split"] for origin in measured.origins] == ["test", "test"]
+    check_apart(["chat"], "chat")
+    with pytest.raises(MoesaicError, match="has no config"):
+        sources_of("chat:en", "calibration")
+
+
+@pytest.mark.usefixtures("unasked")
+def test_where_there_is_no_network_what_ships_serves(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once, and told in the record; names that ship are measured on what ships."""
+    for name, ships in (("code", "code"), ("math", "reference")):
+        tokens = calibration_tokens(name, tokenizer, 4, 16)
+        wanted = calibration_tokens(f"shipped:{ships}", tokenizer, 4, 16)
+        assert torch.equal(tokens.input_ids, wanted.input_ids)
+        (told,) = [origin.as_json() for origin in tokens.origins]
+        assert told["mix"] == name
+        assert told["source"] == ships
+        assert told["instead_of"] == ", ".join(MIXES[name].sources)
+        calibration_tokens(name, tokenizer, 4, 16)
+    assert len(caplog.messages) == 2
+    assert "HF_HUB_OFFLINE" in caplog.text
+    (measured,) = evaluation_tokens("code", tokenizer, 16, 64).origins
+    assert measured.as_json() == {"source": "code", "windows": 4}
+    both = sources_of("code=1,tools=1", "calibration")
+    assert [(s.domain, s.mix, s.weight) for s in both] == [
+        ("code", "code", 1.0),
+        ("code", "tools", 0.5),
+        ("reference", "tools", 0.5),
+    ]
+    with pytest.raises(MoesaicError, match="no domain"):
+        sources_of("shipped:verse", "calibration")
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_every_named_mix_can_be_read_without_a_network(name: str) -> None:
+    mix = MIXES[name]
+    assert mix.about
+    assert all(mix.sources.values())
+    assert sum(s.weight for s in sources_of(name, "calibration")) == pytest.approx(1)
+    assert all(s.shipped for s in sources_of(name, "calibration"))
+    page = (RECIPES.parent / "docs" / "text.md").read_text("utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` | {mix.about} |")]
+    assert all(licence in row for licence in mix.sources.values())
+    assert all(source in row or f"`{source[-2:]}`" in row for source in mix.sources)
+    assert f"| {f'`{mix.instead}`' if mix.instead else 'all text that ships'} |" in row
 
 
 def test_no_recipe_measures_what_it_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:

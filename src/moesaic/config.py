@@ -215,8 +215,9 @@ class Calibration:
     source: str = option(
         "",
         "Text to calibrate on, or to train on: a .txt, .jsonl, .json or .parquet file, a "
-        ".safetensors file of input_ids, a data set as name:config:data_dir:split, prose, "
-        "reference or code, or a mix such as code=3,prose=1. Default: all text that ships.",
+        ".safetensors file of input_ids, a data set as name:config:data_dir:split, by what it is "
+        "for (code, chat, tools, math, multilingual: of the hub), prose or reference, which ship, "
+        "or a mix such as code=3,prose=1. Default: all text that ships.",
         flag="--calibration",
         parse="text",
     )

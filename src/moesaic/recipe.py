@@ -25,8 +25,8 @@ from moesaic.config import (
     option,
     parse_bytes,
 )
+from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
-from moesaic.data.reader import check_apart
 from moesaic.data.source import spelled
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON

@@ -9,9 +9,9 @@ from itertools import islice
 
 from torch.utils.data import IterableDataset
 
+from moesaic.data.mixes import sources_of
 from moesaic.data.reader import Rows, open_rows
 from moesaic.data.rows import Asked, Row, asked, text_of
-from moesaic.data.source import text_sources
 from moesaic.data.text import IGNORED
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Tokenizer
@@ -56,7 +56,7 @@ class PackedText(IterableDataset[Example]):
         buffer: int = 1000,
         answers: bool = False,
     ) -> None:
-        sources = text_sources(source)
+        sources = sources_of(source, "calibration")
         self.weights = {str(s): s.weight for s in sources}
         self.tokenizer, self.length = tokenizer, length
         self.seed, self.buffer, self.answers = seed, buffer, answers
@@ -68,7 +68,7 @@ class PackedText(IterableDataset[Example]):
             first = next(iter(rows), None)
             if first is None:
                 raise MoesaicError(f"{part.name or 'The text that ships'} has no text in it.")
-            text_of(first)
+            text_of(first, tokenizer)
 
     @property
     def fingerprint(self) -> str:
@@ -111,7 +111,7 @@ class PackedText(IterableDataset[Example]):
                         found = True
                         yield example
                     continue
-                text = text_of(row)
+                text = text_of(row, self.tokenizer)
                 if not text:
                     continue
                 found = True
@@ -128,7 +128,7 @@ class PackedText(IterableDataset[Example]):
             passes += 1
 
     def _asked(self, row: Row) -> Asked | None:
-        return asked(row) if self.answers else None
+        return asked(row, self.tokenizer) if self.answers else None
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

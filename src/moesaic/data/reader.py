@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moesaic.data.rows import Row
-from moesaic.data.source import TextSource, text_sources
+from moesaic.data.source import TextSource
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
@@ -231,7 +231,8 @@ def open_rows(source: TextSource, use: Use) -> Rows:
     """
     path = Path(source.name)
     if source.shipped:
-        return _held(shipped_texts(use, source.name), source, source.name)
+        domain = source.domain
+        return _held(shipped_texts(use, domain), replace(source, config=""), domain)
     if path.is_file():
         return _held(_file_rows(path), source, str(path.resolve()), str(path))
     missing = path.suffix in (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
@@ -240,18 +241,18 @@ def open_rows(source: TextSource, use: Use) -> Rows:
     return _data_set(source, use)
 
 
-def check_apart(used: Iterable[str], measured: str) -> None:
+def check_rows(used: Iterable[TextSource], measured: Iterable[TextSource]) -> None:
     """Refuse to measure on rows that are calibrated or trained on.
 
     Args:
-        used: names of the texts that are, as for :func:`moesaic.data.source.text_sources`.
-        measured: the text to measure on.
+        used: the sources that are.
+        measured: those to measure on.
 
     Raises:
         MoesaicError: some row is in both, or a source cannot be read.
     """
-    ours = [source for spec in used for source in text_sources(spec) if not source.shipped]
-    for theirs in text_sources(measured):
+    ours = [source for source in used if not source.shipped]
+    for theirs in measured:
         for source in ours:
             if _place(source) == _place(theirs) and _meet(source, theirs):
                 raise MoesaicError(

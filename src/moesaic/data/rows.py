@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Values
+from moesaic.foreign import Tokenizer, Values
 
 Row = str | Values
 """A text, or columns."""
@@ -141,14 +141,88 @@ SCHEMAS = (
 """In the order in which they are tried."""
 
 
-def asked(row: Row) -> Asked | None:
+TURNS = ("messages", "conversations")
+"""Columns that are a conversation, whatever stands beside them."""
+ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant"}
+"""Names of roles, as some data sets have them."""
+
+
+def _turns(row: Row) -> list[dict[str, str]] | None:
+    """A row's conversation by ``role`` and ``content``; None where it has none.
+
+    Raises:
+        MoesaicError: its turns are of no form that is known.
+    """
+    if not isinstance(row, Mapping):
+        return None
+    turns = next((row[name] for name in TURNS if isinstance(row.get(name), Sequence)), None)
+    if turns is None:
+        return None
+    found = []
+    for turn in turns:
+        given = turn if isinstance(turn, Mapping) else {}
+        role, said = given.get("role", given.get("from")), given.get("content", given.get("value"))
+        if not isinstance(role, str) or not isinstance(said, str):
+            raise MoesaicError(
+                f"A conversation's turn has role and content, or from and value; got {turn!r:.70}."
+            )
+        found.append({"role": ROLES.get(role, role), "content": said})
+    return found
+
+
+def _conversation(
+    turns: Sequence[Mapping[str, str]], tokenizer: Tokenizer | None, prompt: bool = False
+) -> str:
+    """A conversation as the model is shown it: in the tokenizer's own template if it has one.
+
+    Args:
+        turns: ``role`` and ``content``.
+        tokenizer: of the model.
+        prompt: the model's answer follows.
+    """
+    if getattr(tokenizer, "chat_template", None) is None or tokenizer is None:
+        return "\n\n".join(turn["content"] for turn in turns) + ("\n\n" if prompt else "")
+
+    from jinja2 import TemplateError
+
+    def shown(given: Sequence[Mapping[str, str]]) -> str:
+        return str(
+            tokenizer.apply_chat_template([*given], tokenize=False, add_generation_prompt=prompt)
+        )
+
+    try:
+        return shown(turns)
+    except TemplateError:  # some know no system's turns: what it says begins the first other one
+        system = [turn["content"] for turn in turns if turn["role"] == "system"]
+        first, *others = [turn for turn in turns if turn["role"] != "system"] or turns
+        whole = "\n\n".join([*system, first["content"]])
+        return shown([{**first, "content": whole}, *others])
+
+
+def _answered(turns: Sequence[Mapping[str, str]], tokenizer: Tokenizer | None) -> Asked:
+    """What comes before the last turn, and that turn."""
+    whole = _conversation(turns, tokenizer)
+    before = _conversation(turns[:-1], tokenizer, prompt=True) if len(turns) > 1 else ""
+    pairs = enumerate(zip(before, whole, strict=False))
+    end = next((i for i, (a, b) in pairs if a != b), min(len(before), len(whole)))
+    return Asked(whole[:end], whole[end:])
+
+
+def asked(row: Row, tokenizer: Tokenizer | None = None) -> Asked | None:
     """The prompt and the answer of a row; None for plain text.
+
+    Args:
+        row: a text, or columns.
+        tokenizer: of the model, whose template conversations are shown in.
 
     Raises:
         MoesaicError: its columns are not known.
     """
     if isinstance(row, str):
         return None
+    turns = _turns(row)
+    if turns:
+        return _answered(turns, tokenizer)
     if isinstance(row, Mapping):
         for schema in SCHEMAS:
             if schema.fits(row):
@@ -161,7 +235,7 @@ def asked(row: Row) -> Asked | None:
                     ) from error
         if any(isinstance(row.get(name), str) for name in PLAIN):
             return None
-    known = "; ".join((*PLAIN, *(" + ".join(schema.needs) for schema in SCHEMAS)))
+    known = "; ".join((*PLAIN, *TURNS, *(" + ".join(schema.needs) for schema in SCHEMAS)))
     columns = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
     raise MoesaicError(
         f"Rows with the columns {columns} are not known; known: {known}. "
@@ -169,8 +243,12 @@ def asked(row: Row) -> Asked | None:
     )
 
 
-def text_of(row: Row) -> str:
-    """The whole text of a row: its own, or prompt and answer.
+def text_of(row: Row, tokenizer: Tokenizer | None = None) -> str:
+    """The whole text of a row: its own, a conversation, or prompt and answer.
+
+    Args:
+        row: a text, or columns.
+        tokenizer: of the model, whose template conversations are shown in.
 
     Raises:
         MoesaicError: its columns are not known.
@@ -181,6 +259,9 @@ def text_of(row: Row) -> str:
         own = next((row[name] for name in PLAIN if isinstance(row.get(name), str)), None)
         if own is not None:
             return own
+    turns = _turns(row)
+    if turns:
+        return _conversation(turns, tokenizer)
     pair = asked(row)
     assert pair is not None
     return pair.prompt + pair.answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from moesaic.errors import MoesaicError
@@ -13,6 +13,8 @@ from moesaic.foreign import JSON
 
 DOMAINS = ("prose", "reference", "code")
 """Domains of the text that ships with the package; each can be named instead of a file."""
+SHIPPED = "shipped"
+"""A name for all text that ships; ``shipped:code`` is one domain of it."""
 
 SPLIT = re.compile(r"(?P<name>[\w.-]*)(?:\[(?P<start>\d+%?)?:(?P<stop>\d+%?)?\])?")
 """A split, and which of its rows: ``train``, ``train[10%:]``, ``[:5000]``."""
@@ -23,18 +25,27 @@ class TextSource:
     """One source of text."""
 
     name: str = ""
-    """A file, a folder, a data set of the hub, one of :data:`DOMAINS`; empty for all that ships."""
+    """A file, a folder, a data set of the hub, one of :data:`DOMAINS` or of
+    :data:`moesaic.data.mixes.MIXES`; empty for all that ships."""
     config: str = ""
     data_dir: str = ""
     split: str = ""
     """As :data:`SPLIT` reads it; empty for the split that the use asks for."""
     weight: float = 1.0
     """The share of a mix, relative to the others."""
+    mix: str = field(default="", kw_only=True)
+    """The named mix that it is a part of."""
+    instead_of: str = field(default="", kw_only=True)
+    """The sources that could not be reached, in whose place it is read."""
 
     def __post_init__(self) -> None:
         if not SPLIT.fullmatch(self.split):
             raise MoesaicError(
                 f"{self.split!r} is not a split such as train, train[10%:] or [:5000]."
+            )
+        if self.name == SHIPPED and self.config not in ("", *DOMAINS):
+            raise MoesaicError(
+                f"{self.config!r} is no domain of the text that ships; known: {', '.join(DOMAINS)}."
             )
 
     def __str__(self) -> str:
@@ -44,7 +55,12 @@ class TextSource:
     @property
     def shipped(self) -> bool:
         """It is text that comes with the package."""
-        return self.name in ("", *DOMAINS)
+        return self.name in ("", SHIPPED, *DOMAINS)
+
+    @property
+    def domain(self) -> str:
+        """The domain of text that ships; empty for all of it."""
+        return self.config if self.name == SHIPPED else self.name
 
     @property
     def tokenised(self) -> bool:
@@ -148,7 +164,7 @@ def _parsed(text: str, weight: float = 1.0) -> TextSource:
 
 
 def _from_json(spec: str) -> tuple[TextSource, ...]:
-    known = [field.name for field in fields(TextSource)]
+    known = [of.name for of in fields(TextSource) if not of.kw_only]
     try:
         given = json.loads(spec)
     except ValueError as error:

@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from moesaic.data.mixes import sources_of
 from moesaic.data.reader import Held, Rows, Taken, Use, open_rows
 from moesaic.data.rows import Row, text_of
-from moesaic.data.source import text_sources
+from moesaic.data.source import TextSource
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Tokenizer
 
@@ -33,10 +34,17 @@ class Origin:
 
     taken: Taken
     windows: int
+    mix: str = ""
+    """The named mix that it is a part of."""
+    instead_of: str = ""
+    """The sources that could not be reached."""
 
     def as_json(self) -> JSON:
-        """The keys of :meth:`moesaic.data.reader.Taken.as_json`, and ``windows``."""
-        return {**self.taken.as_json(), "windows": self.windows}
+        """The keys of :meth:`moesaic.data.reader.Taken.as_json`, ``windows``, and of a named mix
+        ``mix`` and ``instead_of``."""
+        named = {"mix": self.mix, "instead_of": self.instead_of}
+        told = {key: value for key, value in named.items() if value}
+        return {**self.taken.as_json(), "windows": self.windows, **told}
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,7 @@ def load_texts(source: str, use: Use) -> list[str]:
     Raises:
         MoesaicError: a source cannot be read, or its columns are not known.
     """
-    return [text_of(row) for part in text_sources(source) for row in open_rows(part, use)]
+    return [text_of(row) for part in sources_of(source, use) for row in open_rows(part, use)]
 
 
 def evaluation_tokens(
@@ -159,7 +167,7 @@ def evaluation_tokens(
         rows = Held(source, Taken("given", stop=len(source)))
         return _first(rows, tokenizer, length or LENGTH, max_tokens or None)
     max_tokens = max_tokens or None
-    sources = text_sources(source)
+    sources = sources_of(source, "evaluation")
     shares: list[int | None] = [max_tokens] * len(sources)
     if max_tokens is not None:
         shares = [*split_evenly(max_tokens, [s.weight for s in sources])]
@@ -169,12 +177,12 @@ def evaluation_tokens(
         else _first(open_rows(s, "evaluation"), tokenizer, length or LENGTH, share)
         for s, share in zip(sources, shares, strict=True)
     ]
-    return joined(parts)
+    return joined([_told(part, s) for part, s in zip(parts, sources, strict=True)])
 
 
 def _first(rows: Rows, tokenizer: Tokenizer, length: int, max_tokens: int | None) -> Tokens:
     limit = None if max_tokens is None else max(POOL // 10, 32 * max_tokens)
-    ids = windows(_some(map(text_of, rows), limit), tokenizer, length)
+    ids = windows(_some(_texts(rows, tokenizer), limit), tokenizer, length)
     if max_tokens is not None:
         ids = ids[: max(1, max_tokens // length)]
     if len(ids) == 0:
@@ -224,17 +232,20 @@ def calibration_tokens(
     if not isinstance(source, str):
         rows = Held(source, Taken("given", stop=len(source)))
         return draw(rows, length=length or window, samples=samples or SAMPLES)
-    sources = text_sources(source)
+    sources = sources_of(source, "calibration")
     wanted: list[int | None] = [samples]
     if len(sources) > 1:
         wanted = [*split_evenly(samples or SAMPLES, [s.weight for s in sources])]
     parts = [
-        _drawn_of_file(Path(s.name), length, share, seed)
-        if s.tokenised
-        else draw(
-            open_rows(s, "calibration"),
-            length=length or window,
-            samples=SAMPLES if share is None else share,
+        _told(
+            _drawn_of_file(Path(s.name), length, share, seed)
+            if s.tokenised
+            else draw(
+                open_rows(s, "calibration"),
+                length=length or window,
+                samples=SAMPLES if share is None else share,
+            ),
+            s,
         )
         for s, share in zip(sources, wanted, strict=True)
         if share != 0
@@ -242,13 +253,23 @@ def calibration_tokens(
     return joined(parts)
 
 
+def _told(tokens: Tokens, source: TextSource) -> Tokens:
+    """The same windows, of which it is known what mix they are for."""
+    told = (
+        replace(origin, mix=source.mix, instead_of=source.instead_of) for origin in tokens.origins
+    )
+    return replace(tokens, origins=tuple(told))
+
+
 def _windows(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, seed: int) -> Tokens:
-    ids = windows(_pool(rows, samples * length, seed), tokenizer, length)
+    ids = windows(_pool(rows, samples * length, seed, tokenizer), tokenizer, length)
     return _drawn(Tokens(ids), rows.taken, samples, length, seed)
 
 
 def _documents(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, seed: int) -> Tokens:
-    texts = [text for text in _pool(rows, samples * length, seed) if text.strip()]
+    start = tokenizer.bos_token or ""  # which the tokenizer adds again
+    pool = _pool(rows, samples * length, seed, tokenizer)
+    texts = [text.removeprefix(start) for text in pool if text.strip()]
     order = torch.randperm(len(texts), generator=_seeded(seed))[:samples].tolist()
     if len(order) < samples:
         raise MoesaicError(
@@ -292,14 +313,19 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _pool(rows: Rows, tokens: int, seed: int) -> list[str]:
+def _texts(rows: Iterable[Row], tokenizer: Tokenizer) -> Iterator[str]:
+    return (text_of(row, tokenizer) for row in rows)
+
+
+def _pool(rows: Rows, tokens: int, seed: int, tokenizer: Tokenizer) -> list[str]:
     """The texts to draw from: all in order, or of a large source some in a random order."""
     limit = max(POOL, 16 * tokens)
     if rows.at_hand:
-        texts = _some(map(text_of, rows), limit)
+        texts = _some(_texts(rows, tokenizer), limit)
         if sum(map(len, texts)) < limit:
             return texts
-    return _some(map(text_of, rows.shuffled(f"{seed} {rows.taken.source}")), limit)
+    order = rows.shuffled(f"{seed} {rows.taken.source}")
+    return _some(_texts(order, tokenizer), limit)
 
 
 def _some(texts: Iterable[str], limit: int | None) -> list[str]:

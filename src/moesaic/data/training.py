@@ -10,10 +10,10 @@ from typing import Any, overload
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from moesaic.data.mixes import sources_of
 from moesaic.data.packing import Example, PackedText, answered
 from moesaic.data.reader import Held, Rows, Taken, open_rows
 from moesaic.data.rows import Row, asked, text_of
-from moesaic.data.source import text_sources
 from moesaic.data.text import IGNORED, Tokens, token_file, windows
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Tokenizer
@@ -94,7 +94,7 @@ def training_text(
         if len(given) > 0 and isinstance(given[0], Mapping) and "labels" in given[0]:
             return list(given)
         return training_examples(given, _needed(tokenizer), length, answers)
-    sources = text_sources(given)
+    sources = sources_of(given, "calibration")
     if len(sources) == 1 and sources[0].tokenised:
         return token_file(Path(sources[0].name)).examples()
     tokenizer = _needed(tokenizer)
@@ -125,9 +125,9 @@ def training_examples(
 def _whole(rows: Rows | Iterable[Row], tokenizer: Tokenizer, length: int, answers: bool) -> Texts:
     examples, texts = Texts(), []
     for row in rows:
-        pair = asked(row) if answers else None
+        pair = asked(row, tokenizer) if answers else None
         if pair is None:
-            texts.append(text_of(row))
+            texts.append(text_of(row, tokenizer))
             continue
         example = answered(pair, tokenizer, length)
         if example is not None:

@@ -11,7 +11,7 @@ import torch
 from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.config import chosen_layers
-from moesaic.data.reader import check_apart
+from moesaic.data.mixes import check_apart
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.data.training import Examples, training_text
 from moesaic.distributed import process

@@ -1,0 +1,158 @@
+"""Text by what it is for: names of mixes of data sets, and what ships where there is no hub.
+
+A name is an entry of a table; its sources are read as any others are. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from moesaic.data.reader import Use, check_rows, open_rows
+from moesaic.data.source import DOMAINS, TextSource, text_sources
+from moesaic.errors import MoesaicError
+
+PATIENCE = 5.0
+"""Seconds that the hub has to answer."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Sources that belong together."""
+
+    about: str
+    """What the text is, in a few words."""
+    sources: Mapping[str, str]
+    """The licence of each source, as its card says; all weigh the same."""
+    instead: str
+    """The text that serves where the hub cannot be reached: it ships."""
+
+
+TALK = "HuggingFaceTB/smoltalk"
+MIXES: dict[str, Mix] = {
+    "code": Mix(
+        "tasks in words, and programs that solve them",
+        {
+            "theblackcat102/evol-codealpaca-v1": "Apache-2.0",
+            f"{TALK}:self-oss-instruct": "ODC-BY",
+        },
+        "shipped:code",
+    ),
+    "chat": Mix(
+        "conversations of several turns",
+        {f"{TALK}:smol-magpie-ultra": "Apache-2.0", f"{TALK}:everyday-conversations": "Apache-2.0"},
+        "shipped:prose=1,shipped:reference=1",
+    ),
+    "tools": Mix(
+        "conversations in which functions are called",
+        {f"{TALK}:apigen-80k": "CC-BY-4.0"},
+        "shipped:code=1,shipped:reference=1",
+    ),
+    "math": Mix(
+        "problems, and solutions step by step",
+        {"openai/gsm8k:main": "MIT", f"{TALK}:metamathqa-50k": "MIT"},
+        "shipped:reference",
+    ),
+    "multilingual": Mix(
+        "encyclopaedia articles in eight languages",
+        {
+            f"wikimedia/wikipedia:20231101.{language}": "CC-BY-SA-3.0, GFDL"
+            for language in ("ar", "de", "es", "fr", "hi", "ja", "ru", "zh")
+        },
+        "",
+    ),
+}
+"""By name. Licences are those that the data sets' cards tell."""
+
+
+def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
+    """The sources that a text's name stands for, those of named mixes in their places.
+
+    A name that is also a domain of the text that ships is measured on that domain, so that figures
+    are the same everywhere.
+
+    Args:
+        spec: as for :func:`moesaic.data.source.text_sources`.
+        use: what it is for.
+
+    Raises:
+        MoesaicError: it is no such name.
+    """
+    found: dict[TextSource, float] = {}
+    for part in (p for source in text_sources(spec) for p in _parts(source, use)):
+        key = replace(part, weight=1.0)
+        found[key] = found.get(key, 0.0) + part.weight
+    return tuple(replace(source, weight=weight) for source, weight in found.items())
+
+
+def check_apart(used: Iterable[str], measured: str) -> None:
+    """Refuse to measure on rows that are calibrated or trained on.
+
+    Args:
+        used: names of the texts that are, as for :func:`moesaic.data.source.text_sources`.
+        measured: the text to measure on.
+
+    Raises:
+        MoesaicError: some row is in both, or a source cannot be read.
+    """
+    ours = [source for spec in used for source in sources_of(spec, "calibration")]
+    check_rows(ours, sources_of(measured, "evaluation"))
+
+
+def _parts(source: TextSource, use: Use) -> Iterator[TextSource]:
+    mix = MIXES.get(source.name)
+    measured = use == "evaluation" and source.name in DOMAINS
+    if mix is None or measured or Path(source.name).exists():
+        yield source
+        return
+    if source != TextSource(source.name, weight=source.weight):
+        raise MoesaicError(f"{source}: a named mix has no config, data_dir or split.")
+    lacking = _lacking(source.name, use)
+    names = text_sources(mix.instead) if lacking else [*map(_one, mix.sources)]
+    whole = sum(part.weight for part in names)
+    missing = ", ".join(mix.sources) if lacking else ""
+    for part in names:
+        weight = source.weight * part.weight / whole
+        yield replace(part, weight=weight, mix=source.name, instead_of=missing)
+
+
+def _one(spec: str) -> TextSource:
+    (source,) = text_sources(spec)
+    return source
+
+
+@cache
+def _lacking(name: str, use: Use) -> str:
+    """The reason why a mix's sources cannot be read; empty if they can. Said once."""
+    sources = [*map(_one, MIXES[name].sources)]
+    reason = "" if all(Path(s.name).exists() for s in sources) else _unreachable()
+    try:
+        for source in () if reason else sources:
+            open_rows(source, use)
+    except MoesaicError as error:
+        reason = str(error)
+    if reason:
+        logging.getLogger(__name__).warning(
+            "%s: its data sets cannot be read, and text that ships serves instead (%s). %s",
+            name,
+            MIXES[name].instead or "all of it",
+            reason,
+        )
+    return reason
+
+
+@cache
+def _unreachable() -> str:
+    """The reason why the hub cannot be asked; empty if it can."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set."
+    try:
+        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+    except Exception as error:
+        return f"{constants.ENDPOINT} does not answer ({type(error).__name__})."
+    return ""
