@@ -422,7 +422,7 @@ WAYS = {
     "every neuron": {"WIDE": 1 << 20, "CROWDED": 0},
     "one by one": {"WIDE": 1, "NARROW": 1 << 20, "CROWDED": 1e9},
     "one by one, down too": {"WIDE": 1, "NARROW": 1},
-    "petal by petal": {"CROWDED": 2, "SHARED": 0, "WIDE": 1 << 20},
+    "petal by petal": {"CROWDED": 1e9, "WIDE": 1 << 20},
 }
 """How several experts run, forced."""
 

@@ -5,12 +5,16 @@ import copy
 import pytest
 import torch
 from builders import masked, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from moesaic.arch.dense import FFNNames, dense_ffn
 from moesaic.arch.lookup import dense_arch
 from moesaic.layers.carved import CarvedLayer
-from moesaic.nn import CarvedFFN, Router
+from moesaic.nn import CarvedFFN, Router, kernels
+from moesaic.nn.kernels import petals as kernel
+from moesaic.nn.routers import by_neuron, chosen
 from moesaic.surgery import apply_layer
 
 
@@ -37,9 +41,9 @@ def by_hand(module, ffn, layer, arch, x_TD):
     h_TM = view.hidden(x_TD)
     ends = torch.tensor([layer.backbone, *layer.petals]).cumsum(0).tolist()
     keep_TM = torch.zeros_like(h_TM)
-    for t, chosen in enumerate(module.router(x_TD).tolist()):
+    for t, taken in enumerate(module.router(x_TD).tolist()):
         keep_TM[t, layer.order_M[: layer.backbone]] = 1
-        for e in chosen:
+        for e in taken:
             keep_TM[t, layer.order_M[ends[e] : ends[e + 1]]] = 1
     return view.output(h_TM * keep_TM)
 
@@ -127,3 +131,111 @@ def test_shape_is_shown():
     module = CarvedFFN({}, nn.SiLU(), FFNNames(), 8, 4, (2, 2), 1, "cosine")
     assert "petals=(2, 2)" in repr(module)
     assert "top-1 of 2, cosine" in repr(module)
+
+
+# --- compiled functions for few tokens -----------------------------------------------------------
+
+KERNELS = [
+    ("llama", torch.float32, {"top_k": 2}),
+    ("llama", torch.bfloat16, {"top_k": 1}),
+    ("phi3", torch.float32, {"top_k": 1}),
+    ("phi", torch.float32, {"top_k": 2}),
+    ("phi", torch.bfloat16, {"top_k": 2}),
+    ("llama", torch.float32, {"top_k": 2, "routing": "backbone"}),
+    ("llama", torch.bfloat16, {"top_k": 2, "routing": "softmax"}),
+]
+
+
+def randomised(model_type, dtype, top_k=1, routing="cosine", petals=(8, 8, 24, 3)):
+    """A carved block and inputs; its biases are not zero."""
+    petals = (8, 8, 8, 8) if routing == "softmax" else petals
+    model = tiny_model(model_type)
+    arch = dense_arch(model.config)
+    ffn, names = arch.ffn_of(arch.layers(model)[0]), arch.ffn
+    projections = {name: copy.deepcopy(getattr(ffn, name)) for name in names.projections}
+    backbone = 64 - sum(petals)
+    module = CarvedFFN(
+        projections, getattr(ffn, names.act), names, 32, backbone, petals, top_k, routing
+    )
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    module = module.to(dtype)
+    module.router.float()
+    return module, torch.randn(33, 32).to(dtype)
+
+
+@pytest.mark.parametrize(("model_type", "dtype", "options"), KERNELS)
+def test_kernels_give_what_masking_gives(model_type, dtype, options, monkeypatch):
+    """Of one token, of few, and of many; by one thread and by two."""
+    pytest.importorskip("numba")
+    torch.manual_seed(0)
+    module, x_TD = randomised(model_type, dtype, **options)
+    calls = []
+    original = kernel.few
+    monkeypatch.setattr("moesaic.nn.carved.few", lambda *a: calls.append(original(*a)) or calls[-1])
+    monkeypatch.setattr(kernel, "APART", 0)
+    monkeypatch.setitem(kernel.MOST, torch.bfloat16, 8)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    with torch.no_grad():
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            try:
+                for tokens in (1, 3, 8, 33):
+                    expected = masked(module)(x_TD[:tokens])
+                    found = module(x_TD[:tokens])
+                    assert (calls[-1] is not None) == (tokens <= 8)
+                    assert found.dtype == dtype
+                    size = expected.abs().max().item()
+                    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * size)
+            finally:
+                torch.set_num_threads(1)
+    assert module(x_TD[:1]).requires_grad
+    assert calls[-1] is None, "gradients pass where somebody trains"
+
+
+def test_without_kernels_the_result_is_the_same(monkeypatch):
+    torch.manual_seed(0)
+    module, x_TD = randomised("llama", torch.float32, top_k=2)
+    monkeypatch.setattr(kernel, "fast", lambda: None)
+    with torch.no_grad():
+        for tokens in (1, 33):
+            torch.testing.assert_close(module(x_TD[:tokens]), masked(module)(x_TD[:tokens]))
+
+
+def test_weights_that_kernels_turn_keep_shape_and_values():
+    pytest.importorskip("numba")
+    module, x_TD = randomised("llama", torch.float32, top_k=2)
+    before = module.down_proj.weight.detach().clone()
+    with torch.no_grad():
+        module(x_TD[:1])
+    assert module.down_proj.weight.mT.is_contiguous()
+    assert torch.equal(module.down_proj.weight, before)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from([-2.0, -1.0, -0.0, 0.0, 0.5, 1e-30, 2.0]), min_size=1, max_size=20),
+    st.data(),
+)
+def test_petals_of_the_highest_scores_are_taken(values, data):
+    """Ties, signs and zeros: as many as asked, none of them lower than what is left."""
+    pytest.importorskip("numba")
+    top_k = data.draw(st.integers(1, len(values)))
+    scores_TR = torch.tensor(values).repeat(kernels.FEW + 1, 1)
+    taken = kernel.highest(scores_TR, top_k)
+    assert taken.shape == (kernels.FEW + 1, top_k)
+    for row in taken.tolist():
+        assert row == sorted(set(row))
+        assert sorted(values[r] for r in row) == sorted(values)[-top_k:]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backbone", [0, 5])
+def test_idle_petals_are_silenced(dtype, backbone):
+    pytest.importorskip("numba")
+    petals = (3, 1, 70)
+    h_TM = torch.randn(7, backbone + sum(petals)).to(dtype)
+    on_TR = chosen(torch.randint(0, 3, (7, 1)), 3)
+    expected = h_TM * by_neuron(on_TR, backbone, petals)
+    assert kernel.silenced(h_TM, on_TR, backbone, petals)
+    assert torch.equal(h_TM, expected.to(dtype))

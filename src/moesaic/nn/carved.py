@@ -17,6 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from moesaic.arch.dense import DenseFFN, FFNNames, assembled, dense_ffn
 from moesaic.foreign import Values
+from moesaic.nn.kernels.petals import few, silenced
 from moesaic.nn.routers import WEIGHING, by_neuron, chosen, make_router, norm_scale
 
 NARROW = 256
@@ -28,11 +29,11 @@ WIDE = 1 << 14
 CROWDED = 0.8
 """Where more than this share of petals is active, one product over all of them is faster."""
 
-MOVED = 16
+MOVED = {torch.float32: 16, torch.bfloat16: 40}
 """Neurons of a petal whose products take as long as moving a token to the petal and back."""
 
-SHARED = 48
-"""Tokens that a narrow petal should have to itself."""
+CALLED = {torch.float32: 750_000, torch.bfloat16: 10_000_000}
+"""Weights that a token is multiplied with in the time that calls for a petal take."""
 
 
 class CarvedFFN(nn.Module):
@@ -95,22 +96,20 @@ class CarvedFFN(nn.Module):
         ffn = None if self._learns() else self._plain()
         if ffn is None:
             return self._masked(x_TD).view_as(x)
-        on_TR: Any = None
+        on_TR, y_TD = None, None
         if self.router is None or self.top_k == 0:
             y_TD = self._backbone(ffn, x_TD)
-        elif self.weighs:
-            weights_TR = self.router(x_TD)
-            y_TD = self._several(ffn, x_TD, weights_TR * norm_scale(weights_TR))
         else:
             h_TB = None
-            if self.router.sees_backbone:
-                h_TB = ffn.neurons(0, self.backbone).hidden(x_TD)
-            chosen_TK = self.router(x_TD, h_TB)
-            if self.top_k > 1 or self.petal_bias is not None:
-                on_TR = chosen(chosen_TK, len(self.petals))
-            if self.top_k == 1:
-                y_TD = self._grouped(ffn, x_TD, chosen_TK)
+            if self.weighs:
+                weights_TR = self.router(x_TD)
+                on_TR = weights_TR * norm_scale(weights_TR)
             else:
+                if self.router.sees_backbone:
+                    h_TB = ffn.neurons(0, self.backbone).hidden(x_TD)
+                on_TR = chosen(self.router(x_TD, h_TB), len(self.petals))
+            y_TD = few(ffn, x_TD, on_TR, self.backbone, self.petals, self.weighs)
+            if y_TD is None:
                 y_TD = self._several(ffn, x_TD, on_TR, h_TB)
         y_TD = self._biased(y_TD, on_TR)
         if ffn.down_bias_D is not None:
@@ -144,16 +143,12 @@ class CarvedFFN(nn.Module):
             return y_TD + self.petal_bias[0]
         return y_TD + on_TR.to(y_TD.dtype) @ self.petal_bias
 
-    def _grouped(self, ffn: DenseFFN, x_TD: Tensor, chosen_T1: Tensor) -> Tensor:
+    def _grouped(self, ffn: DenseFFN, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
         """One petal a token: the backbone once over all tokens, each petal once over its own."""
-        if len(x_TD) == 1:  # no sorting, no gathering: most of the time of a decoding step
-            petal = self._petal(ffn, int(chosen_T1))
-            return self._backbone(ffn, x_TD) + petal.output(petal.hidden(x_TD))
-        flat = chosen_T1.flatten()
-        order = flat.argsort(stable=True)  # tokens, petal by petal
+        order = chosen_T.argsort(stable=True)  # tokens, petal by petal
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        counts = torch.bincount(flat, minlength=len(self.petals)).tolist()
+        counts = torch.bincount(chosen_T, minlength=len(self.petals)).tolist()
         sorted_TD = x_TD.index_select(0, order)
         # The backbone runs in petal order, too, so that petals add onto it.
         onto: Any = [None] * len(counts)
@@ -168,32 +163,58 @@ class CarvedFFN(nn.Module):
     def _several(
         self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor, h_TB: Tensor | None = None
     ) -> Tensor:
-        """Several petals a token, each with its weight; zero for those that it does not run.
+        """Petals, each with its weight; zero for those that a token does not run.
 
         A single token runs its own petals. Of many tokens each petal takes its own, where that is
-        worth moving them; else every neuron is computed, and idle ones are zero. Which is when was
-        measured: benchmarks/fine_petals.py.
+        worth moving them; else every neuron is computed, and idle ones are zero.
 
         Args:
             weights_TR: a weight for every petal.
             h_TB: the backbone's hidden activations, where the router has looked at them.
         """
-        weights_TR = weights_TR.to(x_TD.dtype)
         on_RT = weights_TR.T > 0
-        width, share = sum(self.petals) / len(self.petals), on_RT.float().mean().item()
-        apart = share < CROWDED * width / (width + MOVED)
-        if width < NARROW and x_TD.device.type != "cpu":  # GPUs wait for calls, not for products
-            apart = False
+        weights_TR = weights_TR.to(x_TD.dtype)
         if len(x_TD) == 1:
-            if width * x_TD.shape[1] >= WIDE and (apart or width >= NARROW):
+            if self._worth_reading(x_TD, weights_TR):
                 return self._single(ffn, x_TD, weights_TR, h_TB)
-        elif apart and (width >= NARROW or share * len(x_TD) >= SHARED):
+        elif self._worth_moving(x_TD, on_RT):
+            if self.top_k == 1 and not self.weighs:
+                return self._grouped(ffn, x_TD, weights_TR.argmax(1))
             return self._by_petal(ffn, x_TD, weights_TR, on_RT, h_TB)
         rest = ffn if h_TB is None else ffn.neurons(self.backbone, ffn.width)
         h_TM = rest.hidden(x_TD)
         if h_TB is not None:
             h_TM = torch.cat([h_TB, h_TM], dim=1)
-        return F.linear(h_TM * self._by_neuron(weights_TR, ffn.width), ffn.down_DM)
+        if self.weighs or not silenced(h_TM, weights_TR, self.backbone, self.petals):
+            h_TM = h_TM * self._by_neuron(weights_TR, ffn.width)
+        return F.linear(h_TM, ffn.down_DM)
+
+    def _share(self, on_RT: Tensor) -> float:
+        """The share of petals that tokens run."""
+        return on_RT.float().mean().item() if self.weighs else self.top_k / len(self.petals)
+
+    def _worth_reading(self, x_1D: Tensor, on_1R: Tensor) -> bool:
+        """Whether one token's own petals are worth the calls."""
+        width = sum(self.petals) / len(self.petals)
+        if width * x_1D.shape[1] < WIDE:
+            return False
+        if width >= NARROW:
+            return True
+        few = self._share(on_1R) < CROWDED * width / (width + MOVED[torch.float32])
+        return few and x_1D.device.type == "cpu"  # GPUs wait for calls, not for products
+
+    def _worth_moving(self, x_TD: Tensor, on_RT: Tensor) -> bool:
+        """Whether each petal should take its own tokens: was measured, benchmarks/fine_petals.py.
+
+        Times of a petal, in those of a token's product with one neuron.
+        """
+        tokens, hidden_size = x_TD.shape
+        width = sum(self.petals) / len(self.petals)
+        if x_TD.device.type != "cpu":
+            return width >= NARROW and self._share(on_RT) < CROWDED
+        kind = x_TD.dtype if x_TD.dtype in MOVED else torch.float32
+        moved = self._share(on_RT) * tokens * (width + MOVED[kind]) + CALLED[kind] / hidden_size
+        return moved < CROWDED * tokens * width
 
     def _single(
         self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor, h_TB: Tensor | None

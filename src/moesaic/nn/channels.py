@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.foreign import JSON, Values
-from moesaic.nn.kernels import FEW, chosen, product, reads_rows
+from moesaic.nn.kernels import FEW, chosen, product, reads_rows, rows_of
 
 MODES = ("decoding", "always", "never")
 """When channels are skipped; ``always`` is for measuring, ``never`` for comparing."""
@@ -91,19 +91,6 @@ class Tally:
 def plain(weight: Tensor) -> bool:
     """Whether a weight is an ordinary tensor: not quantised, not offloaded."""
     return type(weight.data) is Tensor
-
-
-def rows_of(weight: Tensor) -> Tensor:
-    """The columns of a weight (..., O, I) as rows (..., I, O), contiguous.
-
-    The weight is turned in memory the first time; it keeps its shape and its values.
-    """
-    rows = weight.data.mT
-    if not rows.is_contiguous():
-        with torch.inference_mode(False), torch.no_grad():
-            rows = weight.data.mT.contiguous()
-            weight.data = rows.mT
-    return rows
 
 
 def here(x: Tensor, weight: Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.foreign import JSON, Values
+from moesaic.nn.kernels.petals import highest, scored
 
 CHOOSING = ("cosine", "random", "linear", "backbone", "tossed")
 
@@ -82,12 +83,12 @@ class Router(nn.Module):
     def _highest(self, scores_TR: Tensor) -> Tensor:
         if self.top_k == 1:
             return scores_TR.argmax(-1, keepdim=True)
-        return scores_TR.topk(self.top_k, dim=-1, sorted=False).indices
+        return highest(scores_TR, self.top_k)
 
     def _scores(self, x_TD: Tensor, h_TB: Tensor | None) -> Tensor:
         weight = self.weight.float()
         if h_TB is None:
-            scores_TR = F.linear(x_TD.float(), weight)
+            scores_TR = scored(x_TD.float(), weight)
         else:
             hidden_size = x_TD.shape[1]
             scores_TR = F.linear(x_TD.float(), weight[:, :hidden_size])

@@ -1,6 +1,8 @@
 """Products of few tokens with chosen rows of a matrix: numba where it is installed, else torch.
 
 On a GPU by Triton, which comes with torch there.
+
+Shape suffixes: T tokens, I inputs (channels), O outputs, G matrices.
 """
 
 from __future__ import annotations
@@ -134,6 +136,19 @@ def product(
     else:
         compiled.sums(*arguments)
     return out_TO.to(x_TI.dtype)
+
+
+def rows_of(weight: Tensor) -> Tensor:
+    """The columns of a weight (..., O, I) as rows (..., I, O), contiguous.
+
+    The weight is turned in memory the first time; it keeps its shape and its values.
+    """
+    rows = weight.data.mT
+    if not rows.is_contiguous():
+        with torch.inference_mode(weight.is_inference()), torch.no_grad():
+            rows = weight.data.mT.contiguous()
+            weight.data = rows.mT
+    return rows
 
 
 def of_tokens(scale_GI: Tensor | None, group_T: Tensor | None) -> Tensor | None:

@@ -3,7 +3,8 @@
 Compiled by numba on first use and kept in its cache. Tensors are given by address, so that a call
 costs about a microsecond: a small product takes little longer.
 
-Shape suffixes: T tokens, G matrices, I inputs (channels), O outputs, N chosen rows.
+Shape suffixes: T tokens, G matrices, I inputs (channels), O outputs, N chosen rows, R petals, M
+neurons.
 """
 
 # numba compiles these functions from their bytecode and brings no types.
@@ -211,3 +212,300 @@ def sums_parallel(
             _token(
                 x, scale, rows, group, out, t, inputs, outputs, keep, threshold, half, start, stop
             )
+
+
+# --- petals --------------------------------------------------------------------------------------
+
+BLOCK = 32
+"""Neurons whose rows are read for all tokens before the next ones: they stay in the cache."""
+
+GAP = 64
+"""Numbers of a row that are read rather than left out: they share cache lines with others."""
+
+
+@compiled()
+def highest(scores, out, tokens, petals, top_k, start, stop):
+    """The petals with the highest scores of tokens ``start`` to ``stop``, in rising order.
+
+    By bisection of the scores' bits, which costs a few passes over a token's scores.
+
+    Args:
+        scores: address of float32 (T, R).
+        out: address of int64 (T, K). Of equal scores the first are taken.
+    """
+    bits_R, low_bits = np.empty(petals, np.int32), np.int32(0x7FFFFFFF)
+    found_R = np.empty(petals + 1, np.int64)
+    for t in range(start, stop):
+        score_R = carray(_at(scores + 4 * t * petals), (petals,), np.float32)
+        out_K = carray(_at(out + 8 * t * top_k), (top_k,), np.int64)
+        for r in range(petals):  # so that they are in the order of the scores, signs and all
+            bits = _bits(score_R[r])
+            bits_R[r] = bits ^ ((bits >> np.int32(31)) & low_bits)
+        low, high = np.int64(-0x80000001), np.int64(0x7FFFFFFF)
+        above = np.int64(petals)
+        while high - low > 1 and above != top_k:
+            middle = np.int32((low + high) >> 1)
+            count = np.int32(0)
+            for r in range(petals):
+                count += bits_R[r] > middle
+            if count >= top_k:
+                low, above = np.int64(middle), np.int64(count)
+            else:
+                high = np.int64(middle)
+        found = 0
+        if above == top_k:
+            for r in range(petals):  # no branch: which way it goes cannot be foreseen
+                found_R[found] = r
+                found += bits_R[r] > low
+        else:  # some of those that are equal to ``high`` stay
+            equal = np.int64(top_k)
+            for r in range(petals):
+                equal -= bits_R[r] > high
+            for r in range(petals):
+                found_R[found] = r
+                tied = bits_R[r] == high and equal > 0
+                equal -= tied
+                found += bits_R[r] > high or tied
+        out_K[:] = found_R[:top_k]
+
+
+@compiled(parallel=True)
+def highest_parallel(scores, out, tokens, petals, top_k, parts):
+    """As :func:`highest`, tokens in so many parts, which threads share."""
+    step = (tokens + parts - 1) // parts
+    for part in prange(parts):
+        start, stop = part * step, min((part + 1) * step, tokens)
+        highest(scores, out, tokens, petals, top_k, start, stop)
+
+
+@compiled()
+def silence(hidden, on, owner, tokens, petals, width, half, start, stop):
+    """Hidden activations of petals that tokens ``start`` to ``stop`` do not run made zero.
+
+    Args:
+        hidden: address of (T, M), float32, or two bytes each where ``half``.
+        on: address of float32 (T, R), zero for a petal that the token does not run.
+        owner: address of uint32 (M): the petal of each neuron; of the backbone's, R.
+    """
+    owner_M = carray(_at(owner), (width,), np.uint32)
+    kept_R = np.empty(petals + 1, np.uint32)  # all bits or none
+    kept_R[petals] = np.uint32(0xFFFFFFFF)
+    for t in range(start, stop):
+        on_R = carray(_at(on + 4 * t * petals), (petals,), np.float32)
+        for r in range(petals):
+            kept_R[r] = np.uint32(0xFFFFFFFF) * np.uint32(on_R[r] != 0)
+        if half:
+            half_M = carray(_at(hidden + 2 * t * width), (width,), np.uint16)
+            for m in range(width):
+                half_M[m] &= np.uint16(kept_R[owner_M[m]])
+        else:
+            whole_M = carray(_at(hidden + 4 * t * width), (width,), np.uint32)
+            for m in range(width):
+                whole_M[m] &= kept_R[owner_M[m]]
+
+
+@compiled(parallel=True)
+def silence_parallel(hidden, on, owner, tokens, petals, width, half, parts):
+    """As :func:`silence`, tokens in so many parts, which threads share."""
+    step = (tokens + parts - 1) // parts
+    for part in prange(parts):
+        start, stop = part * step, min((part + 1) * step, tokens)
+        silence(hidden, on, owner, tokens, petals, width, half, start, stop)
+
+
+@compiled()
+def listed(on, ends, chosen, count, weight, tokens, petals, width):
+    """The neurons that each token runs, in rising order, and how many they are.
+
+    Args:
+        on: as in :func:`silence`.
+        ends: address of int64 (R + 1): where the backbone ends, and each petal.
+        chosen: address of int32 (T, M), takes the neurons at its left.
+        count: address of int64 (T).
+        weight: address of float32 (T, M), zeros, takes the weights of the neurons that run; 0 if
+            nobody asks.
+    """
+    ends_R = carray(_at(ends), (petals + 1,), np.int64)
+    count_T = carray(_at(count), (tokens,), np.int64)
+    for t in range(tokens):
+        on_R = carray(_at(on + 4 * t * petals), (petals,), np.float32)
+        chosen_M = carray(_at(chosen + 4 * t * width), (width,), np.int32)
+        places = width if weight else 0
+        weight_M = carray(_at(weight + 4 * t * places), (places,), np.float32)
+        found = ends_R[0]
+        for m in range(found):
+            chosen_M[m] = m
+        if weight:
+            weight_M[:found] = 1
+        for r in range(petals):
+            if on_R[r] != 0:
+                for m in range(ends_R[r], ends_R[r + 1]):
+                    chosen_M[found] = m
+                    found += 1
+                if weight:
+                    weight_M[ends_R[r] : ends_R[r + 1]] = on_R[r]
+        count_T[t] = found
+
+
+def _dotting(widen):
+    """The function that multiplies a token with rows of one type, four at a time."""
+
+    @njit(inline="never", **OPTIONS)
+    def dot(x_I, rows_MI, chosen_N, first, last, out_M):
+        n = first
+        while n + 4 <= last:
+            r0, r1 = rows_MI[chosen_N[n]], rows_MI[chosen_N[n + 1]]
+            r2, r3 = rows_MI[chosen_N[n + 2]], rows_MI[chosen_N[n + 3]]
+            s0 = s1 = s2 = s3 = np.float32(0)
+            for i in range(x_I.shape[0]):
+                x = x_I[i]
+                s0 += x * widen(r0[i])
+                s1 += x * widen(r1[i])
+                s2 += x * widen(r2[i])
+                s3 += x * widen(r3[i])
+            out_M[chosen_N[n]], out_M[chosen_N[n + 1]] = s0, s1
+            out_M[chosen_N[n + 2]], out_M[chosen_N[n + 3]] = s2, s3
+            n += 4
+        while n < last:
+            row, total = rows_MI[chosen_N[n]], np.float32(0)
+            for i in range(x_I.shape[0]):
+                total += x_I[i] * widen(row[i])
+            out_M[chosen_N[n]] = total
+            n += 1
+
+    return dot
+
+
+_dot = _dotting(_same)
+_dot_half = _dotting(_wide)
+
+
+@njit(inline="always")
+def _until(chosen_N, count, place, neuron):
+    """The first place from this one on whose neuron is not below one."""
+    while place < count and chosen_N[place] < neuron:
+        place += 1
+    return place
+
+
+@compiled()
+def dots(x, rows, chosen, count, out, tokens, inputs, width, half, start, stop):
+    """out[t, m] = x[t] . rows[m], of chosen neurons m from ``start`` to ``stop``.
+
+    Args:
+        x: address of float32 (T, I).
+        rows: address of float32 (M, I), or bfloat16 where ``half``.
+        chosen, count: as :func:`listed` leaves them.
+        out: address of float32 (T, M).
+    """
+    x_TI = carray(_at(x), (tokens, inputs), np.float32)
+    whole = carray(_at(rows), (width, inputs), np.float32)
+    halves = carray(_at(rows), (width, inputs), np.uint16)
+    chosen_TM = carray(_at(chosen), (tokens, width), np.int32)
+    count_T = carray(_at(count), (tokens,), np.int64)
+    out_TM = carray(_at(out), (tokens, width), np.float32)
+    place_T = np.zeros(tokens, np.int64)
+    for t in range(tokens):
+        place_T[t] = _until(chosen_TM[t], count_T[t], 0, start)
+    step = BLOCK if tokens > 1 else stop - start
+    while start < stop:
+        end = min(start + step, stop)
+        for t in range(tokens):
+            first = place_T[t]
+            place_T[t] = _until(chosen_TM[t], count_T[t], first, end)
+            if half:
+                _dot_half(x_TI[t], halves, chosen_TM[t], first, place_T[t], out_TM[t])
+            else:
+                _dot(x_TI[t], whole, chosen_TM[t], first, place_T[t], out_TM[t])
+        start = end
+
+
+@compiled(parallel=True)
+def dots_parallel(x, rows, chosen, count, out, tokens, inputs, width, half, parts):
+    """As :func:`dots`, neurons in so many parts, which threads share."""
+    step = (width + parts - 1) // parts
+    for part in prange(parts):
+        start, stop = part * step, min((part + 1) * step, width)
+        if start < stop:
+            dots(x, rows, chosen, count, out, tokens, inputs, width, half, start, stop)
+
+
+@compiled()
+def weighted(hidden, rows, chosen, count, out, tokens, width, outputs, start, stop):
+    """out[t] = sum over chosen neurons m of hidden[t, m] rows[m], outputs ``start`` to ``stop``.
+
+    Args:
+        hidden: address of float32 (T, M).
+        rows: address of float32 (M, O).
+        chosen, count: as :func:`listed` leaves them.
+        out: address of float32 (T, O).
+    """
+    hidden_TM = carray(_at(hidden), (tokens, width), np.float32)
+    rows_MO = carray(_at(rows), (width, outputs), np.float32)
+    chosen_TM = carray(_at(chosen), (tokens, width), np.int32)
+    count_T = carray(_at(count), (tokens,), np.int64)
+    out_TO = carray(_at(out), (tokens, outputs), np.float32)
+    place_T, value_M = np.zeros(tokens, np.int64), np.empty(width, np.float32)
+    out_TO[:, start:stop] = 0
+    step = BLOCK if tokens > 1 else width
+    for end in range(step, width + step, step):
+        for t in range(tokens):
+            first = place_T[t]
+            last = place_T[t] = _until(chosen_TM[t], count_T[t], first, end)
+            at_N = chosen_TM[t, first:last]
+            for n in range(last - first):
+                value_M[n] = hidden_TM[t, at_N[n]]
+            _add(rows_MO, at_N, value_M, last - first, start, stop, out_TO[t, start:stop])
+
+
+@compiled(parallel=True)
+def weighted_parallel(hidden, rows, chosen, count, out, tokens, width, outputs, parts):
+    """As :func:`weighted`, outputs in so many parts, which threads share."""
+    step = (outputs + 16 * parts - 1) // (16 * parts) * 16
+    for part in prange(parts):
+        start, stop = min(part * step, outputs), min((part + 1) * step, outputs)
+        if start < stop:
+            weighted(hidden, rows, chosen, count, out, tokens, width, outputs, start, stop)
+
+
+@compiled()
+def spanned(hidden, columns, chosen, count, out, tokens, width, outputs, start, stop):
+    """As :func:`weighted`, of a bfloat16 matrix (O, M) whose columns are the neurons'.
+
+    Where few neurons lie between chosen ones they are read as well; their ``hidden`` is zero.
+    """
+    hidden_TM = carray(_at(hidden), (tokens, width), np.float32)
+    columns_OM = carray(_at(columns), (outputs, width), np.uint16)
+    chosen_TM = carray(_at(chosen), (tokens, width), np.int32)
+    count_T = carray(_at(count), (tokens,), np.int64)
+    out_TO = carray(_at(out), (tokens, outputs), np.float32)
+    spans_S2 = np.empty((width, 2), np.int64)
+    for t in range(tokens):
+        spans = 0
+        for n in range(count_T[t]):
+            m = np.int64(chosen_TM[t, n])
+            if spans and m - spans_S2[spans - 1, 1] <= GAP:
+                spans_S2[spans - 1, 1] = m + 1
+            else:
+                spans_S2[spans, 0], spans_S2[spans, 1] = m, m + 1
+                spans += 1
+        for o in range(start, stop):
+            total = np.float32(0)
+            for s in range(spans):
+                first, last = spans_S2[s, 0], spans_S2[s, 1]
+                h_N, column_N = hidden_TM[t, first:last], columns_OM[o, first:last]
+                part = np.float32(0)
+                for n in range(last - first):
+                    part += h_N[n] * _wide(column_N[n])
+                total += part
+            out_TO[t, o] = total
+
+
+@compiled(parallel=True)
+def spanned_parallel(hidden, columns, chosen, count, out, tokens, width, outputs, parts):
+    """As :func:`spanned`, outputs in so many parts, which threads share."""
+    step = (outputs + parts - 1) // parts
+    for part in prange(parts):
+        start, stop = part * step, min((part + 1) * step, outputs)
+        if start < stop:
+            spanned(hidden, columns, chosen, count, out, tokens, width, outputs, start, stop)

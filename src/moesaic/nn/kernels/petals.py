@@ -1,0 +1,213 @@
+"""Petals by numba on CPU: which of them run, those of few tokens alone, the others silenced.
+
+Shape suffixes: T tokens, D hidden size, R petals, K top-k, M neurons, N neurons that a token runs
+(those of T tokens stand at the left of M places).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moesaic.arch.dense import DenseFFN
+from moesaic.nn.kernels import APART, FEW, TYPES, fast, rows_of
+
+MOST = {torch.float32: FEW, torch.bfloat16: 2}
+"""Tokens whose petals are worth reading one by one: of more, a product over all neurons is faster
+where the processor multiplies bfloat16 by itself."""
+
+
+def compiled_for(*tensors: Tensor | None) -> Any:
+    """The compiled functions, if they take such tensors: plain ones, in CPU's memory, of a type
+    that they know, without gradients."""
+    given = [tensor for tensor in tensors if tensor is not None]
+    if torch.compiler.is_compiling() or given[0].dtype not in TYPES:
+        return None
+    learns = torch.is_grad_enabled()
+    for tensor in given:
+        if tensor.device.type != "cpu" or tensor.dtype != given[0].dtype:
+            return None
+        if learns and tensor.requires_grad:
+            return None
+    return fast()
+
+
+def highest(scores_TR: Tensor, top_k: int) -> Tensor:
+    """The petals with the highest scores of each token, int64 (T, K), in no order.
+
+    >>> highest(torch.tensor([[0.5, -1.0, 2.0]]), 2).sort().values
+    tensor([[0, 2]])
+    """
+    compiled = None
+    if len(scores_TR) > FEW and scores_TR.dtype == torch.float32:
+        compiled = compiled_for(scores_TR)
+    if compiled is None:
+        return scores_TR.topk(top_k, dim=-1, sorted=False).indices
+    scores_TR = scores_TR.contiguous()
+    tokens, petals = scores_TR.shape
+    chosen_TK = torch.empty(tokens, top_k, dtype=torch.int64)
+    arguments = (scores_TR.data_ptr(), chosen_TK.data_ptr(), tokens, petals, top_k)
+    _run(compiled.highest, compiled.highest_parallel, arguments, tokens, tokens * petals)
+    return chosen_TK
+
+
+def scored(x_TD: Tensor, weight_RD: Tensor) -> Tensor:
+    """A router's scores x W^T (T, R), both float32."""
+    compiled = None
+    if len(x_TD) == 1 and weight_RD.is_contiguous():
+        compiled = compiled_for(x_TD, weight_RD)
+    if compiled is None:
+        return F.linear(x_TD, weight_RD)
+    every_1R, count_1 = _every(len(weight_RD))
+    return _dots(compiled, x_TD.contiguous(), weight_RD, None, every_1R, count_1)
+
+
+def silenced(h_TM: Tensor, on_TR: Tensor, backbone: int, petals: tuple[int, ...]) -> bool:
+    """Make hidden activations of petals that a token does not run zero, in place.
+
+    False, and nothing is done, where that is not possible here.
+
+    Args:
+        h_TM: hidden activations in carved order, nobody else's.
+        on_TR: zero for each petal that a token does not run; weights are not looked at.
+        backbone: neurons that every token runs.
+        petals: neurons of each petal.
+    """
+    compiled = compiled_for(h_TM)
+    if compiled is None or not h_TM.is_contiguous():
+        return False
+    tokens, width = h_TM.shape
+    on_TR = on_TR.float().contiguous()
+    arguments = (
+        h_TM.data_ptr(), on_TR.data_ptr(), _owners(backbone, petals).data_ptr(), tokens,
+        len(petals), width, h_TM.dtype == torch.bfloat16,
+    )  # fmt: skip
+    _run(compiled.silence, compiled.silence_parallel, arguments, tokens, h_TM.numel())
+    return True
+
+
+def few(
+    ffn: DenseFFN,
+    x_TD: Tensor,
+    on_TR: Tensor,
+    backbone: int,
+    petals: tuple[int, ...],
+    weighs: bool,
+) -> Tensor | None:
+    """The output of a carved block for few tokens, at a cost of the neurons that they run.
+
+    None where that cannot be done here. Sums are float32. A float32 down projection is turned in
+    memory the first time, so that neurons are its rows.
+
+    Args:
+        ffn: the whole block, in carved order.
+        x_TD: its input.
+        on_TR: the weight of each petal, zero for those that a token does not run.
+        backbone: neurons that every token runs.
+        petals: neurons of each petal.
+        weighs: weights are other than one and zero.
+    """
+    if len(x_TD) > MOST.get(x_TD.dtype, 0) or (torch.is_grad_enabled() and on_TR.requires_grad):
+        return None
+    compiled = compiled_for(x_TD, ffn.up_MD, ffn.gate_MD, ffn.down_DM)
+    turns = x_TD.dtype == torch.float32
+    if compiled is None or not (
+        ffn.up_MD.is_contiguous() and (turns or ffn.down_DM.is_contiguous())
+    ):
+        return None
+    tokens, width = len(x_TD), ffn.width
+    on_TR, ends = on_TR.float().contiguous(), _ends(backbone, petals)
+    chosen_TM = torch.empty(tokens, width, dtype=torch.int32)
+    count_T = torch.empty(tokens, dtype=torch.int64)
+    weight_TM = torch.zeros(tokens, width) if weighs else None
+    compiled.listed(
+        on_TR.data_ptr(), ends.data_ptr(), chosen_TM.data_ptr(), count_T.data_ptr(),
+        0 if weight_TM is None else weight_TM.data_ptr(), tokens, len(petals), width,
+    )  # fmt: skip
+    listed = chosen_TM, count_T
+    x32_TD = x_TD.float().contiguous()
+    h_TM = _dots(compiled, x32_TD, ffn.up_MD, ffn.up_bias_M, *listed)
+    if ffn.gate_MD is None:
+        h_TM = ffn.act(h_TM)
+    else:
+        h_TM = ffn.act(_dots(compiled, x32_TD, ffn.gate_MD, ffn.gate_bias_M, *listed)) * h_TM
+    if weight_TM is not None:
+        h_TM = h_TM * weight_TM
+    elif ffn.gate_MD is None or ffn.up_bias_M is not None:  # idle ones need not be zero
+        silenced(h_TM, on_TR, backbone, petals)
+    y_TD = torch.empty_like(x32_TD)
+    size = y_TD.shape[1]
+    if x_TD.dtype == torch.float32:
+        functions = compiled.weighted, compiled.weighted_parallel
+        down = rows_of(ffn.down_DM)
+    else:  # prompts take up to twice as long through a bfloat16 weight that is turned
+        functions, down = (compiled.spanned, compiled.spanned_parallel), ffn.down_DM
+    arguments = (
+        h_TM.data_ptr(), down.data_ptr(), chosen_TM.data_ptr(), count_T.data_ptr(),
+        y_TD.data_ptr(), tokens, width, size,
+    )  # fmt: skip
+    _run(*functions, arguments, size, down.numel())
+    return y_TD.to(x_TD.dtype)
+
+
+def _dots(
+    compiled: Any,
+    x_TI: Tensor,
+    rows_MI: Tensor,
+    bias_M: Tensor | None,
+    chosen_TM: Tensor,
+    count_T: Tensor,
+) -> Tensor:
+    """Products of tokens with the rows that they run, float32 (T, M); zeros for the others."""
+    out_TM = torch.zeros(chosen_TM.shape)
+    width, inputs = rows_MI.shape
+    arguments = (
+        x_TI.data_ptr(), rows_MI.data_ptr(), chosen_TM.data_ptr(), count_T.data_ptr(),
+        out_TM.data_ptr(), len(x_TI), inputs, width, rows_MI.dtype == torch.bfloat16,
+    )  # fmt: skip
+    _run(compiled.dots, compiled.dots_parallel, arguments, width, rows_MI.numel())
+    return out_TM if bias_M is None else out_TM + bias_M.float()
+
+
+def _run(
+    alone: Callable[..., None],
+    parallel: Callable[..., None],
+    arguments: tuple[int, ...],
+    size: int,
+    work: int,
+) -> None:
+    """A compiled function over all of its ``size`` places, by several threads where that pays."""
+    threads = torch.get_num_threads()
+    if threads > 1 and work >= APART:
+        parallel(*arguments, threads)
+    else:
+        alone(*arguments, 0, size)
+
+
+@lru_cache
+def _ends(backbone: int, petals: tuple[int, ...]) -> Tensor:
+    """Where the backbone ends, and each petal; kept, as they are asked for at every step."""
+    with torch.inference_mode(False):
+        return torch.tensor([*accumulate(petals, initial=backbone)])
+
+
+@lru_cache
+def _every(rows: int) -> tuple[Tensor, Tensor]:
+    """All rows of a matrix, as one token's list."""
+    with torch.inference_mode(False):
+        return torch.arange(rows, dtype=torch.int32)[None], torch.tensor([rows])
+
+
+@lru_cache
+def _owners(backbone: int, petals: tuple[int, ...]) -> Tensor:
+    """The petal of every neuron, int32 (M); of the backbone's, one more than there are."""
+    with torch.inference_mode(False):
+        widths = torch.tensor([backbone, *petals])
+        numbers = torch.tensor([len(petals), *range(len(petals))], dtype=torch.int32)
+        return numbers.repeat_interleave(widths)
