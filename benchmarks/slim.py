@@ -40,6 +40,15 @@ SLIM: dict[str, dict[str, Any]] = {
     "slim uneven surgeon, refit": {"uneven": True, "score": "surgeon", "refit": True},
     "slim heapr": {"score": "heapr"},
     "slim random": {"score": "random"},
+    "slim spread": {"spread": "sensitivity"},
+    "slim uneven spread surgeon, refit": {
+        "uneven": True,
+        "spread": "sensitivity",
+        "score": "surgeon",
+        "refit": True,
+    },
+    "slim experts auto": {"experts": "auto"},
+    "slim surgeon, refit, propagate": {"score": "surgeon", "refit": True, "propagate": True},
 }
 PRUNE: dict[str, dict[str, Any]] = {
     "prune reconstruction, refit": {"refit": True},
@@ -49,6 +58,7 @@ PRUNE: dict[str, dict[str, Any]] = {
     "prune frequency": {"criterion": "frequency"},
 }
 FIRST = (
+    "slim uneven spread surgeon, refit",
     "slim uneven surgeon, refit",
     "slim surgeon, refit",
     "slim uneven",
@@ -64,6 +74,8 @@ THEN = (
     "slim random",
     "prune frequency",
 )
+HALF = ("slim spread", "slim experts auto", "slim surgeon, refit, propagate")
+"""Tried at the first of the shares only."""
 
 
 @torch.no_grad()
@@ -87,9 +99,9 @@ class Model:
     """A model that ships, the texts it is measured on, and what it makes of them."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
-        self.name, source = name, resolve(name)
+        self.name, source = Path(name).name, resolve(name)
         self.tokenizer = source.tokenizer
-        self.model = source.load(dtype=torch.float32)
+        self.model = source.load(dtype=getattr(torch, args.dtype))
         arch = moe_arch(self.model.config)
         self.layers = len(arch.moe_layers(self.model))
         self.experts = arch.mixture(arch.layers(self.model)[arch.moe_layers(self.model)[0]]).count
@@ -146,6 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "slim.json")
     parser.add_argument("--models", nargs="+", default=["tiny-shared-moe", "tiny-moe"])
+    parser.add_argument("--dtype", default="float32", help="type that models are made and run in")
     parser.add_argument("--data", default="", help="a second text to measure on")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.5, 0.75, 0.25])
     parser.add_argument("--draws", type=int, default=3)
@@ -181,8 +194,8 @@ def main() -> None:
     for one in models:
         note("original", one.name, partial(one.measured, one.model))
         note("seconds", one.name, partial(one.forward_seconds, 0, args))
-    for labels in (FIRST, THEN):
-        for keep, one in product(args.keep, models):
+    for labels in (FIRST, THEN, HALF):
+        for keep, one in product(args.keep[:1] if labels is HALF else args.keep, models):
             for draw, label in product(range(args.draws), labels):
                 if args.labels and label not in args.labels:
                     continue

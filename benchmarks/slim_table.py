@@ -22,8 +22,14 @@ LABELS = {
     "slim --score surgeon --refit": "slim surgeon, refit",
     "slim --uneven": "slim uneven",
     "slim --uneven --score surgeon --refit": "slim uneven surgeon, refit",
+    "slim --uneven --spread sensitivity --score surgeon --refit": (
+        "slim uneven spread surgeon, refit"
+    ),
     "slim --score heapr": "slim heapr",
     "slim --score random": "slim random",
+    "slim --spread sensitivity": "slim spread",
+    "slim --experts auto": "slim experts auto",
+    "slim --score surgeon --refit --propagate": "slim surgeon, refit, propagate",
     "prune --refit": "prune reconstruction, refit",
     "prune": "prune reconstruction",
     "prune --criterion reap --refit": "prune reap, refit",
@@ -33,6 +39,7 @@ LABELS = {
 }
 """By the command, the name in slim.json."""
 DRAWN = {
+    "slim --uneven --spread sensitivity --score surgeon --refit": "#cc79a7",
     "slim --uneven --score surgeon --refit": "#0072b2",
     "slim --score surgeon --refit": "#56b4e9",
     "slim": "#009e73",

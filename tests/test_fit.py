@@ -101,7 +101,9 @@ def test_fewer_experts_a_token_serve_active_parameters_alone(native: bool, tmp_p
     active = [size.active_parameters for size in sizes if size]
     assert active == sorted(set(active))
     assert all(size.native for size in sizes if size) or not native
-    both = looking.weights.of(known[f"2 a token, slim{'' if native else ' uneven'}"].rough(0.5))
+    both = looking.weights.of(
+        known[f"2 a token, slim{'' if native else ' uneven, spread'}"].rough(0.5)
+    )
     assert both is not None
     assert both.memory < looking.original.bytes
     assert "experts a token" not in {

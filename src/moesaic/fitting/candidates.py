@@ -191,10 +191,12 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
         (_prune(view.count, refit=True),),
     )
     yield Family("slim", shares, _slim(), (slim(refit=True),))
-    end: JSON = {"uneven": True} if uneven else {}
+    end: JSON = {"uneven": True, "spread": "sensitivity"} if uneven else {}
     last, fine = _slim(**end), slim(refit=True, **end)
-    name = "slim uneven" if uneven else "slim"
+    name = "slim uneven, spread" if uneven else "slim"
     if uneven:
+        alone: JSON = {"uneven": True}
+        yield Family("slim uneven", narrower, _slim(**alone), (slim(refit=True, **alone),))
         yield Family(name, narrower, last, (fine,))
     if view.shared_width:
         half = {**end, "shared": 0.5}

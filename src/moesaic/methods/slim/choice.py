@@ -146,14 +146,16 @@ Shape = tuple[Tensor, Tensor]
 
 @torch.no_grad()
 def losses(site: Site[Any], shapes: Sequence[Shape]) -> list[float]:
-    """The exact error of the routed output for each of several shapes, relative to that output.
+    """The exact error of the routed output for each of several shapes.
 
-    ||F' - F|| / ||F|| over the site's tokens, F' with the router as it will decide.
+    ||F' - F|| / ||r|| over the site's tokens, F' with the router as it will decide, and r the
+    residual stream behind the layer, which all later layers read: so losses of different layers can
+    be compared.
     """
     whole, errors = 0.0, [0.0] * len(shapes)
-    for x_TD in site.inputs():
+    for x_TD, r_TD in zip(site.inputs(), site.residuals(), strict=True):
         y_TD = routed(site.view, x_TD)
-        whole += y_TD.double().square().sum().item()
+        whole += r_TD.double().square().sum().item()
         for c, (kept, neurons_NW) in enumerate(shapes):
             error_TD = routed(site.view, x_TD, kept, neurons_NW) - y_TD
             errors[c] += error_TD.double().square().sum().item()
@@ -172,13 +174,14 @@ def routed(
         view: the layer as it was.
         x_TD: its input.
         kept: the experts that are there (N,); None for all.
-        neurons_NW: the neurons that each of them has; None for all.
+        neurons_NW: the neurons that each of them has, PADDING behind them; None for all.
     """
     y_TD = torch.zeros(x_TD.shape, dtype=torch.float32, device=x_TD.device)
     allowed_E = None
     order: dict[int, Tensor] = {}
     if kept is not None and neurons_NW is not None:
-        order = dict(zip(kept.tolist(), neurons_NW.to(x_TD.device), strict=True))
+        orders = (order_W[order_W != PADDING] for order_W in neurons_NW.to(x_TD.device))
+        order = dict(zip(kept.tolist(), orders, strict=True))
         if len(order) < view.count:
             allowed_E = torch.zeros(view.count, dtype=torch.bool)
             allowed_E[kept] = True

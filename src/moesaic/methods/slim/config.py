@@ -105,10 +105,9 @@ class SlimConfig(MethodConfig):
             raise MoesaicError(f"experts {self.experts!r} is none of all, auto, or a number.")
         if self.propagate and not self.refit:
             raise MoesaicError("propagate says what a refit looks at: it needs refit.")
-        if self.uneven and (self.experts != "all" or self.spread != "uniform"):
+        if self.uneven and self.experts != "all":
             raise MoesaicError(
-                "uneven shares the budget out among the experts of a layer: leave experts and "
-                "spread out."
+                "uneven shares the budget out among all experts of a layer: leave experts out."
             )
         if self.experts == "auto" and self.spread == "sensitivity":
             raise MoesaicError(

@@ -158,8 +158,8 @@ class Slimmer(Method[SlimConfig, Arch]):
                     f"{multiple}. Another keep or multiple would."
                 )
             if config.spread == "sensitivity":
-                stride = multiple or min(steps)
-                widths = self._widths(view.width, options[0].width, stride)
+                steps = {multiple or row}  # the result is no engine's own, so none is asked
+                widths = self._widths(view.width, options[0].width, min(steps))
                 options = [Size(view.count, width) for width in widths]
             found[i] = [self._with_shared(job.arch, view, size) for size in options]
         return found, min(steps)
@@ -388,9 +388,10 @@ class Slimmer(Method[SlimConfig, Arch]):
         layers, held = {}, 0
         for i, options in sizes.items():
             view = job.arch.view(job.layers[i])
-            middle = len(options) // 2 if config.spread == "sensitivity" else 0
+            whole = config.keep * view.count * view.width
+            size = min(options, key=lambda size: abs(size.count * size.width - whole))
             stats = no_stats(view.count, view.width, getattr(view, "shared_width", 0))
-            layers[i], _ = blind.decide(stats, i, options[middle], groups)
+            layers[i], _ = blind.decide(stats, i, size, groups)
             held = max(held, 8 * view.count * view.width**2)
         return Outline(
             Plan(config.name, job.base, layers, asdict(config)),
@@ -469,7 +470,7 @@ class Slimmer(Method[SlimConfig, Arch]):
 
     def _loss_in_words(self) -> str:
         if self.config.measures:
-            return "the change of the experts’ output, relative to it"
+            return "the change of the experts’ output, relative to the residual stream"
         if not self.config.chosen.observes:
             return ""
         return f"the share of {self.config.chosen.title}, squared, that went with the neurons"
