@@ -7,8 +7,8 @@ from moesaic.errors import MoesaicError
 MULTIPLES = {256: 0.01, 64: 0.01, 32: 0.01, 8: 0.05, 4: 0.05}
 """By multiple, how far from its target a width may be for its sake, of the width there was.
 
-Blocks of k-quants, tiles of kernels, blocks of q8_0 and q4_0; 8 and 4 numbers are :data:`ROW` bytes,
-in 16 and in 32 bits."""
+Blocks of k-quants, tiles of kernels, blocks of q8_0 and q4_0; 8 and 4 numbers are :data:`ROW`
+bytes, in 16 and in 32 bits."""
 ROW = 16
 """Bytes that experts' rows must be a multiple of in transformers' grouped matrix products."""
 CLOSE = 0.01
