@@ -45,8 +45,8 @@ LESS = {
 }
 """Options that make a command cheap."""
 FEWER = {"20GB": "18MB", "steps=2000": "steps=2", "500": "4", "200": "4"}
-HUB = re.compile(r"arc_easy|--tasks naee")
-"""Tasks whose data sets come from the hub."""
+HUB = re.compile(r"arc_easy|--tasks naee|--push|you/")
+"""Tasks whose data sets come from the hub, and repositories there."""
 
 
 def cheap(given: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from .api import generate as generate
 from .api import inspect as inspect
 from .api import observe as observe
 from .api import prune as prune
+from .api import push as push
 from .api import run_recipe as run_recipe
 from .api import similarity as similarity
 from .api import skip as skip

@@ -27,6 +27,7 @@ from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.measure import generate, inspect
 from moesaic.pipeline import apply, convert, run_recipe
 from moesaic.result import Result
+from moesaic.sharing import push
 
 __all__ = [
     "apply",
@@ -41,6 +42,7 @@ __all__ = [
     "inspect",
     "observe",
     "prune",
+    "push",
     "run_recipe",
     "similarity",
     "skip",

@@ -15,10 +15,11 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, Values, silent
 from moesaic.io.checkpoint import whole_folder
 from moesaic.io.names import check_out
-from moesaic.io.source import resolve
+from moesaic.io.source import from_hub, resolve
 from moesaic.methods import VERBS, implementation
 from moesaic.methods.base import Method
 from moesaic.metrics.measure import beside_original, environment, measure
+from moesaic.plan import FILES as PLAN_FILES
 from moesaic.plan import Plan, Progress
 from moesaic.recipe import Recipe, check_run, unfinished
 from moesaic.record import Record
@@ -46,8 +47,8 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
     """Rebuild a result from its base and its plan.
 
     Args:
-        base: the model that the plan was made for, by name.
-        plan: ``plan.json``, or its folder.
+        base: the model that the plan was made for, by name; empty for the one that the plan names.
+        plan: ``plan.json``, its folder, or a repository of the hub that it was pushed to.
         out: the folder to make.
         overwrite: replace ``out`` if it exists.
 
@@ -55,8 +56,11 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
         MoesaicError: there is no such model or plan, or they do not belong together.
     """
     check_out(Path(out), overwrite)
-    source = resolve(base)
-    decided = Plan.load(Path(plan))
+    place = Path(plan) if Path(plan).exists() else from_hub(str(plan), *PLAN_FILES)
+    decided = Plan.load(place)
+    if not (base or decided.base.name):
+        raise MoesaicError(f"The plan at {plan} names no base: it was made from a loaded model.")
+    source = resolve(base or decided.base.name)
     with whole_folder(Path(out), overwrite) as folder:
         save_applied(source, decided, folder)
         decided.save(folder)

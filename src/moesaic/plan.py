@@ -25,7 +25,7 @@ from moesaic.io.names import whole_file
 from moesaic.layers.base import KINDS, LayerPlan
 
 FORMAT = 3
-JSON_NAME, TENSORS_NAME = "plan.json", "plan.safetensors"
+JSON_NAME, TENSORS_NAME = FILES = ("plan.json", "plan.safetensors")
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ from moesaic.cli.options import (
     Option,
     Out,
     Overwrite,
+    Push,
+    PushPlan,
     Resume,
     Value,
     option,
 )
-from moesaic.cli.shared import emit, register
+from moesaic.cli.shared import check_push, emit, pushed, register
 from moesaic.config import Calibration, Evaluation, check_device
 from moesaic.fitting.config import FitConfig
 from moesaic.recipe import Recipe, check_run, checked, plain_values
@@ -29,6 +31,8 @@ def fit(
     out: Out,
     overwrite: Overwrite = False,
     resume: Resume = False,
+    push: Push = "",
+    push_plan: PushPlan = False,
     as_json: AsJson = False,
     **given: Value,
 ) -> None:
@@ -45,6 +49,7 @@ def fit(
         evaluation=checked(Evaluation, measured, ""),
         **place,
     )
+    check_push(push, push_plan)
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
     check_device(recipe.device)
     from rich.console import Group
@@ -56,8 +61,8 @@ def fit(
     record = fit(recipe, config, overwrite=overwrite, resume=resume, track=bars)
     assert record is not None
     shown = Group(tried(record.measured["tried"]), report.terminal(record))
-    emit(as_json, record.output(), shown)
     err_console.print(f"Checkpoint in {out}, report in {out}/report.html")
+    emit(as_json, {**record.output(), **pushed(str(out), push, push_plan)}, shown)
 
 
 def tried(found: list[Value]) -> Value:

@@ -39,6 +39,13 @@ DryRun = Annotated[
     typer.Option("--dry-run", help="Tell what would come out and what it would take; do nothing."),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue an unfinished run of the same.")]
+Push = Annotated[
+    str,
+    typer.Option("--push", metavar="REPO", help="Upload the result to this repository of the hub."),
+]
+PushPlan = Annotated[
+    bool, typer.Option("--push-plan", help="Of the result the plan alone, for apply to rebuild it.")
+]
 
 Value: TypeAlias = Any
 """A value that typer has read."""

