@@ -2,7 +2,9 @@
 
 import io
 import json
+import logging
 import math
+import warnings
 
 import pytest
 import torch
@@ -151,6 +153,35 @@ def test_recipe_run_leaves_everything(llama_folder, tmp_path):
     assert record.measured["speed"]["result"]["peak_memory_bytes"] > 50e6
     again = moesaic.load_recipe(tmp_path / "out" / "recipe.yaml")
     assert again == asked
+
+
+def test_the_record_holds_the_runs_log(llama_folder, tmp_path, monkeypatch):
+    """Stages in the order in which they began, each with what it is a part of; warnings once."""
+    real = pipeline.convert
+
+    def convert(config, args):
+        for _ in range(2):
+            logging.getLogger("moesaic.anything").warning("be %s", "careful")
+        warnings.warn("of a library", stacklevel=1)
+        return real(config, args)
+
+    monkeypatch.setattr(pipeline, "convert", convert)
+    shown = []
+
+    def track(items, label, total=None):
+        shown.append(label)
+        yield from items
+
+    asked = recipe(llama_folder, tmp_path / "out", evaluation=None)
+    with pytest.warns(UserWarning, match="of a library"):
+        record = run_recipe(asked, track=track)
+    assert record.log["warnings"] == ["be careful", "of a library"]
+    stages = record.log["stages"]
+    assert [s["stage"] for s in stages] == ["carve", *shown, "write"]
+    assert all(s["within"] == "carve" for s in stages[1:-1])
+    assert all(s["seconds"] >= 0 and s["cpu_seconds"] >= 0 for s in stages)
+    assert stages[0]["seconds"] >= sum(s["seconds"] for s in stages[1:-1]) - 0.01
+    assert moesaic.Record.from_json(record.as_json()).log == record.log
 
 
 def test_perplexity_agrees_with_a_plain_loop(llama_folder, tmp_path):

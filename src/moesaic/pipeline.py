@@ -16,6 +16,7 @@ from moesaic.foreign import JSON, Track, Values, silent
 from moesaic.io.checkpoint import whole_folder
 from moesaic.io.names import check_out
 from moesaic.io.source import from_hub, resolve
+from moesaic.log import Log
 from moesaic.methods import VERBS, implementation
 from moesaic.methods.base import Method
 from moesaic.metrics.measure import beside_original, environment, measure
@@ -73,6 +74,7 @@ def run_recipe(
     resume: bool = False,
     track: Track = silent,
     found: Values | None = None,
+    log: Log | None = None,
 ) -> Record | None:
     """Carry out a recipe: convert, save, measure, report.
 
@@ -82,6 +84,7 @@ def run_recipe(
         resume: continue an unfinished run of the same recipe.
         track: shows progress.
         found: what led to the recipe, for the record.
+        log: one that was begun; by default a new one.
 
     Returns:
         what is known of the run, as ``result.json`` holds it; None in all processes of a run but
@@ -90,6 +93,12 @@ def run_recipe(
     Raises:
         MoesaicError: the request cannot be met; nothing is left at ``recipe.out``.
     """
+    log = log or Log(track)
+    with log.listening():
+        return _run(recipe, overwrite, resume, found or {}, log)
+
+
+def _run(recipe: Recipe, overwrite: bool, resume: bool, found: Values, log: Log) -> Record | None:
     check_run(recipe, overwrite=overwrite, resume=resume)
     check_device(recipe.device)
     work = unfinished(recipe.out)
@@ -103,7 +112,8 @@ def run_recipe(
         compare = settings.compare if settings and i == last else ()
         name = f"step-{i}"
         progress = work if i == last else work / f"{name}.layers"
-        result = convert(config, _args(recipe, model, compare, progress, track))
+        with log.stage(config.verb):
+            result = convert(config, _args(recipe, model, compare, progress, log.track))
         if i < last:
             known = _record(recipe, result, known)
             model = str(work / name)  # on disk until the run is done
@@ -117,14 +127,18 @@ def run_recipe(
             beside_original(written, resolve(recipe.model), settings, **where)
         return None
     with whole_folder(Path(recipe.out), overwrite) as folder:
-        result.write(folder)
+        with log.stage("write"):
+            result.write(folder)
         measured: JSON = {}
-        led = dict(found or {})
         if settings is not None:
             gathered(str(folder))  # the others wait until it is whole
             original = resolve(recipe.model)
-            measured = measure(folder, original, result.builders, settings, **where, track=track)
-        record = _record(recipe, result, known, {**measured, **led})
+            with log.stage("measure"):
+                measured = measure(
+                    folder, original, result.builders, settings, **where, track=log.track
+                )
+        record = _record(recipe, result, known, {**measured, **found})
+        record.log = log.as_json()
         describe(record, recipe, folder)
     Progress(work, {}).discard()
     return record

@@ -100,6 +100,8 @@ class Record:
     format: int = FORMAT
     calibration: Values = field(default_factory=dict)
     environment: Values = field(default_factory=dict)
+    log: Values = field(default_factory=dict)
+    """``stages`` of the run with their seconds, and the ``warnings`` that were given."""
     measured: Values = field(default_factory=dict)
     """Measurements: ``evaluation``, ``scores``, ``routing``, ``generation``, ``samples``,
     ``activity``, ``speed``, ``speed_interleaved``, ``speed_ratio``; empty without ``--eval``."""

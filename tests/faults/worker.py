@@ -162,7 +162,7 @@ def tree(folder: Path, *without: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-TIMES = re.compile(r"second|_s$|time|memory|speed|rss|date|environment|load", re.IGNORECASE)
+TIMES = re.compile(r"second|_s$|time|memory|speed|rss|date|environment|load|^log$", re.IGNORECASE)
 
 
 def _plain(value: Any) -> Any:

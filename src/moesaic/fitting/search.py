@@ -39,6 +39,7 @@ from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.names import whole_file
 from moesaic.io.source import Source, resolve
+from moesaic.log import Log
 from moesaic.methods.naee.observing import observe
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.measure import fit as has_room
@@ -417,7 +418,8 @@ def fit(
             )
         shutil.rmtree(work, ignore_errors=True)
     recipe = replace(recipe, calibration=settled(recipe.calibration))
-    search = Search(recipe, config, work, track)
+    log = Log(track)
+    search = Search(recipe, config, work, log.track)
     request = {
         "weights": search.source.fingerprint,
         "calibration": asdict(recipe.calibration),
@@ -425,10 +427,11 @@ def fit(
         "dtype": recipe.dtype,
     }
     Progress(work, request).begin()
-    chosen, tried = search.run()
+    with log.listening(), log.stage("search"):
+        chosen, tried = search.run()
     best = replace(recipe, steps=chosen.steps)
     found = {"chosen": chosen.as_json(), "tried": [c.as_json() for c in tried]}
-    record = run_recipe(best, overwrite=overwrite, resume=resume, track=track, found=found)
+    record = run_recipe(best, overwrite=overwrite, resume=resume, found=found, log=log)
     shutil.rmtree(work, ignore_errors=True)
     return record
 

@@ -1,0 +1,84 @@
+"""A run's log: its stages with their times, and the warnings that were given on the way."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from moesaic.foreign import JSON, Track, silent
+
+T = TypeVar("T")
+
+
+class Log(logging.Handler):
+    """Takes notes of what a run goes through.
+
+    Args:
+        track: shows progress; :meth:`track` does so too, and times it.
+    """
+
+    def __init__(self, track: Track = silent) -> None:
+        super().__init__(logging.WARNING)
+        self.stages: list[JSON] = []
+        """In the order in which they began: ``stage``, ``seconds`` by the clock, ``cpu_seconds``
+        of this process, and ``within``, the stage that it is a part of."""
+        self.warnings: list[str] = []
+        """Each once."""
+        self._shown = track
+        self._open: list[str] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time what happens inside."""
+        said: JSON = {"stage": name}
+        if self._open:
+            said["within"] = self._open[-1]
+        self.stages.append(said)
+        self._open.append(name)
+        clock, cpu = time.perf_counter(), time.process_time()
+        try:
+            yield
+        finally:
+            self._open.remove(name)
+            said["seconds"] = round(time.perf_counter() - clock, 3)
+            said["cpu_seconds"] = round(time.process_time() - cpu, 3)
+
+    def track(self, items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
+        """Pass the items on, and show and time that."""
+        with self.stage(label):
+            yield from self._shown(items, label, total)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, warnings are noted; they are shown as before."""
+        ours, show = logging.getLogger("moesaic"), warnings.showwarning
+
+        def noted(message: Warning | str, *where: object, **options: object) -> None:
+            self.note(str(message))
+            show(message, *where, **options)  # type: ignore[arg-type]
+
+        ours.addHandler(self)
+        warnings.showwarning = noted
+        try:
+            yield
+        finally:
+            ours.removeHandler(self)
+            warnings.showwarning = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note a warning of ours."""
+        self.note(record.getMessage())
+
+    def note(self, said: str) -> None:
+        """Keep a warning, unless it is there."""
+        if said not in self.warnings:
+            self.warnings.append(said)
+
+    def as_json(self) -> JSON:
+        """``stages`` that are over, and ``warnings``."""
+        over = [said for said in self.stages if "seconds" in said]
+        return {"stages": over, "warnings": list(self.warnings)}
