@@ -108,3 +108,45 @@ def test_full_disk_is_recognised():
     assert disk_full(OSError(errno.ENOSPC, "No space left on device"))
     assert disk_full(SafetensorError("I/O error: No space left on device (os error 28)"))
     assert not disk_full(OSError(errno.EACCES, "Permission denied"))
+
+
+def test_shards_are_as_safetensors_writes_them(tmp_path):
+    """Tensors of every type: from memory, as they were read, changed since, a part, in no order."""
+    drawn = torch.randint(0, 256, (400,), dtype=torch.uint8)
+    tensors = {
+        kind: drawn.clone().view(getattr(torch, kind)).reshape(-1, 5)
+        for kind in ("float32", "bfloat16", "float8_e4m3fn", "uint8", "int64")
+    }
+    for name in ("float32", "bfloat16"):
+        tensors[name] = tensors[name].nan_to_num(0, 0, 0)
+    tensors |= {"none": torch.zeros(0, 3), "one": torch.tensor(2.5)}
+    for name in ("read", "out"):
+        (tmp_path / name).mkdir()
+    save_file(tensors, tmp_path / "read/model.safetensors", metadata={"format": "pt"})
+    checkpoint, writer = Checkpoint(tmp_path / "read"), ShardWriter(tmp_path / "out")
+    wanted = {}
+    for name in checkpoint.names():
+        wanted[name] = checkpoint.tensor(name)
+        writer.add(name, wanted[name])
+    wanted["changed"] = Checkpoint(tmp_path / "read").tensor("float32")  # mapped on its own
+    wanted["changed"][3, 1] = 7
+    wanted["turned"], wanted["part"] = checkpoint.tensor("bfloat16").T, tensors["int64"][2:4]
+    for name in ("changed", "turned", "part"):
+        writer.add(name, wanted[name])
+        wanted[name] = wanted[name].contiguous().clone()
+    writer.close()
+    save_file(wanted, tmp_path / "wanted.safetensors", metadata={"format": "pt"})
+    found = (tmp_path / "out/model.safetensors").read_bytes()
+    assert found == (tmp_path / "wanted.safetensors").read_bytes()
+
+
+def test_what_ends_while_it_is_copied(tmp_path):
+    save_file({"a": torch.ones(1000)}, tmp_path / "model.safetensors")
+    (tmp_path / "out").mkdir()
+    writer = ShardWriter(tmp_path / "out")
+    writer.add("a", Checkpoint(tmp_path).tensor("a"))
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-50])
+    with pytest.raises(MoesaicError, match="truncated or corrupt"):
+        writer.close()

@@ -6,20 +6,21 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Config, Model
-from moesaic.io.fingerprint import of_files
+from moesaic.foreign import JSON, Config, Model
+from moesaic.io.fingerprint import Stored, of_stored
 from moesaic.io.headers import header_of, mapping_of
 from moesaic.io.names import check_out
 
@@ -61,7 +62,13 @@ TYPES: dict[str, torch.dtype] = {
     if hasattr(torch, kind)
 }
 """Types by the names that safetensors gives them, in the order in which it stores them."""
+NAMES = {kind: name for name, kind in TYPES.items()}
+PIECE = 1 << 20
+"""Bytes that are copied together."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+_STORED: MutableMapping[Tensor, tuple[int, Stored]] = WeakTensorKeyDictionary()
+"""Of tensors as they were read: what tells that one is changed, and its place."""
 
 
 class Checkpoint:
@@ -77,17 +84,22 @@ class Checkpoint:
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._types: dict[str, str] = {}
+        self._stored: dict[str, Stored] = {}
         self._open: tuple[Path, Any] | None = None
         self._survey()
 
     def _survey(self) -> None:
         """Learn the file, the shape and the type of every tensor."""
         for file in self._shards():
-            header, _ = header_of(file)
+            header, start = header_of(file)
             with _reading(file), safe_open(file, framework="pt") as shard:
                 self._files.update(dict.fromkeys(shard.keys(), file))
             self._shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
             self._types |= {name: str(entry["dtype"]) for name, entry in header.items()}
+            for name, entry in header.items():
+                begin, end = entry["data_offsets"]
+                where = entry["dtype"], entry["shape"], start + begin, end - begin
+                self._stored[name] = Stored(file, *where)
 
     def _shards(self) -> list[Path]:
         index = self.folder / INDEX_NAME
@@ -115,7 +127,7 @@ class Checkpoint:
     @cached_property
     def fingerprint(self) -> str:
         """The fingerprint of its weights; see :mod:`moesaic.io.fingerprint`."""
-        return of_files(sorted(set(self._files.values())))
+        return of_stored(self._stored)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor.
@@ -136,7 +148,9 @@ class Checkpoint:
         with _reading(file):
             if self._open is None or self._open[0] != file:
                 self._open = (file, safe_open(file, framework="pt"))
-            return self._open[1].get_tensor(name)
+            tensor: Tensor = self._open[1].get_tensor(name)
+        _STORED[tensor] = tensor._version, self._stored[name]
+        return tensor
 
     def stored(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """A tensor as the files have it: its parts, by their names there."""
@@ -196,6 +210,52 @@ class Writer(Protocol):
     def close(self) -> None: ...
 
 
+def stored_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names in the order in which safetensors stores tensors: the widest types first."""
+    rank = {kind: place for place, kind in enumerate(NAMES)}
+    return sorted(tensors, key=lambda name: (rank[tensors[name].dtype], name))
+
+
+def header_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """The header that safetensors writes for some tensors, the number of its bytes before it.
+
+    Raises:
+        MoesaicError: one is of a type that no file has.
+    """
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES:
+            raise MoesaicError(f"{name} is of type {tensor.dtype}, which no file holds.")
+    header: JSON = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in stored_order(tensors):
+        tensor = tensors[name]
+        end = start + tensor.nbytes
+        said = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = {**said, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _copy(stored: Stored, out: BinaryIO) -> None:
+    """Copy a tensor's bytes from its file.
+
+    Raises:
+        MoesaicError: the file ends early.
+    """
+    piece = memoryview(bytearray(min(PIECE, stored.nbytes)))
+    with _reading(stored.path), stored.path.open("rb", buffering=0) as file:
+        file.seek(stored.begin)
+        left = stored.nbytes
+        while left:
+            count = file.readinto(piece[:left])
+            if not count:
+                raise MoesaicError(f"{stored.path} is missing, truncated or corrupt.")
+            out.write(piece[:count])
+            left -= count
+
+
 class ShardWriter:
     """Writes tensors in shards as they come, and the index at the end."""
 
@@ -223,8 +283,21 @@ class ShardWriter:
         return self.folder / f"shard-{number:05d}.safetensors"
 
     def _save(self, path: Path) -> None:
-        """Write what is pending."""
-        save_file(self._pending, path, metadata={"format": "pt"})
+        """Write what is pending, as safetensors does.
+
+        Tensors that are as they were read are copied from file to file: they are never in memory,
+        and to meet a mapped file page by page takes several times as long.
+        """
+        with path.open("wb") as file:
+            file.write(header_bytes(self._pending))
+            for name in stored_order(self._pending):
+                tensor = self._pending[name]
+                version, stored = _STORED.get(tensor, (None, None))
+                if stored is not None and version == tensor._version:
+                    _copy(stored, file)
+                else:
+                    flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
+                    file.write(flat.numpy().data)
 
     def _flush(self) -> None:
         self._save(self._path(len(self._shards)))

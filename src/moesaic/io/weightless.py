@@ -6,8 +6,6 @@ tensors with values, on the meta device, it is the header of the result: its byt
 
 from __future__ import annotations
 
-import json
-import struct
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
 from moesaic.io.checkpoint import (
     INDEX_NAME,
     SIDE_FILES,
@@ -25,6 +22,7 @@ from moesaic.io.checkpoint import (
     TYPES,
     Checkpoint,
     ShardWriter,
+    header_bytes,
     skeleton,
 )
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
@@ -56,32 +54,6 @@ class Outliner(ShardWriter):
         with path.open("wb") as file:
             file.write(header)
             file.truncate(len(header) + sum(t.nbytes for t in self._pending.values()))
-
-
-NAMES = {kind: name for name, kind in TYPES.items()}
-
-
-def header_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """The header that safetensors writes for some tensors, the number of its bytes before it.
-
-    Raises:
-        MoesaicError: one is of a type that no file has.
-    """
-    rank = {kind: place for place, kind in enumerate(NAMES)}
-    for name, tensor in tensors.items():
-        if tensor.dtype not in rank:
-            raise MoesaicError(f"{name} is of type {tensor.dtype}, which no file holds.")
-    header: JSON = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name in sorted(tensors, key=lambda n: (rank[tensors[n].dtype], n)):
-        tensor = tensors[name]
-        end = start + tensor.nbytes
-        said = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = {**said, "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 def foretold(name: str, folder: Path) -> Weightless:
