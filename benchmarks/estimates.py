@@ -1,6 +1,7 @@
 """What dry runs tell, beside what came: bytes, peak memory, time.
 
-    python benchmarks/estimates.py      writes benchmarks/estimates.json; goes on where it stopped
+    python benchmarks/estimates.py           writes estimates.json; goes on where it stopped
+    python benchmarks/estimates.py --large   well-known models to half: what dry runs tell
 
 Each run is a process of its own, by the command line, measurement of the result included; memory is
 the peak of its resident set. Ratios are what was told over what came.
@@ -44,6 +45,72 @@ RUNS: dict[str, list[str]] = {
     "slim, smollm2": ["slim", "smollm2", "--keep", "0.8", *SHORT],
     "carve, smollm2": ["carve", "smollm2", "--active", "0.8", *SHORT],
 }
+LARGE_OUT = OUT.with_name("estimates_large.json")
+DEEP = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+
+
+def shapes(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    """A config of hidden size, layers, heads, key-value heads and vocabulary."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    said = dict(zip((*names, "vocab_size"), sizes, strict=True))
+    return {"model_type": model_type, **said, "tie_word_embeddings": False, **more}
+
+
+LARGE: dict[str, tuple[dict[str, Any], int]] = {
+    "OLMoE-1B-7B": (
+        shapes("olmoe", 2048, 16, 16, 16, 50304, intermediate_size=1024)
+        | {"num_experts": 64, "num_experts_per_tok": 8},
+        64,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        shapes("qwen2_moe", 2048, 24, 16, 16, 151936, intermediate_size=5632)
+        | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+        | {"num_experts": 60, "num_experts_per_tok": 4},
+        60,
+    ),
+    "Qwen3-30B-A3B": (
+        shapes("qwen3_moe", 2048, 48, 32, 4, 151936, head_dim=128, intermediate_size=6144)
+        | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+        128,
+    ),
+    "Mixtral-8x7B": (
+        shapes("mixtral", 4096, 32, 32, 8, 32000, intermediate_size=14336)
+        | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        8,
+    ),
+    "GLM-4.5-Air": (
+        shapes("glm4_moe", 4096, 46, 96, 8, 151552, head_dim=128, intermediate_size=10944)
+        | {"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1}
+        | {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+        | {"attention_bias": True, "num_nextn_predict_layers": 0},
+        128,
+    ),
+    "gpt-oss-120b": (
+        shapes("gpt_oss", 2880, 36, 64, 8, 201088, head_dim=64, intermediate_size=2880)
+        | {"num_local_experts": 128, "num_experts_per_tok": 4},
+        128,
+    ),
+    "Qwen3-235B-A22B": (
+        shapes("qwen3_moe", 4096, 94, 64, 4, 151936, head_dim=128, intermediate_size=12288)
+        | {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8},
+        128,
+    ),
+    "DeepSeek-V3": (
+        shapes("deepseek_v3", 7168, 61, 128, 128, 129280, intermediate_size=18432)
+        | {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1}
+        | {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
+        | {"num_nextn_predict_layers": 0, **DEEP},
+        256,
+    ),
+}
+"""Shapes of well-known mixtures, by hand as their published configs have them, and their experts.
+Parameters counted from them are those that the models' cards tell."""
 CODE = """
 import json, sys, time
 start = time.perf_counter()
@@ -107,10 +174,58 @@ def measured(name: str) -> dict[str, Any]:
     }
 
 
+def large(name: str) -> dict[str, Any]:
+    """What each verb would make of a model of these shapes, in bfloat16, and what it would take."""
+    from moesaic.errors import MoesaicError
+    from moesaic.estimates import Built, estimate
+    from moesaic.io.source import resolve
+    from moesaic.recipe import Recipe, step_config
+
+    said, experts = LARGE[name]
+    found: dict[str, Any] = {"config": said}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps({**said, "dtype": "bfloat16"}))
+        whole = Built(resolve(folder).config, None)
+        found["original"] = {
+            "bytes": whole.bytes,
+            "parameters": whole.size.total_parameters,
+            "active_parameters": whole.size.active_parameters,
+        }
+        steps = {
+            "prune": {"keep": experts // 2},
+            "slim": {"keep": 0.5},
+            "condense": {"layers": len(whole.size.layers) // 2},
+            "skip": {"experts_per_token": max(u.top_k for u in whole.size.layers) // 2},
+        }
+        for verb, options in steps.items():
+            more = [{}, {"keep": "shared+routed"}] if verb == "condense" else [{}]
+            for further in more:
+                step = step_config(verb, {**options, **further})
+                try:
+                    told = estimate(Recipe(folder, "out", (step,), evaluation=None))
+                except MoesaicError as error:
+                    found[verb] = {"refused": str(error)}
+                else:
+                    found[verb] = {"options": {**options, **further}, **told.as_json()}
+                    break
+    return found
+
+
 def main(names: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="runs whose names contain this")
+    parser.add_argument("--large", action="store_true", help="the table of well-known models")
     options = parser.parse_args(names)
+    if options.large:
+        shown: dict[str, Any] = {"environment": environment(), "load": os.getloadavg()[0]}
+        for name in LARGE:
+            start = time.process_time()
+            shown[name] = large(name)
+            shown[name]["cpu_seconds_to_tell"] = time.process_time() - start
+            told = {v: shown[name][v].get("seconds") for v in ("prune", "slim", "condense")}
+            print(name, shown[name]["original"], told, flush=True)
+            LARGE_OUT.write_text(json.dumps(shown, indent=1) + "\n")
+        return
     kept: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
     kept["environment"] = environment()
     rows = kept.setdefault("runs", {})
