@@ -252,6 +252,18 @@ def test_compressed_tensors_by_its_own_package(layout):
     for axis, order in ((0, [*range(16, 32), *range(16)]), (1, [*range(32, 64)])):
         some = carried.index_select(axis, torch.tensor(order))
         assert torch.equal(form.values(some.parts), some.as_subclass(torch.Tensor)), axis
+    check_taken(form, mine)
+
+
+def check_taken(form, parts):
+    """Rows and columns across blocks are those of the values, twice and in no order."""
+    values = form.values(parts)
+    for axis in range(-values.dim(), 0):
+        order = torch.tensor([3, 0, values.shape[axis] - 1, 3])[: values.shape[axis] + 1]
+        order = order.clamp(max=values.shape[axis] - 1)
+        wanted = values.index_select(axis, order)
+        assert torch.equal(form.taken(parts, axis, order), wanted), axis
+        assert torch.equal(Packed.of(form, parts).index_select(axis, order) + 0, wanted), axis
 
 
 def types(parts):
@@ -268,6 +280,7 @@ def test_what_a_format_holds_it_gives_back(form):
     step = 2**-4 if form.method == "fp8" else 0.25
     assert ((once - values).abs() <= step * values.abs().amax() + 1e-6).all()
     assert (once - values).norm() / values.norm() < (0.04 if form.method == "fp8" else 0.15)
+    check_taken(form, form.parts(values, like))
     again = form.values(form.parts(once, like))
     torch.testing.assert_close(again, once, rtol=0 if form.method == "mxfp4" else 1e-6, atol=0)
 

@@ -159,11 +159,16 @@ def _plain(given: T) -> T:
     return cast(T, made)
 
 
-def _chosen(source: Tensor, axis: int, order: Tensor) -> Packed | None:
+def _chosen(source: Tensor, axis: int, order: Tensor) -> Tensor | None:
+    """What was chosen of a weight, as bytes where they can be; None of one without bytes."""
     if not isinstance(source, Packed) or source.format is None:
         return None
-    parts = source.format.chosen(source.parts, axis % source.dim() - source.dim(), order)
-    return None if parts is None else Packed(source.format, parts, source._row)
+    axis = axis % source.dim() - source.dim()
+    parts = source.format.chosen(source.parts, axis, order)
+    if parts is not None:
+        return Packed(source.format, parts, source._row)
+    found = source.format.taken(source.parts, axis, order)
+    return found[0] if source._row else found
 
 
 def _stacked(rows: Sequence[Tensor]) -> Packed | None:
