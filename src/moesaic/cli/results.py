@@ -49,7 +49,7 @@ def run(
     carry_out(asked, overwrite, resume, as_json, dry_run, push, push_plan)
 
 
-FASTER: JSON = {"method": "wina", "active": 0.8, "choice": "threshold"}
+FASTER: JSON = {"method": "wina", "active": 0.8, "gradients": True, "gradient_tokens": 2048}
 DEMO: Mapping[str, tuple[str, str, JSON]] = {
     "faster": ("smollm2", "carve", FASTER),
     "smaller": ("tiny-shared-moe", "slim", {"keep": 0.5, "score": "surgeon", "refit": True}),
