@@ -16,12 +16,14 @@ import moesaic
 from moesaic import LExIConfig, MoesaicError, SkipConfig
 from moesaic.arch.lookup import moe_arch
 from moesaic.cli import app
+from moesaic.hub import native_config
 from moesaic.layers.fewer import FewerLayer
 from moesaic.methods.lexi.method import allotted
 from moesaic.metrics.size import model_size
+from moesaic.plan import Plan
 from moesaic.recipe import step_config
 from moesaic.stream.stream import LayerStream
-from moesaic.surgery import headers_of
+from moesaic.surgery import base_shape, headers_of
 
 
 def four(moe_type="qwen3_moe", **changes):
@@ -160,6 +162,17 @@ def test_a_config_that_takes_a_list_holds_them(tokens, tmp_path):
     assert top_ks(again) == [1, 2, 1, 2]
     assert torch.equal(logits(again, tokens), logits(model, tokens))
     assert not torch.equal(logits(again, tokens), before)
+
+
+def test_a_config_that_takes_a_list_and_goes_by_none_holds_no_list():
+    """kimi_linear's class refuses nothing; its routers would all get the list itself."""
+    model = small_model("kimi_linear")
+    arch = moe_arch(model.config)
+    routed = arch.moe_layers(model)
+    for numbers, native in (([1] * len(routed), True), ([1, *[2] * (len(routed) - 1)], False)):
+        layers = {i: FewerLayer(k, 2) for i, k in zip(routed, numbers, strict=True)}
+        plan = Plan("test", base_shape(model, arch), layers)
+        assert (native_config(model.config, arch, plan) is not None) == native
 
 
 def test_statistics_and_other_steps(tokens, tmp_path):
