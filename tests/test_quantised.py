@@ -531,7 +531,24 @@ def test_bad_input_is_named(fp8, mxfp4, int4, tmp_path, command):
     def misshapen(tensors):
         tensors[f"{int4_name}_shape"] = torch.tensor([32, 30])
 
+    def halved(tensors):
+        tensors[f"{int4_name}_scale"] = tensors[f"{int4_name}_scale"][:, :1].clone()
+
+    def both(tensors):
+        tensors[int4_name] = torch.zeros(32, 32, dtype=torch.bfloat16)
+
+    def floats(tensors):
+        tensors[f"{int4_name}_packed"] = tensors[f"{int4_name}_packed"].float()
+
+    def wide(tensors):
+        name = "model.layers.1.mlp.experts.down_proj_blocks"
+        tensors[name] = tensors[name].short()
+
     said = {
+        "halved": (damaged(int4, tmp_path / "halved", halved), "are not for groups of 16"),
+        "both": (damaged(int4, tmp_path / "both", both), f"has {int4_name} twice"),
+        "floats": (damaged(int4, tmp_path / "floats", floats), "stored as F32, which is not read"),
+        "wide": (damaged(mxfp4, tmp_path / "wide", wide), "as I16, which is not read; U8 is"),
         "unscaled": (damaged(int4, tmp_path / "unscaled", unscaled), f"no tensor '{int4_name}_sc"),
         "uneven": (damaged(int4, tmp_path / "uneven", uneven), "scales of 32 x 3 do not divide"),
         "codes": (damaged(int4, tmp_path / "codes", unpacked_codes), f"'{int4_name}_packed'"),

@@ -219,7 +219,11 @@ class Microscaled(Format):
 
     def found(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         names = (n.removesuffix(end) for n in types for end in self.ends if n.endswith(end))
-        return ((name, self.ends) for name in dict.fromkeys(names))
+        for name in dict.fromkeys(names):
+            for part in (name + end for end in self.ends):
+                if types.get(part, "U8") != "U8":
+                    raise ValueError(f"{part} is stored as {types[part]}, which is not read; U8 is")
+            yield name, self.ends
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         codes, scales = (shapes[end] for end in self.ends)
@@ -332,6 +336,8 @@ class Compressed(Format):
             if f"{weight}_g_idx" in types:
                 raise ValueError(f"{weight} is in groups by activation order, which is not read")
             if weight != name:
+                if kind != "I32":
+                    raise ValueError(f"{name} is stored as {kind}, which is not read; I32 is")
                 yield weight, (*self.ends, *zero)
             elif name.endswith(".weight") and kind in ("F8_E4M3", "I8"):
                 yield weight, (*self.plain, *zero)
@@ -373,8 +379,24 @@ class Compressed(Format):
                 if grid == tuple(-(-n // int(b)) for n, b in zip(shape, block, strict=True)):
                     return int(block[0]), int(block[1])
             if all(n % parts == 0 for n, parts in zip(shape, grid, strict=True)):
-                return shape[0] // grid[0], shape[1] // grid[1]
+                rows, columns = (n // parts for n, parts in zip(shape, grid, strict=True))
+                sizes = self._group_sizes()
+                # what was narrowed to less than a group is one
+                if not sizes or columns in sizes or (grid[1] == 1 and columns < max(sizes)):
+                    return rows, columns
+                raise ValueError(
+                    f"scales of {_spoken(scales)} for {_spoken(shape)} are not for groups of "
+                    f"{' or '.join(map(str, sorted(sizes)))}, which its config says"
+                )
         raise ValueError(f"scales of {_spoken(scales)} do not divide {_spoken(shape)}")
+
+    def _group_sizes(self) -> set[int]:
+        """Columns of a group, where a config says that all weights are in groups."""
+        declared = (self.said.get("config_groups") or {}).values()
+        asked: list[JSON] = [group.get("weights") or {} for group in declared]
+        if any(w.get("strategy") != "group" or not w.get("group_size") for w in asked):
+            return set()
+        return {int(w["group_size"]) for w in asked}
 
     def _codes(self, parts: Parts) -> Tensor:
         """The codes (O, I), zero points not taken off."""

@@ -218,6 +218,10 @@ class QuantisedCheckpoint(Checkpoint):
                     f"{folder} has no tensor {missing[0]!r}, and {weight} cannot be read without "
                     f"it ({format.method})."
                 )
+            if weight in self._files and weight not in stored.values():
+                raise MoesaicError(
+                    f"{folder} has {weight} twice: as it is, and as {', '.join(stored.values())}."
+                )
             self._parts[weight] = stored
             self.shape(weight)
         owned = {part: w for w, parts in self._parts.items() for part in parts.values()}
