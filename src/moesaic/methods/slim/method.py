@@ -217,7 +217,7 @@ class Slimmer(Method[SlimConfig, Arch]):
     def _widths(self, width: int, middle: int, step: int) -> list[int]:
         """The widths that a layer may get where they differ, about evenly spread."""
         stride = step * max(1, round(width * 0.75 / WIDTHS / step))
-        below = range(middle, max(step, width // 4) - 1, -stride)
+        below = range(middle, max(step, middle // 3) - 1, -stride)
         return sorted({*below, *range(middle, width + 1, stride)})
 
     def _with_shared(self, arch: Arch, view: Any, size: Size) -> Size:
