@@ -335,7 +335,7 @@ def shape_of(layer):
 
 @pytest.mark.parametrize(
     ("model_type", "options"),
-    [("mixtral", {"multiple": 1}), ("mixtral", {"uneven": True}), ("llama", {})],
+    [("mixtral", {}), ("mixtral", {"uneven": True}), ("llama", {})],
 )
 def test_widths_spread_by_what_layers_lose(model_type, options, tokens, tmp_path):
     """The budget is met, the result is moesaic_<base>, and no uniform width loses less."""
