@@ -1,8 +1,8 @@
 """The one training loop, transformers' Trainer, for everything that learns.
 
-``accelerate launch`` runs it in several processes (FSDP and DeepSpeed come with it). A step's loss
-is the mean over all its real tokens, whichever process or accumulation step they fall to, so two
-processes give the losses of one with the same global batch.
+``accelerate launch`` runs it in several processes, each with a whole model or, by FSDP2, with its
+part of every weight. A step's loss is the mean over all its real tokens, whichever process or
+accumulation step they fall to, so two processes give the losses of one with the same global batch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ import torch.nn.functional as F
 from accelerate import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    ValueType,
+    set_model_state_dict,
+)
+from torch.distributed.tensor import DTensor
 from torch.utils.data import IterableDataset
 from transformers import (
     PrinterCallback,
@@ -233,6 +239,14 @@ class _Loop(Trainer):  # type: ignore[misc]
         with torch.no_grad(), self.compute_loss_context_manager():
             return measure(model)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+            return
+        state = {n: _whole(p) for n, p in self.model.named_parameters() if p.requires_grad}
+        if self.args.should_save:
+            self._save(output_dir, state)
+
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
@@ -249,11 +263,13 @@ class _Loop(Trainer):  # type: ignore[misc]
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        trained = load_file(Path(resume_from_checkpoint) / TRAINED_NAME)
+        trained = dict[str, ValueType](load_file(Path(resume_from_checkpoint) / TRAINED_NAME))
         model = self.accelerator.unwrap_model(self.model if model is None else model)
-        _, unexpected = model.load_state_dict(trained, strict=False)
+        unexpected = sorted(trained.keys() - {n for n, _ in model.named_parameters()})
         if unexpected:
             raise MoesaicError(f"{resume_from_checkpoint} holds another run: {unexpected[0]}.")
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        set_model_state_dict(model, trained, options=options)
         if self.objective is not None:
             state = (Path(resume_from_checkpoint) / STATE_NAME).read_text()
             self.objective.state = json.loads(state)
@@ -267,6 +283,49 @@ class _Loop(Trainer):  # type: ignore[misc]
                 self.state = state
                 return
         self.train(resume_from_checkpoint=checkpoint)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """A parameter's values, of which other processes may hold parts; all must ask together."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+class _Shape:
+    """A model's modules, hooks and parameters as they are, to be had again when FSDP2 split them.
+
+    ``fully_shard`` changes modules in place, and there is no way back in torch.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._modules = [
+            (module, type(module), dict(module._parameters), _hooks(module))
+            for module in model.modules()
+        ]
+
+    def restore(self) -> None:
+        """Put whole parameters, the very ones that were there, back into the modules."""
+        split = dict(self._model.named_parameters(remove_duplicate=False))
+        if not any(isinstance(parameter, DTensor) for parameter in split.values()):
+            return
+        values = {}
+        for name, parameter in split.items():
+            values[name] = _whole(parameter).to("cpu", copy=True)
+        for module, kind, parameters, hooks in self._modules:
+            module.__class__ = kind
+            module._parameters.update(parameters)
+            for name, before in hooks.items():
+                now = vars(module)[name]
+                now.clear()
+                now.update(before)
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            parameter.data = values[name].to(parameter.dtype)
+
+
+def _hooks(module: nn.Module) -> dict[str, dict[int, object]]:
+    """A module's hooks of all kinds, by the attributes that hold them."""
+    own = {n: v for n, v in vars(module).items() if n.startswith("_") and "_hooks" in n}
+    return {n: dict(v) for n, v in own.items() if isinstance(v, dict)}
 
 
 def last_checkpoint(folder: Path) -> str | None:
@@ -434,7 +493,9 @@ def train(
     loop.objective = objective
     loop.measure, loop.every = measure, schedule.measure_every
     loop.remove_callback(PrinterCallback)
+    shape = _Shape(model)
     loop.finish(last_checkpoint(folder))
+    shape.restore()
     bar.close()
     if schedule.recompute:
         checkpointing(model, "disable")()

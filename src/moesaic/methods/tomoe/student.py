@@ -63,6 +63,11 @@ class Student(nn.Module):
         return self.base.config
 
     @property
+    def _no_split_modules(self) -> list[str]:
+        """The classes of modules that FSDP splits each by itself: the base's decoder layers."""
+        return sorted(self.base._no_split_modules or ())
+
+    @property
     def learning(self) -> dict[str, nn.Parameter]:
         """The parameters that train, by name."""
         return {n: p for n, p in self.named_parameters() if n.startswith("masking.")}

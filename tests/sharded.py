@@ -1,0 +1,45 @@
+"""The command line with FSDP2 on CPUs, which accelerate keeps to accelerators.
+
+``python sharded.py COMMAND...`` as one of several processes, with accelerate's variables set. With
+``DIE_AT`` each ends itself after that many steps.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+from accelerate import DistributedType, PartialState
+from transformers import TrainerCallback
+
+from moesaic import cli, train
+
+
+class _Death(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == int(os.environ["DIE_AT"]):
+            os._exit(3)
+
+
+class _Loop(train._Loop):
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        assert self.is_fsdp_enabled
+        if "DIE_AT" in os.environ:
+            self.add_callback(_Death())
+
+    def finish(self, checkpoint: str | None) -> None:
+        super().finish(checkpoint)
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        assert all(isinstance(p, train.DTensor) for p in parameters)
+        assert any(p.to_local().numel() < p.numel() for p in parameters)
+
+
+if __name__ == "__main__":
+    PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.MULTI_GPU)
+    PartialState.set_device = lambda self: setattr(self, "device", torch.device("cpu"))
+    train._Loop = _Loop  # type: ignore[misc]
+    sys.argv[0] = "moesaic"
+    cli.main()
