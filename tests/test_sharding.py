@@ -57,7 +57,8 @@ def test_two_parts_train_as_one_whole(
     one = python(
         "-m", "moesaic.cli", *command(key, tmp_path / "model", tmp_path / "one", accumulate=2)
     )
-    assert not one.wait(), one.communicate()[1]
+    said = one.communicate()[1]
+    assert not one.returncode, said
     for name, value in FSDP.items():
         monkeypatch.setenv(name, value)
     for out, ends in (("two", ()), ("continued", (3,))):
