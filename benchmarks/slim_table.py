@@ -39,12 +39,12 @@ LABELS = {
 }
 """By the command, the name in slim.json."""
 DRAWN = {
-    "slim --uneven --spread sensitivity --score surgeon --refit": "#cc79a7",
-    "slim --uneven --score surgeon --refit": "#0072b2",
-    "slim --score surgeon --refit": "#56b4e9",
-    "slim": "#009e73",
-    "prune --refit": "#e69f00",
-    "condense": "#7d858c",
+    "slim --uneven --spread sensitivity --score surgeon --refit": ("#cc79a7", "uneven, spread"),
+    "slim --uneven --score surgeon --refit": ("#0072b2", "uneven"),
+    "slim --score surgeon --refit": ("#56b4e9", "slim, refit"),
+    "slim": ("#009e73", "slim"),
+    "prune --refit": ("#e69f00", "prune, refit"),
+    "condense": ("#7d858c", "condense"),
 }
 BASELINE = "prune --refit"
 Results = Mapping[str, Any]
@@ -163,7 +163,7 @@ def picture(record: Mapping[str, Any], models: Sequence[str]) -> str:
         below = f"{model}, megabytes in bfloat16"
         out.append(charts.text(left + room / 2, height - foot + 36, below, "quiet", "middle"))
         for command, points in lines.items():
-            colour = DRAWN[command]
+            colour, words = DRAWN[command]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in points))
             out.append(
                 f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>'
@@ -176,7 +176,7 @@ def picture(record: Mapping[str, Any], models: Sequence[str]) -> str:
             if n == 0:
                 level = top + 6 + 17 * [*DRAWN].index(command)
                 out.append(f'<circle cx="{left + 170}" cy="{level - 4}" r="4" fill="{colour}"/>')
-                out.append(charts.text(left + 180, level, command, "end"))
+                out.append(charts.text(left + 180, level, words, "end"))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" role="img"><title>Perplexity over size</title>'
