@@ -191,14 +191,16 @@ def large(name: str) -> dict[str, Any]:
             "parameters": whole.size.total_parameters,
             "active_parameters": whole.size.active_parameters,
         }
-        steps = {
+        steps: dict[str, dict[str, Any]] = {
             "prune": {"keep": experts // 2},
             "slim": {"keep": 0.5},
             "condense": {"layers": len(whole.size.layers) // 2},
             "skip": {"experts_per_token": max(u.top_k for u in whole.size.layers) // 2},
         }
         for verb, options in steps.items():
-            more = [{}, {"keep": "shared+routed"}] if verb == "condense" else [{}]
+            more: list[dict[str, Any]] = (
+                [{}, {"keep": "shared+routed"}] if verb == "condense" else [{}]
+            )
             for further in more:
                 step = step_config(verb, {**options, **further})
                 try:

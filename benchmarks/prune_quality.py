@@ -3,15 +3,18 @@
 On models that ship, or any folder: held-out text that ships, per domain. Part one prunes by every
 criterion at each size. Part two calibrates on one domain and measures on each. Part three
 restricts a fine-grained model to 12 experts and reports how far greedy removal with swaps is from
-the best of all sets. Part four skips, against running fewer experts for every token.
+the best of all sets. Part four skips, against running fewer experts for every token; part five
+gives each layer its own number of them.
 
     python benchmarks/prune_quality.py --out benchmarks/prune_quality.json
+    python benchmarks/prune_quality.py --parts by_layer --samples 64 --out benchmarks/fewer.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import moesaic
-from moesaic import PruneConfig, SkipConfig
+from moesaic import LExIConfig, PruneConfig, SkipConfig
 from moesaic.data.text import evaluation_tokens
 from moesaic.io.source import resolve
 from moesaic.methods.naee.criteria import CRITERIA
@@ -128,6 +131,29 @@ def skipping(name: str, args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def by_layer(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Half the experts a token: each layer's own number, against one for all, by draws of text."""
+    source = resolve(name)
+    held_out = evaluation_tokens("", source.tokenizer, args.length, args.max_tokens)
+    found: dict[str, Any] = {"load": os.getloadavg()[0]}
+    mean = source.config.num_experts_per_tok // 2
+    one = moesaic.skip(name, LExIConfig(experts_per_token=mean)).model
+    found |= {"mean": mean, "one_for_all": perplexity(one, held_out).perplexity, "by_layer": []}
+    for seed in range(args.seeds):
+        result = moesaic.skip(
+            name,
+            LExIConfig(experts_per_token=mean, by_layer=True),
+            samples=args.samples,
+            length=args.window,
+            seed=seed,
+        )
+        score = perplexity(result.model, held_out).perplexity
+        numbers = [seen["calls_per_token"] for seen in result.analyses.values()]
+        found["by_layer"].append({"seed": seed, "perplexity": score, "experts": numbers})
+        print(found, flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
@@ -146,6 +172,7 @@ def main() -> None:
         "domains": lambda: by_domain(args.coarse, min(args.sizes), args),
         "skipping": lambda: skipping(args.coarse, args),
         "gaps_at_12_experts": lambda: gaps(args.fine, args),
+        "by_layer": lambda: by_layer(args.fine, args),
         "skipping_fine": lambda: skipping(args.fine, args),
     }
     record: dict[str, Any] = {
