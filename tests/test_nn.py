@@ -143,19 +143,20 @@ KERNELS = [
     ("phi", torch.bfloat16, {"top_k": 2}),
     ("llama", torch.float32, {"top_k": 2, "routing": "backbone"}),
     ("llama", torch.bfloat16, {"top_k": 2, "routing": "softmax"}),
+    ("llama", torch.float32, {"gate": {"threshold": 0.5}}),
 ]
 
 
-def randomised(model_type, dtype, top_k=1, routing="cosine", petals=(8, 8, 24, 3)):
+def randomised(model_type, dtype, top_k=1, routing="cosine", gate=None):
     """A carved block and inputs; its biases are not zero."""
-    petals = (8, 8, 8, 8) if routing == "softmax" else petals
+    petals = (8, 8, 8, 8) if routing == "softmax" else (8, 8, 24, 3)
     model = tiny_model(model_type)
     arch = dense_arch(model.config)
     ffn, names = arch.ffn_of(arch.layers(model)[0]), arch.ffn
     projections = {name: copy.deepcopy(getattr(ffn, name)) for name in names.projections}
     backbone = 64 - sum(petals)
     module = CarvedFFN(
-        projections, getattr(ffn, names.act), names, 32, backbone, petals, top_k, routing
+        projections, getattr(ffn, names.act), names, 32, backbone, petals, top_k, routing, gate=gate
     )
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)

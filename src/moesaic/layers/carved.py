@@ -51,7 +51,8 @@ class CarvedLayer(LayerPlan):
     bias_RD: Tensor | None = None
     """An output bias of every expert; without experts one row."""
     gate: JSON = field(default_factory=dict)
-    """Options of a router that weighs; with a threshold ``top_k`` is the most that run."""
+    """Options of a router that weighs, where with ``tau`` ``top_k`` is the most that run; of one
+    that chooses the ``threshold`` of scores, with ``top_k`` their mean number."""
 
     def __post_init__(self) -> None:
         width = self.backbone + sum(self.petals)
@@ -67,7 +68,7 @@ class CarvedLayer(LayerPlan):
             raise ValueError(f"top_k {self.top_k} of {len(self.petals)} experts")
         if (self.router_RD is None) != (not self.petals):
             raise ValueError("a router is needed for experts, and only for experts")
-        if self.gate and len(set(self.petals)) > 1:
+        if self.routing in WEIGHING and len(set(self.petals)) > 1:
             raise ValueError("experts that are weighed are of one size")
 
     @property
@@ -147,6 +148,8 @@ class CarvedLayer(LayerPlan):
         shared = f"{self.backbone:,} neurons for every token and " if self.backbone else ""
         if "tau" in self.gate:
             return f"{shared}those of {len(self.petals)} experts whose gate is open"
+        if self.gate.get("threshold") is not None:
+            return f"{shared}{self.top_k} of {len(self.petals)} experts in the mean"
         return f"{shared}{self.top_k} of {len(self.petals)} experts"
 
     @classmethod
@@ -184,6 +187,8 @@ class CarvedLayer(LayerPlan):
     def obstacle(cls, header: Header) -> str | None:
         if header.get("bias"):
             return "Output biases of experts have no native form: carve without bias."
+        if "threshold" in header.get("gate", {}):
+            return "Tokens that differ in how many experts they run have no native form."
         if header["petals"] and header["routing"] not in ("cosine", "linear"):
             return f"Routing by {header['routing']!r} has no native form yet."
         return None
@@ -228,9 +233,22 @@ class CarvedLayer(LayerPlan):
             on_TM = running(chosen_TK, self.backbone, self.petals)
             yield whole_TM, h_TM * on_TM.to(h_TM), chosen(chosen_TK, len(self.petals)).to(h_TM)
 
+    def threshold(self, site: Seen[DenseFFN]) -> float:
+        """The score that ``top_k`` petals are above, in the mean of the site's tokens."""
+        order_M, router = self.order_M.to(site.view.device), self._router(site.view.device)
+        scores: list[Tensor] = []
+        for x_TD, whole_TM in site.activations():
+            shared_TB = whole_TM[:, order_M[: self.backbone]] if router.sees_backbone else None
+            scores.append(router.scores(x_TD, shared_TB).flatten().cpu())
+        every = torch.cat(scores)
+        above = round(len(every) * self.top_k / len(self.petals))
+        if above == len(every):
+            return -torch.finfo(torch.float32).max
+        return every.kthvalue(len(every) - above).values.item()
+
     def _router(self, device: torch.device) -> Router:
         assert self.router_RD is not None
         inputs = self.router_RD.shape[1]
-        router = Router(inputs, len(self.petals), self.top_k, self.routing).to(device)
+        router = Router(inputs, len(self.petals), self.top_k, self.routing, **self.gate).to(device)
         router.weight.data = self.router_RD.to(device)
         return router

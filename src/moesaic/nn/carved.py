@@ -29,10 +29,10 @@ WIDE = 1 << 14
 CROWDED = 0.8
 """Where more than this share of petals is active, one product over all of them is faster."""
 
-MOVED = {torch.float32: 16, torch.bfloat16: 40}
+MOVED = {torch.float32: 16, torch.bfloat16: 24}
 """Neurons of a petal whose products take as long as moving a token to the petal and back."""
 
-CALLED = {torch.float32: 750_000, torch.bfloat16: 10_000_000}
+CALLED = {torch.float32: 750_000, torch.bfloat16: 8_000_000}
 """Weights that a token is multiplied with in the time that calls for a petal take."""
 
 
@@ -50,7 +50,7 @@ class CarvedFFN(nn.Module):
         top_k: petals a token runs.
         routing: how they are chosen; see :mod:`moesaic.nn.routers`.
         bias: every petal that runs adds an output bias of its own; without petals there is one.
-        gate: options of a router that weighs.
+        gate: options of the router: of one that weighs, or ``threshold``.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class CarvedFFN(nn.Module):
         ends = tuple(accumulate(self.petals, initial=backbone))
         self.slices = tuple(pairwise(ends))
         self.weighs = routing in WEIGHING
+        self.single = top_k == 1 and not self.weighs and not gate
         self.router: Any = None
         if petals:
             self.router = make_router(hidden_size, len(petals), top_k, routing, gate, backbone)
@@ -178,7 +179,7 @@ class CarvedFFN(nn.Module):
             if self._worth_reading(x_TD, weights_TR):
                 return self._single(ffn, x_TD, weights_TR, h_TB)
         elif self._worth_moving(x_TD, on_RT):
-            if self.top_k == 1 and not self.weighs:
+            if self.single:
                 return self._grouped(ffn, x_TD, weights_TR.argmax(1))
             return self._by_petal(ffn, x_TD, weights_TR, on_RT, h_TB)
         rest = ffn if h_TB is None else ffn.neurons(self.backbone, ffn.width)

@@ -1,7 +1,8 @@
 """Routers of carved layers: they choose a token's experts, or weigh them.
 
-A router that only chooses returns the petals' numbers (T, K); one that weighs returns a weight for
-every petal (T, R), zero where the token does not run it.
+A router that only chooses returns the petals' numbers (T, K), or ones and zeros (T, R) where tokens
+differ in how many they run; one that weighs returns a weight for every petal (T, R), zero where the
+token does not run it.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Router(nn.Module):
         top_k: petals a token runs.
         routing: one of the above.
         backbone: neurons of the backbone, for the routing that looks at them.
+        threshold: a token runs the petals whose scores are above it; ``top_k`` is their mean.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Router(nn.Module):
         top_k: int,
         routing: str = "cosine",
         backbone: int = 0,
+        threshold: float | None = None,
     ) -> None:
         super().__init__()
         if routing not in CHOOSING:
@@ -59,33 +62,44 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, inputs, dtype=torch.float32))
         self.top_k = top_k
         self.routing = routing
+        self.threshold = threshold
 
     def forward(self, x_TD: Tensor, h_TB: Tensor | None = None) -> Tensor:
-        """The chosen petals (T, K).
+        """The chosen petals (T, K), with a threshold ones for them (T, R).
 
         Args:
             x_TD: the block's input.
             h_TB: the backbone's hidden activations, for the routing that looks at them.
         """
-        return self._highest(self._scores(x_TD, h_TB))
+        return self._highest(self.scores(x_TD, h_TB))
 
     def gates(self, x_TD: Tensor, h_TB: Tensor | None = None) -> Tensor:
         """Ones for the chosen petals (T, R), with a gradient for training: that of a sigmoid around
         the scores between which the choice falls."""
-        scores_TR = self._scores(x_TD, h_TB)
+        scores_TR = self.scores(x_TD, h_TB)
         count = scores_TR.shape[1]
         on_TR = chosen(self._highest(scores_TR), count)
-        top_TK = scores_TR.topk(min(self.top_k + 1, count), dim=-1).values
-        border_T1 = top_TK[:, -2:].mean(-1, keepdim=True).detach()
+        if self.threshold is None:
+            top_TK = scores_TR.topk(min(self.top_k + 1, count), dim=-1).values
+            border_T1 = top_TK[:, -2:].mean(-1, keepdim=True).detach()
+        else:
+            border_T1 = torch.full_like(scores_TR[:, :1], self.threshold)
         spread_T1 = scores_TR.std(-1, keepdim=True).clamp(min=1e-6).detach()
         return straight_through(on_TR, ((scores_TR - border_T1) / spread_T1).sigmoid())
 
     def _highest(self, scores_TR: Tensor) -> Tensor:
+        if self.threshold is not None:
+            return (scores_TR > self.threshold).float()
         if self.top_k == 1:
             return scores_TR.argmax(-1, keepdim=True)
         return highest(scores_TR, self.top_k)
 
-    def _scores(self, x_TD: Tensor, h_TB: Tensor | None) -> Tensor:
+    def scores(self, x_TD: Tensor, h_TB: Tensor | None) -> Tensor:
+        """A number for each petal (T, R), float32; the highest are chosen.
+
+        Args:
+            x_TD, h_TB: as the router takes them.
+        """
         weight = self.weight.float()
         if h_TB is None:
             scores_TR = scored(x_TD.float(), weight)
@@ -141,7 +155,10 @@ def by_neuron(on_TR: Tensor, backbone: int, petals: tuple[int, ...]) -> Tensor:
 
 
 def chosen(chosen_TK: Tensor, experts: int) -> Tensor:
-    """Ones for the petals that a token runs (T, R), zeros for the others."""
+    """Ones for the petals that a token runs (T, R), zeros for the others; as they are if they are
+    that already."""
+    if chosen_TK.is_floating_point():
+        return chosen_TK
     on_TR = torch.zeros(len(chosen_TK), experts, device=chosen_TK.device)
     return on_TR.scatter_(1, chosen_TK, 1)
 
@@ -270,4 +287,4 @@ def make_router(
     if routing in WEIGHING:
         router: nn.Module = WEIGHING[routing](hidden_size, experts, top_k, **(options or {}))
         return router
-    return Router(hidden_size, experts, top_k, routing, backbone)
+    return Router(hidden_size, experts, top_k, routing, backbone, **(options or {}))

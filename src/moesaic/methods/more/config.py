@@ -21,8 +21,8 @@ BEST: JSON = {
     "refit": True,
 }
 IDLE = {
-    "static": ("router", "weighted"),
-    "backbone": ("router", "weighted"),
+    "static": ("router", "weighted", "variable"),
+    "backbone": ("router", "weighted", "variable"),
     "random": ("router",),
 }
 """Options that change nothing in a variant."""
@@ -94,6 +94,13 @@ class MoREConfig(MethodConfig):
         "cosine (the paper's), or fitted in closed form: ridge; backbone, which sees the "
         "backbone's hidden activations too.",
         beyond="fitted router",
+    )
+    variable: bool = option(
+        False,
+        "A token runs the petals whose scores are above one threshold of the layer, as many as "
+        "top_k in the mean of the calibration text.",
+        beyond="a variable number of petals",
+        seldom=True,
     )
     refit: bool = option(
         False,

@@ -162,6 +162,7 @@ class MoRE(DenseMethod[MoREConfig]):
             routing=routing if petals else "cosine",
             router_RD=torch.zeros(len(petals), hidden + seen) if petals else None,
             bias_RD=torch.zeros(max(1, len(petals)), bias) if bias else None,
+            gate={"threshold": 0.0} if petals and config.variable else {},
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
@@ -184,6 +185,8 @@ class MoRE(DenseMethod[MoREConfig]):
         if not counts:
             return "left whole: at this active ratio nothing is taken from them"
         few = number(counts.pop()) if len(counts) == 1 else "a few"
+        if self.config.variable:
+            few = f"{few} in the mean"
         if variant == "naive":
             return f"divided into petals without a backbone; a router picks {few} for each token"
         shape = "rebuilt as a backbone that every token runs and petals, of which"
@@ -274,7 +277,7 @@ class MoRE(DenseMethod[MoREConfig]):
             return narrowest(self._importance(stats, site), width, counted=True)
         backbone, petals = self.structure(stats, site, budget)
         routing, router_RF = self._router(site, backbone, petals) if petals else ("cosine", None)
-        return CarvedLayer(
+        layer = CarvedLayer(
             order_M=torch.cat([backbone, *petals]).cpu(),
             backbone=len(backbone),
             petals=tuple(len(p) for p in petals),
@@ -282,6 +285,9 @@ class MoRE(DenseMethod[MoREConfig]):
             routing=routing,
             router_RD=router_RF,
         )
+        if not petals or not self.config.variable:
+            return layer
+        return replace(layer, gate={"threshold": layer.threshold(site)})
 
     def structure(
         self, stats: MoREStats, site: Site[DenseFFN], budget: Split

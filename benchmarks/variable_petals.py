@@ -1,0 +1,79 @@
+"""A fixed number of petals beside a variable one at the same mean: perplexity of SmolLM2-135M.
+
+    python benchmarks/frontier.py --work DIR ...                                carves the model
+    python benchmarks/variable_petals.py --work DIR --data wikitext2-valid.txt
+
+Thresholds, one a layer, are put into a model that was carved by ``--recipe best`` with a fixed
+number, from 16 windows of 256 tokens of the text that ships; nothing is refitted. 4,096 tokens,
+windows of 512. Writes benchmarks/variable_petals.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from moesaic.data.text import calibration_tokens, evaluation_tokens
+from moesaic.foreign import Model
+from moesaic.io.source import resolve
+from moesaic.metrics.measure import environment
+from moesaic.metrics.score import score
+from moesaic.nn import Router
+
+OUT = Path(__file__).with_suffix(".json")
+ROW = "petals, best 0.8"
+
+
+@torch.inference_mode()
+def set_thresholds(model: Model, ids: torch.Tensor) -> None:
+    """Let every router run the petals above a threshold, as many in the mean as it ran."""
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    seen: dict[Router, list[torch.Tensor]] = {router: [] for router in routers}
+    handles = [
+        router.register_forward_hook(
+            lambda module, args, out: seen[module].append(module.scores(*args).flatten())
+        )
+        for router in routers
+    ]
+    for rows in ids.split(2):
+        model(input_ids=rows, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    for router, scores in seen.items():
+        every = torch.cat(scores)
+        above = int(len(every) * router.top_k / len(router.weight))
+        router.threshold = every.kthvalue(len(every) - above).values.item()
+
+
+def main(names: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True, help="of frontier.py")
+    parser.add_argument("--data", help="a second text to measure on")
+    given = parser.parse_args(names)
+    torch.set_num_threads(1)
+    source = resolve(str(given.work / ROW))
+    model, tokenizer = source.load("cpu", torch.float32).eval(), source.tokenizer
+    files = {"shipped": "", **({Path(given.data).stem: given.data} if given.data else {})}
+    texts = {name: evaluation_tokens(file, tokenizer, 512, 4096) for name, file in files.items()}
+    rows: dict[str, Any] = {}
+    for kind in ("fixed", "variable"):
+        if kind == "variable":
+            set_thresholds(model, calibration_tokens("", tokenizer, 16, 256, 0).input_ids)
+        rows[kind] = {}
+        for name, tokens in texts.items():
+            found = score(model, tokens)
+            petals = mean(layer.calls for layer in found.routing.values())
+            rows[kind][name] = {"perplexity": found.perplexity, "petals": petals}
+        print(kind, json.dumps(rows[kind]), flush=True)
+    record = {"model": "smollm2", "environment": environment(), "rows": rows}
+    OUT.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
