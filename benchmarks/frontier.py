@@ -4,10 +4,10 @@
     python benchmarks/frontier.py --work DIR --rounds 7                     times, all in one run
     python benchmarks/frontier.py --draw                                    docs/images/frontier.svg
 
-Perplexity in windows of 512 tokens, every token as at decoding, on the text that ships and on
-``--data``. Speeds of all rows are taken in turn, round by round: a prompt of 128 tokens, 32 greedy
-steps, float32. Writes benchmarks/frontier.json; rows that are there are not made again, and timing
-replaces all speeds, so that they are of one run.
+Perplexity and KL from the dense model, nats a token, in windows of 512 tokens, every token as at
+decoding, on the text that ships and on ``--data``. Speeds of all rows are taken in turn, round by
+round: a prompt of 128 tokens, 32 greedy steps, float32. Writes benchmarks/frontier.json; rows that
+are there are not made again, and timing replaces all speeds, so that they are of one run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from moesaic.config import MethodConfig
 from moesaic.data.text import evaluation_tokens
 from moesaic.io.source import resolve
 from moesaic.methods import METHODS
+from moesaic.metrics.forward import Whole
 from moesaic.metrics.measure import environment, speed_json
-from moesaic.metrics.score import score
+from moesaic.metrics.score import score, scores_beside
 from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import against, compare_speed
 
@@ -80,6 +81,23 @@ def make(record: dict[str, Any], work: Path, data: str, tokens: int) -> None:
         print(name, json.dumps(row), flush=True)
 
 
+def diverge(record: dict[str, Any], work: Path, data: str) -> None:
+    """Add the divergence of every row that is kept in ``work`` and lacks it."""
+    source = resolve(MODEL)
+    dense = Whole(source.load("cpu", torch.float32).eval())
+    texts = {"shipped": "", **({Path(data).stem: data} if data else {})}
+    for name, row in record["rows"].items():
+        if name == DENSE or "kl" in row["shipped"]:
+            continue
+        model = Whole(resolve(str(work / name)).load("cpu", torch.float32).eval())
+        for text, where in texts.items():
+            tokens = evaluation_tokens(where, source.tokenizer, 512, record["tokens"])
+            found, _ = scores_beside(model, dense, tokens)
+            row[text] |= {"kl": found.kl, "top1_agreement": found.top1_agreement}
+        keep(record)
+        print(name, json.dumps(row), flush=True)
+
+
 def time(record: dict[str, Any], work: Path, rounds: int) -> None:
     """Time all rows in turn."""
     models = {DENSE: resolve(MODEL).load("cpu", torch.float32).eval()}
@@ -108,26 +126,35 @@ def keep(record: dict[str, Any]) -> None:
 
 
 def picture(record: dict[str, Any], file: Path) -> None:
-    """Loss in perplexity over decoding speed, both relative to the dense model."""
+    """Perplexity and divergence over decoding speed, beside the dense model."""
     from matplotlib import pyplot as plt
 
     base = record["rows"][DENSE]["shipped"]["perplexity"]
-    points: dict[str, list[tuple[float, float]]] = {}
+    points: dict[str, list[tuple[float, float, float]]] = {}
     for row in record["rows"].values():
-        more = 100 * (row["shipped"]["perplexity"] / base - 1)
-        points.setdefault(row["kind"], []).append((row["speed"]["decode"]["ratio"], more))
-    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "moesaic", "font.size": 11})
-    figure, axes = plt.subplots(figsize=(7.5, 4.2), layout="constrained")
+        here, speed = row["shipped"], row["speed"]["decode"]["ratio"]
+        more = 100 * (here["perplexity"] / base - 1)
+        points.setdefault(row["kind"], []).append((speed, more, here.get("kl", 0.0)))
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "moesaic", "font.size": 10})
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.4, 4.2), layout="constrained")
     for colour, (kind, row) in zip(COLOURS, points.items(), strict=True):
-        axes.plot(*zip(*sorted(row), strict=True), "o-", color=colour, label=kind)
-    axes.set_yscale("symlog", linthresh=2)
-    axes.set_yticks([0, 1, 2, 5, 10, 20, 50], ["0", "1", "2", "5", "10", "20", "50"])
-    axes.set_ylim(bottom=-0.3)
-    axes.set_xlabel("tokens a second at decoding, dense = 1")
-    axes.set_ylabel("perplexity above the dense model's, %")
-    axes.set_title("SmolLM2-135M: quality at measured speed; right and low is better", fontsize=11)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+        speeds, more, kl = zip(*sorted(row), strict=True)
+        left.plot(speeds, more, "o-", color=colour, label=kind)
+        right.plot(speeds, kl, "o-", color=colour)
+    left.set_yscale("symlog", linthresh=2)
+    left.set_yticks([0, 1, 2, 5, 10, 20, 50], ["0", "1", "2", "5", "10", "20", "50"])
+    left.set_ylim(bottom=-0.6)
+    left.set_title("perplexity above the dense model's, %")
+    right.set_yscale("symlog", linthresh=0.02)
+    ticks = [0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5]
+    right.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    right.set_ylim(bottom=-0.004)
+    right.set_title("divergence from it, KL in nats a token")
+    for axes in (left, right):
+        axes.set_xlabel("tokens a second at decoding, dense = 1")
+        axes.grid(alpha=0.3)
+    figure.suptitle("SmolLM2-135M: quality at measured speed; right and low is better")
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(file, metadata={"Date": None})
 
 
@@ -153,6 +180,7 @@ def main(names: Sequence[str] | None = None) -> None:
         time(record, given.work, given.rounds)
     else:
         make(record, given.work, given.data, given.tokens)
+        diverge(record, given.work, given.data)
 
 
 if __name__ == "__main__":
