@@ -15,7 +15,11 @@ from cases import KEYS, config_of, given, make_start, result_of
 from moesaic.errors import MoesaicError
 from moesaic.surgery import headers_of
 
-SECOND = {"prune.naee": {"keep": 4}, "tune.sft": {"what": "all"}}
+SECOND = {
+    "prune.naee": {"keep": 4},
+    "skip.lexi": {"experts_per_token": 1},
+    "tune.sft": {"what": "all"},
+}
 """Settings of a second step that do something after any first."""
 FIRST_TOO = {
     "prune.naee, counts differ": ("prune.naee", {"uniform": False, "keep": 5.5}),
