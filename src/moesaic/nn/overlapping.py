@@ -40,9 +40,18 @@ class OverlappingFFN(CarvedFFN):
         self.register_buffer("experts", torch.empty(experts, width, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.form == "moe":
-            return super().forward(x)
-        return self._masked(x.reshape(-1, x.shape[-1])).view_as(x)
+        x_TD = x.reshape(-1, x.shape[-1])
+        y_TD = self._apart(x_TD) if self.form == "moe" else self._masked(x_TD)
+        return y_TD.view_as(x)
+
+    # Group sizes differ call by call: traced, each of them would be compiled anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _apart(self, x_TD: Tensor) -> Tensor:
+        ffn = None if self._learns() else self._plain()
+        if ffn is None:
+            return self._masked(x_TD)
+        y_TD = self._grouped(ffn, x_TD, self.router(x_TD).flatten())
+        return y_TD if ffn.down_bias_D is None else y_TD + ffn.down_bias_D
 
     def _petal(self, ffn: DenseFFN, number: int) -> DenseFFN:
         return ffn.chosen(self.experts[number])

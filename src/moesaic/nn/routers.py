@@ -78,7 +78,7 @@ class Router(nn.Module):
         the scores between which the choice falls."""
         scores_TR = self.scores(x_TD, h_TB)
         count = scores_TR.shape[1]
-        on_TR = chosen(self._highest(scores_TR), count)
+        on_TR = chosen(self._highest(scores_TR.detach()), count)  # of equal ones the same, too
         if self.threshold is None:
             top_TK = scores_TR.topk(min(self.top_k + 1, count), dim=-1).values
             border_T1 = top_TK[:, -2:].mean(-1, keepdim=True).detach()

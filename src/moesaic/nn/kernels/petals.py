@@ -44,9 +44,7 @@ def highest(scores_TR: Tensor, top_k: int) -> Tensor:
     >>> highest(torch.tensor([[0.5, -1.0, 2.0]]), 2).sort().values
     tensor([[0, 2]])
     """
-    compiled = None
-    if len(scores_TR) > FEW and scores_TR.dtype == torch.float32:
-        compiled = compiled_for(scores_TR)
+    compiled = compiled_for(scores_TR) if scores_TR.dtype == torch.float32 else None
     if compiled is None:
         return scores_TR.topk(top_k, dim=-1, sorted=False).indices
     scores_TR = scores_TR.contiguous()
