@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from moesaic.cli.options import (
     DEVICE,
     DTYPE,
+    TEXT,
     AsJson,
     Model,
     Option,
@@ -22,8 +23,6 @@ from moesaic.cli.shared import check_push, emit, pushed, register
 from moesaic.config import Calibration, Evaluation, check_device
 from moesaic.fitting.config import FitConfig
 from moesaic.recipe import Recipe, check_run, checked, plain_values
-
-TEXT = ("source", "samples", "length", "seed", "documents")
 
 
 def fit(

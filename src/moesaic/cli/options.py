@@ -29,6 +29,8 @@ from moesaic.recipe import Recipe
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+TEXT = ("source", "samples", "length", "seed", "documents")
+"""The fields of Calibration that say which text."""
 MODELS = "Hub id, folder, .gguf file, smollm2, tiny-moe ..."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS, show_default=False)]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.", show_default=False)]

@@ -12,6 +12,7 @@ import typer
 from moesaic.cli.options import (
     DEVICE,
     DTYPE,
+    TEXT,
     AsJson,
     DryRun,
     Model,
@@ -33,8 +34,6 @@ from moesaic.io.names import check_name
 from moesaic.methods import VERBS, methods_of
 from moesaic.recipe import Recipe, checked, method_of, step_config
 
-TEXT = ("source", "samples", "length", "seed", "documents")
-"""The fields of Calibration that say which text."""
 SELDOM = tuple(of.name for of in fields(Evaluation) if about(of).seldom)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -194,6 +194,30 @@ class LayerPlan(ABC):
         ``top_k`` (experts that a token runs).
         """
         return None
+
+
+@dataclass(frozen=True)
+class RoutingPlan(LayerPlan):
+    """A layer whose tensors all stay, and whose router alone decides otherwise.
+
+    The fields of a subclass are plain JSON, and its header.
+    """
+
+    def header(self) -> JSON:
+        return {"kind": self.kind, **asdict(self)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    @classmethod
+    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> RoutingPlan:
+        return cls(**{of.name: header[of.name] for of in fields(cls)})
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        return ()
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
 
 
 def same(a: LayerPlan, b: LayerPlan) -> bool:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, State
+from moesaic.layers.base import Description, Header, RoutingPlan
 
 
 @dataclass(frozen=True)
-class FewerLayer(LayerPlan):
+class FewerLayer(RoutingPlan):
     """Weights stay as they are, and so does what earlier steps made of the layer."""
 
     kind: ClassVar[str] = "fewer"
@@ -29,22 +28,6 @@ class FewerLayer(LayerPlan):
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.before:
             raise ValueError(f"a token cannot run {self.top_k} of the {self.before} experts it did")
-
-    def header(self) -> JSON:
-        return {"kind": self.kind, "top_k": self.top_k, "before": self.before}
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
-
-    @classmethod
-    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> FewerLayer:
-        return cls(header["top_k"], header["before"])
-
-    def sources(self, arch: Arch) -> tuple[str, ...]:
-        return ()
-
-    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

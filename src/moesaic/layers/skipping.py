@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, State
+from moesaic.layers.base import Description, Header, RoutingPlan
 from moesaic.nn.skipping import make_skipping
 
 
 @dataclass(frozen=True)
-class SkippingLayer(LayerPlan):
+class SkippingLayer(RoutingPlan):
     """Weights stay as they are; the router compares a token's weights with beta."""
 
     kind: ClassVar[str] = "skipping"
@@ -24,22 +22,6 @@ class SkippingLayer(LayerPlan):
     beta: float
     rule: str
     """``top2``: compare the second weight with the first; ``tail``: the last ones with the sum."""
-
-    def header(self) -> JSON:
-        return {"kind": self.kind, "beta": self.beta, "rule": self.rule}
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
-
-    @classmethod
-    def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> SkippingLayer:
-        return cls(header["beta"], header["rule"])
-
-    def sources(self, arch: Arch) -> tuple[str, ...]:
-        return ()
-
-    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

@@ -201,8 +201,8 @@ class CarvedFFN(nn.Module):
             return False
         if width >= NARROW:
             return True
-        few = self._share(on_1R) < CROWDED * width / (width + MOVED[torch.float32])
-        return few and x_1D.device.type == "cpu"  # GPUs wait for calls, not for products
+        sparse = self._share(on_1R) < CROWDED * width / (width + MOVED[torch.float32])
+        return sparse and x_1D.device.type == "cpu"  # GPUs wait for calls, not for products
 
     def _worth_moving(self, x_TD: Tensor, on_RT: Tensor) -> bool:
         """Whether each petal should take its own tokens: was measured, benchmarks/fine_petals.py.
