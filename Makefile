@@ -21,7 +21,7 @@ $(VENV)/.smollm2: $(VENV)/.user
 	touch $@
 
 demo: $(VENV)/.smollm2  ## Both halves in two minutes: a dense model made faster, a mixture smaller
-	$(BIN)/moesaic demo --out moesaic-demo --overwrite
+	$(BIN)/moesaic demo --out moesaic-demo $(if $(wildcard moesaic-demo/report.html),--overwrite,--resume)
 
 test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once installed
 	$(BIN)/ruff check .

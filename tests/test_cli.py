@@ -24,6 +24,7 @@ from moesaic.methods import METHODS, VERBS, methods_of
 
 TEXT = ("--calibration", pages("calibration"))
 QUICK = (*TEXT, "--samples", "12", "--length", "32", "--layers", "all")
+KEEP = {"keep": 5}
 SMALL = (*TEXT, "--samples", "6", "--length", "24")
 
 
@@ -79,6 +80,67 @@ def test_apply_and_report(command, carved_folder, llama_folder, tmp_path):
     code, _, _ = command("report", carved_folder, "--out", tmp_path / "r.html")
     assert code == 0
     assert "<html" in (tmp_path / "r.html").read_text()
+
+
+def test_a_demo_that_was_killed_goes_on(command, llama_folder, moe_folder, tmp_path, monkeypatch):
+    """Killed in either half: what is whole stays, the rest goes on; whole, it can be made anew."""
+    from moesaic.cli import results
+
+    out = tmp_path / "demo"
+    carved = ("carve", {"method": "more", "layers": "all"})
+    halves = {"first": (str(llama_folder), *carved), "second": (str(moe_folder), "prune", KEEP)}
+    monkeypatch.setattr(results, "DEMO", halves)
+    monkeypatch.setattr(results, "SHOWN", (Calibration(pages("calibration"), 6, 24), None))
+    wholly, done = pipeline.convert, []
+
+    def dies(config, args):
+        done.append(config.verb)
+        if killed == config.verb:
+            args.progress.mkdir(parents=True, exist_ok=True)
+            (args.progress.parent / f".{config.verb}.0.writing").mkdir(exist_ok=True)
+            raise RuntimeError("killed")
+        return wholly(config, args)
+
+    monkeypatch.setattr(pipeline, "convert", dies)
+    for killed in ("carve", "prune"):
+        code, _, err = command("demo", "--out", out, "--resume")
+        assert (code, "killed" in err) == (1, True)
+        code, _, err = command("demo", "--out", out)
+        assert code == 2
+        assert "--resume" in err if killed == "carve" else "exists" in err
+    killed = ""
+    assert command("demo", "--out", out, "--resume")[0] == 0
+    assert done == ["carve", "carve", "prune", "prune"], "a half that was whole was made again"
+    page = (out / "report.html").read_text()
+    assert "more" in page
+    assert "prune" in page
+    assert command("demo", "--out", out, "--overwrite")[0] == 0
+    assert done[4:] == ["carve", "prune"]
+    assert sorted(p.name for p in out.iterdir() if not p.name.startswith(".")) == [
+        "first", "report.html", "second",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "prune tiny-moe FILE/out --keep 6 --no-eval",
+        "observe tiny-moe FILE/stats",
+        "observe tiny-moe FOLDER --overwrite",
+        "demo --out FILE --overwrite",
+        "report FOLDER --out FILE/page.html",
+        "export tiny-moe FOLDER --to gguf --overwrite",
+    ],
+)
+def test_an_output_without_a_place_is_refused(command, line, tmp_path):
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    file.write_text("mine")
+    folder.mkdir()
+    line = line.replace("FILE", str(file)).replace("FOLDER", str(folder))
+    code, _, err = command(*line.split())
+    assert code == 2
+    assert "file" in err
+    assert file.read_text() == "mine"
 
 
 def test_a_record_of_an_older_version_is_refused(command, tmp_path):

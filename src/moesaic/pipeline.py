@@ -14,7 +14,7 @@ from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, Values, silent
 from moesaic.io.checkpoint import whole_folder
-from moesaic.io.names import check_out
+from moesaic.io.names import check_out, unfinished
 from moesaic.io.source import from_hub, resolve
 from moesaic.log import Log
 from moesaic.methods import VERBS, implementation
@@ -22,7 +22,7 @@ from moesaic.methods.base import Method
 from moesaic.metrics.measure import beside_original, environment, measure
 from moesaic.plan import FILES as PLAN_FILES
 from moesaic.plan import Plan, Progress
-from moesaic.recipe import Recipe, check_run, unfinished
+from moesaic.recipe import Recipe, check_run
 from moesaic.record import Record
 from moesaic.result import Result, save_applied
 from moesaic.stream.job import Job

@@ -30,7 +30,7 @@ from moesaic.data.questions import wanted_tasks
 from moesaic.data.source import spelled
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.io.names import check_name, check_out
+from moesaic.io.names import check_name, check_out, unfinished
 from moesaic.methods import VERBS, methods_of
 
 T = TypeVar("T")
@@ -74,12 +74,6 @@ def _plain(value: object) -> object:
 
 
 # --- checks --------------------------------------------------------------------------------------
-
-
-def unfinished(out: str | Path) -> Path:
-    """The folder where an unfinished run keeps its finished layers."""
-    out = Path(out)
-    return out.with_name(out.name + ".partial")
 
 
 def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> None:
@@ -156,18 +150,32 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
 
 
 def method_of(verb: str, options: JSON) -> str:
-    """The method that options name; the only one that has them all if the default has not.
+    """The method that options name, or that alone has the bundle or all the options they name.
+
+    Where several could be meant it is the verb's default.
 
     Args:
         verb: such as ``skip``.
         options: as for :func:`step_config`.
+
+    Raises:
+        MoesaicError: several methods have the bundle, and the default is none of them.
     """
     methods = methods_of(verb)
-    asked = options.keys() - {"method", "recipe"}
-    able = [name for name, config in methods.items() if asked <= {f.name for f in fields(config)}]
+    if "method" in options:
+        return str(options["method"])
+    asked, bundle = options.keys() - {"recipe"}, str(options.get("recipe"))
+    known = [name for name in methods if bundle in methods[name].bundles] or list(methods)
+    able = [name for name in known if asked <= {f.name for f in fields(methods[name])}]
     default = next(iter(methods))
-    found = able[0] if len(able) == 1 else default
-    return str(options.get("method", found))
+    for found in (able, known):
+        if len(found) == 1:
+            return found[0]
+    if default in known:
+        return default
+    raise MoesaicError(
+        f"Recipe {bundle!r} is for {', '.join(known)}: say method={known[0]}, or another of them."
+    )
 
 
 def plain_values(config: type[Any], options: JSON) -> JSON:
@@ -216,7 +224,10 @@ def checked(cls: type[T], data: object, where: str) -> T:
         place = ".".join([where, *map(str, first["loc"])]).strip(".")
         known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         if first["type"] == "unexpected_keyword_argument":
-            raise MoesaicError(f"{place} is not an option; known: {', '.join(known)}.") from None
+            of = f" of {cls.name}" if issubclass(cls, MethodConfig) else ""
+            raise MoesaicError(
+                f"{place} is not an option{of}; known: {', '.join(known)}."
+            ) from None
         raise MoesaicError(f"{place}: {first['msg']} (got {first['input']!r:.60}).") from None
 
 

@@ -15,7 +15,7 @@ from moesaic.config import Bench, Evaluation, check_device, parse_dtype
 from moesaic.data.questions import wanted_tasks
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.io.names import check_name
+from moesaic.io.names import check_file, check_name
 from moesaic.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ def evaluate(
     """Perplexity, size and active ratio on routed tokens; tasks; beside another model."""
     if draw and not tau:
         raise MoesaicError("draw takes a sweep over thresholds; give them with --tau.")
+    if draw:
+        check_file(draw, overwrite=True)
     taus = numbers(tau) if tau else []
     others = [name for name in ("tasks", "generations", "stream") if given.get(name)]
     if taus and (against or others):
@@ -143,6 +145,8 @@ def inspect(
         check_name(name)
     if draw and not against:
         raise MoesaicError("draw takes two results; name the other one with --against.")
+    if draw:
+        check_file(draw, overwrite=True)
     from rich.console import Group
     from rich.table import Table
 

@@ -25,11 +25,13 @@ from moesaic.cli.shared import carried_out, carry_out, emit, figure, register, w
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.io.names import check_name, check_out
-from moesaic.recipe import Recipe, load_recipe, step_config
+from moesaic.io.names import check_file, check_name, check_out
+from moesaic.recipe import Recipe, check_run, load_recipe, step_config
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from moesaic.record import Record
 
 
 def run(
@@ -55,23 +57,30 @@ DEMO: Mapping[str, tuple[str, str, JSON]] = {
     "smaller": ("tiny-shared-moe", "slim", {"keep": 0.5, "score": "surgeon", "refit": True}),
 }
 """By its folder, each half of the demonstration: the model, the verb, its options."""
+SHOWN = Calibration(samples=32), Evaluation(max_tokens=4096, rounds=1)
+"""Text of the demonstration, and how its halves are measured."""
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="The folder to make.")] = Path("moesaic-demo"),
     overwrite: Overwrite = False,
+    resume: Resume = False,
     as_json: AsJson = False,
 ) -> None:
     """SmolLM2-135M decodes faster, a mixture gets half as large; what each cost."""
-    check_out(out, overwrite)
-    calibration, measured = Calibration(samples=32), Evaluation(max_tokens=4096, rounds=1)
-    records = {}
-    for name, (model, verb, options) in DEMO.items():
-        steps = (step_config(verb, options),)
-        recipe = Recipe(model, str(out / name), steps, calibration, measured)
-        record = carried_out(recipe, overwrite, overwrite)
-        if record is not None:
-            records[name] = record
+    halves = {
+        name: Recipe(model, str(out / name), (step_config(verb, options),), *SHOWN)
+        for name, (model, verb, options) in DEMO.items()
+    }
+    known = {name: record_of(out / name) for name, r in halves.items() if resume and _is_whole(r)}
+    left = {name: recipe for name, recipe in halves.items() if name not in known}
+    for recipe in left.values():
+        check_run(recipe, overwrite=overwrite, resume=resume)
+    if out.exists() and not (overwrite or resume):
+        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+    warn_of_company()
+    made = {name: carried_out(recipe, overwrite, resume) for name, recipe in left.items()}
+    records = {name: record for name in halves if (record := {**known, **made}[name])}
     from rich.console import Group
 
     from moesaic import report
@@ -81,6 +90,25 @@ def demo(
     tables = [report.terminal(record) for record in records.values()]
     said = f"Checkpoints in {out}, both runs on one page in {page}"
     emit(as_json, {n: r.output() for n, r in records.items()}, Group(*tables, said))
+
+
+def warn_of_company() -> None:
+    """Say that other programs take the processors, if they do: threads then wait for each other."""
+    import psutil
+
+    if psutil.getloadavg()[0] > (psutil.cpu_count() or 1) / 2:
+        from moesaic.cli.bars import err_console
+
+        err_console.print(
+            "Other programs keep this machine busy: this may take several times as long, and the "
+            "speeds it shows are less sure. With OMP_NUM_THREADS=1 it waits less."
+        )
+
+
+def _is_whole(recipe: Recipe) -> bool:
+    """Whether a recipe's result is there."""
+    asked = Path(recipe.out) / "recipe.yaml"
+    return asked.is_file() and asked.read_text("utf-8") == recipe.to_yaml()
 
 
 def apply(
@@ -121,8 +149,7 @@ def export(
     """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
     asked = ExportArgs(**given)  # before anything slow is imported
     check_name(model)
-    if asked.to == "native" or not out.is_file() or not overwrite:
-        check_out(out, overwrite)
+    (check_file if asked.to == "gguf" else check_out)(out, overwrite)
     from moesaic.exports import export
 
     record = export(model, out, overwrite=overwrite, **given)
@@ -150,6 +177,22 @@ def exported(record: JSON) -> Table:
     return table
 
 
+def record_of(run: Path) -> Record:
+    """What is known of a run, by its folder or by its ``result.json``.
+
+    Raises:
+        MoesaicError: it cannot be read.
+    """
+    from moesaic.io.headers import mapping_of
+    from moesaic.record import Record
+
+    file = run / "result.json" if run.is_dir() else run
+    try:
+        return Record.from_json(mapping_of(file))
+    except (ValueError, MoesaicError) as error:
+        raise MoesaicError(f"{run} has no readable result.json: {error}") from error
+
+
 SAVED = ("bytes", "active", "decode", "prefill", "memory")
 LOST = ("perplexity", "kl", "agreement", "tasks")
 """Axes of the frontier."""
@@ -168,16 +211,8 @@ def report(
     for field, given, known in (("saved", saved, SAVED), ("lost", lost, LOST)):
         if given and given not in known:
             raise MoesaicError(f"{field} {given!r} is not known; known: {', '.join(known)}.")
-    from moesaic.io.headers import mapping_of
-    from moesaic.record import Record
-
-    records = []
-    for folder in runs:
-        file = folder / "result.json" if folder.is_dir() else folder
-        try:
-            records.append(Record.from_json(mapping_of(file)))
-        except (ValueError, MoesaicError) as error:
-            raise MoesaicError(f"{folder} has no readable result.json: {error}") from error
+    check_file(out, overwrite=True)
+    records = [record_of(folder) for folder in runs]
     from moesaic import report
 
     first = [key for key in (saved, lost) if key]

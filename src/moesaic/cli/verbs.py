@@ -29,8 +29,7 @@ from moesaic.cli.options import (
 )
 from moesaic.cli.shared import carry_out, columns, emit, register
 from moesaic.config import Calibration, Evaluation, Verb, about, check_device, parse_dtype
-from moesaic.errors import MoesaicError
-from moesaic.io.names import check_name
+from moesaic.io.names import check_file, check_name
 from moesaic.methods import VERBS, methods_of
 from moesaic.recipe import Recipe, checked, method_of, step_config
 
@@ -135,8 +134,7 @@ def observe(
     **given: Value,
 ) -> None:
     """Observe a mixture of experts once; prune and skip then decide in seconds with --stats."""
-    if stats.exists() and not overwrite:
-        raise MoesaicError(f"{stats} exists. Choose another name, or pass overwrite=True.")
+    check_file(stats, overwrite)
     if not merge:
         check_name(model)
     device = check_device(given.pop("device", Recipe.device))

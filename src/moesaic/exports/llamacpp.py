@@ -23,6 +23,7 @@ from moesaic.exports.importance import importance
 from moesaic.exports.native import export_native
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.gguf import GgufCheckpoint
+from moesaic.io.names import check_file
 from moesaic.io.source import resolve
 from moesaic.metrics.llamacpp import library
 
@@ -84,10 +85,7 @@ def export_gguf(
     script, out = find_converter(asked.converter), Path(out)
     if asked.type not in CONVERTED:
         library()
-    if out.is_dir():
-        raise MoesaicError(f"{out} is a folder; give the name of the GGUF file to make.")
-    if out.exists() and not overwrite:
-        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+    check_file(out, overwrite)
     source = resolve(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:

@@ -333,16 +333,17 @@ def whole_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
     for left in out.parent.glob(f".{glob.escape(out.name)}.*.writing"):
         if not _alive(left.name.split(".")[-2]):  # of a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-    work = out.with_name(f".{out.name}.{os.getpid()}.writing")
+    work, old = (out.with_name(f".{out.name}{n}.{os.getpid()}.writing") for n in ("", ".old"))
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
         yield work
         if out.exists():
-            shutil.rmtree(out)
+            out.rename(old)  # a folder that is being removed is no whole one
         work.rename(out)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        for left in (work, old):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _alive(number: str) -> bool:

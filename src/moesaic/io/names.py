@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ def whole_file(file: Path) -> Iterator[Path]:
     Yields:
         the path to write to, beside ``file``.
     """
+    file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.writing")
     try:
         yield partial
@@ -75,12 +77,45 @@ def check_repository(name: str) -> None:
         )
 
 
-def check_out(out: Path, overwrite: bool = False) -> None:
-    """Refuse an output that exists, before any work is done.
+def unfinished(out: str | Path) -> Path:
+    """The folder where an unfinished run keeps its finished layers."""
+    out = Path(out)
+    return out.with_name(out.name + ".partial")
+
+
+def check_place(out: Path) -> None:
+    """Refuse an output that cannot be written where it is to be, before any work is done.
 
     Raises:
-        MoesaicError: it exists and may not be replaced, or is no model folder.
+        MoesaicError: what should be the folder around it is a file, or may not be written to.
     """
+    around = next(place for place in out.absolute().parents if place.exists())
+    if not around.is_dir():
+        raise MoesaicError(f"{out} cannot be made: {around} is a file.")
+    if not os.access(around, os.W_OK | os.X_OK):
+        raise MoesaicError(f"{out} cannot be made: {around} may not be written to.")
+
+
+def check_file(out: Path, overwrite: bool = False) -> None:
+    """Refuse a file that exists or cannot be made, before any work is done.
+
+    Raises:
+        MoesaicError: it exists and may not be replaced, is a folder, or has no place.
+    """
+    check_place(out)
+    if out.is_dir():
+        raise MoesaicError(f"{out} is a folder; give the name of the file to make.")
+    if out.exists() and not overwrite:
+        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+
+
+def check_out(out: Path, overwrite: bool = False) -> None:
+    """Refuse a folder that exists or cannot be made, before any work is done.
+
+    Raises:
+        MoesaicError: it exists and may not be replaced, is no model folder, or has no place.
+    """
+    check_place(out)
     if out.exists() and not overwrite:
         raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
     if out.exists() and not (

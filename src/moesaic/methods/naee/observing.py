@@ -11,6 +11,7 @@ from moesaic.config import RunArgs
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
+from moesaic.io.names import check_file, unfinished
 from moesaic.methods.naee.observed import observed, plain
 from moesaic.plan import differing
 from moesaic.stream.experts import StatsFile, join, layer_file, save_layer
@@ -47,8 +48,7 @@ def observe(
         MoesaicError: the request cannot be met.
     """
     out = Path(out)
-    if out.exists() and not overwrite:
-        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+    check_file(out, overwrite)
     job = Job(RunArgs.of(model, **options), moe_arch)
     layers = job.arch.moe_layers(job.shape)
     request: JSON = {
@@ -58,7 +58,7 @@ def observe(
         "tokens": job.tokens.count,
         "gram": gram_mb,
     }
-    folder = out.with_name(out.name + ".partial")
+    folder = unfinished(out)
     if folder.exists() and not resume:
         if not overwrite:
             raise MoesaicError(
