@@ -45,7 +45,14 @@ from moesaic.stream.job import Finished, Job
 from moesaic.surgery import applied
 
 TOKENS = 8192
-BEST: dict[str, Any] = MoREConfig.bundles["best"]
+BEST: dict[str, Any] = {
+    "experts": 256,
+    "top_k": 0,
+    "layers": "all",
+    "router": "ridge",
+    "refit": True,
+}
+"""Fine petals."""
 MIDDLE: dict[str, Any] = {"experts": 64, "top_k": 32, "layers": "all"}
 ALONE = (
     "weighted",

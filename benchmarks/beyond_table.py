@@ -31,8 +31,8 @@ ALONE = {
     "refit": "`--refit`",
     "all layers": "`--layers all`",
     "256 petals": "`--layers all --experts 256 --top-k 0`",
-    "together": "**`--recipe best`**",
-    "static, refit": "`--recipe best --variant static`",
+    "together": "**fine petals**",
+    "static, refit": "the same, `--variant static`",
 }
 Found = Mapping[str, list[dict[str, Any]]]
 """By group and name, the results of every seed."""

@@ -31,7 +31,7 @@ OUT = Path(__file__).with_suffix(".json")
 
 
 def configs(active: float) -> dict[str, MoREConfig]:
-    best = MoREConfig(**{**MoREConfig.bundles["best"], "active": active})
+    best = MoREConfig(active=active, experts=256, top_k=0, layers="all", router="ridge", refit=True)
     static = MoREConfig(active=active, layers="all", variant="static", refit=True)
     return {"published": MoREConfig(active=active), "best": best, "static, refit": static}
 

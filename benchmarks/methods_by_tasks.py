@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import moesaic
-from moesaic.config import MethodConfig
 from moesaic.io.source import resolve
 from moesaic.methods import METHODS
 from moesaic.metrics.measure import environment
@@ -30,6 +29,7 @@ from moesaic.metrics.measure import environment
 TEXT = {"samples": 64, "length": 256}
 """Calibration windows of the text that ships."""
 STEPS = {"steps": 300, "batch": 2, "length": 256}
+FINE = {"experts": 256, "top_k": 0, "layers": "all", "router": "ridge", "refit": True}
 """Training of the methods that train: far less than their papers'."""
 ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tiny-moe, NAEE": ("tiny-moe", "prune.naee", {"keep": 6}),
@@ -88,7 +88,7 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tiny-dense, DSMoE": ("tiny-dense", "carve.dsmoe", {"active": 0.8, **STEPS}),
     "smollm2, MoRE": ("smollm2", "carve.more", {"active": 0.8}),
     "smollm2, static pruning": ("smollm2", "carve.more", {"active": 0.8, "variant": "static"}),
-    "smollm2, MoRE, best": ("smollm2", "carve.more", {"active": 0.8, "bundle": "best"}),
+    "smollm2, MoRE, best": ("smollm2", "carve.more", {"active": 0.8, **FINE}),
 }
 """By label: model, method, options."""
 ANSWER = re.compile(r"(?:Answer|Option|Solution|Ending)(\d+): ?")
@@ -117,19 +117,12 @@ def questions(folder: Path, names: list[str], into: Path) -> list[Path]:
     return found
 
 
-def config_of(key: str, options: dict[str, Any]) -> MethodConfig:
-    """A method's config; a bundle is laid under the options."""
-    given = dict(options)
-    bundle = METHODS[key].bundles.get(given.pop("bundle", ""), {})
-    return METHODS[key](**{**bundle, **given})
-
-
 def made(label: str) -> Any:
     """The live model of a row."""
     name, key, options = ROWS[label]
     verb = getattr(moesaic, key.partition(".")[0])
     compare = ["wanda"] if "Wanda" in label else []
-    result = verb(name, config_of(key, options), compare=compare, **TEXT)
+    result = verb(name, METHODS[key](**options), compare=compare, **TEXT)
     return result.builders["wanda"]() if compare else result.model
 
 

@@ -3,7 +3,7 @@
     python benchmarks/frontier.py --work DIR ...                                carves the model
     python benchmarks/variable_petals.py --work DIR --data wikitext2-valid.txt
 
-Thresholds, one a layer, are put into a model that was carved by ``--recipe best`` with a fixed
+Thresholds, one a layer, are put into a model that was carved into 256 petals with a fixed
 number, from 16 windows of 256 tokens of the text that ships; nothing is refitted. 4,096 tokens,
 windows of 512. Writes benchmarks/variable_petals.json.
 """

@@ -221,7 +221,7 @@ AT_ONCE = [
     (["carve", "MODEL", "OUT", "-o", "beta"], "--option 'beta' is not key=value"),
     (["carve", "MODEL", "OUT", "-o", "alpha=2"], "-o alpha=2 must be"),
     (["carve", "MODEL", "OUT", "--propagate"], "--propagate"),
-    (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: best"),
+    (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: fast"),
     (["carve", "MODEL", "OUT", "--compare", "nothing"], "--compare 'nothing'"),
     (["carve", "MODEL", "OUT", "--samples", "0"], "--samples 0 must be at least 1"),
     (["carve", "MODEL", "OUT", "--max-tokens", "-1"], "--max-tokens -1 must be at least 0"),

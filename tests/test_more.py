@@ -14,7 +14,15 @@ import moesaic
 from moesaic.arch.lookup import dense_arch
 from moesaic.config import chosen_layers
 from moesaic.errors import MoesaicError
-from moesaic.methods.budget import LayerSize, Split, active_ratio, layer_sizes, split_for_target
+from moesaic.methods.budget import (
+    MIDDLING,
+    NEAR,
+    LayerSize,
+    Split,
+    active_ratio,
+    layer_sizes,
+    split_for_target,
+)
 from moesaic.methods.clustering import fill, spectral_embedding
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.more.formulas import (
@@ -301,6 +309,90 @@ def test_budget_round_trip(width, experts, data, active):
     for split in splits.values():
         assert split.backbone + experts * split.petal == width
         assert split.backbone >= 0
+
+
+FAST = MoREConfig.bundles["fast"]
+SIZES = {
+    "smollm2": LayerSize(884_736, 2_654_208, 1536),
+    "tiny-dense": LayerSize(196_608, 589_824, 768),
+    "llama-3-8b": LayerSize(41_943_040, 176_160_768, 14_336),
+}
+
+
+def fast_split(name: str, active: float, **options) -> tuple[LayerSize, Split]:
+    size = SIZES[name]
+    splits = MoRE(MoREConfig(**FAST | options, active=active)).choose([size] * 2)
+    assert splits[0] == splits[1]
+    return size, splits[0]
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("active", [0.9, 0.8, 0.7, 0.6])
+def test_widths_are_multiples_as_near_to_the_target_as_these_allow(name, active):
+    """No number of idle petals of any width comes nearer, but for what is not noticed."""
+    size, split = fast_split(name, active)
+    assert split.petal % 32 == split.backbone % 32 == 0
+    assert split.backbone + split.experts * split.petal == size.width
+    assert 2 <= split.experts <= MIDDLING
+    assert 1 <= split.top_k <= 20  # what llama.cpp holds
+    idle = size.width * (1 - active) * (size.attention + size.ffn) / size.ffn
+    nearest = min(
+        abs(petal * count - idle)
+        for petal in range(32, size.width // split.experts + 1, 32)
+        for count in range(1, split.experts)
+    )
+    missed = abs((split.experts - split.top_k) * split.petal - idle)
+    assert missed <= max(nearest, NEAR * size.width + 1e-6)
+    assert 0.5 < split.backbone / split.active_width < 0.85  # two thirds, where widths allow it
+    if name == "llama-3-8b" and active == 0.8:  # not 16 of 448, which meet both targets too
+        assert split == Split(backbone=8192, petal=256, experts=24, top_k=10)
+
+
+def test_a_number_of_petals_and_a_top_k_may_be_given_beside_a_multiple():
+    _, split = fast_split("smollm2", 0.8, experts=24, top_k=12)
+    assert split == Split(backbone=768, petal=32, experts=24, top_k=12)
+    _, split = fast_split("smollm2", 0.8, multiple=64)
+    assert (split.petal, split.backbone) == (64, 768)
+    _, split = fast_split("smollm2", 0.8, top_k=2)
+    assert (split.experts, split.petal) == (15, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"multiple": 100}, r"multiple 100: the 1536 neurons .*; multiple=96 works"),
+        ({"multiple": 1536}, r"multiple=768 works"),
+        ({"experts": 64}, r"fewer than 64 such petals have; experts=48 works"),
+        ({"multiple": 256}, r"active 0\.8 is out of reach .* nearest that works is active=0\.75"),
+        ({"experts": 0, "multiple": None}, "experts 0 follows from multiple"),
+        ({"spread": "sensitivity"}, "not with variant naive, spread"),
+        ({"balanced": False}, "or balanced=False"),
+    ],
+)
+def test_multiples_that_cannot_be_say_what_would_work(options, message):
+    with pytest.raises(MoesaicError, match=message):
+        fast_split("smollm2", 0.8, **options)
+
+
+def test_what_is_said_to_work_works():
+    _, split = fast_split("smollm2", 0.75, multiple=256)
+    assert (split.petal, split.active_width) == (256, 1024)
+
+
+def test_nothing_is_taken_where_all_is_asked_for():
+    _, split = fast_split("smollm2", 1.0)
+    assert (split.backbone, split.petal) == (1536, 0)
+
+
+def test_the_record_says_what_multiples_made_of_the_target(tokens):
+    config = MoREConfig(active=0.83, experts=0, top_k=0, multiple=8, layers="all")
+    result = moesaic.carve(tiny_model("llama"), config, calibration=tokens)
+    layer = result.plan.layers[0]
+    assert (layer.backbone, set(layer.petals)) == (32, {8})
+    # of 64 neurons 16 idle; attention has 3,072 of a layer's 9,216 weights
+    assert result.summary["active"] == pytest.approx(1 - 16 / 64 * 6144 / 9216)
+    told = str(result.record("model", "out"))
+    assert "0.8333 of the projections' parameters, where 0.83 was asked for" in told
 
 
 def test_budget_counts_the_models_own_projections():

@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from moesaic.errors import MoesaicError
 from moesaic.methods import METHODS
+from moesaic.methods.more.config import MoREConfig
+from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.recipe import load_recipe, parse_recipe, step_config
 
 SHIPPED = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
@@ -22,10 +23,7 @@ def test_every_recipe_that_ships_parses_and_round_trips(file):
 
 def test_every_method_ships_a_recipe():
     used = {
-        f"{verb}.{options['method']}"
-        for file in SHIPPED
-        for step in yaml.safe_load(file.read_text())["steps"]
-        for verb, options in step.items()
+        f"{config.verb}.{config.name}" for file in SHIPPED for config in load_recipe(file).steps
     }
     assert used == set(METHODS)
 
@@ -41,15 +39,36 @@ def test_values_arrive():
 
 
 def test_a_named_recipe_gives_way_to_what_is_said():
-    best = step_config("carve", {"recipe": "best", "active": 0.7})
-    assert (best.experts, best.router, best.refit, best.active) == (256, "ridge", True, 0.7)
-    assert step_config("carve", {"recipe": "best", "experts": 64}).experts == 64
+    best = step_config("carve", {"method": "wina", "recipe": "best", "active": 0.7})
+    assert (best.name, best.gradients, best.active) == ("wina", True, 0.7)
+    fast = {"method": "more", "recipe": "fast"}
+    assert step_config("carve", fast).experts == 0
+    assert step_config("carve", {**fast, "experts": 16}).experts == 16
     assert step_config("prune", {"recipe": "best"}).refit
     assert step_config("condense", {"recipe": "best", "layers": 1}).refit
-    with pytest.raises(MoesaicError, match="not for tomoe"):
-        step_config("carve", {"method": "tomoe", "recipe": "best"})
-    with pytest.raises(MoesaicError, match="known: best"):
+
+
+def test_a_named_recipe_says_the_method_that_has_it():
+    """Where no method was given: the only one that has it; not one that lacks it."""
+    for name, method in {"best": "wina", "fast": "more", "paper": "tomoe"}.items():
+        assert step_config("carve", {"recipe": name}).name == method
+    assert step_config("carve", {"active": 0.8}).name == "more"
+    with pytest.raises(MoesaicError, match="for wina, not for more"):
+        step_config("carve", {"method": "more", "recipe": "best"})
+    with pytest.raises(MoesaicError, match=r"carve\.experts is not an option of wina"):
+        step_config("carve", {"recipe": "best", "experts": 64})
+    with pytest.raises(MoesaicError, match="known: fast, paper, best"):
         step_config("carve", {"recipe": "worst"})
+
+
+def test_a_recipe_that_several_methods_have_asks_for_one(monkeypatch: pytest.MonkeyPatch):
+    """The default has it, or an option that one of them alone has decides, or it is asked for."""
+    monkeypatch.setattr(ToMoEConfig, "bundles", {"best": {"recompute": True}})
+    with pytest.raises(MoesaicError, match="'best' is for tomoe, wina: say method=tomoe"):
+        step_config("carve", {"recipe": "best"})
+    assert step_config("carve", {"recipe": "best", "gradient_tokens": 9}).name == "wina"
+    monkeypatch.setattr(MoREConfig, "bundles", {"best": {"refit": True}})
+    assert step_config("carve", {"recipe": "best"}).name == "more"
 
 
 def test_overrides():
@@ -72,7 +91,7 @@ def test_overrides():
         (TEXT.replace("carve", "curve"), r"steps\.0\.curve: unknown step 'curve'; known: carve"),
         (
             TEXT.replace("active", "activ"),
-            r"steps\.0\.carve\.activ is not an option; known: active",
+            r"steps\.0\.carve\.activ is not an option of more; known: active",
         ),
         (TEXT.replace("0.7", "much"), r"steps\.0\.carve\.active: .*number"),
         (TEXT.replace("active: 0.7", "method: moe"), "unknown method 'moe'; known: more"),

@@ -124,8 +124,9 @@ class MethodConfig:
     variants: ClassVar[Mapping[str, str]] = {}
     """Names that ``compare`` takes, each in words: ``static`` is ``static pruning``."""
     bundles: ClassVar[Mapping[str, Values]] = {}
-    """Options that belong together, by the name that ``--recipe`` takes: ``best`` for those that
-    measure best, ``paper`` for the paper's own where the defaults depart from it."""
+    """Options that belong together, by the name that ``--recipe`` takes, which also says the method
+    where no other has it: ``best`` for those that measure best, ``fast`` for what engines run fast,
+    ``paper`` for the paper's own where the defaults depart from it."""
     window: ClassVar[int] = 256
     """Tokens of a calibration window, where the request says nothing."""
     unit: ClassVar[str] = "expert"

@@ -118,13 +118,15 @@ def test_a_method_says_what_it_is(key):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_without_options_it_is_its_papers_method(key):
-    """Nothing beyond the paper happens unasked; only the bundle ``best`` does that, and says so."""
+    """Nothing beyond the paper happens unasked; only a bundle does that, the papers'
+    own excepted, and says so."""
     config = METHODS[key]
     assert config().beyond == ()
     assert "beyond" not in config().label
     for name, options in config.bundles.items():
-        assert bool(config(**options).beyond) == (name == "best"), name
-        assert ("beyond" in config(**options).label) == (name == "best")
+        ours = name in ("best", "fast")
+        assert bool(config(**options).beyond) == ours, name
+        assert ("beyond" in config(**options).label) == ours
 
 
 # --- one result ----------------------------------------------------------------------------------

@@ -42,7 +42,10 @@ def verb_options(verb: Verb) -> list[Option]:
     names = TEXT if verb.calibrates else ()
     calibration = [option(Calibration, name) for name in names]
     own = of_methods(methods, {o.flag for o in calibration})
-    bundles = {name: m for m, config in methods.items() for name in config.bundles}
+    bundles: dict[str, list[str]] = {}
+    for method, config in methods.items():
+        for name in config.bundles:
+            bundles.setdefault(name, []).append(method)
     taken = {o.flag for o in own}
     data = "--eval-data" if "--data" in taken else "--data"
     first, rest = [], []
@@ -50,7 +53,9 @@ def verb_options(verb: Verb) -> list[Option]:
         known = ", ".join(methods)
         first.append(Option("method", "--method", str, f"{known}. Default: {next(iter(methods))}."))
     if bundles:
-        told = f"Options that belong together: {', '.join(bundles)}."
+        several = len(methods) > 1
+        named = (f"{n} ({', '.join(m)})" if several else n for n, m in bundles.items())
+        told = f"Options that belong together: {', '.join(named)}."
         rest.append(Option("recipe", "--recipe", str, told, metavar="NAME"))
     if verb.compares:
         told = f"Also measure {verb.compares}. Repeatable."

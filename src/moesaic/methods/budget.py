@@ -7,6 +7,7 @@ routers are left out (MoRE Eq. 16: APR; PR = 1 - APR).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,16 @@ from torch import nn
 
 from moesaic.arch.dense import Arch, weight_of
 from moesaic.errors import MoesaicError
+
+MIDDLING = 24
+"""Petals of a layer that a router tells apart at little cost, and engines hold: llama.cpp's graphs
+have room for about 20 that a token runs."""
+
+NEAR = 0.005
+"""A layer's share of neurons by which its petals may miss a target unnoticed."""
+
+APART = 0.02
+"""An active ratio may be so far from what was asked for, where widths are to be multiples."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +86,33 @@ class Split:
 
 
 def split_for_target(
-    sizes: Sequence[LayerSize], layers: Sequence[int], active: float, experts: int, top_k: int
+    sizes: Sequence[LayerSize],
+    layers: Sequence[int],
+    active: float,
+    experts: int,
+    top_k: int,
+    multiple: int | None = None,
 ) -> dict[int, Split]:
     """Backbone and petal sizes that meet an active ratio, in closed form.
 
     A token idles ``experts - top_k`` petals, so the petal is ``(1 - a) m / (experts - top_k)``,
     and the backbone is what the petals leave.
 
+    Args:
+        sizes: all layers.
+        layers: those to carve.
+        active: the target.
+        experts: petals of a layer.
+        top_k: petals that a token runs.
+        multiple: what both sizes are a multiple of, the nearest that there is to the target; None
+            for one that hardly moves a layer (:func:`alignment`).
+
     Raises:
         MoesaicError: the target is out of reach; the message says what is within it.
+
+    >>> sizes = [LayerSize(884_736, 2_654_208, 1536)]
+    >>> split_for_target(sizes, [0], 0.8, 24, 11, multiple=32)  # 409.6 neurons would idle
+    {0: Split(backbone=768, petal=32, experts=24, top_k=11)}
     """
     if not 0 < active <= 1:
         raise MoesaicError(f"active {active:g} is not a ratio; it must be above 0, at most 1.")
@@ -91,6 +120,8 @@ def split_for_target(
         raise MoesaicError("No layer is chosen to be carved.")
     if not 0 < top_k < experts:
         raise MoesaicError(f"top_k {top_k} must be at least 1 and below experts {experts}.")
+    if multiple:
+        _check_multiple([sizes[i].width for i in layers], experts, multiple)
     share = ffn_share(sizes, layers, active)
     if share < top_k / experts:
         lowest = {i: sizes[i].width * top_k / experts for i in layers}
@@ -104,11 +135,37 @@ def split_for_target(
     splits = {}
     for i in layers:
         width, idle = sizes[i].width, experts - top_k
-        step = alignment(width, idle)
+        step = multiple or alignment(width, idle)
         petal = step * round((1 - share) * width / idle / step)
         petal = min(petal, width // experts // step * step)
         splits[i] = Split(width - experts * petal, petal, experts, top_k)
+    found = active_ratio(sizes, {i: split.active_width for i, split in splits.items()})
+    if multiple and abs(found - active) > APART:
+        raise MoesaicError(
+            f"active {active:g} is out of reach with multiple={multiple}, {experts} experts and "
+            f"top-{top_k}; the nearest that works is active={found:.4g}."
+        )
     return splits
+
+
+def _check_multiple(widths: Sequence[int], experts: int, multiple: int) -> None:
+    """Refuse a multiple that widths cannot be divided into, or not so often.
+
+    Raises:
+        MoesaicError: says what would work.
+    """
+    common, least = math.gcd(*widths), min(widths)
+    fits = max(m for m in range(1, min(multiple, least // 2) + 1) if common % m == 0)
+    if fits < multiple:
+        raise MoesaicError(
+            f"multiple {multiple}: the {least} neurons of a layer cannot be divided so; "
+            f"multiple={fits} works."
+        )
+    if least < experts * multiple:
+        raise MoesaicError(
+            f"multiple {multiple}: the {least} neurons of a layer are fewer than {experts} such "
+            f"petals have; experts={least // multiple} works."
+        )
 
 
 def split_for_share(
@@ -147,10 +204,60 @@ def solved_top_k(
     >>> solved_top_k([LayerSize(884_736, 2_654_208, 1536)], [0], 0.8, 256)
     119
     """
-    share = min(max(ffn_share(sizes, layers, active), 0.0), 1.0)
-    idle = (1 - share) * sizes[layers[0]].width
-    petal = max(1, round(idle / (experts * (1 - share / (3 - 2 * share)))))
+    idle, wanted = _wanted(sizes, layers, active)
+    petal = max(1, round(wanted / experts))
     return min(max(experts - round(idle / petal), 1), experts - 1)
+
+
+def solved_counts(
+    sizes: Sequence[LayerSize],
+    layers: Sequence[int],
+    active: float,
+    experts: int,
+    top_k: int,
+    multiple: int,
+) -> tuple[int, int]:
+    """How many petals there are, :data:`MIDDLING` at most, and how many a token runs, where the
+    width of petals is a multiple; of two that are given none is solved for.
+
+    Of those that meet an active ratio most closely, for what :data:`NEAR` lets pass, and have about
+    a third of a token's neurons in petals, the others in the backbone: the narrowest petals.
+
+    Args:
+        sizes: all layers.
+        layers: those to carve.
+        active: the target.
+        experts: petals of a layer; 0 to solve for them.
+        top_k: petals that a token runs; 0 to solve for them.
+        multiple: of a petal's width.
+
+    >>> sizes = [LayerSize(884_736, 2_654_208, 1536)]
+    >>> solved_counts(sizes, [0], 0.8, 0, 0, 32), solved_counts(sizes, [0], 0.8, 0, 0, 64)
+    ((24, 11), (12, 6))
+    """
+    width = sizes[layers[0]].width
+    idle, wanted = _wanted(sizes, layers, active)
+    found = []
+    for count in [experts] if experts else range(max(2, top_k + 1), MIDDLING + 1):
+        for petal in range(multiple, width // count + 1, multiple):
+            rest = count - top_k if top_k else min(max(round(idle / petal), 1), count - 1)
+            missed, apart = abs(rest * petal - idle), abs(count * petal - wanted)
+            rank = max(missed, NEAR * width), max(apart, 0.1 * width), petal, apart
+            found.append((rank, count, count - rest))
+    if not found:  # so many do not fit, as those who divide the layer will say
+        return experts or 2, top_k or 1
+    _, experts, top_k = min(found)
+    return experts, top_k
+
+
+def _wanted(
+    sizes: Sequence[LayerSize], layers: Sequence[int], active: float
+) -> tuple[float, float]:
+    """Neurons of a layer that a token idles, and those in petals: the former and a third of what it
+    runs."""
+    width = sizes[layers[0]].width
+    idle = (1 - min(max(ffn_share(sizes, layers, active), 0.0), 1.0)) * width
+    return idle, idle + (width - idle) / 3
 
 
 def alignment(width: int, idle: int) -> int:

@@ -13,9 +13,10 @@ Variant = Literal["full", "backbone", "random", "naive", "static"]
 Router = Literal["cosine", "ridge", "backbone"]
 Spread = Literal["uniform", "sensitivity"]
 
-BEST: JSON = {
-    "experts": 256,
+FAST: JSON = {
+    "experts": 0,
     "top_k": 0,
+    "multiple": 32,
     "layers": "all",
     "router": "ridge",
     "refit": True,
@@ -46,13 +47,15 @@ class MoREConfig(MethodConfig):
         "random": "random routing",
         "naive": "petals without a backbone",
     }
-    bundles: ClassVar[dict[str, JSON]] = {"best": BEST}
+    bundles: ClassVar[dict[str, JSON]] = {"fast": FAST}
     unit: ClassVar[str] = "petal"
 
     active: float = option(
         0.8, "Target active ratio: the share of the projections' parameters that a token uses."
     )
-    experts: int = option(4, "Petals of a layer.")
+    experts: int = option(
+        4, "Petals of a layer; 0 for as many as multiple leaves room for, 24 at most.", minimum=0
+    )
     top_k: int = option(
         1,
         "Petals that a token runs beside the backbone; 0 for as many as leave two thirds of a "
@@ -71,6 +74,13 @@ class MoREConfig(MethodConfig):
         None,
         "rho_share: the backbone's share of the channels, from which the active ratio follows. "
         "Default: the share that meets active.",
+        seldom=True,
+    )
+    multiple: int | None = option(
+        None,
+        "Backbone and petals are a multiple of this many neurons, as near to active as that "
+        "allows. Default: petals of 32, 16 or 8 where that changes little.",
+        minimum=1,
         seldom=True,
     )
     activation_ratio: float = option(
@@ -134,6 +144,15 @@ class MoREConfig(MethodConfig):
             raise MoesaicError(f"variant naive has no backbone for spread {self.spread} to widen.")
         if self.share is not None:
             self._check_share(self.share)
+        if self.multiple is not None and (
+            self.variant == "naive" or self.spread != "uniform" or not self.balanced
+        ):
+            raise MoesaicError(
+                "multiple gives all petals one size: not with variant naive, spread, or "
+                "balanced=False."
+            )
+        if self.experts == 0 and self.multiple is None:
+            raise MoesaicError("experts 0 follows from multiple: say it, or how many experts.")
         if self.propagate and not (self.refit or self.bias):
             raise MoesaicError("propagate says what a refit looks at: it needs refit or bias.")
         if not 0 < self.activation_ratio <= 1:
@@ -148,9 +167,9 @@ class MoREConfig(MethodConfig):
             raise MoesaicError(f"share {share:g} must be above 0 and below 1.")
         if self.active != type(self).active:
             raise MoesaicError("The active ratio follows from share: give active or share.")
-        if self.variant == "naive" or self.spread != "uniform" or self.top_k == 0:
+        if self.variant == "naive" or self.spread != "uniform" or self.multiple or not self.top_k:
             raise MoesaicError(
-                "share fixes the backbone: not with variant naive, spread, or top_k 0."
+                "share fixes the backbone: not with variant naive, spread, multiple, or top_k 0."
             )
 
     @property

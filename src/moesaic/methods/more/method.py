@@ -24,6 +24,7 @@ from moesaic.methods.budget import (
     active_ratio,
     ffn_share,
     layer_sizes,
+    solved_counts,
     solved_top_k,
     split_for_share,
     split_for_target,
@@ -118,7 +119,7 @@ class MoRE(DenseMethod[MoREConfig]):
             plans.pop("result"),
             analyses={i: finished["result", i][1] for i in wanted},
             comparisons=plans,
-            summary={"active": ratio} if config.share is not None else {},
+            summary={"active": ratio} if config.share or config.multiple else {},
         )
 
     def outline(self, job: Job[Arch]) -> Outline:
@@ -172,7 +173,14 @@ class MoRE(DenseMethod[MoREConfig]):
         assert decision.plan is not None
         carved_layers = [layer for layer in layers if layer.index in decision.plan.layers]
         where = f"The feed-forward networks of {some(len(carved_layers), len(layers))}"
-        return Told(title, f"{where} are {self._made(carved_layers)}.")
+        told = f"{where} are {self._made(carved_layers)}."
+        if self.config.multiple:
+            told += (
+                f" Widths are multiples of {self.config.multiple}: with them a token uses "
+                f"{nominal:.4g} of the projections' parameters, where {self.config.active:g} was "
+                "asked for."
+            )
+        return Told(title, told)
 
     def _made(self, layers: list[LayerRecord]) -> str:
         """The FFNs that these options make, in words."""
@@ -218,12 +226,16 @@ class MoRE(DenseMethod[MoREConfig]):
         layers = chosen_layers(config.layers, len(sizes))
         if config.share is not None:
             return split_for_share(sizes, layers, config.share, config.experts, config.top_k)
-        top_k = config.top_k or solved_top_k(sizes, layers, config.active, config.experts)
+        active, multiple = config.active, config.multiple
+        experts, top_k = config.experts, config.top_k
+        if multiple and not (experts and top_k):
+            experts, top_k = solved_counts(sizes, layers, active, experts, top_k, multiple)
+        top_k = top_k or solved_top_k(sizes, layers, active, experts)
         if losses_M is not None:
-            return spread_splits(sizes, losses_M, config.active, config.experts, top_k)
+            return spread_splits(sizes, losses_M, active, experts, top_k)
         if config.variant == "naive":
-            return _without_backbone(sizes, layers, ffn_share(sizes, layers, config.active))
-        return split_for_target(sizes, layers, config.active, config.experts, top_k)
+            return _without_backbone(sizes, layers, ffn_share(sizes, layers, active))
+        return split_for_target(sizes, layers, active, experts, top_k, multiple)
 
     def observe(self, site: Site[DenseFFN]) -> MoREStats:
         """Sums over the site's tokens: Eqs. 4 to 7."""
