@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperOption
@@ -97,10 +97,9 @@ def register(
         options: options made from dataclasses, which follow the function's own parameters.
         seldom: fields that ``-o`` takes.
     """
-    signature = inspect.signature(run)
-    hints = get_type_hints(run, include_extras=True)
+    signature = inspect.signature(run, eval_str=True)
     own = [
-        p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY)
+        p.replace(kind=p.KEYWORD_ONLY)
         for p in signature.parameters.values()
         if p.kind is not p.VAR_KEYWORD
     ]
