@@ -232,9 +232,9 @@ def test_petals_of_the_highest_scores_are_taken(values, data):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backbone", [0, 5])
-def test_idle_petals_are_silenced(dtype, backbone):
+@pytest.mark.parametrize("petals", [(3, 1, 70), (3, 1, 2)], ids=["wide", "narrow"])
+def test_idle_petals_are_silenced(dtype, backbone, petals):
     pytest.importorskip("numba")
-    petals = (3, 1, 70)
     h_TM = torch.randn(7, backbone + sum(petals)).to(dtype)
     on_TR = chosen(torch.randint(0, 3, (7, 1)), 3)
     expected = h_TM * by_neuron(on_TR, backbone, petals)

@@ -219,6 +219,9 @@ def sums_parallel(
 BLOCK = 32
 """Neurons whose rows are read for all tokens before the next ones: they stay in the cache."""
 
+WIDE = 16
+"""Neurons of a petal from which it is made zero by itself, not neuron by neuron."""
+
 GAP = 64
 """Numbers of a row that are read rather than left out: they share cache lines with others."""
 
@@ -279,19 +282,29 @@ def highest_parallel(scores, out, tokens, petals, top_k, parts):
 
 
 @compiled()
-def silence(hidden, on, owner, tokens, petals, width, half, start, stop):
+def silence(hidden, on, ends, owner, tokens, petals, width, half, start, stop):
     """Hidden activations of petals that tokens ``start`` to ``stop`` do not run made zero.
 
     Args:
         hidden: address of (T, M), float32, or two bytes each where ``half``.
         on: address of float32 (T, R), zero for a petal that the token does not run.
+        ends: address of int64 (R + 1): where the backbone ends, and each petal.
         owner: address of uint32 (M): the petal of each neuron; of the backbone's, R.
     """
+    ends_R = carray(_at(ends), (petals + 1,), np.int64)
     owner_M = carray(_at(owner), (width,), np.uint32)
     kept_R = np.empty(petals + 1, np.uint32)  # all bits or none
     kept_R[petals] = np.uint32(0xFFFFFFFF)
+    size = 2 if half else 4
+    wide = width - ends_R[0] >= WIDE * petals
     for t in range(start, stop):
         on_R = carray(_at(on + 4 * t * petals), (petals,), np.float32)
+        if wide:  # a fill for each
+            bytes_B = carray(_at(hidden + size * t * width), (size * width,), np.uint8)
+            for r in range(petals):
+                if on_R[r] == 0:
+                    bytes_B[size * ends_R[r] : size * ends_R[r + 1]] = 0
+            continue
         for r in range(petals):
             kept_R[r] = np.uint32(0xFFFFFFFF) * np.uint32(on_R[r] != 0)
         if half:
@@ -305,12 +318,12 @@ def silence(hidden, on, owner, tokens, petals, width, half, start, stop):
 
 
 @compiled(parallel=True)
-def silence_parallel(hidden, on, owner, tokens, petals, width, half, parts):
+def silence_parallel(hidden, on, ends, owner, tokens, petals, width, half, parts):
     """As :func:`silence`, tokens in so many parts, which threads share."""
     step = (tokens + parts - 1) // parts
     for part in prange(parts):
         start, stop = part * step, min((part + 1) * step, tokens)
-        silence(hidden, on, owner, tokens, petals, width, half, start, stop)
+        silence(hidden, on, ends, owner, tokens, petals, width, half, start, stop)
 
 
 @compiled()
@@ -318,8 +331,7 @@ def listed(on, ends, chosen, count, weight, tokens, petals, width):
     """The neurons that each token runs, in rising order, and how many they are.
 
     Args:
-        on: as in :func:`silence`.
-        ends: address of int64 (R + 1): where the backbone ends, and each petal.
+        on, ends: as in :func:`silence`.
         chosen: address of int32 (T, M), takes the neurons at its left.
         count: address of int64 (T).
         weight: address of float32 (T, M), zeros, takes the weights of the neurons that run; 0 if

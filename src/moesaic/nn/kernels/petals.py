@@ -83,7 +83,8 @@ def silenced(h_TM: Tensor, on_TR: Tensor, backbone: int, petals: tuple[int, ...]
     tokens, width = h_TM.shape
     on_TR = on_TR.float().contiguous()
     arguments = (
-        h_TM.data_ptr(), on_TR.data_ptr(), _owners(backbone, petals).data_ptr(), tokens,
+        h_TM.data_ptr(), on_TR.data_ptr(), _ends(backbone, petals).data_ptr(),
+        _owners(backbone, petals).data_ptr(), tokens,
         len(petals), width, h_TM.dtype == torch.bfloat16,
     )  # fmt: skip
     _run(compiled.silence, compiled.silence_parallel, arguments, tokens, h_TM.numel())
