@@ -419,10 +419,10 @@ def masked(ffn: nn.Module) -> nn.Module:
 # --- several experts a token ---------------------------------------------------------------------
 
 WAYS = {
-    "every neuron": {"WIDE": 1 << 20, "CROWDED": 0},
-    "one by one": {"WIDE": 1, "NARROW": 1 << 20, "CROWDED": 1e9},
+    "every neuron": {"WIDE": 1 << 20, "SAVED": 0},
+    "one by one": {"WIDE": 1, "NARROW": 1 << 20, "CROWDED": 1e9, "SAVED": 1e9},
     "one by one, down too": {"WIDE": 1, "NARROW": 1},
-    "petal by petal": {"CROWDED": 1e9, "WIDE": 1 << 20},
+    "petal by petal": {"SAVED": 1e9, "WIDE": 1 << 20},
 }
 """How several experts run, forced."""
 

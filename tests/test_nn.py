@@ -60,6 +60,16 @@ def test_grouped_is_masked_is_by_hand(model_type, top_k, tokens):
     torch.testing.assert_close(module(x_TD.view(1, tokens, 32)), expected.view(1, tokens, 32))
 
 
+@pytest.mark.parametrize("model_type", ["llama", "phi"])
+def test_blocks_side_by_side_are_those_of_their_places(model_type):
+    model = tiny_model(model_type)
+    ffn = dense_arch(model.config).dense(model.model.layers[0])
+    x_TD = torch.randn(5, 32)
+    for part, place in zip(ffn.split((8, 16, 40)), [(0, 8), (8, 24), (24, 64)], strict=True):
+        expected = ffn.neurons(*place)
+        assert torch.equal(part.output(part.hidden(x_TD)), expected.output(expected.hidden(x_TD)))
+
+
 @pytest.mark.parametrize("top_k", [0, 1])
 def test_no_backbone_and_no_petals(top_k):
     module, ffn, layer, arch = carved("llama", 1, petals=(32, 32))

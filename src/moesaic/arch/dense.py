@@ -10,7 +10,7 @@ Shape suffixes used across the package::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -336,6 +336,17 @@ class DenseFFN:
             up_bias_M=None if self.up_bias_M is None else self.up_bias_M[rows],
             gate_bias_M=None if self.gate_bias_M is None else self.gate_bias_M[rows],
         )
+
+    def split(self, sizes: Sequence[int]) -> list[DenseFFN]:
+        """All neurons in blocks of so many: as :meth:`neurons`, in a fraction of the time."""
+
+        def rows(tensor: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * len(sizes) if tensor is None else tensor.split(sizes)
+
+        up, down = self.up_MD.split(sizes), self.down_DM.split(sizes, dim=1)
+        rest = rows(self.gate_MD), rows(self.up_bias_M), rows(self.gate_bias_M)
+        parts = zip(up, down, *rest, strict=True)
+        return [DenseFFN(u, d, g, self.act, ub, gb) for u, d, g, ub, gb in parts]
 
     def chosen(self, neurons: Tensor) -> DenseFFN:
         """Some neurons as a block of their own: copies, and no output bias."""

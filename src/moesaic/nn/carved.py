@@ -32,8 +32,11 @@ CROWDED = 0.8
 MOVED = {torch.float32: 16, torch.bfloat16: 24}
 """Neurons of a petal whose products take as long as moving a token to the petal and back."""
 
-CALLED = {torch.float32: 750_000, torch.bfloat16: 8_000_000}
+CALLED = {torch.float32: 400_000, torch.bfloat16: 8_000_000}
 """Weights that a token is multiplied with in the time that calls for a petal take."""
+
+SAVED = 0.9
+"""Of the time of one product over all petals, what each taking its own tokens may take."""
 
 
 class CarvedFFN(nn.Module):
@@ -215,7 +218,7 @@ class CarvedFFN(nn.Module):
             return width >= NARROW and self._share(on_RT) < CROWDED
         kind = x_TD.dtype if x_TD.dtype in MOVED else torch.float32
         moved = self._share(on_RT) * tokens * (width + MOVED[kind]) + CALLED[kind] / hidden_size
-        return moved < CROWDED * tokens * width
+        return moved < SAVED * tokens * width
 
     def _single(
         self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor, h_TB: Tensor | None
@@ -259,9 +262,10 @@ class CarvedFFN(nn.Module):
         petal, token = on_RT.nonzero(as_tuple=True)
         counts = on_RT.sum(1).tolist()
         weights = weights_TR[token, petal].split(counts)
-        for place, rows, weight in zip(self.slices, token.split(counts), weights, strict=True):
+        parts = ffn.neurons(self.backbone, ffn.width).split(self.petals)
+        for part, rows, weight in zip(parts, token.split(counts), weights, strict=True):
             if len(rows):
-                part_TD = ffn.neurons(*place).of_few(x_TD.index_select(0, rows))
+                part_TD = part.output(part.hidden(x_TD.index_select(0, rows)))
                 if self.weighs:
                     part_TD = part_TD * weight[:, None]
                 y_TD = y_TD.index_add_(0, rows, part_TD)
