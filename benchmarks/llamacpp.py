@@ -7,9 +7,9 @@
 --recipe fast`` at 0.8, calibrated on 32 windows of 256 tokens of the text that ships. Speeds are of
 512 tokens of prompt and 64 new ones, interleaved; ratios are carved over dense, round by round, and
 the ideal one follows from active parameters. The same comparison in our own execution, float32 and
-bfloat16. ``--perplexity``: of 4,096 held-out tokens of the text that ships, windows of 512, ours and
-of every file by llama.cpp's own logits. What was not asked for (``--types`` and ``--dtypes`` may be
-empty) stays as it was in the file.
+bfloat16. ``--perplexity``: of 4,096 held-out tokens of the text that ships, windows of 512, ours
+and of every file by llama.cpp's own logits. What was not asked for (``--types`` and ``--dtypes``
+may be empty) stays as it was in the file.
 """
 
 from __future__ import annotations
