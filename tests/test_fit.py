@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,14 @@ from typer.testing import CliRunner
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.cli import app
-from moesaic.config import Calibration, Evaluation
+from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
 from moesaic.fitting import search
 from moesaic.fitting.candidates import Family, Weight, families, guessed, largest, told
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.search import Candidate, Search, fit, shares
-from moesaic.io.source import resolve
+from moesaic.io.source import Source, resolve
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.recipe import Recipe
@@ -111,6 +113,126 @@ def test_fewer_experts_a_token_serve_active_parameters_alone(native: bool, tmp_p
     }
 
 
+# --- files ---------------------------------------------------------------------------------------
+
+
+class PlainFiles:
+    """Instead of GGUF files, safetensors folders: half of the bytes told, 0.6 of them come."""
+
+    told, came = 0.5, 0.6
+
+    def __init__(self, source: Source, *_: Any) -> None:
+        self.whole = Built(source.config, None)
+        self.made: list[str] = []
+
+    def bytes(self, type: str, removed: int) -> int:
+        return round(self.told * (self.whole.bytes - 4 * removed))
+
+    def make(self, model: str, out: Path, asked: Any) -> dict[str, Any]:
+        self.made.append(model)
+        out.write_text(f"{resolve(model).folder}\n")
+        size = round(self.came * Built(resolve(model).config, None).bytes)
+        with out.open("r+b") as file:
+            file.truncate(size)
+        return {"type": asked.type, "bytes": size, "types": {asked.type: 1}}
+
+    @contextmanager
+    def opened(self, file: Path) -> Iterator[Source]:
+        yield Source(str(file), Path(file.read_bytes().partition(b"\n")[0].decode()))
+
+
+def test_forms_that_end_in_a_file_are_native_and_of_whole_blocks() -> None:
+    config = FitConfig(memory=1, types=("q8_0", "q4_k_m"))
+    found = families(resolve("tiny-moe"), config)
+    assert {family.rough(1.0)[-1].type for family in found} == {"q8_0", "q4_k_m"}  # type: ignore[union-attr]
+    alone = [family for family in found if len(family.rough(1.0)) == 1]
+    assert [family.name for family in alone] == ["q8_0", "q4_k_m"]
+    slim = next(family for family in found if family.name == "slim, q8_0")
+    assert slim.shares == (1 / 3, 2 / 3, 1.0)
+    assert not any("uneven" in family.name for family in found)
+    assert told(alone[0].rough(1.0)) == [{"export": {"to": "gguf", "type": "q8_0"}}]
+
+
+def test_a_file_larger_than_told_gives_way_to_a_smaller_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told 0.5 of the bytes, and 0.6 come: five of eight experts were told, four fit."""
+    shares = tuple(n / 8 for n in range(2, 9))
+
+    def forms(*_: Any) -> list[Family]:
+        last = ExportArgs(to="gguf", type="q8_0")
+        return [
+            Family("none", (1.0,), lambda _: (last,)),
+            Family(
+                "prune", shares, lambda s: (PruneConfig(keep=int(8 * s), criterion="reap"), last)
+            ),
+        ]
+
+    monkeypatch.setattr(search, "families", forms)
+    monkeypatch.setattr(search, "Files", PlainFiles)
+    out = tmp_path / "out"
+    looking = Search(
+        recipe_of(out), FitConfig(memory=ORIGINAL.bytes, types=("q8_0",)), tmp_path / "work"
+    )
+    whole, half = (looking.weights.of(forms()[1].rough(share)[:1]) for share in (1.0, 0.5))
+    assert whole is not None
+    assert half is not None
+    budget = round(PlainFiles.came * half.memory)
+    record = fit(recipe_of(out), FitConfig(memory=budget, types=("q8_0",), windows=4, confirm=1))
+    assert record is not None
+    chosen = record.measured["chosen"]
+    assert chosen["steps"][0]["prune"]["keep"] == 4
+    assert chosen["memory"] == budget
+    assert (out / "model-q8_0.gguf").stat().st_size == budget == record.measured["gguf"]["bytes"]
+    assert record.measured["gguf"]["kl"] == pytest.approx(record.measured["scores"]["result"]["kl"])
+    assert Built(resolve(str(out)).config, None).bytes == half.memory
+
+
+def test_the_original_alone_may_be_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the folder holds its file, and the record says that nothing else was done."""
+
+    def forms(*_: Any) -> list[Family]:
+        last = ExportArgs(to="gguf", type="q8_0")
+        return [
+            Family("none", (1.0,), lambda _: (last,)),
+            Family("prune", (0.5,), lambda _: (PruneConfig(keep=4, criterion="reap"), last)),
+        ]
+
+    monkeypatch.setattr(search, "families", forms)
+    monkeypatch.setattr(search, "Files", PlainFiles)
+    out = tmp_path / "out"
+    budget = round(0.7 * ORIGINAL.bytes)
+    record = fit(recipe_of(out), FitConfig(memory=budget, types=("q8_0",), windows=4, confirm=1))
+    assert record is not None
+    assert record.measured["chosen"]["steps"] == [{"export": {"to": "gguf", "type": "q8_0"}}]
+    assert record.measured["gguf"]["kl"] == pytest.approx(0, abs=1e-6)
+    names = {file.name for file in out.iterdir()}
+    assert {"model-q8_0.gguf", "result.json", "report.html", "README.md"} <= names
+    assert not any(name.endswith(".safetensors") for name in names)
+    assert "None" not in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        ("tiny-moe", ["--memory", "3MB", "--type", "q9"], "'q9' is none of f32, f16"),
+        ("tiny-moe", ["--parameters", "4e6", "--type", "q8_0"], "--type needs memory"),
+        ("tiny-moe", ["--memory", "3MB", "--type", "q8_0"], "convert_hf_to_gguf.py"),
+        ("tiny-shared-moe", ["--memory", "3MB", "--type", "q8_0"], "llama.cpp"),
+    ],
+)
+def test_files_that_cannot_be_made_are_refused_at_once(
+    model: str, options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    with pytest.raises(MoesaicError) as raised:
+        CliRunner().invoke(
+            app, ["fit", model, str(tmp_path / "out"), *options], catch_exceptions=False
+        )
+    assert said in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
 # --- text ----------------------------------------------------------------------------------------
 
 
@@ -196,7 +318,7 @@ def test_what_cannot_be_is_refused(
     with pytest.raises(MoesaicError) as raised:
         CliRunner().invoke(app, given, catch_exceptions=False)
     assert said in str(raised.value)
-    assert not (tmp_path / "out").exists()
+    assert not any(tmp_path.iterdir())
 
 
 def test_steps_are_told_without_their_defaults() -> None:

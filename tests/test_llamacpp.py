@@ -24,12 +24,17 @@ from builders import (
 
 from moesaic import MoREConfig, SlimConfig, bench, carve, export, slim
 from moesaic.arch.lookup import base_arch
+from moesaic.config import Calibration, Evaluation
 from moesaic.data.reader import shipped_texts
+from moesaic.data.text import evaluation_tokens
 from moesaic.exports.native import NEAR
+from moesaic.fitting.config import FitConfig
+from moesaic.fitting.search import fit
 from moesaic.io.source import resolve
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.recipe import Recipe
 
 pytestmark = [
     pytest.mark.slow,
@@ -320,3 +325,25 @@ def test_bench_in_llamacpp(carved):
     for side in ("model", "against"):
         assert figures[side]["peak_memory_bytes"] > figures[side]["file_bytes"] > 500e6
         assert figures[side]["decode_tokens_per_second"] > 0
+
+
+def test_fit_makes_the_file_that_it_told(tmp_path):
+    """Bytes within the budget; what is chosen runs in llama.cpp as it was measured."""
+    recipe = Recipe(
+        "tiny-moe",
+        str(tmp_path / "out"),
+        (),
+        Calibration(samples=8, length=128),
+        Evaluation(max_tokens=1024, rounds=0),
+    )
+    config = FitConfig(memory=3_600_000, types=("q8_0", "q4_k_m"), windows=4, confirm=1)
+    record = fit(recipe, config)
+    made = record.measured["gguf"]
+    file = tmp_path / "out" / made["file"]
+    assert file.stat().st_size == made["bytes"] <= 3_600_000
+    tokens = evaluation_tokens("", resolve("tiny-moe").tokenizer, 512, 1024)
+    losses = []
+    with llamacpp.Engine(file, 520, exact=True) as engine:
+        for ids in tokens.input_ids:
+            losses.append(F.cross_entropy(engine.logits(ids)[:-1], ids[1:]))
+    assert torch.stack(losses).mean().exp().item() == pytest.approx(made["perplexity"], rel=5e-3)

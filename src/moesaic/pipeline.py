@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -74,6 +74,7 @@ def run_recipe(
     resume: bool = False,
     track: Track = silent,
     found: Values | None = None,
+    more: Callable[[Path], Values] | None = None,
     log: Log | None = None,
 ) -> Record | None:
     """Carry out a recipe: convert, save, measure, report.
@@ -84,6 +85,8 @@ def run_recipe(
         resume: continue an unfinished run of the same recipe.
         track: shows progress.
         found: what led to the recipe, for the record.
+        more: writes further files into the folder before it is whole, and returns what the record
+            says of them.
         log: one that was begun; by default a new one.
 
     Returns:
@@ -95,10 +98,17 @@ def run_recipe(
     """
     log = log or Log(track)
     with log.listening():
-        return _run(recipe, overwrite, resume, found or {}, log)
+        return _run(recipe, overwrite, resume, found or {}, more, log)
 
 
-def _run(recipe: Recipe, overwrite: bool, resume: bool, found: Values, log: Log) -> Record | None:
+def _run(
+    recipe: Recipe,
+    overwrite: bool,
+    resume: bool,
+    found: Values,
+    more: Callable[[Path], Values] | None,
+    log: Log,
+) -> Record | None:
     check_run(recipe, overwrite=overwrite, resume=resume)
     check_device(recipe.device)
     work = unfinished(recipe.out)
@@ -137,7 +147,8 @@ def _run(recipe: Recipe, overwrite: bool, resume: bool, found: Values, log: Log)
                 measured = measure(
                     folder, original, result.builders, settings, **where, track=log.track
                 )
-        record = _record(recipe, result, known, {**measured, **found})
+        further = more(folder) if more is not None else {}
+        record = _record(recipe, result, known, {**measured, **found, **further})
         record.log = log.as_json()
         describe(record, recipe, folder)
     Progress(work, {}).discard()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from functools import partial
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.config import MethodConfig
+from moesaic.config import ExportArgs, MethodConfig, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Step, carried_out, outlined
 from moesaic.fitting.config import BUDGETS, FitConfig
+from moesaic.fitting.files import Files
 from moesaic.foreign import JSON, Model
 from moesaic.hub import convert_config
 from moesaic.io.source import Source
@@ -29,7 +30,10 @@ from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.recipe import Recipe
 
-Steps = tuple[MethodConfig, ...]
+Steps = tuple[MethodConfig | ExportArgs, ...]
+"""The steps of a recipe, the file that is made of its result as the last where one is."""
+BLOCK = 32
+"""Weights that GGUF's types round together, at least."""
 FINEST = 128
 """Shares that are told apart where no width limits them."""
 GRAM_BYTES = 2 << 30
@@ -71,10 +75,11 @@ class Weights:
     Args:
         recipe: model, text, device and type; its steps are not looked at.
         folder: an existing one.
+        files: GGUF files, where candidates end in one.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self.recipe, self.folder = recipe, folder
+    def __init__(self, recipe: Recipe, folder: Path, files: Files | None = None) -> None:
+        self.recipe, self.folder, self.files = recipe, folder, files
         (folder / "original").mkdir()
         self._made: dict[str, Step | None] = {}
         self._known: dict[str, Weight | None] = {}
@@ -93,6 +98,8 @@ class Weights:
 
     def _weighed(self, steps: Steps) -> Weight:
         *before, last = steps
+        if isinstance(last, ExportArgs):
+            return self._as_file(self.of(tuple(before)) if before else self._whole, last)
         source, exact = self._source, True
         for number in range(len(before)):
             step = self._after(source, tuple(before[: number + 1]))
@@ -110,12 +117,26 @@ class Weights:
             exact=exact and outline.exact,
         )
 
+    @cached_property
+    def _whole(self) -> Weight:
+        """The original's."""
+        made = Built(self._source.config, parse_dtype(self.recipe.dtype))
+        sizes = made.size.total_parameters, made.size.active_parameters
+        return Weight(made.bytes, *sizes, native=made.native, exact=True)
+
+    def _as_file(self, weight: Weight | None, asked: ExportArgs) -> Weight:
+        if weight is None or self.files is None:
+            raise MoesaicError("There is nothing to make a file of.")
+        removed = self._whole.parameters - weight.parameters
+        return replace(weight, memory=self.files.bytes(asked.type, removed), exact=False)
+
     def _after(self, source: Weightless, steps: Steps) -> Step:
         key = json.dumps(told(steps))
         if key not in self._made:
             folder = self.folder / str(len(self._made))
-            self._made[key] = None
-            self._made[key] = carried_out(source, steps[-1], self.recipe, folder)
+            self._made[key], last = None, steps[-1]
+            assert isinstance(last, MethodConfig)  # a file comes after all of them
+            self._made[key] = carried_out(source, last, self.recipe, folder)
         step = self._made[key]
         if step is None:
             raise MoesaicError("These steps cannot be carried out.")
@@ -124,19 +145,21 @@ class Weights:
 
 def told(steps: Steps) -> list[JSON]:
     """Steps as a recipe has them, options left out that are as by default."""
-    return [
-        {
-            step.verb: {
-                "method": step.name,
-                **{
-                    of.name: value
-                    for of in fields(step)
-                    if (value := asdict(step)[of.name]) != of.default
-                },
-            }
-        }
-        for step in steps
-    ]
+    return [{verb_of(step): {**_method(step), **_given(step)}} for step in steps]
+
+
+def verb_of(step: MethodConfig | ExportArgs) -> str:
+    """The command that carries a step out."""
+    return "export" if isinstance(step, ExportArgs) else step.verb
+
+
+def _method(step: MethodConfig | ExportArgs) -> JSON:
+    return {} if isinstance(step, ExportArgs) else {"method": step.name}
+
+
+def _given(step: MethodConfig | ExportArgs) -> JSON:
+    values = asdict(step)
+    return {of.name: values[of.name] for of in fields(step) if values[of.name] != of.default}
 
 
 # --- families ------------------------------------------------------------------------------------
@@ -150,18 +173,32 @@ def families(source: Source, config: FitConfig) -> list[Family]:
     """
     arch, built = base_arch(source.config), Built(source.config, None)
     if isinstance(arch, MoEArch):
-        return [*_of_mixture(source, arch, built, config)]
-    return [*_of_dense(arch, built, config)]
+        found = [*_of_mixture(source, arch, built, config)]
+    else:
+        found = [*_of_dense(arch, built, config)]
+    if not config.types:
+        return found
+    return [made for type in config.types for made in _as_files(found, type)]
+
+
+def _as_files(found: Sequence[Family], type: str) -> Iterator[Family]:
+    """The same forms, and none, with a GGUF file of one type made in the end."""
+    last = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
+    yield Family(type, (1.0,), lambda _: (last,))
+    for family in found:
+        fine = tuple(_before(steps, last) for steps in family.fine)
+        name = f"{family.name}, {type}"
+        yield Family(name, family.shares, _before(family.rough, last), fine)
 
 
 def _of_dense(arch: Arch, built: Built, config: FitConfig) -> Iterator[Family]:
     widths = [arch.width_of(layer) for layer in arch.layers(built.model)]
-    shares = _widths(min(widths), _itemsize(built))
+    shares = _widths(min(widths), _itemsize(built), config)
     yield Family("slim", shares, _slim(), (_slim(refit=True),))
     if config.active_parameters and not config.memory and not config.parameters:
         every = tuple(n / FINEST for n in range(FINEST // 4, FINEST + 1, 2))
         more = partial(_carve, MoREConfig, layers="all", experts=64, top_k=0, router="ridge")
-        if not config.native:
+        if not config.plain:
             yield Family("carve", every, more, (partial(more, refit=True),))
             yield Family("channels", every, partial(_carve, WINAConfig))
 
@@ -177,10 +214,10 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
     counts = range(least, view.count + 1, groups)
     experts = view.experts
     plain = not (experts.is_transposed or experts.has_bias)
-    uneven = plain and experts.is_concatenated and not config.native
+    uneven = plain and experts.is_concatenated and not config.plain
     pairs = 8 * view.count * view.width**2 <= GRAM_BYTES
     slim = partial(_slim, score="surgeon") if pairs else _slim
-    narrower = shares = _widths(view.width, _itemsize(built))
+    narrower = shares = _widths(view.width, _itemsize(built), config)
     if uneven:
         least_share = -(-FINEST // view.width)  # a neuron of each expert
         narrower = tuple(n / FINEST for n in range(least_share, FINEST + 1))
@@ -210,7 +247,7 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
             (_after(PruneConfig(keep=count, refit=True), fine),),
         )
     kinds = ["shared"] if view.shared_width else []
-    kinds += [] if config.native else ["attention", "nothing"]
+    kinds += [] if config.plain else ["attention", "nothing"]
     if plain:
         for kind in kinds:
             for number in _numbers(len(routed)):
@@ -237,18 +274,18 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
                 yield Family(f"{number} a token, {name}", narrower, _after(few, last), careful)
     if config.active_parameters and not (config.memory or config.parameters):
         if arch.chosen is not None and view.top_k > 1:
-            parts = 1 if config.native else len(routed)
+            parts = 1 if config.plain else len(routed)
             calls = range(parts, view.top_k * parts)
             every = tuple(n / (view.top_k * parts) for n in calls)
-            yield Family("experts a token", every, _fewer(view.top_k, not config.native))
-        if not config.native:
+            yield Family("experts a token", every, _fewer(view.top_k, not config.plain))
+        if not config.plain:
             every = tuple(n / FINEST for n in range(FINEST // 4, FINEST + 1, 2))
             yield Family("channels", every, partial(_carve, WINAConfig))
 
 
 def _gate(config: FitConfig) -> JSON:
     """Native results have no gate token by token."""
-    return {"shared_gate": "mean"} if config.native else {}
+    return {"shared_gate": "mean"} if config.plain else {}
 
 
 def _numbers(routed: int) -> list[int]:
@@ -274,13 +311,16 @@ def _itemsize(built: Built) -> int:
     return next(built.model.parameters()).element_size()
 
 
-def _widths(width: int, itemsize: int) -> tuple[float, ...]:
-    """The shares of a width that kernels like, rising: rows of 16 bytes at least.
+def _widths(width: int, itemsize: int, config: FitConfig) -> tuple[float, ...]:
+    """The shares of a width that kernels like, rising: rows of 16 bytes, of a file blocks of 32.
 
-    >>> _widths(32, 4)[:2], _widths(32, 2)[:2], len(_widths(1408, 2))
+    >>> size = FitConfig(memory=1)
+    >>> _widths(32, 4, size)[:2], _widths(32, 2, size)[:2], len(_widths(1408, 2, size))
     ((0.125, 0.25), (0.25, 0.5), 22)
+    >>> _widths(96, 4, FitConfig(memory=1, types=("q8_0",)))[:2]
+    (0.3333333333333333, 0.6666666666666666)
     """
-    row = 16 // itemsize
+    row = BLOCK if config.types else 16 // itemsize
     step = next((s for s in (64, 32, 16, 8) if row <= s <= width // 8), row)
     return tuple(n / width for n in range(step, width + 1, step))
 
@@ -308,6 +348,10 @@ def _condense(routed: int, share: float, **options: object) -> Steps:
 
 def _carve(kind: type[MethodConfig], share: float, **options: object) -> Steps:
     return (kind(active=share, **options),)  # type: ignore[call-arg]
+
+
+def _before(steps: Callable[[float], Steps], last: ExportArgs) -> Callable[[float], Steps]:
+    return lambda share: (*steps(share), last)
 
 
 def _after(first: MethodConfig, then: Callable[[float], Steps]) -> Callable[[float], Steps]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, get_args
 
-from moesaic.config import STRICT, check_options, option
+from moesaic.config import STRICT, GgufType, check_options, option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
@@ -29,6 +29,12 @@ class FitConfig:
         minimum=0,
     )
     native: bool = option(False, "Only results of the base's own architecture.")
+    types: tuple[str, ...] = option(
+        (),
+        "Make a GGUF file too, of this type or whichever of several is best; memory then counts "
+        "its bytes. Repeatable.",
+        flag="--type",
+    )
     confirm: int = option(
         3, "Candidates that are refined, and measured again on more text.", minimum=1
     )
@@ -38,8 +44,20 @@ class FitConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        for name in self.types:
+            if name not in get_args(GgufType):
+                raise MoesaicError(f"types {name!r} is none of {', '.join(get_args(GgufType))}.")
+        if self.types and self.memory is None:
+            raise MoesaicError("types needs memory: bytes are what bits save.")
         if not any(getattr(self, name) for name in BUDGETS) and self.max_loss is None:
-            raise MoesaicError(f"Give a budget: {', '.join(BUDGETS)} or max_loss.")
+            raise MoesaicError(
+                "Give a budget: memory=9MB, parameters=8e9, active_parameters=3e9 or max_loss=0.05."
+            )
+
+    @property
+    def plain(self) -> bool:
+        """Only results of the base's own architecture will do: llama.cpp knows no other."""
+        return self.native or bool(self.types)
 
     @property
     def sized(self) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +21,8 @@ import torch
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.config import Calibration, MethodConfig, RunArgs, parse_dtype
-from moesaic.data.text import SAMPLES, Tokens, calibration_tokens
+from moesaic.config import Calibration, ExportArgs, MethodConfig, RunArgs, parse_dtype
+from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, evaluation_tokens
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
@@ -36,15 +37,18 @@ from moesaic.fitting.candidates import (
     told,
 )
 from moesaic.fitting.config import BUDGETS, FitConfig
+from moesaic.fitting.files import Files
 from moesaic.foreign import JSON, Track, silent
+from moesaic.io.checkpoint import whole_folder
 from moesaic.io.names import whole_file
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
 from moesaic.methods.naee.observing import observe
 from moesaic.metrics.forward import Layerwise, Whole
+from moesaic.metrics.measure import environment
 from moesaic.metrics.measure import fit as has_room
 from moesaic.metrics.score import Score, scores_beside
-from moesaic.pipeline import convert, run_recipe
+from moesaic.pipeline import convert, describe, run_recipe
 from moesaic.plan import Progress
 from moesaic.recipe import Recipe, check_run
 from moesaic.record import Record
@@ -56,6 +60,8 @@ SIZES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 HALVINGS = 2
 """Sizes that are tried between the smallest that keeps a loss and the next."""
 STATS = "observed.stats"
+SMALLER = 2
+"""Shares below the largest that are tried where a file came out larger than told."""
 ROOM = 8
 """Originals that the disk has room for, at least, while first steps are kept."""
 
@@ -71,6 +77,17 @@ class Candidate:
     """``perplexity``, ``loss`` (its rise, relative), ``kl`` and ``tokens``; None: not measured."""
     stage: str = "search"
     """``search`` or ``confirm``: how much text it was measured on."""
+
+    def scored(self, score: JSON) -> Candidate:
+        """With its figures; ``memory`` among them is what a file came to."""
+        memory = score.get("memory", self.weight.memory)
+        return replace(self, score=score, weight=replace(self.weight, memory=memory))
+
+    @property
+    def file(self) -> ExportArgs | None:
+        """The GGUF file that it ends in, if it does."""
+        last = self.steps[-1]
+        return last if isinstance(last, ExportArgs) else None
 
     def as_json(self) -> JSON:
         """The form, the steps, sizes and figures."""
@@ -99,6 +116,10 @@ class Search:
         self.source = resolve(recipe.model)
         self.dtype = parse_dtype(recipe.dtype)
         self.original = Built(self.source.config, self.dtype)
+        self.files: Files | None = None
+        if config.types:
+            text = recipe.calibration.source
+            self.files = Files(self.source, text, work, track)
         self._tried: dict[str, Candidate] = {}
 
     # --- text ------------------------------------------------------------------------------------
@@ -148,7 +169,7 @@ class Search:
         folder = self.work / "headers"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        return Weights(self.recipe, folder)
+        return Weights(self.recipe, folder, self.files)
 
     def share(self, family: Family, config: FitConfig) -> float | None:
         """The largest of a family's shares that a budget has room for."""
@@ -177,26 +198,37 @@ class Search:
         key = self._key([told(candidate.steps), candidate.stage])
         file = self.work / f"tried-{key}.json"
         if file.is_file():
-            return replace(candidate, score=json.loads(file.read_text("utf-8")))
+            return candidate.scored(json.loads(file.read_text("utf-8")))
         tokens = self.texts[1]
         if candidate.stage == "search":
             tokens = tokens.rows(slice(0, max(1, len(tokens.input_ids) // 2)))
-        made = Source("candidate", self._made(candidate.steps))
-        room = has_room((made,), self.recipe.device, self.dtype)
-        run = (
-            Whole(made.load(self.recipe.device, self.dtype))
-            if room
-            else Layerwise(made, self.recipe.device, self.dtype)
-        )
-        ours, theirs = scores_beside(run, self._reference, tokens)
-        score = figures(ours, theirs)
+        with self._opened(self._made(candidate.steps)) as made:
+            room = has_room((made,), self.recipe.device, self.dtype)
+            run = (
+                Whole(made.load(self.recipe.device, self.dtype))
+                if room
+                else Layerwise(made, self.recipe.device, self.dtype)
+            )
+            score = figures(*scores_beside(run, self._reference, tokens))
+            if self.files:
+                score["memory"] = Path(made.name).stat().st_size
         with whole_file(file) as partial:
             partial.write_text(json.dumps(score), "utf-8")
-        shutil.rmtree(made.folder, ignore_errors=True)
         if shutil.disk_usage(self.work).free < ROOM * self.original.bytes:
             for folder in self.work.glob("made-*"):  # first steps that others would start from
                 shutil.rmtree(folder, ignore_errors=True)
-        return replace(candidate, score=score)
+        return candidate.scored(score)
+
+    @contextmanager
+    def _opened(self, made: Path) -> Iterator[Source]:
+        """A candidate's result or its file, which goes afterwards."""
+        if self.files is None:
+            yield Source("candidate", made)
+            shutil.rmtree(made, ignore_errors=True)
+            return
+        with self.files.opened(made) as source:
+            yield source
+        made.unlink()
 
     @cached_property
     def _reference(self) -> Layerwise:
@@ -206,11 +238,15 @@ class Search:
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
     def _made(self, steps: Steps) -> Path:
-        """The folder of a recipe's result; what steps have in common is made once."""
+        """The folder of a recipe's result, or its file; what steps have in common is made once."""
         model, folder = self.recipe.model, Path()
         for number, config in enumerate(steps):
             folder = self.work / f"made-{self._key(told(steps[: number + 1]))}"
-            if not folder.exists():
+            if isinstance(config, ExportArgs):
+                assert self.files is not None
+                folder = folder.with_suffix(".gguf")
+                self.files.make(model, folder, config)
+            elif not folder.exists():
                 result = convert(config, self._args(model, config, first=number == 0))
                 result.save(folder)
             model = str(folder)
@@ -247,6 +283,35 @@ class Search:
             )
         return file
 
+    def filed(self, chosen: Candidate, folder: Path) -> JSON:
+        """Write the file of the chosen candidate beside its result.
+
+        Args:
+            chosen: the candidate.
+            folder: of the result; empty where nothing was changed before rounding.
+
+        Returns:
+            ``gguf`` with ``file``, ``type``, ``bytes``, ``types``, and its figures on the text that
+            results are measured on; nothing where no file was asked for.
+        """
+        asked = chosen.file
+        if asked is None or self.files is None:
+            return {}
+        file = folder / f"model-{asked.type}.gguf"
+        model = str(folder) if len(chosen.steps) > 1 else str(self.source.folder)
+        made = self.files.make(model, file, asked)
+        said: JSON = {"file": file.name, **{k: made[k] for k in ("type", "bytes", "types")}}
+        settings = self.recipe.evaluation
+        if settings is not None:
+            tokens = evaluation_tokens(
+                settings.data, self.source.tokenizer, settings.length, settings.max_tokens
+            )
+            place = self.recipe.device, self.dtype
+            with self.files.opened(file) as read:
+                run = Whole(read.load(*place))
+                said |= figures(*scores_beside(run, Layerwise(self.source, *place), tokens))
+        return {"gguf": said}
+
     # --- the search ------------------------------------------------------------------------------
 
     def run(self) -> tuple[Candidate, list[Candidate]]:
@@ -280,10 +345,12 @@ class Search:
             if share is not None:
                 found.append((family, share))
         tried = []
-        for family, share in self.track(found, "Trying candidates", len(found)):
-            candidate = self._try(family.name, family.rough(share), "search")
-            if candidate is not None:
-                tried.append((family, share, candidate))
+        for family, most in self.track(found, "Trying candidates", len(found)):
+            for share in self._from(family, most):
+                candidate = self._try(family.name, family.rough(share), "search", config)
+                if candidate is not None:
+                    tried.append((family, share, candidate))
+                    break
         tried.sort(key=lambda t: t[2].kl)
         single = next((t for t in tried if len(t[2].steps) == 1), None)
         few = tried[: config.confirm]
@@ -300,6 +367,13 @@ class Search:
         ]
         return min((c for c in confirmed if c), key=lambda c: c.kl, default=None)
 
+    def _from(self, family: Family, most: float) -> Sequence[float]:
+        """A share, and those below it: told sizes of files are a little off."""
+        if self.files is None:
+            return (most,)
+        place = family.shares.index(most)
+        return family.shares[max(0, place - SMALLER) : place + 1][::-1]
+
     def _try(
         self, form: str, steps: Steps, stage: str, config: FitConfig | None = None
     ) -> Candidate | None:
@@ -307,11 +381,13 @@ class Search:
         weight = self.weights.of(steps)
         if weight is None or (config is not None and not weight.meets(config)):
             return None
-        if self.config.native and not weight.native:
+        if self.config.plain and not weight.native:
             return None
         try:
             candidate = self.measured(Candidate(form, steps, weight, stage=stage))
         except MoesaicError:  # the weights have no such form: biases, an activation of their own
+            return None
+        if config is not None and not candidate.weight.meets(config):
             return None
         self._tried[self._key([told(steps), stage])] = candidate
         return candidate
@@ -349,7 +425,7 @@ class Search:
     def _smallest(self, known: Iterable[Family]) -> str:
         """A message that names the smallest sizes within reach."""
         reached = [self.weights.of(f.rough(f.shares[0])) for f in known]
-        weights = [w for w in reached if w is not None and (w.native or not self.config.native)]
+        weights = [w for w in reached if w is not None and (w.native or not self.config.plain)]
         said = []
         for name in BUDGETS:
             wanted = getattr(self.config, name)
@@ -427,12 +503,49 @@ def fit(
         "dtype": recipe.dtype,
     }
     Progress(work, request).begin()
-    with log.listening(), log.stage("search"):
-        chosen, tried = search.run()
-    best = replace(recipe, steps=chosen.steps)
-    found = {"chosen": chosen.as_json(), "tried": [c.as_json() for c in tried]}
-    record = run_recipe(best, overwrite=overwrite, resume=resume, found=found, log=log)
+    try:
+        with log.listening(), log.stage("search"):
+            chosen, tried = search.run()
+    except MoesaicError:
+        if not any(c.score for c in search._tried.values()):  # nothing that could be resumed
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+    steps = tuple(step for step in chosen.steps if isinstance(step, MethodConfig))
+    best = replace(recipe, steps=steps)
+    found: JSON = {"chosen": chosen.as_json(), "tried": [c.as_json() for c in tried]}
+
+    def more(folder: Path) -> JSON:
+        """The file that was asked for, beside the result."""
+        return search.filed(chosen, folder)
+
+    record: Record | None
+    if steps:
+        record = run_recipe(
+            best, overwrite=overwrite, resume=resume, found=found, more=more, log=log
+        )
+    else:
+        record = rounded(best, search.source, found, more, overwrite)
     shutil.rmtree(work, ignore_errors=True)
+    return record
+
+
+def rounded(
+    recipe: Recipe, source: Source, found: JSON, more: Callable[[Path], JSON], overwrite: bool
+) -> Record:
+    """The record of a folder that holds the original's GGUF file alone: no step was worth it."""
+    with whole_folder(Path(recipe.out), overwrite) as folder:
+        record = Record(
+            model=recipe.model,
+            out=recipe.out,
+            model_type=source.config.model_type,
+            native=True,
+            steps=[],
+            layers=[],
+            calibration=asdict(recipe.calibration),
+            environment=environment(recipe.device),
+            measured={**found, **more(folder)},
+        )
+        describe(record, recipe, folder)
     return record
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, Protocol
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -63,7 +64,7 @@ TYPES: dict[str, torch.dtype] = {
 }
 """Types by the names that safetensors gives them, in the order in which it stores them."""
 NAMES = {kind: name for name, kind in TYPES.items()}
-PIECE = 1 << 20
+PIECE = 1 << 17
 """Bytes that are copied together."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -85,7 +86,6 @@ class Checkpoint:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._types: dict[str, str] = {}
         self._stored: dict[str, Stored] = {}
-        self._open: tuple[Path, Any] | None = None
         self._survey()
 
     def _survey(self) -> None:
@@ -143,13 +143,15 @@ class Checkpoint:
         return self._read(name)
 
     def _read(self, name: str) -> Tensor:
-        """A tensor's values."""
-        file = self._files[name]
-        with _reading(file):
-            if self._open is None or self._open[0] != file:
-                self._open = (file, safe_open(file, framework="pt"))
-            tensor: Tensor = self._open[1].get_tensor(name)
-        _STORED[tensor] = tensor._version, self._stored[name]
+        """A tensor's values, mapped: its part of the file is in memory no longer than it is."""
+        stored = self._stored[name]
+        kind, shape = TYPES[stored.kind], tuple(stored.shape)
+        if not stored.nbytes:
+            return torch.empty(shape, dtype=kind)
+        with _reading(stored.path):
+            bytes = np.memmap(stored.path, np.uint8, "c", stored.begin, (stored.nbytes,))
+        tensor = torch.from_numpy(bytes).view(kind).reshape(shape)
+        _STORED[tensor] = tensor._version, stored
         return tensor
 
     def stored(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -198,7 +200,7 @@ def _is_plain(name: object) -> bool:
 def _reading(file: Path) -> Iterator[None]:
     try:
         yield
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise MoesaicError(f"{file} is missing, truncated or corrupt: {error}") from error
 
 
