@@ -9,7 +9,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from moesaic import hub
 from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import skeleton
+from moesaic.io.checkpoint import SHAPES, shape_of, skeleton
 
 
 def test_some_experts_are_not_the_dense_model(model_type, tokens):
@@ -63,6 +63,22 @@ def test_looking_a_config_up_leaves_it_and_its_models_alone():
     made = skeleton(config)
     assert config.dtype == torch.bfloat16
     assert made.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+def test_a_shape_is_made_once_and_leaves_its_config_alone():
+    """Of each size and type one; those that were not asked for lately are forgotten."""
+    config = tiny_config("llama")
+    first, narrow = shape_of(config), shape_of(config, torch.bfloat16)
+    assert shape_of(tiny_config("llama")) is first
+    assert config.dtype != torch.bfloat16
+    assert {p.dtype for p in narrow.parameters()} == {torch.bfloat16}
+    wanted = {n: t.shape for n, t in skeleton(tiny_config("llama")).state_dict().items()}
+    assert {n: t.shape for n, t in first.state_dict().items()} == wanted
+    for width in range(SHAPES):
+        other = shape_of(tiny_config("llama", intermediate_size=8 + 8 * width))
+        assert other.config.intermediate_size == 8 + 8 * width
+        assert shape_of(config) is first
+    assert shape_of(config, torch.bfloat16) is not narrow
 
 
 def test_a_config_says_how_wide_the_shared_path_is(moe):

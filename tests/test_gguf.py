@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import re
 import shutil
+import weakref
 from typing import Any
 
 import gguf
@@ -13,12 +16,15 @@ import pytest
 import torch
 from builders import equal, loaded, logits, pages, tiny_model, tiny_moe, weights
 from gguf import GGMLQuantizationType as Type
+from shrunken import small_model
 from transformers import AutoModelForCausalLM
 
+import moesaic
+from moesaic import SlimConfig
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import skeleton
-from moesaic.io.gguf import GgufCheckpoint
+from moesaic.io.checkpoint import ShardWriter, skeleton
+from moesaic.io.gguf import Converted, Processed
 from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
 from moesaic.layers.pruned import PrunedLayer
@@ -69,6 +75,17 @@ def stacked(model, folder):
     return {n: np.stack(p) if "_exps" in n else p[0] for n, p in parts.items()}
 
 
+def add_vocabulary(writer, tokenizer):
+    """A byte-level tokenizer, as llama.cpp's converter writes it."""
+    vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(sorted(vocabulary["vocab"], key=vocabulary["vocab"].get))
+    writer.add_token_types([3] + [1] * (len(vocabulary["vocab"]) - 1))
+    writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
+    writer.add_eos_token_id(0)
+
+
 def interleaved(rows, heads):
     """Rows of a head as llama.cpp's rotation wants them: the halves by turns."""
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
@@ -103,13 +120,7 @@ def written(model, tokenizer, file, kind=Type.F32, change=lambda tensors: None, 
             writer.add_uint32(field if split else f"{architecture}.{field}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
     writer.add_float32(f"{architecture}.rope.freq_base", config.rope_parameters["rope_theta"])
-    vocabulary = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(sorted(vocabulary["vocab"], key=vocabulary["vocab"].get))
-    writer.add_token_types([3] + [1] * (len(vocabulary["vocab"]) - 1))
-    writer.add_token_merges([" ".join(pair) for pair in vocabulary["merges"]])
-    writer.add_eos_token_id(0)
+    add_vocabulary(writer, tokenizer)
     tensors = stacked(model, file.with_suffix(""))
     change(tensors)
     for name, tensor in tensors.items():
@@ -218,8 +229,8 @@ def test_experts_that_go_are_never_read(tmp_path, tokenizer, monkeypatch):
     source.checkpoint.unpack(tmp_path / "plain")
     same_weights = resolve(str(tmp_path / "plain"))
     assert same(loaded(tmp_path / "plain"), theirs(file, source.config))
-    arch, own = base_arch(source.config), GgufCheckpoint._read
-    monkeypatch.setattr(GgufCheckpoint, "_read", lambda c, n: read.append(n) or own(c, n))
+    arch, own = base_arch(source.config), Processed._read
+    monkeypatch.setattr(Processed, "_read", lambda c, n: read.append(n) or own(c, n))
     for name, base in (("a", source), ("b", same_weights)):
         shape = base_shape(skeleton(base.config), arch)
         plan = Plan("test", shape, {1: PrunedLayer(torch.tensor([0, 1, 3]))})
@@ -243,6 +254,202 @@ def test_from_a_file_to_a_result(tmp_path, tokenizer, command):
     size = sum(f.stat().st_size for f in (tmp_path / "a").glob("model*.safetensors"))
     assert code == 0
     assert json.loads(said)["estimate"]["output_bytes"] == size
+
+
+TEXT = ("--samples", "4", "--length", "16", "--calibration", "{text}", "--no-eval")
+VERBS = {
+    "qwen2_moe": {
+        "slim": ["{out}", "--keep", "0.5", "--refit", *TEXT],
+        "skip": ["{out}", *TEXT],
+        "condense": ["{out}", "--layers", "1", *TEXT],
+        "observe": ["{out}", *TEXT[:-1]],
+        "tune": [
+            "{out}",
+            "--what",
+            "all",
+            "--steps",
+            "1",
+            *TEXT[2:4],
+            "--data",
+            "{text}",
+            "--no-eval",
+        ],
+        "eval": ["--max-tokens", "64"],
+        "inspect": [],
+        "generate": ["a word", "--new-tokens", "2"],
+        "export": ["{out}"],
+    },
+    "llama": {
+        "carve": ["{out}", "--active", "0.85", "--refit", *TEXT],
+        "slim": ["{out}", "--keep", "0.5", "--refit", *TEXT],
+        "similarity": [*TEXT[:-1]],
+    },
+}
+"""What each verb is given beside a file; a mixture's are tried on a mixture."""
+
+
+@pytest.mark.parametrize("model_type", VERBS)
+def test_every_verb_takes_a_file(model_type, tmp_path, tokenizer, command):
+    file = written(model_of(model_type), tokenizer, tmp_path / "model.gguf", Type.Q8_0)
+    failed = {}
+    for verb, words in VERBS[model_type].items():
+        said = [word.format(out=tmp_path / verb, text=pages("calibration")) for word in words]
+        code, _, wrong = command(verb, file, *said)
+        if code:
+            failed[verb] = wrong
+    assert failed == {}
+
+
+HYBRID = {
+    r"^model\.embed_tokens": "token_embd",
+    r"^model\.norm": "output_norm",
+    r"^lm_head": "output",
+    r"^model\.layers": "blk",
+    r"self_attn\.([qkv])_proj": r"attn_\1",
+    r"self_attn\.([qk])_norm": r"attn_\1_norm",
+    r"self_attn\.o_proj": "attn_output",
+    r"input_layernorm": "attn_norm",
+    r"post_attention_layernorm": "post_attention_norm",
+    r"linear_attn\.in_proj_qkv": "attn_qkv",
+    r"linear_attn\.in_proj_z": "attn_gate",
+    r"linear_attn\.in_proj_a": "ssm_alpha",
+    r"linear_attn\.in_proj_b": "ssm_beta",
+    r"linear_attn\.conv1d": "ssm_conv1d",
+    r"linear_attn\.norm": "ssm_norm",
+    r"linear_attn\.out_proj": "ssm_out",
+    r"linear_attn\.A_log": "ssm_a",
+    r"linear_attn\.dt_bias": "ssm_dt.bias",
+    r"mlp\.shared_expert_gate": "ffn_gate_inp_shexp",
+    r"mlp\.shared_expert\.(gate|up|down)_proj": r"ffn_\1_shexp",
+    r"mlp\.gate\.": "ffn_gate_inp.",
+    r"mlp\.experts\.down_proj": "ffn_down_exps.weight",
+    r"mlp\.(gate|up|down)_proj": r"ffn_\1",
+}
+
+
+def hybrid(model_type, tokenizer, file, missing=""):
+    """A GGUF file of a small Qwen3.5; its heads' order is that of the model that was made up."""
+    model = small_model(
+        model_type,
+        vocab_size=len(tokenizer),
+        head_dim=32,
+        linear_num_value_heads=4,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    )
+    config, moe = model.config, "moe" in model_type
+    architecture = "qwen35moe" if moe else "qwen35"
+    writer = gguf.GGUFWriter(file, architecture)
+    numbers = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "full_attention_interval": 4,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "rope.dimension_count": 8,
+    }
+    if moe:
+        numbers |= {
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+        }
+    else:
+        numbers["feed_forward_length"] = config.intermediate_size
+    for field, value in numbers.items():
+        writer.add_uint32(f"{architecture}.{field}", value)
+    writer.add_array(f"{architecture}.rope.dimension_sections", [2, 1, 1, 0])
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
+    writer.add_float32(f"{architecture}.rope.freq_base", 10_000.0)
+    add_vocabulary(writer, tokenizer)
+    for name, tensor in model.state_dict().items():
+        if "gate_up_proj" in name:
+            start = re.sub(r"^model\.layers", "blk", name).partition("mlp")[0]
+            for part, half in zip(("gate", "up"), tensor.chunk(2, 1), strict=True):
+                writer.add_tensor(f"{start}ffn_{part}_exps.weight", half.contiguous().numpy())
+            continue
+        for found, said in HYBRID.items():
+            name = re.sub(found, said, name)
+        if name == missing:
+            continue
+        data = -tensor.exp() if "ssm_a" in name and "alpha" not in name else tensor
+        plain = tensor.ndim == 1 or "ffn_gate_inp" in name or "conv1d" in name
+        data = (data.squeeze(1) if "conv1d" in name else data).numpy()
+        writer.add_tensor(name, data if plain else data.astype(np.float16))
+    for name, shape in (("nextn.eh_proj", (32, 64)), ("attn_norm", (32,))):  # foretells tokens
+        full = f"blk.{config.num_hidden_layers}.{name}.weight"
+        writer.add_tensor(full, np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_hybrids_are_converted_tensor_by_tensor(model_type, tmp_path, tokenizer, command):
+    """As transformers converts them, which reads them whole; and on to a result."""
+    file = hybrid(model_type, tokenizer, tmp_path / "model.gguf")
+    source = resolve(str(file))
+    assert isinstance(source.checkpoint, Converted)
+    assert same(source.load(), theirs(file, source.config))
+    assert source.config.model_type == model_type
+    source.checkpoint.unpack(tmp_path / "plain")
+    text = "--samples", "4", "--length", "16", "--no-eval", "--calibration", pages("calibration")
+    wanted = ("prune", "--keep", "6") if "moe" in model_type else ("slim", "--keep", "0.5")
+    for base, out in ((file, "a"), (tmp_path / "plain", "b")):
+        assert command(wanted[0], base, tmp_path / out, *wanted[1:], *text)[0] == 0
+    assert equal(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    name = "blk.0.ssm_beta.weight"
+    short = hybrid(model_type, tokenizer, tmp_path / "short.gguf", missing=name)
+    with pytest.raises(MoesaicError, match=r"short.gguf has no tensor .*in_proj_b"):
+        resolve(str(short))
+
+
+def test_one_layer_of_a_file_is_held_at_a_time(tmp_path, tokenizer, monkeypatch):
+    """Bytes of values that are alive, counted as they are read, in observing and in writing."""
+    kind, sizes = "qwen2_moe", {"hidden_size": 128, "num_hidden_layers": 6}
+    file = written(model_of(kind, **sizes), tokenizer, tmp_path / "model.gguf", Type.Q8_0)
+    source = resolve(str(file))
+    checkpoint, held, most = source.checkpoint, [0], [0]
+    layers = [
+        sum(4 * math.prod(checkpoint.shape(n)) for n in checkpoint.names() if f"layers.{i}." in n)
+        for i in range(6)
+    ]
+    own = torch.from_numpy
+
+    def counted(array):
+        held[0] += array.nbytes
+        most[0] = max(most[0], held[0])
+        weakref.finalize(array, lambda n=array.nbytes: held.__setitem__(0, held[0] - n))
+        return own(array)
+
+    monkeypatch.setattr(torch, "from_numpy", counted)
+    text = {"calibration": pages("calibration"), "samples": 4, "length": 16}
+    moesaic.observe(str(file), tmp_path / "stats", **text)
+    plan = moesaic.slim(str(file), SlimConfig(keep=0.5), **text).plan
+    assert most[0] <= 1.2 * max(layers) + 4 * math.prod(checkpoint.shape("lm_head.weight"))
+    most[0] = 0
+    (tmp_path / "out").mkdir()
+    writer = ShardWriter(tmp_path / "out", shard_bytes=max(layers))
+    save_applied(source, plan, tmp_path / "out", writer=writer)
+    gc.collect()
+    assert most[0] <= 2.2 * max(layers)
+    assert held[0] == 0
+    assert sum(layers) > 5 * max(layers)
 
 
 def gone(tensors):

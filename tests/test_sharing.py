@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 import moesaic
 from moesaic.cli import app
 from moesaic.errors import MoesaicError
+from moesaic.plan import Plan
 
 TOKEN, COMMIT = "hf_standin", "0" * 40
 
@@ -149,6 +150,52 @@ def test_a_plan_is_pushed_and_rebuilt(hub: dict[str, dict[str, bytes]], tmp_path
     assert equal(weights(out), weights(again))
     moesaic.apply("tiny-moe", "me/slim", again, overwrite=True)
     assert equal(weights(out), weights(again))
+
+
+STEPS = """
+model: tiny-moe
+out: {out}
+dtype: bfloat16
+calibration: {{samples: 4, length: 32}}
+evaluation: null
+steps:
+- prune: {{keep: 6, refit: true}}
+- slim: {{keep: 0.5}}
+- skip: {{}}
+"""
+
+
+def test_a_plan_rebuilds_all_steps(hub: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
+    """Also in another type than the base's, from the base and from a result between."""
+    out, again, between = tmp_path / "out", tmp_path / "again", tmp_path / "between"
+    (tmp_path / "recipe.yaml").write_text(STEPS.format(out=out))
+    done("run", str(tmp_path / "recipe.yaml"), "--push", "me/three", "--push-plan")
+    assert len(Plan.load(out).earlier) == 2
+    done("apply", "me/three", str(again))
+    assert {f.name for f in again.iterdir()} <= {f.name for f in out.iterdir()}
+    for file in again.iterdir():
+        assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+    first, *_ = Plan.load(out).earlier
+    between.mkdir()
+    first.save(between)
+    done("apply", str(between), str(tmp_path / "first"))
+    moesaic.apply(str(tmp_path / "first"), out, again, overwrite=True)
+    assert equal(weights(out), weights(again))
+    said = run("apply", "tiny-shared-moe", "me/three", str(tmp_path / "never"))
+    assert "was made for a mixtral" in str(said.exception)
+
+
+def test_a_plan_behind_a_trained_step_is_not_enough(
+    hub: dict[str, dict[str, bytes]], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    verb, model, *options = PRUNE
+    done(verb, model, str(out), *options)
+    record = json.loads((out / "result.json").read_text())
+    record["steps"].insert(0, {**record["steps"][0], "weights": "trained"})
+    (out / "result.json").write_text(json.dumps(record))
+    with pytest.raises(MoesaicError, match="a step before the last was trained"):
+        moesaic.push(out, "me/slim", plan_only=True)
 
 
 def test_a_result_is_pushed_whole(hub: dict[str, dict[str, bytes]], tmp_path: Path) -> None:

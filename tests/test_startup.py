@@ -15,6 +15,11 @@ import pytest
 from moesaic.methods import VERBS
 
 HEAVY = ("torch", "transformers", "sklearn", "matplotlib", "peft", "torchao", "datasets")
+UNNEEDED = (
+    *("scipy", "sklearn", "pandas", "matplotlib", "peft", "torchao", "datasets", "numba"),
+    *("lm_eval", "transformers.trainer", "gguf", "llama_cpp"),
+)
+"""Beside torch and transformers, where headers alone are looked at."""
 COMMANDS = [
     ["--help"],
     ["--version"],
@@ -114,3 +119,30 @@ def test_the_library_in_use_imports_no_more_than_it_needs():
     )
     done = run(code)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_dry_run_imports_no_more_than_it_needs(tmp_path):
+    """And makes each model's skeleton once: the original's, and the result's."""
+    code = (
+        "import json, sys\n"
+        "sys.argv[0] = 'moesaic'\n"
+        "from moesaic import cli\n"
+        "from moesaic.io import checkpoint\n"
+        "own, made = checkpoint.skeleton, []\n"
+        "def counted(config, *args, **options):\n"
+        "    made.append(config.num_local_experts)\n"
+        "    return own(config, *args, **options)\n"
+        "checkpoint.skeleton = counted\n"
+        "try:\n"
+        "    cli.main()\n"
+        "except SystemExit as stop:\n"
+        "    assert not stop.code\n"
+        f"heavy = [m for m in {UNNEEDED} if sys.modules.get(m)]\n"
+        "import gc, scipy.optimize\n"  # is there when it is asked for
+        "assert gc.isenabled()\n"
+        "print(json.dumps([heavy, made]), file=sys.__stdout__)\n"
+    )
+    done = run(code, "prune", "tiny-moe", str(tmp_path / "out"), "--keep", "6", "--dry-run")
+    heavy, made = json.loads(done.stdout.strip().splitlines()[-1])
+    assert heavy == [], done.stderr
+    assert sorted(made) == [6, 8]

@@ -73,12 +73,22 @@ def about(of: Field[Any]) -> About:
     return said
 
 
+_TYPES: dict[type[Any], Mapping[str, Any]] = {}
+
+
+def types_of(config: type[Any]) -> Mapping[str, Any]:
+    """The types of a dataclass's fields; to read them takes a while, and they are asked often."""
+    if config not in _TYPES:
+        _TYPES[config] = get_type_hints(config)
+    return _TYPES[config]
+
+
 def choices(config: type[Any], name: str) -> tuple[str, ...]:
     """The values an option may have, in order; empty where it is not one of a few."""
     for of in fields(config):
         if of.name == name and about(of).choices:
             return about(of).choices
-    kind = get_type_hints(config)[name]
+    kind = types_of(config)[name]
     kinds = (kind, *get_args(kind))
     return next((get_args(k) for k in kinds if get_origin(k) is Literal), ())
 

@@ -27,7 +27,7 @@ from moesaic.arch.dense import PREFIX, Arch
 from moesaic.config import Evaluation, MethodConfig, RunArgs, parse_dtype
 from moesaic.exports.engines import limits
 from moesaic.foreign import JSON, Config, Model
-from moesaic.io.checkpoint import INDEX_NAME, skeleton
+from moesaic.io.checkpoint import INDEX_NAME, shape_of
 from moesaic.io.gguf import cache_folder
 from moesaic.io.names import whole_file
 from moesaic.io.weightless import Outliner, Weightless, foretold
@@ -237,7 +237,7 @@ class Built:
     @cached_property
     def model(self) -> nn.Module:
         """On the meta device."""
-        return skeleton(self.config, self._dtype, bare=True)
+        return shape_of(self.config, self._dtype)
 
     @cached_property
     def size(self) -> Size:

@@ -24,7 +24,7 @@ from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import architectures, base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.foreign import JSON, Config, Model, Tokenizer
-from moesaic.io.checkpoint import skeleton
+from moesaic.io.checkpoint import shape_of
 from moesaic.io.naming import conversions
 from moesaic.io.prediction import leave_out
 from moesaic.io.source import check_loaded, language_model
@@ -210,7 +210,7 @@ def _each(config: Config, arch: Arch, top_ks: Mapping[int, int]) -> JSON | None:
     try:
         for name, value in (said or {}).items():
             setattr(twin, name, value)
-        layers = arch.layers(skeleton(twin, bare=True))
+        layers = arch.layers(shape_of(twin))
     except (StrictDataclassError, TypeError, ValueError):
         return None
     held = all(arch.mixture(layers[i]).top_k == top_k for i, top_k in top_ks.items())

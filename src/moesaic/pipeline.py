@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, Values, silent
 from moesaic.io.checkpoint import whole_folder
 from moesaic.io.names import check_out, unfinished
-from moesaic.io.source import from_hub, resolve
+from moesaic.io.source import Source, from_hub, resolve
 from moesaic.log import Log
 from moesaic.methods import VERBS, implementation
 from moesaic.methods.base import Method
@@ -45,7 +46,9 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
 
 
 def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False) -> None:
-    """Rebuild a result from its base and its plan.
+    """Rebuild a result from its base and its plan, bit for bit.
+
+    A plan holds those that made its base, too: it is rebuilt of the first base, or of one between.
 
     Args:
         base: the model that the plan was made for, by name; empty for the one that the plan names.
@@ -59,11 +62,20 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
     check_out(Path(out), overwrite)
     place = Path(plan) if Path(plan).exists() else from_hub(str(plan), *PLAN_FILES)
     decided = Plan.load(place)
-    if not (base or decided.base.name):
+    steps = [*decided.earlier, decided]
+    if not (base or steps[0].base.name):
         raise MoesaicError(f"The plan at {plan} names no base: it was made from a loaded model.")
-    source = resolve(base or decided.base.name)
+    source = resolve(base or steps[0].base.name)
+    done = [number for number, step in enumerate(steps) if step.base.weights == source.fingerprint]
     with whole_folder(Path(out), overwrite) as folder:
-        save_applied(source, decided, folder)
+        for number in range(max(done, default=0), len(steps)):
+            last, before = number == len(steps) - 1, source.folder
+            made = folder if last else folder / f"step-{number}"
+            made.mkdir(exist_ok=True)
+            save_applied(source, steps[number], made, parse_dtype(steps[number].dtype))
+            source = Source(f"the result of step {number + 1}", made)
+            if before.parent == folder:
+                shutil.rmtree(before)
         decided.save(folder)
 
 

@@ -1,7 +1,8 @@
 """What was decided, layer by layer: everything needed to rebuild the result, nothing else.
 
 A plan is also the slim patch: ``moesaic apply BASE PLAN OUT``. On disk it is ``plan.json`` (the
-header, readable) and ``plan.safetensors`` (index lists, routers, refitted weights).
+header, readable) and ``plan.safetensors`` (index lists, routers, refitted weights). Where a base
+was itself made by plans, these are in the files too, so that the first base is enough.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -77,6 +78,10 @@ class Plan:
     """The method's options, as given."""
     calibration: str = ""
     """Fingerprint of the calibration tokens."""
+    dtype: str = "auto"
+    """The floating-point type that its result was written in; ``auto`` for the base's own."""
+    earlier: tuple[Plan, ...] = ()
+    """The plans that made its base of another one, the first one first; none of them has any."""
 
     def header(self) -> JSON:
         """The decision without its tensors, as plain JSON."""
@@ -105,8 +110,17 @@ class Plan:
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json`` and ``plan.safetensors`` into an existing folder."""
-        save_file(self.tensors(), folder / TENSORS_NAME)
-        (folder / JSON_NAME).write_text(json.dumps(self.header(), indent=1) + "\n")
+        said, tensors = self._said, self.tensors()
+        if self.earlier:
+            said["earlier"] = [plan._said for plan in self.earlier]
+        for number, plan in enumerate(self.earlier):
+            tensors |= {_start(number) + name: t for name, t in plan.tensors().items()}
+        save_file(tensors, folder / TENSORS_NAME)
+        (folder / JSON_NAME).write_text(json.dumps(said, indent=1) + "\n")
+
+    @property
+    def _said(self) -> JSON:
+        return {**self.header(), "dtype": self.dtype}
 
     @classmethod
     def load(cls, path: Path) -> Plan:
@@ -127,21 +141,33 @@ class Plan:
                 )
             header_of(file.with_name(TENSORS_NAME))
             tensors = load_file(file.with_name(TENSORS_NAME))
-            layers = {
-                int(i): KINDS[h["kind"]].load(
-                    h,
-                    {
-                        name.removeprefix(f"{i}."): tensor
-                        for name, tensor in tensors.items()
-                        if name.startswith(f"{i}.")
-                    },
-                )
-                for i, h in header["layers"].items()
-            }
-            base = BaseShape.load(header["base"])
-            return cls(header["method"], base, layers, header["config"], header["calibration"])
+            earlier = tuple(
+                cls._of(said, _under(tensors, _start(number)))
+                for number, said in enumerate(header.get("earlier", []))
+            )
+            return replace(cls._of(header, tensors), earlier=earlier)
         except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
             raise MoesaicError(f"The plan at {path} cannot be read: {error}") from error
+
+    @classmethod
+    def _of(cls, header: JSON, tensors: Mapping[str, Tensor]) -> Plan:
+        """A plan of what its files say of it alone."""
+        layers = {
+            int(i): KINDS[said["kind"]].load(said, _under(tensors, f"{i}."))
+            for i, said in header["layers"].items()
+        }
+        base, dtype = BaseShape.load(header["base"]), header.get("dtype", "auto")
+        return cls(header["method"], base, layers, header["config"], header["calibration"], dtype)
+
+
+def _start(number: int) -> str:
+    """The start of the names of an earlier plan's tensors."""
+    return f"step-{number}."
+
+
+def _under(tensors: Mapping[str, Tensor], start: str) -> dict[str, Tensor]:
+    """Tensors whose names begin so, without it."""
+    return {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
 
 
 class Progress:

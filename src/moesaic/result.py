@@ -20,7 +20,7 @@ from moesaic.config import Evaluation
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Values
-from moesaic.io.checkpoint import ShardWriter, Writer, narrowed, skeleton, whole_folder
+from moesaic.io.checkpoint import ShardWriter, Writer, narrowed, shape_of, whole_folder
 from moesaic.io.fingerprint import IN_MEMORY, of_model
 from moesaic.io.names import whole_file
 from moesaic.io.naming import Naming
@@ -159,7 +159,20 @@ class Result:
         else:
             hub.save_live(self.model, self.job.tokenizer, folder)
         if plan is not None:
-            plan.save(folder)
+            asked = self.job.dtype if self.job.on_disk else None
+            dtype = str(asked or "auto").removeprefix("torch.")
+            replace(plan, dtype=dtype, earlier=self._earlier).save(folder)
+
+    @property
+    def _earlier(self) -> tuple[Plan, ...]:
+        """The plans that made the original, where they lie beside it."""
+        if not self.job.on_disk:
+            return ()
+        try:
+            before = Plan.load(self.job.original.folder)
+        except MoesaicError:  # it is nobody's result, or that of another version
+            return ()
+        return (*before.earlier, replace(before, earlier=()))
 
     # --- its record ------------------------------------------------------------------------------
 
@@ -171,7 +184,7 @@ class Result:
         assert self.plan is not None
         config = copy.deepcopy(self.job.original.config)
         hub.convert_config(config, self.arch, self.plan)
-        return skeleton(config)
+        return shape_of(config)
 
     def record(
         self,
@@ -400,7 +413,7 @@ def save_applied(
     """
     config = copy.deepcopy(source.config)
     arch = base_arch(config)
-    model = skeleton(config, dtype)
+    model = shape_of(config, dtype)
     check_base(plan, model, arch)
     check_weights(plan, source)
     naming = Naming(source.checkpoint, config.model_type.removeprefix(PREFIX))

@@ -8,7 +8,7 @@ from moesaic import report
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import mapping_of
 from moesaic.io.names import check_repository
-from moesaic.plan import FILES
+from moesaic.plan import FILES, Plan
 from moesaic.record import Record
 
 CARD, RECIPE, RESULT = "README.md", "recipe.yaml", "result.json"
@@ -45,10 +45,10 @@ def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
         recipe = (folder / RECIPE).read_text("utf-8")
     except (MoesaicError, ValueError, OSError) as error:
         raise MoesaicError(f"{folder} is not a result of ours: {error}") from error
-    if plan_only and len(record.steps) > 1:
+    if plan_only and len(Plan.load(folder).earlier) + 1 < len(record.steps):
         raise MoesaicError(
-            f"push_plan: the plan in {folder} is that of the last of {len(record.steps)} steps "
-            "and does not rebuild the result. Push it whole."
+            f"push_plan: the plan in {folder} does not rebuild the result, for a step before the "
+            "last was trained. Push it whole."
         )
     kept = [*FILES, *TOLD] if plan_only else None
     hub = HfApi()

@@ -22,7 +22,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.arch.routing import RouterParts, RoutingFunction, arguments, unbound
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
-from moesaic.io.checkpoint import skeleton
+from moesaic.io.checkpoint import shape_of
 
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 GATES = ("gate", "w1", "wi_0", "c_fc_0")
@@ -70,8 +70,7 @@ def discovered(config: Config) -> Arch:
         if len(_FOUND) > MOST:
             _FOUND.clear()
         with torch.device("cpu"):  # a converted model asks while it is made on the meta device
-            # transformers writes the type that it is asked for into the config, so into a copy
-            _FOUND[said] = of_model(skeleton(copy.deepcopy(config)), config)
+            _FOUND[said] = of_model(shape_of(config), config)
     return _FOUND[said]
 
 

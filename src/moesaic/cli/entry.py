@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import sys
@@ -24,6 +25,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 TORCH = "inline_container.cc"
 """The part of torch that writes training checkpoints; it says no more than that it could not."""
+
+UNASKED = ("scipy", "torchao")
+"""Libraries that transformers imports with its models because they are installed, for losses of
+object detection and for a quantiser that no command uses: half a second of each start."""
 
 for group in (verbs, fitting, measure, results):
     group.commands()
@@ -82,9 +87,32 @@ def quiet_libraries() -> None:
         module.disable_progress_bar()
 
 
+def start_quickly() -> None:
+    """Let transformers import its models without libraries that they do not need.
+
+    Nor is garbage looked for meanwhile: what importing makes is there to stay.
+    """
+    models = "transformers.modeling_utils"
+    if models in sys.modules:
+        return
+    hidden = [name for name in UNASKED if name not in sys.modules]
+    for name in hidden:  # by which Python refuses to import it
+        sys.modules[name] = None  # type: ignore[assignment]
+    gc.disable()
+
+    @wrapt.when_imported(models)
+    def started(_: ModuleType) -> None:
+        for name in hidden:
+            if sys.modules.get(name, sys) is None:
+                del sys.modules[name]
+        gc.freeze()
+        gc.enable()
+
+
 def main() -> None:
     """Entry point of the ``moesaic`` command."""
     quiet_libraries()
+    start_quickly()
     with explained():
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             from moesaic.distributed import join_processes

@@ -15,13 +15,12 @@ from typing import (
     TypeAlias,
     get_args,
     get_origin,
-    get_type_hints,
 )
 
 import typer
 import yaml
 
-from moesaic.config import About, about, choices
+from moesaic.config import About, about, choices, types_of
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.recipe import Recipe
@@ -169,7 +168,7 @@ def _merged(
 ) -> Option:
     """One option of the fields that several methods call by the same name."""
     (_, config, first), said = group[0], about(group[0][2])
-    kind, commas = _kind(get_type_hints(config)[first.name], said)
+    kind, commas = _kind(types_of(config)[first.name], said)
     flag = flag or flag_of(first)
     return Option(
         first.name,

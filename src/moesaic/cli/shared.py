@@ -163,7 +163,7 @@ def write(file: Path, text: str) -> None:
         partial.write_text(text, "utf-8")
 
 
-def check_push(repo: str, plan_only: bool, steps: int = 1) -> None:
+def check_push(repo: str, plan_only: bool) -> None:
     """Refuse what cannot be uploaded, before any work is done.
 
     Raises:
@@ -171,10 +171,6 @@ def check_push(repo: str, plan_only: bool, steps: int = 1) -> None:
     """
     if plan_only and not repo:
         raise MoesaicError("push_plan needs push=you/name, a repository of the hub.")
-    if plan_only and steps > 1:
-        raise MoesaicError(
-            f"push_plan: a plan rebuilds one step, and here are {steps}. Push the result whole."
-        )
     if repo:
         check_repository(repo)
 
@@ -205,7 +201,7 @@ def carry_out(
     push_plan: bool = False,
 ) -> None:
     """Run a recipe and show what came of it, or what would."""
-    check_push(push, push_plan, len(recipe.steps))
+    check_push(push, push_plan)
     if dry_run:
         check_run(recipe, overwrite=overwrite, resume=resume)
         foretell(recipe, as_json)
@@ -223,10 +219,10 @@ def carry_out(
 
 def foretell(recipe: Recipe, as_json: bool) -> None:
     """Show what a recipe would make and take."""
-    from moesaic import api
+    from moesaic.estimates import estimate
     from moesaic.report.figures import memory
 
-    found = api.estimate(recipe).as_json()
+    found = estimate(recipe).as_json()
     sizes = (name for name in found if name.endswith("_bytes"))
     table = {**found, **{name.removesuffix("_bytes"): memory(found[name]) for name in sizes}}
     table = {name: value for name, value in table.items() if not name.endswith("_bytes")}

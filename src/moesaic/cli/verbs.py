@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -72,8 +72,13 @@ def verb_options(verb: Verb) -> list[Option]:
     return [*first, *own, *rest, *(replace(o, common=True) for o in common)]
 
 
-def command(verb: Verb) -> Callable[..., None]:
-    """The function behind a verb's command."""
+def command(verb: Verb, names: Collection[str]) -> Callable[..., None]:
+    """The function behind a verb's command.
+
+    Args:
+        verb: the verb.
+        names: of its options.
+    """
     methods = methods_of(verb.name)
     text = {*TEXT, "stats"} if verb.calibrates else {"stats"}
 
@@ -118,7 +123,6 @@ def command(verb: Verb) -> Callable[..., None]:
         )
         carry_out(recipe, overwrite, resume, as_json, dry_run, push, push_plan)
 
-    names = {o.name for o in verb_options(verb)}
     run.__name__, run.__doc__ = verb.name, verb.help
     return run
 
@@ -215,9 +219,10 @@ def similarity(
 def commands() -> None:
     """Make the commands of all verbs, of observe and of similarity."""
     for name in VERBS:
-        verb = VERBS[name]
+        verb, options = VERBS[name], verb_options(VERBS[name])
         known = [of.name for config in methods_of(name).values() for of in fields(config)]
-        register(name, command(verb), verb.example, verb_options(verb), [*SELDOM, *known])
+        run = command(verb, {o.name for o in options})
+        register(name, run, verb.example, options, [*SELDOM, *known])
     told = "MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with them."
     text = [option(Calibration, name) for name in TEXT]
     options = [*text, Option("gram_mb", "--gram-mb", int, told), DEVICE, DTYPE]

@@ -48,7 +48,7 @@ MIXES: dict[str, Mix] = {
     ),
     "tools": Mix(
         "conversations in which functions are called",
-        {f"{TALK}:apigen-80k": "CC-BY-4.0"},
+        {f"{TALK}:apigen-80k": "CC-BY-4.0, Apache-2.0"},
         "shipped:code=1,shipped:reference=1",
     ),
     "math": Mix(
@@ -65,7 +65,8 @@ MIXES: dict[str, Mix] = {
         "",
     ),
 }
-"""By name. Licences are those that the data sets' cards tell."""
+"""By name. Licences are those that the data sets' cards tell; smoltalk's refers to the cards of the
+sets that its parts were taken from."""
 
 
 def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 from moesaic.config import ExportArgs
-from moesaic.exports.llamacpp import export_gguf
-from moesaic.exports.native import export_native
 from moesaic.foreign import JSON
+from moesaic.registry import imported
 
-FORMS: dict[str, Callable[..., JSON]] = {"native": export_native, "gguf": export_gguf}
+FORMS = {
+    "native": "moesaic.exports.native:export_native",
+    "gguf": "moesaic.exports.llamacpp:export_gguf",
+}
 
 
 def export(
@@ -30,4 +33,5 @@ def export(
         MoesaicError: the form is unknown, or cannot hold the model.
     """
     asked = ExportArgs(to=to, **options)  # type: ignore[arg-type]
-    return FORMS[asked.to](model, out, asked, overwrite)
+    form = cast("Callable[..., JSON]", imported(FORMS[asked.to]))
+    return form(model, out, asked, overwrite)

@@ -13,7 +13,7 @@ from moesaic.errors import MoesaicError
 from moesaic.exports.form import Export, base_config
 from moesaic.exports.targets import Header, aligned
 from moesaic.foreign import JSON, Config
-from moesaic.io.checkpoint import Writer, skeleton
+from moesaic.io.checkpoint import Writer, shape_of
 from moesaic.io.source import Source
 from moesaic.layers import neurons
 from moesaic.layers.base import KINDS
@@ -40,7 +40,7 @@ def reduced(
         MoesaicError: its own architecture cannot hold it.
     """
     config = base_config(source.config, arch)
-    shape = base_shape(skeleton(source.config), arch)
+    shape = base_shape(shape_of(source.config), arch)
     gone = {i for i, stack in stacks.items() if any(KINDS[h["kind"]].removes(h) for h in stack)}
     stay = [i for i in range(len(shape.widths)) if i not in gone]
     numbers = {old: new for new, old in enumerate(stay)}
@@ -87,7 +87,7 @@ def reduced(
     def write(writer: Writer) -> None:
         narrow = tuple(arch.ffn_prefix(i) for i, n in dense.items() if n < width)
         fitting = Fitting(writer, f"{arch.layers_path}.", numbers, narrow, width)
-        stays = kept(skeleton(source.config), along=False, beside=not source.beside)
+        stays = kept(shape_of(source.config), along=False, beside=not source.beside)
         rewrite(source.checkpoint, arch, plan, fitting, stays)
 
     return Export(config, write, costs)
@@ -105,7 +105,7 @@ def _filled(
         config: gets the widths.
         costs: gets the neurons before and after, where any are added.
     """
-    layers = arch.layers(skeleton(source.config))
+    layers = arch.layers(shape_of(source.config))
     views = {i: arch.mixture(layers[i]) for i in counts}
     wide = max(view.width for view in views.values())
     path = max(view.shared_width for view in views.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import glob
 import json
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol
+from typing import BinaryIO, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -67,6 +68,10 @@ NAMES = {kind: name for name, kind in TYPES.items()}
 PIECE = 1 << 17
 """Bytes that are copied together."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+SHAPES = 8
+"""Models of which the skeleton is kept in mind."""
+_SHAPES: dict[str, Model] = {}
 
 _STORED: MutableMapping[Tensor, tuple[int, Stored]] = WeakTensorKeyDictionary()
 """Of tensors as they were read: what tells that one is changed, and its place."""
@@ -388,14 +393,37 @@ def narrowed(model: Model) -> Callable[[str], torch.dtype]:
     return of
 
 
+def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
+    """The skeleton of a config, to be looked at: it is made once, and nobody runs or changes it.
+
+    Args:
+        config: of the model.
+        dtype: floating-point type; None for the config's own.
+
+    Raises:
+        MoesaicError: there is no such model.
+    """
+    dtype = dtype or config.dtype or torch.get_default_dtype()
+    key = f"{type(config).__name__} {dtype} {config.to_json_string(use_diff=False)}"
+    found = _SHAPES.pop(key, None)
+    if found is None:
+        with torch.device("cpu"):  # a converted model asks while it is made on the meta device
+            # transformers writes the type that it is asked for into the config, so into a copy
+            found = skeleton(copy.deepcopy(config), dtype, bare=True)
+    while len(_SHAPES) >= SHAPES:
+        del _SHAPES[next(iter(_SHAPES))]
+    _SHAPES[key] = found
+    return found
+
+
 def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = False) -> Model:
     """The model of a config with parameters on the meta device and real buffers.
 
     Args:
         config: of the model.
         dtype: floating-point type; None for the config's own.
-        bare: it is looked at and never run: first values, of buffers too, are left out, which
-            takes half the time.
+        bare: first values, of buffers too, are left out, which takes half the time; such a one
+            cannot be run. :func:`shape_of` keeps them.
 
     Raises:
         MoesaicError: there is no such model.

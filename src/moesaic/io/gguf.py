@@ -1,9 +1,10 @@
 """GGUF files, llama.cpp's own: read tensor by tensor, blocks become values when they are asked for.
 
 transformers reads a file whole. What it knows is used one tensor at a time: a file's config and
-tokenizer, the names of weights, and its processors, which undo what llama.cpp's converter did to
-them. gguf-py reads headers and knows the types. A folder in the cache holds what a checkpoint has
-beside weights, and an index of the places of these in the file.
+tokenizer, the names of weights, and what undoes llama.cpp's converter: processors of values for
+most architectures, conversions from llama.cpp's names to its own for the newest. gguf-py reads
+headers and knows the types. A folder in the cache holds what a checkpoint has beside weights, and
+an index of the places of these in the file.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,6 +29,7 @@ from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton, whole_folder
 from moesaic.io.fingerprint import Stored, of_stored
 from moesaic.io.headers import mapping_of
+from moesaic.io.naming import Naming
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 Numbers: TypeAlias = "npt.NDArray[np.float32]"
 
+FORMAT = 2
+"""Of the index."""
 INDEX = "gguf.json"
 """Of a folder in the cache: the file, and the place of every weight in it."""
 COUNT, USED = "expert_count", "expert_used_count"
@@ -65,10 +69,11 @@ def is_indexed(folder: Path) -> bool:
 
 
 class GgufCheckpoint(Checkpoint):
-    """The weights of a GGUF file, named and shaped as published checkpoints have them; float32.
+    """The tensors of a GGUF file by llama.cpp's own names, in float32.
 
     Args:
-        folder: one of :func:`folder_of`.
+        folder: one of :func:`folder_of`, or where it is being made.
+        said: the folder's index, where it is not written yet.
 
     Raises:
         MoesaicError: the file is gone or was changed.
@@ -76,20 +81,22 @@ class GgufCheckpoint(Checkpoint):
 
     loadable = False
 
-    def _survey(self) -> None:
-        said = mapping_of(self.folder / INDEX)
-        self.file = Path(said["file"])
-        if not self.file.is_file() or stamp(self.file) != said["stamp"]:
-            raise MoesaicError(f"{self.file} is gone, or was changed while it was in use.")
-        self._places: dict[str, JSON] = said["weights"]
-        self._said: JSON = said
-        self._files = dict.fromkeys(self._places, self.file)
-        self._shapes = {name: tuple(place["shape"]) for name, place in self._places.items()}
-        self._types = dict.fromkeys(self._places, "F32")
+    def __init__(self, folder: Path, said: JSON | None = None) -> None:
+        self._said: JSON = mapping_of(folder / INDEX) if said is None else said
+        super().__init__(folder)
 
-    @cached_property
-    def _processor(self) -> TensorProcessor:
-        return processor_of(self._said["architecture"], self._said["config"])
+    def _survey(self) -> None:
+        self.file = Path(self._said["file"])
+        if not self.file.is_file() or stamp(self.file) != self._said["stamp"]:
+            raise MoesaicError(f"{self.file} is gone, or was changed while it was in use.")
+        self._places: dict[str, JSON] = self._said["places"]
+        shapes = {name: place["shape"] for name, place in self._places.items()}
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._know(self._shapes)
+
+    def _know(self, names: Iterable[str]) -> None:
+        self._files = dict.fromkeys(names, self.file)
+        self._types = dict.fromkeys(names, "F32")
 
     @cached_property
     def fingerprint(self) -> str:
@@ -100,16 +107,16 @@ class GgufCheckpoint(Checkpoint):
             }
         )
 
-    def _read(self, name: str) -> Tensor:
+    def _values(self, name: str) -> Numbers:
+        """What the file holds at the place of a name."""
         place = self._places[name]
         raw = np.fromfile(self.file, np.uint8, place["nbytes"], offset=place["begin"])
         if raw.size < place["nbytes"]:
             raise MoesaicError(f"{self.file} is missing, truncated or corrupt: {name} ends early.")
-        found = values(raw, place["type"], place["stored_shape"])
-        # without names of its own to look up, a processor leaves stacked experts apart
-        about: JSON = {"tensor_key_mapping": None, "parsed_parameters": {"tensors": {}}}
-        found = self._processor.process(weights=found, name=place["stored"], **about).weights
-        return torch.from_numpy(np.ascontiguousarray(found)).view(self._shapes[name])
+        return values(raw, place["type"], place["stored_shape"])
+
+    def _read(self, name: str) -> Tensor:
+        return torch.from_numpy(self._values(name))
 
     def unpack(self, out: Path) -> None:
         """Write a checkpoint folder for readers of safetensors alone, in float32."""
@@ -120,6 +127,58 @@ class GgufCheckpoint(Checkpoint):
         writer.close()
         shutil.copyfile(self.folder / "config.json", out / "config.json")
         self.copy_side_files(out)
+
+
+class Processed(GgufCheckpoint):
+    """The weights of a GGUF file, named and shaped as published checkpoints have them."""
+
+    @cached_property
+    def _processor(self) -> TensorProcessor:
+        return processor_of(self._said["architecture"], self._said["config"])
+
+    def _read(self, name: str) -> Tensor:
+        # without names of its own to look up, a processor leaves stacked experts apart
+        about: JSON = {"tensor_key_mapping": None, "parsed_parameters": {"tensors": {}}}
+        about["name"] = self._places[name]["stored"]
+        found = self._processor.process(weights=self._values(name), **about).weights
+        return torch.from_numpy(np.ascontiguousarray(found)).view(self._shapes[name])
+
+
+class Converted(GgufCheckpoint):
+    """The weights of a GGUF file, named and shaped as a loaded model has them."""
+
+    def _survey(self) -> None:
+        super()._survey()
+        self._shapes = {name: tuple(shape) for name, shape in self._said["weights"].items()}
+        self._know(self._shapes)
+
+    @cached_property
+    def _naming(self) -> Naming:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.folder)
+        return naming_of(self.folder, self._said, config)
+
+    def _read(self, name: str) -> Tensor:
+        return self._naming.read(name).contiguous()
+
+
+def opened(folder: Path) -> GgufCheckpoint:
+    """The weights of a GGUF file, by a folder of :func:`folder_of`.
+
+    Raises:
+        MoesaicError: the file is gone or was changed.
+    """
+    said = mapping_of(folder / INDEX)
+    return Converted(folder, said) if "weights" in said else Processed(folder, said)
+
+
+def naming_of(folder: Path, said: JSON, config: Config) -> Naming:
+    """A file's tensors by llama.cpp's names, under those that they have in a loaded model."""
+    from transformers.integrations.gguf import get_gguf_conversion_mapping
+
+    steps = get_gguf_conversion_mapping(said["architecture"], config)
+    return Naming(GgufCheckpoint(folder, said), config.model_type, steps)
 
 
 def processor_of(architecture: str, config: JSON) -> TensorProcessor:
@@ -164,13 +223,10 @@ def stamp(file: Path) -> list[int]:
 def folder_of(file: Path) -> Path:
     """A folder in the cache with a GGUF's config and tokenizer, and an index of its weights.
 
-    Architectures whose values transformers converts in another way than by its processors are
-    converted whole, in float32.
-
     Raises:
         MoesaicError: the file is damaged, or of an architecture or a type that is not read.
     """
-    key = hashlib.sha256(":".join(map(str, [file.resolve(), *stamp(file)])).encode())
+    key = hashlib.sha256(":".join(map(str, [FORMAT, file.resolve(), *stamp(file)])).encode())
     folder = cache_folder() / f"{file.stem}-{key.hexdigest()[:12]}"
     if (folder / "config.json").is_file():
         return folder
@@ -188,41 +244,34 @@ def folder_of(file: Path) -> Path:
 def _unfold(file: Path, work: Path) -> None:
     from gguf import GGUFReader
     from transformers import AutoTokenizer
-    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
+    from transformers.integrations.gguf import is_gguf_arch_supported
 
     reader = GGUFReader(file)
     architecture = str(_field(reader, "general.architecture"))
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    if architecture in GGUF_CONFIG_ARCHS and architecture not in TENSOR_PROCESSORS:
-        _convert(where, work)
+    if int(_field(reader, "split.count") or 1) > 1:
+        raise MoesaicError(
+            f"{file} is one of several parts; merge them with llama.cpp's llama-gguf-split."
+        )
+    config, said = _config(reader, architecture, where)
+    model = skeleton(config, torch.float32)
+    odd = sorted(k for k in {str(t.tensor_type.name) for t in reader.tensors} if not _is_read(k))
+    if odd:
+        raise MoesaicError(f"{file} has tensors of type {odd[0]}, which is not read.")
+    index: JSON = {"file": str(file.resolve()), "stamp": stamp(file)}
+    index |= {"architecture": architecture, "config": said}
+    if is_gguf_arch_supported(architecture):
+        index["places"] = {str(tensor.name): _stored(tensor) for tensor in reader.tensors}
+        index["weights"] = _converted(file, naming_of(work, index, config), model)
     else:
-        if int(_field(reader, "split.count") or 1) > 1:
-            raise MoesaicError(
-                f"{file} is one of several parts; merge them with llama.cpp's llama-gguf-split."
-            )
-        config, said = _config(reader, architecture, where)
-        model = skeleton(config, torch.float32)
-        weights = _places(file, reader, architecture, model)
-        index: JSON = {"file": str(file.resolve()), "stamp": stamp(file)}
-        index |= {"architecture": architecture, "config": said, "weights": weights}
-        (work / INDEX).write_text(json.dumps(index))
-        config.architectures, config.dtype = [type(model).__name__], torch.float32
-        config.save_pretrained(work)
-        if model.can_generate():
-            model.generation_config.save_pretrained(work)
+        index["places"] = _places(file, reader, architecture, model)
+    (work / INDEX).write_text(json.dumps(index))
+    config.architectures, config.dtype = [type(model).__name__], torch.float32
+    config.save_pretrained(work)
+    if model.can_generate():
+        model.generation_config.save_pretrained(work)
     tokenizer.save_pretrained(work)
-
-
-def _convert(where: JSON, work: Path) -> None:
-    """A checkpoint in float32, by transformers, which needs all of it in memory."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    del model.config.quantization_config  # else save_pretrained refuses: weights are plain now
-    model.hf_quantizer = None
-    model.save_pretrained(work)
 
 
 def _field(reader: GGUFReader, name: str) -> Any:
@@ -252,19 +301,49 @@ def _config(reader: GGUFReader, architecture: str, where: JSON) -> tuple[Config,
     return config, {name: getattr(config, name, None) for name in asked}
 
 
+def _converted(file: Path, naming: Naming, model: Model) -> dict[str, list[int]]:
+    """The shapes of a model's weights by their names in memory, which are all in a file.
+
+    Raises:
+        MoesaicError: some are not there or of another shape, or more is there.
+    """
+    try:
+        naming.check(model)
+    except MoesaicError as error:
+        said = str(error).replace(str(naming.checkpoint.folder), str(file))
+        raise MoesaicError(said) from None
+    wanted = model.state_dict()
+    found = {*naming.in_memory.values()}
+    # layers that predict further tokens, which transformers does not read
+    left = {name for name in found - wanted.keys() if not name.startswith("mtp.")}
+    _check_left(file, [name for name, to in naming.in_memory.items() if to in left], model)
+    return {name: list(tensor.shape) for name, tensor in wanted.items() if name in found}
+
+
+def _check_left(file: Path, names: Iterable[str], model: Model) -> None:
+    """Refuse a file that holds more than its model.
+
+    Raises:
+        MoesaicError: names some of the tensors.
+    """
+    left = sorted(name for name in names if not UNUSED.search(name))
+    if left:
+        raise MoesaicError(
+            f"{file} has tensors that a {model.config.model_type} has no place for: "
+            f"{', '.join(left[:3])} ({len(left)} in all). Give the checkpoint that it was made "
+            "from."
+        )
+
+
 def _places(file: Path, reader: GGUFReader, architecture: str, model: Model) -> dict[str, JSON]:
     """The places of a model's weights in a file, by their names in published checkpoints.
 
     Raises:
-        MoesaicError: some are not there, of a type that is not read, or of another shape.
+        MoesaicError: some are not there or of another shape, or more is there.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     there = {str(tensor.name): tensor for tensor in reader.tensors}
-    kinds = {str(tensor.tensor_type.name) for tensor in reader.tensors}
-    odd = sorted(kind for kind in kinds if not _is_read(kind))
-    if odd:
-        raise MoesaicError(f"{file} has tensors of type {odd[0]}, which is not read.")
     wanted = revert_weight_conversion(model, dict(model.state_dict()))
     named, found, used = _namer(architecture, model.config.num_hidden_layers), {}, set()
     for name, meta in wanted.items():
@@ -274,20 +353,16 @@ def _places(file: Path, reader: GGUFReader, architecture: str, model: Model) -> 
             found[name] = _place(file, name, there[stored], tuple(meta.shape))
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     missing = sorted(name for name in wanted if name not in found and name not in tied)
-    left = sorted(name for name in there if name not in used and not UNUSED.search(name))
+    left = [name for name in there if name not in used]
     if missing:
-        beside = f"; it has {', '.join(left[:3])}" if left else ""
+        more = sorted(name for name in left if not UNUSED.search(name))[:3]
+        beside = f"; it has {', '.join(more)}" if more else ""
         raise MoesaicError(
             f"{file} is of architecture {architecture!r} and has no tensor for "
             f"{', '.join(missing[:3])} ({len(missing)} in all){beside}. Give the checkpoint that "
             "it was made from."
         )
-    if left:
-        raise MoesaicError(
-            f"{file} has tensors that a {model.config.model_type} has no place for: "
-            f"{', '.join(left[:3])} ({len(left)} in all). Give the checkpoint that it was made "
-            "from."
-        )
+    _check_left(file, left, model)
     return found
 
 
@@ -337,13 +412,12 @@ def _place(file: Path, name: str, tensor: ReaderTensor, shape: tuple[int, ...]) 
     Raises:
         MoesaicError: it is of another shape than the config says.
     """
-    stored_shape = [int(n) for n in reversed(tensor.shape.tolist())]
-    begin, nbytes = int(tensor.data_offset), int(tensor.n_bytes)
-    expert = _NUMBER.search(name)
+    place, expert = _stored(tensor), _NUMBER.search(name)
+    stored_shape = place["stored_shape"]
     if expert is not None:
         count, *stored_shape = stored_shape
-        nbytes //= count
-        begin += int(expert[1]) * nbytes
+        place["nbytes"] //= count
+        place["begin"] += int(expert[1]) * place["nbytes"]
     if sorted(n for n in stored_shape if n > 1) != sorted(n for n in shape if n > 1) or (
         expert is not None and int(expert[1]) >= count
     ):
@@ -351,11 +425,17 @@ def _place(file: Path, name: str, tensor: ReaderTensor, shape: tuple[int, ...]) 
         raise MoesaicError(
             f"{tensor.name} in {file} is of shape {found}, and its config asks for {asked}: {name}."
         )
+    return {**place, "shape": list(shape), "stored_shape": stored_shape}
+
+
+def _stored(tensor: ReaderTensor) -> JSON:
+    """Where a tensor lies, and as what."""
+    shape = [int(n) for n in reversed(tensor.shape.tolist())]
     return {
         "stored": str(tensor.name),
         "type": str(tensor.tensor_type.name),
-        "shape": list(shape),
-        "stored_shape": stored_shape,
-        "begin": begin,
-        "nbytes": nbytes,
+        "shape": shape,
+        "stored_shape": shape,
+        "begin": int(tensor.data_offset),
+        "nbytes": int(tensor.n_bytes),
     }

@@ -39,11 +39,19 @@ def conversions(model_type: str) -> list[Any] | None:
 
 
 class Naming:
-    """What the tensors of one checkpoint are called in memory, and how to read them so."""
+    """What the tensors of one checkpoint are called in memory, and how to read them so.
 
-    def __init__(self, checkpoint: Checkpoint, model_type: str) -> None:
+    Args:
+        checkpoint: its tensors by their names on disk.
+        model_type: of its config.
+        steps: transformers' conversions, where they are not those of that type's own checkpoints.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, model_type: str, steps: Sequence[Any] | None = None
+    ) -> None:
         self.checkpoint = checkpoint
-        steps: list[Any] = conversions(model_type) or []
+        steps = conversions(model_type) or [] if steps is None else steps
         renamings = [step for step in steps if isinstance(step, WeightRenaming)]
         converters = [step for step in steps if isinstance(step, WeightConverter)]
         self._converters = {p: c for c in converters for p in c.source_patterns}

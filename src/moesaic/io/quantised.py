@@ -17,9 +17,9 @@ from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Values
+from moesaic.io import gguf
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.formats import BlockScaled, Compressed, Format, Microscaled, Parts
-from moesaic.io.gguf import GgufCheckpoint, is_indexed
 from moesaic.io.headers import mapping_of
 
 FORMATS: dict[str, type[Format]] = {
@@ -315,8 +315,8 @@ def opened(folder: Path) -> Checkpoint:
     Raises:
         MoesaicError: it is damaged, or of a format that is not read.
     """
-    if is_indexed(folder):
-        return GgufCheckpoint(folder)
+    if gguf.is_indexed(folder):
+        return gguf.opened(folder)
     file = folder / "config.json"
     said = mapping_of(file) if file.is_file() else {}
     format = format_of(said.get("quantization_config"))

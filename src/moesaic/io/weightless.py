@@ -23,7 +23,7 @@ from moesaic.io.checkpoint import (
     Checkpoint,
     ShardWriter,
     header_bytes,
-    skeleton,
+    shape_of,
 )
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
 from moesaic.io.quantised import opened
@@ -87,7 +87,7 @@ def _of_config(name: str, path: Path, folder: Path) -> Weightless:
         for file in path.glob(pattern):
             (folder / file.name).write_bytes(file.read_bytes())
     config = Source(name, folder).config
-    model = skeleton(config, config.dtype or torch.float32)
+    model = shape_of(config, config.dtype or torch.float32)
     tied = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     first = {n: p for n, p in model.state_dict(keep_vars=True).items() if tied.get(id(p), n) == n}
     _written({n: t.detach().to("meta") for n, t in first.items()}, folder)

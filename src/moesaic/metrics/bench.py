@@ -16,7 +16,7 @@ from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import export_gguf
 from moesaic.foreign import JSON, Model, Track, silent
-from moesaic.io.checkpoint import skeleton
+from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.llamacpp import Engine, gguf_parameters
 from moesaic.metrics.measure import fit, memory, speed_json
@@ -79,7 +79,7 @@ def _transformers(
     loaders = {name: partial(source.load, device, dtype) for name, source in sources.items()}
     together = fit(sources.values(), device, dtype)
     speeds = timed(loaders, together, _prompt(sources, length), new_tokens, rounds, track)
-    active = {name: _active(skeleton(source.config)) for name, source in sources.items()}
+    active = {name: _active(shape_of(source.config)) for name, source in sources.items()}
     return speeds, {
         name: {
             "peak_memory_bytes": memory(source, length, new_tokens, device, dtype),

@@ -18,7 +18,7 @@ from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, silent
-from moesaic.io.checkpoint import skeleton
+from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as repeated
@@ -102,7 +102,7 @@ def inspect(model: str) -> JSON:
         MoesaicError: there is no such model, or its architecture is unknown.
     """
     source = resolve(model)
-    size = model_size(skeleton(source.config))
+    size = model_size(shape_of(source.config))
     return {
         "model_type": source.config.model_type,
         "layers": [
@@ -323,9 +323,7 @@ ROOM = 1.25
 def fit(sources: Collection[Source], device: str, dtype: torch.dtype | None) -> bool:
     """Whether a device has room for all of these models at once."""
     weights = [
-        tensor
-        for source in sources
-        for tensor in skeleton(source.config, dtype or source.config.dtype).parameters()
+        tensor for source in sources for tensor in shape_of(source.config, dtype).parameters()
     ]
     need = sum(tensor.numel() * tensor.element_size() for tensor in weights)
     return ROOM * need <= free_bytes(device)

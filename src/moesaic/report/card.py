@@ -67,11 +67,9 @@ def _quality(record: Record) -> str:
 
 
 def _rebuilding(record: Record) -> str:
-    """The use of ``plan.json``: a trained result has none, several steps have one each."""
+    """The use of ``plan.json``; a result that was trained has none."""
     if any(step.weights == "trained" for step in record.steps):
         return "The weights were trained, so no plan can rebuild this checkpoint: keep it whole."
-    if len(record.steps) > 1:
-        return "`plan.json` in this folder holds the decisions of the last step."
     return (
         "`plan.json` in this folder holds every decision; `moesaic apply BASE plan.json OUT` "
         "rebuilds the checkpoint from the base model."

@@ -17,7 +17,7 @@ from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, shared_out
 from moesaic.distributed import own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
-from moesaic.io.checkpoint import skeleton
+from moesaic.io.checkpoint import shape_of
 from moesaic.io.fingerprint import of_model
 from moesaic.io.naming import Naming
 from moesaic.io.prediction import predicting_layers
@@ -134,7 +134,7 @@ class Job(Generic[A]):
         """
         if not self.on_disk:
             return self.original
-        model = skeleton(self.original.config, bare=True)
+        model = shape_of(self.original.config)
         self.naming.check(model)
         return model
 

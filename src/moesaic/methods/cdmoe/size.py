@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from moesaic.arch.mixture import MoEArch
-from moesaic.io.checkpoint import skeleton
+from moesaic.io.checkpoint import shape_of
 from moesaic.layers.base import LayerPlan
 from moesaic.stream.job import Job
 from moesaic.surgery import layer_uses, shaped
@@ -19,7 +19,7 @@ class Footprint:
 
     def __init__(self, job: Job[MoEArch]) -> None:
         self._arch = job.arch
-        shape = skeleton(job.original.config, job.dtype) if job.on_disk else job.shape
+        shape = shape_of(job.original.config, job.dtype) if job.on_disk else job.shape
         layers = job.arch.layers(shape)
         self._itemsize = next(layers.parameters()).element_size()
         self.bytes = sum(p.numel() * p.element_size() for p in shape.parameters())
@@ -30,7 +30,7 @@ class Footprint:
         self.active = round(total - stored + used)
         self._whole = [_count(layer) for layer in layers]
         self._idle = [round(use.ffn - use.active_ffn) for use in uses]
-        self._skeleton = layers if job.on_disk else job.arch.layers(skeleton(shape.config))
+        self._skeleton = layers if job.on_disk else job.arch.layers(shape_of(shape.config))
         self._left: dict[tuple[int, str], int] = {}
 
     def of(self, plans: Mapping[int, LayerPlan]) -> tuple[int, int]:
