@@ -4,6 +4,8 @@ For every Python and for wheel and sdist: a fresh environment outside the checko
 line's help, the first wrong command of each verb, and a small model pruned, read and reported.
 
     python scripts/try_install.py --python python3.10 python3.13
+
+With --dist it builds nothing and needs no git: for a bare system that has only that Python.
 """
 
 from __future__ import annotations
@@ -73,7 +75,12 @@ def build(folder: Path) -> list[Path]:
             shutil.copy2(ROOT / name, source / name)
     command = [sys.executable, "-m", "build", "--outdir", str(folder / "dist"), str(source)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return sorted((folder / "dist").iterdir(), key=lambda file: file.suffix != ".whl")
+    return built_in(folder / "dist")
+
+
+def built_in(dist: Path) -> list[Path]:
+    """Wheel and sdist in a folder."""
+    return sorted(dist.iterdir(), key=lambda file: file.suffix != ".whl")
 
 
 class Installed:
@@ -146,11 +153,12 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--python", nargs="+", default=pythons(), help="interpreters to try")
+    parser.add_argument("--dist", type=Path, help="a folder of wheel and sdist that were built")
     parser.add_argument("--form", choices=("wheel", "sdist", "both"), default="both")
     asked = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as temporary:
-        built = build(Path(temporary))
+        built = built_in(asked.dist) if asked.dist else build(Path(temporary))
         forms = {"wheel": built[:1], "sdist": built[1:], "both": built}[asked.form]
         for python in asked.python:
             for n, package in enumerate(forms):

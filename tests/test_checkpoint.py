@@ -2,6 +2,8 @@
 
 import errno
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +98,23 @@ def test_existing_out_needs_overwrite(tmp_path):
     with whole_folder(out, overwrite=True) as work:
         (work / "config.json").write_text("2")
     assert (out / "config.json").read_text() == "2"
+
+
+def test_what_is_replaced_is_removed_when_the_new_folder_is_there(tmp_path, monkeypatch):
+    """Killed at any moment, a name has a whole folder or none: one half removed looks foreign."""
+    out, seen, removed = tmp_path / "out", [], shutil.rmtree
+
+    def watched(path, **options):
+        if ".old." in Path(path).name and Path(path).exists():
+            seen.append((out / "config.json").read_text())
+        removed(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    for n in ("1", "2"):
+        with whole_folder(out, overwrite=True) as work:
+            (work / "config.json").write_text(n)
+    assert seen == ["2"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_overwrite_does_not_delete_other_things(tmp_path):

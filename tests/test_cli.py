@@ -238,7 +238,7 @@ AT_ONCE = [
     (["condense", "MODEL", "OUT", "--memory", "much"], "not a number of bytes"),
     (["condense", "MODEL", "OUT", "--candidates", "a,b"], "--candidates: Input should be"),
     (["observe", "/nowhere", "OUT"], "No model folder"),
-    (["observe", "MODEL", "DONE"], "exists"),
+    (["observe", "MODEL", "DONE"], "is a folder"),
     (["eval", "MODEL", "--length", "1"], "--length 1"),
     (["eval", "MODEL", "--draw", "x.svg"], "--draw"),
     (["eval", "MODEL", "--tasks", "none.jsonl"], "--tasks: no file"),
@@ -247,7 +247,7 @@ AT_ONCE = [
     (["export", "MODEL", "OUT", "--to", "paper"], "--to 'paper'"),
     (["run", "none.yaml"], "No recipe"),
     (["apply", "MODEL", "/nowhere", "OUT"], "No plan"),
-    (["report", "/nowhere"], "no readable result.json"),
+    (["report", "/nowhere"], "No run at"),
     (["generate", "MODEL", ""], "prompt is empty"),
     (["fly"], "No such command"),
 ]

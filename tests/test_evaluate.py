@@ -401,8 +401,15 @@ def test_unknown_tasks_and_absent_data(llama_folder, tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     quick = {"length": 32, "max_tokens": 64}
-    with pytest.raises(MoesaicError, match="tasks 'arc_eazy' is no task of lm-eval; perhaps arc_"):
-        moesaic.evaluate(str(llama_folder), tasks="arc_eazy", **quick)
+    unknown = "tasks 'arc_eazy' is no task of lm-eval; perhaps arc_"
+    with monkeypatch.context() as patched:  # before anything is computed
+        patched.setattr("moesaic.metrics.evaluate.runners", None)
+        with pytest.raises(MoesaicError, match=unknown):
+            moesaic.evaluate(str(llama_folder), tasks="arc_eazy", **quick)
+        patched.setattr("moesaic.pipeline.convert", None)
+        asked = f"{{model: {llama_folder}, out: o, steps: [carve: {{}}], evaluation: {{tasks: a}}}}"
+        with pytest.raises(MoesaicError, match="'a' is no task"):
+            run_recipe(parse_recipe(asked))
     with pytest.raises(MoesaicError, match="'sciq': its data set is not on this machine"):
         moesaic.evaluate(str(llama_folder), tasks="sciq", **quick)
 

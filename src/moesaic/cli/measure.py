@@ -40,7 +40,10 @@ def evaluate(
     model: Model,
     against: Original = None,
     tau: Annotated[
-        str, typer.Option(help="Thresholds of the gates to measure at, such as 0.3,0.5,0.7.")
+        str,
+        typer.Option(
+            metavar="NUMBERS", help="Thresholds of the gates to measure at, such as 0.3,0.5,0.7."
+        ),
     ] = "",
     draw: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="With --tau: draw what was measured.")
@@ -191,8 +194,10 @@ def inspect(
 
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to add at most.")] = 64,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text to continue.")],
+    new_tokens: Annotated[
+        int, typer.Option(metavar="INT", min=1, help="Tokens to add at most.")
+    ] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Ask as a user would.")] = False,
     as_json: AsJson = False,
     **given: Value,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def run(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="A recipe.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Places to change.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Places to change.")
     ] = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
@@ -62,7 +62,9 @@ SHOWN = Calibration(samples=32), Evaluation(max_tokens=4096, rounds=1)
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="The folder to make.")] = Path("moesaic-demo"),
+    out: Annotated[Path, typer.Option(metavar="OUT", help="The folder to make.")] = Path(
+        "moesaic-demo"
+    ),
     overwrite: Overwrite = False,
     resume: Resume = False,
     as_json: AsJson = False,
@@ -186,7 +188,11 @@ def record_of(run: Path) -> Record:
     from moesaic.io.headers import mapping_of
     from moesaic.record import Record
 
+    if not run.exists():
+        raise MoesaicError(f"No run at {run}: give the folder that a command made.")
     file = run / "result.json" if run.is_dir() else run
+    if not file.exists():
+        raise MoesaicError(f"{run} has no result.json: give the folder that a command made.")
     try:
         return Record.from_json(mapping_of(file))
     except (ValueError, MoesaicError) as error:
@@ -199,12 +205,17 @@ LOST = ("perplexity", "kl", "agreement", "tasks")
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Result folders.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Result folders.")],
     out: Annotated[
-        Path, typer.Option(help="The .html page to make, or the frontier alone as .svg.")
+        Path,
+        typer.Option(metavar="FILE", help="The .html page to make, or the frontier alone as .svg."),
     ] = Path("report.html"),
-    saved: Annotated[str, typer.Option(help=f"Drawn first across: {', '.join(SAVED)}.")] = "",
-    lost: Annotated[str, typer.Option(help=f"Drawn first upwards: {', '.join(LOST)}.")] = "",
+    saved: Annotated[
+        str, typer.Option(metavar="AXIS", help=f"Drawn first across: {', '.join(SAVED)}.")
+    ] = "",
+    lost: Annotated[
+        str, typer.Option(metavar="AXIS", help=f"Drawn first upwards: {', '.join(LOST)}.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """One page about one or more results: what is lost, what is saved, layer by layer."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -241,8 +242,8 @@ def from_hub(name: str, *patterns: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=[*patterns]))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        reason = shorten(str(error), 120, placeholder=" ...")
         raise MoesaicError(
-            f"{name} could not be fetched from the hub ({type(error).__name__}: {reason:.120}). "
+            f"{name} could not be fetched from the hub ({type(error).__name__}: {reason}). "
             "Check the name and the connection, or pass the folder of a downloaded copy."
         ) from error

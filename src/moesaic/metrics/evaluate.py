@@ -20,7 +20,7 @@ from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as continued
 from moesaic.metrics.measure import fit
 from moesaic.metrics.score import Score, score, scores_beside
-from moesaic.metrics.tasks import measure_tasks, recovery_ratio, with_recovery
+from moesaic.metrics.tasks import check_tasks, measure_tasks, recovery_ratio, with_recovery
 
 
 def evaluate(
@@ -65,6 +65,7 @@ def evaluate(
         MoesaicError: there is no such model, text or task, or the models cannot be compared.
     """
     wanted = wanted_tasks(tasks, shots, limit)
+    check_tasks(wanted)
     shared, device = process()[1] > 1, own_device(device)
     found = [_found(m) for m in ([model] if against is None else [model, against])]
     first = found[0]

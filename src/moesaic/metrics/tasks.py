@@ -222,6 +222,7 @@ def measure_tasks(
     Raises:
         MoesaicError: a task is unknown, or its data cannot be had.
     """
+    check_tasks(tasks)
     found: dict[str, JSON] = {}
     for task in tasks:
         if task.questions:
@@ -290,15 +291,24 @@ def _by_harness(
     shared: bool,
 ) -> dict[str, JSON]:
     manager = task_manager()
-    known = {*manager.all_tasks}
-    for task in tasks:
-        if task.name not in known:
-            raise MoesaicError(_unknown(task.name, known))
     lm = harness_model(model, tokenizer, track, shared)
     return {
         task.name: figures(harness(lm, task.name, manager, task.shots, limit), task.name)
         for task in tasks
     }
+
+
+def check_tasks(tasks: Iterable[Wanted]) -> None:
+    """Refuse tasks that lm-eval does not know, before anything is measured.
+
+    Raises:
+        MoesaicError: names the first, and those that are spelled alike.
+    """
+    named = [task.name for task in tasks if not task.questions]
+    known = {*task_manager().all_tasks} if named else set()
+    for name in named:
+        if name not in known:
+            raise MoesaicError(_unknown(name, known))
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
