@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from moesaic import report
 from moesaic.config import MethodConfig, RunArgs, check_device, parse_dtype
+from moesaic.data.questions import wanted_tasks
 from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, Values, silent
@@ -21,6 +22,7 @@ from moesaic.log import Log
 from moesaic.methods import VERBS, implementation
 from moesaic.methods.base import Method
 from moesaic.metrics.measure import beside_original, environment, measure
+from moesaic.metrics.tasks import check_tasks
 from moesaic.plan import FILES as PLAN_FILES
 from moesaic.plan import Plan, Progress
 from moesaic.recipe import Recipe, check_run
@@ -123,6 +125,8 @@ def _run(
 ) -> Record | None:
     check_run(recipe, overwrite=overwrite, resume=resume)
     check_device(recipe.device)
+    if (asked := recipe.evaluation) is not None:
+        check_tasks(wanted_tasks(asked.tasks, asked.shots, asked.limit))
     work = unfinished(recipe.out)
     if not resume:
         Progress(work, {}).discard()

@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 ALL = "--help-all"
 RUNS = ("dry_run", "overwrite", "resume", "push", "push_plan", "as_json")
 """Options of every verb that are about the run; a brief help names them in a line."""
+LAST = (*RUNS, "evaluate", "merge", "tau", "draw")
+"""Parameters of a command that follow the options made from dataclasses; its others lead."""
 
 app = typer.Typer(
     help="Rebuild pretrained language models out of experts.",
+    epilog="Example: moesaic prune tiny-moe out --keep 6",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -65,14 +68,14 @@ class Brief(TyperCommand):
             common = option.common and ALL not in asked
             parameter.hidden = common or bool(option.methods and method not in option.methods)
             left_out += [option.flag.split()[0].partition("/")[0]] if common else []
-        more = [f"Example: {self.example}"]
-        if len(methods) > 1:
-            others = ", ".join(m for m in methods if m != method)
-            more.insert(0, f"These are the options of {method}; of {others}: --method NAME --help.")
+        more = []
         if left_out:
             said = f"For text, measuring and device: {' '.join(left_out)}."
-            more.insert(0, f"{said} For the run: {' '.join(shared)} (see {ALL}).")
-        self.epilog = "\n\n".join(more)
+            more.append(f"{said} For the run: {' '.join(shared)} (see {ALL}).")
+        if len(methods) > 1:
+            others = ", ".join(m for m in methods if m != method)
+            more.append(f"These are the options of {method}; of {others}: --method NAME --help.")
+        self.epilog = "\n\n".join([" ".join(more), f"Example: {self.example}"]).strip()
         super().format_help(ctx, formatter)
 
 
@@ -120,7 +123,9 @@ def register(
         except MoesaicError as error:
             raise MoesaicError(in_flags(str(error), flags)) from error
 
-    made = [*arguments, *(o.parameter for o in options), *switches]
+    leading = [p for p in switches if p.name not in LAST]
+    following = [p for p in switches if p.name in LAST]
+    made = [*arguments, *leading, *(o.parameter for o in options), *following]
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     command.__signature__ = signature.replace(parameters=made)  # type: ignore[attr-defined]
     cls = type("Brief", (Brief,), {"options": options, "example": example})

@@ -135,7 +135,10 @@ def observe(
     stats: Annotated[Path, typer.Argument(metavar="STATS", help="The file to make.")],
     merge: Annotated[
         list[Path] | None,
-        typer.Option(help="Merge this file of the same model in; MODEL is not run. Repeatable."),
+        typer.Option(
+            metavar="STATS",
+            help="Merge this file of the same model in; MODEL is not run. Repeatable.",
+        ),
     ] = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
