@@ -120,12 +120,12 @@ def choose(x_I, scale_I, keep, threshold, bits_I, chosen_N, value_N):
             low, equal = high, np.int64(keep)
             for i in range(inputs):
                 equal -= bits_I[i] > high
-    count = 0
+    count = np.int64(0)
     for i in range(inputs):
         if bits_I[i] > low:
             stays = True
         else:
-            stays = bits_I[i] == low and equal > 0
+            stays = bool(bits_I[i] == low and equal > 0)
             equal -= stays
         if stays:
             chosen_N[count] = i
@@ -255,7 +255,7 @@ def highest(scores, out, tokens, petals, top_k, start, stop):
                 low, above = np.int64(middle), np.int64(count)
             else:
                 high = np.int64(middle)
-        found = 0
+        found = np.int64(0)
         if above == top_k:
             for r in range(petals):  # no branch: which way it goes cannot be foreseen
                 found_R[found] = r
