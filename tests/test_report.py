@@ -356,6 +356,9 @@ def test_a_difference_within_the_rounds_is_said_to_be_one():
     assert "spread" not in said(record)
     record.measured["speed"]["result"]["decode_spread"] = [20.0, 30.0]
     assert "Decode 0.96×: slower than the original, but within the spread" in said(record)
+    for model in record.measured["speed"].values():
+        model["decode_spread"] = [model["decode_tokens_per_second"]] * 2
+    assert "Decode 0.96×: slower than the original, but in one round only" in said(record)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ DEMO: Mapping[str, tuple[str, str, JSON]] = {
     "smaller": ("tiny-shared-moe", "slim", {"keep": 0.5, "score": "surgeon", "refit": True}),
 }
 """By its folder, each half of the demonstration: the model, the verb, its options."""
-SHOWN = Calibration(samples=32), Evaluation(max_tokens=4096, rounds=1)
+SHOWN = Calibration(samples=32), Evaluation(max_tokens=4096)
 """Text of the demonstration, and how its halves are measured."""
 
 

@@ -318,14 +318,17 @@ def pace(ratio: float | None) -> str:
     return "slower" if shown < 1 else "faster" if shown > 1 else "as fast"
 
 
-def within_spread(record: Record, what: str) -> bool:
-    """Whether the rounds of result and original overlap, so that either may be the faster."""
+def doubt(record: Record, what: str) -> str:
+    """In words, why either of result and original may be the faster; empty where none is seen."""
     speeds = part(record.measured, "speed")
     pairs = [part(speeds, name).get(f"{what}_spread") for name in ("result", "original")]
     if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
-        return False
+        return ""
     (low, high), (other_low, other_high) = pairs  # type: ignore[misc]
-    return bool(low <= other_high and other_low <= high)
+    if low == high and other_low == other_high:
+        return ", but in one round only"
+    overlap = low <= other_high and other_low <= high
+    return ", but within the spread of the rounds" if overlap else ""
 
 
 def pairs(of: Values) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from moesaic.report import figures
 from moesaic.report.read import (
     compared_ratio,
     comparisons,
+    doubt,
     figure,
     kind,
     names,
@@ -18,7 +19,6 @@ from moesaic.report.read import (
     part,
     trainings,
     variants,
-    within_spread,
 )
 
 AS_WELL = 0.01
@@ -137,9 +137,8 @@ def _speed(record: Record) -> list[Sentence]:
         word = pace(ratio)
         if not word:
             continue
-        unsure = ", but within the spread of the rounds" if within_spread(record, what) else ""
         than = word if word == "as fast" else f"{word} than the original"
-        text = f"{what.capitalize()} {figures.times(ratio)}: {than}{unsure}."
+        text = f"{what.capitalize()} {figures.times(ratio)}: {than}{doubt(record, what)}."
         sentences.append(Sentence(text, against=word == "slower"))
     return sentences
 
