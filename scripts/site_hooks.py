@@ -32,7 +32,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
     """Let links to sources and figures lead to the repository."""
-    return OUTSIDE.sub(rf"]({config.repo_url}/blob/main/\1)", markdown)
+    repository = config.extra["repository"]
+    return OUTSIDE.sub(rf"]({repository}/blob/main/\1)", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:
