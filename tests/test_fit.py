@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.recipe import Recipe
+from moesaic.report import words
 
 ORIGINAL = Built(resolve("tiny-moe").config, None)
 
@@ -206,10 +208,11 @@ def test_the_original_alone_may_be_best(tmp_path: Path, monkeypatch: pytest.Monk
     assert record is not None
     assert record.measured["chosen"]["steps"] == [{"export": {"to": "gguf", "type": "q8_0"}}]
     assert record.measured["gguf"]["kl"] == pytest.approx(0, abs=1e-6)
-    names = {file.name for file in out.iterdir()}
-    assert {"model-q8_0.gguf", "result.json", "report.html", "README.md"} <= names
-    assert not any(name.endswith(".safetensors") for name in names)
-    assert "None" not in (out / "README.md").read_text()
+    assert {file.name for file in out.iterdir()} == {"model-q8_0.gguf", "result.json"}
+    (said,) = words.summary(record)
+    assert re.fullmatch(
+        r"model-q8_0.gguf has 7\sMiB, perplexity [\d.]+, and is 0.000 nats .*", said.text
+    )
 
 
 @pytest.mark.parametrize(

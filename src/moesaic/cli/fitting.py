@@ -60,7 +60,10 @@ def fit(
     record = fit(recipe, config, overwrite=overwrite, resume=resume, track=bars)
     assert record is not None
     shown = Group(tried(record.measured["tried"]), report.terminal(record))
-    err_console.print(f"Checkpoint in {out}, report in {out}/report.html")
+    if record.steps:
+        err_console.print(f"Checkpoint in {out}, report in {out}/report.html")
+    else:
+        err_console.print(f"No step is worth it at that size. The file alone is in {out}.")
     emit(as_json, {**record.output(), **pushed(str(out), push, push_plan)}, shown)
 
 

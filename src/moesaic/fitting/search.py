@@ -48,7 +48,7 @@ from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.measure import environment
 from moesaic.metrics.measure import fit as has_room
 from moesaic.metrics.score import Score, scores_beside
-from moesaic.pipeline import convert, describe, run_recipe
+from moesaic.pipeline import convert, run_recipe
 from moesaic.plan import Progress
 from moesaic.recipe import Recipe, check_run
 from moesaic.record import Record
@@ -545,7 +545,7 @@ def rounded(
             environment=environment(recipe.device),
             measured={**found, **more(folder)},
         )
-        describe(record, recipe, folder)
+        (folder / "result.json").write_text(json.dumps(record.as_json(), indent=1), "utf-8")
     return record
 
 

@@ -85,9 +85,25 @@ def told(record: Record) -> list[str]:
 
 def summary(record: Record) -> list[Sentence]:
     """The statements, the most important first. Says plainly what did not pay."""
-    if not part(record.measured, "scores", "result") and not part(record.measured, "speed_ratio"):
-        return [Sentence("Nothing was measured: what it costs is not known.", against=True)]
-    return [*_quality(record), *_speed(record), *_comparisons(record)]
+    if part(record.measured, "scores", "result") or part(record.measured, "speed_ratio"):
+        return [*_quality(record), *_file(record), *_speed(record), *_comparisons(record)]
+    return _file(record) or [
+        Sentence("Nothing was measured: what it costs is not known.", against=True)
+    ]
+
+
+def _file(record: Record) -> list[Sentence]:
+    """The GGUF file beside the result, as it was read back."""
+    made = part(record.measured, "gguf")
+    if not made:
+        return []
+    text = f"{made['file']} has {figures.memory(made['bytes'])}"
+    if "kl" in made:
+        text += (
+            f", perplexity {figures.perplexity(made['perplexity'])}, and is {made['kl']:.3f} nats "
+            "a token from the original (KL)"
+        )
+    return [Sentence(f"{text}.")]
 
 
 def _quality(record: Record) -> list[Sentence]:
