@@ -155,7 +155,7 @@ def test_a_plan_is_pushed_and_rebuilt(hub: dict[str, dict[str, bytes]], tmp_path
 STEPS = """
 model: tiny-moe
 out: {out}
-dtype: bfloat16
+dtype: float32
 calibration: {{samples: 4, length: 32}}
 evaluation: null
 steps:
