@@ -1,16 +1,22 @@
 """The carved FFN with many petals beside the dense one: time, as a ratio within one run.
 
-    python benchmarks/fine_petals.py         writes benchmarks/fine_petals.json
+    python benchmarks/fine_petals.py               writes benchmarks/fine_petals.json
+    python benchmarks/fine_petals.py --prompts     adds prompts of a block of SmolLM2's size
 
 d 2048, d_mid 8192, petals of several numbers and widths, the backbone what they leave. "ideal" is a
-dense block of the active width: what no routing could beat.
+dense block of the active width: what no routing could beat. Prompts: d 576, d_mid 1536, one layer,
+warm, other tokens in every round; times the dense block's speed, by CPU time, medians of the
+rounds' own ratios with the lowest and the highest; what the share of the width would allow.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,21 +29,29 @@ from moesaic.nn import CarvedFFN
 HIDDEN, WIDTH = 2048, 8192
 SHAPES = ((64, 32, 68), (64, 8, 68), (256, 120, 17), (256, 32, 28))
 """Petals, top-k, neurons of a petal."""
+SMALL = 576, 1536
+NARROW = ((256, 119, 3), (24, 11, 32), (12, 6, 64), (6, 3, 128))
+"""Hidden and intermediate size of SmolLM2, and its petals at 0.8 active."""
 
 
 def block(
-    width: int, sizes: tuple[int, ...], top_k: int, routing: str, dtype: torch.dtype
+    width: int,
+    sizes: tuple[int, ...],
+    top_k: int,
+    routing: str,
+    dtype: torch.dtype,
+    hidden: int = HIDDEN,
 ) -> CarvedFFN:
     def linear(inputs: int, outputs: int) -> nn.Linear:
         return nn.Linear(inputs, outputs, bias=False, dtype=dtype)
 
     projections = {
-        "gate_proj": linear(HIDDEN, width),
-        "up_proj": linear(HIDDEN, width),
-        "down_proj": linear(width, HIDDEN),
+        "gate_proj": linear(hidden, width),
+        "up_proj": linear(hidden, width),
+        "down_proj": linear(width, hidden),
     }
     backbone = width - sum(sizes)
-    module = CarvedFFN(projections, nn.SiLU(), FFNNames(), HIDDEN, backbone, sizes, top_k, routing)
+    module = CarvedFFN(projections, nn.SiLU(), FFNNames(), hidden, backbone, sizes, top_k, routing)
     if module.router is not None:
         nn.init.normal_(module.router.weight, std=0.02)
     return module
@@ -78,8 +92,58 @@ def compare(
     }
 
 
+@torch.inference_mode()
+def prompt(
+    shape: tuple[int, int, int], dtype: torch.dtype, tokens: int, rounds: int
+) -> dict[str, Any]:
+    """Times the dense block's speed, of a block of SmolLM2's size."""
+    torch.manual_seed(0)
+    (hidden, width), (petals, top_k, petal) = SMALL, shape
+    blocks = [
+        block(width, (), 0, "cosine", dtype, hidden),
+        block(width, (petal,) * petals, top_k, "linear", dtype, hidden),
+    ]
+    ratios = []
+    for _ in range(rounds + 1):
+        x_TD = torch.randn(tokens, hidden, dtype=dtype)
+        seconds = []
+        for module in blocks:
+            started = time.thread_time()
+            module(x_TD)
+            seconds.append(time.thread_time() - started)
+        ratios.append(seconds[0] / seconds[1])
+    del ratios[0]
+    return {
+        "petals": petals,
+        "top_k": top_k,
+        "petal": petal,
+        "dtype": str(dtype),
+        "tokens": tokens,
+        "ratio": median(ratios),
+        "spread": [min(ratios), max(ratios)],
+        "ideal": width / (width - (petals - top_k) * petal),
+    }
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--prompts", action="store_true")
+    given = parser.parse_args()
     torch.set_num_threads(1)
+    out = Path(__file__).with_suffix(".json")
+    if given.prompts:
+        record = json.loads(out.read_text("utf-8"))
+        found: dict[str, Any] = {"environment": environment("cpu"), "load": os.getloadavg()}
+        found["rows"] = [
+            prompt(shape, dtype, tokens, 25)
+            for dtype in (torch.float32, torch.bfloat16)
+            for shape in NARROW
+            for tokens in (128, 512)
+        ]
+        out.write_text(json.dumps({**record, "prompts": found}, indent=1) + "\n")
+        for row in found["rows"]:
+            print(row)
+        return
     rows = [
         compare(shape, dtype, tokens, rounds)
         for shape in SHAPES
@@ -87,7 +151,7 @@ def main() -> None:
         for tokens, rounds in ((1, 50), (512, 5))
     ]
     record = {"environment": environment("cpu"), "threads": 1, "rows": rows}
-    Path(__file__).with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    out.write_text(json.dumps(record, indent=1) + "\n")
     for row in rows:
         print(row)
 

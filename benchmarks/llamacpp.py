@@ -8,8 +8,9 @@
 512 tokens of prompt and 64 new ones, interleaved; ratios are carved over dense, round by round, and
 the ideal one follows from active parameters. The same comparison in our own execution, float32 and
 bfloat16. ``--perplexity``: of 4,096 held-out tokens of the text that ships, windows of 512, ours
-and of every file by llama.cpp's own logits. What was not asked for (``--types`` and ``--dtypes``
-may be empty) stays as it was in the file.
+and of every file by llama.cpp's own logits. ``--busy``: CPU time of llama.cpp instead of the
+clock's, on one thread, where others work on the machine. What was not asked for (``--types`` and
+``--dtypes`` may be empty) stays as it was in the file.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import torch
@@ -28,9 +31,10 @@ from torch.nn import functional as F
 from moesaic import MoREConfig, bench, carve, export
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.io.source import resolve
-from moesaic.metrics.llamacpp import Engine
-from moesaic.metrics.measure import environment
+from moesaic.metrics.llamacpp import Engine, gguf_parameters
+from moesaic.metrics.measure import environment, speed_json
 from moesaic.metrics.score import score
+from moesaic.metrics.speed import against, interleaved
 
 OUT = Path(__file__).with_suffix(".json")
 WAYS: dict[str, tuple[MoREConfig, dict[str, int]]] = {
@@ -58,6 +62,33 @@ def of_file(file: Path, tokens: Tokens) -> float:
     return torch.stack(losses).mean().exp().item()
 
 
+class Busy(Engine):
+    """A model in llama.cpp whose seconds are those of the CPU; on one thread."""
+
+    def __call__(self, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+        self._llama.reset()
+        started = process_time()
+        token = self._next(prompt[0].tolist())
+        read = process_time()
+        for _ in range(new_tokens):
+            token = self._next([token])
+        return read - started, process_time() - read
+
+
+def by_cpu(files: Mapping[str, Path], new_tokens: int, rounds: int) -> dict[str, Any]:
+    """As :func:`moesaic.bench`, by CPU time."""
+    with ExitStack() as opened:
+        engines = {
+            name: opened.enter_context(Busy(file, WINDOW + new_tokens + 1))
+            for name, file in files.items()
+        }
+        speeds = interleaved(engines, held_out().input_ids[:1], new_tokens, rounds)
+    ours, theirs = (gguf_parameters(files[name])[1] for name in ("model", "against"))
+    ratio = against(speeds["model"], speeds["against"], theirs / ours)
+    told = {name: speed_json(speed) for name, speed in speeds.items()}
+    return {**told, "ratio": ratio, "time": "CPU"}
+
+
 def measured(given: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
     """A row for every type in llama.cpp, then one for every dtype in transformers."""
     models = {"model": str(work / given.way), "against": "smollm2"}
@@ -79,7 +110,9 @@ def measured(given: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
             }
             tokens = held_out()
             row["perplexity"] = {name: of_file(file, tokens) for name, file in files.items()}
-        if given.rounds:
+        if given.rounds and given.busy:
+            row |= {"load": os.getloadavg(), **by_cpu(files, 64, given.rounds)}
+        elif given.rounds:
             names = {name: str(file) for name, file in files.items()}
             row |= {"load": os.getloadavg(), **bench(names, engine="llamacpp", **asked)}
         yield row
@@ -102,6 +135,7 @@ if __name__ == "__main__":
     parser.add_argument("--way", choices=list(WAYS), default="half")
     parser.add_argument("--rounds", type=int, default=9, help="0 leaves speeds as they are")
     parser.add_argument("--perplexity", action="store_true", help="measure it, too")
+    parser.add_argument("--busy", action="store_true", help="CPU time instead of the clock's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--types", nargs="*", default=["f32", "bf16", "q8_0"], help="llama.cpp's")
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"], help="our own")

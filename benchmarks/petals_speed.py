@@ -2,9 +2,11 @@
 
     python benchmarks/frontier.py --work DIR ...     converts the models
     python benchmarks/petals_speed.py --work DIR     writes benchmarks/petals_speed.json
+    python benchmarks/petals_speed.py --work DIR --rows fast --prompt 512    adds to it
 
 One thread; CPU time instead of the clock's, since others work on the machine, and the models in
-turn within each round: a prompt of 128 tokens, then 16 greedy steps. Ratios are medians of the
+turn within each round: a prompt of 128 tokens, then 16 greedy steps. ``fast`` is made by
+benchmarks/llamacpp.py. Ratios are medians of the
 rounds' own, with the lowest and the highest; ``ideal`` is what the parameters that a token uses
 would allow, routers, embeddings and head included. ``router`` is the router's share of a prompt.
 """
@@ -32,7 +34,7 @@ from moesaic.nn import Router
 OUT = Path(__file__).with_suffix(".json")
 DENSE = "dense"
 ROWS = ("petals, best 0.8", "MoRE, as published 0.8", "static, refit 0.8", "WINA 0.8")
-PROMPT, STEPS = 128, 16
+STEPS = 16
 
 
 @torch.inference_mode()
@@ -61,7 +63,6 @@ def routing(model: Model, prompt: torch.Tensor) -> float:
                 lambda *_: spent.__setitem__(0, spent[0] + thread_time())
             )
             handles += [begin, end]
-    once(model, prompt[:, :PROMPT])
     spent[0] = 0.0
     model(input_ids=prompt, use_cache=True, logits_to_keep=1)
     for handle in handles:
@@ -73,12 +74,16 @@ def main(names: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="of frontier.py")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--rows", nargs="+", default=ROWS)
     given = parser.parse_args(names)
     torch.set_num_threads(1)
-    prompt = torch.randint(5, 20_000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
-    found: dict[str, Any] = {"environment": environment(), "rounds": given.rounds}
+    prompt = torch.randint(5, 20_000, (1, given.prompt), generator=torch.Generator().manual_seed(0))
+    found: dict[str, Any] = json.loads(OUT.read_text("utf-8")) if OUT.exists() else {}
+    found["environment"] = environment()
+    added = "" if tuple(given.rows) == ROWS else f", {', '.join(given.rows)}, {given.prompt} tokens"
     for name in ("float32", "bfloat16"):
-        places = {DENSE: "smollm2", **{row: str(given.work / row) for row in ROWS}}
+        places = {DENSE: "smollm2", **{row: str(given.work / row) for row in given.rows}}
         models = {
             row: resolve(place).load("cpu", parse_dtype(name)).eval()
             for row, place in places.items()
@@ -105,7 +110,7 @@ def main(names: Sequence[str] | None = None) -> None:
             routers = [routing(model, prompt) for _ in range(3)]
             rows[row]["router"] = median(routers) / rows[row]["prefill"]["seconds"]
             print(name, row, json.dumps(rows[row]), flush=True)
-        found[name] = {"load": load, "rows": rows}
+        found[name + added] = {"load": load, "rounds": given.rounds, "rows": rows}
         OUT.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -143,7 +143,7 @@ class Channels(Method[ChannelsConfig, Arch]):
         if not wanted:
             raise MoesaicError(
                 f"No projection of layers {config.layers} can skip channels with where "
-                f"{config.where}: they have forms of their own. Try where all, or the original."
+                f"{config.where}: they have forms of their own. Try where=all, or the original."
             )
         return wanted
 
@@ -161,7 +161,7 @@ class Channels(Method[ChannelsConfig, Arch]):
         if share <= 0:
             raise MoesaicError(
                 f"active {self.config.active:g} is out of reach: projections that skip nothing are "
-                f"{lowest:.3f} of what a token runs. Take more layers, or where all."
+                f"{lowest:.3f} of what a token runs. Take more layers, or where=all."
             )
         return share
 
