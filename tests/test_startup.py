@@ -64,7 +64,7 @@ def answered(arguments: list[str]) -> dict[str, Any]:
         "    cli.main()\n"
         "except SystemExit as stop:\n"
         "    code = stop.code or 0\n"
-        f"heavy = [m for m in {HEAVY} if m in sys.modules]\n"
+        f"heavy = [m for m in {HEAVY} if sys.modules.get(m)]\n"  # None: kept from being imported
         "print(json.dumps([code, heavy]), file=sys.__stdout__)\n"
     )
     done = run(code, *arguments)
