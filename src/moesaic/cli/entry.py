@@ -26,9 +26,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 TORCH = "inline_container.cc"
 """The part of torch that writes training checkpoints; it says no more than that it could not."""
 
-UNASKED = ("scipy", "torchao")
+UNASKED = ("scipy", "sklearn", "torchao")
 """Libraries that transformers imports with its models because they are installed, for losses of
-object detection and for a quantiser that no command uses: half a second of each start."""
+object detection and for a quantiser that no command uses: half a second of each start. Older ones
+import sklearn, too, which needs scipy."""
 
 for group in (verbs, fitting, measure, results):
     group.commands()
