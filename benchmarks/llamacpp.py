@@ -2,6 +2,7 @@
 
     LLAMA_CPP=folder python benchmarks/llamacpp.py            writes benchmarks/llamacpp.json
     LLAMA_CPP=folder python benchmarks/llamacpp.py --way fast --types f16 q8_0 q4_k_m --threads 1
+    LLAMA_CPP=folder python benchmarks/llamacpp.py --shapes --types f16 --threads 1
 
 ``half``: four petals of which a token runs one, in every layer, at 0.625. ``fast``: ``carve
 --recipe fast`` at 0.8, calibrated on 32 windows of 256 tokens of the text that ships. Speeds are of
@@ -10,7 +11,8 @@ the ideal one follows from active parameters. The same comparison in our own exe
 bfloat16. ``--perplexity``: of 4,096 held-out tokens of the text that ships, windows of 512, ours
 and of every file by llama.cpp's own logits. ``--busy``: CPU time of llama.cpp instead of the
 clock's, on one thread, where others work on the machine. What was not asked for (``--types`` and
-``--dtypes`` may be empty) stays as it was in the file.
+``--dtypes`` may be empty) stays as it was in the file. ``--shapes``: the speed of other numbers and
+widths of petals, by CPU time, of models with random weights.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers import GraniteMoeSharedConfig, GraniteMoeSharedForCausalLM
 
 from moesaic import MoREConfig, bench, carve, export
 from moesaic.data.text import Tokens, evaluation_tokens
+from moesaic.exports.llamacpp import convert, find_converter
+from moesaic.exports.targets import TARGETS, Sizes
 from moesaic.io.source import resolve
 from moesaic.metrics.llamacpp import Engine, gguf_parameters
 from moesaic.metrics.measure import environment, speed_json
@@ -62,6 +67,11 @@ def of_file(file: Path, tokens: Tokens) -> float:
     return torch.stack(losses).mean().exp().item()
 
 
+SHAPES = {"24 of 32, top-11": (24, 11, 32), "12 of 64, top-6": (12, 6, 64)}
+SHAPES |= {"6 of 128, top-3": (6, 3, 128), "4 of 128, top-1": (4, 1, 128)}
+"""Petals of SmolLM2 at 0.8: how many, of a token, neurons of each."""
+
+
 class Busy(Engine):
     """A model in llama.cpp whose seconds are those of the CPU; on one thread."""
 
@@ -83,10 +93,46 @@ def by_cpu(files: Mapping[str, Path], new_tokens: int, rounds: int) -> dict[str,
             for name, file in files.items()
         }
         speeds = interleaved(engines, held_out().input_ids[:1], new_tokens, rounds)
-    ours, theirs = (gguf_parameters(files[name])[1] for name in ("model", "against"))
-    ratio = against(speeds["model"], speeds["against"], theirs / ours)
-    told = {name: speed_json(speed) for name, speed in speeds.items()}
-    return {**told, "ratio": ratio, "time": "CPU"}
+    active = {name: gguf_parameters(file)[1] for name, file in files.items()}
+    found: dict[str, Any] = {name: speed_json(speed) for name, speed in speeds.items()}
+    found["ratio"] = {
+        name: against(speed, speeds["against"], active["against"] / active[name])
+        for name, speed in speeds.items()
+        if name != "against"
+    }
+    return {**found, "time": "CPU"}
+
+
+def random_model(shape: tuple[int, int, int], work: Path, file: Path, type: str) -> None:
+    """A GGUF file of SmolLM2's sizes with so many petals, its weights random."""
+    petals, top_k, width = shape
+    source = resolve("smollm2")
+    target = next(t for t in TARGETS if t.model_type == "granitemoeshared")
+    whole = source.config.intermediate_size
+    sizes = Sizes(0, whole - petals * width, petals, width, top_k)
+    config = source.config.to_dict()
+    del config["model_type"]
+    config |= target.settings(source.config, sizes)
+    model = GraniteMoeSharedForCausalLM(GraniteMoeSharedConfig(**config))
+    model.save_pretrained(work / "random")
+    source.tokenizer.save_pretrained(work / "random")
+    convert(find_converter(), work / "random", file, type)
+
+
+def of_shapes(given: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Speeds of all shapes and of the dense model in turn, by type."""
+    found: dict[str, Any] = {"environment": environment(), "rounds": given.rounds}
+    for type in given.types:
+        files = {"against": work / f"dense-{type}.gguf"}
+        if not files["against"].exists():
+            export("smollm2", files["against"], to="gguf", type=type)
+        for name, shape in SHAPES.items():
+            files[name] = work / f"{name}-{type}.gguf"
+            if not files[name].exists():
+                random_model(shape, work, files[name], type)
+        load = os.getloadavg()
+        found[type] = {"load": load, **by_cpu(files, 64, given.rounds)}
+    return found
 
 
 def measured(given: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
@@ -112,6 +158,7 @@ def measured(given: argparse.Namespace, work: Path) -> Iterator[dict[str, Any]]:
             row["perplexity"] = {name: of_file(file, tokens) for name, file in files.items()}
         if given.rounds and given.busy:
             row |= {"load": os.getloadavg(), **by_cpu(files, 64, given.rounds)}
+            row["ratio"] = row["ratio"]["model"]
         elif given.rounds:
             names = {name: str(file) for name, file in files.items()}
             row |= {"load": os.getloadavg(), **bench(names, engine="llamacpp", **asked)}
@@ -135,6 +182,7 @@ if __name__ == "__main__":
     parser.add_argument("--way", choices=list(WAYS), default="half")
     parser.add_argument("--rounds", type=int, default=9, help="0 leaves speeds as they are")
     parser.add_argument("--perplexity", action="store_true", help="measure it, too")
+    parser.add_argument("--shapes", action="store_true", help="of random weights, nothing else")
     parser.add_argument("--busy", action="store_true", help="CPU time instead of the clock's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--types", nargs="*", default=["f32", "bf16", "q8_0"], help="llama.cpp's")
@@ -145,11 +193,16 @@ if __name__ == "__main__":
     record = json.loads(OUT.read_text()) if OUT.exists() else {"results": []}
     rows = {(r.get("way", "half"), r["engine"], r["type"]): r for r in record["results"]}
     with tempfile.TemporaryDirectory() as place:
+        if given.shapes:
+            record["shapes"] = of_shapes(given, given.work or Path(place))
+            OUT.write_text(json.dumps(record, indent=1) + "\n")
+            print(json.dumps({t: record["shapes"][t]["ratio"] for t in given.types}))
+            raise SystemExit
         for row in measured(given, given.work or Path(place)):
             key = given.way, row["engine"], row["type"]
             if given.rounds:
                 row |= {"environment": environment(), "rounds": given.rounds}
             rows[key] = {**rows.get(key, {}), "way": given.way, **row}
             print(*key, json.dumps({k: row.get(k) for k in ("perplexity", "weights", "ratio")}))
-            record = {"benchmark": "llamacpp", "results": list(rows.values())}
+            record |= {"benchmark": "llamacpp", "results": list(rows.values())}
             OUT.write_text(json.dumps(record, indent=1) + "\n")

@@ -6,7 +6,7 @@
 
 One thread; CPU time instead of the clock's, since others work on the machine, and the models in
 turn within each round: a prompt of 128 tokens, then 16 greedy steps. ``fast`` is made by
-benchmarks/llamacpp.py. Ratios are medians of the
+benchmarks/llamacpp.py; ``24 of 32`` was it while its petals were so many. Ratios are medians of the
 rounds' own, with the lowest and the highest; ``ideal`` is what the parameters that a token uses
 would allow, routers, embeddings and head included. ``router`` is the router's share of a prompt.
 """

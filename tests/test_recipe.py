@@ -42,7 +42,7 @@ def test_a_named_recipe_gives_way_to_what_is_said():
     best = step_config("carve", {"method": "wina", "recipe": "best", "active": 0.7})
     assert (best.name, best.gradients, best.active) == ("wina", True, 0.7)
     fast = {"method": "more", "recipe": "fast"}
-    assert step_config("carve", fast).experts == 0
+    assert step_config("carve", fast).experts == 6
     assert step_config("carve", {**fast, "experts": 16}).experts == 16
     assert step_config("prune", {"recipe": "best"}).refit
     assert step_config("condense", {"recipe": "best", "layers": 1}).refit

@@ -16,10 +16,6 @@ from torch import nn
 from moesaic.arch.dense import Arch, weight_of
 from moesaic.errors import MoesaicError
 
-MIDDLING = 24
-"""Petals of a layer that a router tells apart at little cost, and engines hold: llama.cpp's graphs
-have room for about 20 that a token runs."""
-
 NEAR = 0.005
 """A layer's share of neurons by which its petals may miss a target unnoticed."""
 
@@ -196,68 +192,38 @@ def split_for_share(
 
 
 def solved_top_k(
-    sizes: Sequence[LayerSize], layers: Sequence[int], active: float, experts: int
-) -> int:
-    """The top-k at which about a third of a token's neurons are in petals, the others in the
-    backbone, and petals of whole neurons meet an active ratio most closely.
-
-    >>> solved_top_k([LayerSize(884_736, 2_654_208, 1536)], [0], 0.8, 256)
-    119
-    """
-    idle, wanted = _wanted(sizes, layers, active)
-    petal = max(1, round(wanted / experts))
-    return min(max(experts - round(idle / petal), 1), experts - 1)
-
-
-def solved_counts(
     sizes: Sequence[LayerSize],
     layers: Sequence[int],
     active: float,
     experts: int,
-    top_k: int,
-    multiple: int,
-) -> tuple[int, int]:
-    """How many petals there are, :data:`MIDDLING` at most, and how many a token runs, where the
-    width of petals is a multiple; of two that are given none is solved for.
+    multiple: int | None = None,
+) -> int:
+    """The top-k at which about a third of a token's neurons are in petals, the others in the
+    backbone, and petals of whole neurons meet an active ratio most closely.
 
-    Of those that meet an active ratio most closely, for what :data:`NEAR` lets pass, and have about
-    a third of a token's neurons in petals, the others in the backbone: the narrowest petals.
-
-    Args:
-        sizes: all layers.
-        layers: those to carve.
-        active: the target.
-        experts: petals of a layer; 0 to solve for them.
-        top_k: petals that a token runs; 0 to solve for them.
-        multiple: of a petal's width.
+    Petals of a multiple of neurons are the narrowest of those that meet the target and the third
+    most closely, but for :data:`NEAR` and a tenth of the width.
 
     >>> sizes = [LayerSize(884_736, 2_654_208, 1536)]
-    >>> solved_counts(sizes, [0], 0.8, 0, 0, 32), solved_counts(sizes, [0], 0.8, 0, 0, 64)
-    ((24, 11), (12, 6))
+    >>> solved_top_k(sizes, [0], 0.8, 256), solved_top_k(sizes, [0], 0.8, 6, multiple=32)
+    (119, 3)
     """
     width = sizes[layers[0]].width
-    idle, wanted = _wanted(sizes, layers, active)
-    found = []
-    for count in [experts] if experts else range(max(2, top_k + 1), MIDDLING + 1):
-        for petal in range(multiple, width // count + 1, multiple):
-            rest = count - top_k if top_k else min(max(round(idle / petal), 1), count - 1)
-            missed, apart = abs(rest * petal - idle), abs(count * petal - wanted)
-            rank = max(missed, NEAR * width), max(apart, 0.1 * width), petal, apart
-            found.append((rank, count, count - rest))
-    if not found:  # so many do not fit, as those who divide the layer will say
-        return experts or 2, top_k or 1
-    _, experts, top_k = min(found)
-    return experts, top_k
-
-
-def _wanted(
-    sizes: Sequence[LayerSize], layers: Sequence[int], active: float
-) -> tuple[float, float]:
-    """Neurons of a layer that a token idles, and those in petals: the former and a third of what it
-    runs."""
-    width = sizes[layers[0]].width
     idle = (1 - min(max(ffn_share(sizes, layers, active), 0.0), 1.0)) * width
-    return idle, idle + (width - idle) / 3
+    wanted = idle + (width - idle) / 3
+
+    def idling(petal: int) -> int:
+        return min(max(round(idle / petal), 1), experts - 1)
+
+    def rank(petal: int) -> tuple[float, float, int]:
+        missed, apart = abs(idling(petal) * petal - idle), abs(experts * petal - wanted)
+        return max(missed, NEAR * width), max(apart, 0.1 * width), petal
+
+    petal = max(1, round(wanted / experts))
+    if multiple:
+        petals = range(multiple, width // experts + 1, multiple)
+        petal = min(petals, key=rank, default=multiple)
+    return experts - idling(petal)
 
 
 def alignment(width: int, idle: int) -> int:

@@ -14,7 +14,7 @@ Router = Literal["cosine", "ridge", "backbone"]
 Spread = Literal["uniform", "sensitivity"]
 
 FAST: JSON = {
-    "experts": 0,
+    "experts": 6,
     "top_k": 0,
     "multiple": 32,
     "layers": "all",
@@ -53,9 +53,7 @@ class MoREConfig(MethodConfig):
     active: float = option(
         0.8, "Target active ratio: the share of the projections' parameters that a token uses."
     )
-    experts: int = option(
-        4, "Petals of a layer; 0 for as many as multiple leaves room for, 24 at most.", minimum=0
-    )
+    experts: int = option(4, "Petals of a layer.")
     top_k: int = option(
         1,
         "Petals that a token runs beside the backbone; 0 for as many as leave two thirds of a "
@@ -151,8 +149,6 @@ class MoREConfig(MethodConfig):
                 "multiple gives all petals one size: not with variant naive, spread, or "
                 "balanced=False."
             )
-        if self.experts == 0 and self.multiple is None:
-            raise MoesaicError("experts 0 follows from multiple: say it, or how many experts.")
         if self.propagate and not (self.refit or self.bias):
             raise MoesaicError("propagate says what a refit looks at: it needs refit or bias.")
         if not 0 < self.activation_ratio <= 1:

@@ -24,7 +24,6 @@ from moesaic.methods.budget import (
     active_ratio,
     ffn_share,
     layer_sizes,
-    solved_counts,
     solved_top_k,
     split_for_share,
     split_for_target,
@@ -226,11 +225,8 @@ class MoRE(DenseMethod[MoREConfig]):
         layers = chosen_layers(config.layers, len(sizes))
         if config.share is not None:
             return split_for_share(sizes, layers, config.share, config.experts, config.top_k)
-        active, multiple = config.active, config.multiple
-        experts, top_k = config.experts, config.top_k
-        if multiple and not (experts and top_k):
-            experts, top_k = solved_counts(sizes, layers, active, experts, top_k, multiple)
-        top_k = top_k or solved_top_k(sizes, layers, active, experts)
+        active, experts, multiple = config.active, config.experts, config.multiple
+        top_k = config.top_k or solved_top_k(sizes, layers, active, experts, multiple)
         if losses_M is not None:
             return spread_splits(sizes, losses_M, active, experts, top_k)
         if config.variant == "naive":
