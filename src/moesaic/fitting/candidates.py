@@ -34,6 +34,8 @@ Steps = tuple[MethodConfig | ExportArgs, ...]
 """The steps of a recipe, the file that is made of its result as the last where one is."""
 BLOCK = 32
 """Weights that GGUF's types round together, at least."""
+KEPT = (7 / 8, 3 / 4, 1 / 2)
+"""Shares of the experts that stay before those are made narrower."""
 FINEST = 128
 """Shares that are told apart where no width limits them."""
 GRAM_BYTES = 2 << 30
@@ -238,8 +240,8 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
     if view.shared_width:
         half = {**end, "shared": 0.5}
         yield Family(f"{name} shared", narrower, _slim(**half), (slim(refit=True, **half),))
-    for share in (0.75, 0.5):
-        count = least_of(counts, share * view.count)
+    kept = {least_of(counts, share * view.count) for share in KEPT} - {view.count}
+    for count in sorted(kept, reverse=True):
         yield Family(
             f"prune {count}, {name}",
             narrower,
