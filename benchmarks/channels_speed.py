@@ -22,7 +22,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import moesaic
-from moesaic.config import MethodConfig, parse_dtype
+from moesaic.config import MethodConfig
 from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.foreign import Model
 from moesaic.io.source import resolve
@@ -33,6 +33,7 @@ from moesaic.metrics.speed import against, compare_speed
 
 OUT = Path(__file__).with_suffix(".json")
 DENSE = "dense"
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RIDGE = {"layers": "all", "router": "ridge"}
 ROWS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "WINA 0.8": ("carve.wina", {"active": 0.8}),
@@ -96,11 +97,11 @@ def main(names: Sequence[str] | None = None) -> None:
     found |= {"environment": environment(), "rounds": given.rounds}
     for threads in given.threads:
         for model, make in {"SmolLM2-135M": small, "d 2048, M 8192": large}.items():
-            for name in ("float32", "bfloat16"):
+            for name, dtype in TYPES.items():
                 part = f"{model} | {name} | threads {threads}"
                 if part in found:
                     continue
-                found[part] = timed(make, parse_dtype(name), threads, given.rounds)
+                found[part] = timed(make, dtype, threads, given.rounds)
                 OUT.write_text(json.dumps(found, indent=1) + "\n")
                 for row, told in found[part]["rows"].items():
                     said = {k: round(told[k]["ratio"], 2) for k in ("prefill", "decode")}
