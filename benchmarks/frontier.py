@@ -39,7 +39,7 @@ FINE = {"experts": 256, "top_k": 0, "layers": "all", "router": "ridge", "refit":
 KINDS: dict[str, tuple[str, Mapping[str, Any], tuple[float, ...]]] = {
     "static, refit": ("carve.more", {"variant": "static", "refit": True}, (0.8,)),
     "MoRE, as published": ("carve.more", {}, (0.8,)),
-    "petals, best": ("carve.more", FINE, (0.8,)),
+    "fine petals": ("carve.more", FINE, (0.8,)),
     "WINA": ("carve.wina", {}, (0.8, 0.6)),
     "channels by threshold": ("carve.wina", {"choice": "threshold"}, (0.8, 0.6)),
     "channels by gradients": ("carve.wina", {"gradients": True}, (0.8, 0.6)),

@@ -33,7 +33,7 @@ from moesaic.nn import Router
 
 OUT = Path(__file__).with_suffix(".json")
 DENSE = "dense"
-ROWS = ("petals, best 0.8", "MoRE, as published 0.8", "static, refit 0.8", "WINA 0.8")
+ROWS = ("fine petals 0.8", "MoRE, as published 0.8", "static, refit 0.8", "WINA 0.8")
 STEPS = 16
 
 

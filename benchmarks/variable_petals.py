@@ -27,7 +27,7 @@ from moesaic.metrics.score import score
 from moesaic.nn import Router
 
 OUT = Path(__file__).with_suffix(".json")
-ROW = "petals, best 0.8"
+ROW = "fine petals 0.8"
 
 
 @torch.inference_mode()
