@@ -177,7 +177,7 @@ def left_out(given: list[str]) -> str:
         return "its data sets are on the hub"
     if given[0] == "demo":
         return "`make demo` runs it"
-    if ("--engine" in given or "gguf" in line) and not os.environ.get("LLAMA_CPP"):
+    if ({"--engine", "--type"} & {*given} or "gguf" in line) and not os.environ.get("LLAMA_CPP"):
         return "needs llama.cpp: LLAMA_CPP"
     return ""
 
