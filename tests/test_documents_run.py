@@ -42,6 +42,7 @@ LESS = {
     "eval": "--max-tokens 512",
     "bench": "--rounds 1",
     "generate": "--new-tokens 8",
+    "tune": "--max-tokens 512 -o rounds=0",
 }
 """Options that make a command cheap."""
 FEWER = {"20GB": "18MB", "steps=2000": "steps=2", "500": "4", "200": "4"}
