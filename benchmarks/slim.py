@@ -57,6 +57,8 @@ PRUNE: dict[str, dict[str, Any]] = {
     "prune reconstruction": {},
     "prune frequency": {"criterion": "frequency"},
 }
+OTHERS = ("pairwise", "random", "gate", "ean", "man", "msan", "aimer")
+PRUNE |= {f"prune {name}": {"criterion": name} for name in OTHERS}
 FIRST = (
     "slim uneven spread surgeon, refit",
     "slim uneven surgeon, refit",
@@ -74,7 +76,10 @@ THEN = (
     "slim random",
     "prune frequency",
 )
-HALF = ("slim spread", "slim experts auto", "slim surgeon, refit, propagate")
+HALF = (
+    *("slim spread", "slim experts auto", "slim surgeon, refit, propagate"),
+    *(f"prune {name}" for name in OTHERS),
+)
 """Tried at the first of the shares only."""
 
 
@@ -202,7 +207,7 @@ def main() -> None:
                 if label in SLIM:
                     config: Config = SlimConfig(keep=keep, **{"seed": draw, **SLIM[label]})
                 else:
-                    config = PruneConfig(keep=round(keep * one.experts), **PRUNE[label])
+                    config = PruneConfig(keep=round(keep * one.experts), seed=draw, **PRUNE[label])
                 key = f"{one.name} | {keep:g} | {label} | {draw}"
                 note("results", key, partial(one.run, config, draw, args))
             if labels is THEN and (not args.labels or "condense" in args.labels):
