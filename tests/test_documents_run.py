@@ -198,6 +198,7 @@ def test_commands_of_a_page_run(commands: list[list[str]], tmp_path: Path, made:
                 wrong.append(str(error))
                 said = "wrong"
             said += f", {time.process_time() - start:.1f} s of CPU"
+        (ROOT / "build").mkdir(exist_ok=True)
         with (ROOT / "build/documents.log").open("a", encoding="utf-8") as log:
             log.write(f"{shlex.join(given)}: {said}\n")
     assert not wrong, "\n".join(wrong)
