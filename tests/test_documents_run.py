@@ -82,6 +82,8 @@ def smaller(recipe: str, overrides: list[str]) -> list[str]:
                 given += [f"{place}.held_out=text.jsonl:::[50%:]", f"{place}.held_out_tokens=512"]
         if step.verb == "tune" and getattr(step, "what", "") == "routers":
             given.append(f"{place}.teacher={MODELS.get(verb, 'tiny-moe')}")
+        if getattr(step, "experts_per_token", None):
+            given.append(f"{place}.experts_per_token=1")
         if step.verb == "condense":
             given.append(f"{place}.layers=2")
     given += ["calibration.source=''", "calibration.samples=4", "calibration.length=64"]
@@ -143,7 +145,7 @@ def provide(given: list[str], folder: Path, made: Path) -> None:
     # results that it reads: all of report's words, the plan's folder, else the first word
     read = {"report": words, "apply": words[1:2]}.get(name, words[:1])
     for word in words:
-        here = word.partition("/")[0]
+        here = re.split("[/:]", word.rpartition("=")[2])[0]  # of name=FILE:part its file
         wanted = result if word in read and re.match(r"out|OUT", word) else here
         if wanted in GIVEN and word not in (*read, "base.gguf"):
             continue  # it is made by this command
