@@ -169,3 +169,19 @@ def test_what_ends_while_it_is_copied(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(whole[:-50])
     with pytest.raises(MoesaicError, match="truncated or corrupt"):
         writer.close()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("changed", [True, False])
+def test_values_that_are_not_finite_are_not_written(tmp_path, value, changed):
+    """Whether they are copied from a file or were made; also behind the first piece."""
+    bad = torch.ones(300, 1000, dtype=torch.bfloat16)
+    bad[299, 998] = value
+    save_file({"good": torch.ones(3), "bad": bad}, tmp_path / "model.safetensors")
+    (tmp_path / "out").mkdir()
+    writer = ShardWriter(tmp_path / "out")
+    for name in ("good", "bad"):
+        tensor = Checkpoint(tmp_path).tensor(name)
+        writer.add(name, tensor * 1 if changed else tensor)
+    with pytest.raises(MoesaicError, match="bad holds a value that is not finite"):
+        writer.close()

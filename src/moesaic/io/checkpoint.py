@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ TYPES: dict[str, torch.dtype] = {
 """Types by the names that safetensors gives them, in the order in which it stores them."""
 NAMES = {kind: name for name, kind in TYPES.items()}
 PIECE = 1 << 17
-"""Bytes that are copied together."""
+"""Bytes that are copied, and looked at, together."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 SHAPES = 8
@@ -245,22 +245,22 @@ def header_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _copy(stored: Stored, out: BinaryIO) -> None:
-    """Copy a tensor's bytes from its file.
+def _pieces(stored: Stored) -> Iterator[memoryview]:
+    """A tensor's bytes as its file has them; a piece is gone when the next one comes.
 
     Raises:
         MoesaicError: the file ends early.
     """
-    piece = memoryview(bytearray(min(PIECE, stored.nbytes)))
-    with _reading(stored.path), stored.path.open("rb", buffering=0) as file:
+    left = stored.nbytes
+    room = memoryview(bytearray(min(PIECE, left)))
+    with _reading(stored.path), stored.path.open("rb") as file:
         file.seek(stored.begin)
-        left = stored.nbytes
         while left:
-            count = file.readinto(piece[:left])
-            if not count:
+            piece = room[:left]
+            if file.readinto(piece) < len(piece):
                 raise MoesaicError(f"{stored.path} is missing, truncated or corrupt.")
-            out.write(piece[:count])
-            left -= count
+            yield piece
+            left -= len(piece)
 
 
 class ShardWriter:
@@ -278,9 +278,8 @@ class ShardWriter:
         """Take a tensor.
 
         Raises:
-            MoesaicError: it holds a value that is not finite.
+            MoesaicError: a value, of it or of one that waited with it, is not finite.
         """
-        check_finite(name, tensor)
         if self._pending and self._pending_bytes + tensor.nbytes > self.shard_bytes:
             self._flush()
         self._pending[name] = tensor.contiguous()
@@ -301,8 +300,11 @@ class ShardWriter:
                 tensor = self._pending[name]
                 version, stored = _STORED.get(tensor, (None, None))
                 if stored is not None and version == tensor._version:
-                    _copy(stored, file)
+                    for piece in _pieces(stored):
+                        check_finite(name, torch.frombuffer(piece, dtype=TYPES[stored.kind]))
+                        file.write(piece)
                 else:
+                    check_finite(name, tensor)
                     flat = tensor.detach().cpu().reshape(-1).view(torch.uint8)
                     file.write(flat.numpy().data)
 
