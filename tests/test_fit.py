@@ -18,14 +18,16 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation, ExportArgs
+from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
 from moesaic.fitting import search
 from moesaic.fitting.candidates import Family, Weight, families, guessed, largest, told
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.search import Candidate, Search, fit, shares
+from moesaic.fitting.search import Candidate, Search, apart, fit
 from moesaic.io.source import Source, resolve
 from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.sft.config import TuneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.recipe import Recipe
 from moesaic.report import words
@@ -240,13 +242,27 @@ def test_files_that_cannot_be_made_are_refused_at_once(
 
 
 def test_what_chooses_shares_no_text_with_what_calibrates(tmp_path: Path) -> None:
-    config = FitConfig(memory=1, windows=6)
-    first, second = Search(recipe_of(tmp_path / "out"), config, tmp_path).texts
+    config = FitConfig(memory=1, windows=6, tune=2)
+    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
+    first, second = looking.texts
     assert len(first.input_ids) == 4
     assert 3 <= len(second.input_ids) <= 6
-    assert not any(shares(row, first.input_ids) for row in second.input_ids)
+    assert len(apart(second, first).input_ids) == len(second.input_ids)
     moved = torch.cat([torch.zeros(20, dtype=torch.int64), first.input_ids[2, :44]])
-    assert shares(moved, first.input_ids)
+    assert len(apart(Tokens(moved[None]), first).input_ids) == 0
+    assert len(looking.lessons.input_ids) >= config.tune * TuneConfig.batch
+    assert len(apart(looking.lessons, second).input_ids) == len(looking.lessons.input_ids)
+
+
+def test_where_there_is_little_text_it_is_all_trained_on(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(n) for n in range(4000)), "utf-8")
+    recipe = recipe_of(tmp_path / "out")
+    recipe = replace(recipe, calibration=replace(recipe.calibration, source=str(text)))
+    looking = Search(recipe, FitConfig(memory=1, windows=6, tune=10_000), tmp_path)
+    first, second = looking.texts
+    assert len(looking.lessons.input_ids) > len(first.input_ids)
+    assert len(apart(looking.lessons, second).input_ids) == len(looking.lessons.input_ids)
 
 
 # --- the search ----------------------------------------------------------------------------------
@@ -284,6 +300,58 @@ def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(search, "run_recipe", lambda best, **_: kept.append(best))
     fit(recipe, config, resume=True)
     assert len(kept[0].steps) == 1
+
+
+def test_the_best_forms_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both rates the best one, at the better rate the next; the recipe ends in training."""
+    monkeypatch.setattr(search, "families", few)
+    out, budget = tmp_path / "out", int(0.8 * ORIGINAL.bytes)
+    record = fit(recipe_of(out), FitConfig(memory=budget, windows=4, confirm=2, tune=4))
+    assert record is not None
+    tried, chosen = record.measured["tried"], record.measured["chosen"]
+    confirmed = [c for c in tried if c["stage"] == "confirm"]
+    rates: dict[str, list[float]] = {}
+    for c in confirmed:
+        if c["form"].endswith(", tuned"):
+            rates.setdefault(c["form"], []).append(c["steps"][-1]["tune"].get("lr", 1e-4))
+    plain = {c["form"]: c["kl"] for c in confirmed if not c["form"].endswith(", tuned")}
+    best, second = sorted(plain, key=lambda form: plain[form])[:2]
+    assert sorted(rates[f"{best}, tuned"]) == [1e-4, 1e-3]
+    assert len(rates[f"{second}, tuned"]) == 1
+    assert chosen["kl"] == min(c["kl"] for c in confirmed) < min(plain.values())
+    *_, last = chosen["steps"]
+    assert last["tune"]["teacher"] == "tiny-moe"
+    assert record.steps[-1].verb == "tune"
+    assert Built(resolve(str(out)).config, None).bytes == chosen["memory"] <= budget
+
+
+def test_single_steps_near_the_best_are_refined_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Figures as a formula: of c, a and b near each other, a is refined best."""
+    kls = {"a": 1.2, "b": 1.0, "c": 1.3, "d": 0.5}
+
+    def forms(*_: Any) -> list[Family]:
+        def made(name: str) -> Family:
+            steps = (PruneConfig(keep=ord(name)),) * (2 if name == "d" else 1)
+            fine = (PruneConfig(keep=ord(name), refit=True),) * len(steps)
+            return Family(name, (1.0,), lambda _: steps, (lambda _: fine,))
+
+        return [made(name) for name in kls]
+
+    def tried(self: Search, form: str, steps: Any, stage: str, _: Any) -> Candidate:
+        taken = 0.5 if form == "a" and steps[0].refit else 0.0
+        weight = Weight(1, 1, 1, native=True, exact=True)
+        seen.append((form, stage))
+        return Candidate(form, steps, weight, {"loss": 0.0, "kl": kls[form] - taken}, stage)
+
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setattr(search, "families", forms)
+    monkeypatch.setattr(Search, "share", lambda *_: 1.0)
+    monkeypatch.setattr(Search, "_try", tried)
+    looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, confirm=1), tmp_path)
+    looking.run()
+    assert {form for form, stage in seen if stage == "confirm"} == {"d", "b", "a"}
 
 
 def test_the_smallest_within_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,12 @@ class FitConfig:
     windows: int = option(
         32, "Windows of calibration text that choose, apart from those that calibrate.", minimum=2
     )
+    tune: int = option(
+        0,
+        "Steps for which the best forms are trained towards the original, all weights, in memory "
+        "whole. 0: nothing is trained.",
+        minimum=0,
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
