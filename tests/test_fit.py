@@ -325,6 +325,23 @@ def test_the_best_forms_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert Built(resolve(str(out)).config, None).bytes == chosen["memory"] <= budget
 
 
+def test_weights_are_trained_before_they_are_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "Files", PlainFiles)
+    monkeypatch.setattr(Search, "measured", lambda _, c: c.scored({"kl": 0.1, "loss": 0.1}))
+    config = FitConfig(memory=9, types=("q8_0",), tune=3)
+    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
+    weight, file = Weight(1, 1, 1, native=True, exact=True), ExportArgs(to="gguf", type="q8_0")
+    pruned = Candidate("pruned", (PruneConfig(keep=4), file), weight, {"kl": 0.2}, "confirm")
+    alone = Candidate("alone", (file,), weight, {"kl": 0.1}, "confirm")
+    tuned = [*looking._trained([alone, pruned])]
+    assert [next(iter(step)) for step in told(tuned[0].steps)] == ["prune", "tune", "export"]
+    assert {c.form for c in tuned} == {"pruned, tuned"}
+    taught = told(tuned[0].steps)[1]["tune"]
+    assert (taught["steps"], taught["what"], taught["length"]) == (3, "all", 64)
+
+
 def test_single_steps_near_the_best_are_refined_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
