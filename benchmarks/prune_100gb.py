@@ -2,8 +2,8 @@
 
 The checkpoint has the shapes of GLM-4.5-Air (106 B parameters) and is sparse: its codes are zeros
 that take no room. Statistics are made up, so that nothing is run: what is timed is reading,
-choosing and writing. Beside it ``cp`` copies as many bytes as were written. ``--layers 3`` is a dry
-run.
+choosing and writing. Beside it ``cp`` copies as many bytes of the source, whose holes it need not
+read, and the result, which it must. ``--layers 3`` is a dry run.
 
     python benchmarks/prune_100gb.py --work /somewhere/with/40GB --out benchmarks/prune_100gb.json
 """
@@ -293,6 +293,7 @@ def main() -> None:
             found["mb_per_second"] = made / found["whole"]["seconds"] / 1e6
             if verb == "prune":
                 found["kept_bytes"] = kept_bytes(folder, args.keep / 128)
+            found["cp_of_result"] = copied(out, work / "copy", 2 * made)
             shutil.rmtree(out)
             found["cp"] = copied(folder, work / "copy", made)
             record[verb] = found

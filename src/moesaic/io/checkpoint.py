@@ -65,8 +65,8 @@ TYPES: dict[str, torch.dtype] = {
 }
 """Types by the names that safetensors gives them, in the order in which it stores them."""
 NAMES = {kind: name for name, kind in TYPES.items()}
-PIECE = 1 << 17
-"""Bytes that are copied, and looked at, together."""
+PIECE = 1 << 20
+"""Bytes that are copied, and looked at, together: fewer, and threads cost more than they save."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 SHAPES = 8
