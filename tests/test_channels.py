@@ -109,6 +109,36 @@ def test_a_product_is_that_of_the_chosen_channels(
         torch.set_num_threads(1)
 
 
+def test_a_product_is_rounded_as_torch_rounds():
+    """To the nearest bfloat16, of two to the even one; what is not finite stays so."""
+    pytest.importorskip("numba")
+    numbers = torch.arange(0x3F7F_0000, 0x3F81_0000, 0x1000, dtype=torch.int32).view(torch.float32)
+    numbers = torch.cat([numbers, -numbers, torch.tensor([0.0, torch.inf, torch.nan, 3e38])])
+    half = torch.tensor([[1.0]], dtype=torch.bfloat16)
+    found = kernels.product(half, numbers[None], None, 1, 0.0)
+    torch.testing.assert_close(found[0], numbers.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_threads_are_torchs_own_and_where_it_has_others_one_does_it_all(monkeypatch):
+    pytest.importorskip("numba")
+    from moesaic.nn.kernels import threads
+
+    run = threads._torch_threads()
+    assert run is not None or sys.platform != "linux"
+    calls = []
+    monkeypatch.setattr(kernels, "APART", 0)
+    x, rows = torch.randn(2, 3, 20), torch.randn(20, 100)
+    torch.set_num_threads(2)
+    try:
+        for way in (run and (lambda *given: calls.append(given[2]) or run(*given)), None):
+            monkeypatch.setattr(threads, "_torch_threads", lambda way=way: way)
+            found = kernels.product(x, rows, None, 20, 0.0)
+            torch.testing.assert_close(found, x @ rows)
+    finally:
+        torch.set_num_threads(1)
+    assert calls == ([2] if run else [])
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 2.0]), min_size=1, max_size=40), st.data()
@@ -153,7 +183,7 @@ def test_without_numba_torch_does_it_and_that_is_said_once(monkeypatch, caplog):
 def test_a_kernel_that_cannot_be_built_is_done_without(monkeypatch, caplog):
     cpu = pytest.importorskip("moesaic.nn.kernels.cpu")
 
-    def broken(*_):
+    def broken(*_, **__):
         raise RuntimeError("no such target\nand much more")
 
     monkeypatch.setattr(cpu, "sums", broken)

@@ -184,7 +184,7 @@ def test_kernels_give_what_masking_gives(model_type, dtype, options, monkeypatch
     calls = []
     original = kernel.few
     monkeypatch.setattr("moesaic.nn.carved.few", lambda *a: calls.append(original(*a)) or calls[-1])
-    monkeypatch.setattr(kernel, "APART", 0)
+    monkeypatch.setattr(kernels, "APART", 0)
     monkeypatch.setitem(kernel.MOST, torch.bfloat16, 8)
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     with torch.no_grad():

@@ -90,7 +90,7 @@ class Tally:
 
 def plain(weight: Tensor) -> bool:
     """Whether a weight is an ordinary tensor: not quantised, not offloaded."""
-    return type(weight.data) is Tensor
+    return type(weight) in (nn.Parameter, Tensor)
 
 
 def here(x: Tensor, weight: Tensor) -> bool:
@@ -114,15 +114,13 @@ class ChannelLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.phase.skips:
             return super().forward(x)
-        cut = self.cut
-        if self.phase.mode == "always" or not here(x, self.weight):
+        cut, weight = self.cut, self.weight
+        if self.phase.mode == "always" or not here(x, weight):
             on = chosen(x, self.scale, cut.keep, cut.threshold)
             if self.phase.mode == "always":
                 self.tally.add(on)
             return super().forward(x * on)
-        x_TI, rows_IO = x.reshape(-1, x.shape[-1]), rows_of(self.weight)
-        y_TO = product(x_TI, rows_IO, self.scale, cut.keep, cut.threshold)
-        y = y_TO.view(*x.shape[:-1], -1)
+        y = product(x, rows_of(weight), self.scale, cut.keep, cut.threshold)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

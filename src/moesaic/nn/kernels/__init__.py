@@ -8,7 +8,9 @@ Shape suffixes: T tokens, I inputs (channels), O outputs, G matrices.
 from __future__ import annotations
 
 import logging
-from functools import cache
+from functools import cache, partial
+from math import prod
+from struct import pack
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ FEW = 8
 APART = 1 << 18
 """Weights of a product from which several threads share it."""
 
+LINE = 32
+"""Outputs that a part is a multiple of: no two threads write to one cache line."""
+
 TYPES = (torch.float32, torch.bfloat16)
 """Of the rows that numba's functions take."""
 
@@ -35,7 +40,7 @@ def fast() -> Any:
 
         one = torch.ones(1)
         at = one.data_ptr()
-        cpu.sums(at, 0, at, 0, at, 1, 1, 1, 1, 0.0, False)  # compiles, or says that it cannot
+        cpu.sums(at, 0, at, 0, at, 1, 1, 1, 1, 0, 0, 0, size=1)  # compiles, or says that it cannot
     except ImportError:
         reason = 'numba is not installed (pip install "moesaic[fast]")'
     except Exception as error:  # whatever a compiler may raise
@@ -100,42 +105,51 @@ def product(
     Reads the chosen rows alone.
 
     Args:
-        x_TI: few tokens.
+        x_TI: few tokens; any leading shape, which the result has.
         rows_GIO: matrices, contiguous; also (I, O), one matrix.
         scale_GI: factors of the scores by which channels are chosen (see :func:`chosen`).
         keep: channels of a token; below zero: by the threshold.
         threshold: of a score.
         group_T: int64, the matrix of each token; None for the first.
     """
-    if rows_GIO.device.type != "cpu":
-        return by_triton(on_gpu(), x_TI, rows_GIO, scale_GI, keep, threshold, group_T)
-    compiled = fast() if rows_GIO.dtype in TYPES else None
+    *shape, inputs = x_TI.shape
+    on_cpu = rows_GIO.device.type == "cpu"
+    compiled = fast() if on_cpu and rows_GIO.dtype in TYPES else None
     if compiled is None:
-        return _by_bags(x_TI, rows_GIO, scale_GI, keep, threshold, group_T)
-    inputs, outputs = rows_GIO.shape[-2:]
-    x32_TI = x_TI.float().contiguous()
-    tokens = len(x32_TI)
-    out_TO = x32_TI.new_empty(tokens, outputs)
+        way = _by_bags if on_cpu else partial(by_triton, on_gpu())
+        flat_TI = x_TI.reshape(-1, inputs)
+        return way(flat_TI, rows_GIO, scale_GI, keep, threshold, group_T).view(*shape, -1)
+    narrow, outputs = x_TI.dtype == torch.bfloat16, rows_GIO.shape[-1]
+    given_TI = (x_TI if narrow else x_TI.float()).contiguous()
     scale = None if scale_GI is None else scale_GI.float().contiguous()
-    arguments = (
-        x32_TI.data_ptr(),
-        0 if scale is None else scale.data_ptr(),
-        rows_GIO.data_ptr(),
-        0 if group_T is None else group_T.data_ptr(),
-        out_TO.data_ptr(),
-        tokens,
-        inputs,
-        outputs,
-        keep,
-        threshold,
-        rows_GIO.dtype == torch.bfloat16,
-    )
-    threads = torch.get_num_threads()
-    if threads > 1 and inputs * outputs >= APART:
-        compiled.sums_parallel(*arguments, threads)
-    else:
-        compiled.sums(*arguments)
+    out_TO = given_TI.new_empty(*shape, outputs)
+    compiled.sums(
+        given_TI.data_ptr(), 0 if scale is None else scale.data_ptr(), rows_GIO.data_ptr(),
+        0 if group_T is None else group_T.data_ptr(), out_TO.data_ptr(), prod(shape), inputs,
+        outputs, keep, bits_of(threshold), rows_GIO.dtype == torch.bfloat16, narrow,
+        size=outputs, step=step_of(outputs, inputs * outputs, LINE),
+    )  # fmt: skip
     return out_TO.to(x_TI.dtype)
+
+
+def bits_of(number: float) -> int:
+    """A float32's bits."""
+    return int.from_bytes(pack("<f", number), "little")
+
+
+def step_of(size: int, work: int, multiple: int = 1) -> int:
+    """Places of a part, so that each of torch's threads has one; 0, one part, where a thread is
+    not worth starting.
+
+    Args:
+        size: places.
+        work: weights that are read.
+        multiple: of so many places.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or work < APART:
+        return 0
+    return -(-size // (multiple * threads)) * multiple
 
 
 def rows_of(weight: Tensor) -> Tensor:

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, prange, types
-from numba.core import cgutils
+from numba import carray, njit, types
 from numba.extending import intrinsic
+
+from moesaic.nn.kernels.threads import Shared, at, numbers, part
 
 OPTIONS: Any = {"fastmath": {"contract", "reassoc", "nsz"}, "nogil": True, "error_model": "numpy"}
 
@@ -33,16 +34,6 @@ def compiled(**more: Any) -> Callable[[Any], Any]:
             return njit(**OPTIONS, **more)(function)
 
     return decorate
-
-
-@intrinsic
-def _at(typing, address):
-    """An address as a pointer."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), generate
 
 
 @intrinsic
@@ -63,6 +54,14 @@ def _bits(typing, number):
         return builder.bitcast(arguments[0], ir.IntType(32))
 
     return types.int32(types.float32), generate
+
+
+@njit(inline="always")
+def _narrow(number):
+    """A float32 as the nearest bfloat16, stored as uint16; of two the even one."""
+    bits = np.uint32(_bits(number))
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.uint16(rounded) if number == number else np.uint16(0x7FC0)
 
 
 @njit(inline="always")
@@ -134,24 +133,54 @@ def choose(x_I, scale_I, keep, threshold, bits_I, chosen_N, value_N):
     return count
 
 
-def _adding(widen):
-    """The function that adds rows of one type, four at a time."""
+AHEAD = 12
+"""Cache lines of a row that are fetched while those before it are added: a row is short, and over
+before the processor sees by itself that it is read in order."""
+
+
+@intrinsic
+def _fetch(typing, address):
+    """Begin to bring a cache line near."""
+
+    def generate(context, builder, signature, arguments):
+        pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
+        fetch = builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
+        said = [number(0), number(3), number(1)]  # to be read, kept near, of data
+        builder.call(fetch, [builder.inttoptr(arguments[0], pointer), *said])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+def _adding(widen, size):
+    """The function that adds rows of one type, ``size`` bytes a number, eight at a time."""
 
     @njit(inline="never", **OPTIONS)
-    def add(rows_IO, chosen_N, value_N, count, start, stop, sum_O):
-        width = stop - start
+    def add(rows, rows_IO, chosen_N, value_N, count, start, stop, sum_O):
+        width, stride = stop - start, size * rows_IO.shape[1]
+        near = min(size * width, 64 * AHEAD)
         n = 0
-        while n + 4 <= count:
+        while n + 8 <= count:
+            for m in range(n + 8, min(n + 16, count)):
+                first = rows + stride * np.int64(chosen_N[m]) + size * start
+                for line in range(first, first + near, 64):
+                    _fetch(line)
             v0, v1, v2, v3 = value_N[n], value_N[n + 1], value_N[n + 2], value_N[n + 3]
-            r0 = rows_IO[chosen_N[n], start:stop]
-            r1 = rows_IO[chosen_N[n + 1], start:stop]
-            r2 = rows_IO[chosen_N[n + 2], start:stop]
-            r3 = rows_IO[chosen_N[n + 3], start:stop]
+            v4, v5, v6, v7 = value_N[n + 4], value_N[n + 5], value_N[n + 6], value_N[n + 7]
+            r0, r1 = rows_IO[chosen_N[n], start:stop], rows_IO[chosen_N[n + 1], start:stop]
+            r2, r3 = rows_IO[chosen_N[n + 2], start:stop], rows_IO[chosen_N[n + 3], start:stop]
+            r4, r5 = rows_IO[chosen_N[n + 4], start:stop], rows_IO[chosen_N[n + 5], start:stop]
+            r6, r7 = rows_IO[chosen_N[n + 6], start:stop], rows_IO[chosen_N[n + 7], start:stop]
             for o in range(width):
-                sum_O[o] += (v0 * widen(r0[o]) + v1 * widen(r1[o])) + (
+                left = (v0 * widen(r0[o]) + v1 * widen(r1[o])) + (
                     v2 * widen(r2[o]) + v3 * widen(r3[o])
                 )
-            n += 4
+                right = (v4 * widen(r4[o]) + v5 * widen(r5[o])) + (
+                    v6 * widen(r6[o]) + v7 * widen(r7[o])
+                )
+                sum_O[o] += left + right
+            n += 8
         while n < count:
             value, row = value_N[n], rows_IO[chosen_N[n], start:stop]
             for o in range(width):
@@ -161,57 +190,74 @@ def _adding(widen):
     return add
 
 
-_add = _adding(_same)
-_add_half = _adding(_wide)
+_add = _adding(_same, 4)
+_add_half = _adding(_wide, 2)
 
 
-@compiled()
-def _token(x, scale, rows, group, out, t, inputs, outputs, keep, threshold, half, start, stop):
-    """One token's share of :func:`sums`: outputs ``start`` to ``stop``."""
-    x_I = carray(_at(x + 4 * t * inputs), (inputs,), np.float32)
-    out_O = carray(_at(out + 4 * t * outputs), (outputs,), np.float32)
-    number = np.int64(0)
-    if group:
-        number = carray(_at(group + 8 * t), (1,), np.int64)[0]
-    many = inputs if scale else 0
-    scale_I = carray(_at(scale + 4 * number * many), (many,), np.float32)
+@njit(**OPTIONS)
+def _read(x, half, x_I):
+    """Numbers at an address, float32 or bfloat16, as float32."""
+    inputs = x_I.shape[0]
+    if half:
+        half_I = carray(at(x), (inputs,), np.uint16)
+        for i in range(inputs):
+            x_I[i] = _wide(half_I[i])
+    else:
+        x_I[:] = carray(at(x), (inputs,), np.float32)
+
+
+@njit(**OPTIONS)
+def _write(sum_O, half, out):
+    """Float32 numbers put at an address, as float32 or rounded to bfloat16."""
+    outputs = sum_O.shape[0]
+    if half:
+        half_O = carray(at(out), (outputs,), np.uint16)
+        for o in range(outputs):
+            half_O[o] = _narrow(sum_O[o])
+    else:
+        carray(at(out), (outputs,), np.float32)[:] = sum_O
+
+
+@njit(**OPTIONS)
+def _sums(
+    x, scale, rows, group, out, tokens, inputs, outputs, keep, threshold, half, narrow, start, stop
+):
+    x_I, sum_O = np.empty(inputs, np.float32), np.empty(stop - start, np.float32)
     bits_I, chosen_N = np.empty(inputs, np.int32), np.empty(inputs, np.int32)
     value_N = np.empty(inputs, np.float32)
-    count = choose(x_I, scale_I, keep, np.float32(threshold), bits_I, chosen_N, value_N)
-    sum_O = out_O[start:stop]
-    sum_O[:] = 0
-    if half:
-        halves = carray(_at(rows + 2 * number * inputs * outputs), (inputs, outputs), np.uint16)
-        _add_half(halves, chosen_N, value_N, count, start, stop, sum_O)
-    else:
-        whole = carray(_at(rows + 4 * number * inputs * outputs), (inputs, outputs), np.float32)
-        _add(whole, chosen_N, value_N, count, start, stop, sum_O)
-
-
-@compiled()
-def sums(x, scale, rows, group, out, tokens, inputs, outputs, keep, threshold, half):
-    """out[t] = sum over token t's chosen channels i of x[t, i] rows[group[t], i].
-
-    The first five are addresses: x (T, I) and out (T, O) float32; scale (G, I) float32, or 0 for
-    ones; rows (G, I, O) float32, or bfloat16 where ``half``; group (T) int64, or 0 for the first.
-    """
+    size, number = 2 if narrow else 4, np.int64(0)
     for t in range(tokens):
-        _token(x, scale, rows, group, out, t, inputs, outputs, keep, threshold, half, 0, outputs)
+        if group:
+            number = carray(at(group + 8 * t), (1,), np.int64)[0]
+        many = inputs if scale else 0
+        scale_I = carray(at(scale + 4 * number * many), (many,), np.float32)
+        _read(x + size * t * inputs, narrow, x_I)
+        count = choose(x_I, scale_I, keep, _float(threshold), bits_I, chosen_N, value_N)
+        sum_O[:] = 0
+        if half:
+            own = rows + 2 * number * inputs * outputs
+            halves = carray(at(own), (inputs, outputs), np.uint16)
+            _add_half(own, halves, chosen_N, value_N, count, start, stop, sum_O)
+        else:
+            own = rows + 4 * number * inputs * outputs
+            whole = carray(at(own), (inputs, outputs), np.float32)
+            _add(own, whole, chosen_N, value_N, count, start, stop, sum_O)
+        _write(sum_O, narrow, out + size * (t * outputs + start))
 
 
-@compiled(parallel=True)
-def sums_parallel(
-    x, scale, rows, group, out, tokens, inputs, outputs, keep, threshold, half, parts
-):
-    """As :func:`sums`, each token's outputs in so many parts, which threads share."""
-    step = (outputs + 16 * parts - 1) // (16 * parts) * 16
-    for job in prange(tokens * parts):
-        t, part = job // parts, job % parts
-        start, stop = min(part * step, outputs), min((part + 1) * step, outputs)
-        if start < stop:
-            _token(
-                x, scale, rows, group, out, t, inputs, outputs, keep, threshold, half, start, stop
-            )
+@Shared
+def sums(given):
+    """out[t] = sum over token t's chosen channels i of x[t, i] rows[group[t], i]; parts of outputs.
+
+    Given are x, scale, rows, group, out, tokens, inputs, outputs, keep, threshold, half, narrow.
+    The first five are addresses: x (T, I) and out (T, O) float32, or bfloat16 where ``narrow``;
+    scale (G, I) float32, or 0 for ones; rows (G, I, O) float32, or bfloat16 where ``half``; group
+    (T) int64, or 0 for the first. The threshold is a float32's bits.
+    """
+    start, stop = part(given)
+    while start < stop:
+        _sums(*numbers(given, 12), start, stop)
+        start, stop = part(given)
 
 
 # --- petals --------------------------------------------------------------------------------------
@@ -226,21 +272,13 @@ GAP = 64
 """Numbers of a row that are read rather than left out: they share cache lines with others."""
 
 
-@compiled()
-def highest(scores, out, tokens, petals, top_k, start, stop):
-    """The petals with the highest scores of tokens ``start`` to ``stop``, in rising order.
-
-    By bisection of the scores' bits, which costs a few passes over a token's scores.
-
-    Args:
-        scores: address of float32 (T, R).
-        out: address of int64 (T, K). Of equal scores the first are taken.
-    """
+@njit(**OPTIONS)
+def _highest(scores, out, tokens, petals, top_k, start, stop):
     bits_R, low_bits = np.empty(petals, np.int32), np.int32(0x7FFFFFFF)
     found_R = np.empty(petals + 1, np.int64)
     for t in range(start, stop):
-        score_R = carray(_at(scores + 4 * t * petals), (petals,), np.float32)
-        out_K = carray(_at(out + 8 * t * top_k), (top_k,), np.int64)
+        score_R = carray(at(scores + 4 * t * petals), (petals,), np.float32)
+        out_K = carray(at(out + 8 * t * top_k), (top_k,), np.int64)
         for r in range(petals):  # so that they are in the order of the scores, signs and all
             bits = _bits(score_R[r])
             bits_R[r] = bits ^ ((bits >> np.int32(31)) & low_bits)
@@ -272,17 +310,52 @@ def highest(scores, out, tokens, petals, top_k, start, stop):
         out_K[:] = found_R[:top_k]
 
 
-@compiled(parallel=True)
-def highest_parallel(scores, out, tokens, petals, top_k, parts):
-    """As :func:`highest`, tokens in so many parts, which threads share."""
-    step = (tokens + parts - 1) // parts
-    for part in prange(parts):
-        start, stop = part * step, min((part + 1) * step, tokens)
-        highest(scores, out, tokens, petals, top_k, start, stop)
+@Shared
+def highest(given):
+    """The petals with the highest scores of tokens ``start`` to ``stop``, in rising order.
+
+    By bisection of the scores' bits, which costs a few passes over a token's scores.
+
+    Args:
+        scores: address of float32 (T, R).
+        out: address of int64 (T, K). Of equal scores the first are taken.
+    """
+    start, stop = part(given)
+    while start < stop:
+        _highest(*numbers(given, 5), start, stop)
+        start, stop = part(given)
 
 
-@compiled()
-def silence(hidden, on, ends, owner, tokens, petals, width, half, start, stop):
+@njit(**OPTIONS)
+def _silence(hidden, on, ends, owner, tokens, petals, width, half, start, stop):
+    ends_R = carray(at(ends), (petals + 1,), np.int64)
+    owner_M = carray(at(owner), (width,), np.uint32)
+    kept_R = np.empty(petals + 1, np.uint32)  # all bits or none
+    kept_R[petals] = np.uint32(0xFFFFFFFF)
+    size = 2 if half else 4
+    wide = width - ends_R[0] >= WIDE * petals
+    for t in range(start, stop):
+        on_R = carray(at(on + 4 * t * petals), (petals,), np.float32)
+        if wide:  # a fill for each
+            bytes_B = carray(at(hidden + size * t * width), (size * width,), np.uint8)
+            for r in range(petals):
+                if on_R[r] == 0:
+                    bytes_B[size * ends_R[r] : size * ends_R[r + 1]] = 0
+            continue
+        for r in range(petals):
+            kept_R[r] = np.uint32(0xFFFFFFFF) * np.uint32(on_R[r] != 0)
+        if half:
+            half_M = carray(at(hidden + 2 * t * width), (width,), np.uint16)
+            for m in range(width):
+                half_M[m] &= np.uint16(kept_R[owner_M[m]])
+        else:
+            whole_M = carray(at(hidden + 4 * t * width), (width,), np.uint32)
+            for m in range(width):
+                whole_M[m] &= kept_R[owner_M[m]]
+
+
+@Shared
+def silence(given):
     """Hidden activations of petals that tokens ``start`` to ``stop`` do not run made zero.
 
     Args:
@@ -291,39 +364,10 @@ def silence(hidden, on, ends, owner, tokens, petals, width, half, start, stop):
         ends: address of int64 (R + 1): where the backbone ends, and each petal.
         owner: address of uint32 (M): the petal of each neuron; of the backbone's, R.
     """
-    ends_R = carray(_at(ends), (petals + 1,), np.int64)
-    owner_M = carray(_at(owner), (width,), np.uint32)
-    kept_R = np.empty(petals + 1, np.uint32)  # all bits or none
-    kept_R[petals] = np.uint32(0xFFFFFFFF)
-    size = 2 if half else 4
-    wide = width - ends_R[0] >= WIDE * petals
-    for t in range(start, stop):
-        on_R = carray(_at(on + 4 * t * petals), (petals,), np.float32)
-        if wide:  # a fill for each
-            bytes_B = carray(_at(hidden + size * t * width), (size * width,), np.uint8)
-            for r in range(petals):
-                if on_R[r] == 0:
-                    bytes_B[size * ends_R[r] : size * ends_R[r + 1]] = 0
-            continue
-        for r in range(petals):
-            kept_R[r] = np.uint32(0xFFFFFFFF) * np.uint32(on_R[r] != 0)
-        if half:
-            half_M = carray(_at(hidden + 2 * t * width), (width,), np.uint16)
-            for m in range(width):
-                half_M[m] &= np.uint16(kept_R[owner_M[m]])
-        else:
-            whole_M = carray(_at(hidden + 4 * t * width), (width,), np.uint32)
-            for m in range(width):
-                whole_M[m] &= kept_R[owner_M[m]]
-
-
-@compiled(parallel=True)
-def silence_parallel(hidden, on, ends, owner, tokens, petals, width, half, parts):
-    """As :func:`silence`, tokens in so many parts, which threads share."""
-    step = (tokens + parts - 1) // parts
-    for part in prange(parts):
-        start, stop = part * step, min((part + 1) * step, tokens)
-        silence(hidden, on, ends, owner, tokens, petals, width, half, start, stop)
+    start, stop = part(given)
+    while start < stop:
+        _silence(*numbers(given, 8), start, stop)
+        start, stop = part(given)
 
 
 @compiled()
@@ -337,13 +381,13 @@ def listed(on, ends, chosen, count, weight, tokens, petals, width):
         weight: address of float32 (T, M), zeros, takes the weights of the neurons that run; 0 if
             nobody asks.
     """
-    ends_R = carray(_at(ends), (petals + 1,), np.int64)
-    count_T = carray(_at(count), (tokens,), np.int64)
+    ends_R = carray(at(ends), (petals + 1,), np.int64)
+    count_T = carray(at(count), (tokens,), np.int64)
     for t in range(tokens):
-        on_R = carray(_at(on + 4 * t * petals), (petals,), np.float32)
-        chosen_M = carray(_at(chosen + 4 * t * width), (width,), np.int32)
+        on_R = carray(at(on + 4 * t * petals), (petals,), np.float32)
+        chosen_M = carray(at(chosen + 4 * t * width), (width,), np.int32)
         places = width if weight else 0
-        weight_M = carray(_at(weight + 4 * t * places), (places,), np.float32)
+        weight_M = carray(at(weight + 4 * t * places), (places,), np.float32)
         found = ends_R[0]
         for m in range(found):
             chosen_M[m] = m
@@ -400,22 +444,14 @@ def _until(chosen_N, count, place, neuron):
     return place
 
 
-@compiled()
-def dots(x, rows, chosen, count, out, tokens, inputs, width, half, start, stop):
-    """out[t, m] = x[t] . rows[m], of chosen neurons m from ``start`` to ``stop``.
-
-    Args:
-        x: address of float32 (T, I).
-        rows: address of float32 (M, I), or bfloat16 where ``half``.
-        chosen, count: as :func:`listed` leaves them.
-        out: address of float32 (T, M).
-    """
-    x_TI = carray(_at(x), (tokens, inputs), np.float32)
-    whole = carray(_at(rows), (width, inputs), np.float32)
-    halves = carray(_at(rows), (width, inputs), np.uint16)
-    chosen_TM = carray(_at(chosen), (tokens, width), np.int32)
-    count_T = carray(_at(count), (tokens,), np.int64)
-    out_TM = carray(_at(out), (tokens, width), np.float32)
+@njit(**OPTIONS)
+def _dots(x, rows, chosen, count, out, tokens, inputs, width, half, start, stop):
+    x_TI = carray(at(x), (tokens, inputs), np.float32)
+    whole = carray(at(rows), (width, inputs), np.float32)
+    halves = carray(at(rows), (width, inputs), np.uint16)
+    chosen_TM = carray(at(chosen), (tokens, width), np.int32)
+    count_T = carray(at(count), (tokens,), np.int64)
+    out_TM = carray(at(out), (tokens, width), np.float32)
     place_T = np.zeros(tokens, np.int64)
     for t in range(tokens):
         place_T[t] = _until(chosen_TM[t], count_T[t], 0, start)
@@ -432,31 +468,29 @@ def dots(x, rows, chosen, count, out, tokens, inputs, width, half, start, stop):
         start = end
 
 
-@compiled(parallel=True)
-def dots_parallel(x, rows, chosen, count, out, tokens, inputs, width, half, parts):
-    """As :func:`dots`, neurons in so many parts, which threads share."""
-    step = (width + parts - 1) // parts
-    for part in prange(parts):
-        start, stop = part * step, min((part + 1) * step, width)
-        if start < stop:
-            dots(x, rows, chosen, count, out, tokens, inputs, width, half, start, stop)
-
-
-@compiled()
-def weighted(hidden, rows, chosen, count, out, tokens, width, outputs, start, stop):
-    """out[t] = sum over chosen neurons m of hidden[t, m] rows[m], outputs ``start`` to ``stop``.
+@Shared
+def dots(given):
+    """out[t, m] = x[t] . rows[m], of chosen neurons m from ``start`` to ``stop``.
 
     Args:
-        hidden: address of float32 (T, M).
-        rows: address of float32 (M, O).
+        x: address of float32 (T, I).
+        rows: address of float32 (M, I), or bfloat16 where ``half``.
         chosen, count: as :func:`listed` leaves them.
-        out: address of float32 (T, O).
+        out: address of float32 (T, M).
     """
-    hidden_TM = carray(_at(hidden), (tokens, width), np.float32)
-    rows_MO = carray(_at(rows), (width, outputs), np.float32)
-    chosen_TM = carray(_at(chosen), (tokens, width), np.int32)
-    count_T = carray(_at(count), (tokens,), np.int64)
-    out_TO = carray(_at(out), (tokens, outputs), np.float32)
+    start, stop = part(given)
+    while start < stop:
+        _dots(*numbers(given, 9), start, stop)
+        start, stop = part(given)
+
+
+@njit(**OPTIONS)
+def _weighted(hidden, rows, chosen, count, out, tokens, width, outputs, start, stop):
+    hidden_TM = carray(at(hidden), (tokens, width), np.float32)
+    rows_MO = carray(at(rows), (width, outputs), np.float32)
+    chosen_TM = carray(at(chosen), (tokens, width), np.int32)
+    count_T = carray(at(count), (tokens,), np.int64)
+    out_TO = carray(at(out), (tokens, outputs), np.float32)
     place_T, value_M = np.zeros(tokens, np.int64), np.empty(width, np.float32)
     out_TO[:, start:stop] = 0
     step = BLOCK if tokens > 1 else width
@@ -467,30 +501,32 @@ def weighted(hidden, rows, chosen, count, out, tokens, width, outputs, start, st
             at_N = chosen_TM[t, first:last]
             for n in range(last - first):
                 value_M[n] = hidden_TM[t, at_N[n]]
-            _add(rows_MO, at_N, value_M, last - first, start, stop, out_TO[t, start:stop])
+            _add(rows, rows_MO, at_N, value_M, last - first, start, stop, out_TO[t, start:stop])
 
 
-@compiled(parallel=True)
-def weighted_parallel(hidden, rows, chosen, count, out, tokens, width, outputs, parts):
-    """As :func:`weighted`, outputs in so many parts, which threads share."""
-    step = (outputs + 16 * parts - 1) // (16 * parts) * 16
-    for part in prange(parts):
-        start, stop = min(part * step, outputs), min((part + 1) * step, outputs)
-        if start < stop:
-            weighted(hidden, rows, chosen, count, out, tokens, width, outputs, start, stop)
+@Shared
+def weighted(given):
+    """out[t] = sum over chosen neurons m of hidden[t, m] rows[m], outputs ``start`` to ``stop``.
 
-
-@compiled()
-def spanned(hidden, columns, chosen, count, out, tokens, width, outputs, start, stop):
-    """As :func:`weighted`, of a bfloat16 matrix (O, M) whose columns are the neurons'.
-
-    Where few neurons lie between chosen ones they are read as well; their ``hidden`` is zero.
+    Args:
+        hidden: address of float32 (T, M).
+        rows: address of float32 (M, O).
+        chosen, count: as :func:`listed` leaves them.
+        out: address of float32 (T, O).
     """
-    hidden_TM = carray(_at(hidden), (tokens, width), np.float32)
-    columns_OM = carray(_at(columns), (outputs, width), np.uint16)
-    chosen_TM = carray(_at(chosen), (tokens, width), np.int32)
-    count_T = carray(_at(count), (tokens,), np.int64)
-    out_TO = carray(_at(out), (tokens, outputs), np.float32)
+    start, stop = part(given)
+    while start < stop:
+        _weighted(*numbers(given, 8), start, stop)
+        start, stop = part(given)
+
+
+@njit(**OPTIONS)
+def _spanned(hidden, columns, chosen, count, out, tokens, width, outputs, start, stop):
+    hidden_TM = carray(at(hidden), (tokens, width), np.float32)
+    columns_OM = carray(at(columns), (outputs, width), np.uint16)
+    chosen_TM = carray(at(chosen), (tokens, width), np.int32)
+    count_T = carray(at(count), (tokens,), np.int64)
+    out_TO = carray(at(out), (tokens, outputs), np.float32)
     spans_S2 = np.empty((width, 2), np.int64)
     for t in range(tokens):
         spans = 0
@@ -513,11 +549,13 @@ def spanned(hidden, columns, chosen, count, out, tokens, width, outputs, start, 
             out_TO[t, o] = total
 
 
-@compiled(parallel=True)
-def spanned_parallel(hidden, columns, chosen, count, out, tokens, width, outputs, parts):
-    """As :func:`spanned`, outputs in so many parts, which threads share."""
-    step = (outputs + parts - 1) // parts
-    for part in prange(parts):
-        start, stop = part * step, min((part + 1) * step, outputs)
-        if start < stop:
-            spanned(hidden, columns, chosen, count, out, tokens, width, outputs, start, stop)
+@Shared
+def spanned(given):
+    """As :func:`weighted`, of a bfloat16 matrix (O, M) whose columns are the neurons'.
+
+    Where few neurons lie between chosen ones they are read as well; their ``hidden`` is zero.
+    """
+    start, stop = part(given)
+    while start < stop:
+        _spanned(*numbers(given, 8), start, stop)
+        start, stop = part(given)

@@ -6,7 +6,6 @@ Shape suffixes: T tokens, D hidden size, R petals, K top-k, M neurons, N neurons
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
-from moesaic.nn.kernels import APART, FEW, TYPES, fast, rows_of
+from moesaic.nn.kernels import FEW, LINE, TYPES, fast, rows_of, step_of
 
 MOST = {torch.float32: FEW, torch.bfloat16: 2}
 """Tokens whose petals are worth reading one by one: of more, a product over all neurons is faster
@@ -50,8 +49,10 @@ def highest(scores_TR: Tensor, top_k: int) -> Tensor:
     scores_TR = scores_TR.contiguous()
     tokens, petals = scores_TR.shape
     chosen_TK = torch.empty(tokens, top_k, dtype=torch.int64)
-    arguments = (scores_TR.data_ptr(), chosen_TK.data_ptr(), tokens, petals, top_k)
-    _run(compiled.highest, compiled.highest_parallel, arguments, tokens, tokens * petals)
+    compiled.highest(
+        scores_TR.data_ptr(), chosen_TK.data_ptr(), tokens, petals, top_k,
+        size=tokens, step=step_of(tokens, tokens * petals),
+    )  # fmt: skip
     return chosen_TK
 
 
@@ -82,12 +83,12 @@ def silenced(h_TM: Tensor, on_TR: Tensor, backbone: int, petals: tuple[int, ...]
         return False
     tokens, width = h_TM.shape
     on_TR = on_TR.float().contiguous()
-    arguments = (
+    compiled.silence(
         h_TM.data_ptr(), on_TR.data_ptr(), _ends(backbone, petals).data_ptr(),
         _owners(backbone, petals).data_ptr(), tokens,
         len(petals), width, h_TM.dtype == torch.bfloat16,
+        size=tokens, step=step_of(tokens, h_TM.numel()),
     )  # fmt: skip
-    _run(compiled.silence, compiled.silence_parallel, arguments, tokens, h_TM.numel())
     return True
 
 
@@ -143,15 +144,13 @@ def few(
     y_TD = torch.empty_like(x32_TD)
     size = y_TD.shape[1]
     if x_TD.dtype == torch.float32:
-        functions = compiled.weighted, compiled.weighted_parallel
-        down = rows_of(ffn.down_DM)
+        function, down = compiled.weighted, rows_of(ffn.down_DM)
     else:  # prompts take up to twice as long through a bfloat16 weight that is turned
-        functions, down = (compiled.spanned, compiled.spanned_parallel), ffn.down_DM
-    arguments = (
+        function, down = compiled.spanned, ffn.down_DM
+    function(
         h_TM.data_ptr(), down.data_ptr(), chosen_TM.data_ptr(), count_T.data_ptr(),
-        y_TD.data_ptr(), tokens, width, size,
+        y_TD.data_ptr(), tokens, width, size, size=size, step=step_of(size, down.numel(), LINE),
     )  # fmt: skip
-    _run(*functions, arguments, size, down.numel())
     return y_TD.to(x_TD.dtype)
 
 
@@ -166,27 +165,12 @@ def _dots(
     """Products of tokens with the rows that they run, float32 (T, M); zeros for the others."""
     out_TM = torch.zeros(chosen_TM.shape)
     width, inputs = rows_MI.shape
-    arguments = (
+    compiled.dots(
         x_TI.data_ptr(), rows_MI.data_ptr(), chosen_TM.data_ptr(), count_T.data_ptr(),
         out_TM.data_ptr(), len(x_TI), inputs, width, rows_MI.dtype == torch.bfloat16,
+        size=width, step=step_of(width, rows_MI.numel()),
     )  # fmt: skip
-    _run(compiled.dots, compiled.dots_parallel, arguments, width, rows_MI.numel())
     return out_TM if bias_M is None else out_TM + bias_M.float()
-
-
-def _run(
-    alone: Callable[..., None],
-    parallel: Callable[..., None],
-    arguments: tuple[int, ...],
-    size: int,
-    work: int,
-) -> None:
-    """A compiled function over all of its ``size`` places, by several threads where that pays."""
-    threads = torch.get_num_threads()
-    if threads > 1 and work >= APART:
-        parallel(*arguments, threads)
-    else:
-        alone(*arguments, 0, size)
 
 
 @lru_cache
