@@ -25,7 +25,7 @@ from moesaic.cli.shared import carried_out, carry_out, emit, figure, register, w
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.io.names import check_file, check_name, check_out
+from moesaic.io.names import check_file, check_free, check_name, check_out
 from moesaic.recipe import Recipe, check_run, load_recipe, step_config
 
 if TYPE_CHECKING:
@@ -78,8 +78,7 @@ def demo(
     left = {name: recipe for name, recipe in halves.items() if name not in known}
     for recipe in left.values():
         check_run(recipe, overwrite=overwrite, resume=resume)
-    if out.exists() and not (overwrite or resume):
-        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+    check_free(out, overwrite or resume)
     warn_of_company()
     made = {name: carried_out(recipe, overwrite, resume) for name, recipe in left.items()}
     records = {name: record for name in halves if (record := {**known, **made}[name])}

@@ -96,6 +96,16 @@ def check_place(out: Path) -> None:
         raise MoesaicError(f"{out} cannot be made: {around} may not be written to.")
 
 
+def check_free(out: Path, overwrite: bool = False) -> None:
+    """Refuse to replace what nobody asked to be replaced.
+
+    Raises:
+        MoesaicError: ``out`` exists and ``overwrite`` is False.
+    """
+    if out.exists() and not overwrite:
+        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+
+
 def check_file(out: Path, overwrite: bool = False) -> None:
     """Refuse a file that exists or cannot be made, before any work is done.
 
@@ -105,8 +115,7 @@ def check_file(out: Path, overwrite: bool = False) -> None:
     check_place(out)
     if out.is_dir():
         raise MoesaicError(f"{out} is a folder; give the name of the file to make.")
-    if out.exists() and not overwrite:
-        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+    check_free(out, overwrite)
 
 
 def check_out(out: Path, overwrite: bool = False) -> None:
@@ -116,8 +125,7 @@ def check_out(out: Path, overwrite: bool = False) -> None:
         MoesaicError: it exists and may not be replaced, is no model folder, or has no place.
     """
     check_place(out)
-    if out.exists() and not overwrite:
-        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+    check_free(out, overwrite)
     if out.exists() and not (
         out.is_dir() and ((out / "config.json").exists() or not any(out.iterdir()))
     ):
