@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -74,10 +73,14 @@ def about(of: Field[Any]) -> About:
     return said
 
 
-@cache  # to read them takes a while, and they are asked often
+_TYPES: dict[type[Any], Mapping[str, Any]] = {}
+
+
 def types_of(config: type[Any]) -> Mapping[str, Any]:
-    """The types of a dataclass's fields."""
-    return get_type_hints(config)
+    """The types of a dataclass's fields; to read them takes a while, and they are asked often."""
+    if config not in _TYPES:
+        _TYPES[config] = get_type_hints(config)
+    return _TYPES[config]
 
 
 def choices(config: type[Any], name: str) -> tuple[str, ...]:
