@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,15 @@ def test_more_work_takes_longer_and_more_room() -> None:
     assert measured.peak_memory_bytes > small.peak_memory_bytes > FAST.resident
     assert measured.disk_bytes > small.disk_bytes > small.output_bytes
     assert measured.output_bytes == small.output_bytes
+
+
+def test_what_runs_beside_a_measurement_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of three times another process has the core: of those the least is taken."""
+    moments = itertools.accumulate(itertools.cycle([0.0, 1.0, 0.0, 9.0, 0.0, 9.0]))
+    monkeypatch.setattr(estimates.time, "perf_counter", lambda: next(moments))
+    found = estimates.measured("cpu")
+    assert found["operations"] == 2.0 * 64 * 1024 * 1024 * estimates.EFFICIENCY
+    assert found["call"] == estimates.CALL
 
 
 def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

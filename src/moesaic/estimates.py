@@ -54,6 +54,9 @@ PAGES = 600_000
 DECIDING, MEASURING = 300_000_000, 800_000_000
 """Bytes that libraries, text and the allocator hold beside the model while it is decided, and while
 it is measured: what one run of slim on tiny-moe took beyond the rest."""
+RUN, CHILD = 2.0, 1.4
+"""A run, and a process that measures memory, begin and end in so many times what a dry run needs to
+begin: they import training and data sets, too, and a run draws text and writes the page."""
 STREAM_BATCH = 2048
 """Tokens that pass a layer at a time."""
 
@@ -97,8 +100,8 @@ class Stage:
     """Modules that are called, which takes a little however small they are."""
     bytes: float = 0.0
     """Read and written."""
-    starts: int = 0
-    """Processes that begin."""
+    starts: float = 0.0
+    """Processes that begin, each as long as a dry run needs to."""
 
 
 def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
@@ -112,7 +115,7 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
         MoesaicError: the request cannot be met.
     """
     with foreseen(recipe) as steps:
-        stages, exact, disk = [Stage()], True, 0
+        stages, exact, disk = [Stage(starts=RUN)], True, 0
         for step in steps:
             files = sum(f.stat().st_size for f in step.result.folder.iterdir())
             stages += _steps(step, bool(recipe.calibration.stats))
@@ -139,7 +142,7 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
             loads_in=loads_in(config),
             peak_memory_bytes=machine.resident + max(stage.memory for stage in stages),
             disk_bytes=disk,
-            seconds=machine.started + sum(machine.seconds(stage) for stage in stages),
+            seconds=sum(machine.seconds(stage) for stage in stages),
         )
 
 
@@ -348,7 +351,7 @@ def _evaluation(original: Built, result: Built, settings: Evaluation, device: st
         calls * ((rounds + 1) * 33 + 10),
         (rounds * 32 + 10.0) * active * 4,
     )
-    return [quality, replace(speed, starts=2)]
+    return [quality, replace(speed, starts=2 * CHILD)]
 
 
 # --- this machine --------------------------------------------------------------------------------
@@ -383,7 +386,7 @@ class Machine:
         """This machine, measured once a version of torch and kept beside other caches."""
         started, resident = min(time.process_time(), 20.0), psutil.Process().memory_info().rss
         file = cache_folder() / "speed.json"
-        key = [__version__, torch.__version__, torch.get_num_threads(), device]
+        key = [__version__, torch.__version__, torch.get_num_threads(), device, EFFICIENCY, CALL]
         try:
             kept: JSON = json.loads(file.read_text("utf-8"))
             if kept.pop("of") == key:
@@ -402,11 +405,12 @@ class Machine:
 
 def measured(device: str) -> dict[str, float]:
     """``operations``, ``call`` and ``bytes`` a second, of a few products and copies."""
-    x, w = (torch.ones(512, 1024, device=device), torch.ones(1024, 1024, device=device))
+    x, w = (torch.ones(64, 1024, device=device), torch.ones(1024, 1024, device=device))
     small = nn.Linear(8, 8, device=device)
     few = torch.ones(1, 8, device=device)
 
     def best(run: Any, times: int) -> float:
+        """The least time, which others that run beside it do not make longer."""
         took = []
         for _ in range(times):
             start = time.perf_counter()
@@ -414,12 +418,12 @@ def measured(device: str) -> dict[str, float]:
             if device.startswith("cuda"):
                 torch.cuda.synchronize()
             took.append(time.perf_counter() - start)
-        return sorted(took)[len(took) // 2]
+        return min(took)
 
     with torch.no_grad():
-        product = best(lambda: x @ w, 9)
+        product = best(lambda: x @ w, 49)
         call = best(lambda: small(few), 49)
-        copied = best(lambda: w.clone(), 9)
+        copied = best(lambda: w.clone(), 49)
     return {
         "operations": 2.0 * x.numel() * w.shape[1] / product * EFFICIENCY,
         "call": call * CALL,
@@ -429,5 +433,5 @@ def measured(device: str) -> dict[str, float]:
 
 EFFICIENCY = 0.5
 """The share of a single product's speed at which whole models run."""
-CALL = 3.0
+CALL = 6.0
 """A module's call over that of a small linear one."""
