@@ -198,15 +198,16 @@ class BlockScaled(Format):
 
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         codes, scales = (parts[end] for end in self.ends)
-        taken = _rows(codes, axis, order)
         if axis < -2:
-            return {self.ends[0]: taken, self.ends[1]: _rows(scales, axis, order)}
-        if scales.dim() < 2:
-            return {self.ends[0]: taken, self.ends[1]: scales}
-        blocks = whole_blocks(order, self.block(codes.shape)[axis])
-        if blocks is None:
-            return None
-        return {self.ends[0]: taken, self.ends[1]: _rows(scales, axis, blocks)}
+            own = _rows(scales, axis, order)
+        elif scales.dim() < 2:
+            own = scales
+        else:
+            blocks = whole_blocks(order, self.block(codes.shape)[axis])
+            if blocks is None:
+                return None
+            own = _rows(scales, axis, blocks)
+        return {self.ends[0]: _rows(codes, axis, order), self.ends[1]: own}
 
 
 class Microscaled(Format):
