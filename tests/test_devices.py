@@ -226,7 +226,8 @@ def running(ffn: Any, x_TD: Tensor) -> Tensor:
             active = int((given > 0).sum()) or 1
             values = {e: float(g) * len(given) / active for e, g in enumerate(given)}
         else:
-            values = dict.fromkeys(given.tolist(), 1.0)
+            taken = given.nonzero().flatten() if given.is_floating_point() else given
+            values = dict.fromkeys(taken.tolist(), 1.0)
         for e, value in values.items():
             if isinstance(ffn, OverlappingFFN):
                 on_TM[t, ffn.experts[e]] = value

@@ -176,38 +176,38 @@ class CarvedFFN(nn.Module):
             weights_TR: a weight for every petal.
             h_TB: the backbone's hidden activations, where the router has looked at them.
         """
-        on_RT = weights_TR.T > 0
-        weights_TR = weights_TR.to(x_TD.dtype)
         if len(x_TD) == 1:
             if self._worth_reading(x_TD, weights_TR):
-                return self._single(ffn, x_TD, weights_TR, h_TB)
-        elif self._worth_moving(x_TD, on_RT):
+                return self._single(ffn, x_TD, weights_TR.to(x_TD.dtype), h_TB)
+        elif self._worth_moving(x_TD, weights_TR):
             if self.single:
                 return self._grouped(ffn, x_TD, weights_TR.argmax(1))
-            return self._by_petal(ffn, x_TD, weights_TR, on_RT, h_TB)
+            return self._by_petal(ffn, x_TD, weights_TR.to(x_TD.dtype), h_TB)
         rest = ffn if h_TB is None else ffn.neurons(self.backbone, ffn.width)
         h_TM = rest.hidden(x_TD)
         if h_TB is not None:
             h_TM = torch.cat([h_TB, h_TM], dim=1)
         if self.weighs or not silenced(h_TM, weights_TR, self.backbone, self.petals):
-            h_TM = h_TM * self._by_neuron(weights_TR, ffn.width)
+            h_TM = h_TM * self._by_neuron(weights_TR.to(h_TM.dtype), ffn.width)
         return F.linear(h_TM, ffn.down_DM)
 
-    def _share(self, on_RT: Tensor) -> float:
+    def _share(self, weights_TR: Tensor) -> float:
         """The share of petals that tokens run."""
-        return on_RT.float().mean().item() if self.weighs else self.top_k / len(self.petals)
+        if self.weighs:
+            return (weights_TR > 0).float().mean().item()
+        return self.top_k / len(self.petals)
 
-    def _worth_reading(self, x_1D: Tensor, on_1R: Tensor) -> bool:
+    def _worth_reading(self, x_1D: Tensor, weights_1R: Tensor) -> bool:
         """Whether one token's own petals are worth the calls."""
         width = sum(self.petals) / len(self.petals)
         if width * x_1D.shape[1] < WIDE:
             return False
         if width >= NARROW:
             return True
-        sparse = self._share(on_1R) < CROWDED * width / (width + MOVED[torch.float32])
+        sparse = self._share(weights_1R) < CROWDED * width / (width + MOVED[torch.float32])
         return sparse and x_1D.device.type == "cpu"  # GPUs wait for calls, not for products
 
-    def _worth_moving(self, x_TD: Tensor, on_RT: Tensor) -> bool:
+    def _worth_moving(self, x_TD: Tensor, weights_TR: Tensor) -> bool:
         """Whether each petal should take its own tokens: was measured, benchmarks/fine_petals.py.
 
         Times of a petal, in those of a token's product with one neuron.
@@ -215,9 +215,11 @@ class CarvedFFN(nn.Module):
         tokens, hidden_size = x_TD.shape
         width = sum(self.petals) / len(self.petals)
         if x_TD.device.type != "cpu":
-            return width >= NARROW and self._share(on_RT) < CROWDED
+            return width >= NARROW and self._share(weights_TR) < CROWDED
         kind = x_TD.dtype if x_TD.dtype in MOVED else torch.float32
-        moved = self._share(on_RT) * tokens * (width + MOVED[kind]) + CALLED[kind] / hidden_size
+        moved = (
+            self._share(weights_TR) * tokens * (width + MOVED[kind]) + CALLED[kind] / hidden_size
+        )
         return moved < SAVED * tokens * width
 
     def _single(
@@ -253,12 +255,12 @@ class CarvedFFN(nn.Module):
         ffn: DenseFFN,
         x_TD: Tensor,
         weights_TR: Tensor,
-        on_RT: Tensor,
         h_TB: Tensor | None,
     ) -> Tensor:
         """The backbone over all tokens, and each petal once over those that run it."""
         backbone = ffn.neurons(0, self.backbone)
         y_TD = backbone.output(backbone.hidden(x_TD) if h_TB is None else h_TB)
+        on_RT = weights_TR.T > 0
         petal, token = on_RT.nonzero(as_tuple=True)
         counts = on_RT.sum(1).tolist()
         weights = weights_TR[token, petal].split(counts)

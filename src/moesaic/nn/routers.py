@@ -1,8 +1,8 @@
 """Routers of carved layers: they choose a token's experts, or weigh them.
 
-A router that only chooses returns the petals' numbers (T, K), or ones and zeros (T, R) where tokens
-differ in how many they run; one that weighs returns a weight for every petal (T, R), zero where the
-token does not run it.
+A router that only chooses returns ones for the petals that a token runs and zeros for the others
+(T, R), of one petal a token its number (T, 1); one that weighs returns a weight for every petal
+(T, R), zero where the token does not run it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Router(nn.Module):
         self.threshold = threshold
 
     def forward(self, x_TD: Tensor, h_TB: Tensor | None = None) -> Tensor:
-        """The chosen petals (T, K), with a threshold ones for them (T, R).
+        """Ones for the chosen petals (T, R); of top-1 the petal's number (T, 1).
 
         Args:
             x_TD: the block's input.

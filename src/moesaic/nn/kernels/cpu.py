@@ -275,10 +275,9 @@ GAP = 64
 @njit(**OPTIONS)
 def _highest(scores, out, tokens, petals, top_k, start, stop):
     bits_R, low_bits = np.empty(petals, np.int32), np.int32(0x7FFFFFFF)
-    found_R = np.empty(petals + 1, np.int64)
     for t in range(start, stop):
         score_R = carray(at(scores + 4 * t * petals), (petals,), np.float32)
-        out_K = carray(at(out + 8 * t * top_k), (top_k,), np.int64)
+        out_R = carray(at(out + 4 * t * petals), (petals,), np.float32)
         for r in range(petals):  # so that they are in the order of the scores, signs and all
             bits = _bits(score_R[r])
             bits_R[r] = bits ^ ((bits >> np.int32(31)) & low_bits)
@@ -293,32 +292,28 @@ def _highest(scores, out, tokens, petals, top_k, start, stop):
                 low, above = np.int64(middle), np.int64(count)
             else:
                 high = np.int64(middle)
-        found = np.int64(0)
-        if above == top_k:
-            for r in range(petals):  # no branch: which way it goes cannot be foreseen
-                found_R[found] = r
-                found += bits_R[r] > low
-        else:  # some of those that are equal to ``high`` stay
-            equal = np.int64(top_k)
+        equal = np.int64(0)
+        if above != top_k:  # some of those that are equal to ``high`` stay
+            low, equal = high, np.int64(top_k)
             for r in range(petals):
-                equal -= bits_R[r] > high
-            for r in range(petals):
-                found_R[found] = r
-                tied = bits_R[r] == high and equal > 0
-                equal -= tied
-                found += bits_R[r] > high or tied
-        out_K[:] = found_R[:top_k]
+                equal -= bits_R[r] > low
+        for r in range(petals):
+            out_R[r] = bits_R[r] > low
+        r = np.int64(0)
+        while equal > 0:
+            if bits_R[r] == low:
+                out_R[r] = 1
+                equal -= 1
+            r += 1
 
 
 @Shared
 def highest(given):
-    """The petals with the highest scores of tokens ``start`` to ``stop``, in rising order.
+    """Ones for the petals with a token's highest scores, zeros for the others; parts of tokens.
 
-    By bisection of the scores' bits, which costs a few passes over a token's scores.
-
-    Args:
-        scores: address of float32 (T, R).
-        out: address of int64 (T, K). Of equal scores the first are taken.
+    By bisection of the scores' bits, which costs a few passes over a token's scores. Given are
+    scores, out, tokens, petals and top_k; scores and out are addresses of float32 (T, R). Of equal
+    scores the first are taken.
     """
     start, stop = part(given)
     while start < stop:
@@ -326,14 +321,25 @@ def highest(given):
         start, stop = part(given)
 
 
+@njit(inline="never", **OPTIONS)
+def _mask(row_M, on_R, owner_M, kept_R, kept_M):
+    """Numbers of a row, as whole numbers of their size, whose owners are off made zero."""
+    for r in range(on_R.shape[0]):
+        kept_R[r] = -(on_R[r] != 0)  # all bits or none
+    for m in range(row_M.shape[0]):
+        kept_M[m] = kept_R[owner_M[m]]
+    for m in range(row_M.shape[0]):
+        row_M[m] &= kept_M[m]
+
+
 @njit(**OPTIONS)
 def _silence(hidden, on, ends, owner, tokens, petals, width, half, start, stop):
     ends_R = carray(at(ends), (petals + 1,), np.int64)
-    owner_M = carray(at(owner), (width,), np.uint32)
-    kept_R = np.empty(petals + 1, np.uint32)  # all bits or none
-    kept_R[petals] = np.uint32(0xFFFFFFFF)
-    size = 2 if half else 4
-    wide = width - ends_R[0] >= WIDE * petals
+    first, size = ends_R[0], 2 if half else 4
+    owner_M = carray(at(owner), (width,), np.int32)[first:]
+    kept_R, kept_M = np.empty(petals, np.int32), np.empty(width - first, np.int32)
+    short_R, short_M = np.empty(petals, np.int16), np.empty(width - first, np.int16)
+    wide = width - first >= WIDE * petals
     for t in range(start, stop):
         on_R = carray(at(on + 4 * t * petals), (petals,), np.float32)
         if wide:  # a fill for each
@@ -341,28 +347,22 @@ def _silence(hidden, on, ends, owner, tokens, petals, width, half, start, stop):
             for r in range(petals):
                 if on_R[r] == 0:
                     bytes_B[size * ends_R[r] : size * ends_R[r + 1]] = 0
-            continue
-        for r in range(petals):
-            kept_R[r] = np.uint32(0xFFFFFFFF) * np.uint32(on_R[r] != 0)
-        if half:
-            half_M = carray(at(hidden + 2 * t * width), (width,), np.uint16)
-            for m in range(width):
-                half_M[m] &= np.uint16(kept_R[owner_M[m]])
+        elif half:
+            half_M = carray(at(hidden + 2 * t * width), (width,), np.int16)
+            _mask(half_M[first:], on_R, owner_M, short_R, short_M)
         else:
-            whole_M = carray(at(hidden + 4 * t * width), (width,), np.uint32)
-            for m in range(width):
-                whole_M[m] &= kept_R[owner_M[m]]
+            whole_M = carray(at(hidden + 4 * t * width), (width,), np.int32)
+            _mask(whole_M[first:], on_R, owner_M, kept_R, kept_M)
 
 
 @Shared
 def silence(given):
-    """Hidden activations of petals that tokens ``start`` to ``stop`` do not run made zero.
+    """Hidden activations of petals that a token does not run made zero; parts of tokens.
 
-    Args:
-        hidden: address of (T, M), float32, or two bytes each where ``half``.
-        on: address of float32 (T, R), zero for a petal that the token does not run.
-        ends: address of int64 (R + 1): where the backbone ends, and each petal.
-        owner: address of uint32 (M): the petal of each neuron; of the backbone's, R.
+    Given are hidden, on, ends, owner, tokens, petals, width, half. The first four are addresses:
+    hidden (T, M), float32, or two bytes each where ``half``; on float32 (T, R), zero for a petal
+    that the token does not run; ends int64 (R + 1), where the backbone ends, and each petal; owner
+    int32 (M), the petal of each neuron; the backbone's are not looked at.
     """
     start, stop = part(given)
     while start < stop:
@@ -470,7 +470,7 @@ def _dots(x, rows, chosen, count, out, tokens, inputs, width, half, start, stop)
 
 @Shared
 def dots(given):
-    """out[t, m] = x[t] . rows[m], of chosen neurons m from ``start`` to ``stop``.
+    """out[t, m] = x[t] . rows[m], of chosen neurons m; parts of neurons.
 
     Args:
         x: address of float32 (T, I).
@@ -506,7 +506,7 @@ def _weighted(hidden, rows, chosen, count, out, tokens, width, outputs, start, s
 
 @Shared
 def weighted(given):
-    """out[t] = sum over chosen neurons m of hidden[t, m] rows[m], outputs ``start`` to ``stop``.
+    """out[t] = sum over chosen neurons m of hidden[t, m] rows[m]; parts of outputs.
 
     Args:
         hidden: address of float32 (T, M).

@@ -38,22 +38,23 @@ def compiled_for(*tensors: Tensor | None) -> Any:
 
 
 def highest(scores_TR: Tensor, top_k: int) -> Tensor:
-    """The petals with the highest scores of each token, int64 (T, K), in no order.
+    """Ones for the petals with the highest scores of each token, zeros for the others (T, R).
 
-    >>> highest(torch.tensor([[0.5, -1.0, 2.0]]), 2).sort().values
-    tensor([[0, 2]])
+    >>> highest(torch.tensor([[0.5, -1.0, 2.0]]), 2)
+    tensor([[1., 0., 1.]])
     """
     compiled = compiled_for(scores_TR) if scores_TR.dtype == torch.float32 else None
     if compiled is None:
-        return scores_TR.topk(top_k, dim=-1, sorted=False).indices
+        top_TK = scores_TR.topk(top_k, dim=-1, sorted=False).indices
+        return torch.zeros_like(scores_TR).scatter_(1, top_TK, 1)
     scores_TR = scores_TR.contiguous()
     tokens, petals = scores_TR.shape
-    chosen_TK = torch.empty(tokens, top_k, dtype=torch.int64)
+    on_TR = torch.empty_like(scores_TR)
     compiled.highest(
-        scores_TR.data_ptr(), chosen_TK.data_ptr(), tokens, petals, top_k,
+        scores_TR.data_ptr(), on_TR.data_ptr(), tokens, petals, top_k,
         size=tokens, step=step_of(tokens, tokens * petals),
     )  # fmt: skip
-    return chosen_TK
+    return on_TR
 
 
 def scored(x_TD: Tensor, weight_RD: Tensor) -> Tensor:
