@@ -31,6 +31,8 @@ TEXT = {"samples": 64, "length": 256}
 STEPS = {"steps": 300, "batch": 2, "length": 256}
 FINE = {"experts": 256, "top_k": 0, "layers": "all", "router": "ridge", "refit": True}
 """Training of the methods that train: far less than their papers'."""
+MIXTURE = "build/smollm2-mixture"
+"""As scripts/train_mixture.py makes it."""
 ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tiny-moe, NAEE": ("tiny-moe", "prune.naee", {"keep": 6}),
     "tiny-moe, NAEE, half": ("tiny-moe", "prune.naee", {"keep": 4}),
@@ -89,6 +91,9 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "smollm2, MoRE": ("smollm2", "carve.more", {"active": 0.8}),
     "smollm2, static pruning": ("smollm2", "carve.more", {"active": 0.8, "variant": "static"}),
     "smollm2, MoRE, best": ("smollm2", "carve.more", {"active": 0.8, **FINE}),
+    "mixture, pruned, half": (MIXTURE, "prune.naee", {"keep": 4}),
+    "mixture, slimmed, half": (MIXTURE, "slim.neurons", {"keep": 0.5}),
+    "mixture, pruned, quarter": (MIXTURE, "prune.naee", {"keep": 2}),
 }
 """By label: model, method, options."""
 ANSWER = re.compile(r"(?:Answer|Option|Solution|Ending)(\d+): ?")

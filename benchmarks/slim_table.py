@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/slim.md, from slim.json.
+"""The tables and the picture of docs/slim.md, from slim.json and slim_mixture.json.
 
 python benchmarks/slim_table.py       prints Markdown, writes docs/images/slim.svg
 """
@@ -34,7 +34,10 @@ LABELS = {
     "prune": "prune reconstruction",
     "prune --criterion reap --refit": "prune reap, refit",
     "prune --criterion reap": "prune reap",
-    "prune --criterion frequency": "prune frequency",
+    **{
+        f"prune --criterion {name}": f"prune {name}"
+        for name in ("frequency", "pairwise", "gate", "ean", "man", "msan", "aimer", "random")
+    },
     "condense": "condense",
 }
 """By the command, the name in slim.json."""
@@ -43,6 +46,7 @@ DRAWN = {
     "slim --uneven --score surgeon --refit": ("#0072b2", "uneven"),
     "slim --score surgeon --refit": ("#56b4e9", "slim, refit"),
     "slim": ("#009e73", "slim"),
+    "prune": ("#d55e00", "prune"),
     "prune --refit": ("#e69f00", "prune, refit"),
     "condense": ("#7d858c", "condense"),
 }
@@ -105,9 +109,10 @@ def relative(record: Mapping[str, Any], model: str) -> Iterator[str]:
             yield f"| {model}: `{command}` | {' | '.join(cells)} |"
 
 
-def picture(record: Mapping[str, Any], models: Sequence[str]) -> str:
-    """Perplexity over bytes in bfloat16, logarithmic, a panel a model."""
-    width, height, top, foot, room = 900.0, 400.0, 84.0, 58.0, 380.0
+def picture(panels: Sequence[tuple[Mapping[str, Any], str]]) -> str:
+    """Perplexity over bytes in bfloat16, logarithmic, a panel for each record's model."""
+    height, top, foot, room = 400.0, 84.0, 58.0, 380.0
+    width = 40 + len(panels) * (room + 50)
     out = [
         "<style>text{font:12px system-ui,-apple-system,Roboto,Arial,sans-serif;fill:#1d2126}"
         ".title{font-size:19px;font-weight:600}.quiet{fill:#666d75;font-size:11px}"
@@ -117,7 +122,7 @@ def picture(record: Mapping[str, Any], models: Sequence[str]) -> str:
         charts.text(36, 40, "Mixtures made smaller: perplexity over size", "title"),
         charts.text(36, 62, "held-out text that ships, logarithmic; lower is better", "quiet"),
     ]
-    for n, model in enumerate(models):
+    for n, (record, model) in enumerate(panels):
         left = 60 + n * (room + 50)
         first = record["original"][model]
         lines: dict[str, list[tuple[float, float]]] = {}
@@ -151,8 +156,9 @@ def picture(record: Mapping[str, Any], models: Sequence[str]) -> str:
                 top + (height - top - foot) * (1 - (math.log(y) - least) / (most - least)),
             )
 
-        for y in (32, 36, 40, 45, 50, 60, 80, 100, 150):
-            if least < math.log(y) < most:
+        level = height
+        for y in (14, 18, 24, 32, 36, 40, 45, 50, 60, 80, 100, 150, 250):
+            if least < math.log(y) < most and at(0, y)[1] < level - 20:
                 level = at(0, y)[1]
                 out.append(charts.line([(left, level), (left + room - 30, level)], "grid"))
                 out.append(charts.text(left - 6, level + 4, f"{y:g}", "quiet", "end"))
@@ -162,7 +168,7 @@ def picture(record: Mapping[str, Any], models: Sequence[str]) -> str:
             )
         below = f"{model}, megabytes in bfloat16"
         out.append(charts.text(left + room / 2, height - foot + 36, below, "quiet", "middle"))
-        for command, points in lines.items():
+        for row, (command, points) in enumerate(lines.items()):
             colour, words = DRAWN[command]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in points))
             out.append(
@@ -174,7 +180,7 @@ def picture(record: Mapping[str, Any], models: Sequence[str]) -> str:
                 for p in points
             ]
             if n == 0:
-                level = top + 6 + 17 * [*DRAWN].index(command)
+                level = top + 6 + 17 * row
                 out.append(f'<circle cx="{left + 170}" cy="{level - 4}" r="4" fill="{colour}"/>')
                 out.append(charts.text(left + 180, level, words, "end"))
     return (
@@ -185,14 +191,16 @@ def picture(record: Mapping[str, Any], models: Sequence[str]) -> str:
 
 
 def main() -> None:
-    record = json.loads((HERE / "slim.json").read_text())
-    models = [*record["original"]]
-    for model in models:
+    alone, mixture = (
+        json.loads((HERE / f"{name}.json").read_text()) for name in ("slim", "slim_mixture")
+    )
+    panels = [(record, model) for record in (alone, mixture) for model in record["original"]]
+    for record, model in panels:
         print("\n".join(rows(record, model)), "\n")
     print(f"| of the loss of `{BASELINE}` | {' | '.join(KEEPS)} |\n| --- |{' ---: |' * 3}")
-    for model in models:
-        print("\n".join(relative(record, model)))
-    (HERE.parent / "docs" / "images" / "slim.svg").write_text(picture(record, models))
+    for model in alone["original"]:  # of the mixture, a refit loses nothing
+        print("\n".join(relative(alone, model)))
+    (HERE.parent / "docs" / "images" / "slim.svg").write_text(picture(panels))
 
 
 if __name__ == "__main__":
