@@ -109,6 +109,24 @@ def test_a_product_is_that_of_the_chosen_channels(
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("matrices", [(), (3,)])
+@pytest.mark.parametrize("outputs", [2048, 2016])
+def test_rows_of_whole_pages_are_set_apart(matrices, outputs):
+    pytest.importorskip("numba")
+    weight = nn.Parameter(torch.randn(*matrices, outputs, 5).bfloat16(), requires_grad=False)
+    before = weight.clone()
+    rows = kernels.rows_of(weight)
+    assert rows.stride(-2) == (2080 if outputs == 2048 else outputs)
+    assert kernels.rows_of(weight).data_ptr() == rows.data_ptr()  # once
+    assert torch.equal(weight, before)
+    group = torch.tensor([2, 0]) if matrices else None
+    x = torch.randn(2, 5).bfloat16()
+    found = kernels.product(x, rows, None, 5, 0.0, group)
+    matrix = before.float() if group is None else before[group].float()
+    wanted = torch.einsum("ti,...toi->to" if matrices else "ti,oi->to", x.float(), matrix)
+    torch.testing.assert_close(found.float(), wanted, rtol=0.01, atol=0.01)
+
+
 def test_a_product_is_rounded_as_torch_rounds():
     """To the nearest bfloat16, of two to the even one; what is not finite stays so."""
     pytest.importorskip("numba")

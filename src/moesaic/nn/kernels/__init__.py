@@ -28,6 +28,9 @@ APART = 1 << 18
 LINE = 32
 """Outputs that a part is a multiple of: no two threads write to one cache line."""
 
+PAGE = 4096
+"""Bytes, after which rows have the same places in a cache."""
+
 TYPES = (torch.float32, torch.bfloat16)
 """Of the rows that numba's functions take."""
 
@@ -40,7 +43,9 @@ def fast() -> Any:
 
         one = torch.ones(1)
         at = one.data_ptr()
-        cpu.sums(at, 0, at, 0, at, 1, 1, 1, 1, 0, 0, 0, size=1)  # compiles, or says that it cannot
+        cpu.sums(
+            at, 0, at, 0, at, 1, 1, 1, 1, 1, 0, 0, 0, size=1
+        )  # compiles, or says that it cannot
     except ImportError:
         reason = 'numba is not installed (pip install "moesaic[fast]")'
     except Exception as error:  # whatever a compiler may raise
@@ -106,7 +111,7 @@ def product(
 
     Args:
         x_TI: few tokens; any leading shape, which the result has.
-        rows_GIO: matrices, contiguous; also (I, O), one matrix.
+        rows_GIO: matrices as :func:`rows_of` gives them, or contiguous; also (I, O), one matrix.
         scale_GI: factors of the scores by which channels are chosen (see :func:`chosen`).
         keep: channels of a token; below zero: by the threshold.
         threshold: of a score.
@@ -126,7 +131,8 @@ def product(
     compiled.sums(
         given_TI.data_ptr(), 0 if scale is None else scale.data_ptr(), rows_GIO.data_ptr(),
         0 if group_T is None else group_T.data_ptr(), out_TO.data_ptr(), prod(shape), inputs,
-        outputs, keep, bits_of(threshold), rows_GIO.dtype == torch.bfloat16, narrow,
+        outputs, max(outputs, rows_GIO.stride(-2)), keep, bits_of(threshold),
+        rows_GIO.dtype == torch.bfloat16, narrow,
         size=outputs, step=step_of(outputs, inputs * outputs, LINE),
     )  # fmt: skip
     return out_TO.to(x_TI.dtype)
@@ -153,16 +159,25 @@ def step_of(size: int, work: int, multiple: int = 1) -> int:
 
 
 def rows_of(weight: Tensor) -> Tensor:
-    """The columns of a weight (..., O, I) as rows (..., I, O), contiguous.
+    """The columns of a weight (..., O, I) as rows (..., I, O): each of them contiguous.
 
-    The weight is turned in memory the first time; it keeps its shape and its values.
+    The weight is turned in memory the first time; it keeps its shape and its values. Rows of
+    bfloat16 that are whole pages are set apart: prompts fetch a few numbers of each, which would
+    all want the same places in the cache.
     """
     rows = weight.data.mT
-    if not rows.is_contiguous():
-        with torch.inference_mode(weight.is_inference()), torch.no_grad():
-            rows = weight.data.mT.contiguous()
-            weight.data = rows.mT
-    return rows
+    if rows.is_contiguous():
+        return rows
+    inputs, outputs = rows.shape[-2:]
+    apart = outputs + LINE
+    if rows.stride()[-2:] == (apart, 1) and (rows.dim() == 2 or rows.stride(0) == inputs * apart):
+        return rows
+    pages = rows.element_size() * outputs % PAGE == 0
+    spread = pages and rows.dtype == torch.bfloat16 and rows.device.type == "cpu" and fast()
+    with torch.inference_mode(weight.is_inference()), torch.no_grad():
+        room = rows.new_empty(*rows.shape[:-1], apart if spread else outputs)
+        weight.data = room[..., :outputs].copy_(rows).mT
+    return weight.data.mT
 
 
 def of_tokens(scale_GI: Tensor | None, group_T: Tensor | None) -> Tensor | None:

@@ -220,8 +220,9 @@ def _write(sum_O, half, out):
 
 @njit(**OPTIONS)
 def _sums(
-    x, scale, rows, group, out, tokens, inputs, outputs, keep, threshold, half, narrow, start, stop
-):
+    x, scale, rows, group, out, tokens, inputs, outputs, apart, keep, threshold, half, narrow,
+    start, stop,
+):  # fmt: skip
     x_I, sum_O = np.empty(inputs, np.float32), np.empty(stop - start, np.float32)
     bits_I, chosen_N = np.empty(inputs, np.int32), np.empty(inputs, np.int32)
     value_N = np.empty(inputs, np.float32)
@@ -235,12 +236,12 @@ def _sums(
         count = choose(x_I, scale_I, keep, _float(threshold), bits_I, chosen_N, value_N)
         sum_O[:] = 0
         if half:
-            own = rows + 2 * number * inputs * outputs
-            halves = carray(at(own), (inputs, outputs), np.uint16)
+            own = rows + 2 * number * inputs * apart
+            halves = carray(at(own), (inputs, apart), np.uint16)
             _add_half(own, halves, chosen_N, value_N, count, start, stop, sum_O)
         else:
-            own = rows + 4 * number * inputs * outputs
-            whole = carray(at(own), (inputs, outputs), np.float32)
+            own = rows + 4 * number * inputs * apart
+            whole = carray(at(own), (inputs, apart), np.float32)
             _add(own, whole, chosen_N, value_N, count, start, stop, sum_O)
         _write(sum_O, narrow, out + size * (t * outputs + start))
 
@@ -249,14 +250,15 @@ def _sums(
 def sums(given):
     """out[t] = sum over token t's chosen channels i of x[t, i] rows[group[t], i]; parts of outputs.
 
-    Given are x, scale, rows, group, out, tokens, inputs, outputs, keep, threshold, half, narrow.
-    The first five are addresses: x (T, I) and out (T, O) float32, or bfloat16 where ``narrow``;
-    scale (G, I) float32, or 0 for ones; rows (G, I, O) float32, or bfloat16 where ``half``; group
-    (T) int64, or 0 for the first. The threshold is a float32's bits.
+    Given are x, scale, rows, group, out, tokens, inputs, outputs, apart, keep, threshold, half and
+    narrow. The first five are addresses: x (T, I) and out (T, O) float32, or bfloat16 where
+    ``narrow``; scale (G, I) float32, or 0 for ones; rows (G, I, O) float32, or bfloat16 where
+    ``half``, so many numbers ``apart``; group (T) int64, or 0 for the first. The threshold is a
+    float32's bits.
     """
     start, stop = part(given)
     while start < stop:
-        _sums(*numbers(given, 12), start, stop)
+        _sums(*numbers(given, 13), start, stop)
         start, stop = part(given)
 
 
