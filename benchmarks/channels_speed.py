@@ -1,12 +1,18 @@
 """Decoding speed when channels or petals are skipped, beside the dense model in the same rounds.
 
-    python benchmarks/channels_speed.py      writes benchmarks/channels_speed.json
+    python benchmarks/channels_speed.py            writes benchmarks/channels_speed.json
+    python benchmarks/channels_speed.py --layers   adds single layers, on a busy machine, too
 
 SmolLM2-135M, and a made-up Llama of three layers with d 2048 and M 8192; float32 and bfloat16; by
 one thread and by two. A prompt of 128 tokens, 16 greedy steps a round; ratios are medians of the
 rounds' own, with the lowest and the highest. ``ideal`` is what the parameters that a token reads
 would allow, embeddings and head included. Petals here are for speed: no refit, since it changes no
 shape. The machine's load before each part is kept with the figures; parts that are there are kept.
+
+Layers: fourteen of SmolLM2's shape, random, dense and with channels skipped, in turn, so that none
+is in the cache; of each kind the tenth percentile of a layer's time by the clock, short enough that
+others rarely disturb it, and its ratio to the dense one's, with the lowest and the highest ratio at
+the fifth and the twenty-fifth percentile.
 """
 
 from __future__ import annotations
@@ -15,7 +21,10 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
 from pathlib import Path
+from statistics import quantiles
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -50,6 +59,15 @@ LARGE = LlamaConfig(
     num_attention_heads=32,
     num_key_value_heads=8,
     tie_word_embeddings=True,
+)
+
+LAYERS = LlamaConfig(
+    vocab_size=1000,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=14,
+    num_attention_heads=9,
+    num_key_value_heads=3,
 )
 
 
@@ -87,14 +105,60 @@ def timed(make: Any, dtype: torch.dtype, threads: int, rounds: int) -> dict[str,
     return {"load": load, "rows": rows}
 
 
+@torch.inference_mode()
+def layers(dtype: torch.dtype, threads: int, steps: int) -> dict[str, Any]:
+    """Times of single layers at decoding, all rows in turn."""
+    load = os.getloadavg()
+    torch.manual_seed(0)
+    dense = LlamaForCausalLM(LAYERS).to(dtype).eval()
+    ids = torch.randint(0, LAYERS.vocab_size, (1, 128))
+    models: dict[str, Model] = {DENSE: dense}
+    for row, (key, options) in ROWS.items():
+        if key == "carve.wina":
+            models[row] = moesaic.carve(dense, METHODS[key](**options)).model.eval()
+    torch.set_num_threads(threads)
+    begun: list[float] = []
+    caches = {}
+    for row, model in models.items():
+        caches[row] = model(ids, use_cache=True).past_key_values
+        for module in [*model.model.layers, model.model.norm]:
+            module.register_forward_pre_hook(lambda *_: begun.append(perf_counter()))
+    times: dict[str, list[float]] = {row: [] for row in models}
+    for step in range(steps + 2):
+        for row, model in models.items():
+            for _ in range(2):  # once to have this model's code near, and the other models' far
+                begun.clear()
+                model(ids[:, :1], past_key_values=caches[row], use_cache=True)
+            if step > 1:
+                times[row] += [after - before for before, after in pairwise(begun)]
+    torch.set_num_threads(1)
+    at = {row: quantiles(some, n=20) for row, some in times.items()}
+    rows = {}
+    for row, of in at.items():
+        ratios = [at[DENSE][place] / of[place] for place in (0, 1, 4)]
+        spread = [min(ratios), max(ratios)]
+        rows[row] = {"seconds": of[1], "ratio": ratios[1], "spread": spread}
+    return {"load": load, "steps": steps, "rows": rows}
+
+
 def main(names: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--layers", action="store_true", help="single layers instead of models")
     given = parser.parse_args(names)
     torch.set_num_threads(1)
     found: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
     found |= {"environment": environment(), "rounds": given.rounds}
+    if given.layers:
+        for name, threads in product(TYPES, given.threads):
+            part = f"layers of SmolLM2's shape | {name} | threads {threads}"
+            if part not in found:
+                found[part] = layers(TYPES[name], threads, 4 * given.rounds)
+                OUT.write_text(json.dumps(found, indent=1) + "\n")
+            for row, told in found[part]["rows"].items():
+                print(part, "|", row, round(told["ratio"], 2), told["spread"], flush=True)
+        return
     for threads in given.threads:
         for model, make in {"SmolLM2-135M": small, "d 2048, M 8192": large}.items():
             for name, dtype in TYPES.items():

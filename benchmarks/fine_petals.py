@@ -2,6 +2,7 @@
 
     python benchmarks/fine_petals.py               writes benchmarks/fine_petals.json
     python benchmarks/fine_petals.py --prompts     adds prompts of a block of SmolLM2's size
+    python benchmarks/fine_petals.py --prompts --petals 256     those of these numbers again
 
 d 2048, d_mid 8192, petals of several numbers and widths, the backbone what they leave. "ideal" is a
 dense block of the active width: what no routing could beat. Prompts: d 576, d_mid 1536, one layer,
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +27,7 @@ from torch import nn
 from moesaic.arch.dense import FFNNames
 from moesaic.metrics.measure import environment
 from moesaic.nn import CarvedFFN
+from moesaic.nn.kernels.petals import highest, silenced
 
 HIDDEN, WIDTH = 2048, 8192
 SHAPES = ((64, 32, 68), (64, 8, 68), (256, 120, 17), (256, 32, 28))
@@ -125,21 +128,58 @@ def prompt(
     }
 
 
+@torch.inference_mode()
+def pieces(dtype: torch.dtype, tokens: int, rounds: int) -> dict[str, Any]:
+    """Microseconds of CPU time of the finest petals' pieces and of the dense block, medians."""
+    torch.manual_seed(0)
+    (hidden, width), (petals, top_k, petal) = SMALL, NARROW[0]
+    dense = block(width, (), 0, "cosine", dtype, hidden)
+    sizes = (petal,) * petals
+    router = block(width, sizes, top_k, "linear", dtype, hidden).router
+    x_TD = torch.randn(tokens, hidden, dtype=dtype)
+    h_TM = torch.randn(tokens, width, dtype=dtype)
+    scores_TR = router.scores(x_TD, None)
+    on_TR = highest(scores_TR, top_k)
+    ways: dict[str, Callable[[], Any]] = {
+        "dense block": lambda: dense(x_TD),
+        "scores": lambda: router.scores(x_TD, None),
+        "choice": lambda: highest(scores_TR, top_k),
+        "silencing": lambda: silenced(h_TM, on_TR, width - sum(sizes), sizes),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, run in ways.items():
+            started = time.thread_time()
+            run()
+            times[name].append(1e6 * (time.thread_time() - started))
+    told = {name: round(median(some)) for name, some in times.items()}
+    return {"dtype": str(dtype), "tokens": tokens, "load": os.getloadavg(), "microseconds": told}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--prompts", action="store_true")
+    parser.add_argument("--petals", type=int, nargs="*", default=[shape[0] for shape in NARROW])
     given = parser.parse_args()
     torch.set_num_threads(1)
     out = Path(__file__).with_suffix(".json")
     if given.prompts:
         record = json.loads(out.read_text("utf-8"))
-        found: dict[str, Any] = {"environment": environment("cpu"), "load": os.getloadavg()}
-        found["rows"] = [
-            prompt(shape, dtype, tokens, 25)
+        found = record.get("prompts", {"rows": []})
+        kept = [row for row in found["rows"] if row["petals"] not in given.petals]
+        rows = [
+            {**prompt(shape, dtype, tokens, 25), "load": os.getloadavg()}
             for dtype in (torch.float32, torch.bfloat16)
             for shape in NARROW
+            if shape[0] in given.petals
             for tokens in (128, 512)
         ]
+        parts = [
+            pieces(dtype, tokens, 60)
+            for dtype in (torch.float32, torch.bfloat16)
+            for tokens in (32, 128, 512)
+        ]
+        found = {"environment": environment("cpu"), "rows": rows + kept, "pieces": parts}
         out.write_text(json.dumps({**record, "prompts": found}, indent=1) + "\n")
         for row in found["rows"]:
             print(row)
