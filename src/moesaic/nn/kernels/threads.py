@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache, cached_property
-from struct import pack
 from typing import Any
 
 import numpy as np
@@ -69,7 +68,7 @@ def _torch_threads() -> Any:
         run = ctypes.CDLL(torch._C.__file__).GOMP_parallel
     except (AttributeError, OSError):
         return None
-    run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint]
+    run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     run.restype = None
     return run
 
@@ -89,7 +88,7 @@ class Shared:
             made = cfunc(signature, cache=True, **options)(self.function)
         except RuntimeError:
             made = cfunc(signature, **options)(self.function)
-        return ctypes.CFUNCTYPE(None, ctypes.c_char_p)(made.address), made
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(made.address), made
 
     def __call__(self, *arguments: int, size: int, step: int = 0) -> None:
         """Do all places.
@@ -100,8 +99,7 @@ class Shared:
             step: places of a part, which one thread does; 0 for one part.
         """
         call, made = self._compiled
-        # New at every call and nobody else's, though the first of its numbers is counted up.
-        given = pack(f"{HEAD + len(arguments)}q", 0, size, step or size, *arguments)
+        given = (ctypes.c_int64 * (HEAD + len(arguments)))(0, size, step or size, *arguments)
         run = _torch_threads() if 0 < step < size else None
         if run is None:
             call(given)
