@@ -74,7 +74,11 @@ def _torch_threads() -> Any:
 
 
 class Shared:
-    """A compiled function of a call's numbers, which does one part of its places after another."""
+    """A compiled function of a call's numbers, which does one part of its places after another.
+
+    The loop over parts stands in each of them: numba compiles a function that closes over another
+    anew in every process, whatever its cache holds.
+    """
 
     def __init__(self, function: Callable[[Any], None]) -> None:
         self.function = function
