@@ -1,4 +1,4 @@
-"""All methods and their baselines judged by more than perplexity: models that ship, SmolLM2, a mixture.
+"""All methods and their baselines judged by more than perplexity: tiny models, SmolLM2, a mixture.
 
 Of every row: perplexity, KL(original || result) and top-1 agreement on held-out text, accuracy of
 local multiple-choice files with standard errors and recovery, and how often continuations loop.
