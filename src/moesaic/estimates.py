@@ -118,7 +118,8 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
         stages, exact, disk = [Stage(starts=RUN)], True, 0
         for step in steps:
             files = sum(f.stat().st_size for f in step.result.folder.iterdir())
-            stages += _steps(step, bool(recipe.calibration.stats))
+            written = weight_bytes(step.result.folder)
+            stages += making(step.job, step.outline, written, bool(recipe.calibration.stats))
             disk += files + 2 * sum(
                 tensor.nbytes for tensor in step.outline.plan.tensors().values()
             )
@@ -275,9 +276,15 @@ def _bytes(module: nn.Module) -> int:
 # --- stages --------------------------------------------------------------------------------------
 
 
-def _steps(step: Step, decided: bool) -> list[Stage]:
-    """Observing and deciding, training, and writing of one step."""
-    job, outline, written = step.job, step.outline, weight_bytes(step.result.folder)
+def making(job: Job[Arch], outline: Outline, written: int, decided: bool) -> list[Stage]:
+    """Observing and deciding, training, and writing of one step.
+
+    Args:
+        job: its model and text.
+        outline: its result, told beforehand.
+        written: bytes of the result's weights.
+        decided: statistics are at hand.
+    """
     model = job.shape
     uses = model_size(model).layers
     layers = [_bytes(layer) for layer in job.layers]
