@@ -29,8 +29,9 @@ import torch
 
 from moesaic.config import Calibration, Evaluation
 from moesaic.data.text import evaluation_tokens
-from moesaic.fitting.candidates import families, told
+from moesaic.fitting.candidates import families
 from moesaic.fitting.config import FitConfig
+from moesaic.fitting.costs import told
 from moesaic.fitting.search import Search, fit, searched, settled
 from moesaic.foreign import JSON
 from moesaic.io.source import Source
@@ -58,7 +59,7 @@ def singles(search: Search, config: FitConfig, measured: Any) -> dict[str, JSON]
             continue
         for make in (family.rough, *family.fine):
             steps = make(share)
-            weight = search.weights.of(steps)
+            weight = search.costs.of(steps)
             assert weight is not None
             name = json.dumps(told(steps))
             found[name] = {"memory": weight.memory, **measured(search._made(steps))}

@@ -20,12 +20,14 @@ from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built
+from moesaic.estimates import Built, Machine
 from moesaic.fitting import search
-from moesaic.fitting.candidates import Family, Weight, families, guessed, largest, told
+from moesaic.fitting.candidates import Family, families, guessed, largest
 from moesaic.fitting.config import FitConfig
+from moesaic.fitting.costs import Costs, Ledger, Weight, told
 from moesaic.fitting.search import Candidate, Search, apart, fit
 from moesaic.io.source import Source, resolve
+from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.sft.config import TuneConfig
 from moesaic.methods.slim.config import SlimConfig
@@ -81,15 +83,15 @@ def test_every_form_can_be_carried_out_and_grows(model: str, native: bool, tmp_p
     assert len({family.name for family in known}) == len(known)
     for family in known:
         low, high = family.shares[0], family.shares[len(family.shares) // 2]
-        small = looking.weights.of(family.rough(low))
+        small = looking.costs.of(family.rough(low))
         assert small is not None, family.name
         assert small.memory < looking.original.bytes
         assert small.native or not native, family.name
         if len(family.rough(low)) == 1:
-            large = looking.weights.of(family.rough(high))
+            large = looking.costs.of(family.rough(high))
             assert large is not None
             assert (small.memory < large.memory) == (low < high)
-            assert [looking.weights.of(fine(low)) for fine in family.fine] == [small] * len(
+            assert [looking.costs.of(fine(low)) for fine in family.fine] == [small] * len(
                 family.fine
             )
 
@@ -102,12 +104,12 @@ def test_fewer_experts_a_token_serve_active_parameters_alone(native: bool, tmp_p
     known = {family.name: family for family in families(looking.source, config)}
     family = known["experts a token"]
     assert len(family.shares) == (3 if native else 18)
-    sizes = [looking.weights.of(family.rough(share)) for share in family.shares[::2]]
+    sizes = [looking.costs.of(family.rough(share)) for share in family.shares[::2]]
     assert all(size.memory == looking.original.bytes for size in sizes if size)
     active = [size.active_parameters for size in sizes if size]
     assert active == sorted(set(active))
     assert all(size.native for size in sizes if size) or not native
-    both = looking.weights.of(
+    both = looking.costs.of(
         known[f"2 a token, slim{'' if native else ' uneven, spread'}"].rough(0.5)
     )
     assert both is not None
@@ -178,7 +180,7 @@ def test_a_file_larger_than_told_gives_way_to_a_smaller_one(
     looking = Search(
         recipe_of(out), FitConfig(memory=ORIGINAL.bytes, types=("q8_0",)), tmp_path / "work"
     )
-    whole, half = (looking.weights.of(forms()[1].rough(share)[:1]) for share in (1.0, 0.5))
+    whole, half = (looking.costs.of(forms()[1].rough(share)[:1]) for share in (1.0, 0.5))
     assert whole is not None
     assert half is not None
     budget = round(PlainFiles.came * half.memory)
@@ -274,8 +276,9 @@ def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.Monk
     record = fit(recipe_of(out), FitConfig(memory=budget, windows=4, confirm=1))
     assert record is not None
     tried, chosen = record.measured["tried"], record.measured["chosen"]
-    assert {c["form"] for c in tried if c["stage"] == "search"} == {"prune", "slim", "random"}
-    assert chosen["kl"] == min(c["kl"] for c in tried if c["stage"] == "confirm")
+    assert {c["form"] for c in tried if c["stage"] == "rough"} == {"prune", "slim", "random"}
+    assert chosen["kl"] == min(c["kl"] for c in tried)
+    assert record.measured["left_out"] == []
     assert all(c["memory"] <= budget for c in tried)
     saved = Built(resolve(str(out)).config, None)
     assert saved.bytes == chosen["memory"]
@@ -309,16 +312,16 @@ def test_the_best_forms_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     record = fit(recipe_of(out), FitConfig(memory=budget, windows=4, confirm=2, tune=4))
     assert record is not None
     tried, chosen = record.measured["tried"], record.measured["chosen"]
-    confirmed = [c for c in tried if c["stage"] == "confirm"]
     rates: dict[str, list[float]] = {}
-    for c in confirmed:
+    for c in tried:
         if c["form"].endswith(", tuned"):
+            assert c["stage"] == "trained"
             rates.setdefault(c["form"], []).append(c["steps"][-1]["tune"].get("lr", 1e-4))
-    plain = {c["form"]: c["kl"] for c in confirmed if not c["form"].endswith(", tuned")}
+    plain = {c["form"]: c["kl"] for c in tried if not c["form"].endswith(", tuned")}
     best, second = sorted(plain, key=lambda form: plain[form])[:2]
     assert sorted(rates[f"{best}, tuned"]) == [1e-4, 1e-3]
     assert len(rates[f"{second}, tuned"]) == 1
-    assert chosen["kl"] == min(c["kl"] for c in confirmed) < min(plain.values())
+    assert chosen["kl"] == min(c["kl"] for c in tried) < min(plain.values())
     *_, last = chosen["steps"]
     assert last["tune"]["teacher"] == "tiny-moe"
     assert record.steps[-1].verb == "tune"
@@ -333,9 +336,9 @@ def test_weights_are_trained_before_they_are_rounded(
     config = FitConfig(memory=9, types=("q8_0",), tune=3)
     looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
     weight, file = Weight(1, 1, 1, native=True, exact=True), ExportArgs(to="gguf", type="q8_0")
-    pruned = Candidate("pruned", (PruneConfig(keep=4), file), weight, {"kl": 0.2}, "confirm")
-    alone = Candidate("alone", (file,), weight, {"kl": 0.1}, "confirm")
-    tuned = [*looking._trained([alone, pruned])]
+    pruned = Candidate("pruned", (PruneConfig(keep=4), file), weight, {"kl": 0.2})
+    alone = Candidate("alone", (file,), weight, {"kl": 0.1})
+    tuned = looking._trained([alone, pruned], float("inf"))
     assert [next(iter(step)) for step in told(tuned[0].steps)] == ["prune", "tune", "export"]
     assert {c.form for c in tuned} == {"pruned, tuned"}
     taught = told(tuned[0].steps)[1]["tune"]
@@ -365,10 +368,11 @@ def test_single_steps_near_the_best_are_refined_too(
     seen: list[tuple[str, str]] = []
     monkeypatch.setattr(search, "families", forms)
     monkeypatch.setattr(Search, "share", lambda *_: 1.0)
+    monkeypatch.setattr(Costs, "parts", lambda *_: {})
     monkeypatch.setattr(Search, "_try", tried)
     looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, confirm=1), tmp_path)
     looking.run()
-    assert {form for form, stage in seen if stage == "confirm"} == {"d", "b", "a"}
+    assert {form for form, stage in seen if stage == "refined"} == {"d", "b", "a"}
 
 
 def test_the_smallest_within_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +382,7 @@ def test_the_smallest_within_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert config.memory is not None
         share = config.memory / self.original.bytes
         weight = Weight(config.memory, 0, 0, native=True, exact=True)
-        return Candidate("", (), weight, {"loss": 0.05 + 0.62 - share, "kl": 0.0}, "confirm")
+        return Candidate("", (), weight, {"loss": 0.05 + 0.62 - share, "kl": 0.0})
 
     monkeypatch.setattr(Search, "_best", best)
     looking = Search(recipe_of(tmp_path / "out"), FitConfig(max_loss=0.05), tmp_path)
@@ -389,10 +393,137 @@ def test_the_smallest_within_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tight.run()
 
 
+# --- time ----------------------------------------------------------------------------------------
+
+
+def test_what_several_have_in_common_is_counted_once() -> None:
+    ledger = Ledger()
+    assert ledger.enter({"statistics": 5.0, "a": 1.0}, 6.0)
+    assert not ledger.enter({"statistics": 5.0, "b": 2.0}, 7.9)
+    assert ledger.of({"statistics": 5.0, "b": 2.0}) == 2.0
+    assert ledger.enter({"statistics": 5.0, "b": 2.0}, 8.0)
+    assert ledger.spent == 8.0
+
+
+def test_seconds_are_those_of_statistics_steps_and_measuring(tmp_path: Path) -> None:
+    """A machine that counts: a floating-point operation takes a second, all else nothing."""
+    inf = float("inf")
+    machine = Machine(operations=1.0, call=0.0, bytes=inf, started=0.0, resident=0)
+
+    def costs(windows: int) -> Costs:
+        folder = tmp_path / str(windows)
+        folder.mkdir()
+        return Costs(recipe_of(tmp_path), folder, None, windows * 64, lambda: machine)
+
+    few, many = costs(4), costs(8)
+    pruned, thin = PruneConfig(keep=6), SlimConfig(keep=0.5)
+    near = CondenseConfig(layers=3, keep="attention")
+    quick = replace(near, layer_search="cosine")
+    statistics, first, measured = few.parts((pruned,)).values()
+    assert statistics > 0
+    assert first == 0  # decided from the statistics, and written at no cost
+    assert many.parts((pruned,)).popitem()[1] == 2 * measured > 0
+    both = few.parts((pruned, SlimConfig(keep=0.5, score="surgeon")))
+    assert [*both][:2] == [*few.parts((pruned,))][:2]  # the same statistics, the same first step
+    assert len(few.parts((near, thin))) == 3  # nothing decides from statistics
+    greedy, cosine = (next(iter(few.parts((c,)).values())) for c in (near, quick))
+    # 2 passes to decide, 4 a layer of 6 for what each might become; greedily half a pass for each
+    # of 6, 5 and 4 layers that are left
+    assert greedy / cosine == pytest.approx((2 + 4 + (6 + 5 + 4) / 2) / (2 + 4))
+
+
+SECONDS = {"a": 60.0, "b": 30.0, "c": 900.0, "c by rank": 120.0, "d": 2000.0}
+
+
+def timed(*_: Any) -> list[Family]:
+    """Forms of which it is known how long they take."""
+
+    def made(name: str, instead: Family | None = None) -> Family:
+        steps = (SlimConfig(keep=0.5, seed=[*SECONDS].index(name)),)
+        fine = (replace(steps[0], refit=True),)
+        return Family(name, (0.5,), lambda _: steps, (lambda _: fine,), instead)
+
+    return [made("d"), made("c", made("c by rank")), made("a"), made("b")]
+
+
+def parts(_: Costs, steps: Any) -> dict[str, float]:
+    """30 seconds of statistics for all, and each its own, refined three times as many."""
+    name, refit = [*SECONDS][steps[0].seed], steps[0].refit
+    return {"statistics": 30.0, f"{name} {refit}": SECONDS[name] * (3 if refit else 1)}
+
+
+@pytest.mark.parametrize(
+    ("minutes", "tried", "left"),
+    [
+        (None, ["b", "a", "c by rank"], {"c": "c by rank", "d": None}),
+        (9, ["b", "a", "c by rank"], {"c": "c by rank", "d": None, "c by rank, refined": None}),
+        (4, ["b", "a"], {"c": None, "d": None, "a, refined": None}),
+        (34, ["b", "a", "c"], {"d": None, "c, refined": None}),
+        (201, ["b", "a", "c", "d"], {}),
+    ],
+)
+def test_there_is_time_for_the_quickest_forms(
+    minutes: float | None,
+    tried: list[str],
+    left: dict[str, str | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Half of the time is for forms as quickly made: 30 + 30 + 60 s, then 120, 900 and 2,000."""
+    seen: list[str] = []
+
+    def looked(self: Search, form: str, steps: Any, stage: str, _: Any) -> Candidate:
+        seen.extend([form] if stage == "rough" else [])
+        weight = Weight(1, 1, 1, native=True, exact=True)
+        return Candidate(form, steps, weight, {"loss": 0.0, "kl": 1.0}, stage)
+
+    monkeypatch.setattr(search, "families", timed)
+    monkeypatch.setattr(Search, "texts", None)
+    monkeypatch.setattr(Search, "share", lambda *_: 0.5)
+    monkeypatch.setattr(Costs, "parts", parts)
+    monkeypatch.setattr(Search, "_try", looked)
+    config = FitConfig(memory=ORIGINAL.bytes, minutes=minutes, confirm=1)
+    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
+    looking.run()
+    assert seen == tried
+    assert {name: said["instead"] for name, said in looking.left_out.items()} == left
+    if "d" in left:
+        assert looking.left_out["d"]["seconds"] == 2000.0
+        assert "d (33 min)" in caplog.text
+        # 30 + 30 + 60 + 900 + 2,000 seconds, twice
+        assert "minutes=101 tries every form" in caplog.text
+    else:
+        assert not caplog.text
+
+
+def test_too_little_time_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "families", timed)
+    monkeypatch.setattr(Search, "texts", None)
+    monkeypatch.setattr(Search, "share", lambda *_: 0.5)
+    monkeypatch.setattr(Costs, "parts", parts)
+    config = FitConfig(memory=ORIGINAL.bytes, minutes=1.5)
+    with pytest.raises(MoesaicError, match="minutes 1.5 is too short: .* needs minutes=2,"):
+        Search(recipe_of(tmp_path / "out"), config, tmp_path).run()
+
+
+def test_a_search_goes_on_with_the_speed_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = [Machine(1.0, 0.0, 1.0, 0.0, 0), Machine(2.0, 0.0, 1.0, 0.0, 0)]
+    monkeypatch.setattr(Machine, "here", lambda _: known.pop(0))
+    found = [
+        Search(recipe_of(tmp_path / "out"), FitConfig(memory=1), tmp_path)._machine()
+        for _ in range(2)
+    ]
+    assert [machine.operations for machine in found] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ([], "Give a budget"),
+        (["--memory", "9MB", "--minutes", "1e-6"], "--minutes 1e-06 is too short"),
         (["--memory", "100KB"], "--memory 100000 is out of reach: the least that works is"),
         (["--parameters", "10"], "--parameters 10 is out of reach"),
         (["--memory", "9MB", "--samples", "5000"], "samples"),

@@ -113,23 +113,25 @@ def test_a_plane_puts_points_where_they_belong():
 
 def test_what_a_search_tried_is_drawn():
     tried = [
-        {"form": "prune", "stage": "search", "steps": [1], "memory": 2**21, "kl": 0.3},
-        {"form": "slim", "stage": "confirm", "steps": [2], "memory": 2**20, "kl": 0.2},
-        {"form": "prune", "stage": "confirm", "steps": [1], "memory": 2**21, "kl": 0.25},
-        {"form": "skip", "stage": "confirm", "steps": [3], "memory": 2**21, "kl": 0.4},
-        {"form": "skip", "stage": "search", "steps": [3], "memory": 2**21},
+        {"form": "prune", "stage": "rough", "steps": [1], "memory": 2**21, "kl": 0.3},
+        {"form": "slim", "stage": "refined", "steps": [2], "memory": 2**20, "kl": 0.2},
+        {"form": "prune", "stage": "refined", "steps": [4], "memory": 2**21, "kl": 0.25},
+        {"form": "skip", "stage": "refined", "steps": [3], "memory": 2**21, "kl": 0.4},
+        {"form": "skip", "stage": "rough", "steps": [3], "memory": 2**21},
     ]
     record = make()
     assert "The search" not in Page(report.html([record])).text
-    record.measured |= {"tried": tried, "chosen": tried[1]}
+    left = [{"form": "condense", "seconds": 9000.0, "instead": None}]
+    record.measured |= {"tried": tried, "chosen": tried[1], "left_out": left}
     page = report.html([record])
     assert "4 candidates" in Page(page).text
+    assert "1 more were not tried" in Page(page).text
     drawing = page[page.index("Candidates by the memory") :]
     drawing = drawing[: drawing.index("</svg>")]
     assert drawing.count("point result") == 1
     assert drawing.count("point comparison") == 2
     assert drawing.count("point beaten") == 1
-    assert "slim: 1\N{NO-BREAK SPACE}MiB, KL 0.200, measured on all of it" in drawing
+    assert "slim: 1\N{NO-BREAK SPACE}MiB, KL 0.200<" in drawing
     assert "front" not in drawing  # the chosen one is smaller and loses less than the other
 
 

@@ -335,6 +335,8 @@ class Bench:
 class ExportArgs:
     """The form that a model is written in for other engines."""
 
+    verb: ClassVar[str] = "export"
+
     to: Literal["native", "gguf"] = option("native", "native (a checkpoint) or gguf (a file).")
     target: str = option("", "The architecture. Default: the one with the least to compute.")
     ep: int = option(1, "Expert-parallel size that the experts must divide by.", minimum=1)

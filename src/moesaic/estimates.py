@@ -28,8 +28,7 @@ from moesaic.config import Evaluation, MethodConfig, RunArgs, parse_dtype
 from moesaic.exports.engines import limits
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import INDEX_NAME, shape_of
-from moesaic.io.gguf import cache_folder
-from moesaic.io.names import whole_file
+from moesaic.io.names import cache_folder, whole_file
 from moesaic.io.weightless import Outliner, Weightless, foretold
 from moesaic.layers.base import KINDS
 from moesaic.methods import implementation
@@ -128,7 +127,7 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
         made = Built(source.config, dtype)
         if recipe.evaluation is not None:
             original = Built(steps[0].job.original.config, dtype)
-            stages += _evaluation(original, made, recipe.evaluation, recipe.device)
+            stages += measuring(original, made, recipe.evaluation, recipe.device)
             disk += PAGES
         machine = machine or Machine.here(recipe.device)
         config = made.config
@@ -330,8 +329,15 @@ def making(job: Job[Arch], outline: Outline, written: int, decided: bool) -> lis
     return stages
 
 
-def _evaluation(original: Built, result: Built, settings: Evaluation, device: str) -> list[Stage]:
-    """Quality of both models, then speed and memory."""
+def measuring(original: Built, result: Built, settings: Evaluation, device: str) -> list[Stage]:
+    """Quality of both models, then speed and memory.
+
+    Args:
+        original: what the result is compared with.
+        result: the other.
+        settings: how much is measured.
+        device: where.
+    """
     tokens, both = settings.max_tokens or 150_000, (original, result)
     length = settings.length or 512
     head = cast(Any, original.model).get_input_embeddings().weight.shape[0]

@@ -76,8 +76,7 @@ def tried(found: list[Value]) -> Value:
     table = Table(title="Candidates", title_justify="left")
     for name in ("form", "memory", "active", "loss", "KL", "stage"):
         table.add_column(name, justify="left" if name in ("form", "stage") else "right")
-    order = sorted(found, key=lambda c: (c["stage"] == "search", c["kl"]))
-    for c in order:
+    for c in sorted(found, key=lambda c: float(c["kl"])):
         figures = (memory(c["memory"]), f"{c['active_parameters']:,}", f"{c['loss']:.1%}")
         table.add_row(c["form"], *figures, f"{c['kl']:.4f}", c["stage"])
     return table

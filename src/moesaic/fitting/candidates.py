@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property, partial
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.config import ExportArgs, MethodConfig, parse_dtype
+from moesaic.config import ExportArgs, MethodConfig
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built, Step, carried_out, outlined
+from moesaic.estimates import Built
 from moesaic.fitting.config import BUDGETS, FitConfig
-from moesaic.fitting.files import Files
-from moesaic.foreign import JSON, Model
-from moesaic.hub import convert_config
+from moesaic.fitting.costs import Steps, Weight
+from moesaic.foreign import JSON
 from moesaic.io.source import Source
-from moesaic.io.weightless import Weightless, foretold
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.channels.config import WINAConfig
 from moesaic.methods.lexi.config import LExIConfig
@@ -28,16 +23,15 @@ from moesaic.methods.mixtures import least_experts
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.recipe import Recipe
 
-Steps = tuple[MethodConfig | ExportArgs, ...]
-"""The steps of a recipe, the file that is made of its result as the last where one is."""
 BLOCK = 32
 """Weights that GGUF's types round together, at least."""
 KEPT = (7 / 8, 3 / 4, 1 / 2)
 """Shares of the experts that stay before those are made narrower."""
 FINEST = 128
 """Shares that are told apart where no width limits them."""
+QUICK = {"shared": "rank", "attention": "cosine", "nothing": "cosine"}
+"""Searches of layers in one pass over the text, by what stays of them."""
 GRAM_BYTES = 2 << 30
 """Memory of a layer's inner products of neurons, up to which they are looked at."""
 
@@ -53,115 +47,8 @@ class Family:
     """The recipe that is quick to make."""
     fine: Sequence[Callable[[float], Steps]] = ()
     """The same size, made with more care."""
-
-
-@dataclass(frozen=True)
-class Weight:
-    """What a recipe's result weighs."""
-
-    memory: int
-    parameters: int
-    active_parameters: int
-    native: bool
-    exact: bool
-
-    def meets(self, config: FitConfig) -> bool:
-        """Whether it keeps within every budget of size."""
-        limits = ((getattr(self, name), getattr(config, name)) for name in BUDGETS)
-        return all(limit is None or size <= limit for size, limit in limits)
-
-
-class Weights:
-    """What recipes' results weigh, told from headers; the steps before the last are shared.
-
-    Args:
-        recipe: model, text, device and type; its steps are not looked at.
-        folder: an existing one.
-        files: GGUF files, where candidates end in one.
-    """
-
-    def __init__(self, recipe: Recipe, folder: Path, files: Files | None = None) -> None:
-        self.recipe, self.folder, self.files = recipe, folder, files
-        (folder / "original").mkdir()
-        self._made: dict[str, Step | None] = {}
-        self._known: dict[str, Weight | None] = {}
-        self._shapes: dict[Path, Model] = {}
-        self._source = foretold(recipe.model, folder / "original")
-
-    def of(self, steps: Steps) -> Weight | None:
-        """What a result weighs; None where the steps cannot be carried out."""
-        key = json.dumps(told(steps))
-        if key not in self._known:
-            try:
-                self._known[key] = self._weighed(steps)
-            except MoesaicError:
-                self._known[key] = None
-        return self._known[key]
-
-    def _weighed(self, steps: Steps) -> Weight:
-        *before, last = steps
-        if isinstance(last, ExportArgs):
-            return self._as_file(self.of(tuple(before)) if before else self._whole, last)
-        source, exact = self._source, True
-        for number in range(len(before)):
-            step = self._after(source, tuple(before[: number + 1]))
-            source, exact = step.result, exact and step.outline.exact
-        job, outline = outlined(source, last, self.recipe, self._shapes.get(source.folder))
-        self._shapes[source.folder] = job.shape
-        config = copy.deepcopy(source.config)
-        convert_config(config, job.arch, outline.plan)
-        made = Built(config, job.dtype)
-        return Weight(
-            memory=made.bytes,
-            parameters=made.size.total_parameters,
-            active_parameters=made.size.active_parameters,
-            native=made.native,
-            exact=exact and outline.exact,
-        )
-
-    @cached_property
-    def _whole(self) -> Weight:
-        """The original's."""
-        made = Built(self._source.config, parse_dtype(self.recipe.dtype))
-        sizes = made.size.total_parameters, made.size.active_parameters
-        return Weight(made.bytes, *sizes, native=made.native, exact=True)
-
-    def _as_file(self, weight: Weight | None, asked: ExportArgs) -> Weight:
-        if weight is None or self.files is None:
-            raise MoesaicError("There is nothing to make a file of.")
-        removed = self._whole.parameters - weight.parameters
-        return replace(weight, memory=self.files.bytes(asked.type, removed), exact=False)
-
-    def _after(self, source: Weightless, steps: Steps) -> Step:
-        key = json.dumps(told(steps))
-        if key not in self._made:
-            folder = self.folder / str(len(self._made))
-            self._made[key], last = None, steps[-1]
-            assert isinstance(last, MethodConfig)  # a file comes after all of them
-            self._made[key] = carried_out(source, last, self.recipe, folder)
-        step = self._made[key]
-        if step is None:
-            raise MoesaicError("These steps cannot be carried out.")
-        return step
-
-
-def told(steps: Steps) -> list[JSON]:
-    """Steps as a recipe has them, options left out that are as by default."""
-    return [{verb_of(step): {**_method(step), **_given(step)}} for step in steps]
-
-
-def verb_of(step: MethodConfig | ExportArgs) -> str:
-    """The command that carries a step out."""
-    return "export" if isinstance(step, ExportArgs) else step.verb
-
-
-def _method(step: MethodConfig | ExportArgs) -> JSON:
-    return {} if isinstance(step, ExportArgs) else {"method": step.name}
-
-
-def _given(step: MethodConfig | ExportArgs) -> JSON:
-    values = asdict(step)
-    return {of.name: values[of.name] for of in fields(step) if values[of.name] != of.default}
+    instead: Family | None = None
+    """The same sizes by a shorter search, for where this one would take too long."""
 
 
 # --- families ------------------------------------------------------------------------------------
@@ -187,10 +74,13 @@ def _as_files(found: Sequence[Family], type: str) -> Iterator[Family]:
     """The same forms, and none, with a GGUF file of one type made in the end."""
     last = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
     yield Family(type, (1.0,), lambda _: (last,))
-    for family in found:
+
+    def ended(family: Family) -> Family:
         fine = tuple(_before(steps, last) for steps in family.fine)
-        name = f"{family.name}, {type}"
-        yield Family(name, family.shares, _before(family.rough, last), fine)
+        name, instead = f"{family.name}, {type}", family.instead and ended(family.instead)
+        return Family(name, family.shares, _before(family.rough, last), fine, instead)
+
+    yield from map(ended, found)
 
 
 def _of_dense(arch: Arch, built: Built, config: FitConfig) -> Iterator[Family]:
@@ -251,23 +141,10 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
     kinds = ["shared"] if view.shared_width else []
     kinds += [] if config.plain else ["attention", "nothing"]
     if plain:
+        thin = Family(name, narrower, last, (fine,))
         for kind in kinds:
-            for number in _numbers(len(routed)):
-                said: JSON = {"layers": number, "keep": kind, **_gate(config)}
-                yield Family(
-                    f"condense {number} to {kind}, {name}",
-                    narrower,
-                    _after(CondenseConfig(**said), last),
-                    (_after(CondenseConfig(**said, refit=kind == "shared"), fine),),
-                )
-            most = len(routed) - (kind == "nothing" and 0 in routed)
-            made = partial(_condense, len(routed), keep=kind, **_gate(config))
-            yield Family(
-                f"condense to {kind}",
-                tuple(1 - n / len(routed) for n in range(most, 0, -1)),
-                made,
-                (partial(made, refit=True),) if kind == "shared" else (),
-            )
+            dropped = len(routed) - (kind == "nothing" and 0 in routed)
+            yield from _of_layers(kind, len(routed), dropped, thin, config)
     if config.active_parameters and arch.chosen is not None:
         for number in sorted({round(share * view.top_k) for share in (0.75, 0.5)}):
             if 0 < number < view.top_k:
@@ -283,6 +160,49 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
         if not config.plain:
             every = tuple(n / FINEST for n in range(FINEST // 4, FINEST + 1, 2))
             yield Family("channels", every, partial(_carve, WINAConfig))
+
+
+def _of_layers(
+    kind: str, routed: int, most: int, thin: Family, config: FitConfig
+) -> Iterator[Family]:
+    """Layers condensed, alone and before the others are made narrower.
+
+    Args:
+        kind: what stays of them.
+        routed: layers that route.
+        most: of them may be condensed.
+        thin: what makes layers narrower.
+        config: what is asked for.
+    """
+
+    def before(number: int, **search: str) -> Family:
+        said: JSON = {"layers": number, "keep": kind, **_gate(config), **search}
+        careful: JSON = {**said, "refit": kind == "shared"}
+        return Family(
+            f"condense {number} to {kind}{_by(**search)}, {thin.name}",
+            thin.shares,
+            _after(CondenseConfig(**said), thin.rough),
+            tuple(_after(CondenseConfig(**careful), fine) for fine in thin.fine),
+        )
+
+    def alone(**search: str) -> Family:
+        options: JSON = {"keep": kind, **_gate(config), **search}
+        made = partial(_condense, routed, **options)
+        return Family(
+            f"condense to {kind}{_by(**search)}",
+            tuple(1 - n / routed for n in range(most, 0, -1)),
+            made,
+            (partial(made, refit=True),) if kind == "shared" else (),
+        )
+
+    quick = {"layer_search": QUICK[kind]}
+    for number in _numbers(routed):
+        yield replace(before(number), instead=before(number, **quick))
+    yield replace(alone(), instead=alone(**quick))
+
+
+def _by(layer_search: str = "") -> str:
+    return f" by {layer_search}" if layer_search else ""
 
 
 def _gate(config: FitConfig) -> JSON:

@@ -35,11 +35,15 @@ class FitConfig:
         "its bytes. Repeatable.",
         flag="--type",
     )
-    confirm: int = option(
-        3, "Candidates that are refined, and measured again on more text.", minimum=1
-    )
+    confirm: int = option(3, "Candidates that are refined.", minimum=1)
     windows: int = option(
         32, "Windows of calibration text that choose, apart from those that calibrate.", minimum=2
+    )
+    minutes: float | None = option(
+        None,
+        "Minutes that the search may take, as predicted: quick forms first. Default: no limit, but "
+        "forms are left out that would take over ten times as long as the quickest one.",
+        minimum=0,
     )
     tune: int = option(
         0,

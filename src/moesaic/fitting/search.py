@@ -3,6 +3,9 @@
 Candidates decide on calibration text, are compared on other windows of it that no candidate
 decided on, and the one that is chosen is measured on evaluation text, as every result is: the
 three share no rows. Where training was asked for, the best forms are trained on what is left.
+
+Time is what headers foretell, never the clock, so that a search that is repeated or continued tries
+the same.
 """
 
 from __future__ import annotations
@@ -10,34 +13,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from moesaic.arch.lookup import base_arch
-from moesaic.arch.mixture import MoEArch
 from moesaic.config import Calibration, ExportArgs, MethodConfig, RunArgs, parse_dtype
 from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, evaluation_tokens
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built
-from moesaic.fitting.candidates import (
-    Family,
-    Steps,
-    Weight,
-    Weights,
-    families,
-    guessed,
-    largest,
-    told,
-)
+from moesaic.estimates import Built, Machine
+from moesaic.fitting.candidates import Family, families, guessed, largest
 from moesaic.fitting.config import BUDGETS, FitConfig
+from moesaic.fitting.costs import Costs, Ledger, Parts, Steps, Weight, told
 from moesaic.fitting.files import Files
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.checkpoint import whole_folder
@@ -73,6 +66,10 @@ TRAINED = 2
 """Forms that are trained, the best ones."""
 RATES = (1e-3, 1e-4)
 """Learning rates that the best form is trained with; the others with the better one."""
+PROPORTION = 10
+"""Where no time was given, forms are left out that take so many times as long as the quickest."""
+FIRST = 0.5
+"""Of the time, for forms as they are quickly made; the rest is for refining the best of them."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +81,8 @@ class Candidate:
     weight: Weight
     score: JSON | None = None
     """``perplexity``, ``loss`` (its rise, relative), ``kl`` and ``tokens``; None: not measured."""
-    stage: str = "search"
-    """``search`` or ``confirm``: how much text it was measured on."""
+    stage: str = "rough"
+    """``rough``, ``refined`` or ``trained``: with how much care it was made."""
 
     def scored(self, score: JSON) -> Candidate:
         """With its figures; ``memory`` among them is what a file came to."""
@@ -107,7 +104,7 @@ class Candidate:
     @property
     def kl(self) -> float:
         """By which candidates are compared."""
-        return float(self.score["kl"]) if self.score else float("inf")
+        return float(self.score["kl"]) if self.score else math.inf
 
 
 class Search:
@@ -130,6 +127,13 @@ class Search:
             text = recipe.calibration.source
             self.files = Files(self.source, text, work, track)
         self._tried: dict[str, Candidate] = {}
+        self.left_out: dict[str, JSON] = {}
+        """Of what there was no time for, by its name: predicted ``seconds`` beside all that was
+        made, and the form by a shorter search that was tried ``instead``, or None."""
+        self._enough = 0
+        self._ledger = Ledger()
+        sizes = 1 if config.sized else len(SIZES) + HALVINGS
+        self._seconds = math.inf if config.minutes is None else 60 * config.minutes / sizes
 
     # --- text ------------------------------------------------------------------------------------
 
@@ -186,26 +190,38 @@ class Search:
     # --- sizes -----------------------------------------------------------------------------------
 
     @cached_property
-    def weights(self) -> Weights:
-        """The sizes of recipes."""
+    def costs(self) -> Costs:
+        """Sizes of recipes, and what they take."""
         folder = self.work / "headers"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        return Weights(self.recipe, folder, self.files)
+        length = self.recipe.calibration.length or MethodConfig.window
+        windows = self.config.windows
+        return Costs(self.recipe, folder, self.files, windows * length, self._machine)
+
+    def _machine(self) -> Machine:
+        """How fast things go, as it was known when the search began."""
+        file = self.work / "machine.json"
+        if file.is_file():
+            return Machine(**json.loads(file.read_text("utf-8")))
+        machine = Machine.here(self.recipe.device)
+        with whole_file(file) as partial:
+            partial.write_text(json.dumps(asdict(machine)), "utf-8")
+        return machine
 
     def share(self, family: Family, config: FitConfig) -> float | None:
         """The largest of a family's shares that a budget has room for."""
 
         def fits(share: float) -> bool:
-            weight = self.weights.of(family.rough(share))
+            weight = self.costs.of(family.rough(share))
             return weight is not None and weight.meets(config)
 
         shares = family.shares
-        while shares and self.weights.of(family.rough(shares[0])) is None:
+        while shares and self.costs.of(family.rough(shares[0])) is None:
             shares = shares[max(1, len(shares) // 8) :]  # too little for its form
         if not shares:
             return None
-        least, most = (self.weights.of(family.rough(shares[i])) for i in (0, -1))
+        least, most = (self.costs.of(family.rough(shares[i])) for i in (0, -1))
         if least is None or not least.meets(config):
             return None
         if len(family.rough(1.0)) > 1 and most is not None and most.meets(config):
@@ -217,13 +233,10 @@ class Search:
 
     def measured(self, candidate: Candidate) -> Candidate:
         """A candidate with its figures, which are kept."""
-        key = self._key([told(candidate.steps), candidate.stage])
-        file = self.work / f"tried-{key}.json"
+        file = self.work / f"tried-{self._key(told(candidate.steps))}.json"
         if file.is_file():
             return candidate.scored(json.loads(file.read_text("utf-8")))
         tokens = self.texts[1]
-        if candidate.stage == "search":
-            tokens = tokens.rows(slice(0, max(1, len(tokens.input_ids) // 2)))
         with self._opened(self._made(candidate.steps)) as made:
             room = has_room((made,), self.recipe.device, self.dtype)
             run = (
@@ -269,13 +282,13 @@ class Search:
                 folder = folder.with_suffix(".gguf")
                 self.files.make(model, folder, config)
             elif not folder.exists():
-                result = convert(config, self._args(model, config, first=number == 0))
+                result = convert(config, self._args(model, config, number))
                 result.save(folder)
             model = str(folder)
         return folder
 
-    def _args(self, model: str, config: Any, first: bool) -> RunArgs:
-        stats = str(self._stats) if first and self._observes and config.decides_from_stats else ""
+    def _args(self, model: str, config: MethodConfig, number: int) -> RunArgs:
+        stats = str(self._stats) if self.costs.decided(config, number) else ""
         return RunArgs.of(
             model,
             calibration=self.lessons if isinstance(config, TuneConfig) else self.texts[0],
@@ -284,10 +297,6 @@ class Search:
             dtype=self.dtype,
             seed=self.recipe.calibration.seed,
         )
-
-    @property
-    def _observes(self) -> bool:
-        return isinstance(base_arch(self.source.config), MoEArch)
 
     @cached_property
     def _stats(self) -> Path:
@@ -357,6 +366,8 @@ class Search:
                 )
         else:
             chosen = self._smallest_within(known)
+        if self.left_out:
+            logging.getLogger(__name__).warning(self._said())
         return chosen, list(self._tried.values())
 
     def _best(self, known: Sequence[Family], config: FitConfig) -> Candidate | None:
@@ -366,10 +377,12 @@ class Search:
             share = self.share(family, config)
             if share is not None:
                 found.append((family, share))
+        start = self._ledger.spent
+        timely = self._timely(found, start + FIRST * self._seconds)
         tried = []
-        for family, most in self.track(found, "Trying candidates", len(found)):
+        for family, most in self.track(timely, "Trying candidates", len(timely)):
             for share in self._from(family, most):
-                candidate = self._try(family.name, family.rough(share), "search", config)
+                candidate = self._try(family.name, family.rough(share), "rough", config)
                 if candidate is not None:
                     tried.append((family, share, candidate))
                     break
@@ -378,43 +391,117 @@ class Search:
         few = tried[: config.confirm]
         # nothing is chosen without the best single steps beside it
         few += [t for t in singles if t not in few and t[2].kl <= CLOSE * singles[0][2].kl]
-        refined = [
-            (family.name, make(share))
-            for family, share, _ in few
-            for make in (family.rough, *family.fine)
-        ]
-        measured = (
-            self._try(name, steps, "confirm", config)
-            for name, steps in self.track(refined, "Confirming", len(refined))
+        fine = [(family.name, make(share)) for family, share, _ in few for make in family.fine]
+        refined = (
+            self._try(name, steps, "refined", config)
+            for name, steps in self.track(fine, "Refining", len(fine))
+            if self._affords(f"{name}, refined", steps, start + self._seconds)
         )
-        confirmed = [candidate for candidate in measured if candidate]
-        trained = self._trained(confirmed) if config.tune else ()
-        return min((*confirmed, *trained), key=lambda c: c.kl, default=None)
+        kept = [t[2] for t in few] + [candidate for candidate in refined if candidate]
+        if config.tune:
+            kept += self._trained(kept, start + self._seconds)
+        return min(kept, key=lambda c: c.kl, default=None)
 
-    def _trained(self, confirmed: Sequence[Candidate]) -> Iterator[Candidate]:
+    def _timely(
+        self, found: Sequence[tuple[Family, float]], most: float
+    ) -> list[tuple[Family, float]]:
+        """The forms there is time for, the quickest first; of the others their shorter searches.
+
+        Raises:
+            MoesaicError: there is no time for any.
+        """
+
+        def parts(family: Family, share: float) -> Parts:
+            return self.costs.parts(family.rough(share))
+
+        def fits(family: Family, share: float) -> bool:
+            made = parts(family, share)
+            return sum(made.values()) <= longest and self._ledger.enter(made, most)
+
+        order = sorted(found, key=lambda of: sum(parts(*of).values()))
+        quickest = sum(parts(*order[0]).values()) if order else 0.0
+        longest = PROPORTION * quickest if self.config.minutes is None else math.inf
+        every = Ledger()
+        for of in order:
+            every.enter(parts(*of))
+        self._enough = max(self._enough, self._minutes(every.spent))
+        taken = [of for of in order if fits(*of)]
+        for family, share in [of for of in order if of not in taken]:
+            other = family.instead
+            if other is not None and fits(other, share):
+                taken.append((other, share))
+            else:
+                other = None
+            self._leave(family.name, parts(family, share), other)
+        if found and not taken:
+            raise MoesaicError(
+                f"minutes {self.config.minutes:g} is too short: the quickest form needs "
+                f"minutes={self._minutes(quickest)}, as predicted."
+            )
+        return taken
+
+    def _affords(self, name: str, steps: Steps, most: float) -> bool:
+        """Whether there is time for a candidate, which is then counted, and else noted."""
+        if self.costs.of(steps) is None:
+            return True  # and will be found impossible
+        parts = self.costs.parts(steps)
+        if self._ledger.enter(parts, most):
+            return True
+        self._leave(name, parts)
+        return False
+
+    def _leave(self, name: str, parts: Parts, instead: Family | None = None) -> None:
+        other = None if instead is None else instead.name
+        self.left_out[name] = {"seconds": self._ledger.of(parts), "instead": other}
+
+    def _minutes(self, seconds: float) -> int:
+        """The option that gives forms so many seconds."""
+        sizes = 1 if self.config.sized else len(SIZES) + HALVINGS
+        return math.ceil(seconds * sizes / FIRST / 60)
+
+    def _said(self) -> str:
+        """What was left out, in words."""
+        forms = (
+            f"{name} ({left['seconds'] / 60:.2g} min"
+            + (f"; {left['instead']} was tried)" if left["instead"] else ")")
+            for name, left in self.left_out.items()
+        )
+        return (
+            f"Not tried, for it would take too long as predicted: {', '.join(forms)}. "
+            f"minutes={self._enough} tries every form."
+        )
+
+    def _trained(self, kept: Sequence[Candidate], most: float) -> list[Candidate]:
         """The best forms once more, their weights trained towards the original."""
         best: dict[str, Candidate] = {}
-        for candidate in sorted(confirmed, key=lambda c: c.kl):
+        for candidate in sorted(kept, key=lambda c: c.kl):
             if any(isinstance(step, MethodConfig) for step in candidate.steps):
                 best.setdefault(candidate.form, candidate)
         few = [*best.values()][:TRAINED]
+        trained: list[Candidate] = []
         rates: tuple[float, ...] = RATES
         for candidate in self.track(few, "Training", len(few)):
+            todo = {rate: self._tuned(candidate, rate) for rate in rates}
             try:
-                tuned = {rate: self._tuned(candidate, rate) for rate in rates}
+                tuned = {
+                    rate: self.measured(c)
+                    for rate, c in todo.items()
+                    if self._affords(f"{c.form} at {rate:g}", c.steps, most)
+                }
             except MoesaicError as error:
                 logging.getLogger(__name__).warning("Nothing was trained: %s", error)
-                return
-            self._tried |= {self._key([told(c.steps), c.stage]): c for c in tuned.values()}
-            rates = (min(rates, key=lambda rate: tuned[rate].kl),)
-            yield from tuned.values()
+                break
+            self._tried |= {self._key(told(c.steps)): c for c in tuned.values()}
+            trained += tuned.values()
+            rates = (min(tuned, key=lambda rate: tuned[rate].kl),) if tuned else rates
+        return trained
 
     def _tuned(self, candidate: Candidate, rate: float) -> Candidate:
         """A candidate that is trained before a file is made of it; it weighs as much."""
         steps, form = candidate.steps, f"{candidate.form}, tuned"
         cut = len(steps) - (candidate.file is not None)
         steps = (*steps[:cut], self.training(rate), *steps[cut:])
-        return self.measured(Candidate(form, steps, candidate.weight, stage=candidate.stage))
+        return Candidate(form, steps, candidate.weight, stage="trained")
 
     def training(self, rate: float) -> TuneConfig:
         """The step that trains all weights towards the original."""
@@ -440,7 +527,7 @@ class Search:
         self, form: str, steps: Steps, stage: str, config: FitConfig | None = None
     ) -> Candidate | None:
         """A candidate with its figures; None where it is impossible, or above the budget."""
-        weight = self.weights.of(steps)
+        weight = self.costs.of(steps)
         if weight is None or (config is not None and not weight.meets(config)):
             return None
         if self.config.plain and not weight.native:
@@ -451,7 +538,7 @@ class Search:
             return None
         if config is not None and not candidate.weight.meets(config):
             return None
-        self._tried[self._key([told(steps), stage])] = candidate
+        self._tried[self._key(told(steps))] = candidate
         return candidate
 
     def _smallest_within(self, known: Sequence[Family]) -> Candidate:
@@ -486,7 +573,7 @@ class Search:
 
     def _smallest(self, known: Iterable[Family]) -> str:
         """A message that names the smallest sizes within reach."""
-        reached = [self.weights.of(f.rough(f.shares[0])) for f in known]
+        reached = [self.costs.of(f.rough(f.shares[0])) for f in known]
         weights = [w for w in reached if w is not None and (w.native or not self.config.plain)]
         said = []
         for name in BUDGETS:
@@ -578,7 +665,12 @@ def fit(
         raise
     steps = tuple(step for step in chosen.steps if isinstance(step, MethodConfig))
     best = replace(recipe, steps=steps)
-    found: JSON = {"chosen": chosen.as_json(), "tried": [c.as_json() for c in tried]}
+    left = [{"form": form, **said} for form, said in search.left_out.items()]
+    found: JSON = {
+        "chosen": chosen.as_json(),
+        "tried": [c.as_json() for c in tried],
+        "left_out": left,
+    }
 
     def more(folder: Path) -> JSON:
         """The file that was asked for, beside the result."""

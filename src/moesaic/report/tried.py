@@ -14,7 +14,6 @@ from moesaic.report.read import figure, part
 
 Figure = tuple[str, str, Markup]
 """A caption in a few words, how to read the drawing, the drawing."""
-STAGES = {"search": "first half of the text", "confirm": "all of it"}
 
 
 def tried(record: Record) -> Figure | None:
@@ -27,8 +26,6 @@ def tried(record: Record) -> Figure | None:
     ]
     if not known:
         return None
-    # the same windows for all of a stage: stages are not compared with each other
-    stage = "confirm" if any(of.get("stage") == "confirm" for of, _, _ in known) else "search"
     chosen = part(record.measured, "chosen").get("steps")
     plane = Plane(
         [size for _, size, _ in known],
@@ -41,16 +38,15 @@ def tried(record: Record) -> Figure | None:
     out = [text(0, 10, "KL from the original, nats", "quiet")]
     out += plane.axes(marked, figures.memory, figures.share)
     out.append(text(plane.right, plane.bottom + 34, "memory of the weights", "quiet", "end"))
-    last = [(size, loss) for of, size, loss in known if of.get("stage") == stage]
+    last = [(size, loss) for _, size, loss in known]
     ahead = sorted(last[i] for i in best(last))
     if len(ahead) > 1:
         out.append(line(stairs([plane.at(*at) for at in ahead]), "series s0 front"))
     for of, size, loss in known:
         x, y = plane.at(size, loss)
-        ours = of.get("steps") == chosen and of.get("stage") == stage
-        kind = "result" if ours else "comparison" if of.get("stage") == stage else "beaten"
-        told = f"{figures.plain(of.get('form'))}: {figures.memory(size)}, KL {figures.share(loss)}"
-        said = f"{told}, measured on {STAGES.get(str(of.get('stage')), 'the text')}"
+        ours, rough = of.get("steps") == chosen, of.get("stage") == "rough"
+        kind = "result" if ours else "beaten" if rough else "comparison"
+        said = f"{figures.plain(of.get('form'))}: {figures.memory(size)}, KL {figures.share(loss)}"
         out.append(
             f'<g class="point {kind} s{0 if ours else 1}" transform="translate({x:.1f} {y:.1f})">'
             f'<circle r="{7 if ours else 4}"/><title>{escape(said)}</title></g>'
@@ -58,6 +54,9 @@ def tried(record: Record) -> Figure | None:
     drawn = svg(540, 300, out, "Candidates by the memory they take and what they lose")
     how = (
         f"{len(known)} candidates, on calibration text that nothing was decided on; pale ones "
-        "on half of it. Blue: chosen. The line: none is smaller and loses less."
+        "as they are quickly made. Blue: chosen. The line: none is smaller and loses less."
     )
+    left = record.measured.get("left_out") or ()
+    if left:
+        how += f" {len(left)} more were not tried, for they would take too long as predicted."
     return "What was tried.", how, drawn

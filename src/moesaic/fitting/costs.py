@@ -1,0 +1,255 @@
+"""What recipes' results weigh, and what it takes to make them: told from headers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+
+from moesaic.arch.dense import Arch
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.config import Evaluation, ExportArgs, MethodConfig, parse_dtype
+from moesaic.errors import MoesaicError
+from moesaic.estimates import (
+    Built,
+    Machine,
+    Stage,
+    Step,
+    carried_out,
+    making,
+    measuring,
+    outlined,
+)
+from moesaic.fitting.config import BUDGETS, FitConfig
+from moesaic.fitting.files import Files
+from moesaic.foreign import JSON, Model
+from moesaic.hub import convert_config
+from moesaic.io.weightless import Weightless, foretold
+from moesaic.methods.base import Outline
+from moesaic.methods.naee.config import PruneConfig
+from moesaic.recipe import Recipe
+from moesaic.stream.job import Job
+
+Steps = tuple[MethodConfig | ExportArgs, ...]
+"""The steps of a recipe, the file that is made of its result as the last where one is."""
+Parts = Mapping[str, float]
+"""Predicted seconds of what is made on the way to a result, by what it is: equal parts are made
+once."""
+MEASURED = "measured"
+OBSERVED = "statistics"
+"""The part that all first steps have in common that decide from a file of statistics."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a recipe's result weighs."""
+
+    memory: int
+    parameters: int
+    active_parameters: int
+    native: bool
+    exact: bool
+
+    def meets(self, config: FitConfig) -> bool:
+        """Whether it keeps within every budget of size."""
+        limits = ((getattr(self, name), getattr(config, name)) for name in BUDGETS)
+        return all(limit is None or size <= limit for size, limit in limits)
+
+
+class Ledger:
+    """Predicted seconds of what is made, parts that several results have in common once."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+        self._made: set[str] = set()
+
+    def of(self, parts: Parts) -> float:
+        """Seconds of those parts that are not made yet."""
+        return sum(seconds for part, seconds in parts.items() if part not in self._made)
+
+    def enter(self, parts: Parts, most: float = math.inf) -> bool:
+        """Count a result's parts, if no more than some seconds are spent then.
+
+        Returns:
+            whether they are counted.
+        """
+        spent = self.spent + self.of(parts)
+        if spent > most:
+            return False
+        self.spent = spent
+        self._made |= parts.keys()
+        return True
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A recipe's result, and its last step."""
+
+    weight: Weight
+    making: list[Stage]
+    """Of the last step."""
+    measuring: list[Stage]
+
+
+class Costs:
+    """What recipes' results weigh and what making them takes; the steps before the last are shared.
+
+    Args:
+        recipe: model, text, device and type; its steps are not looked at.
+        folder: an existing one.
+        files: GGUF files, where candidates end in one.
+        tokens: that results are measured on.
+        machine: tells how fast things go, when it is first asked.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        files: Files | None = None,
+        tokens: int = 0,
+        machine: Callable[[], Machine] = Machine.here,
+    ) -> None:
+        self.recipe, self.folder, self.files = recipe, folder, files
+        self._measured = Evaluation(max_tokens=tokens, rounds=0, new_tokens=1)
+        (folder / "original").mkdir()
+        self._made: dict[str, Step | None] = {}
+        self._known: dict[str, _Known | None] = {}
+        self._shapes: dict[Path, Model] = {}
+        self._source = foretold(recipe.model, folder / "original")
+        self._original = Built(self._source.config, parse_dtype(recipe.dtype))
+        self._clock = machine
+
+    def of(self, steps: Steps) -> Weight | None:
+        """What a result weighs; None where the steps cannot be carried out."""
+        known = self._of(steps)
+        return None if known is None else known.weight
+
+    def parts(self, steps: Steps) -> Parts:
+        """Predicted seconds of all that a figure takes: statistics, steps, the file, measuring.
+
+        Raises:
+            MoesaicError: the steps cannot be carried out.
+        """
+        found = {OBSERVED: self._observing} if self.decided(steps[0], 0) else {}
+        stages: list[Stage] = []
+        for number in range(1, len(steps) + 1):
+            known = self._of(steps[:number])
+            if known is None:
+                raise MoesaicError("These steps cannot be carried out.")
+            found[_key(steps[:number])] = self._seconds(known.making)
+            stages = known.measuring
+        return {**found, f"{MEASURED} {_key(steps)}": self._seconds(stages)}
+
+    def decided(self, step: MethodConfig | ExportArgs, number: int) -> bool:
+        """Whether a step decides from the file of statistics.
+
+        Args:
+            step: of a recipe.
+            number: its place there.
+        """
+        mixture = isinstance(base_arch(self._source.config), MoEArch)
+        return mixture and not number and getattr(step, "decides_from_stats", False)
+
+    def _seconds(self, stages: list[Stage]) -> float:
+        return sum(self._machine.seconds(stage) for stage in stages)
+
+    @cached_property
+    def _machine(self) -> Machine:
+        return self._clock()
+
+    @cached_property
+    def _observing(self) -> float:
+        """Seconds in which statistics are observed, which is what pruning by them does first."""
+        model, arch = Built(self._source.config, None).model, base_arch(self._source.config)
+        assert isinstance(arch, MoEArch)
+        view = arch.mixture(arch.layers(model)[arch.moe_layers(model)[0]])
+        job, outline = self._outlined(self._source, PruneConfig(keep=view.count))
+        return self._seconds(making(job, outline, 0, decided=False))
+
+    def _of(self, steps: Steps) -> _Known | None:
+        key = _key(steps)
+        if key not in self._known:
+            try:
+                self._known[key] = self._weighed(steps)
+            except MoesaicError:
+                self._known[key] = None
+        return self._known[key]
+
+    def _weighed(self, steps: Steps) -> _Known:
+        *before, last = steps
+        if isinstance(last, ExportArgs):
+            weight = self._as_file(self.of(tuple(before)) if before else self._whole, last)
+            known = self._of(tuple(before)) if before else None
+            measuring = known.measuring if known else self._measuring(self._original)
+            # read and converted, written, read and rounded, written
+            return _Known(weight, [Stage(bytes=4.0 * weight.memory)], measuring)
+        source, exact = self._source, True
+        for number in range(len(before)):
+            step = self._after(source, tuple(before[: number + 1]))
+            source, exact = step.result, exact and step.outline.exact
+        job, outline = self._outlined(source, last)
+        config = copy.deepcopy(source.config)
+        convert_config(config, job.arch, outline.plan)
+        made = Built(config, job.dtype)
+        weight = _weight(made, exact and outline.exact)
+        decided = self.decided(last, len(before)) and not getattr(last, "refit", False)
+        stages = making(job, outline, weight.memory, decided)
+        return _Known(weight, stages, self._measuring(made))
+
+    def _measuring(self, made: Built) -> list[Stage]:
+        return measuring(self._original, made, self._measured, self.recipe.device)
+
+    def _outlined(self, source: Weightless, step: MethodConfig) -> tuple[Job[Arch], Outline]:
+        job, outline = outlined(source, step, self.recipe, self._shapes.get(source.folder))
+        self._shapes[source.folder] = job.shape
+        return job, outline
+
+    @cached_property
+    def _whole(self) -> Weight:
+        """The original's."""
+        return _weight(self._original, exact=True)
+
+    def _as_file(self, weight: Weight | None, asked: ExportArgs) -> Weight:
+        if weight is None or self.files is None:
+            raise MoesaicError("There is nothing to make a file of.")
+        removed = self._whole.parameters - weight.parameters
+        return replace(weight, memory=self.files.bytes(asked.type, removed), exact=False)
+
+    def _after(self, source: Weightless, steps: Steps) -> Step:
+        key = _key(steps)
+        if key not in self._made:
+            folder = self.folder / str(len(self._made))
+            self._made[key], last = None, steps[-1]
+            assert isinstance(last, MethodConfig)  # a file comes after all of them
+            self._made[key] = carried_out(source, last, self.recipe, folder)
+        step = self._made[key]
+        if step is None:
+            raise MoesaicError("These steps cannot be carried out.")
+        return step
+
+
+def _weight(made: Built, exact: bool) -> Weight:
+    size = made.size
+    sizes = size.total_parameters, size.active_parameters
+    return Weight(made.bytes, *sizes, native=made.native, exact=exact)
+
+
+def told(steps: Steps) -> list[JSON]:
+    """Steps as a recipe has them, options left out that are as by default."""
+    return [{step.verb: _options(step)} for step in steps]
+
+
+def _options(step: MethodConfig | ExportArgs) -> JSON:
+    named = {"method": step.name} if isinstance(step, MethodConfig) else {}
+    given = ((of.name, getattr(step, of.name), of.default) for of in fields(step))
+    return named | {name: value for name, value, default in given if value != default}
+
+
+def _key(steps: Steps) -> str:
+    return json.dumps(told(steps))
