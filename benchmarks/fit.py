@@ -2,14 +2,14 @@
 
     python benchmarks/fit.py      writes benchmarks/fit.json; goes on where it stopped
     LLAMA_CPP=folder python benchmarks/fit.py --bits      tiny-moe once more, as GGUF files
-    python benchmarks/fit.py --tune 50     the rows that are there once more, the best forms trained
+    python benchmarks/fit.py --tune 50     the rows once more, the best forms trained
+    python benchmarks/fit.py --models FOLDER --samples 8 --windows 8 --held 4096 --minutes 30
 
-With ``--tune`` the search goes on from what a row has tried; ``single_tuned`` is the best single
-verb of that row after the same training.
-
-Each verb alone is made with care (a refit, the score that measures best) at the largest size within
-the budget; the one that loses least on the held-out text is the best single verb, so that the
-comparison favours it. ``loss`` is the rise of perplexity over the original's, relative.
+Every candidate of a search is measured on the held-out text, too, when it is made. Each verb alone
+is made with care (a refit, the score that measures best) at the largest size within the budget, if
+the search had time for it; the one that loses least on the held-out text is the best single verb,
+so that the comparison favours it. ``loss`` is the rise of perplexity over the original's, relative.
+With ``--tune`` ``single_tuned`` is the best single verb of that row after the same training.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moesaic.config import Calibration, Evaluation
-from moesaic.data.text import evaluation_tokens
+from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.fitting.candidates import families
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.costs import told
-from moesaic.fitting.search import Search, fit, searched, settled
+from moesaic.fitting.search import Candidate, Search, figures, fit, settled
 from moesaic.foreign import JSON
 from moesaic.io.source import Source
 from moesaic.methods.sft.config import TuneConfig
@@ -45,32 +44,86 @@ OUT = Path(__file__).with_suffix(".json")
 MODELS = ("tiny-shared-moe", "tiny-moe")
 SHARES = (0.5, 0.35, 0.75)
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m")
-MEASURED = Evaluation(max_tokens=8192, rounds=0)
 
 
-def singles(search: Search, config: FitConfig, measured: Any) -> dict[str, JSON]:
-    """Every verb alone within a budget, by its form."""
-    found: dict[str, JSON] = {}
-    for family in families(search.source, config):
-        if len(family.rough(family.shares[-1])) > 1:
-            continue
-        share = search.share(family, config)
-        if share is None:
-            continue
-        for make in (family.rough, *family.fine):
-            steps = make(share)
-            weight = search.costs.of(steps)
-            assert weight is not None
-            name = json.dumps(told(steps))
-            found[name] = {"memory": weight.memory, **measured(search._made(steps))}
-    return found
+class Watched(Search):
+    """A search whose candidates are measured on held-out text, too; that chooses nothing."""
+
+    held: Tokens
+
+    @contextmanager
+    def _opened(self, made: Path) -> Iterator[Source]:
+        with super()._opened(made) as source:
+            yield source
+            file = self._noted(made.name.removeprefix("made-"))
+            if not file.exists():
+                run = Whole(source.load(self.recipe.device, self.dtype))
+                file.write_text(json.dumps(figures(*scores_beside(run, self._other, self.held))))
+
+    @property
+    def _other(self) -> Layerwise:
+        """The original once more: what it made of one text is kept."""
+        if not hasattr(self, "_beside"):
+            self._beside = Layerwise(self.source, self.recipe.device, self.dtype, keep=True)
+        return self._beside
+
+    def _noted(self, key: str) -> Path:
+        return self.work / f"held-{key}.json"
+
+    def noted(self, candidate: Candidate) -> JSON:
+        """What a candidate that was tried loses on the held-out text."""
+        found: JSON = json.loads(self._noted(self._key(told(candidate.steps))).read_text())
+        return found
+
+    def said(self, candidate: Candidate) -> JSON:
+        """A candidate with both figures."""
+        return {**candidate.as_json(), "held": self.noted(candidate)}
+
+    def singles(self, config: FitConfig) -> list[Candidate]:
+        """Every verb alone within a budget that the search had time for, made with care, too."""
+        found = []
+        for family in families(self.source, config):
+            share = self.share(family, config)
+            rough = None if share is None else family.rough(share)
+            if share is None or len(rough or ()) != 1 or family.name in self.left_out:
+                continue
+            for make in (family.rough, *family.fine):
+                weight = self.costs.of(make(share))
+                assert weight is not None
+                found.append(self.measured(Candidate(family.name, make(share), weight)))
+        return found
+
+
+def row(search: Watched, config: FitConfig) -> JSON:
+    """A search, and every verb alone."""
+    start = time.process_time()
+    chosen, tried = search.run()
+    seconds = time.process_time() - start
+    singles = [search.said(single) for single in search.singles(config)]
+    best = min(singles, key=lambda single: float(single["held"]["loss"]), default=None)
+    nearest = min(singles, key=lambda single: float(single["held"]["kl"]), default=None)
+    held = search.noted(chosen)
+    return {
+        "budget": config.memory,
+        "loss": held["loss"],
+        "kl": held["kl"],
+        "of_best_single": best and held["loss"] / best["held"]["loss"],
+        "kl_of_best_single": nearest and held["kl"] / nearest["held"]["kl"],
+        "best_single": best,
+        "chosen": search.said(chosen),
+        "tried": [search.said(candidate) for candidate in tried],
+        "singles": singles,
+        "left_out": search.left_out,
+        "cpu_seconds": seconds,
+    }
 
 
 def rounded(model: str, share: float, drawn: Calibration, windows: int) -> dict[str, Any]:
     """fit with bits, within a share of the original's bytes."""
     work = Path(tempfile.gettempdir()) / f"moesaic-fit-{model}-{share:g}-bits"
     work.mkdir(exist_ok=True)
-    recipe = Recipe(model, str(work / "out"), (), drawn, MEASURED)
+    measured = Evaluation(max_tokens=8192, rounds=0)
+    recipe = Recipe(model, str(work / "out"), (), drawn, measured)
     budget = int(share * Search(recipe, FitConfig(memory=1), work / "size").original.bytes)
     start = time.process_time()
     record = fit(recipe, FitConfig(memory=budget, windows=windows, types=TYPES), overwrite=True)
@@ -84,51 +137,43 @@ def rounded(model: str, share: float, drawn: Calibration, windows: int) -> dict[
     }
 
 
-def tuned(row: dict[str, Any], recipe: Recipe, config: FitConfig, measured: Any) -> dict[str, Any]:
-    """fit with training, from what a row has tried; and the best single verb, trained as well."""
-    work = searched(recipe.out)
-    work.mkdir(parents=True, exist_ok=True)
-    search = Search(recipe, config, work)
-    for of in row["tried"]:
-        file = work / f"tried-{search._key([of['steps'], of['stage']])}.json"
-        if not file.exists():
-            score = {name: of[name] for name in ("perplexity", "loss", "kl", "tokens")}
-            file.write_text(json.dumps(score))
+def tuned(search: Watched, plain: JSON) -> JSON:
+    """A search with training, and the best single verb of a row trained as well."""
     start = time.process_time()
-    record = fit(recipe, config, resume=True)
-    assert record is not None
+    chosen, tried = search.run()
     seconds = time.process_time() - start
-    scores, chosen = record.measured["scores"], record.measured["chosen"]
-    loss, kl = _loss(scores), scores["result"]["kl"]
-    found: dict[str, Any] = {"loss": loss, "kl": kl, "chosen": chosen}
-    name, single = min(row["singles"].items(), key=lambda item: float(item[1]["loss"]))
-    rate = chosen["steps"][-1].get("tune", {}).get("lr", TuneConfig.lr)
-    steps = [step_config(*item) for step in json.loads(name) for item in step.items()]
-    work.mkdir()
-    taught = measured(search._made((*steps, search.training(rate))))
-    shutil.rmtree(work)
+    held, single = search.noted(chosen), plain["best_single"]
+    found: JSON = {
+        "loss": held["loss"],
+        "kl": held["kl"],
+        "chosen": search.said(chosen),
+        "trained": [search.said(c) for c in tried if c.stage == "trained"],
+        "best_single": single,
+        "steps": search.config.tune,
+        "cpu_seconds": seconds,
+    }
+    if single is None:
+        return found
+    rate = found["chosen"]["steps"][-1].get("tune", {}).get("lr", TuneConfig.lr)
+    steps = tuple(step_config(*item) for step in single["steps"] for item in step.items())
+    weight = search.costs.of(steps)
+    assert weight is not None
+    alone = Candidate(single["form"], steps, weight)
+    taught = search.noted(search.measured(search._tuned(alone, rate)))
     return {
         **found,
-        "tried": [c for c in record.measured["tried"] if c["stage"] == "confirm"],
-        "best_single": single,
         "single_tuned": taught,
-        "of_best_single": {"loss": loss / single["loss"], "kl": kl / single["kl"]},
-        "of_single_tuned": {"loss": loss / taught["loss"], "kl": kl / taught["kl"]},
-        "steps": config.tune,
-        "cpu_seconds": {"fit": seconds},
-        "load": os.getloadavg()[1],
+        "of_best_single": {k: held[k] / single["held"][k] for k in ("loss", "kl")},
+        "of_single_tuned": {k: held[k] / taught[k] for k in ("loss", "kl")},
     }
-
-
-def _loss(scores: JSON) -> float:
-    loss: float = scores["result"]["perplexity"] / scores["original"]["perplexity"] - 1
-    return loss
 
 
 def main(names: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--windows", type=int, default=FitConfig.windows)
+    parser.add_argument("--held", type=int, default=8192)
+    parser.add_argument("--minutes", type=float)
     parser.add_argument("--bits", action="store_true")
     parser.add_argument("--tune", type=int, default=0)
     parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
@@ -147,62 +192,29 @@ def main(names: Sequence[str] | None = None) -> None:
             print(key, rows[key]["chosen"]["form"], rows[key]["loss"], rows[key]["kl"], flush=True)
     for share in () if options.bits else options.shares:
         for model in options.models:
-            plain = f"{model} {share:g}"
-            key = f"{plain} tune {options.tune}" if options.tune else plain
-            if key in rows or (options.tune and plain not in rows):
+            name = f"{Path(model).name} {share:g}"
+            key = f"{name} tune {options.tune}" if options.tune else name
+            if key in rows or (options.tune and name not in rows):
                 continue
-            work = Path(tempfile.gettempdir()) / f"moesaic-fit-{key.replace(' ', '-')}"
-            recipe = Recipe(model, str(work / "out"), (), drawn, MEASURED)
+            work = Path(tempfile.gettempdir()) / f"moesaic-fit-{name.replace(' ', '-')}"
             work.mkdir(exist_ok=True)
-            search = Search(recipe, FitConfig(memory=1), work / "singles")
-            budget = int(share * search.original.bytes)
-            config = FitConfig(memory=budget, windows=options.windows)
-            tokens = evaluation_tokens("", search.source.tokenizer, None, MEASURED.max_tokens)
-            original = Layerwise(search.source, keep=True)
-
-            def measured(folder: Path, tokens: Any = tokens, original: Any = original) -> JSON:
-                ours, theirs = scores_beside(
-                    Whole(Source("candidate", folder).load()), original, tokens
-                )
-                loss = ours.perplexity / theirs.perplexity - 1
-                return {"perplexity": ours.perplexity, "loss": loss, "kl": ours.kl}
-
-            if options.tune:
-                config = replace(config, tune=options.tune)
-                rows[key] = tuned(rows[plain], recipe, config, measured)
-                OUT.write_text(json.dumps(kept, indent=1) + "\n")
-                print(key, {k: v for k, v in rows[key].items() if "of" in k}, flush=True)
-                continue
-            start = time.process_time()
-            alone = singles(search, config, measured)
-            best = min(alone.values(), key=lambda row: float(row["loss"]), default=None)
-            single_seconds = time.process_time() - start
-            record = fit(recipe, config, resume=True)
-            assert record is not None
-            scores = record.measured["scores"]
-            loss = _loss(scores)
+            recipe = Recipe(model, str(work / "out"), (), drawn, None)
+            budget = int(share * Search(recipe, FitConfig(memory=1), work).original.bytes)
+            config = FitConfig(
+                memory=budget, windows=options.windows, minutes=options.minutes, tune=options.tune
+            )
+            search = Watched(recipe, config, work)
+            search.held = evaluation_tokens("", search.source.tokenizer, None, options.held)
+            found = tuned(search, rows[name]) if options.tune else row(search, config)
+            asked = ("samples", "windows", "held", "minutes")
             rows[key] = {
-                "budget": budget,
-                "singles": alone,
-                "best_single": best,
-                "chosen": record.measured["chosen"],
-                "tried": record.measured["tried"],
-                "loss": loss,
-                "kl": scores["result"]["kl"],
-                "of_best_single": None if best is None else loss / best["loss"],
-                "kl_of_best_single": None
-                if best is None
-                else scores["result"]["kl"] / min(row["kl"] for row in alone.values()),
-                "cpu_seconds": {
-                    "singles": single_seconds,
-                    "fit": time.process_time() - start - single_seconds,
-                },
-                "samples": options.samples,
-                "windows": options.windows,
+                **found,
+                **{of: getattr(options, of) for of in asked},
+                "load": os.getloadavg()[1],
             }
             OUT.write_text(json.dumps(kept, indent=1) + "\n")
-            of = rows[key]["of_best_single"]
-            print(key, f"loss {loss:.4f}, of the best single verb's:", of, flush=True)
+            print(key, found["chosen"]["form"], f"loss {found['loss']:.4f}, KL {found['kl']:.4f}")
+            print("  of the best single verb's:", found.get("of_best_single"), flush=True)
 
 
 if __name__ == "__main__":
