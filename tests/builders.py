@@ -32,7 +32,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.carved import CarvedLayer
 from moesaic.layers.condensed import CondensedLayer
-from moesaic.nn.channels import set_mode
+from moesaic.nn.phase import set_mode
 from moesaic.plan import Plan
 from moesaic.surgery import apply_plan, base_shape
 

@@ -33,7 +33,11 @@ from moesaic.methods.budget import (
     split_for_target,
 )
 from moesaic.methods.more.formulas import petals_of
+from moesaic.metrics.routing import trace
+from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
+from moesaic.nn import CarvedFFN
+from moesaic.nn.phase import set_mode
 from moesaic.plan import Plan
 from moesaic.recipe import step_config
 from moesaic.stream.job import Job
@@ -288,6 +292,77 @@ def test_static_layers_are_refitted_too(tokens):
     assert missing(new, site) < missing(plan, site)
 
 
+# --- prompts that run dense ----------------------------------------------------------------------
+
+
+FINE = MoREConfig(layers="all", active=0.7, experts=8, top_k=3, router="ridge")
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts"),
+    [
+        ({}, "dense"),
+        ({"router": "cosine"}, "petals"),  # the paper's routes everywhere
+        ({"bias": True}, "petals"),
+        ({"experts": 4, "top_k": 1}, "petals"),  # wide ones
+        ({"prompts": "petals"}, "petals"),
+        ({"router": "cosine", "prompts": "dense"}, "dense"),
+    ],
+)
+def test_prompts_run_dense_where_petals_save_them_nothing(options, prompts, tokens):
+    plan = moesaic.carve(tiny_model("llama"), replace(FINE, **options), calibration=tokens).plan
+    assert {layer.prompts for layer in plan.layers.values()} == {prompts}
+    assert ("prompts run dense" in plan.layers[0].describe(0).told) == (prompts == "dense")
+
+
+@pytest.mark.parametrize("name", ["llama", "phi"])
+def test_a_dense_prompt_is_the_original_and_a_step_is_routed(name, tokens):
+    """Without a refit nothing of a prompt changes; what is decoded runs its petals."""
+    model, ids = tiny_model(name), tokens.input_ids[:2, :9]
+    carved = moesaic.carve(model, FINE, calibration=tokens).model.eval()
+    torch.testing.assert_close(carved(ids).logits, model(ids).logits)
+    cache = carved(ids[:, :-1]).past_key_values
+    step = carved(ids[:, -1:], past_key_values=cache).logits
+    assert not torch.allclose(step, model(ids).logits[:, -1:], atol=1e-4)
+    with set_mode(carved, "always"):
+        cache = model(ids[:, :-1]).past_key_values
+        routed = carved(ids[:, -1:].repeat(1, 2), past_key_values=cache).logits[:, :1]
+    torch.testing.assert_close(step, routed)
+
+
+def test_what_is_measured_is_routed(tokens):
+    """Perplexity, active ratio and the colours of tokens are those of decoding."""
+    kinds = {}
+    for prompts in ("petals", "dense"):
+        model = moesaic.carve(
+            tiny_model("llama"), replace(FINE, prompts=prompts), calibration=tokens
+        ).model
+        found = score(model, tokens)
+        kinds[prompts] = found.perplexity, found.active_ratio, trace(model, tokens.input_ids[0])
+    assert kinds["petals"] == kinds["dense"]
+
+
+def test_routers_learn_from_prompts(tokens):
+    result = moesaic.carve(tiny_model("llama"), FINE, calibration=tokens)
+    model = result.model.train().requires_grad_()
+    with torch.enable_grad():
+        model(tokens.input_ids[:2]).logits.square().mean().backward()
+    routers = [m.router for m in model.modules() if isinstance(m, CarvedFFN)]
+    assert len(routers) == 4
+    assert all(router.weight.grad.abs().sum() > 0 for router in routers)
+
+
+def test_dense_prompts_have_no_native_form(tokens, tmp_path):
+    moesaic.carve(tiny_model("llama"), FINE, calibration=tokens).save(tmp_path / "out")
+    with pytest.raises(MoesaicError, match="carve with prompts=petals"):
+        decide(resolve(str(tmp_path / "out")))
+
+
+def test_biases_and_dense_prompts_are_refused():
+    with pytest.raises(MoesaicError, match="dense prompts leave nothing out"):
+        replace(FINE, bias=True, prompts="dense").check()
+
+
 # --- defaults, files -----------------------------------------------------------------------------
 
 
@@ -305,6 +380,7 @@ CONFIGS = {
     "backbone": MoREConfig(
         layers="all", experts=8, top_k=3, router="backbone", refit=True, bias=True, weighted=True
     ),
+    "dense prompts": MoREConfig(layers="all", refit=True, prompts="dense"),
     "static": MoREConfig(layers="all", variant="static", refit=True, bias=True),
     "propagate": MoREConfig(layers="all", router="ridge", refit=True, propagate=True),
 }
@@ -369,11 +445,14 @@ def test_refit_takes_no_pass_of_its_own(tokens, monkeypatch):
 
 def test_propagated_inputs_are_those_of_the_carved_model(tokens):
     """Each layer is fitted on what the finished model's earlier layers really pass on."""
-    config = MoREConfig(layers="all", active=0.7, experts=8, top_k=3, refit=True, propagate=True)
+    config = MoREConfig(
+        layers="all", active=0.7, experts=8, top_k=3, refit=True, propagate=True, prompts="dense"
+    )
     model = tiny_model("llama")
     result = moesaic.carve(model, config, calibration=tokens)
     arch = dense_arch(model.config)
-    expected = torch.cat(list(site_of(result.model, arch, tokens, 3).inputs()))
+    with set_mode(result.model, "always"):
+        expected = torch.cat(list(site_of(result.model, arch, tokens, 3).inputs()))
     stream = LayerStream(model, arch, tokens, range(4), view=arch.dense, follow=True)
     for site in stream:
         found = torch.cat(list(site.inputs()))

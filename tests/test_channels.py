@@ -28,7 +28,8 @@ from moesaic.methods.channels.scores import Scores, one_threshold
 from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
 from moesaic.nn import kernels
-from moesaic.nn.channels import ChannelExperts, ChannelLinear, Cut, set_mode
+from moesaic.nn.channels import ChannelExperts, ChannelLinear, Cut
+from moesaic.nn.phase import set_mode
 from moesaic.surgery import applied
 
 
@@ -385,7 +386,7 @@ def test_what_thresholds_read_is_counted_on_the_text():
     assert found.active_ratio != found.nominal_active_ratio
     module = result.model.model.layers[0].mlp.up_proj
     assert module.phase.mode == "decoding"
-    assert module.tally.all == 0
+    assert module.tallies["weight"].all == 0
 
 
 def test_skipping_inside_experts_counts_those_that_a_token_runs():

@@ -121,7 +121,7 @@ def test_channels_are_read_by_rows_and_a_graph_holds_the_step(device: str) -> No
     """What Triton's kernel adds is what masking gives; nothing in it waits for the host."""
     from moesaic.methods.channels.config import WINAConfig
     from moesaic.nn import kernels
-    from moesaic.nn.channels import set_mode
+    from moesaic.nn.phase import set_mode
 
     model = moesaic.carve(tiny_moe("qwen2_moe"), WINAConfig(active=0.7)).model.eval().to(device)
     assert kernels.reads_rows(torch.device(device))

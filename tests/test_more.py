@@ -502,7 +502,7 @@ def test_shares_below_one_channel_are_left_out(tokens):
 @pytest.mark.parametrize("router", ["cosine", "backbone"])
 def test_a_threshold_leaves_the_mean_number_of_petals(router, tokens):
     """And tokens differ; what is refitted is what a token then runs."""
-    config = MoREConfig(experts=4, top_k=2, router=router, variable=True)
+    config = MoREConfig(experts=4, top_k=2, router=router, variable=True, prompts="petals")
     site, method, stats = observed(tokens, config)
     layer = method.decide(stats, site, Split(16, 12, 4, 2))
     running = torch.cat([on_TR for _, _, on_TR in layer.running(site)]).sum(1)

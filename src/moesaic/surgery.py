@@ -22,6 +22,7 @@ from moesaic.io.naming import Naming
 from moesaic.io.prediction import predicts
 from moesaic.layers.base import KINDS, Header, LayerPlan
 from moesaic.layers.state import DiskState, LiveState
+from moesaic.nn.phase import set_mode
 from moesaic.plan import FORMAT, BaseShape, Plan
 
 # --- bases ---------------------------------------------------------------------------------------
@@ -165,12 +166,14 @@ def applied(layer: nn.Module, arch: Arch, plan: LayerPlan) -> Iterator[nn.Module
     """A live decoder layer as its plan will have it, beside the layer as it is.
 
     Yields:
-        a twin to call in the layer's place; tensors that the plan leaves alone are shared.
+        a twin to call in the layer's place, every token as at decoding; tensors that the plan
+        leaves alone are shared.
     """
     tensors = [*layer.parameters(), *layer.buffers()]
     layers = nn.ModuleList([copy.deepcopy(layer, {id(t): t for t in tensors})])
     apply_layer(layers, 0, arch, plan)
-    yield layers[0]
+    with set_mode(layers[0], "always"):
+        yield layers[0]
 
 
 def shaped(layer: nn.Module, arch: Arch, plan: LayerPlan) -> nn.Module:

@@ -24,6 +24,9 @@ from moesaic.layers.recovery import refitted_down
 from moesaic.nn.carved import CarvedFFN, carved_like
 from moesaic.nn.routers import CHOOSING, WEIGHING, Router, chosen, running
 
+PROMPTS = ("petals", "dense")
+"""Where tokens are routed: everywhere, or at decoding alone."""
+
 
 @dataclass(frozen=True)
 class CarvedLayer(LayerPlan):
@@ -53,6 +56,8 @@ class CarvedLayer(LayerPlan):
     gate: JSON = field(default_factory=dict)
     """Options of a router that weighs, where with ``tau`` ``top_k`` is the most that run; of one
     that chooses the ``threshold`` of scores, with ``top_k`` their mean number."""
+    prompts: str = "petals"
+    """``petals``: tokens are routed in prompts, too; ``dense``: at decoding alone."""
 
     def __post_init__(self) -> None:
         width = self.backbone + sum(self.petals)
@@ -68,6 +73,10 @@ class CarvedLayer(LayerPlan):
             raise ValueError(f"top_k {self.top_k} of {len(self.petals)} experts")
         if (self.router_RD is None) != (not self.petals):
             raise ValueError("a router is needed for experts, and only for experts")
+        if self.prompts not in PROMPTS:
+            raise ValueError(f"prompts {self.prompts!r:.60} is none of {', '.join(PROMPTS)}")
+        if self.prompts == "dense" and self.bias_RD is not None:
+            raise ValueError("output biases stand for what prompts would not leave out")
         if self.routing in WEIGHING and len(set(self.petals)) > 1:
             raise ValueError("experts that are weighed are of one size")
 
@@ -91,6 +100,7 @@ class CarvedLayer(LayerPlan):
             "routing": self.routing,
             **({"gate": self.gate} if self.gate else {}),
             **({} if self.bias_RD is None else {"bias": True}),
+            **({} if self.prompts == "petals" else {"prompts": self.prompts}),
         }
 
     def tensors(self) -> dict[str, Tensor]:
@@ -110,6 +120,7 @@ class CarvedLayer(LayerPlan):
             gate=header.get("gate", {}),
             down_DM=tensors.get("down"),
             bias_RD=tensors.get("bias"),
+            prompts=header.get("prompts", "petals"),
         )
 
     # --- put to use ------------------------------------------------------------------------------
@@ -132,14 +143,15 @@ class CarvedLayer(LayerPlan):
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         layer = layers[index]
-        put(layer, arch.ffn_path, carved_like(arch.ffn_of(layer), arch.ffn, header))
+        put(layer, arch.ffn_path, carved_like(arch.ffn_of(layer), arch.ffn, header, layer))
 
     # --- said of it ------------------------------------------------------------------------------
 
     def describe(self, experts: int) -> Description:
         header = self.header()
+        told = f"{self._told()}; prompts run dense" if self.prompts == "dense" else self._told()
         return Description(
-            self._told(), {k: header[k] for k in header if k not in ("kind", "top_k", "bias")}
+            told, {k: header[k] for k in header if k not in ("kind", "top_k", "bias")}
         )
 
     def _told(self) -> str:
@@ -187,6 +199,8 @@ class CarvedLayer(LayerPlan):
     def obstacle(cls, header: Header) -> str | None:
         if header.get("bias"):
             return "Output biases of experts have no native form: carve without bias."
+        if header.get("prompts") == "dense":
+            return "No native format routes at decoding alone: carve with prompts=petals."
         if "threshold" in header.get("gate", {}):
             return "Tokens that differ in how many experts they run have no native form."
         if header["petals"] and header["routing"] not in ("cosine", "linear"):

@@ -20,7 +20,7 @@ from moesaic.foreign import Model, Track, silent
 from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source
 from moesaic.metrics.routing import Routing, counted
-from moesaic.nn.channels import set_mode
+from moesaic.nn.phase import set_mode
 from moesaic.stream.stream import LayerStream, Spill
 
 T = TypeVar("T")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
+from moesaic.nn.phase import set_mode
 from moesaic.surgery import routed_modules
 
 
@@ -148,7 +149,8 @@ def trace(model: Model, input_ids: Tensor) -> dict[int, list[int]]:
             )
         )
     try:
-        model(input_ids=input_ids.view(1, -1).to(model.device), use_cache=False)
+        with set_mode(model, "always"):
+            model(input_ids=input_ids.view(1, -1).to(model.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

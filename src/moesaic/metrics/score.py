@@ -12,7 +12,7 @@ from moesaic.metrics.forward import Runner, runner
 from moesaic.metrics.perplexity import Quality, perplexity
 from moesaic.metrics.routing import Routing
 from moesaic.metrics.size import Size, model_size
-from moesaic.nn.channels import set_mode
+from moesaic.nn.phase import set_mode
 
 
 @dataclass(frozen=True)

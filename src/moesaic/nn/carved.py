@@ -18,6 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from moesaic.arch.dense import DenseFFN, FFNNames, assembled, dense_ffn
 from moesaic.foreign import Values
 from moesaic.nn.kernels.petals import few, silenced
+from moesaic.nn.phase import Phase
 from moesaic.nn.routers import WEIGHING, by_neuron, chosen, make_router, norm_scale
 
 NARROW = 256
@@ -32,11 +33,21 @@ CROWDED = 0.8
 MOVED = {torch.float32: 16, torch.bfloat16: 24}
 """Neurons of a petal whose products take as long as moving a token to the petal and back."""
 
-CALLED = {torch.float32: 400_000, torch.bfloat16: 8_000_000}
-"""Weights that a token is multiplied with in the time that calls for a petal take."""
+CALLED = {torch.float32: 400_000, torch.bfloat16: 10_000_000}
+"""Weights that a token is multiplied with by one thread in the time that calls for a petal take."""
 
 SAVED = 0.9
 """Of the time of one product over all petals, what each taking its own tokens may take."""
+
+
+def saves_prompts(petals: Sequence[int], top_k: int) -> bool:
+    """Whether a prompt, however long, can gain by petals that take their own tokens.
+
+    >>> saves_prompts((272,) * 4, 1), saves_prompts((3,) * 256, 119)
+    (True, False)
+    """
+    width = sum(petals) / len(petals)
+    return top_k / len(petals) * (width + max(MOVED.values())) < SAVED * width
 
 
 class CarvedFFN(nn.Module):
@@ -54,6 +65,7 @@ class CarvedFFN(nn.Module):
         routing: how they are chosen; see :mod:`moesaic.nn.routers`.
         bias: every petal that runs adds an output bias of its own; without petals there is one.
         gate: options of the router: of one that weighs, or ``threshold``.
+        phase: tokens are routed at decoding alone, and prompts run every neuron; None: always.
     """
 
     def __init__(
@@ -68,8 +80,10 @@ class CarvedFFN(nn.Module):
         routing: str,
         bias: bool = False,
         gate: Values | None = None,
+        phase: Phase | None = None,
     ) -> None:
         super().__init__()
+        self.phase = phase
         for name, projection in projections.items():
             self.add_module(name, projection)
         setattr(self, names.act, act)
@@ -101,7 +115,9 @@ class CarvedFFN(nn.Module):
         if ffn is None:
             return self._masked(x_TD).view_as(x)
         on_TR, y_TD = None, None
-        if self.router is None or self.top_k == 0:
+        if not self._routes():
+            y_TD = F.linear(ffn.hidden(x_TD), ffn.down_DM)
+        elif self.router is None or self.top_k == 0:
             y_TD = self._backbone(ffn, x_TD)
         else:
             h_TB = None
@@ -119,6 +135,10 @@ class CarvedFFN(nn.Module):
         if ffn.down_bias_D is not None:
             y_TD = y_TD + ffn.down_bias_D
         return y_TD.view_as(x)
+
+    def _routes(self) -> bool:
+        """Whether tokens are routed now: in training all are, since routers learn from them."""
+        return self.phase is None or self.phase.skips or self.training
 
     def _learns(self) -> bool:
         """Whether the router is being trained: a random one has nothing to learn."""
@@ -217,9 +237,8 @@ class CarvedFFN(nn.Module):
         if x_TD.device.type != "cpu":
             return width >= NARROW and self._share(weights_TR) < CROWDED
         kind = x_TD.dtype if x_TD.dtype in MOVED else torch.float32
-        moved = (
-            self._share(weights_TR) * tokens * (width + MOVED[kind]) + CALLED[kind] / hidden_size
-        )
+        calls = CALLED[kind] * torch.get_num_threads() / hidden_size
+        moved = self._share(weights_TR) * tokens * (width + MOVED[kind]) + calls
         return moved < SAVED * tokens * width
 
     def _single(
@@ -307,7 +326,9 @@ class CarvedFFN(nn.Module):
             h_TM = getattr(self, names.up)(x_TD)
             h_TM = act(getattr(self, names.gate)(x_TD)) * h_TM if names.gate else act(h_TM)
         on_TR = None
-        if self.weighs:
+        if not self._routes():
+            on_TR = None
+        elif self.weighs:
             weights_TR = self.router(x_TD)
             on_TR = weights_TR * norm_scale(weights_TR)
         elif self.router is not None:
@@ -367,8 +388,17 @@ def projections_like(ffn: nn.Module, names: FFNNames, width: int) -> dict[str, n
     return projections
 
 
-def carved_like(ffn: nn.Module, names: FFNNames, header: Values) -> CarvedFFN:
-    """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives."""
+def carved_like(
+    ffn: nn.Module, names: FFNNames, header: Values, layer: nn.Module | None = None
+) -> CarvedFFN:
+    """An empty carved FFN (weights on the meta device) of the shape that a plan's header gives.
+
+    Args:
+        ffn: the base block.
+        names: of its projections.
+        header: of a :class:`moesaic.layers.carved.CarvedLayer`.
+        layer: the decoder layer, which tells prompts from decoding where the header does.
+    """
     width = header["backbone"] + sum(header["petals"])
     with torch.device("meta"):
         carved = CarvedFFN(
@@ -382,6 +412,7 @@ def carved_like(ffn: nn.Module, names: FFNNames, header: Values) -> CarvedFFN:
             header["routing"],
             header.get("bias", False),
             header.get("gate"),
+            Phase.of(layer) if layer is not None and header.get("prompts") == "dense" else None,
         )
     if carved.petal_bias is not None:
         carved.petal_bias.data = carved.petal_bias.to(getattr(ffn, names.down).weight.dtype)

@@ -11,8 +11,7 @@ an expert.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,9 +21,7 @@ from torch import Tensor, nn
 
 from moesaic.foreign import JSON, Values
 from moesaic.nn.kernels import FEW, chosen, product, reads_rows, rows_of
-
-MODES = ("decoding", "always", "never")
-"""When channels are skipped; ``always`` is for measuring, ``never`` for comparing."""
+from moesaic.nn.phase import Phase
 
 
 @dataclass(frozen=True)
@@ -49,23 +46,6 @@ WHOLE = Cut(1.0, threshold=-1.0)
 
 EXPERTS = ("gate_up_proj", "down_proj")
 """The tensors that hold all experts' projections."""
-
-
-class Phase:
-    """What the channel projections of one decoder layer share: whether they skip now."""
-
-    def __init__(self) -> None:
-        self.mode = "decoding"
-        self.single = False
-
-    def see(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before the layer runs: hidden states (B, L, D) of one position are decoded."""
-        hidden = args[0] if args else kwargs["hidden_states"]
-        self.single = hidden.shape[1] == 1
-
-    @property
-    def skips(self) -> bool:
-        return self.mode == "always" or (self.single and self.mode == "decoding")
 
 
 class Tally:
@@ -107,7 +87,7 @@ class ChannelLinear(nn.Linear):
 
     cut: Cut
     phase: Phase
-    tally: Tally
+    tallies: Mapping[str, Tally]
     scale: Tensor | None
     """(I): channels are ranked by |x| times this; None for ones."""
 
@@ -118,7 +98,7 @@ class ChannelLinear(nn.Linear):
         if self.phase.mode == "always" or not here(x, weight):
             on = chosen(x, self.scale, cut.keep, cut.threshold)
             if self.phase.mode == "always":
-                self.tally.add(on)
+                self.tallies["weight"].add(on)
             return super().forward(x * on)
         y = product(x, rows_of(weight), self.scale, cut.keep, cut.threshold)
         return y if self.bias is None else y + self.bias
@@ -199,8 +179,7 @@ def make_channels(layer: nn.Module, header: Values) -> None:
         layer: the decoder layer.
         header: of a :class:`moesaic.layers.channels.ChannelsLayer`.
     """
-    phase = Phase()
-    layer.register_forward_pre_hook(phase.see, with_kwargs=True)
+    phase = Phase.of(layer)
     for path, said in header["projections"].items():
         owner_path, _, leaf = path.rpartition(".")
         owner = layer.get_submodule(owner_path)
@@ -215,7 +194,7 @@ def _make_linear(linear: Any, cut: Cut, phase: Phase, scaled: bool) -> None:
     if type(linear) is not nn.Linear:
         raise TypeError(f"{type(linear).__name__} is no linear projection")
     linear.__class__ = ChannelLinear
-    vars(linear).update(cut=cut, phase=phase, tally=Tally())
+    vars(linear).update(cut=cut, phase=phase, tallies={"weight": Tally()})
     _buffer(linear, "scale", (linear.in_features,) if scaled else None)
 
 
@@ -247,32 +226,4 @@ def measured_share(layer: nn.Module, path: str) -> float:
     linear: Any = getattr(owner, leaf)
     if not isinstance(linear, ChannelLinear):  # an adapter around it
         linear = linear.base_layer
-    return float(linear.tally.share(linear.cut.share))
-
-
-@contextmanager
-def set_mode(model: nn.Module, mode: str) -> Iterator[None]:
-    """Inside, a model's projections skip channels in this mode, one of :data:`MODES`.
-
-    With ``always`` every token is treated as at decoding, and what is read is counted.
-    """
-    if mode not in MODES:
-        raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
-    found: list[Any] = [
-        m for m in model.modules() if isinstance(m, (ChannelLinear, ChannelExperts))
-    ]
-    before = [m.phase.mode for m in found]
-    for module in found:
-        module.phase.mode = mode
-    try:
-        yield
-    finally:
-        for module, old in zip(found, before, strict=True):
-            module.phase.mode = old
-            if old != mode:
-                for tally in (
-                    module.tallies.values()
-                    if isinstance(module, ChannelExperts)
-                    else [module.tally]
-                ):
-                    tally.clear()
+    return float(linear.tallies["weight"].share(linear.cut.share))

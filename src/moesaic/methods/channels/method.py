@@ -37,7 +37,7 @@ from moesaic.methods.channels.gradients import gradient_sizes
 from moesaic.methods.channels.projections import Projection, projections, watched
 from moesaic.methods.channels.scores import Scores, one_threshold, shares_for
 from moesaic.methods.words import percent, some
-from moesaic.nn.channels import WHOLE, Cut, set_mode
+from moesaic.nn.channels import WHOLE, Cut
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Finished, Job
@@ -320,7 +320,7 @@ class Layer:
         if plan is None:
             self.block.run(self.states)
             return
-        with applied(self.layer, self.arch, plan) as twin, set_mode(twin, "always"):
+        with applied(self.layer, self.arch, plan) as twin:
             self.block.run(self.states, twin)
 
     def greedy(
@@ -341,7 +341,7 @@ class Layer:
         left, now = (1 - share) * total, 0.0
         plan = ChannelsLayer({p.path: Cut(1.0, threshold=0.0) for p in found}, config.score)
         (target,) = self._first_output(None)
-        with applied(self.layer, self.arch, plan) as twin, set_mode(twin, "always"):
+        with applied(self.layer, self.arch, plan) as twin:
 
             def error(trial: Mapping[str, float]) -> float:
                 for p in found:

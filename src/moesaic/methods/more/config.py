@@ -12,6 +12,7 @@ from moesaic.foreign import JSON
 Variant = Literal["full", "backbone", "random", "naive", "static"]
 Router = Literal["cosine", "ridge", "backbone"]
 Spread = Literal["uniform", "sensitivity"]
+Prompts = Literal["auto", "petals", "dense"]
 
 FAST: JSON = {
     "experts": 6,
@@ -22,8 +23,8 @@ FAST: JSON = {
     "refit": True,
 }
 IDLE = {
-    "static": ("router", "weighted", "variable"),
-    "backbone": ("router", "weighted", "variable"),
+    "static": ("router", "weighted", "variable", "prompts"),
+    "backbone": ("router", "weighted", "variable", "prompts"),
     "random": ("router",),
 }
 """Options that change nothing in a variant."""
@@ -110,6 +111,13 @@ class MoREConfig(MethodConfig):
         beyond="a variable number of petals",
         seldom=True,
     )
+    prompts: Prompts = option(
+        "auto",
+        "petals: tokens of prompts are routed, too; dense: prompts run every neuron, tokens are "
+        "routed at decoding alone; auto: dense where a fitted router has petals so narrow that a "
+        "prompt would gain nothing.",
+        seldom=True,
+    )
     refit: bool = option(
         False,
         "Solve for new down projections that bring outputs near the original layers'.",
@@ -151,6 +159,11 @@ class MoREConfig(MethodConfig):
             )
         if self.propagate and not (self.refit or self.bias):
             raise MoesaicError("propagate says what a refit looks at: it needs refit or bias.")
+        if self.bias and self.prompts == "dense":
+            raise MoesaicError(
+                "Output biases stand for what is left out, and dense prompts leave nothing out: "
+                "give bias or prompts dense."
+            )
         if not 0 < self.activation_ratio <= 1:
             raise MoesaicError(
                 f"activation_ratio {self.activation_ratio:g} must be above 0, at most 1."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -43,6 +43,7 @@ from moesaic.methods.more.formulas import (
 )
 from moesaic.methods.slim.choice import narrowest
 from moesaic.methods.words import carved, number, some
+from moesaic.nn.carved import saves_prompts
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
@@ -163,6 +164,7 @@ class MoRE(DenseMethod[MoREConfig]):
             router_RD=torch.zeros(len(petals), hidden + seen) if petals else None,
             bias_RD=torch.zeros(max(1, len(petals)), bias) if bias else None,
             gate={"threshold": 0.0} if petals and config.variable else {},
+            prompts=self._prompts(petals, budget.top_k),
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
@@ -285,17 +287,27 @@ class MoRE(DenseMethod[MoREConfig]):
             return narrowest(self._importance(stats, site), width, counted=True)
         backbone, petals = self.structure(stats, site, budget)
         routing, router_RF = self._router(site, backbone, petals) if petals else ("cosine", None)
+        widths = tuple(len(p) for p in petals)
         layer = CarvedLayer(
             order_M=torch.cat([backbone, *petals]).cpu(),
             backbone=len(backbone),
-            petals=tuple(len(p) for p in petals),
+            petals=widths,
             top_k=budget.top_k if petals else 0,
             routing=routing,
             router_RD=router_RF,
+            prompts=self._prompts(widths, budget.top_k),
         )
         if not petals or not self.config.variable:
             return layer
         return replace(layer, gate={"threshold": layer.threshold(site)})
+
+    def _prompts(self, petals: Sequence[int], top_k: int) -> str:
+        """Whether prompts run their petals, or every neuron."""
+        config = self.config
+        if config.prompts != "auto":
+            return config.prompts if petals else "petals"
+        fine = petals and not saves_prompts(petals, top_k)
+        return "dense" if fine and config.router != "cosine" and not config.bias else "petals"
 
     def structure(
         self, stats: MoREStats, site: Site[DenseFFN], budget: Split

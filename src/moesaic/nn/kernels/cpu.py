@@ -99,37 +99,41 @@ def choose(x_I, scale_I, keep, threshold, bits_I, chosen_N, value_N):
     else:
         for i in range(inputs):
             bits_I[i] = _bits(abs(x_I[i]))
-    equal = np.int64(0)
     if keep < 0:
         low = _bits(threshold)
     else:
-        # by bisection the highest bits that at least ``keep`` channels are above
-        low, high = np.int32(-1), np.int32(0x7FFFFFFF)
-        above = np.int64(inputs)
+        # the highest bits that at least ``keep`` channels are above: in turn where they would be if
+        # scores were spread evenly on a logarithmic scale, which bits nearly are, and in the middle
+        low, high = np.int32(0x7FFFFFFF), np.int32(0)
+        for i in range(inputs):
+            low, high = min(low, bits_I[i]), max(high, bits_I[i])
+        low -= np.int32(1)
+        above, beyond, even = np.int64(inputs), np.int64(0), True
         while np.int64(high) - low > 1 and above != keep:
-            middle = np.int32((np.int64(low) + high) // 2)
-            count = np.int64(0)
+            span = np.int64(high) - low
+            part = span * (above - keep) // (above - beyond) if even else span // 2
+            middle = np.int32(low + min(max(part, 1), span - 1))
+            count = np.int32(0)
             for i in range(inputs):
-                count += bits_I[i] > middle
+                count += np.int32(bits_I[i] > middle)
             if count >= keep:
-                low, above = middle, count
+                low, above = middle, np.int64(count)
             else:
-                high = middle
+                high, beyond = middle, np.int64(count)
+            even = not even
         if above > keep:  # some of those that are equal to ``high`` stay
-            low, equal = high, np.int64(keep)
-            for i in range(inputs):
-                equal -= bits_I[i] > high
+            low, equal = high, np.int64(keep) - beyond
+            i = np.int64(0)
+            while equal > 0:
+                if bits_I[i] == high:
+                    bits_I[i] += 1
+                    equal -= 1
+                i += 1
     count = np.int64(0)
-    for i in range(inputs):
-        if bits_I[i] > low:
-            stays = True
-        else:
-            stays = bool(bits_I[i] == low and equal > 0)
-            equal -= stays
-        if stays:
-            chosen_N[count] = i
-            value_N[count] = x_I[i]
-            count += 1
+    for i in range(inputs):  # no branch: which channels stay is not to be foreseen
+        chosen_N[count] = i
+        value_N[count] = x_I[i]
+        count += bits_I[i] > low
     return count
 
 
