@@ -29,7 +29,7 @@ import moesaic
 from moesaic.data.text import evaluation_tokens
 from moesaic.io.source import resolve
 from moesaic.metrics.measure import environment
-from moesaic.train import Schedule
+from moesaic.objectives import Schedule
 
 MODEL, ACTIVE = "tiny-dense", 0.6
 PAPER = {

@@ -28,10 +28,11 @@ from moesaic.metrics.measure import ROOM, measure
 from moesaic.metrics.memory import free_bytes
 from moesaic.nn import CarvedFFN
 from moesaic.nn.overlapping import OverlappingFFN
+from moesaic.objectives import Schedule
 from moesaic.stream.experts import observe_experts
 from moesaic.stream.job import Job
 from moesaic.stream.stream import LayerStream, Spill
-from moesaic.train import Schedule, train
+from moesaic.train import train
 
 # --- offloaded and hooked results ----------------------------------------------------------------
 

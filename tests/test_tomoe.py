@@ -35,10 +35,11 @@ from moesaic.methods.tomoe.masks import MEDIAN, f_reg, load_balance, union
 from moesaic.methods.tomoe.student import Student, layer_shapes
 from moesaic.metrics.size import model_size
 from moesaic.nn import Masked, OverlappingFFN, set_form
+from moesaic.objectives import checkpointing
 from moesaic.plan import Plan
 from moesaic.recipe import Calibration, Evaluation
 from moesaic.surgery import apply_plan, base_shape
-from moesaic.train import checkpointing, last_checkpoint
+from moesaic.train import last_checkpoint
 
 SHORT: dict[str, Any] = {
     "steps": 6, "batch": 2, "lr": 0.03, "experts": 3, "active": 0.7, "head_bias": 3.0

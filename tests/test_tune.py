@@ -16,9 +16,9 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.data.training import training_examples
 from moesaic.methods.sft.gates import factors, outside
 from moesaic.nn.phase import set_mode
+from moesaic.objectives import collate, distillation_loss
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import parse_recipe
-from moesaic.train import collate, distillation_loss
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours

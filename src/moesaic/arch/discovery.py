@@ -422,10 +422,10 @@ def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) 
     """
     whole = len(attrgetter(parts.weight)(block))
     twin, router = unbound(block), copy.deepcopy(block.get_submodule(parts.router))
-    router = router.to_empty(device="cpu").float()
-    twin._modules[parts.router] = router
-    for tensor in [*router.parameters(), *router.buffers()]:
-        tensor.data.fill_(1)
+    # to_empty would go through torch's references, and import sympy
+    twin._modules[parts.router] = router._apply(
+        lambda t: torch.ones(t.shape, dtype=torch.float32 if t.is_floating_point() else t.dtype)
+    )
     for path, value in ((parts.weight, 1.0), (parts.choice_bias, 0.0)):
         if path is not None:
             owner, _, leaf = path.rpartition(".")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import os
 import sys
@@ -18,6 +17,7 @@ import wrapt
 from moesaic import __version__
 from moesaic.cli import fitting, measure, results, verbs
 from moesaic.cli.shared import app, fail
+from moesaic.cli.start import outlined, start_quickly
 from moesaic.errors import MoesaicError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -25,11 +25,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 TORCH = "inline_container.cc"
 """The part of torch that writes training checkpoints; it says no more than that it could not."""
-
-UNASKED = ("scipy", "sklearn", "torchao")
-"""Libraries that transformers imports with its models because they are installed, for losses of
-object detection and for a quantiser that no command uses: half a second of each start. Older ones
-import sklearn, too, which needs scipy."""
 
 for group in (verbs, fitting, measure, results):
     group.commands()
@@ -88,34 +83,13 @@ def quiet_libraries() -> None:
         module.disable_progress_bar()
 
 
-def start_quickly() -> None:
-    """Let transformers import its models without libraries that they do not need.
-
-    Nor is garbage looked for meanwhile: what importing makes is there to stay.
-    """
-    models = "transformers.modeling_utils"
-    if models in sys.modules:
-        return
-    hidden = [name for name in UNASKED if name not in sys.modules]
-    for name in hidden:  # by which Python refuses to import it
-        sys.modules[name] = None  # type: ignore[assignment]
-    gc.disable()
-
-    @wrapt.when_imported(models)
-    def started(_: ModuleType) -> None:
-        for name in hidden:
-            if sys.modules.get(name, sys) is None:
-                del sys.modules[name]
-        gc.freeze()
-        gc.enable()
-
-
 def main() -> None:
     """Entry point of the ``moesaic`` command."""
     quiet_libraries()
     start_quickly()
-    with explained():
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    with explained(), outlined("--dry-run" in sys.argv and not several):
+        if several:
             from moesaic.distributed import join_processes
 
             join_processes()

@@ -17,7 +17,8 @@ from typing import BinaryIO, ClassVar, Protocol
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moesaic.errors import MoesaicError
@@ -445,6 +446,22 @@ def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
     return found
 
 
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, parameters lose their values as soon as a module has them; buffers keep theirs."""
+
+    def moved(_: nn.Module, __: str, own: nn.Parameter | None) -> nn.Parameter | None:
+        if own is None or own.is_meta:
+            return own
+        return type(own)(own.to("meta"), requires_grad=own.requires_grad)
+
+    hook = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
 def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = False) -> Model:
     """The model of a config with parameters on the meta device and real buffers.
 
@@ -457,14 +474,13 @@ def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = Fals
     Raises:
         MoesaicError: there is no such model.
     """
-    from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     options = {} if dtype is None else {"dtype": dtype}
     try:
         values = no_init_weights() if bare else nullcontext()
-        with init_empty_weights(include_buffers=False), values:
+        with _parameters_on_meta(), values:
             model = AutoModelForCausalLM.from_config(config, **options).eval()
         model.tie_weights()  # becoming empty broke the ties
     except MoesaicError:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +28,7 @@ from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton, whole_folder
 from moesaic.io.fingerprint import Stored, of_stored
 from moesaic.io.headers import mapping_of
+from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
 
 if TYPE_CHECKING:
@@ -55,12 +55,6 @@ SAID = {
 UNUSED = re.compile(r"^rope_(freqs|factors)")
 """Tensors that a config says already."""
 _NUMBER = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
-
-
-def cache_folder() -> Path:
-    """The folder for what GGUF files say: $MOESAIC_CACHE, else the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moesaic"
-    return Path(os.environ.get("MOESAIC_CACHE", default))
 
 
 def is_indexed(folder: Path) -> bool:

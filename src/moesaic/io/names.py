@@ -32,6 +32,12 @@ def whole_file(file: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def cache_folder() -> Path:
+    """The folder for what is found out once: $MOESAIC_CACHE, else the user's cache folder."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moesaic"
+    return Path(os.environ.get("MOESAIC_CACHE", default))
+
+
 def check_name(name: str) -> None:
     """Refuse a model's name that can be none, without looking for the model on the hub.
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from moesaic.errors import MoesaicError
-from moesaic.io.gguf import cache_folder
-from moesaic.io.names import PACKAGED, whole_file
+from moesaic.io.names import PACKAGED, cache_folder, whole_file
 
 
 def packaged_file(name: str) -> Path:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.methods.dsmoe.config import DSMoEConfig
-from moesaic.train import Objective, next_token_loss, predicting
+from moesaic.objectives import Objective, next_token_loss, predicting
 
 SWIFT = 10.0
 """The controller's proportional gain, relative to the integral one: steps it looks back on."""

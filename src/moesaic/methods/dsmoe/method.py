@@ -24,11 +24,11 @@ from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective
 from moesaic.methods.words import carved, number, some
 from moesaic.metrics.perplexity import perplexity
+from moesaic.objectives import Schedule
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
 from moesaic.surgery import apply_plan, routed_modules
-from moesaic.train import Schedule, train
 
 CURVES = {
     "language": "language-model loss",
@@ -58,6 +58,8 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         Raises:
             MoesaicError: the request cannot be met.
         """
+        from moesaic.train import train  # imports the trainer, which a dry run does without
+
         config, args = self.config, job.args
         variants = {"": self}
         for name in args.compare:

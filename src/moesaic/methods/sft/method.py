@@ -19,10 +19,10 @@ from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.sft.config import TRAINED, TuneConfig
 from moesaic.methods.sft.gates import factors, outside
 from moesaic.methods.sft.parameters import trainable
+from moesaic.objectives import Distillation, Schedule
 from moesaic.plan import JSON_NAME, Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
-from moesaic.train import Distillation, Schedule, train
 
 STEPS = 100
 """Steps that are counted with beforehand where the text's length says how many there are."""
@@ -48,6 +48,8 @@ class Tuning(Method[TuneConfig, Arch]):
         Raises:
             MoesaicError: the request cannot be met.
         """
+        from moesaic.train import train  # imports the trainer, which a dry run does without
+
         config, args = self.config, job.args
         given = config.data if args.text is None else args.text
         examples = training_text(

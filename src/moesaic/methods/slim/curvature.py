@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.data.text import IGNORED, Tokens
 from moesaic.distributed import gathered
+from moesaic.objectives import next_token_loss
 from moesaic.stream.job import Job
 from moesaic.stream.stream import Block, LayerStream, Spill, valid
-from moesaic.train import next_token_loss
 
 
 @dataclass(frozen=True)

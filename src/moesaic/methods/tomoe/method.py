@@ -26,10 +26,10 @@ from moesaic.methods.tomoe.decision import (
 from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
 from moesaic.methods.tomoe.student import Student, StudentLoss, layer_shapes
 from moesaic.methods.words import carved, number, some
+from moesaic.objectives import Schedule
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
-from moesaic.train import Schedule, train
 
 TINY = 20_000_000
 """Parameters below which the default schedule is a short one."""
@@ -58,6 +58,8 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         Raises:
             MoesaicError: the request cannot be met.
         """
+        from moesaic.train import train  # imports the trainer, which a dry run does without
+
         args = job.args
         for name in args.compare:
             self.config.compared(name)

@@ -13,7 +13,7 @@ from moesaic.methods.budget import layer_sizes
 from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
 from moesaic.nn import Masked
-from moesaic.train import (
+from moesaic.objectives import (
     Objective,
     checkpointing,
     distillation_loss,
