@@ -5,10 +5,11 @@
     python benchmarks/fit.py --tune 50     the rows once more, the best forms trained
     python benchmarks/fit.py --models FOLDER --samples 8 --windows 8 --held 4096 --minutes 30
 
-Every candidate of a search is measured on the held-out text, too, when it is made. Each verb alone
-is made with care (a refit, the score that measures best) at the largest size within the budget, if
-the search had time for it; the one that loses least on the held-out text is the best single verb,
-so that the comparison favours it. ``loss`` is the rise of perplexity over the original's, relative.
+What a search refines is measured on the held-out text, too, when it is made. Each verb alone is made
+with care (a refit, the score that measures best) at the largest size within the budget, if the
+search had time for it; the one that loses least on the held-out text is the best single verb, so
+that the comparison favours it. Verbs alone are kept under ``singles``, for rows measured anew.
+``loss`` is the rise of perplexity over the original's, relative.
 With ``--tune`` ``single_tuned`` is the best single verb of that row after the same training.
 """
 
@@ -50,13 +51,18 @@ class Watched(Search):
     """A search whose candidates are measured on held-out text, too; that chooses nothing."""
 
     held: Tokens
+    _noting = False
+
+    def measured(self, candidate: Candidate) -> Candidate:
+        self._noting = candidate.stage != "rough"
+        return super().measured(candidate)
 
     @contextmanager
     def _opened(self, made: Path) -> Iterator[Source]:
         with super()._opened(made) as source:
             yield source
             file = self._noted(made.name.removeprefix("made-"))
-            if not file.exists():
+            if self._noting and not file.exists():
                 run = Whole(source.load(self.recipe.device, self.dtype))
                 file.write_text(json.dumps(figures(*scores_beside(run, self._other, self.held))))
 
@@ -71,17 +77,22 @@ class Watched(Search):
         return self.work / f"held-{key}.json"
 
     def noted(self, candidate: Candidate) -> JSON:
-        """What a candidate that was tried loses on the held-out text."""
-        found: JSON = json.loads(self._noted(self._key(told(candidate.steps))).read_text())
+        """What a candidate loses on the held-out text; one that was tried roughly is made again."""
+        file = self._noted(self._key(told(candidate.steps)))
+        self._noting = True
+        if not file.exists():
+            with self._opened(self._made(candidate.steps)):
+                pass
+        found: JSON = json.loads(file.read_text())
         return found
 
     def said(self, candidate: Candidate) -> JSON:
         """A candidate with both figures."""
         return {**candidate.as_json(), "held": self.noted(candidate)}
 
-    def singles(self, config: FitConfig) -> list[Candidate]:
+    def singles(self, config: FitConfig) -> list[JSON]:
         """Every verb alone within a budget that the search had time for, made with care, too."""
-        found = []
+        found: list[JSON] = []
         for family in families(self.source, config):
             share = self.share(family, config)
             rough = None if share is None else family.rough(share)
@@ -90,29 +101,29 @@ class Watched(Search):
             for make in (family.rough, *family.fine):
                 weight = self.costs.of(make(share))
                 assert weight is not None
-                found.append(self.measured(Candidate(family.name, make(share), weight)))
+                found.append(self.said(Candidate(family.name, make(share), weight)))
         return found
 
 
-def row(search: Watched, config: FitConfig) -> JSON:
-    """A search, and every verb alone."""
+def row(search: Watched, singles: list[JSON]) -> JSON:
+    """A search beside every verb alone."""
     start = time.process_time()
     chosen, tried = search.run()
     seconds = time.process_time() - start
-    singles = [search.said(single) for single in search.singles(config)]
+    if not singles:
+        singles += search.singles(search.config)
     best = min(singles, key=lambda single: float(single["held"]["loss"]), default=None)
     nearest = min(singles, key=lambda single: float(single["held"]["kl"]), default=None)
     held = search.noted(chosen)
     return {
-        "budget": config.memory,
+        "budget": search.config.memory,
         "loss": held["loss"],
         "kl": held["kl"],
         "of_best_single": best and held["loss"] / best["held"]["loss"],
         "kl_of_best_single": nearest and held["kl"] / nearest["held"]["kl"],
         "best_single": best,
         "chosen": search.said(chosen),
-        "tried": [search.said(candidate) for candidate in tried],
-        "singles": singles,
+        "tried": [c.as_json() if c.stage == "rough" else search.said(c) for c in tried],
         "left_out": search.left_out,
         "cpu_seconds": seconds,
     }
@@ -182,7 +193,7 @@ def main(names: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     kept: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
     kept["environment"] = environment()
-    rows = kept.setdefault("rows", {})
+    rows, alone = kept.setdefault("rows", {}), kept.setdefault("singles", {})
     drawn = settled(Calibration(samples=options.samples))
     for share in options.shares if options.bits else ():
         key = f"tiny-moe {share:g} bits"
@@ -205,7 +216,8 @@ def main(names: Sequence[str] | None = None) -> None:
             )
             search = Watched(recipe, config, work)
             search.held = evaluation_tokens("", search.source.tokenizer, None, options.held)
-            found = tuned(search, rows[name]) if options.tune else row(search, config)
+            single = alone.setdefault(name, [])
+            found = tuned(search, rows[name]) if options.tune else row(search, single)
             asked = ("samples", "windows", "held", "minutes")
             rows[key] = {
                 **found,
