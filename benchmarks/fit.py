@@ -5,8 +5,8 @@
     python benchmarks/fit.py --tune 50     the rows once more, the best forms trained
     python benchmarks/fit.py --models FOLDER --samples 8 --windows 8 --held 4096 --minutes 30
 
-What a search refines is measured on the held-out text, too, when it is made. Each verb alone is made
-with care (a refit, the score that measures best) at the largest size within the budget, if the
+What a search refines is measured on the held-out text, too, when it is made. Each verb alone is
+made with care (a refit, the score that measures best) at the largest size within the budget, if the
 search had time for it; the one that loses least on the held-out text is the best single verb, so
 that the comparison favours it. Verbs alone are kept under ``singles``, for rows measured anew.
 ``loss`` is the rise of perplexity over the original's, relative.
