@@ -1,6 +1,7 @@
 """What dry runs tell, beside what came: bytes, peak memory, time.
 
     python benchmarks/estimates.py           writes estimates.json; goes on where it stopped
+    python benchmarks/estimates.py --tell    the same runs told anew, beside what came before
     python benchmarks/estimates.py --large   well-known models to half: what dry runs tell
 
 Each run is a process of its own, by the command line, measurement of the result included; memory is
@@ -24,6 +25,15 @@ from moesaic.metrics.measure import environment
 
 OUT = Path(__file__).with_suffix(".json")
 SHORT = ["--samples", "32", "--max-tokens", "4096"]
+TWO_STEPS = """
+model: tiny-moe
+out: out
+steps:
+  - prune: {keep: 6}
+  - slim: {keep: 0.5}
+calibration: {samples: 32}
+evaluation: {max_tokens: 4096}
+"""
 RUNS: dict[str, list[str]] = {
     "prune, tiny-moe": ["prune", "tiny-moe", "--keep", "6", *SHORT],
     "prune --refit, tiny-shared-moe": [
@@ -41,6 +51,16 @@ RUNS: dict[str, list[str]] = {
     "condense, tiny-shared-moe": ["condense", "tiny-shared-moe", "--layers", "2", *SHORT],
     "skip, tiny-moe": ["skip", "tiny-moe", *SHORT],
     "carve, tiny-dense": ["carve", "tiny-dense", "--active", "0.8", *SHORT],
+    "skip, tiny-shared-moe": ["skip", "tiny-shared-moe", *SHORT],
+    "tune, tiny-moe": ["tune", "tiny-moe", "--what", "all", "--steps", "20", *SHORT[2:]],
+    "carve teal, tiny-dense": ["carve", "tiny-dense", "--method", "teal", *SHORT],
+    "carve dsmoe, tiny-dense": [
+        *["carve", "tiny-dense", "--method", "dsmoe", "-o", "steps=20", *SHORT]
+    ],
+    "carve tomoe, tiny-dense": [
+        *["carve", "tiny-dense", "--method", "tomoe", "-o", "steps=20", *SHORT]
+    ],
+    "prune, then slim, tiny-moe": ["run", TWO_STEPS],
     "carve wina, smollm2": ["carve", "smollm2", "--method", "wina", *SHORT],
     "slim, smollm2": ["slim", "smollm2", "--keep", "0.8", *SHORT],
     "carve, smollm2": ["carve", "smollm2", "--active", "0.8", *SHORT],
@@ -145,12 +165,46 @@ def command(arguments: Sequence[str]) -> tuple[Any, dict[str, float]]:
     return json.loads(run.stdout), json.loads(took.removeprefix("TOOK "))
 
 
+def arguments(name: str, work: str) -> list[str]:
+    """A run's command line, whose result is in a folder's ``out``."""
+    verb, model, *options = RUNS[name]
+    out = str(Path(work) / "out")
+    if verb != "run":
+        return [verb, model, out, *options]
+    recipe = Path(work) / "recipe.yaml"
+    recipe.write_text(model)
+    return [verb, str(recipe), f"out={out}"]
+
+
+def ratios(estimate: dict[str, Any], took: dict[str, float]) -> dict[str, float]:
+    """What was told over what came."""
+    return {
+        "output_bytes": estimate["output_bytes"] / took["output_bytes"],
+        "peak_memory": estimate["peak_memory_bytes"] / took["peak"],
+        "seconds": estimate["seconds"] / took["wall"],
+        "cpu_seconds": estimate["seconds"] / took["cpu"],
+    }
+
+
+def told_anew(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """A run that was measured before, with what a dry run tells of it now."""
+    with tempfile.TemporaryDirectory() as work:
+        told, asking = command([*arguments(name, work), "--dry-run"])
+    estimate = told["estimate"]
+    return {
+        **row,
+        "told": estimate,
+        "asking": asking,
+        "ratios": ratios(estimate, row["came"]),
+        "load_while_told": os.getloadavg()[0],
+    }
+
+
 def measured(name: str) -> dict[str, Any]:
     """One run, told and carried out."""
-    verb, model, *options = RUNS[name]
     with tempfile.TemporaryDirectory() as work:
         out = Path(work) / "out"
-        given = [verb, model, str(out), *options]
+        given = arguments(name, work)
         told, asking = command([*given, "--dry-run"])
         load = os.getloadavg()[0]
         start = time.time()
@@ -158,16 +212,12 @@ def measured(name: str) -> dict[str, Any]:
         files = sum(f.stat().st_size for f in out.rglob("*") if f.is_file())
         written = sum(f.stat().st_size for f in out.glob("model*.safetensors*"))
     estimate = told["estimate"]
+    came = {**took, "output_bytes": written, "folder_bytes": files}
     return {
         "told": estimate,
-        "came": {**took, "output_bytes": written, "folder_bytes": files},
+        "came": came,
         "asking": asking,
-        "ratios": {
-            "output_bytes": estimate["output_bytes"] / written,
-            "peak_memory": estimate["peak_memory_bytes"] / took["peak"],
-            "seconds": estimate["seconds"] / took["wall"],
-            "cpu_seconds": estimate["seconds"] / took["cpu"],
-        },
+        "ratios": ratios(estimate, came),
         "load": load,
         "at": start,
         "native": record["native"],
@@ -216,6 +266,7 @@ def large(name: str) -> dict[str, Any]:
 def main(names: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="runs whose names contain this")
+    parser.add_argument("--tell", action="store_true", help="runs that were measured, told anew")
     parser.add_argument("--large", action="store_true", help="the table of well-known models")
     options = parser.parse_args(names)
     if options.large:
@@ -232,9 +283,9 @@ def main(names: Sequence[str] | None = None) -> None:
     kept["environment"] = environment()
     rows = kept.setdefault("runs", {})
     for name in RUNS:
-        if name in rows or options.only not in name:
+        if (name in rows) != options.tell or options.only not in name:
             continue
-        rows[name] = measured(name)
+        rows[name] = told_anew(name, rows[name]) if options.tell else measured(name)
         OUT.write_text(json.dumps(kept, indent=1) + "\n")
         print(name, json.dumps(rows[name]["ratios"]), flush=True)
 

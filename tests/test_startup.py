@@ -6,6 +6,7 @@ Times are not asserted, imports are: torch alone costs a second of CPU time, tra
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -274,3 +275,12 @@ def test_names_are_read_again_where_a_library_changed(tmp_path, monkeypatch):
     monkeypatch.setenv("MOESAIC_CACHE", str(file / "no" / "folder"))
     assert kept(root, lambda: {"three": 3}) == {"three": 3}
     assert kept(root, lambda: {"what": start}) == {"what": start}  # nothing that can be kept
+
+
+def test_products_are_remembered_as_the_user_says(monkeypatch):
+    given, ours = start.KERNELS
+    monkeypatch.setenv(given, "7")
+    monkeypatch.delenv(ours, raising=False)
+    start.remember_less()
+    assert (os.environ[given], os.environ[ours]) == ("7", start.KERNELS[ours])
+    monkeypatch.delenv(ours)

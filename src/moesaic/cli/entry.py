@@ -17,7 +17,7 @@ import wrapt
 from moesaic import __version__
 from moesaic.cli import fitting, measure, results, verbs
 from moesaic.cli.shared import app, fail
-from moesaic.cli.start import outlined, start_quickly
+from moesaic.cli.start import outlined, remember_less, start_quickly
 from moesaic.errors import MoesaicError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -86,6 +86,7 @@ def quiet_libraries() -> None:
 def main() -> None:
     """Entry point of the ``moesaic`` command."""
     quiet_libraries()
+    remember_less()
     start_quickly()
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     with explained(), outlined("--dry-run" in sys.argv and not several):

@@ -22,7 +22,7 @@ from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as repeated
-from moesaic.metrics.memory import free_bytes
+from moesaic.metrics.memory import free_bytes, give_back
 from moesaic.metrics.perplexity import perplexity
 from moesaic.metrics.routing import trace
 from moesaic.metrics.score import Score, score, scores_beside
@@ -288,6 +288,7 @@ def beside_original(
     Several processes share the batches; all of them call this. The arguments are those of
     :func:`measure`.
     """
+    give_back()  # of deciding, before two models are loaded
     device, shared = own_device(device), process()[1] > 1
     sources = {"original": original, "result": Source("result", folder)}
     together = all(gathered(fit(sources.values(), device, dtype)))
