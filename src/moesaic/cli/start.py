@@ -51,8 +51,8 @@ PLAIN: dict[str, Callable[..., Any]] = {
 
 KERNELS = {"LRU_CACHE_CAPACITY": "512", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512"}
 """Compiled products that torch and oneDNN remember, by their shapes, each half a megabyte: experts
-of a mixture meet new numbers of tokens in each batch. Of 1,024, which they remember by default, half
-are not met again; with 256 prompts of a small mixture take a third longer, with 512 as long."""
+of a mixture meet new numbers of tokens in each batch. The default is 1,024; prompts of a small
+mixture take a third longer with 256, and as long with 512."""
 
 WHOLE = "MOESAIC_WHOLE"
 """Set where a command is carried out again with all modules."""
