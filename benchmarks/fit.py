@@ -5,10 +5,10 @@
     python benchmarks/fit.py --tune 50     the rows once more, the best forms trained
     python benchmarks/fit.py --models FOLDER --samples 8 --windows 8 --held 4096 --minutes 30
 
-What a search refines is measured on the held-out text, too, when it is made. Each verb alone is
-made with care (a refit, the score that measures best) at the largest size within the budget, if the
-search had time for it; the one that loses least on the held-out text is the best single verb, so
-that the comparison favours it. Verbs alone are kept under ``singles``, for rows measured anew.
+What a search refines is measured on the held-out text, too, when it is made. Verbs alone are those
+that the search refined, at the largest size within the budget: all whose KL is within a quarter of
+the best one's. The one that loses least on the held-out text is the best single verb, so that the
+comparison favours it.
 ``loss`` is the rise of perplexity over the original's, relative.
 With ``--tune`` ``single_tuned`` is the best single verb of that row after the same training.
 """
@@ -29,7 +29,6 @@ import torch
 
 from moesaic.config import Calibration, Evaluation
 from moesaic.data.text import Tokens, evaluation_tokens
-from moesaic.fitting.candidates import families
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.costs import told
 from moesaic.fitting.search import Candidate, Search, figures, fit, settled
@@ -90,28 +89,15 @@ class Watched(Search):
         """A candidate with both figures."""
         return {**candidate.as_json(), "held": self.noted(candidate)}
 
-    def singles(self, config: FitConfig) -> list[JSON]:
-        """Every verb alone within a budget that the search had time for, made with care, too."""
-        found: list[JSON] = []
-        for family in families(self.source, config):
-            share = self.share(family, config)
-            rough = None if share is None else family.rough(share)
-            if share is None or len(rough or ()) != 1 or family.name in self.left_out:
-                continue
-            for make in (family.rough, *family.fine):
-                weight = self.costs.of(make(share))
-                assert weight is not None
-                found.append(self.said(Candidate(family.name, make(share), weight)))
-        return found
 
-
-def row(search: Watched, singles: list[JSON]) -> JSON:
-    """A search beside every verb alone."""
+def row(search: Watched) -> JSON:
+    """A search beside the best verb alone."""
     start = time.process_time()
     chosen, tried = search.run()
     seconds = time.process_time() - start
-    if not singles:
-        singles += search.singles(search.config)
+    alone = [c for c in tried if len(c.steps) == 1]
+    careful = [c for c in alone if c.stage == "refined"] or alone
+    singles = [search.said(c) for c in careful]
     best = min(singles, key=lambda single: float(single["held"]["loss"]), default=None)
     nearest = min(singles, key=lambda single: float(single["held"]["kl"]), default=None)
     held = search.noted(chosen)
@@ -183,7 +169,7 @@ def main(names: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--windows", type=int, default=FitConfig.windows)
-    parser.add_argument("--held", type=int, default=8192)
+    parser.add_argument("--held", type=int, default=32768)
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--bits", action="store_true")
     parser.add_argument("--tune", type=int, default=0)
@@ -193,7 +179,7 @@ def main(names: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     kept: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
     kept["environment"] = environment()
-    rows, alone = kept.setdefault("rows", {}), kept.setdefault("singles", {})
+    rows = kept.setdefault("rows", {})
     drawn = settled(Calibration(samples=options.samples))
     for share in options.shares if options.bits else ():
         key = f"tiny-moe {share:g} bits"
@@ -215,9 +201,8 @@ def main(names: Sequence[str] | None = None) -> None:
                 memory=budget, windows=options.windows, minutes=options.minutes, tune=options.tune
             )
             search = Watched(recipe, config, work)
-            search.held = evaluation_tokens("", search.source.tokenizer, None, options.held)
-            single = alone.setdefault(name, [])
-            found = tuned(search, rows[name]) if options.tune else row(search, single)
+            search.held = evaluation_tokens("", search.source.tokenizer, 256, options.held)
+            found = tuned(search, rows[name]) if options.tune else row(search)
             asked = ("samples", "windows", "held", "minutes")
             rows[key] = {
                 **found,
