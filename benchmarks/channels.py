@@ -1,4 +1,4 @@
-"""Perplexity when channels are skipped: WINA, TEAL, and one threshold by gradients.
+"""Perplexity when channels are skipped: WINA, TEAL, and gradients.
 
     python benchmarks/channels.py --data wikitext2-valid.txt      writes benchmarks/channels.json
     python benchmarks/channels.py --model gemma3-270m ...         channels_gemma3-270m.json
@@ -45,7 +45,10 @@ RATIOS = (0.8, 0.6, 0.7, 0.9)
 def variants(active: float) -> dict[str, MethodConfig]:
     """What is compared at one ratio."""
     return {
-        "WINA, one threshold by gradients": WINAConfig(active=active, gradients=True),
+        "WINA by gradients": WINAConfig(active=active, gradients=True),
+        "WINA by gradients, thresholds": WINAConfig(
+            active=active, gradients=True, choice="threshold"
+        ),
         "WINA": WINAConfig(active=active),
         "WINA, thresholds": WINAConfig(active=active, choice="threshold"),
         "TEAL, uniform shares": TEALConfig(active=active, shares="uniform"),

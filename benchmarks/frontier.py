@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-import moesaic
+from moesaic.api import verb
 from moesaic.config import MethodConfig
 from moesaic.data.text import evaluation_tokens
 from moesaic.io.source import resolve
@@ -38,23 +38,40 @@ MODEL, DENSE = "smollm2", "dense"
 FINE = {"experts": 256, "top_k": 0, "layers": "all", "router": "ridge", "refit": True}
 KINDS: dict[str, tuple[str, Mapping[str, Any], tuple[float, ...]]] = {
     "static, refit": ("carve.more", {"variant": "static", "refit": True}, (0.8,)),
+    "slim, refit": ("slim.neurons", {"keep": 1128 / 1536, "multiple": 8, "refit": True}, (0.8,)),
     "MoRE, as published": ("carve.more", {}, (0.8,)),
     "fine petals": ("carve.more", FINE, (0.8,)),
     "WINA": ("carve.wina", {}, (0.8, 0.6)),
+    "TEAL": ("carve.teal", {}, (0.8, 0.6)),
     "channels by threshold": ("carve.wina", {"choice": "threshold"}, (0.8, 0.6)),
     "channels by gradients": ("carve.wina", {"gradients": True}, (0.8, 0.6)),
 }
 """By label: the method, its options, the active ratios."""
-COLOURS = ("#000000", "#7d858c", "#e69f00", "#009e73", "#56b4e9", "#cc79a7", "#0072b2")
+COLOURS = (
+    "#000000",
+    "#7d858c",
+    "#e69f00",
+    "#009e73",
+    "#56b4e9",
+    "#cc79a7",
+    "#0072b2",
+    "#d55e00",
+    "#8c564b",
+)
 
 
 def configs() -> dict[str, tuple[str, MethodConfig]]:
     """By row: its kind and its config."""
     return {
-        f"{kind} {active:g}": (kind, METHODS[key](**{"active": active, **options}))
+        f"{kind} {active:g}": (kind, METHODS[key](**options, **aim(key, active)))
         for kind, (key, options, ratios) in KINDS.items()
         for active in ratios
     }
+
+
+def aim(key: str, active: float) -> Mapping[str, Any]:
+    """The option that makes a token use so much of the projections."""
+    return {} if key == "slim.neurons" else {"active": active}
 
 
 def make(record: dict[str, Any], work: Path, data: str, tokens: int) -> None:
@@ -67,8 +84,14 @@ def make(record: dict[str, Any], work: Path, data: str, tokens: int) -> None:
             continue
         model = source.load("cpu", torch.float32)
         if config is not None:
-            result = moesaic.carve(
-                model, config, tokenizer=source.tokenizer, samples=32, length=256, inplace=True
+            result = verb(
+                config.verb,
+                model,
+                config,
+                tokenizer=source.tokenizer,
+                samples=32,
+                length=256,
+                inplace=True,
             )
             result.save(work / name)
             model = result.model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -531,7 +532,7 @@ def test_an_expert_that_no_token_runs_weighs_its_channels_as_the_others_do():
 
 
 def test_gradients_lead_to_mixtures_that_skip(way, tmp_path):
-    """Slimmed before: one threshold for attention, experts and shared path."""
+    """Slimmed before: shares of attention, experts and shared path by one threshold."""
     slim = moesaic.slim(tiny_moe("qwen2_moe"), moesaic.SlimConfig(keep=0.5), text=many_tokens())
     config = WINAConfig(active=0.7, gradients=True)
     result = moesaic.carve(slim.model, config, calibration=many_tokens())
@@ -544,6 +545,23 @@ def test_gradients_lead_to_mixtures_that_skip(way, tmp_path):
     again = loaded(result.save(tmp_path / "out"))
     for a, b in zip(steps(again, ids), steps(skips, ids), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_decide_how_many_and_the_choice_whether_tokens_differ():
+    config = WINAConfig(active=0.7, gradients=True)
+    plans = [
+        moesaic.carve(tiny_model("llama"), replace(config, choice=choice), text=many_tokens()).plan
+        for choice in ("top-k", "threshold")
+    ]
+    shares = set()
+    for fixed, open_ in zip(*(plan.layers.values() for plan in plans), strict=True):
+        for path, cut in fixed.cuts.items():
+            inputs = len(fixed.factors[path])
+            assert torch.equal(fixed.factors[path], open_.factors[path])
+            assert cut.keep == max(1, round(open_.cuts[path].share * inputs))
+            assert open_.cuts[path].keep < 0 < open_.cuts[path].threshold
+            shares.add(cut.share)
+    assert len(shares) > 4
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ class ChannelsConfig(MethodConfig):
     gradients: bool = option(
         False,
         "Rank channels by |x| times the size of the loss's gradient, and let one threshold for the "
-        "whole model decide how many each projection reads. Holds the whole model.",
+        "whole model decide how many each projection reads, in the mean (choice top-k) or token by "
+        "token (threshold). Holds the whole model.",
         beyond="channels weighed by gradients",
     )
     gradient_tokens: int = option(

@@ -194,9 +194,9 @@ class Channels(Method[ChannelsConfig, Arch]):
         for i, found in wanted.items():
             cuts = {}
             for p in found:
-                threshold = thresholds[f"{i}.{p.path}"]
-                share_of_it = scores[f"{i}.{p.path}"].share(threshold)
-                cuts[p.path] = Cut(share_of_it, threshold=threshold)
+                own = scores[f"{i}.{p.path}"]
+                share_of_it = own.share(thresholds[f"{i}.{p.path}"])
+                cuts[p.path] = cut_of(p, share_of_it, own, config.choice)
             yield i, ChannelsLayer(cuts, "given", {p.path: factors[i, p.path] for p in found})
 
     def _gradients(
