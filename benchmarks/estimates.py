@@ -136,13 +136,13 @@ import json, sys, time
 start = time.perf_counter()
 sys.argv = ["moesaic", *json.loads(sys.argv[1])]
 from moesaic import cli
-from moesaic.metrics.memory import peak_resident
 code = 0
 try:
     cli.main()
 except SystemExit as stop:
     code = stop.code or 0
 import resource
+from moesaic.metrics.memory import peak_resident  # which imports torch: not before the command
 children = resource.getrusage(resource.RUSAGE_CHILDREN)
 cpu = time.process_time() + children.ru_utime + children.ru_stime
 took = {"wall": time.perf_counter() - start, "cpu": cpu}

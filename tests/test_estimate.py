@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from builders import loaded, tiny_moe
@@ -17,9 +19,11 @@ from moesaic import estimates
 from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Machine, Stage, estimate, weight_bytes
+from moesaic.estimates import KERNELS, Built, Machine, Stage, estimate, measuring, weight_bytes
 from moesaic.io.checkpoint import TYPES
+from moesaic.io.source import resolve
 from moesaic.io.weightless import header_bytes
+from moesaic.metrics.memory import give_back
 from moesaic.metrics.size import model_size
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe, step_config
@@ -117,6 +121,23 @@ def test_more_work_takes_longer_and_more_room() -> None:
     assert measured.peak_memory_bytes > small.peak_memory_bytes > FAST.resident
     assert measured.disk_bytes > small.disk_bytes > small.output_bytes
     assert measured.output_bytes == small.output_bytes
+
+
+def test_mixtures_hold_compiled_products_of_many_shapes() -> None:
+    moe, dense = (Built(resolve(name).config, None) for name in ("tiny-moe", "tiny-dense"))
+    held = [measuring(m, m, Evaluation(), "cpu")[0].memory - 2 * m.bytes for m in (moe, dense)]
+    assert held[0] - held[1] == KERNELS
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+def test_freed_memory_goes_back() -> None:
+    blocks = [bytearray(b"1" * 100_000) for _ in range(1000)]
+    last = blocks.pop()  # on top of the heap, which does not shrink below it
+    blocks.clear()
+    before = psutil.Process().memory_info().rss
+    give_back()
+    assert psutil.Process().memory_info().rss < before - 50_000_000
+    assert last[0] == ord("1")
 
 
 def test_what_runs_beside_a_measurement_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

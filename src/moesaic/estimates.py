@@ -50,12 +50,16 @@ SPILL = 4 << 30
 """Bytes of hidden states that are in memory at most."""
 PAGES = 600_000
 """Bytes of card, page, picture and record."""
-DECIDING, MEASURING = 300_000_000, 800_000_000
+DECIDING, MEASURING = 300_000_000, 440_000_000
 """Bytes that libraries, text and the allocator hold beside the model while it is decided, and while
-it is measured: what one run of slim on tiny-moe took beyond the rest."""
-RUN, CHILD = 2.0, 1.4
+it is measured: what runs on the tiny models took beyond the rest."""
+KERNELS = 240_000_000
+"""Bytes of compiled products, of which the command line lets 512 be kept: experts meet that many
+numbers of tokens, dense layers few."""
+RUN, CHILD = 3.3, 2.3
 """A run, and a process that measures memory, begin and end in so many times what a dry run needs to
-begin: they import training and data sets, too, and a run draws text and writes the page."""
+begin: they import compilers, training and data sets, too, and a run draws text and writes the
+page."""
 STREAM_BATCH = 2048
 """Tokens that pass a layer at a time."""
 
@@ -316,7 +320,8 @@ def making(job: Job[Arch], outline: Outline, written: int, decided: bool) -> lis
         stages.append(
             Stage(
                 round(
-                    every * (1 + outline.whole)
+                    DECIDING
+                    + every * (1 + outline.whole)
                     + 12 * outline.trained
                     + 4 * batch * (width + 3 * vocabulary)
                 ),
@@ -342,6 +347,7 @@ def measuring(original: Built, result: Built, settings: Evaluation, device: str)
     length = settings.length or 512
     head = cast(Any, original.model).get_input_embeddings().weight.shape[0]
     logits = 4 * head * (2 * max(BATCH, length) + 5 * length)
+    kept = MEASURING + KERNELS * any(use.experts for use in original.size.layers)
     weights = sum(model.bytes for model in both)
     together = weights * ROOM <= free_bytes(device)
     if not together:
@@ -350,7 +356,7 @@ def measuring(original: Built, result: Built, settings: Evaluation, device: str)
     calls = sum(model.calls for model in both)
     variants = 1 + len(settings.compare)
     quality = Stage(
-        MEASURING + weights + logits,
+        kept + weights + logits,
         variants * 2.0 * active * tokens + 30.0 * head * tokens,
         calls * (variants * tokens / BATCH + settings.new_tokens + 40),
         4.0 * sum(model.bytes for model in both),
@@ -359,7 +365,7 @@ def measuring(original: Built, result: Built, settings: Evaluation, device: str)
         return [quality]
     rounds = settings.rounds + 1
     speed = Stage(
-        MEASURING + weights,
+        kept + weights,
         2.0 * active * (rounds + 1) * (512 + 32),
         calls * ((rounds + 1) * 33 + 10),
         (rounds * 32 + 10.0) * active * 4,
