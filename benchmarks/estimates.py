@@ -55,7 +55,7 @@ RUNS: dict[str, list[str]] = {
     "tune, tiny-moe": ["tune", "tiny-moe", "--what", "all", "--steps", "20", *SHORT[2:]],
     "carve teal, tiny-dense": ["carve", "tiny-dense", "--method", "teal", *SHORT],
     "carve dsmoe, tiny-dense": [
-        *["carve", "tiny-dense", "--method", "dsmoe", "-o", "steps=20", *SHORT]
+        *["carve", "tiny-dense", "--method", "dsmoe", "-o", "steps=10", "-o", "batch=2", *SHORT]
     ],
     "carve tomoe, tiny-dense": [
         *["carve", "tiny-dense", "--method", "tomoe", "-o", "steps=20", *SHORT]

@@ -297,6 +297,7 @@ def making(job: Job[Arch], outline: Outline, written: int, decided: bool) -> lis
     tokens = job.planned_tokens
     run = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
     every = _bytes(model)
+    libraries = DECIDING + KERNELS * any(use.experts for use in uses)
     stages = []
     if outline.passes and not decided:
         states = min(SPILL, 2 * tokens * hidden * item)
@@ -305,7 +306,7 @@ def making(job: Job[Arch], outline: Outline, written: int, decided: bool) -> lis
         batches = -(-tokens // STREAM_BATCH)
         stages.append(
             Stage(
-                DECIDING
+                libraries
                 + max(every - sum(layers), 2 * max(layers) + kept + outline.held)
                 + states
                 + outline.whole * every,
@@ -320,7 +321,7 @@ def making(job: Job[Arch], outline: Outline, written: int, decided: bool) -> lis
         stages.append(
             Stage(
                 round(
-                    DECIDING
+                    libraries
                     + every * (1 + outline.whole)
                     + 12 * outline.trained
                     + 4 * batch * (width + 3 * vocabulary)
