@@ -42,6 +42,7 @@ from moesaic.methods.sft.config import TuneConfig
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.measure import environment
 from moesaic.metrics.measure import fit as has_room
+from moesaic.metrics.memory import give_back
 from moesaic.metrics.score import Score, scores_beside
 from moesaic.pipeline import convert, run_recipe
 from moesaic.plan import Progress
@@ -236,6 +237,7 @@ class Search:
         file = self.work / f"tried-{self._key(told(candidate.steps))}.json"
         if file.is_file():
             return candidate.scored(json.loads(file.read_text("utf-8")))
+        give_back()  # of the candidate before
         tokens = self.texts[1]
         with self._opened(self._made(candidate.steps)) as made:
             room = has_room((made,), self.recipe.device, self.dtype)
