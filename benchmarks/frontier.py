@@ -5,9 +5,10 @@
     python benchmarks/frontier.py --draw                                    docs/images/frontier.svg
 
 Perplexity and KL from the dense model, nats a token, in windows of 512 tokens, every token as at
-decoding, on the text that ships and on ``--data``. Speeds of all rows are taken in turn, round by
-round: a prompt of 128 tokens, 32 greedy steps, float32. Writes benchmarks/frontier.json; rows that
-are there are not made again, and timing replaces all speeds, so that they are of one run.
+decoding, on the text that ships and on ``--data``; ``of_prompts`` is perplexity with none so.
+Speeds of all rows are taken in turn, round by round: a prompt of 128 tokens, 32 greedy steps,
+float32. Writes benchmarks/frontier.json; rows that are there are not made again, and timing
+replaces all speeds, so that they are of one run.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from moesaic.api import verb
 from moesaic.config import MethodConfig
-from moesaic.data.text import evaluation_tokens
+from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.io.source import resolve
 from moesaic.methods import METHODS
 from moesaic.metrics.forward import Whole
@@ -105,19 +107,30 @@ def make(record: dict[str, Any], work: Path, data: str, tokens: int) -> None:
         print(name, json.dumps(row), flush=True)
 
 
+@torch.no_grad()
+def of_prompts(model: Any, tokens: Tokens) -> float:
+    """Perplexity where no token is as at decoding."""
+    ids = tokens.input_ids
+    logits = torch.cat([model(input_ids=row[None], use_cache=False).logits for row in ids])
+    loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
+    return float(loss.exp())
+
+
 def diverge(record: dict[str, Any], work: Path, data: str) -> None:
-    """Add the divergence of every row that is kept in ``work`` and lacks it."""
+    """Add the divergence of every row that is kept in ``work`` and lacks it, and its prompts'."""
     source = resolve(MODEL)
     dense = Whole(source.load("cpu", torch.float32).eval())
     texts = {"shipped": "", **({Path(data).stem: data} if data else {})}
     for name, row in record["rows"].items():
-        if name == DENSE or "kl" in row["shipped"]:
+        if name == DENSE or "of_prompts" in row["shipped"]:
             continue
         model = Whole(resolve(str(work / name)).load("cpu", torch.float32).eval())
         for text, where in texts.items():
             tokens = evaluation_tokens(where, source.tokenizer, 512, record["tokens"])
-            found, _ = scores_beside(model, dense, tokens)
-            row[text] |= {"kl": found.kl, "top1_agreement": found.top1_agreement}
+            row[text]["of_prompts"] = of_prompts(model.shape, tokens)
+            if "kl" not in row[text]:
+                found, _ = scores_beside(model, dense, tokens)
+                row[text] |= {"kl": found.kl, "top1_agreement": found.top1_agreement}
         keep(record)
         print(name, json.dumps(row), flush=True)
 

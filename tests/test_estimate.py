@@ -19,7 +19,7 @@ from moesaic import estimates
 from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation
 from moesaic.errors import MoesaicError
-from moesaic.estimates import KERNELS, Built, Machine, Stage, estimate, measuring, weight_bytes
+from moesaic.estimates import REMEMBERED, Built, Machine, Stage, estimate, measuring, weight_bytes
 from moesaic.io.checkpoint import TYPES
 from moesaic.io.source import resolve
 from moesaic.io.weightless import header_bytes
@@ -126,7 +126,7 @@ def test_more_work_takes_longer_and_more_room() -> None:
 def test_mixtures_hold_compiled_products_of_many_shapes() -> None:
     moe, dense = (Built(resolve(name).config, None) for name in ("tiny-moe", "tiny-dense"))
     held = [measuring(m, m, Evaluation(), "cpu")[0].memory - 2 * m.bytes for m in (moe, dense)]
-    assert held[0] - held[1] == KERNELS
+    assert held[0] - held[1] == REMEMBERED
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")

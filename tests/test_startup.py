@@ -278,9 +278,9 @@ def test_names_are_read_again_where_a_library_changed(tmp_path, monkeypatch):
 
 
 def test_products_are_remembered_as_the_user_says(monkeypatch):
-    given, ours = start.KERNELS
+    given, ours = start.REMEMBERED
     monkeypatch.setenv(given, "7")
-    monkeypatch.delenv(ours, raising=False)
-    start.remember_less()
-    assert (os.environ[given], os.environ[ours]) == ("7", start.KERNELS[ours])
+    monkeypatch.setenv(ours, "")  # so that what is set below goes with the test
     monkeypatch.delenv(ours)
+    start.remember_less()
+    assert (os.environ[given], os.environ[ours]) == ("7", start.REMEMBERED[ours])

@@ -53,7 +53,7 @@ PAGES = 600_000
 DECIDING, MEASURING = 300_000_000, 440_000_000
 """Bytes that libraries, text and the allocator hold beside the model while it is decided, and while
 it is measured: what runs on the tiny models took beyond the rest."""
-KERNELS = 240_000_000
+REMEMBERED = 240_000_000
 """Bytes of compiled products, of which the command line lets 512 be kept: experts meet that many
 numbers of tokens, dense layers few."""
 RUN, CHILD = 3.3, 2.3
@@ -297,7 +297,7 @@ def making(job: Job[Arch], outline: Outline, written: int, decided: bool) -> lis
     tokens = job.planned_tokens
     run = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
     every = _bytes(model)
-    libraries = DECIDING + KERNELS * any(use.experts for use in uses)
+    libraries = DECIDING + REMEMBERED * any(use.experts for use in uses)
     stages = []
     if outline.passes and not decided:
         states = min(SPILL, 2 * tokens * hidden * item)
@@ -348,7 +348,7 @@ def measuring(original: Built, result: Built, settings: Evaluation, device: str)
     length = settings.length or 512
     head = cast(Any, original.model).get_input_embeddings().weight.shape[0]
     logits = 4 * head * (2 * max(BATCH, length) + 5 * length)
-    kept = MEASURING + KERNELS * any(use.experts for use in original.size.layers)
+    kept = MEASURING + REMEMBERED * any(use.experts for use in original.size.layers)
     weights = sum(model.bytes for model in both)
     together = weights * ROOM <= free_bytes(device)
     if not together:

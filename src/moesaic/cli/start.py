@@ -49,7 +49,7 @@ PLAIN: dict[str, Callable[..., Any]] = {
 }
 """By name, what torch's functions of sizes are for plain numbers."""
 
-KERNELS = {"LRU_CACHE_CAPACITY": "512", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512"}
+REMEMBERED = {"LRU_CACHE_CAPACITY": "512", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512"}
 """Compiled products that torch and oneDNN remember, by their shapes, each half a megabyte: experts
 of a mixture meet new numbers of tokens in each batch. The default is 1,024; prompts of a small
 mixture take a third longer with 256, and as long with 512."""
@@ -60,7 +60,7 @@ WHOLE = "MOESAIC_WHOLE"
 
 def remember_less() -> None:
     """Bound what is remembered of products' shapes, unless the user did."""
-    for name, most in KERNELS.items():
+    for name, most in REMEMBERED.items():
         os.environ.setdefault(name, most)
 
 

@@ -133,8 +133,8 @@ class Search:
         made, and the form by a shorter search that was tried ``instead``, or None."""
         self._enough = 0
         self._ledger = Ledger()
-        sizes = 1 if config.sized else len(SIZES) + HALVINGS
-        self._seconds = math.inf if config.minutes is None else 60 * config.minutes / sizes
+        self._sizes = 1 if config.sized else len(SIZES) + HALVINGS
+        self._seconds = math.inf if config.minutes is None else 60 * config.minutes / self._sizes
 
     # --- text ------------------------------------------------------------------------------------
 
@@ -458,8 +458,7 @@ class Search:
 
     def _minutes(self, seconds: float) -> int:
         """The option that gives forms so many seconds."""
-        sizes = 1 if self.config.sized else len(SIZES) + HALVINGS
-        return math.ceil(seconds * sizes / FIRST / 60)
+        return math.ceil(seconds * self._sizes / FIRST / 60)
 
     def _said(self) -> str:
         """What was left out, in words."""

@@ -47,7 +47,22 @@ def saves_prompts(petals: Sequence[int], top_k: int) -> bool:
     (True, False)
     """
     width = sum(petals) / len(petals)
-    return top_k / len(petals) * (width + max(MOVED.values())) < SAVED * width
+    return _saves(top_k / len(petals), width, max(MOVED.values()))
+
+
+def _saves(share: float, width: float, moved: float, tokens: int = 1, calls: float = 0.0) -> bool:
+    """Whether petals that take their own tokens are faster than one product over all of them.
+
+    Times of a petal, in those of a token's product with one neuron.
+
+    Args:
+        share: of the petals that a token runs.
+        width: neurons of a petal.
+        moved: the time to move a token to the petal and back.
+        tokens: of the product.
+        calls: the time of a petal's calls.
+    """
+    return share * tokens * (width + moved) + calls < SAVED * tokens * width
 
 
 class CarvedFFN(nn.Module):
@@ -228,18 +243,14 @@ class CarvedFFN(nn.Module):
         return sparse and x_1D.device.type == "cpu"  # GPUs wait for calls, not for products
 
     def _worth_moving(self, x_TD: Tensor, weights_TR: Tensor) -> bool:
-        """Whether each petal should take its own tokens: was measured, benchmarks/fine_petals.py.
-
-        Times of a petal, in those of a token's product with one neuron.
-        """
+        """Whether each petal should take its own tokens: measured, benchmarks/fine_petals.py."""
         tokens, hidden_size = x_TD.shape
         width = sum(self.petals) / len(self.petals)
         if x_TD.device.type != "cpu":
             return width >= NARROW and self._share(weights_TR) < CROWDED
         kind = x_TD.dtype if x_TD.dtype in MOVED else torch.float32
         calls = CALLED[kind] * torch.get_num_threads() / hidden_size
-        moved = self._share(weights_TR) * tokens * (width + MOVED[kind]) + calls
-        return moved < SAVED * tokens * width
+        return _saves(self._share(weights_TR), width, MOVED[kind], tokens, calls)
 
     def _single(
         self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor, h_TB: Tensor | None
@@ -326,12 +337,11 @@ class CarvedFFN(nn.Module):
             h_TM = getattr(self, names.up)(x_TD)
             h_TM = act(getattr(self, names.gate)(x_TD)) * h_TM if names.gate else act(h_TM)
         on_TR = None
-        if not self._routes():
-            on_TR = None
-        elif self.weighs:
+        routes = self.router is not None and self._routes()
+        if routes and self.weighs:
             weights_TR = self.router(x_TD)
             on_TR = weights_TR * norm_scale(weights_TR)
-        elif self.router is not None:
+        elif routes:
             h_TB = h_TM[:, : self.backbone] if self.router.sees_backbone else None
             if self._learns():
                 on_TR = self.router.gates(x_TD, h_TB)
