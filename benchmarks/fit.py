@@ -1,8 +1,8 @@
 """fit beside the best single verb at the same bytes, on text that neither saw.
 
     python benchmarks/fit.py      writes benchmarks/fit.json; goes on where it stopped
-    LLAMA_CPP=folder python benchmarks/fit.py --bits      tiny-moe once more, as GGUF files
     python benchmarks/fit.py --tune 50     the rows once more, the best forms trained
+    LLAMA_CPP=folder python benchmarks/fit.py --models tiny-moe --bits      as GGUF files
     python benchmarks/fit.py --models FOLDER --samples 8 --windows 8 --held 4096 --minutes 30
 
 What a search refines is measured on the held-out text, too, when it is made. Verbs alone are those
@@ -11,6 +11,8 @@ the best one's. The one that loses least on the held-out text is the best single
 comparison favours it.
 ``loss`` is the rise of perplexity over the original's, relative.
 With ``--tune`` ``single_tuned`` is the best single verb of that row after the same training.
+With ``--bits`` a share is that of the original's own file in bf16, and ``alone`` the original's
+files in each of llama.cpp's types that fit: rounding is the single verb of these rows.
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moesaic.config import Calibration, Evaluation
+from moesaic.config import Calibration
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.costs import told
-from moesaic.fitting.search import Candidate, Search, figures, fit, settled
+from moesaic.fitting.search import Candidate, Search, figures, settled
 from moesaic.foreign import JSON
 from moesaic.io.source import Source
 from moesaic.methods.sft.config import TuneConfig
@@ -43,7 +46,9 @@ from moesaic.recipe import Recipe, step_config
 OUT = Path(__file__).with_suffix(".json")
 MODELS = ("tiny-shared-moe", "tiny-moe")
 SHARES = (0.5, 0.35, 0.75)
-TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m")
+WHOLE = "bf16"
+"""The type of a file whose bytes are a model's."""
+TYPES = (WHOLE, "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
 
 
 class Watched(Search):
@@ -60,7 +65,7 @@ class Watched(Search):
     def _opened(self, made: Path) -> Iterator[Source]:
         with super()._opened(made) as source:
             yield source
-            file = self._noted(made.name.removeprefix("made-"))
+            file = self._noted(made.stem.removeprefix("made-"))
             if self._noting and not file.exists():
                 run = Whole(source.load(self.recipe.device, self.dtype))
                 file.write_text(json.dumps(figures(*scores_beside(run, self._other, self.held))))
@@ -112,25 +117,7 @@ def row(search: Watched) -> JSON:
         "tried": [c.as_json() if c.stage == "rough" else search.said(c) for c in tried],
         "left_out": search.left_out,
         "cpu_seconds": seconds,
-    }
-
-
-def rounded(model: str, share: float, drawn: Calibration, windows: int) -> dict[str, Any]:
-    """fit with bits, within a share of the original's bytes."""
-    work = Path(tempfile.gettempdir()) / f"moesaic-fit-{model}-{share:g}-bits"
-    work.mkdir(exist_ok=True)
-    measured = Evaluation(max_tokens=8192, rounds=0)
-    recipe = Recipe(model, str(work / "out"), (), drawn, measured)
-    budget = int(share * Search(recipe, FitConfig(memory=1), work / "size").original.bytes)
-    start = time.process_time()
-    record = fit(recipe, FitConfig(memory=budget, windows=windows, types=TYPES), overwrite=True)
-    assert record is not None
-    return {
-        "budget": budget,
-        "chosen": record.measured["chosen"],
-        "tried": record.measured["tried"],
-        **{k: record.measured["gguf"][k] for k in ("bytes", "perplexity", "loss", "kl")},
-        "cpu_seconds": {"fit": time.process_time() - start},
+        **({"alone": singles} if search.files else {}),
     }
 
 
@@ -176,31 +163,32 @@ def main(names: Sequence[str] | None = None) -> None:
     parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
     parser.add_argument("--models", nargs="*", default=MODELS)
     options = parser.parse_args(names)
+    if options.bits and options.tune:
+        parser.error("--bits and --tune are rows of their own")
     torch.set_num_threads(1)
     kept: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
     kept["environment"] = environment()
     rows = kept.setdefault("rows", {})
     drawn = settled(Calibration(samples=options.samples))
-    for share in options.shares if options.bits else ():
-        key = f"tiny-moe {share:g} bits"
-        if key not in rows:
-            rows[key] = rounded("tiny-moe", share, drawn, options.windows)
-            OUT.write_text(json.dumps(kept, indent=1) + "\n")
-            print(key, rows[key]["chosen"]["form"], rows[key]["loss"], rows[key]["kl"], flush=True)
-    for share in () if options.bits else options.shares:
+    for share in options.shares:
         for model in options.models:
-            name = f"{Path(model).name} {share:g}"
+            name = f"{Path(model).name} {share:g}{' bits' if options.bits else ''}"
             key = f"{name} tune {options.tune}" if options.tune else name
             if key in rows or (options.tune and name not in rows):
                 continue
             work = Path(tempfile.gettempdir()) / f"moesaic-fit-{name.replace(' ', '-')}"
             work.mkdir(exist_ok=True)
             recipe = Recipe(model, str(work / "out"), (), drawn, None)
-            budget = int(share * Search(recipe, FitConfig(memory=1), work).original.bytes)
             config = FitConfig(
-                memory=budget, windows=options.windows, minutes=options.minutes, tune=options.tune
+                memory=1,
+                windows=options.windows,
+                minutes=options.minutes,
+                tune=options.tune,
+                types=TYPES if options.bits else (),
             )
             search = Watched(recipe, config, work)
+            whole = search.files.bytes(WHOLE, 0) if search.files else search.original.bytes
+            search.config = replace(config, memory=int(share * whole))
             search.held = evaluation_tokens("", search.source.tokenizer, 256, options.held)
             found = tuned(search, rows[name]) if options.tune else row(search)
             asked = ("samples", "windows", "held", "minutes")
