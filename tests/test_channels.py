@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import sys
@@ -30,7 +31,7 @@ from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
 from moesaic.nn import kernels
 from moesaic.nn.channels import ChannelExperts, ChannelLinear, Cut
-from moesaic.nn.phase import set_mode
+from moesaic.nn.phase import Phase, set_mode
 from moesaic.surgery import applied
 
 
@@ -99,7 +100,7 @@ def test_a_product_is_that_of_the_chosen_channels(
         for keep, threshold in ((inputs // 2, 0.0), (1, 0.0), (inputs, 0.0), (-1, 0.5), (-1, 1e9)):
             on = kernels.chosen(x, scale[group], keep, threshold)
             wanted = torch.einsum("ti,tio->to", (x * on).float(), rows[group].float())
-            found = kernels.product(x, rows, scale, keep, threshold, group)
+            found = kernels.Product(rows, scale, keep, threshold)(x, group)
             assert found.dtype == dtype
             close = (
                 {"rtol": 1e-5, "atol": 1e-5}
@@ -123,7 +124,7 @@ def test_rows_of_whole_pages_are_set_apart(matrices, outputs):
     assert torch.equal(weight, before)
     group = torch.tensor([2, 0]) if matrices else None
     x = torch.randn(2, 5).bfloat16()
-    found = kernels.product(x, rows, None, 5, 0.0, group)
+    found = kernels.Product(rows, None, 5, 0.0)(x, group)
     matrix = before.float() if group is None else before[group].float()
     wanted = torch.einsum("ti,...toi->to" if matrices else "ti,oi->to", x.float(), matrix)
     torch.testing.assert_close(found.float(), wanted, rtol=0.01, atol=0.01)
@@ -135,7 +136,7 @@ def test_a_product_is_rounded_as_torch_rounds():
     numbers = torch.arange(0x3F7F_0000, 0x3F81_0000, 0x1000, dtype=torch.int32).view(torch.float32)
     numbers = torch.cat([numbers, -numbers, torch.tensor([0.0, torch.inf, torch.nan, 3e38])])
     half = torch.tensor([[1.0]], dtype=torch.bfloat16)
-    found = kernels.product(half, numbers[None], None, 1, 0.0)
+    found = kernels.Product(numbers[None], None, 1, 0.0)(half)
     torch.testing.assert_close(found[0], numbers.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -152,11 +153,47 @@ def test_threads_are_torchs_own_and_where_it_has_others_one_does_it_all(monkeypa
     try:
         for way in (run and (lambda *given: calls.append(given[2]) or run(*given)), None):
             monkeypatch.setattr(threads, "_torch_threads", lambda way=way: way)
-            found = kernels.product(x, rows, None, 20, 0.0)
+            found = kernels.Product(rows, None, 20, 0.0)(x)
             torch.testing.assert_close(found, x @ rows)
     finally:
         torch.set_num_threads(1)
     assert calls == ([2] if run else [])
+
+
+def test_a_product_is_laid_out_anew_where_its_weight_was_moved():
+    linear = nn.Linear(6, 4, bias=False)
+    vars(linear).update(cut=Cut(0.5, keep=3), phase=Phase(), tallies={}, product=None)
+    linear.__class__ = ChannelLinear
+    linear.register_buffer("scale", torch.rand(6) + 0.1)
+    linear.phase.single = True
+    x = torch.randn(1, 1, 6)
+
+    def right(module):
+        on = kernels.chosen(x.to(module.weight.dtype), module.scale, 3, 0.0)
+        wanted = (x * on) @ module.weight.float().mT
+        torch.testing.assert_close(
+            module(x.to(module.weight.dtype)).float(), wanted, rtol=0.02, atol=0.02
+        )
+
+    with torch.no_grad():
+        right(linear)
+        laid = linear.product
+        right(linear)
+        assert linear.product is laid, "once"
+        linear.weight.mul_(2)
+        right(linear)
+        assert linear.product is laid, "its values are read where they are"
+        linear.weight.data = torch.randn(4, 6)
+        right(linear)
+        linear.scale = torch.rand(6) + 0.1
+        right(linear)
+        other = copy.deepcopy(linear)
+        assert other.product is None, "no second copy of a weight is kept"
+        linear.weight.zero_()
+        right(other)
+        other.bfloat16()
+        assert other.product is None
+        right(other)
 
 
 @settings(deadline=None, max_examples=60)
@@ -193,7 +230,7 @@ def test_without_numba_torch_does_it_and_that_is_said_once(monkeypatch, caplog):
     try:
         with caplog.at_level(logging.WARNING, "moesaic"):
             for _ in range(2):
-                kernels.product(torch.ones(1, 4), torch.ones(4, 2), None, 2, 0.0)
+                kernels.Product(torch.ones(4, 2), None, 2, 0.0)(torch.ones(1, 4))
         (said,) = caplog.messages
         assert "moesaic[fast]" in said
     finally:
@@ -210,7 +247,7 @@ def test_a_kernel_that_cannot_be_built_is_done_without(monkeypatch, caplog):
     kernels.fast.cache_clear()
     try:
         with caplog.at_level(logging.WARNING, "moesaic"):
-            found = kernels.product(torch.ones(1, 4), torch.ones(4, 2), None, 2, 0.0)
+            found = kernels.Product(torch.ones(4, 2), None, 2, 0.0)(torch.ones(1, 4))
         assert found.tolist() == [[2.0, 2.0]]
         (said,) = caplog.messages
         assert said.startswith("numba cannot compile here (no such target): ")

@@ -250,3 +250,22 @@ def test_idle_petals_are_silenced(dtype, backbone, petals):
     expected = h_TM * by_neuron(on_TR, backbone, petals)
     assert kernel.silenced(h_TM, on_TR, backbone, petals)
     assert torch.equal(h_TM, expected.to(dtype))
+
+
+@pytest.mark.parametrize("width", [70, 33])
+@pytest.mark.parametrize("matrices", [1, 2])
+def test_parts_of_two_matrices_end_where_they_end(width, matrices, monkeypatch):
+    """Parts are so many neurons of both: one of them lies in either."""
+    compiled = pytest.importorskip("moesaic.nn.kernels.cpu")
+    monkeypatch.setattr(kernels, "APART", 0)
+    x_TI, rows_GMI = torch.randn(3, 5), torch.randn(matrices, width, 5)
+    runs_TM = torch.rand(3, width) < 0.6
+    chosen_TM = torch.zeros(3, width, dtype=torch.int32)
+    for chosen_M, runs_M in zip(chosen_TM, runs_TM, strict=True):
+        chosen_M[: runs_M.sum()] = runs_M.nonzero().flatten()
+    torch.set_num_threads(2)
+    try:
+        found = kernel._dots(compiled, x_TI, list(rows_GMI), chosen_TM, runs_TM.sum(1))
+    finally:
+        torch.set_num_threads(1)
+    torch.testing.assert_close(found, torch.einsum("ti,gmi->gtm", x_TI, rows_GMI) * runs_TM)

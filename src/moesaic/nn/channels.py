@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.foreign import JSON, Values
-from moesaic.nn.kernels import FEW, chosen, product, reads_rows, rows_of
+from moesaic.nn.kernels import FEW, Product, chosen, reads_rows, rows_of
 from moesaic.nn.phase import Phase
 
 
@@ -88,6 +88,7 @@ class ChannelLinear(nn.Linear):
     cut: Cut
     phase: Phase
     tallies: Mapping[str, Tally]
+    product: Product | None
     scale: Tensor | None
     """(I): channels are ranked by |x| times this; None for ones."""
 
@@ -100,8 +101,22 @@ class ChannelLinear(nn.Linear):
             if self.phase.mode == "always":
                 self.tallies["weight"].add(on)
             return super().forward(x * on)
-        y = product(x, rows_of(weight), self.scale, cut.keep, cut.threshold)
+        y = self._of(weight)(x)
         return y if self.bias is None else y + self.bias
+
+    def _of(self, weight: Tensor) -> Product:
+        """The product with the chosen channels, laid out anew where the weight was moved."""
+        scale = self._buffers["scale"]
+        if self.product is None or not self.product.lies(weight, scale):
+            self.product = Product(rows_of(weight), scale, self.cut.keep, self.cut.threshold)
+        return self.product
+
+    def _apply(self, *given: Any, **more: Any) -> ChannelLinear:
+        self.product = None  # which holds the weight as it was before
+        return super()._apply(*given, **more)  # type: ignore[no-untyped-call]
+
+    def __getstate__(self) -> JSON:
+        return {**vars(self), "product": None}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, share={self.cut.share:.3f}"
@@ -141,7 +156,7 @@ class ChannelExperts:
         scale_EI = getattr(module, f"{name}_scale", None)
         if here(x_SI[:1], weight):
             turned = weight.data if module.is_transposed else rows_of(weight)
-            y_SO = product(x_SI, turned, scale_EI, cut.keep, cut.threshold, expert_S)
+            y_SO = Product(turned, scale_EI, cut.keep, cut.threshold)(x_SI, expert_S)
         else:
             scale_SI = None if scale_EI is None else scale_EI[expert_S]
             x_SI = x_SI * chosen(x_SI, scale_SI, cut.keep, cut.threshold)
@@ -194,7 +209,7 @@ def _make_linear(linear: Any, cut: Cut, phase: Phase, scaled: bool) -> None:
     if type(linear) is not nn.Linear:
         raise TypeError(f"{type(linear).__name__} is no linear projection")
     linear.__class__ = ChannelLinear
-    vars(linear).update(cut=cut, phase=phase, tallies={"weight": Tally()})
+    vars(linear).update(cut=cut, phase=phase, tallies={"weight": Tally()}, product=None)
     _buffer(linear, "scale", (linear.in_features,) if scaled else None)
 
 

@@ -100,7 +100,8 @@ class Router(nn.Module):
         Args:
             x_TD, h_TB: as the router takes them.
         """
-        weight = self.weight.float()
+        weight: Tensor = self.weight
+        weight = weight if weight.dtype == torch.float32 else weight.float()
         if h_TB is None:
             scores_TR = scored(x_TD.float(), weight)
         else:

@@ -43,9 +43,8 @@ def fast() -> Any:
 
         one = torch.ones(1)
         at = one.data_ptr()
-        cpu.sums(
-            at, 0, at, 0, at, 1, 1, 1, 1, 1, 0, 0, 0, size=1
-        )  # compiles, or says that it cannot
+        # compiles, or says that it cannot
+        cpu.sums(at, 0, at, 1, 0, 0, at, 1, 1, 1, 1, 0, 0, size=1)
     except ImportError:
         reason = 'numba is not installed (pip install "moesaic[fast]")'
     except Exception as error:  # whatever a compiler may raise
@@ -72,7 +71,7 @@ def on_gpu() -> Any:
 
 
 def reads_rows(device: torch.device) -> bool:
-    """Whether :func:`product` works there, at a cost of the rows that are chosen."""
+    """Whether :class:`Product` works there, at a cost of the rows that are chosen."""
     return device.type == "cpu" or (device.type == "cuda" and on_gpu() is not None)
 
 
@@ -97,45 +96,59 @@ def chosen(x_TI: Tensor, scale_TI: Tensor | None, keep: int, threshold: float) -
     return torch.zeros_like(score_TI, dtype=torch.bool).scatter(-1, at_TK, True)
 
 
-def product(
-    x_TI: Tensor,
-    rows_GIO: Tensor,
-    scale_GI: Tensor | None,
-    keep: int,
-    threshold: float,
-    group_T: Tensor | None = None,
-) -> Tensor:
+class Product:
     """The sum over each token's chosen channels i of x[t, i] rows[group[t], i] (T, O).
 
-    Reads the chosen rows alone.
+    Reads the chosen rows alone. What calls have in common is worked out once: a call of a small
+    product takes as long as the product. It holds while the matrices lie where they do, and holds
+    them; see :meth:`lies`.
 
     Args:
-        x_TI: few tokens; any leading shape, which the result has.
         rows_GIO: matrices as :func:`rows_of` gives them, or contiguous; also (I, O), one matrix.
         scale_GI: factors of the scores by which channels are chosen (see :func:`chosen`).
         keep: channels of a token; below zero: by the threshold.
         threshold: of a score.
-        group_T: int64, the matrix of each token; None for the first.
     """
-    *shape, inputs = x_TI.shape
-    on_cpu = rows_GIO.device.type == "cpu"
-    compiled = fast() if on_cpu and rows_GIO.dtype in TYPES else None
-    if compiled is None:
-        way = _by_bags if on_cpu else partial(by_triton, on_gpu())
-        flat_TI = x_TI.reshape(-1, inputs)
-        return way(flat_TI, rows_GIO, scale_GI, keep, threshold, group_T).view(*shape, -1)
-    narrow, outputs = x_TI.dtype == torch.bfloat16, rows_GIO.shape[-1]
-    given_TI = (x_TI if narrow else x_TI.float()).contiguous()
-    scale = None if scale_GI is None else scale_GI.float().contiguous()
-    out_TO = given_TI.new_empty(*shape, outputs)
-    compiled.sums(
-        given_TI.data_ptr(), 0 if scale is None else scale.data_ptr(), rows_GIO.data_ptr(),
-        0 if group_T is None else group_T.data_ptr(), out_TO.data_ptr(), prod(shape), inputs,
-        outputs, max(outputs, rows_GIO.stride(-2)), keep, bits_of(threshold),
-        rows_GIO.dtype == torch.bfloat16, narrow,
-        size=outputs, step=step_of(outputs, inputs * outputs, LINE),
-    )  # fmt: skip
-    return out_TO.to(x_TI.dtype)
+
+    def __init__(
+        self, rows_GIO: Tensor, scale_GI: Tensor | None, keep: int, threshold: float
+    ) -> None:
+        self.rows_GIO, self.scale_GI = rows_GIO, scale_GI
+        self.keep, self.threshold = keep, threshold
+        self.inputs, self.outputs = rows_GIO.shape[-2:]
+        on_cpu = rows_GIO.device.type == "cpu"
+        self.way = _by_bags if on_cpu else partial(by_triton, on_gpu())
+        self.compiled = fast() if on_cpu and rows_GIO.dtype in TYPES else None
+        self.held_GI = None if scale_GI is None else scale_GI.float().contiguous()
+        self.fixed = (
+            0 if self.held_GI is None else self.held_GI.data_ptr(), rows_GIO.data_ptr(),
+            self.inputs, self.outputs, max(self.outputs, rows_GIO.stride(-2)), keep,
+            bits_of(threshold), rows_GIO.dtype == torch.bfloat16,
+        )  # fmt: skip
+
+    def lies(self, weight: Tensor, scale_GI: Tensor | None) -> bool:
+        """Whether these are the weight, turned, and the factors that it was made of."""
+        same = scale_GI is self.scale_GI and weight.data_ptr() == self.fixed[1]
+        return same and weight.dtype == self.rows_GIO.dtype and weight.stride(-2) == 1
+
+    def __call__(self, x_TI: Tensor, group_T: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            x_TI: few tokens; any leading shape, which the result has.
+            group_T: int64, the matrix of each token; None for the first.
+        """
+        *shape, inputs = x_TI.shape
+        if self.compiled is None:
+            plain = (self.rows_GIO, self.scale_GI, self.keep, self.threshold, group_T)
+            return self.way(x_TI.reshape(-1, inputs), *plain).view(*shape, -1)
+        given_TI = (x_TI if x_TI.dtype in TYPES else x_TI.float()).contiguous()
+        out_TO = given_TI.new_empty(*shape, self.outputs)
+        self.compiled.sums(
+            given_TI.data_ptr(), 0 if group_T is None else group_T.data_ptr(), out_TO.data_ptr(),
+            prod(shape), given_TI.dtype == torch.bfloat16, *self.fixed,
+            size=self.outputs, step=step_of(self.outputs, inputs * self.outputs, LINE),
+        )  # fmt: skip
+        return out_TO.to(x_TI.dtype) if given_TI is not x_TI else out_TO
 
 
 def bits_of(number: float) -> int:
@@ -143,19 +156,19 @@ def bits_of(number: float) -> int:
     return int.from_bytes(pack("<f", number), "little")
 
 
-def step_of(size: int, work: int, multiple: int = 1) -> int:
-    """Places of a part, so that each of torch's threads has one; 0, one part, where a thread is
-    not worth starting.
+def step_of(size: int, work: int, multiple: int = 1, parts: int = 1) -> int:
+    """Places of a part; 0, one part, where a thread is not worth starting.
 
     Args:
         size: places.
         work: weights that are read.
         multiple: of so many places.
+        parts: of each of torch's threads; more than one where parts take unlike times.
     """
     threads = torch.get_num_threads()
     if threads == 1 or work < APART:
         return 0
-    return -(-size // (multiple * threads)) * multiple
+    return -(-size // (multiple * threads * parts)) * multiple
 
 
 def rows_of(weight: Tensor) -> Tensor:
@@ -194,7 +207,7 @@ def by_triton(
     threshold: float,
     group_T: Tensor | None,
 ) -> Tensor:
-    """As :func:`product`, by the functions of :mod:`moesaic.nn.kernels.gpu`; asks for no value."""
+    """As :class:`Product`, by the functions of :mod:`moesaic.nn.kernels.gpu`; asks for no value."""
     if keep >= 0:  # the highest scores are found by torch, and the others' inputs made zero
         x_TI = x_TI * chosen(x_TI, of_tokens(scale_GI, group_T), keep, threshold)
         scale_GI, threshold = None, 0.0
@@ -211,7 +224,7 @@ def _by_bags(
     threshold: float,
     group_T: Tensor | None,
 ) -> Tensor:
-    """As :func:`product`: torch's weighted sum of embeddings, which rows are to it."""
+    """As :class:`Product`: torch's weighted sum of embeddings, which rows are to it."""
     inputs, outputs = rows_GIO.shape[-2:]
     on_TI = chosen(x_TI, of_tokens(scale_GI, group_T), keep, threshold)
     token, channel = on_TI.nonzero(as_tuple=True)

@@ -224,7 +224,7 @@ def _write(sum_O, half, out):
 
 @njit(**OPTIONS)
 def _sums(
-    x, scale, rows, group, out, tokens, inputs, outputs, apart, keep, threshold, half, narrow,
+    x, group, out, tokens, narrow, scale, rows, inputs, outputs, apart, keep, threshold, half,
     start, stop,
 ):  # fmt: skip
     x_I, sum_O = np.empty(inputs, np.float32), np.empty(stop - start, np.float32)
@@ -254,11 +254,11 @@ def _sums(
 def sums(given):
     """out[t] = sum over token t's chosen channels i of x[t, i] rows[group[t], i]; parts of outputs.
 
-    Given are x, scale, rows, group, out, tokens, inputs, outputs, apart, keep, threshold, half and
-    narrow. The first five are addresses: x (T, I) and out (T, O) float32, or bfloat16 where
-    ``narrow``; scale (G, I) float32, or 0 for ones; rows (G, I, O) float32, or bfloat16 where
-    ``half``, so many numbers ``apart``; group (T) int64, or 0 for the first. The threshold is a
-    float32's bits.
+    Given are x, group, out, tokens, narrow, scale, rows, inputs, outputs, apart, keep, threshold
+    and half. Five are addresses: x (T, I) and out (T, O) float32, or bfloat16 where ``narrow``;
+    group (T) int64, or 0 for the first; scale (G, I) float32, or 0 for ones; rows (G, I, O)
+    float32, or bfloat16 where ``half``, so many numbers ``apart``. The threshold is a float32's
+    bits.
     """
     start, stop = part(given)
     while start < stop:
@@ -458,9 +458,9 @@ def _dots(x, rows, chosen, count, out, tokens, inputs, width, half, start, stop)
     chosen_TM = carray(at(chosen), (tokens, width), np.int32)
     count_T = carray(at(count), (tokens,), np.int64)
     out_TM = carray(at(out), (tokens, width), np.float32)
-    place_T = np.zeros(tokens, np.int64)
+    place_T = np.empty(tokens, np.int64)
     for t in range(tokens):
-        place_T[t] = _until(chosen_TM[t], count_T[t], 0, start)
+        place_T[t] = np.searchsorted(chosen_TM[t, : count_T[t]], start)
     step = BLOCK if tokens > 1 else stop - start
     while start < stop:
         end = min(start + step, stop)
@@ -476,17 +476,24 @@ def _dots(x, rows, chosen, count, out, tokens, inputs, width, half, start, stop)
 
 @Shared
 def dots(given):
-    """out[t, m] = x[t] . rows[m], of chosen neurons m; parts of neurons.
+    """out[g, t, m] = x[t] . rows[g][m], of chosen neurons m; parts of both matrices' neurons.
 
-    Args:
-        x: address of float32 (T, I).
-        rows: address of float32 (M, I), or bfloat16 where ``half``.
-        chosen, count: as :func:`listed` leaves them.
-        out: address of float32 (T, M).
+    Given are x, the matrices, chosen, count, out, tokens, inputs, width, and half: addresses of x
+    float32 (T, I); of two matrices (M, I), float32, or bfloat16 where ``half``, of which the second
+    is not looked at where there are places for one; chosen and count as :func:`listed` leaves
+    them; out float32 (G, T, M).
     """
+    x, rows, more, chosen, count, out, tokens, inputs, width, half = numbers(given, 10)
     start, stop = part(given)
     while start < stop:
-        _dots(*numbers(given, 9), start, stop)
+        end = min(stop, width)
+        if start < end:
+            _dots(x, rows, chosen, count, out, tokens, inputs, width, half, start, end)
+        start = max(start, width)
+        if start < stop:
+            second = out + 4 * tokens * width
+            start, end = start - width, stop - width
+            _dots(x, more, chosen, count, second, tokens, inputs, width, half, start, end)
         start, stop = part(given)
 
 

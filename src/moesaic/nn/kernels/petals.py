@@ -6,6 +6,7 @@ Shape suffixes: T tokens, D hidden size, R petals, K top-k, M neurons, N neurons
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -21,20 +22,22 @@ MOST = {torch.float32: FEW, torch.bfloat16: 2}
 """Tokens whose petals are worth reading one by one: of more, a product over all neurons is faster
 where the processor multiplies bfloat16 by itself."""
 
+UNEVEN = 4
+"""Parts of a thread where neurons are chosen: every token runs those of the backbone, few the
+others."""
+
 
 def compiled_for(*tensors: Tensor | None) -> Any:
     """The compiled functions, if they take such tensors: plain ones, in CPU's memory, of a type
     that they know, without gradients."""
-    given = [tensor for tensor in tensors if tensor is not None]
-    if torch.compiler.is_compiling() or given[0].dtype not in TYPES:
-        return None
-    learns = torch.is_grad_enabled()
-    for tensor in given:
-        if tensor.device.type != "cpu" or tensor.dtype != given[0].dtype:
+    kind, learns = None, torch.is_grad_enabled()
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        kind = kind or tensor.dtype
+        if not tensor.is_cpu or tensor.dtype != kind or (learns and tensor.requires_grad):
             return None
-        if learns and tensor.requires_grad:
-            return None
-    return fast()
+    return fast() if kind in TYPES and not torch.compiler.is_compiling() else None
 
 
 def highest(scores_TR: Tensor, top_k: int) -> Tensor:
@@ -60,12 +63,12 @@ def highest(scores_TR: Tensor, top_k: int) -> Tensor:
 def scored(x_TD: Tensor, weight_RD: Tensor) -> Tensor:
     """A router's scores x W^T (T, R), both float32."""
     compiled = None
-    if len(x_TD) == 1 and weight_RD.is_contiguous():
+    if x_TD.shape[0] == 1 and weight_RD.is_contiguous():
         compiled = compiled_for(x_TD, weight_RD)
     if compiled is None:
         return F.linear(x_TD, weight_RD)
-    every_1R, count_1 = _every(len(weight_RD))
-    return _dots(compiled, x_TD.contiguous(), weight_RD, None, every_1R, count_1)
+    every_1R, count_1 = _every(weight_RD.shape[0])
+    return _dots(compiled, x_TD.contiguous(), [weight_RD], every_1R, count_1)[0]
 
 
 def silenced(h_TM: Tensor, on_TR: Tensor, backbone: int, petals: tuple[int, ...]) -> bool:
@@ -83,7 +86,7 @@ def silenced(h_TM: Tensor, on_TR: Tensor, backbone: int, petals: tuple[int, ...]
     if compiled is None or not h_TM.is_contiguous():
         return False
     tokens, width = h_TM.shape
-    on_TR = on_TR.float().contiguous()
+    on_TR = _plain(on_TR)
     compiled.silence(
         h_TM.data_ptr(), on_TR.data_ptr(), _ends(backbone, petals).data_ptr(),
         _owners(backbone, petals).data_ptr(), tokens,
@@ -114,7 +117,8 @@ def few(
         petals: neurons of each petal.
         weighs: weights are other than one and zero.
     """
-    if len(x_TD) > MOST.get(x_TD.dtype, 0) or (torch.is_grad_enabled() and on_TR.requires_grad):
+    tokens, size = x_TD.shape
+    if tokens > MOST.get(x_TD.dtype, 0) or (torch.is_grad_enabled() and on_TR.requires_grad):
         return None
     compiled = compiled_for(x_TD, ffn.up_MD, ffn.gate_MD, ffn.down_DM)
     turns = x_TD.dtype == torch.float32
@@ -122,8 +126,8 @@ def few(
         ffn.up_MD.is_contiguous() and (turns or ffn.down_DM.is_contiguous())
     ):
         return None
-    tokens, width = len(x_TD), ffn.width
-    on_TR, ends = on_TR.float().contiguous(), _ends(backbone, petals)
+    width = ffn.width
+    on_TR, ends = _plain(on_TR), _ends(backbone, petals)
     chosen_TM = torch.empty(tokens, width, dtype=torch.int32)
     count_T = torch.empty(tokens, dtype=torch.int64)
     weight_TM = torch.zeros(tokens, width) if weighs else None
@@ -132,19 +136,19 @@ def few(
         0 if weight_TM is None else weight_TM.data_ptr(), tokens, len(petals), width,
     )  # fmt: skip
     listed = chosen_TM, count_T
-    x32_TD = x_TD.float().contiguous()
-    h_TM = _dots(compiled, x32_TD, ffn.up_MD, ffn.up_bias_M, *listed)
+    x32_TD = _plain(x_TD)
     if ffn.gate_MD is None:
-        h_TM = ffn.act(h_TM)
+        up_TM = _dots(compiled, x32_TD, [ffn.up_MD], *listed)[0]
+        h_TM = ffn.act(_plus(up_TM, ffn.up_bias_M))
     else:
-        h_TM = ffn.act(_dots(compiled, x32_TD, ffn.gate_MD, ffn.gate_bias_M, *listed)) * h_TM
+        gate_TM, up_TM = _dots(compiled, x32_TD, [ffn.gate_MD, ffn.up_MD], *listed)
+        h_TM = ffn.act(_plus(gate_TM, ffn.gate_bias_M)) * _plus(up_TM, ffn.up_bias_M)
     if weight_TM is not None:
         h_TM = h_TM * weight_TM
     elif ffn.gate_MD is None or ffn.up_bias_M is not None:  # idle ones need not be zero
         silenced(h_TM, on_TR, backbone, petals)
     y_TD = torch.empty_like(x32_TD)
-    size = y_TD.shape[1]
-    if x_TD.dtype == torch.float32:
+    if turns:
         function, down = compiled.weighted, rows_of(ffn.down_DM)
     else:  # prompts take up to twice as long through a bfloat16 weight that is turned
         function, down = compiled.spanned, ffn.down_DM
@@ -152,26 +156,38 @@ def few(
         h_TM.data_ptr(), down.data_ptr(), chosen_TM.data_ptr(), count_T.data_ptr(),
         y_TD.data_ptr(), tokens, width, size, size=size, step=step_of(size, down.numel(), LINE),
     )  # fmt: skip
-    return y_TD.to(x_TD.dtype)
+    return y_TD if turns else y_TD.to(x_TD.dtype)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """As float32, contiguous; as it is if it is that already, which is asked in less time."""
+    return (tensor if tensor.dtype == torch.float32 else tensor.float()).contiguous()
 
 
 def _dots(
     compiled: Any,
     x_TI: Tensor,
-    rows_MI: Tensor,
-    bias_M: Tensor | None,
+    matrices: Sequence[Tensor],
     chosen_TM: Tensor,
     count_T: Tensor,
 ) -> Tensor:
-    """Products of tokens with the rows that they run, float32 (T, M); zeros for the others."""
-    out_TM = torch.zeros(chosen_TM.shape)
+    """Products of tokens with the rows that they run of one or two matrices, float32 (G, T, M);
+    zeros for the others."""
+    rows_MI, more_MI = matrices[0], matrices[-1]
     width, inputs = rows_MI.shape
+    out_GTM = torch.zeros(len(matrices), *chosen_TM.shape)
+    size = len(matrices) * width
     compiled.dots(
-        x_TI.data_ptr(), rows_MI.data_ptr(), chosen_TM.data_ptr(), count_T.data_ptr(),
-        out_TM.data_ptr(), len(x_TI), inputs, width, rows_MI.dtype == torch.bfloat16,
-        size=width, step=step_of(width, rows_MI.numel()),
+        x_TI.data_ptr(), rows_MI.data_ptr(), more_MI.data_ptr(), chosen_TM.data_ptr(),
+        count_T.data_ptr(), out_GTM.data_ptr(), x_TI.shape[0], inputs, width,
+        rows_MI.dtype == torch.bfloat16,
+        size=size, step=step_of(size, size * inputs, LINE, UNEVEN),
     )  # fmt: skip
-    return out_TM if bias_M is None else out_TM + bias_M.float()
+    return out_GTM
+
+
+def _plus(h_TM: Tensor, bias_M: Tensor | None) -> Tensor:
+    return h_TM if bias_M is None else h_TM + bias_M.float()
 
 
 @lru_cache

@@ -9,6 +9,7 @@ work: products of a token are over in less time.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Callable
 from functools import cache, cached_property
 from typing import Any
@@ -103,9 +104,10 @@ class Shared:
             step: places of a part, which one thread does; 0 for one part.
         """
         call, made = self._compiled
-        given = (ctypes.c_int64 * (HEAD + len(arguments)))(0, size, step or size, *arguments)
+        given = array("q", (0, size, step or size, *arguments))
+        place, _ = given.buffer_info()
         run = _torch_threads() if 0 < step < size else None
         if run is None:
-            call(given)
+            call(place)
         else:
-            run(made.address, given, torch.get_num_threads(), 0)
+            run(made.address, place, torch.get_num_threads(), 0)
