@@ -159,6 +159,32 @@ def test_forms_that_end_in_a_file_are_native_and_of_whole_blocks() -> None:
     assert told(alone[0].rough(1.0)) == [{"export": {"to": "gguf", "type": "q8_0"}}]
 
 
+def test_of_several_types_layers_get_the_best_within_the_budget(tmp_path: Path) -> None:
+    """Where a form is made with care: rounding alone once, others beside their single type."""
+    mixed = {"export": {"to": "gguf", "memory": 9, "among": ("q8_0", "q4_k_m")}}
+    found = families(resolve("tiny-moe"), FitConfig(memory=9, types=("q8_0", "q4_k_m")))
+    fine = {family.name: [told(make(0.5)) for make in family.fine] for family in found}
+    assert fine["q8_0"] == fine["q4_k_m"] == [[mixed]]
+    refit, narrow = {"method": "naee", "keep": 4, "refit": True}, {"to": "gguf", "type": "q8_0"}
+    assert fine["prune, q8_0"] == [
+        [{"prune": refit}, {"export": narrow}],
+        [{"prune": refit}, mixed],
+    ]
+    (only, *_) = families(resolve("tiny-moe"), FitConfig(memory=9, types=("q8_0",)))
+    assert not only.fine
+    last = ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m"))
+    costs = Costs(recipe_of(tmp_path / "out"), tmp_path, PlainFiles(resolve("tiny-moe")))
+    weight, alone = costs.of((last,)), costs.of((ExportArgs(to="gguf", type="q8_0"),))
+    assert weight is not None
+    assert alone is not None
+    assert weight.memory == 9 < alone.memory
+    # 6 layers of two groups and what is beside them, in two types each, beside the file itself
+    one, many = (costs._of((asked,)) for asked in (ExportArgs(to="gguf", type="q8_0"), last))
+    assert one is not None
+    assert many is not None
+    assert len(many.making) - len(one.making) == 13 * 2 * len(many.measuring)
+
+
 def test_a_file_larger_than_told_gives_way_to_a_smaller_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import re
@@ -23,6 +24,7 @@ import moesaic
 from moesaic import SlimConfig
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
+from moesaic.exports.mixed import _exchanged, _grouped, chosen, least
 from moesaic.io.checkpoint import ShardWriter, skeleton
 from moesaic.io.gguf import Converted, Processed
 from moesaic.io.naming import Naming
@@ -168,7 +170,7 @@ def _cache(tmp_path, monkeypatch):
 def quantised(file, type):
     """A file of llama.cpp's own quantiser."""
     pytest.importorskip("llama_cpp")
-    from moesaic.exports.llamacpp import quantise
+    from moesaic.exports.quantiser import quantise
 
     out = file.with_name(f"{type}.gguf")
     quantise(file, out, type, {})
@@ -506,3 +508,87 @@ def test_a_file_that_changes_while_it_is_in_use(tmp_path, tokenizer):
     with pytest.raises(MoesaicError, match="was changed while it was in use"):
         _ = source.checkpoint
     assert resolve(str(tmp_path)).folder == tmp_path
+
+
+# --- types layer by layer ------------------------------------------------------------------------
+
+
+def test_the_least_loss_within_a_budget_is_that_of_every_choice_tried():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        losses, sizes = rng.random((4, 3)) * 1e-4, rng.integers(1, 50, (4, 3)).astype(float)
+        budget = sizes.min(1).sum() + float(rng.integers(60))
+        every = itertools.product(range(3), repeat=4)
+        fits = [c for c in every if sum(sizes[g, t] for g, t in enumerate(c)) <= budget]
+        wanted = [sum(losses[g, t] for g, t in enumerate(c)) for c in fits]
+        found = least(losses, sizes, budget)
+        assert tuple(found) in fits
+        assert sum(losses[g, t] for g, t in enumerate(found)) == pytest.approx(min(wanted))
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2"])
+def test_layers_get_the_types_that_lose_least_within_a_budget(
+    model_type, tmp_path, tokenizer, tokens
+):
+    """What adds next to nothing is the first to become narrow."""
+    pytest.importorskip("llama_cpp")
+    from moesaic.exports.llamacpp import names_of
+    from moesaic.exports.quantiser import OTHERS, quantise, tensors_of
+
+    model = model_of(model_type, hidden_size=256, intermediate_size=256)
+    with torch.no_grad():
+        base_arch(model.config).layers(model)[1].self_attn.v_proj.weight.mul_(1e-6)
+    folder, file = tmp_path / "model", tmp_path / "whole.gguf"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    written(model, tokenizer, file)
+
+    def rounded(out, types):
+        quantise(file, out, OTHERS, {}, types)
+
+    def made(types):
+        rounded(tmp_path / "made.gguf", types)
+        return (tmp_path / "made.gguf").stat().st_size
+
+    names = tensors_of(file)
+    wide, narrow = (made(dict.fromkeys(names, type)) for type in ("q8_0", "q2_k"))
+    few = tokens.rows(slice(2))
+    ask = resolve(str(folder)), file
+
+    def types_within(budget):
+        types = ["q8_0", "q2_k"]
+        return chosen(*ask, budget, types, few, names_of(file), rounded)
+
+    idle = {name: "q2_k" if "blk.1.attn" in name else "q8_0" for name in names}
+    assert narrow < made(idle) < wide
+    assert types_within(made(idle)) == idle
+    assert set(types_within(wide).values()) == {"q8_0"}
+    assert set(types_within(narrow).values()) == {"q2_k"}
+    with pytest.raises(MoesaicError, match=f"out of reach: the least is {narrow:,}"):
+        types_within(narrow - 1)
+    assert not [*tmp_path.glob("q*.gguf")]
+
+
+def test_values_change_place_while_a_group_is_measured():
+    """Each parameter is in one group, and is what it was afterwards."""
+    model, other = model_of("qwen2_moe"), model_of("qwen2_moe")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+
+    def named(module):
+        return module.replace("model.layers", "blk").replace("self_attn", "attn")
+
+    def unless_stacked(module):
+        return None if "experts" in module else re.sub(r"\bmlp", "ffn", named(module))
+
+    own, theirs = (_grouped(m, 2, unless_stacked) for m in (model, other))
+    assert [len(own), own.keys()] == [5, theirs.keys()]
+    assert {name for group in own.values() for name in group} == before.keys()
+    assert any("experts" in name for name in own["ffn 1"])
+    with _exchanged(own["ffn 1"], theirs["ffn 1"]):
+        for name, parameter in model.named_parameters():
+            changed = not torch.equal(parameter, before[name])
+            assert changed == (name in own["ffn 1"]), name
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

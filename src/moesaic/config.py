@@ -348,9 +348,44 @@ class ExportArgs:
     converter: str = option(
         "", "llama.cpp, or its convert_hf_to_gguf.py. Default: $LLAMA_CPP.", metavar="PATH"
     )
+    memory: int | None = option(
+        None,
+        "Bytes that a GGUF may take, 4GB: attention and FFN of each layer get the types that lose "
+        "least together, by measuring each alone.",
+        minimum=1,
+        parse="bytes",
+    )
+    among: tuple[str, ...] = option(
+        (), "A type that memory chooses from. Repeatable. Default: q8_0 to q2_k."
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        check_types("among", self.among)
+        if self.memory is not None and self.to != "gguf":
+            raise MoesaicError("memory chooses a GGUF's types: to=gguf.")
+        if self.among and self.memory is None:
+            raise MoesaicError(f"among={self.among[0]} needs memory=4MB or the like.")
+        if self.among and not {*self.among} - {"f32"}:
+            raise MoesaicError("among=f32 rounds nothing: name a narrower type.")
+        if self.memory is not None and self.calibration == "none":
+            raise MoesaicError("memory chooses types by text: leave calibration=none out.")
+
+    @property
+    def called(self) -> str:
+        """The type, or that there are several."""
+        return self.type if self.memory is None else "mixed"
+
+
+def check_types(name: str, types: Sequence[str]) -> None:
+    """Refuse types that a GGUF file does not have.
+
+    Raises:
+        MoesaicError: names the field.
+    """
+    for type in types:
+        if type not in get_args(GgufType):
+            raise MoesaicError(f"{name} {type!r} is none of {', '.join(get_args(GgufType))}.")
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.io.names import check_file, check_free, check_name, check_out
-from moesaic.recipe import Recipe, check_run, load_recipe, step_config
+from moesaic.recipe import Recipe, check_run, load_recipe, plain_values, step_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -148,6 +148,7 @@ def export(
     **given: Value,
 ) -> None:
     """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
+    given = plain_values(ExportArgs, given)
     asked = ExportArgs(**given)  # before anything slow is imported
     check_name(model)
     (check_file if asked.to == "gguf" else check_out)(out, overwrite)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-
-from torch import Tensor
 
 from moesaic.arch.dense import PREFIX
 from moesaic.config import ExportArgs
@@ -20,7 +16,9 @@ from moesaic.errors import MoesaicError
 from moesaic.exports.engines import limits
 from moesaic.exports.form import run_script
 from moesaic.exports.importance import importance
+from moesaic.exports.mixed import TYPES, WINDOWS, chosen
 from moesaic.exports.native import export_native
+from moesaic.exports.quantiser import OTHERS, quantise, types_of
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.names import check_file
@@ -70,6 +68,7 @@ def export_gguf(
         out: the file to make.
         asked: its ``type`` is that of the weights; routers and norms stay in f32. Where blocks of
             a k-quant (256 weights) do not divide rows, llama.cpp takes another type for them.
+            With ``memory`` types are chosen layer by layer, see :mod:`moesaic.exports.mixed`.
         overwrite: replace ``out`` if it exists.
         track: shows progress.
 
@@ -83,7 +82,8 @@ def export_gguf(
     """
     asked = asked or ExportArgs(to="gguf")
     script, out = find_converter(asked.converter), Path(out)
-    if asked.type not in CONVERTED:
+    plain = asked.type in CONVERTED and asked.memory is None
+    if not plain:
         library()
     check_file(out, overwrite)
     source = resolve(model)
@@ -102,19 +102,33 @@ def export_gguf(
         if lacks:
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = Path(place) / "model.gguf"
-        convert(script, folder, work, asked.type if asked.type in CONVERTED else "f32")
-        if asked.type not in CONVERTED:
-            whole, work = work, Path(place) / "quantised.gguf"
-            weights = {}
-            if asked.calibration != NO_TEXT:
-                native = resolve(str(folder))
-                tokens = calibration_tokens(asked.calibration, native.tokenizer, SAMPLES, LENGTH)
-                weights = importance(native, tokens, names_of(whole), track)
-            quantise(whole, work, asked.type, weights)
+        convert(script, folder, work, asked.type if plain else "f32")
+        if not plain:
+            work = _rounded(folder, work, asked, track)
         types = types_of(work)
         work.replace(out)
-    said = {"out": str(out), "type": asked.type, "bytes": out.stat().st_size, "types": types}
+    said = {"out": str(out), "type": asked.called, "bytes": out.stat().st_size, "types": types}
     return {**record, **said}
+
+
+def _rounded(folder: Path, whole: Path, asked: ExportArgs, track: Track) -> Path:
+    """A file beside one in f32, by llama.cpp's quantiser."""
+    native, named, weights = resolve(str(folder)), names_of(whole), {}
+    out = whole.with_name("quantised.gguf")
+    if asked.calibration != NO_TEXT:
+        tokens = calibration_tokens(asked.calibration, native.tokenizer, SAMPLES, LENGTH)
+        weights = importance(native, tokens, named, track)
+    if asked.memory is None:
+        quantise(whole, out, asked.type, weights)
+        return out
+
+    def rounded(file: Path, types: Mapping[str, str]) -> None:
+        quantise(whole, file, OTHERS, weights, types)
+
+    few = tokens.rows(slice(WINDOWS))
+    among = asked.among or TYPES
+    rounded(out, chosen(native, whole, asked.memory, among, few, named, rounded, track))
+    return out
 
 
 def convert(script: Path, folder: Path, out: Path, type: str) -> None:
@@ -134,43 +148,3 @@ def names_of(file: Path) -> Callable[[str], str | None]:
     names = get_tensor_name_map(arch, int(fields[f"{called}.block_count"].contents()))
     named: Callable[[str], str | None] = names.get_name
     return named
-
-
-def quantise(file: Path, out: Path, type: str, weights: Mapping[str, Tensor]) -> None:
-    """Run llama.cpp's quantiser on a GGUF file in f32.
-
-    Args:
-        file: what is read.
-        out: what is written.
-        type: llama.cpp's name of a type.
-        weights: of :func:`moesaic.exports.importance.importance`; of tensors that are not in it
-            all inputs weigh the same.
-
-    Raises:
-        MoesaicError: it refuses the file.
-    """
-    llama = library()
-    asked = llama.llama_model_quantize_default_params()
-    kept = [(name.encode(), mean_I.numpy()) for name, mean_I in weights.items()]
-    entries = (llama.llama_model_imatrix_data * (len(kept) + 1))()  # the last one ends it
-    for entry, (name, mean_I) in zip(entries, kept, strict=False):
-        entry.name, entry.size = name, mean_I.size
-        entry.data = mean_I.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-    if kept:
-        asked.imatrix = entries
-    asked.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{type.upper()}")
-    if (
-        llama.llama_model_quantize(bytes(file), bytes(out), ctypes.byref(asked))
-        or not out.is_file()
-    ):
-        raise MoesaicError(f"llama.cpp's quantiser refused {type} for this model.")
-
-
-def types_of(file: Path) -> dict[str, int]:
-    """How many weights of a GGUF file are in each of llama.cpp's types, the most first."""
-    from gguf import GGUFReader
-
-    counts: Counter[str] = Counter()
-    for tensor in GGUFReader(file).tensors:
-        counts[tensor.tensor_type.name.lower()] += int(tensor.n_elements)
-    return dict(counts.most_common())

@@ -67,16 +67,21 @@ def families(source: Source, config: FitConfig) -> list[Family]:
         found = [*_of_dense(arch, built, config)]
     if not config.types:
         return found
-    return [made for type in config.types for made in _as_files(found, type)]
+    return [made for type in config.types for made in _as_files(found, type, config)]
 
 
-def _as_files(found: Sequence[Family], type: str) -> Iterator[Family]:
-    """The same forms, and none, with a GGUF file of one type made in the end."""
+def _as_files(found: Sequence[Family], type: str, config: FitConfig) -> Iterator[Family]:
+    """The same forms, and none, with a GGUF file made in the end.
+
+    It is of one type, and where that is made with care, of the best of all for each layer.
+    """
     last = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
-    yield Family(type, (1.0,), lambda _: (last,))
+    mixed = ExportArgs(to="gguf", memory=config.memory, among=config.types)
+    ends = (last, mixed) if len({*config.types} - {"f32"}) > 1 else (last,)
+    yield Family(type, (1.0,), partial(_only, last), tuple(partial(_only, end) for end in ends[1:]))
 
     def ended(family: Family) -> Family:
-        fine = tuple(_before(steps, last) for steps in family.fine)
+        fine = tuple(_before(steps, end) for steps in family.fine for end in ends)
         name, instead = f"{family.name}, {type}", family.instead and ended(family.instead)
         return Family(name, family.shares, _before(family.rough, last), fine, instead)
 
@@ -270,6 +275,10 @@ def _condense(routed: int, share: float, **options: object) -> Steps:
 
 def _carve(kind: type[MethodConfig], share: float, **options: object) -> Steps:
     return (kind(active=share, **options),)  # type: ignore[call-arg]
+
+
+def _only(last: ExportArgs, _: float) -> Steps:
+    return (last,)
 
 
 def _before(steps: Callable[[float], Steps], last: ExportArgs) -> Callable[[float], Steps]:

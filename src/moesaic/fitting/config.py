@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar, get_args
+from typing import ClassVar
 
-from moesaic.config import STRICT, GgufType, check_options, option
+from moesaic.config import STRICT, check_options, check_types, option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
@@ -54,9 +54,7 @@ class FitConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        for name in self.types:
-            if name not in get_args(GgufType):
-                raise MoesaicError(f"types {name!r} is none of {', '.join(get_args(GgufType))}.")
+        check_types("types", self.types)
         if self.types and self.memory is None:
             raise MoesaicError("types needs memory: bytes are what bits save.")
         if not any(getattr(self, name) for name in BUDGETS) and self.max_loss is None:

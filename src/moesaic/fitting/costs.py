@@ -25,6 +25,7 @@ from moesaic.estimates import (
     measuring,
     outlined,
 )
+from moesaic.exports.mixed import TYPES, groups
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.files import Files
 from moesaic.foreign import JSON, Model
@@ -188,7 +189,8 @@ class Costs:
             known = self._of(tuple(before)) if before else None
             measuring = known.measuring if known else self._measuring(self._original)
             # read and converted, written, read and rounded, written
-            return _Known(weight, [Stage(bytes=4.0 * weight.memory)], measuring)
+            written = [Stage(bytes=4.0 * weight.memory)]
+            return _Known(weight, written + self._looks(last) * measuring, measuring)
         source, exact = self._source, True
         for number in range(len(before)):
             step = self._after(source, tuple(before[: number + 1]))
@@ -219,7 +221,14 @@ class Costs:
         if weight is None or self.files is None:
             raise MoesaicError("There is nothing to make a file of.")
         removed = self._whole.parameters - weight.parameters
-        return replace(weight, memory=self.files.bytes(asked.type, removed), exact=False)
+        told = asked.memory or self.files.bytes(asked.type, removed)
+        return replace(weight, memory=told, exact=False)
+
+    def _looks(self, asked: ExportArgs) -> int:
+        """How often a model is measured until each layer's type is known."""
+        if asked.memory is None:
+            return 0
+        return len(asked.among or TYPES) * groups(self._source.config.num_hidden_layers)
 
     def _after(self, source: Weightless, steps: Steps) -> Step:
         key = _key(steps)

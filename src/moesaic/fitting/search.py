@@ -330,7 +330,7 @@ class Search:
         asked = chosen.file
         if asked is None or self.files is None:
             return {}
-        file = folder / f"model-{asked.type}.gguf"
+        file = folder / f"model-{asked.called}.gguf"
         model = str(folder) if len(chosen.steps) > 1 else str(self.source.folder)
         made = self.files.make(model, file, asked)
         said: JSON = {"file": file.name, **{k: made[k] for k in ("type", "bytes", "types")}}

@@ -1,0 +1,207 @@
+"""Types layer by layer: of all GGUF files within a budget the one whose rounding loses least.
+
+A group of tensors is a layer's attention, its FFN, or what is beside the layers. Each group is
+rounded alone to each type, and KL(original || rounded) measured on text. Losses this small nearly
+add up, so that the best types are a knapsack with one choice a group, of which scipy's milp finds
+the exact optimum:
+
+    min sum_gt x_gt KL_gt  with  sum_gt x_gt bytes_gt <= budget,  sum_t x_gt = 1,  x_gt in {0, 1}
+
+Shape suffixes: G groups, C choices (types).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from moesaic.arch.lookup import base_arch
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.exports.quantiser import tensors_of
+from moesaic.foreign import Model, Track, silent
+from moesaic.io.source import Source, resolve
+from moesaic.metrics.divergence import beside
+from moesaic.metrics.forward import Layerwise, Whole
+from moesaic.metrics.memory import free_bytes
+
+WINDOWS = 8
+"""Of the text by which groups are measured."""
+PARTS = 8
+"""Layers are told apart up to so many; of more, neighbours have the same types."""
+BESIDE = "beside the layers"
+TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
+"""What is chosen from, where nothing is said."""
+FILES = {"q5_k_m": "q5_k", "q4_k_m": "q4_k", "q4_k_s": "q4_k", "q3_k_m": "q3_k"}
+"""Types of tensors by those of files, where they have other names."""
+
+
+Numbers: TypeAlias = "npt.NDArray[np.float64]"
+Parameters: TypeAlias = "dict[str, nn.Parameter]"
+
+
+def groups(layers: int) -> int:
+    """How many groups a model of so many layers has.
+
+    >>> groups(6), groups(30)
+    (13, 17)
+    """
+    return 2 * min(layers, PARTS) + 1
+
+
+def group(name: str, layers: int) -> str:
+    """The group of a tensor by llama.cpp's name.
+
+    >>> group("blk.5.ffn_gate_exps.weight", 6), group("blk.1.attn_q.weight", 32)
+    ('ffn 5', 'attn 0')
+    >>> group("token_embd.weight", 6)
+    'beside the layers'
+    """
+    found = re.match(r"blk\.(\d+)\.(ffn)?", name)
+    if found is None:
+        return BESIDE
+    return f"{found[2] or 'attn'} {int(found[1]) * min(PARTS, layers) // layers}"
+
+
+def chosen(
+    source: Source,
+    whole: Path,
+    budget: int,
+    types: Sequence[str],
+    tokens: Tokens,
+    named: Callable[[str], str | None],
+    rounded: Callable[[Path, Mapping[str, str]], None],
+    track: Track = silent,
+) -> dict[str, str]:
+    """The type of each tensor by which a file within a budget loses least.
+
+    Args:
+        source: a native checkpoint.
+        whole: its GGUF file in f32; files beside it are made and deleted.
+        budget: bytes.
+        types: llama.cpp's, of files.
+        tokens: text that decides.
+        named: llama.cpp's name of a module by transformers'.
+        rounded: writes to a file what ``whole`` is with types by tensors' names.
+        track: shows progress.
+
+    Raises:
+        MoesaicError: no such file is small enough, or the model does not fit into memory twice in
+            float32.
+    """
+    every = tensors_of(whole)
+    need = 2 * sum(tensor.bytes for tensor in every.values())
+    if need > free_bytes("cpu"):
+        raise MoesaicError(
+            f"memory: types are chosen of a model that is in memory twice in float32, {need:,} "
+            "bytes; give a type instead."
+        )
+    layers = source.config.num_hidden_layers
+    known = list(dict.fromkeys(FILES.get(type, type) for type in types if type != "f32"))
+    files = [whole.with_name(f"{type}.gguf") for type in known]
+    for type, file in zip(known, files, strict=True):
+        rounded(file, dict.fromkeys(every, type))
+    model = _loaded(source)
+    own = _grouped(model, layers, named)
+    fixed, bytes_GC = _sizes(files, list(own), layers)
+    smallest = fixed + int(bytes_GC.min(1).sum())
+    if smallest > budget:
+        for file in files:
+            file.unlink()
+        raise MoesaicError(f"memory {budget:,} is out of reach: the least is {smallest:,} bytes.")
+    reference = Layerwise(source, "cpu", torch.float32, keep=True)
+    loss_GC = np.zeros_like(bytes_GC)
+    for c, file in enumerate(files):
+        opened = resolve(str(file))
+        theirs = _grouped(_loaded(opened), layers, named)
+        shutil.rmtree(opened.folder, ignore_errors=True)  # what the cache keeps of the file
+        file.unlink()
+        for g, name in enumerate(track(own, f"Rounding to {known[c]}", len(own))):
+            with _exchanged(own[name], theirs[name]):
+                loss_GC[g, c] = beside(Whole(model), reference, tokens).kl
+    place_G = least(loss_GC, bytes_GC, budget - fixed)
+    of = {name: known[c] for name, c in zip(own, place_G, strict=True)}
+    return {name: of[group(name, layers)] for name in every}
+
+
+def _sizes(files: Sequence[Path], names: Sequence[str], layers: int) -> tuple[int, Numbers]:
+    """Bytes of files beside what is rounded, and of the groups' tensors in each (G, C)."""
+    bytes_GC = np.zeros((len(names), len(files)))
+    fixed = 0
+    for c, file in enumerate(files):
+        fixed = file.stat().st_size
+        for name, tensor in tensors_of(file).items():
+            if tensor.type != "f32":
+                bytes_GC[names.index(group(name, layers)), c] += tensor.bytes
+                fixed -= tensor.bytes
+    return fixed, bytes_GC
+
+
+def least(loss_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
+    """The choice of each group by which losses add up to the least.
+
+    Args:
+        loss_GC: what each choice loses.
+        bytes_GC: what it takes.
+        budget: that all may take together; the smallest ones take no more.
+
+    Returns:
+        a choice for each group.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    count, choices = loss_GC.shape
+    one_GX = np.kron(np.eye(count), np.ones(choices))
+    found = milp(
+        loss_GC.ravel() / max(loss_GC.max(), 1e-30),  # the solver's tolerances are absolute
+        integrality=np.ones(loss_GC.size),
+        bounds=Bounds(0, 1),
+        constraints=[
+            LinearConstraint(one_GX, 1, 1),
+            LinearConstraint(bytes_GC.reshape(1, -1), -np.inf, budget),
+        ],
+        options={"mip_rel_gap": 0},
+    )
+    return [int(c) for c in found.x.reshape(loss_GC.shape).argmax(1)]
+
+
+def _loaded(source: Source) -> Model:
+    return source.load("cpu", torch.float32)
+
+
+def _grouped(
+    model: Model, layers: int, named: Callable[[str], str | None]
+) -> dict[str, Parameters]:
+    """A model's parameters by group; what llama.cpp has no name for in a layer are experts."""
+    path = base_arch(model.config).layers_path
+    found: dict[str, Parameters] = defaultdict(dict)
+    for name, parameter in model.named_parameters():
+        inside = re.match(rf"{re.escape(path)}\.(\d+)\.", name)
+        said = named(name.rpartition(".")[0]) or (f"blk.{inside[1]}.ffn" if inside else "")
+        found[group(said, layers)][name] = parameter
+    return dict(found)
+
+
+@contextmanager
+def _exchanged(own: Parameters, theirs: Parameters) -> Iterator[None]:
+    """Values of two models' parameters in each other's place, while the context lasts."""
+
+    def exchange() -> None:
+        for name, parameter in own.items():
+            parameter.data, theirs[name].data = theirs[name].data, parameter.data
+
+    exchange()
+    try:
+        yield
+    finally:
+        exchange()
