@@ -371,10 +371,11 @@ def test_weights_are_trained_before_they_are_rounded(
     assert (taught["steps"], taught["what"], taught["length"]) == (3, "all", 64)
 
 
-def test_single_steps_near_the_best_are_refined_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("confirm", [1, 9])
+def test_forms_are_refined_that_may_come_out_best(
+    confirm: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Figures as a formula: of c, a and b near each other, a is refined best."""
+    """Single steps near the best one too, nothing that loses over twice the best."""
     kls = {"a": 1.2, "b": 1.0, "c": 1.3, "d": 0.5}
 
     def forms(*_: Any) -> list[Family]:
@@ -396,7 +397,7 @@ def test_single_steps_near_the_best_are_refined_too(
     monkeypatch.setattr(Search, "share", lambda *_: 1.0)
     monkeypatch.setattr(Costs, "parts", lambda *_: {})
     monkeypatch.setattr(Search, "_try", tried)
-    looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, confirm=1), tmp_path)
+    looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, confirm=confirm), tmp_path)
     looking.run()
     assert {form for form, stage in seen if stage == "refined"} == {"d", "b", "a"}
 

@@ -35,7 +35,7 @@ class FitConfig:
         "its bytes. Repeatable.",
         flag="--type",
     )
-    confirm: int = option(3, "Candidates that are refined.", minimum=1)
+    confirm: int = option(3, "Candidates that are refined, at most.", minimum=1)
     windows: int = option(
         32, "Windows of calibration text that choose, apart from those that calibrate.", minimum=2
     )

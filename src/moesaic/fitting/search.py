@@ -63,6 +63,8 @@ ROOM = 8
 CLOSE = 1.25
 """A single step is refined where it loses at most so many times what the best one does: refits
 were seen to take 15 to 21 % of the KL, so that another may come out ahead."""
+FAR = 2.0
+"""No form is refined that loses more than so many times what the best one does."""
 TRAINED = 2
 """Forms that are trained, the best ones."""
 RATES = (1e-3, 1e-4)
@@ -390,7 +392,7 @@ class Search:
                     break
         tried.sort(key=lambda t: t[2].kl)
         singles = [t for t in tried if len(t[2].steps) == 1]
-        few = tried[: config.confirm]
+        few = [t for t in tried[: config.confirm] if t[2].kl <= FAR * tried[0][2].kl]
         # nothing is chosen without the best single steps beside it
         few += [t for t in singles if t not in few and t[2].kl <= CLOSE * singles[0][2].kl]
         fine = [(family.name, make(share)) for family, share, _ in few for make in family.fine]
