@@ -309,22 +309,6 @@ class DenseFFN:
         """The block's output (T, D) for hidden activations h."""
         return F.linear(h_TM, self.down_DM, self.down_bias_D)
 
-    def of_few(self, x_TD: Tensor, onto_TD: Tensor | None = None) -> Tensor:
-        """The output (T, D) without its bias, added onto ``onto_TD``.
-
-        Up and gate are left operands. CPU kernels repack the right one, and tokens are fewer than
-        weights: for a hundred tokens these products take half the time.
-        """
-        x_DT = x_TD.T
-        h_MT = _times(self.up_MD, x_DT, self.up_bias_M)
-        if self.gate_MD is None:
-            h_MT = self.act(h_MT)
-        else:
-            h_MT = self.act(_times(self.gate_MD, x_DT, self.gate_bias_M)) * h_MT
-        if onto_TD is None:
-            return h_MT.T @ self.down_DM.T
-        return torch.addmm(onto_TD, h_MT.T, self.down_DM.T)
-
     def neurons(self, start: int, stop: int) -> DenseFFN:
         """Neurons ``start`` to ``stop`` as a block of their own: views, and no output bias."""
         rows = slice(start, stop)
@@ -362,11 +346,6 @@ class DenseFFN:
             up_bias_M=rows(self.up_bias_M),
             gate_bias_M=rows(self.gate_bias_M),
         )
-
-
-def _times(weight_MD: Tensor, x_DT: Tensor, bias_M: Tensor | None) -> Tensor:
-    product_MT = weight_MD @ x_DT
-    return product_MT if bias_M is None else product_MT + bias_M[:, None]
 
 
 def dense_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:

@@ -110,7 +110,6 @@ class CarvedFFN(nn.Module):
         ends = tuple(accumulate(self.petals, initial=backbone))
         self.slices = tuple(pairwise(ends))
         self.weighs = routing in WEIGHING
-        self.single = top_k == 1 and not self.weighs and not gate
         self.router: Any = None
         if petals:
             self.router = make_router(hidden_size, len(petals), top_k, routing, gate, backbone)
@@ -167,8 +166,9 @@ class CarvedFFN(nn.Module):
         backbone = ffn.neurons(0, self.backbone)
         return backbone.output(backbone.hidden(x_TD))
 
-    def _petal(self, ffn: DenseFFN, number: int) -> DenseFFN:
-        return ffn.neurons(*self.slices[number])
+    def _parts(self, ffn: DenseFFN) -> Iterable[DenseFFN]:
+        """Each petal as a block of its own."""
+        return ffn.neurons(self.backbone, ffn.width).split(self.petals)
 
     def _by_neuron(self, on_TR: Tensor, width: int) -> Tensor:
         """Values of experts (T, R) repeated for their neurons (T, M)."""
@@ -181,23 +181,6 @@ class CarvedFFN(nn.Module):
         if on_TR is None:
             return y_TD + self.petal_bias[0]
         return y_TD + on_TR.to(y_TD.dtype) @ self.petal_bias
-
-    def _grouped(self, ffn: DenseFFN, x_TD: Tensor, chosen_T: Tensor) -> Tensor:
-        """One petal a token: the backbone once over all tokens, each petal once over its own."""
-        order = chosen_T.argsort(stable=True)  # tokens, petal by petal
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        counts = torch.bincount(chosen_T, minlength=len(self.petals)).tolist()
-        sorted_TD = x_TD.index_select(0, order)
-        # The backbone runs in petal order, too, so that petals add onto it.
-        onto: Any = [None] * len(counts)
-        if self.backbone:
-            onto = self._backbone(ffn, sorted_TD).split(counts)
-        parts = [
-            self._petal(ffn, e).of_few(group_TD, base_TD)
-            for e, (group_TD, base_TD) in enumerate(zip(sorted_TD.split(counts), onto, strict=True))
-        ]
-        return torch.cat(parts).index_select(0, back)
 
     def _several(
         self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor, h_TB: Tensor | None = None
@@ -215,8 +198,6 @@ class CarvedFFN(nn.Module):
             if self._worth_reading(x_TD, weights_TR):
                 return self._single(ffn, x_TD, weights_TR.to(x_TD.dtype), h_TB)
         elif self._worth_moving(x_TD, weights_TR):
-            if self.single:
-                return self._grouped(ffn, x_TD, weights_TR.argmax(1))
             return self._by_petal(ffn, x_TD, weights_TR.to(x_TD.dtype), h_TB)
         rest = ffn if h_TB is None else ffn.neurons(self.backbone, ffn.width)
         h_TM = rest.hidden(x_TD)
@@ -294,8 +275,7 @@ class CarvedFFN(nn.Module):
         petal, token = on_RT.nonzero(as_tuple=True)
         counts = on_RT.sum(1).tolist()
         weights = weights_TR[token, petal].split(counts)
-        parts = ffn.neurons(self.backbone, ffn.width).split(self.petals)
-        for part, rows, weight in zip(parts, token.split(counts), weights, strict=True):
+        for part, rows, weight in zip(self._parts(ffn), token.split(counts), weights, strict=True):
             if len(rows):
                 part_TD = part.output(part.hidden(x_TD.index_select(0, rows)))
                 if self.weighs:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import DenseFFN, FFNNames
 from moesaic.nn.carved import CarvedFFN
+from moesaic.nn.routers import chosen
 
 FORMS = ("moe", "pseudo")
 
@@ -50,11 +51,12 @@ class OverlappingFFN(CarvedFFN):
         ffn = None if self._learns() else self._plain()
         if ffn is None:
             return self._masked(x_TD)
-        y_TD = self._grouped(ffn, x_TD, self.router(x_TD).flatten())
+        on_TR = chosen(self.router(x_TD), len(self.petals))
+        y_TD = self._by_petal(ffn, x_TD, on_TR.to(x_TD.dtype), None)
         return y_TD if ffn.down_bias_D is None else y_TD + ffn.down_bias_D
 
-    def _petal(self, ffn: DenseFFN, number: int) -> DenseFFN:
-        return ffn.chosen(self.experts[number])
+    def _parts(self, ffn: DenseFFN) -> Iterable[DenseFFN]:
+        return map(ffn.chosen, self.experts)
 
     def _by_neuron(self, on_TR: Tensor, width: int) -> Tensor:
         on_RM = torch.zeros(len(self.petals), width, device=on_TR.device)
