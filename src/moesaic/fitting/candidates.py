@@ -124,6 +124,13 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
         _prune(view.count),
         (_prune(view.count, refit=True),),
     )
+    total = len(routed) * view.count
+    if len(routed) > 1 and not config.plain:
+        sums = range(len(routed) * least, total + 1, max(1, total // FINEST))
+        spread = partial(_prune, view.count, uniform=False)
+        yield Family(
+            "prune spread", tuple(n / total for n in sums), spread(), (spread(refit=True),)
+        )
     yield Family("slim", shares, _slim(), (slim(refit=True),))
     end: JSON = {"uneven": True, "spread": "sensitivity"} if uneven else {}
     last, fine = _slim(**end), slim(refit=True, **end)
@@ -260,8 +267,12 @@ def _slim(**options: object) -> Callable[[float], Steps]:
     return steps
 
 
-def _prune(count: int, refit: bool = False) -> Callable[[float], Steps]:
-    return lambda share: (PruneConfig(keep=round(share * count), refit=refit),)
+def _prune(count: int, uniform: bool = True, refit: bool = False) -> Callable[[float], Steps]:
+    def steps(share: float) -> Steps:
+        keep = round(share * count) if uniform else share * count
+        return (PruneConfig(keep=keep, uniform=uniform, refit=refit),)
+
+    return steps
 
 
 def _fewer(top_k: int, by_layer: bool) -> Callable[[float], Steps]:
