@@ -48,7 +48,7 @@ MODELS = ("tiny-shared-moe", "tiny-moe")
 SHARES = (0.5, 0.35, 0.75)
 WHOLE = "bf16"
 """The type of a file whose bytes are a model's."""
-TYPES = (WHOLE, "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
+TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
 
 
 class Watched(Search):

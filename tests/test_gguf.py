@@ -567,6 +567,8 @@ def test_layers_get_the_types_that_lose_least_within_a_budget(
     with pytest.raises(MoesaicError, match=f"out of reach: the least is {narrow:,}"):
         types_within(narrow - 1)
     assert not [*tmp_path.glob("q*.gguf")]
+    rounded(tmp_path / "made.gguf", {"token_embd.weight": "bf16"})
+    assert tensors_of(tmp_path / "made.gguf")["token_embd.weight"].type == "bf16"
 
 
 def test_values_change_place_while_a_group_is_measured():

@@ -51,6 +51,8 @@ def quantise(
     Raises:
         MoesaicError: it refuses the file.
     """
+    from gguf import GGMLQuantizationType
+
     llama = library()
     asked = llama.llama_model_quantize_default_params()
     kept = [(name.encode(), mean_I.numpy()) for name, mean_I in weights.items()]
@@ -63,7 +65,7 @@ def quantise(
     told = [(f"^{re.escape(name)}$".encode(), name_of) for name, name_of in (chosen or {}).items()]
     single = (llama.llama_model_tensor_override * (len(told) + 1))()
     for one, (pattern, name_of) in zip(single, told, strict=False):
-        one.pattern, one.type = pattern, getattr(llama, f"GGML_TYPE_{name_of.upper()}")
+        one.pattern, one.type = pattern, GGMLQuantizationType[name_of.upper()]
     if told:
         asked.tt_overrides = single
     asked.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{type.upper()}")
