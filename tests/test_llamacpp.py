@@ -298,6 +298,26 @@ def test_a_text_makes_k_quants_better(tmp_path):
     assert losses[""] < losses["none"]
 
 
+def test_types_of_layers_lose_less_than_one_type_of_as_many_bytes(tmp_path):
+    """tiny-moe, at what q4_k_m takes, by llama.cpp's own logits."""
+    source = resolve("tiny-moe")
+    ids = source.tokenizer(TEXT, return_tensors="pt").input_ids[0, :2048].view(4, 512)
+    model = source.load(dtype=torch.float32)
+    with torch.no_grad():
+        wanted = model(ids).logits.log_softmax(-1)
+    one = export("tiny-moe", tmp_path / "one.gguf", to="gguf", type="q4_k_m")
+    asked = {"memory": one["bytes"], "among": ("q6_k", "q5_k_m", "q4_k_m", "q3_k_m")}
+    many = export("tiny-moe", tmp_path / "many.gguf", to="gguf", **asked)
+    assert many["type"] == "mixed"
+    assert (tmp_path / "many.gguf").stat().st_size == many["bytes"] <= one["bytes"]
+    losses = []
+    for name in ("one.gguf", "many.gguf"):
+        with llamacpp.Engine(tmp_path / name, 520, exact=True) as engine:
+            found = torch.stack([engine.logits(row) for row in ids]).log_softmax(-1)
+        losses.append((wanted.exp() * (wanted - found)).sum(-1).mean().item())
+    assert losses[1] < 0.9 * losses[0]
+
+
 def test_a_chat_in_llamacpp_is_that_of_transformers(tokenizer, tmp_path):
     """The chat template and the tokenizer are in the file, and the answer makes sense."""
     result = carve("smollm2", MoREConfig(active=0.9), samples=8, length=128)
