@@ -12,7 +12,8 @@ comparison favours it.
 ``loss`` is the rise of perplexity over the original's, relative.
 With ``--tune`` ``single_tuned`` is the best single verb of that row after the same training.
 With ``--bits`` a share is that of the original's own file in bf16, and ``alone`` the original's
-files in each of llama.cpp's types that fit: rounding is the single verb of these rows.
+files in each of llama.cpp's types that fit: rounding all to one type is the single verb of these
+rows, types layer by layer are what is added.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def row(search: Watched) -> JSON:
     chosen, tried = search.run()
     seconds = time.process_time() - start
     alone = [c for c in tried if len(c.steps) == 1]
-    careful = [c for c in alone if c.stage == "refined"] or alone
+    careful = [c for c in alone if c.stage == ("rough" if search.files else "refined")] or alone
     singles = [search.said(c) for c in careful]
     best = min(singles, key=lambda single: float(single["held"]["loss"]), default=None)
     nearest = min(singles, key=lambda single: float(single["held"]["kl"]), default=None)
