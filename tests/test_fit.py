@@ -25,7 +25,7 @@ from moesaic.fitting import search
 from moesaic.fitting.candidates import Family, families, guessed, largest
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.costs import Costs, Ledger, Weight, told
-from moesaic.fitting.search import Candidate, Search, apart, fit
+from moesaic.fitting.search import Candidate, Search, _called, apart, fit
 from moesaic.io.source import Source, resolve
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.naee.config import PruneConfig
@@ -170,6 +170,13 @@ def test_of_several_types_layers_get_the_best_within_the_budget(tmp_path: Path) 
         [{"prune": refit}, {"export": narrow}],
         [{"prune": refit}, mixed],
     ]
+    called = {
+        _called(family, 0.5, make(0.5))
+        for family in found
+        for make in family.fine
+        if family.name in ("q8_0", "prune, q8_0")
+    }
+    assert called == {"mixed", "prune, q8_0", "prune, mixed"}
     (only, *_) = families(resolve("tiny-moe"), FitConfig(memory=9, types=("q8_0",)))
     assert not only.fine
     last = ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m"))

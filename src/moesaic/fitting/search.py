@@ -395,7 +395,11 @@ class Search:
         few = [t for t in tried[: config.confirm] if t[2].kl <= FAR * tried[0][2].kl]
         # nothing is chosen without the best single steps beside it
         few += [t for t in singles if t not in few and t[2].kl <= CLOSE * singles[0][2].kl]
-        fine = [(family.name, make(share)) for family, share, _ in few for make in family.fine]
+        fine = [
+            (_called(family, share, make(share)), make(share))
+            for family, share, _ in few
+            for make in family.fine
+        ]
         refined = (
             self._try(name, steps, "refined", config)
             for name, steps in self.track(fine, "Refining", len(fine))
@@ -585,6 +589,15 @@ class Search:
                 least = min((getattr(w, name) for w in weights), default=0)
                 said.append(f"{name} {wanted:g} is out of reach: the least that works is {least}")
         return "; ".join(said) + "."
+
+
+def _called(family: Family, share: float, steps: Steps) -> str:
+    """A form by the file that it ends in, which may be of another type than when quickly made."""
+    ends = family.rough(share)[-1], steps[-1]
+    if all(isinstance(end, ExportArgs) for end in ends):
+        rough, fine = (end.called for end in ends if isinstance(end, ExportArgs))
+        return family.name.removesuffix(rough) + fine
+    return family.name
 
 
 def figures(ours: Score, theirs: Score) -> JSON:
