@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from builders import loaded, tiny_moe
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from moesaic import estimates
@@ -20,7 +20,7 @@ from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation
 from moesaic.errors import MoesaicError
 from moesaic.estimates import REMEMBERED, Built, Machine, Stage, estimate, measuring, weight_bytes
-from moesaic.io.checkpoint import TYPES
+from moesaic.io.checkpoint import TYPES, align
 from moesaic.io.source import resolve
 from moesaic.io.weightless import header_bytes
 from moesaic.metrics.memory import give_back
@@ -95,16 +95,26 @@ def test_nothing_is_read_but_headers(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_headers_are_those_of_safetensors(tmp_path: Path) -> None:
-    """Every type, in the order in which files hold them, with names that are not plain."""
+    """Every type, in the order in which files hold them, with names that are not plain; and values
+    begin at a whole cache line, once they are aligned."""
     tensors = {
         f'{"zyx"[i % 3]}.ü"{i}': torch.zeros(i % 4, 3).to(kind)
         for i, kind in enumerate(TYPES.values())
     }
     save_file(tensors, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    theirs = (tmp_path / "a.safetensors").read_bytes()
+    align(tmp_path / "a.safetensors")
     written = (tmp_path / "a.safetensors").read_bytes()
     header = header_bytes({name: tensor.to("meta") for name, tensor in tensors.items()})
     assert written[: len(header)] == header
     assert len(written) == len(header) + sum(tensor.nbytes for tensor in tensors.values())
+    assert len(header) % 64 == 0
+    assert header[8:].rstrip() == theirs[8 : 8 + len(header)].split(b"}}")[0] + b"}}"
+    assert written[len(header) :] == theirs[len(theirs) - len(written) + len(header) :]
+    read = load_file(tmp_path / "a.safetensors")
+    assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    align(tmp_path / "a.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == written
 
 
 def test_time_is_the_sum_of_its_parts() -> None:

@@ -24,7 +24,7 @@ from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import architectures, base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.foreign import JSON, Config, Model, Tokenizer
-from moesaic.io.checkpoint import shape_of
+from moesaic.io.checkpoint import align, shape_of
 from moesaic.io.naming import conversions
 from moesaic.io.prediction import leave_out
 from moesaic.io.source import check_loaded, language_model
@@ -331,6 +331,8 @@ def save_live(model: Model, tokenizer: Tokenizer | None, folder: Path) -> None:
     """Write a loaded model, with what it takes to load it again."""
     leave_out(model.config)
     model.save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        align(file)
     write_config(model.config, folder)
     write_stub(model.config, folder)
     if tokenizer is not None:
