@@ -269,3 +269,19 @@ def test_parts_of_two_matrices_end_where_they_end(width, matrices, monkeypatch):
     finally:
         torch.set_num_threads(1)
     torch.testing.assert_close(found, torch.einsum("ti,gmi->gtm", x_TI, rows_GMI) * runs_TM)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("petals", [1, 6, 17])
+def test_scores_are_exact_whatever_the_type_of_tokens(threads, petals, monkeypatch):
+    """A router multiplies in float32: rounded scores would be equal where they are not."""
+    monkeypatch.setattr(kernels, "APART", 0)
+    x_TD, weight_RD = torch.randn(9, 40).bfloat16(), torch.randn(petals, 40)
+    torch.set_num_threads(threads)
+    try:
+        for tokens in (1, 9):
+            found = kernel.scored(x_TD[:tokens], weight_RD)
+            wanted = x_TD[:tokens].double() @ weight_RD.double().T
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    finally:
+        torch.set_num_threads(1)

@@ -103,7 +103,7 @@ class Router(nn.Module):
         weight: Tensor = self.weight
         weight = weight if weight.dtype == torch.float32 else weight.float()
         if h_TB is None:
-            scores_TR = scored(x_TD.float(), weight)
+            scores_TR = scored(x_TD, weight)
         else:
             hidden_size = x_TD.shape[1]
             scores_TR = F.linear(x_TD.float(), weight[:, :hidden_size])

@@ -498,6 +498,29 @@ def dots(given):
 
 
 @njit(**OPTIONS)
+def _scores(x, rows, out, inputs, petals, start, stop):
+    rows_RI = carray(at(rows), (petals, inputs), np.float32)
+    every_R, x_I = np.arange(petals).astype(np.int32), np.empty(inputs, np.float32)
+    for t in range(start, stop):
+        _read(x + 2 * t * inputs, True, x_I)
+        score_R = carray(at(out + 4 * t * petals), (petals,), np.float32)
+        _dot(x_I, rows_RI, every_R, 0, petals, score_R)
+
+
+@Shared
+def scores(given):
+    """out[t, r] = x[t] . rows[r]; parts of tokens.
+
+    Given are addresses of x bfloat16 (T, I), rows float32 (R, I) and out float32 (T, R), and inputs
+    and petals.
+    """
+    start, stop = part(given)
+    while start < stop:
+        _scores(*numbers(given, 5), start, stop)
+        start, stop = part(given)
+
+
+@njit(**OPTIONS)
 def _weighted(hidden, rows, chosen, count, out, tokens, width, outputs, start, stop):
     hidden_TM = carray(at(hidden), (tokens, width), np.float32)
     rows_MO = carray(at(rows), (width, outputs), np.float32)

@@ -22,6 +22,9 @@ MOST = {torch.float32: FEW, torch.bfloat16: 2}
 """Tokens whose petals are worth reading one by one: of more, a product over all neurons is faster
 where the processor multiplies bfloat16 by itself."""
 
+SCORED = 16
+"""Petals up to which torch takes longer to score tokens of bfloat16, and to copy them first."""
+
 UNEVEN = 4
 """Parts of a thread where neurons are chosen: every token runs those of the backbone, few the
 others."""
@@ -61,14 +64,25 @@ def highest(scores_TR: Tensor, top_k: int) -> Tensor:
 
 
 def scored(x_TD: Tensor, weight_RD: Tensor) -> Tensor:
-    """A router's scores x W^T (T, R), both float32."""
+    """A router's scores x W^T (T, R), float32; x is not copied where it is bfloat16.
+
+    Args:
+        x_TD: the block's input.
+        weight_RD: float32.
+    """
+    tokens, inputs = x_TD.shape
+    petals = weight_RD.shape[0]
     compiled = None
-    if x_TD.shape[0] == 1 and weight_RD.is_contiguous():
-        compiled = compiled_for(x_TD, weight_RD)
-    if compiled is None:
-        return F.linear(x_TD, weight_RD)
-    every_1R, count_1 = _every(weight_RD.shape[0])
-    return _dots(compiled, x_TD.contiguous(), [weight_RD], every_1R, count_1)[0]
+    if x_TD.dtype == torch.bfloat16 and tokens > 1 and petals <= SCORED:
+        compiled = compiled_for(x_TD) and compiled_for(weight_RD)
+    if compiled is None or not (x_TD.is_contiguous() and weight_RD.is_contiguous()):
+        return F.linear(x_TD.float(), weight_RD)
+    out_TR = torch.empty(tokens, petals)
+    compiled.scores(
+        x_TD.data_ptr(), weight_RD.data_ptr(), out_TR.data_ptr(), inputs, petals,
+        size=tokens, step=step_of(tokens, tokens * weight_RD.numel()),
+    )  # fmt: skip
+    return out_TR
 
 
 def silenced(h_TM: Tensor, on_TR: Tensor, backbone: int, petals: tuple[int, ...]) -> bool:
@@ -195,13 +209,6 @@ def _ends(backbone: int, petals: tuple[int, ...]) -> Tensor:
     """Where the backbone ends, and each petal; kept, as they are asked for at every step."""
     with torch.inference_mode(False):
         return torch.tensor([*accumulate(petals, initial=backbone)])
-
-
-@lru_cache
-def _every(rows: int) -> tuple[Tensor, Tensor]:
-    """All rows of a matrix, as one token's list."""
-    with torch.inference_mode(False):
-        return torch.arange(rows, dtype=torch.int32)[None], torch.tensor([rows])
 
 
 @lru_cache
