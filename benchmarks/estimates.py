@@ -3,6 +3,8 @@
     python benchmarks/estimates.py           writes estimates.json; goes on where it stopped
     python benchmarks/estimates.py --tell    the same runs told anew, beside what came before
     python benchmarks/estimates.py --large   well-known models to half: what dry runs tell
+    python benchmarks/estimates.py --big DIR runs on 28 GB of Qwen1.5-MoE-A2.7B's shapes, random
+                                             values; DIR needs 46 GB, the checkpoint is deleted
 
 Each run is a process of its own, by the command line, measurement of the result included; memory is
 the peak of its resident set. Ratios are what was told over what came.
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -65,6 +68,13 @@ RUNS: dict[str, list[str]] = {
     "slim, smollm2": ["slim", "smollm2", "--keep", "0.8", *SHORT],
     "carve, smollm2": ["carve", "smollm2", "--active", "0.8", *SHORT],
 }
+BIG = "Qwen1.5-MoE-A2.7B's shapes"
+FEW = ["--samples", "4", "--no-eval"]
+BIG_RUNS: dict[str, list[str]] = {
+    "prune by frequency, 28 GB": ["prune", BIG, "--keep", "30", "--criterion", "frequency", *FEW],
+    "slim, 28 GB": ["slim", BIG, "--keep", "0.5", *FEW],
+}
+"""The results are not measured. ``condense`` would take days."""
 LARGE_OUT = OUT.with_name("estimates_large.json")
 DEEP = {
     "q_lora_rank": 1536,
@@ -167,8 +177,10 @@ def command(arguments: Sequence[str]) -> tuple[Any, dict[str, float]]:
 
 def arguments(name: str, work: str) -> list[str]:
     """A run's command line, whose result is in a folder's ``out``."""
-    verb, model, *options = RUNS[name]
+    verb, model, *options = (RUNS | BIG_RUNS)[name]
     out = str(Path(work) / "out")
+    if model == BIG:
+        return [verb, str(Path(work).parent / "source"), out, *options]
     if verb != "run":
         return [verb, model, out, *options]
     recipe = Path(work) / "recipe.yaml"
@@ -186,9 +198,9 @@ def ratios(estimate: dict[str, Any], took: dict[str, float]) -> dict[str, float]
     }
 
 
-def told_anew(name: str, row: dict[str, Any]) -> dict[str, Any]:
+def told_anew(name: str, row: dict[str, Any], folder: Path | None = None) -> dict[str, Any]:
     """A run that was measured before, with what a dry run tells of it now."""
-    with tempfile.TemporaryDirectory() as work:
+    with tempfile.TemporaryDirectory(dir=folder) as work:
         told, asking = command([*arguments(name, work), "--dry-run"])
     estimate = told["estimate"]
     return {
@@ -200,9 +212,9 @@ def told_anew(name: str, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def measured(name: str) -> dict[str, Any]:
-    """One run, told and carried out."""
-    with tempfile.TemporaryDirectory() as work:
+def measured(name: str, folder: Path | None = None) -> dict[str, Any]:
+    """One run, told and carried out, in a folder of its own inside this one."""
+    with tempfile.TemporaryDirectory(dir=folder) as work:
         out = Path(work) / "out"
         given = arguments(name, work)
         told, asking = command([*given, "--dry-run"])
@@ -222,6 +234,17 @@ def measured(name: str) -> dict[str, Any]:
         "at": start,
         "native": record["native"],
     }
+
+
+def write_big(folder: Path) -> None:
+    """The checkpoint of the large runs: random values, and the tokenizer of a small model."""
+    from prune_large import model_config, write_checkpoint
+
+    from moesaic.io.source import resolve
+
+    write_checkpoint(model_config(24), folder)
+    for file in resolve("tiny-moe").folder.glob("tokenizer*"):
+        shutil.copyfile(file, folder / file.name)
 
 
 def large(name: str) -> dict[str, Any]:
@@ -268,6 +291,8 @@ def main(names: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default="", help="runs whose names contain this")
     parser.add_argument("--tell", action="store_true", help="runs that were measured, told anew")
     parser.add_argument("--large", action="store_true", help="the table of well-known models")
+    parser.add_argument("--big", type=Path, help="runs on 28 GB, in this folder")
+    parser.add_argument("--keep", action="store_true", help="leave the checkpoint of --big there")
     options = parser.parse_args(names)
     if options.large:
         shown: dict[str, Any] = {"environment": environment(), "load": os.getloadavg()[0]}
@@ -282,12 +307,18 @@ def main(names: Sequence[str] | None = None) -> None:
     kept: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
     kept["environment"] = environment()
     rows = kept.setdefault("runs", {})
-    for name in RUNS:
+    source = None if options.big is None else options.big / "source"
+    if source is not None and not source.exists():
+        write_big(source)
+    for name in RUNS if source is None else BIG_RUNS:
         if (name in rows) != options.tell or options.only not in name:
             continue
-        rows[name] = told_anew(name, rows[name]) if options.tell else measured(name)
+        folder = options.big
+        rows[name] = told_anew(name, rows[name], folder) if options.tell else measured(name, folder)
         OUT.write_text(json.dumps(kept, indent=1) + "\n")
         print(name, json.dumps(rows[name]["ratios"]), flush=True)
+    if source is not None and not options.keep:
+        shutil.rmtree(source)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,25 @@ def write_checkpoint(config: Qwen2MoeConfig, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
+def model_config(layers: int) -> Qwen2MoeConfig:
+    """Qwen1.5-MoE-A2.7B's, of so many layers."""
+    return Qwen2MoeConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        intermediate_size=5632,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_experts=60,
+        num_experts_per_tok=4,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        architectures=["Qwen2MoeForCausalLM"],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
@@ -117,21 +136,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="perplexity instead of pruning")
     parser.add_argument("--source", action="store_true", help="leave the source in --work")
     args = parser.parse_args()
-    config = Qwen2MoeConfig(  # Qwen1.5-MoE-A2.7B
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=5632,
-        moe_intermediate_size=1408,
-        shared_expert_intermediate_size=5632,
-        num_hidden_layers=args.layers,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        num_experts=60,
-        num_experts_per_tok=4,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-        architectures=["Qwen2MoeForCausalLM"],
-    )
+    config = model_config(args.layers)
     folder, out = args.work / "prune-large-source", args.work / "prune-large-result"
     try:
         if not folder.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import platform
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,33 @@ import pytest
 import torch
 from builders import loaded, tiny_moe
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 from moesaic import estimates
 from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation
+from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.estimates import REMEMBERED, Built, Machine, Stage, estimate, measuring, weight_bytes
+from moesaic.estimates import (
+    REMEMBERED,
+    Built,
+    Machine,
+    Stage,
+    estimate,
+    foreseen,
+    kept_of_token,
+    logits_held,
+    making,
+    measuring,
+    weight_bytes,
+)
+from moesaic.foreign import give_back
 from moesaic.io.checkpoint import TYPES, align
 from moesaic.io.source import resolve
 from moesaic.io.weightless import header_bytes
-from moesaic.metrics.memory import give_back
+from moesaic.methods.clustering import LIBRARIES
+from moesaic.metrics.divergence import _compared
 from moesaic.metrics.size import model_size
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe, step_config
@@ -137,6 +154,100 @@ def test_mixtures_hold_compiled_products_of_many_shapes() -> None:
     moe, dense = (Built(resolve(name).config, None) for name in ("tiny-moe", "tiny-dense"))
     held = [measuring(m, m, Evaluation(), "cpu")[0].memory - 2 * m.bytes for m in (moe, dense)]
     assert held[0] - held[1] == REMEMBERED
+
+
+def saved_bytes(model: Any, ids: torch.Tensor) -> int:
+    """Of what autograd keeps of a forward pass, the model's weights and what is kept twice left
+    out."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(input_ids=ids, use_cache=False)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe"])
+def test_what_is_kept_of_a_token_is_what_autograd_keeps(name: str) -> None:
+    model = resolve(name).load(dtype=torch.float32)
+    ids = torch.arange(256).view(1, -1)
+    told = kept_of_token(model_size(model).layers, model.config.hidden_size, 4) * ids.numel()
+    assert told == pytest.approx(saved_bytes(model.base_model, ids), rel=0.05)
+
+
+class Held(TorchDispatchMode):
+    """Bytes of the tensors that operations make, at the most crowded moment."""
+
+    def __init__(self, *given: torch.Tensor) -> None:
+        super().__init__()
+        self.known = {x.untyped_storage().data_ptr() for x in given}
+        self.most = self.now = sum(x.nbytes for x in given)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in made if isinstance(made, tuple | list) else [made]:
+            place = x.untyped_storage().data_ptr() if isinstance(x, torch.Tensor) else 0
+            if place and place not in self.known:
+                self.known.add(place)
+                self.now += x.nbytes
+                weakref.finalize(x, self.freed, place, x.nbytes)
+        self.most = max(self.most, self.now)
+        return made
+
+    def freed(self, place: int, size: int) -> None:
+        self.known.discard(place)
+        self.now -= size
+
+
+def test_logits_are_held_as_often_as_told() -> None:
+    """Two models' logits of a batch, and what comparing a window of them takes."""
+    ids = torch.zeros(2, 512, dtype=torch.int64)
+    theirs, ours = torch.ones(2, 512, 2000), torch.ones(2, 512, 2000)
+    with Held(theirs, ours) as held:
+        _compared(theirs, ours, Tokens(ids))
+    assert held.most == pytest.approx(logits_held(2000, 512), rel=0.1)
+
+
+def training(model: str, **options: Any) -> Stage:
+    """What a tune of all weights is told to take while it learns."""
+    with foreseen(recipe_of(model, "out", ("tune", {"what": "all", **options}))) as (step,):
+        return making(step.job, step.outline, 0, decided=False)[0]
+
+
+def test_training_holds_a_batch_moments_and_the_teacher() -> None:
+    one, two = (training("tiny-moe", steps=9, batch=b, length=64) for b in (1, 2))
+    taught = training("tiny-moe", steps=9, batch=1, length=64, teacher="tiny-moe")
+    lora = training("tiny-moe", steps=9, batch=1, length=64, what="lora")
+    moe = Built(resolve("tiny-moe").config, None)
+    count = moe.size.total_parameters
+    kept = kept_of_token(moe.size.layers, 256, 2) + 16 * 4096
+    assert one.memory == estimates.DECIDING + 18 * count + round(64 * kept)
+    assert two.memory - one.memory == round(64 * kept)
+    assert taught.memory - one.memory == moe.bytes + 64 * 16 * 4096
+    assert taught.operations == pytest.approx(one.operations * 4 / 3)
+    assert lora.memory < one.memory - 10 * count
+
+
+def test_weights_wait_only_where_they_are_new() -> None:
+    """Whole experts are copied from file to file; narrower ones are computed, and wait."""
+    experts, routers = 6 * 8 * 3 * 96 * 256 * 2, 6 * 8 * 256 * 2
+    for verb, keep, new in (("prune", 6, routers * 6 // 8), ("slim", 0.5, experts // 2 + routers)):
+        with foreseen(recipe_of("tiny-moe", "out", (verb, {"keep": keep}))) as (step,):
+            assert step.waiting == new
+
+
+def test_clustering_brings_libraries() -> None:
+    held = {}
+    for variant in ("full", "static"):
+        with foreseen(recipe_of("tiny-dense", "out", ("carve", {"variant": variant}))) as (step,):
+            held[variant] = step.outline.libraries
+    assert held == {"full": LIBRARIES, "static": 0}
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from torch import nn
 
 from moesaic import __version__
 from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation, MethodConfig, RunArgs, parse_dtype
 from moesaic.exports.engines import limits
 from moesaic.foreign import JSON, Config, Model
@@ -42,20 +43,20 @@ from moesaic.result import save_applied
 from moesaic.stream.job import Job
 from moesaic.surgery import headers_of
 
-SHARD = 2 << 30
-"""Bytes of weights that are pending at most while they are written."""
 CACHE = 2 << 30
 """Bytes of a layer's activations that are kept at most."""
 SPILL = 4 << 30
 """Bytes of hidden states that are in memory at most."""
 PAGES = 600_000
 """Bytes of card, page, picture and record."""
-DECIDING, MEASURING = 300_000_000, 440_000_000
-"""Bytes that libraries, text and the allocator hold beside the model while it is decided, and while
-it is measured: what runs on the tiny models took beyond the rest."""
-REMEMBERED = 240_000_000
-"""Bytes of compiled products, of which the command line lets 512 be kept: experts meet that many
-numbers of tokens, dense layers few."""
+DECIDING, MEASURING = 300_000_000, 280_000_000
+"""Bytes that libraries, text and the allocator hold beside the model while it is decided or learns,
+and while it is measured: 75 MB are modules that a dry run does without, 110 MB readers of text."""
+REMEMBERED = 350_000_000
+"""Bytes of compiled products, of which the command line lets 512 be kept, 290 MB measured, and of
+the holes between them: experts meet that many numbers of tokens, dense layers few."""
+TRAINER = 115_000_000
+"""Bytes of transformers' Trainer, which stays when training has ended."""
 RUN, CHILD = 3.3, 2.3
 """A run, and a process that measures memory, begin and end in so many times what a dry run needs to
 begin: they import compilers, training and data sets, too, and a run draws text and writes the
@@ -122,7 +123,8 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
         for step in steps:
             files = sum(f.stat().st_size for f in step.result.folder.iterdir())
             written = weight_bytes(step.result.folder)
-            stages += making(step.job, step.outline, written, bool(recipe.calibration.stats))
+            decided = bool(recipe.calibration.stats)
+            stages += making(step.job, step.outline, written, decided, step.waiting)
             disk += files + 2 * sum(
                 tensor.nbytes for tensor in step.outline.plan.tensors().values()
             )
@@ -131,7 +133,11 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
         made = Built(source.config, dtype)
         if recipe.evaluation is not None:
             original = Built(steps[0].job.original.config, dtype)
-            stages += measuring(original, made, recipe.evaluation, recipe.device)
+            held = max(step.outline.libraries for step in steps)
+            held += TRAINER * any(step.outline.trained for step in steps)
+            last = steps[-1].outline
+            held += made.bytes * (last.trained > last.added)  # the live model is the result
+            stages += measuring(original, made, recipe.evaluation, recipe.device, held)
             disk += PAGES
         machine = machine or Machine.here(recipe.device)
         config = made.config
@@ -157,6 +163,8 @@ class Step:
     job: Job[Arch]
     outline: Outline
     result: Weightless
+    waiting: int
+    """Bytes of new weights that are in memory at most, before they are written."""
 
 
 @contextmanager
@@ -207,10 +215,11 @@ def carried_out(source: Weightless, config: MethodConfig, recipe: Recipe, folder
     """
     job, outline = outlined(source, config, recipe)
     folder.mkdir()
-    save_applied(source, outline.plan, folder, job.dtype, Outliner(folder))
+    writer = Outliner(folder)
+    save_applied(source, outline.plan, folder, job.dtype, writer)
     if outline.plan.layers:
         outline.plan.save(folder)  # tune asks which layers were condensed
-    return Step(job, outline, Weightless(recipe.out, folder))
+    return Step(job, outline, Weightless(recipe.out, folder), writer.waiting)
 
 
 def weight_bytes(folder: Path) -> int:
@@ -272,14 +281,20 @@ class Built:
         return sum(20.0 + 3 * use.experts for use in self.size.layers)
 
 
+def _sizes(module: nn.Module) -> list[int]:
+    return [p.numel() * p.element_size() for p in module.parameters()]
+
+
 def _bytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters())
+    return sum(_sizes(module))
 
 
 # --- stages --------------------------------------------------------------------------------------
 
 
-def making(job: Job[Arch], outline: Outline, written: int, decided: bool) -> list[Stage]:
+def making(
+    job: Job[Arch], outline: Outline, written: int, decided: bool, waiting: int = 0
+) -> list[Stage]:
     """Observing and deciding, training, and writing of one step.
 
     Args:
@@ -287,17 +302,20 @@ def making(job: Job[Arch], outline: Outline, written: int, decided: bool) -> lis
         outline: its result, told beforehand.
         written: bytes of the result's weights.
         decided: statistics are at hand.
+        waiting: bytes of new weights that are in memory at most, before they are written.
     """
     model = job.shape
     uses = model_size(model).layers
     layers = [_bytes(layer) for layer in job.layers]
+    # while a layer is read, stacks of experts are copied, of which the largest has two parts
+    read = max(sum(_sizes(layer)) + max(_sizes(layer)) // 2 for layer in job.layers)
     hidden = model.get_input_embeddings().weight.shape[1]
     vocabulary = model.get_input_embeddings().weight.shape[0]
     item = next(model.parameters()).element_size()
     tokens = job.planned_tokens
     run = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
     every = _bytes(model)
-    libraries = DECIDING + REMEMBERED * any(use.experts for use in uses)
+    libraries = DECIDING + outline.libraries + REMEMBERED * any(use.experts for use in uses)
     stages = []
     if outline.passes and not decided:
         states = min(SPILL, 2 * tokens * hidden * item)
@@ -307,7 +325,7 @@ def making(job: Job[Arch], outline: Outline, written: int, decided: bool) -> lis
         stages.append(
             Stage(
                 libraries
-                + max(every - sum(layers), 2 * max(layers) + kept + outline.held)
+                + max(every - sum(layers), read + kept + outline.held)
                 + states
                 + outline.whole * every,
                 outline.passes * 2.0 * run * tokens + outline.work * tokens,
@@ -316,26 +334,62 @@ def making(job: Job[Arch], outline: Outline, written: int, decided: bool) -> lis
             )
         )
     if outline.trained:
-        batch = min(outline.tokens, 2048)
-        width = sum(12 * hidden + 3 * use.active_width for use in uses)
+        batch = min(outline.tokens, outline.batch)
+        head = 16 * (1 + outline.taught) * vocabulary  # logits, log-softmax, gradients of both
         stages.append(
             Stage(
                 round(
-                    libraries
-                    + every * (1 + outline.whole)
-                    + 12 * outline.trained
-                    + 4 * batch * (width + 3 * vocabulary)
+                    DECIDING
+                    + (every - item * (outline.trained - outline.added))
+                    + outline.beside
+                    + 16 * outline.trained  # values, gradients and two moments, in float32
+                    + item * outline.trained * (item < 4)  # what autocast makes of them
+                    + batch * (kept_of_token(uses, hidden, item) + head)
                 ),
-                6.0 * (run + hidden * vocabulary) * outline.tokens * (1 + outline.whole / 3),
+                6.0 * (run + hidden * vocabulary) * outline.tokens * (1 + outline.taught / 3),
                 60.0 * len(uses) * outline.tokens / batch,
                 0.0,
             )
         )
-    stages.append(Stage(min(written, SHARD) + 2 * max(layers), bytes=2.0 * written))
+    stages.append(Stage(libraries + waiting, bytes=2.0 * written))
     return stages
 
 
-def measuring(original: Built, result: Built, settings: Evaluation, device: str) -> list[Stage]:
+def kept_of_token(uses: Sequence[LayerUse], hidden: int, item: int) -> float:
+    """Bytes that layers keep of a token from the forward to the backward pass.
+
+    Around norms and attention 30 bytes of a hidden number whatever the type, and two numbers of it;
+    of the FFN the gate, its activation, the up projection and their product; of each expert that
+    runs what it is given, and what it makes of it.
+
+    Args:
+        uses: of the decoder layers.
+        hidden: hidden size.
+        item: bytes of a number in the type that the model computes in.
+    """
+    found = 0.0
+    for use in uses:
+        routed = 2 * 4 * use.top_k * (use.experts > 0)
+        found += (30 + 2 * item + routed) * hidden + 4 * item * use.active_width
+    return found
+
+
+def logits_held(vocabulary: int, length: int) -> int:
+    """Bytes of logits while two models are compared, in float32.
+
+    Both models' of a batch; of a window both copied, their log-softmax, its difference, the terms
+    of the divergence, and these in float64.
+
+    Args:
+        vocabulary: tokens.
+        length: of a window.
+    """
+    return 4 * vocabulary * (2 * max(BATCH, length) + 8 * length)
+
+
+def measuring(
+    original: Built, result: Built, settings: Evaluation, device: str, held: int = 0
+) -> list[Stage]:
     """Quality of both models, then speed and memory.
 
     Args:
@@ -343,12 +397,12 @@ def measuring(original: Built, result: Built, settings: Evaluation, device: str)
         result: the other.
         settings: how much is measured.
         device: where.
+        held: bytes that deciding left behind: libraries, a model that was trained.
     """
     tokens, both = settings.max_tokens or 150_000, (original, result)
     length = settings.length or 512
     head = cast(Any, original.model).get_input_embeddings().weight.shape[0]
-    logits = 4 * head * (2 * max(BATCH, length) + 5 * length)
-    kept = MEASURING + REMEMBERED * any(use.experts for use in original.size.layers)
+    kept = MEASURING + held + REMEMBERED * any(use.experts for use in original.size.layers)
     weights = sum(model.bytes for model in both)
     together = weights * ROOM <= free_bytes(device)
     if not together:
@@ -357,7 +411,7 @@ def measuring(original: Built, result: Built, settings: Evaluation, device: str)
     calls = sum(model.calls for model in both)
     variants = 1 + len(settings.compare)
     quality = Stage(
-        kept + weights + logits,
+        kept + weights + logits_held(head, length),
         variants * 2.0 * active * tokens + 30.0 * head * tokens,
         calls * (variants * tokens / BATCH + settings.new_tokens + 40),
         4.0 * sum(model.bytes for model in both),

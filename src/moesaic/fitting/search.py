@@ -32,7 +32,7 @@ from moesaic.fitting.candidates import Family, families, guessed, largest
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.costs import Costs, Ledger, Parts, Steps, Weight, told
 from moesaic.fitting.files import Files
-from moesaic.foreign import JSON, Track, silent
+from moesaic.foreign import JSON, Track, give_back, silent
 from moesaic.io.checkpoint import whole_folder
 from moesaic.io.names import whole_file
 from moesaic.io.source import Source, resolve
@@ -42,7 +42,6 @@ from moesaic.methods.sft.config import TuneConfig
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.measure import environment
 from moesaic.metrics.measure import fit as has_room
-from moesaic.metrics.memory import give_back
 from moesaic.metrics.score import Score, scores_beside
 from moesaic.pipeline import convert, run_recipe
 from moesaic.plan import Progress

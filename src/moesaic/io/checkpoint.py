@@ -145,7 +145,10 @@ class Checkpoint:
             raise MoesaicError(f"{self.folder} has no tensor {name!r}.")
         if self.weightless:
             kind = TYPES[self._types[name]]
-            return torch.empty(self._shapes[name], dtype=kind, device="meta")
+            empty = torch.empty(self._shapes[name], dtype=kind, device="meta")
+            if (stored := self._stored.get(name)) is not None:
+                _STORED[empty] = empty._version, stored
+            return empty
         return self._read(name)
 
     def _read(self, name: str) -> Tensor:
@@ -208,6 +211,12 @@ def _reading(file: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError, ValueError) as error:
         raise MoesaicError(f"{file} is missing, truncated or corrupt: {error}") from error
+
+
+def place(tensor: Tensor) -> Stored | None:
+    """Where a tensor lies on disk; None where its values are not as they were read."""
+    version, stored = _STORED.get(tensor, (None, None))
+    return stored if version == tensor._version else None
 
 
 class Writer(Protocol):
@@ -353,8 +362,8 @@ class ShardWriter:
             file.write(header_bytes(self._pending))
             for name in stored_order(self._pending):
                 tensor = self._pending[name]
-                version, stored = _STORED.get(tensor, (None, None))
-                if stored is not None and version == tensor._version:
+                stored = place(tensor)
+                if stored is not None:
                     _write(name, stored, file)
                 else:
                     check_finite(name, tensor)

@@ -67,12 +67,22 @@ class Outline:
     """Floating-point operations beside those passes, per calibration token."""
     held: int = 0
     """Bytes of statistics held at a time beside the layer and its tokens."""
+    libraries: int = 0
+    """Bytes of libraries that deciding imports, and most methods do not."""
     trained: int = 0
     """Parameters that learn; the whole model is then in memory."""
+    added: int = 0
+    """Of them those that the model itself lacks."""
     tokens: int = 0
     """Tokens that are trained on, forward and backward."""
+    batch: int = 0
+    """Tokens of them at a time."""
+    taught: bool = False
+    """A teacher runs forward with each batch."""
+    beside: int = 0
+    """Bytes of the teacher, where it has weights of its own."""
     whole: bool = False
-    """The whole model is held, though nothing learns."""
+    """The whole model is held while it is observed."""
 
 
 class Method(ABC, Generic[C, A]):

@@ -17,12 +17,12 @@ from moesaic.data.source import DOMAINS
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, silent
+from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, give_back, silent
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as repeated
-from moesaic.metrics.memory import free_bytes, give_back
+from moesaic.metrics.memory import free_bytes
 from moesaic.metrics.perplexity import perplexity
 from moesaic.metrics.routing import trace
 from moesaic.metrics.score import Score, score, scores_beside

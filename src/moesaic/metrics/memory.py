@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import resource
 import sys
@@ -60,12 +59,6 @@ def forget_peak() -> None:
     """Let :func:`peak_resident` start anew from now (Linux; elsewhere it stays)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def give_back() -> None:
-    """Give freed memory back to the system, which the allocator keeps in pieces (glibc's only)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 if __name__ == "__main__":

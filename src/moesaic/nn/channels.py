@@ -55,17 +55,16 @@ class Tally:
         self.clear()
 
     def clear(self) -> None:
-        self.read: Any = 0
-        self.all = 0
+        self.read = self.all = 0
 
     def add(self, on_TI: Tensor) -> None:
         """Count a mask."""
-        self.read = self.read + on_TI.sum()
+        self.read += int(on_TI.sum())
         self.all += on_TI.numel()
 
     def share(self, nominal: float) -> float:
         """What was counted; where nothing was, the nominal share."""
-        return float(self.read) / self.all if self.all else nominal
+        return self.read / self.all if self.all else nominal
 
 
 def plain(weight: Tensor) -> bool:

@@ -170,9 +170,14 @@ def packed_places(experts: int) -> Tensor:
     return places_EE
 
 
+def gram_room(tokens: int, experts: int) -> int:
+    """Bytes of the Gram matrices of a layer's tokens."""
+    return tokens * experts * (experts + 1) // 2 * 4
+
+
 def sample_share(tokens: int, experts: int, limit_bytes: int) -> float:
     """The share of tokens whose Gram matrices fit ``limit_bytes``."""
-    need = tokens * experts * (experts + 1) // 2 * 4
+    need = gram_room(tokens, experts)
     return min(1.0, limit_bytes / need) if need else 1.0
 
 

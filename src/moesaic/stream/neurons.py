@@ -98,8 +98,10 @@ def square_sums(h_NM: Tensor) -> Tensor:
 
 def weight_stats(view: DenseFFN | MoEFFN) -> NeuronStats:
     """The statistics of no tokens: sizes of weights, and sums that are zero."""
-    pairs = [norms(view.weights_of(i)) for i in range(view.count)]
-    reach_EM, size_EM = (torch.stack(column) for column in zip(*pairs, strict=True))
+    # in two pieces: small ones would lie between what norms take, and hold its room
+    reach_EM, size_EM = (torch.empty(view.count, view.width, dtype=torch.float64) for _ in range(2))
+    for i in range(view.count):
+        reach_EM[i], size_EM[i] = norms(view.weights_of(i))
     none, ffn = torch.zeros(0, dtype=torch.float64), view.shared_ffn
     shared = (none, none) if ffn is None else norms(ffn.weights_of(0))
     return NeuronStats(

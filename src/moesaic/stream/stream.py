@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import PREFIX, Arch, DenseFFN
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model
+from moesaic.foreign import JSON, Config, Model, give_back
 from moesaic.io.checkpoint import Checkpoint, narrowed, skeleton
 from moesaic.io.checkpoint import cast as as_dtype
 from moesaic.io.naming import Naming
@@ -302,6 +302,7 @@ class LayerStream(Generic[V]):
                     parent = module.get_submodule(owner)
                     meta = getattr(parent, leaf).to("meta")
                     setattr(parent, leaf, nn.Parameter(meta, requires_grad=False))
+                give_back()  # or what is kept of each layer holds the room of all that it took
 
         prefix, _, layers_name = arch.layers_path.rpartition(".")
         return cls(

@@ -131,6 +131,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             passes=0.0,
             trained=count,
             tokens=config.steps * config.batch * config.accumulate * config.length,
+            batch=config.batch * config.length,
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:

@@ -40,7 +40,7 @@ from moesaic.methods.naee.reconstruction import ELEMENTS, output_norm, squared_e
 from moesaic.methods.naee.search import allocate
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.experts import ExpertStats, unpacked
+from moesaic.stream.experts import ExpertStats, gram_room, unpacked
 from moesaic.stream.job import Job
 
 SEEN = "losses"
@@ -197,7 +197,7 @@ class FewerExperts(Method[LExIConfig, MoEArch]):
             decided.plan,
             exact=False,  # which layers run fewer follows from text
             work=2.0 * len(tops) * ((view.count - view.top_k) * one + pairs),
-            held=config.gram_mb << 20,
+            held=min(config.gram_mb << 20, gram_room(job.planned_tokens, view.count)),
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:

@@ -28,6 +28,7 @@ from moesaic.methods.budget import (
     split_for_share,
     split_for_target,
 )
+from moesaic.methods.clustering import LIBRARIES
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.more.formulas import (
     COVERAGE,
@@ -138,6 +139,7 @@ class MoRE(DenseMethod[MoREConfig]):
             work=sum(2.0 * s.width**2 for s in (sizes[i] for i in wanted))
             * (config.activation_ratio + 2 * config.refit),
             held=max(12 * sizes[i].width ** 2 for i in wanted),
+            libraries=LIBRARIES * any(isinstance(x, CarvedLayer) for x in layers.values()),
         )
 
     def _outlined(self, worth_M: Tensor, hidden: int, budget: Split) -> LayerPlan:

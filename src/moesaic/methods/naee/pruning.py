@@ -54,7 +54,7 @@ from moesaic.methods.naee.tendency import MANY, together
 from moesaic.methods.naee.wanda import thinned
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.experts import ExpertStats
+from moesaic.stream.experts import ExpertStats, gram_room
 from moesaic.stream.job import Finished, Job
 
 RESULT = "result"
@@ -242,7 +242,7 @@ class Pruner(Method[PruneConfig, MoEArch]):
             exact=config.uniform,
             passes=config.chosen.observes + config.refit * (1 + config.progressive),
             work=2.0 * looked * ((view.count - view.top_k) * one + config.chosen.gram * pairs),
-            held=config.gram_bytes,
+            held=min(config.gram_bytes, gram_room(job.planned_tokens, view.count)),
         )
 
     def _counts(

@@ -13,6 +13,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.data.training import training_text
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model
+from moesaic.io.checkpoint import shape_of
 from moesaic.io.fingerprint import of_model
 from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Outline, Told
@@ -119,11 +120,19 @@ class Tuning(Method[TuneConfig, Arch]):
             chosen = trainable(model, job.arch, config.what, _plan(job))
             count = sum(p.numel() for p in chosen.values())
         texts = (config.steps or STEPS) * config.batch * config.accumulate
+        teacher = job.args.teacher
+        if teacher is None and config.teacher:
+            teacher = shape_of(resolve(config.teacher).config, job.dtype)
+        weights = () if teacher is None else teacher.parameters()
         return Outline(
             Plan(config.name, job.base, {}, asdict(config)),
             passes=0.0,
             trained=count,
+            added=count if config.what == "lora" else 0,
             tokens=texts * config.length,
+            batch=config.batch * config.length,
+            taught=teacher is not None,
+            beside=sum(w.numel() * w.element_size() for w in weights),
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:

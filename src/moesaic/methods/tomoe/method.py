@@ -139,13 +139,17 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         plans, _ = decide(masking, layers, job.arch.attention, threshold_for(layers, config.active))
         assert config.steps is not None
         assert config.batch is not None
-        texts = config.steps * config.batch * config.accumulate
+        count = parameters(masking)
+        batch = config.batch * (config.length or config.window)
         return Outline(
             Plan(config.name, job.base, dict(plans), asdict(config)),
             exact=False,
             passes=1.0,
-            trained=parameters(masking),
-            tokens=texts * (config.length or config.window),
+            trained=count,
+            added=count,
+            tokens=config.steps * config.accumulate * batch,
+            batch=batch,
+            taught=config.objective == "distillation",
             whole=True,
         )
 
