@@ -160,11 +160,11 @@ def test_forms_that_end_in_a_file_are_native_and_of_whole_blocks() -> None:
 
 
 def test_of_several_types_layers_get_the_best_within_the_budget(tmp_path: Path) -> None:
-    """Where a form is made with care: rounding alone once, others beside their single type."""
+    """Where a form is made with care, beside its single type."""
     mixed = {"export": {"to": "gguf", "memory": 9, "among": ("q8_0", "q4_k_m")}}
     found = families(resolve("tiny-moe"), FitConfig(memory=9, types=("q8_0", "q4_k_m")))
     fine = {family.name: [told(make(0.5)) for make in family.fine] for family in found}
-    assert fine["q8_0"] == fine["q4_k_m"] == [[mixed]]
+    assert fine["q8_0"] == fine["q4_k_m"] == []
     refit, narrow = {"method": "naee", "keep": 4, "refit": True}, {"to": "gguf", "type": "q8_0"}
     assert fine["prune, q8_0"] == [
         [{"prune": refit}, {"export": narrow}],
@@ -174,11 +174,9 @@ def test_of_several_types_layers_get_the_best_within_the_budget(tmp_path: Path) 
         _called(family, 0.5, make(0.5))
         for family in found
         for make in family.fine
-        if family.name in ("q8_0", "prune, q8_0")
+        if family.name == "prune, q8_0"
     }
-    assert called == {"mixed", "prune, q8_0", "prune, mixed"}
-    (only, *_) = families(resolve("tiny-moe"), FitConfig(memory=9, types=("q8_0",)))
-    assert not only.fine
+    assert called == {"prune, q8_0", "prune, mixed"}
     last = ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m"))
     costs = Costs(recipe_of(tmp_path / "out"), tmp_path, PlainFiles(resolve("tiny-moe")))
     weight, alone = costs.of((last,)), costs.of((ExportArgs(to="gguf", type="q8_0"),))
@@ -376,6 +374,28 @@ def test_weights_are_trained_before_they_are_rounded(
     assert {c.form for c in tuned} == {"pruned, tuned"}
     taught = told(tuned[0].steps)[1]["tune"]
     assert (taught["steps"], taught["what"], taught["length"]) == (3, "all", 64)
+
+
+@pytest.mark.parametrize(
+    ("types", "tried"), [(("q8_0",), []), (("q8_0", "q8_0"), []), (("q8_0", "q2_k"), ["mixed"])]
+)
+def test_rounding_layer_by_layer_is_tried_where_no_single_type_fits(
+    types: tuple[str, ...], tried: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def looked(self: Search, form: str, steps: Any, *_: Any) -> None:
+        seen.append(form)
+
+    monkeypatch.setattr(search, "Files", PlainFiles)
+    monkeypatch.setattr(search, "families", lambda *_: [])
+    monkeypatch.setattr(Search, "texts", None)
+    monkeypatch.setattr(Search, "_affords", lambda *_: True)
+    monkeypatch.setattr(Search, "_try", looked)
+    looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, types=types), tmp_path)
+    with pytest.raises(MoesaicError, match="out of reach"):
+        looking.run()
+    assert seen == tried
 
 
 @pytest.mark.parametrize("confirm", [1, 9])

@@ -76,9 +76,8 @@ def _as_files(found: Sequence[Family], type: str, config: FitConfig) -> Iterator
     It is of one type, and where that is made with care, of the best of all for each layer.
     """
     last = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
-    mixed = ExportArgs(to="gguf", memory=config.memory, among=config.types)
-    ends = (last, mixed) if len({*config.types} - {"f32"}) > 1 else (last,)
-    yield Family(type, (1.0,), partial(_only, last), tuple(partial(_only, end) for end in ends[1:]))
+    ends = (last, *mixed(config))
+    yield Family(type, (1.0,), lambda _: (last,))
 
     def ended(family: Family) -> Family:
         fine = tuple(_before(steps, end) for steps in family.fine for end in ends)
@@ -86,6 +85,13 @@ def _as_files(found: Sequence[Family], type: str, config: FitConfig) -> Iterator
         return Family(name, family.shares, _before(family.rough, last), fine, instead)
 
     yield from map(ended, found)
+
+
+def mixed(config: FitConfig) -> Sequence[ExportArgs]:
+    """The file whose layers have the best of several types; nothing where one was asked for."""
+    if len({*config.types} - {"f32"}) < 2:
+        return ()
+    return (ExportArgs(to="gguf", memory=config.memory, among=config.types),)
 
 
 def _of_dense(arch: Arch, built: Built, config: FitConfig) -> Iterator[Family]:
@@ -286,10 +292,6 @@ def _condense(routed: int, share: float, **options: object) -> Steps:
 
 def _carve(kind: type[MethodConfig], share: float, **options: object) -> Steps:
     return (kind(active=share, **options),)  # type: ignore[call-arg]
-
-
-def _only(last: ExportArgs, _: float) -> Steps:
-    return (last,)
 
 
 def _before(steps: Callable[[float], Steps], last: ExportArgs) -> Callable[[float], Steps]:

@@ -28,7 +28,7 @@ from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, evaluation_to
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Machine
-from moesaic.fitting.candidates import Family, families, guessed, largest
+from moesaic.fitting.candidates import Family, families, guessed, largest, mixed
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.costs import Costs, Ledger, Parts, Steps, Weight, told
 from moesaic.fitting.files import Files
@@ -399,6 +399,8 @@ class Search:
             for family, share, _ in few
             for make in family.fine
         ]
+        # rounding alone, also where no single type is narrow enough
+        fine += [(asked.called, (asked,)) for asked in mixed(self.config)]
         refined = (
             self._try(name, steps, "refined", config)
             for name, steps in self.track(fine, "Refining", len(fine))
