@@ -67,6 +67,9 @@ RUNS: dict[str, list[str]] = {
     "carve wina, smollm2": ["carve", "smollm2", "--method", "wina", *SHORT],
     "slim, smollm2": ["slim", "smollm2", "--keep", "0.8", *SHORT],
     "carve, smollm2": ["carve", "smollm2", "--active", "0.8", *SHORT],
+    "tune, smollm2": [
+        *["tune", "smollm2", "--what", "all", "--steps", "2", "--batch", "1", "--no-eval"]
+    ],
 }
 BIG = "Qwen1.5-MoE-A2.7B's shapes"
 FEW = ["--samples", "4", "--no-eval"]
