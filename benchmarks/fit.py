@@ -68,7 +68,7 @@ class Watched(Search):
             yield source
             file = self._noted(made.stem.removeprefix("made-"))
             if self._noting and not file.exists():
-                run = Whole(source.load(self.recipe.device, self.dtype))
+                run = Whole.of(source, self.recipe.device, self.dtype)
                 file.write_text(json.dumps(figures(*scores_beside(run, self._other, self.held))))
 
     @property

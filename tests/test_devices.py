@@ -24,6 +24,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.metrics.bench import bench
+from moesaic.metrics.forward import Whole
 from moesaic.metrics.measure import ROOM, measure
 from moesaic.metrics.memory import free_bytes
 from moesaic.nn import CarvedFFN
@@ -488,7 +489,7 @@ def test_measuring_holds_both_models_only_if_there_is_room(
     room: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = resolve("tiny-dense")
-    weights = sum(p.nbytes for p in original.load().parameters())
+    weights = sum(p.nbytes for p in Whole.of(original).shape.parameters())
     free = int((room + 0.5) * ROOM * weights)
     result = moesaic.carve("tiny-dense", samples=4)
     result.save(tmp_path / "out")

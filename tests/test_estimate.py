@@ -36,6 +36,7 @@ from moesaic.estimates import (
     weight_bytes,
 )
 from moesaic.foreign import give_back
+from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import TYPES, align
 from moesaic.io.source import resolve
 from moesaic.io.weightless import header_bytes
@@ -152,8 +153,9 @@ def test_more_work_takes_longer_and_more_room() -> None:
 
 def test_mixtures_hold_compiled_products_of_many_shapes() -> None:
     moe, dense = (Built(resolve(name).config, None) for name in ("tiny-moe", "tiny-dense"))
-    held = [measuring(m, m, Evaluation(), "cpu")[0].memory - 2 * m.bytes for m in (moe, dense)]
-    assert held[0] - held[1] == REMEMBERED
+    stages = {m: measuring(m, m, Evaluation(), "cpu")[0] for m in (moe, dense)}
+    told = [stage.memory - 2 * m.held("cpu") for m, stage in stages.items()]
+    assert told[0] - told[1] == REMEMBERED
 
 
 def saved_bytes(model: Any, ids: torch.Tensor) -> int:
@@ -226,10 +228,12 @@ def test_training_holds_a_batch_moments_and_the_teacher() -> None:
     lora = training("tiny-moe", steps=9, batch=1, length=64, what="lora")
     moe = Built(resolve("tiny-moe").config, None)
     count = moe.size.total_parameters
-    kept = kept_of_token(moe.size.layers, 256, 2) + 16 * 4096
-    assert one.memory == estimates.DECIDING + 18 * count + round(64 * kept)
+    item = (working_type(moe.config) or torch.bfloat16).itemsize
+    kept = kept_of_token(moe.size.layers, 256, item) + 16 * 4096
+    copies = 16 + item * (item < 4)
+    assert one.memory == estimates.DECIDING + copies * count + round(64 * kept)
     assert two.memory - one.memory == round(64 * kept)
-    assert taught.memory - one.memory == moe.bytes + 64 * 16 * 4096
+    assert taught.memory - one.memory == moe.held("cpu") + 64 * 16 * 4096
     assert taught.operations == pytest.approx(one.operations * 4 / 3)
     assert lora.memory < one.memory - 10 * count
 

@@ -412,7 +412,8 @@ class RunArgs:
     device: str = "cpu"
     """The device that layers run on, when ``model`` is a name."""
     dtype: torch.dtype | None = None
-    """Floating-point type, when ``model`` is a name; None for the checkpoint's own."""
+    """Floating-point type, when ``model`` is a name; None for the checkpoint's own, computed in
+    float32 where the processor has no products of it."""
     progress: Path | None = None
     """Folder for finished layers; a run that finds them there continues."""
     track: Track = silent

@@ -28,6 +28,7 @@ from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation, MethodConfig, RunArgs, parse_dtype
 from moesaic.exports.engines import limits
 from moesaic.foreign import JSON, Config, Model
+from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import INDEX_NAME, shape_of
 from moesaic.io.names import cache_folder, whole_file
 from moesaic.io.weightless import Outliner, Weightless, foretold
@@ -247,8 +248,7 @@ class Built:
     """A model without values, and what its parts weigh."""
 
     def __init__(self, config: Config, dtype: torch.dtype | None) -> None:
-        self.config = config
-        self._dtype = dtype or self.config.dtype
+        self.config, self._dtype = config, dtype
 
     @cached_property
     def model(self) -> nn.Module:
@@ -262,8 +262,12 @@ class Built:
 
     @property
     def bytes(self) -> int:
-        """Of its weights in memory."""
-        return _bytes(self.model)
+        """Of its weights."""
+        return sum(sizes_in(self.model))
+
+    def held(self, device: str) -> int:
+        """Bytes of its weights while it is looked at."""
+        return sum(sizes_in(self.model, working_type(self.config, self._dtype, device)))
 
     @property
     def native(self) -> bool:
@@ -281,14 +285,6 @@ class Built:
         return sum(20.0 + 3 * use.experts for use in self.size.layers)
 
 
-def _sizes(module: nn.Module) -> list[int]:
-    return [p.numel() * p.element_size() for p in module.parameters()]
-
-
-def _bytes(module: nn.Module) -> int:
-    return sum(_sizes(module))
-
-
 # --- stages --------------------------------------------------------------------------------------
 
 
@@ -304,17 +300,18 @@ def making(
         decided: statistics are at hand.
         waiting: bytes of new weights that are in memory at most, before they are written.
     """
-    model = job.shape
+    model, dtype = job.shape, job.working_type
     uses = model_size(model).layers
-    layers = [_bytes(layer) for layer in job.layers]
+    sizes = [sizes_in(layer, dtype) for layer in job.layers]
+    layers = [sum(of) for of in sizes]
     # while a layer is read, stacks of experts are copied, of which the largest has two parts
-    read = max(sum(_sizes(layer)) + max(_sizes(layer)) // 2 for layer in job.layers)
+    read = max(sum(of) + max(of) // 2 for of in sizes)
     hidden = model.get_input_embeddings().weight.shape[1]
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    item = next(model.parameters()).element_size()
+    item = (dtype or next(model.parameters()).dtype).itemsize
     tokens = job.planned_tokens
     run = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
-    every = _bytes(model)
+    every = sum(sizes_in(model, dtype))
     libraries = DECIDING + outline.libraries + REMEMBERED * any(use.experts for use in uses)
     stages = []
     if outline.passes and not decided:
@@ -399,14 +396,15 @@ def measuring(
         device: where.
         held: bytes that deciding left behind: libraries, a model that was trained.
     """
-    tokens, both = settings.max_tokens or 150_000, (original, result)
+    tokens = settings.max_tokens or 150_000
+    both = (original, result)
     length = settings.length or 512
     head = cast(Any, original.model).get_input_embeddings().weight.shape[0]
     kept = MEASURING + held + REMEMBERED * any(use.experts for use in original.size.layers)
-    weights = sum(model.bytes for model in both)
+    weights = sum(model.held(device) for model in both)
     together = weights * ROOM <= free_bytes(device)
     if not together:
-        weights = round(2 * max(model.bytes / model.depth for model in both))
+        weights = round(2 * max(model.held(device) / model.depth for model in both))
     active = sum(model.size.active_parameters for model in both)
     calls = sum(model.calls for model in both)
     variants = 1 + len(settings.compare)

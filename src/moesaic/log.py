@@ -70,8 +70,14 @@ class Log(logging.Handler):
             warnings.showwarning = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note a warning of ours."""
+        """Note a warning of ours, and show it where nobody else does.
+
+        Python shows what has no handler, and this is one.
+        """
         self.note(record.getMessage())
+        others = {*logging.getLogger("moesaic").handlers, *logging.root.handlers} - {self}
+        if not others and logging.lastResort is not None:
+            logging.lastResort.handle(record)
 
     def note(self, said: str) -> None:
         """Keep a warning, unless it is there."""

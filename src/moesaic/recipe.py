@@ -49,7 +49,11 @@ class Recipe:
     calibration: Calibration = field(default_factory=Calibration)
     evaluation: Evaluation | None = field(default_factory=Evaluation)
     device: str = option("cpu", "Where to compute: cpu, cuda, cuda:1, mps.")
-    dtype: str = option("auto", "Floating-point type; auto is the checkpoint's.", choices=DTYPES)
+    dtype: str = option(
+        "auto",
+        "Floating-point type; auto: the checkpoint's, computed in float32 where the CPU lacks it.",
+        choices=DTYPES,
+    )
 
     def to_yaml(self) -> str:
         """The recipe as text that :func:`parse_recipe` reads back to an equal recipe."""

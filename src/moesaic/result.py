@@ -81,11 +81,16 @@ class Result:
 
     # --- the model -------------------------------------------------------------------------------
 
-    def build(self, plan: Plan) -> Model:
-        """The original with a plan applied, live; the caller's own model where that was asked."""
+    def build(self, plan: Plan, dtype: torch.dtype | None = None) -> Model:
+        """The original with a plan applied, live; the caller's own model where that was asked.
+
+        Args:
+            plan: what was decided.
+            dtype: of a model from disk; None for what was asked for, or its own.
+        """
         model = self.job.original
         if self.job.on_disk:
-            model = model.load(self.job.device, self.job.dtype)
+            model = model.load(self.job.device, dtype or self.job.dtype)
         elif not self.job.args.inplace:
             model = copy.deepcopy(model)
         apply_plan(model, self.arch, plan)
@@ -96,7 +101,8 @@ class Result:
     def builders(self) -> dict[str, Callable[[], Model]]:
         """By the name of each comparison, a function that returns its live model."""
         plans, trained = self.decision.comparisons, self.decision.retrained
-        built = {name: partial(self.build, plan) for name, plan in plans.items()}
+        dtype = self.job.working_type
+        built = {name: partial(self.build, plan, dtype) for name, plan in plans.items()}
         return {**built, **trained}
 
     @cached_property

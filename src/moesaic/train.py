@@ -39,6 +39,7 @@ from moesaic.data.packing import Example
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Figures, Track, Values, silent
+from moesaic.io.arithmetic import has_products
 from moesaic.io.fingerprint import of_examples
 from moesaic.objectives import Objective, Schedule, checkpointing, collate, predicting
 from moesaic.plan import Progress
@@ -263,7 +264,7 @@ def train(
 
     Args:
         model: a causal language model. What trains is held in float32; a narrower model computes
-            in its own type.
+            in its own type, or in float32 where the device has no products of its own.
         examples: texts as token ids and labels; a stream needs ``schedule.steps``.
         schedule: how long and how fast.
         folder: for checkpoints; training continues from the last one found there. None keeps none.
@@ -295,7 +296,7 @@ def train(
                 device=device,
                 track=track,
             )
-    dtype: object = model.dtype
+    dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     if not trainable:
         raise MoesaicError("Nothing is left to train.")
     asked = {
@@ -310,9 +311,12 @@ def train(
     if process()[0] == 0:
         run.begin()
     model.requires_grad_(False)
-    types = {name: parameter.dtype for name, parameter in trainable.items()}
-    for parameter in trainable.values():
+    mixed = has_products(dtype, device)
+    wide = list((trainable if mixed else dict(model.named_parameters())).values())
+    types = [parameter.dtype for parameter in wide]
+    for parameter in wide:
         parameter.data = parameter.data.float()
+    for parameter in trainable.values():
         parameter.requires_grad_(True)
     if schedule.recompute:
         checkpointing(model, "enable")({"use_reentrant": False})
@@ -330,7 +334,7 @@ def train(
         max_grad_norm=schedule.clip,
         seed=schedule.seed,
         data_seed=schedule.seed,
-        bf16=dtype == torch.bfloat16,
+        bf16=mixed and dtype == torch.bfloat16,
         use_cpu=device == "cpu",
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -358,8 +362,8 @@ def train(
     bar.close()
     if schedule.recompute:
         checkpointing(model, "disable")()
-    for name, parameter in trainable.items():
-        parameter.data = parameter.data.to(types[name])
+    for parameter, own in zip(wide, types, strict=True):
+        parameter.data = parameter.data.to(own)
     return [
         {k: v for k, v in log.items() if k not in NOT_KEPT}
         for log in loop.state.log_history

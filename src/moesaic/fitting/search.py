@@ -243,7 +243,7 @@ class Search:
         with self._opened(self._made(candidate.steps)) as made:
             room = has_room((made,), self.recipe.device, self.dtype)
             run = (
-                Whole(made.load(self.recipe.device, self.dtype))
+                Whole.of(made, self.recipe.device, self.dtype)
                 if room
                 else Layerwise(made, self.recipe.device, self.dtype)
             )
@@ -342,7 +342,7 @@ class Search:
             )
             place = self.recipe.device, self.dtype
             with self.files.opened(file) as read:
-                run = Whole(read.load(*place))
+                run = Whole.of(read, *place)
                 said |= figures(*scores_beside(run, Layerwise(self.source, *place), tokens))
         return {"gguf": said}
 

@@ -472,8 +472,7 @@ def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
     found = _SHAPES.pop(key, None)
     if found is None:
         with torch.device("cpu"):  # a converted model asks while it is made on the meta device
-            # transformers writes the type that it is asked for into the config, so into a copy
-            found = skeleton(copy.deepcopy(config), dtype, bare=True)
+            found = skeleton(config, dtype, bare=True)
     while len(_SHAPES) >= SHAPES:
         del _SHAPES[next(iter(_SHAPES))]
     _SHAPES[key] = found
@@ -512,6 +511,8 @@ def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = Fals
     from transformers.initialization import no_init_weights
 
     options = {} if dtype is None else {"dtype": dtype}
+    if options:  # transformers writes the type into the config, so into a copy
+        config = copy.deepcopy(config)
     try:
         values = no_init_weights() if bare else nullcontext()
         with _parameters_on_meta(), values:

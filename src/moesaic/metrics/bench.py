@@ -16,6 +16,7 @@ from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import export_gguf
 from moesaic.foreign import JSON, Model, Track, silent
+from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.llamacpp import Engine, gguf_parameters
@@ -76,13 +77,14 @@ def _transformers(
 ) -> Found:
     length, new_tokens, rounds = asked.length, asked.new_tokens, asked.rounds
     sources = {name: resolve(model) for name, model in models.items()}
-    loaders = {name: partial(source.load, device, dtype) for name, source in sources.items()}
+    types = {name: working_type(source.config, dtype, device) for name, source in sources.items()}
+    loaders = {name: partial(s.load, device, types[name]) for name, s in sources.items()}
     together = fit(sources.values(), device, dtype)
     speeds = timed(loaders, together, _prompt(sources, length), new_tokens, rounds, track)
     active = {name: _active(shape_of(source.config)) for name, source in sources.items()}
     return speeds, {
         name: {
-            "peak_memory_bytes": memory(source, length, new_tokens, device, dtype),
+            "peak_memory_bytes": memory(source, length, new_tokens, device, types[name]),
             "active_parameters": active[name],
             "file_bytes": source.checkpoint.nbytes(),
         }

@@ -131,7 +131,7 @@ def _runner(
 ) -> Runner:
     if not isinstance(model, Source):
         return Whole(model)
-    return Layerwise(model, device, dtype) if layerwise else Whole(model.load(device, dtype))
+    return Layerwise(model, device, dtype) if layerwise else Whole.of(model, device, dtype)
 
 
 def check_room(run: Runner, device: str, dtype: torch.dtype | None) -> None:
@@ -149,4 +149,5 @@ def check_room(run: Runner, device: str, dtype: torch.dtype | None) -> None:
 
 def live(run: Runner, device: str, dtype: torch.dtype | None) -> Model:
     """A runner's model, loaded."""
-    return run.source.load(device, dtype) if isinstance(run, Layerwise) else run.shape
+    run = Whole.of(run.source, device, dtype) if isinstance(run, Layerwise) else run
+    return run.shape

@@ -17,6 +17,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, own_device, process
 from moesaic.foreign import Model, Track, silent
+from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source
 from moesaic.metrics.routing import Routing, counted
@@ -58,6 +59,17 @@ class Whole:
 
     def __init__(self, model: Model) -> None:
         self.shape = model
+
+    @classmethod
+    def of(cls, source: Source, device: str = "cpu", dtype: torch.dtype | None = None) -> Whole:
+        """A checkpoint, loaded.
+
+        Args:
+            source: the checkpoint.
+            device: where it computes.
+            dtype: as for :class:`Layerwise`.
+        """
+        return cls(source.load(device, working_type(source.config, dtype, device)))
 
     def run(
         self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"
@@ -103,7 +115,8 @@ class Layerwise:
     Args:
         source: the checkpoint.
         device: where a layer computes.
-        dtype: floating-point type; None for the checkpoint's own.
+        dtype: floating-point type; None for the checkpoint's own, or what stands in for it
+            (:func:`~moesaic.io.arithmetic.working_type`).
         keep: keep the last layer's outputs, so that the same batches pass the layers only once.
 
     Raises:
@@ -117,11 +130,12 @@ class Layerwise:
         dtype: torch.dtype | None = None,
         keep: bool = False,
     ) -> None:
-        self.source, self.dtype, self.keep = source, dtype, keep
+        self.source, self.keep = source, keep
         self._kept: _Kept | None = None
         self.device = own_device(device)
+        self.dtype = working_type(source.config, dtype, self.device)
         self.arch = base_arch(source.config)
-        self.shape = skeleton(source.config, dtype)
+        self.shape = skeleton(source.config, self.dtype)
 
     def run(
         self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"

@@ -18,6 +18,7 @@ from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, give_back, silent
+from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.forward import Layerwise, Runner, Whole
@@ -58,7 +59,7 @@ def sweep(
         MoesaicError: the model's routers have no threshold.
     """
     source = resolve(model)
-    live = source.load(device, dtype)
+    live = Whole.of(source, device, dtype).shape
     gates = [m for m in live.modules() if isinstance(m, ThresholdRouter)]
     if not gates:
         raise MoesaicError(f"{model} has no gates with a threshold; tau is for results of dsmoe.")
@@ -194,6 +195,7 @@ def measure(
         MoesaicError: there is no such text, or too little of it.
     """
     device = own_device(device)
+    dtype = working_type(original.config, dtype, device)
     found = beside_original(folder, original, settings, device=device, dtype=dtype, track=track)
     sources, together, tokens = found.sources, found.together, found.tokens
     scores, live = found.scores, found.live
@@ -290,6 +292,7 @@ def beside_original(
     """
     give_back()  # of deciding, before two models are loaded
     device, shared = own_device(device), process()[1] > 1
+    dtype = working_type(original.config, dtype, device)
     sources = {"original": original, "result": Source("result", folder)}
     together = all(gathered(fit(sources.values(), device, dtype)))
     whole = together and not settings.stream
@@ -323,10 +326,8 @@ ROOM = 1.25
 
 def fit(sources: Collection[Source], device: str, dtype: torch.dtype | None) -> bool:
     """Whether a device has room for all of these models at once."""
-    weights = [
-        tensor for source in sources for tensor in shape_of(source.config, dtype).parameters()
-    ]
-    need = sum(tensor.numel() * tensor.element_size() for tensor in weights)
+    types = ((source.config, working_type(source.config, dtype, device)) for source in sources)
+    need = sum(sum(sizes_in(shape_of(config), held)) for config, held in types)
     return ROOM * need <= free_bytes(device)
 
 
@@ -385,8 +386,8 @@ def environment(device: str = "cpu") -> JSON:
     """Versions and machine, for every figure that is kept.
 
     Returns:
-        ``python``, ``torch``, ``transformers``, ``machine``, ``processor``, ``threads``,
-        ``device``.
+        ``python``, ``torch``, ``transformers``, ``machine``, ``processor``, ``vectors`` (the
+        widest instructions that torch uses), ``threads``, ``device``.
     """
     import transformers
 
@@ -396,6 +397,7 @@ def environment(device: str = "cpu") -> JSON:
         "transformers": transformers.__version__,
         "machine": platform.machine(),
         "processor": _processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
     }

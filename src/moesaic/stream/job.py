@@ -17,6 +17,7 @@ from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, shared_out
 from moesaic.distributed import own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
+from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.fingerprint import of_model
 from moesaic.io.naming import Naming
@@ -182,6 +183,11 @@ class Job(Generic[A]):
             return self.original.dtype
         return self.original.config.dtype if self.dtype is None else self.dtype
 
+    @property
+    def working_type(self) -> torch.dtype | None:
+        """The type in which layers from disk are looked at; None for the checkpoint's own."""
+        return working_type(self.original.config, self.dtype, self.device) if self.on_disk else None
+
     def request(self, asked: Values) -> JSON:
         """Everything that a run must have in common with the one that it continues.
 
@@ -220,7 +226,7 @@ class Job(Generic[A]):
                 layers,
                 view=view,
                 device=self.device,
-                dtype=self.dtype,
+                dtype=self.working_type,
                 **options,
             )
         self.original.eval()

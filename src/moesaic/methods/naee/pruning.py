@@ -307,7 +307,8 @@ def _planned(
 def _thinned(job: Job[MoEArch]) -> Model:
     """The original with half of its experts' weights set to zero by Wanda."""
     original = job.original
-    live = original.load(job.device, job.dtype) if job.on_disk else copy.deepcopy(original)
+    place = job.device, job.working_type
+    live = original.load(*place) if job.on_disk else copy.deepcopy(original)
     return thinned(live, job.arch, job.tokens)
 
 

@@ -13,6 +13,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.data.training import training_text
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model
+from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.fingerprint import of_model
 from moesaic.io.source import Source, resolve
@@ -69,7 +70,7 @@ class Tuning(Method[TuneConfig, Arch]):
         elif config.teacher:
             source = resolve(config.teacher)
             request["teacher"] = source.fingerprint
-            teacher = source.load("cpu", args.dtype)
+            teacher = source.load("cpu", working_type(source.config, args.dtype))
         total = sum(p.numel() for p in live.parameters())
         g: dict[int, Tensor] = {}
         if config.what == "lora":
@@ -123,7 +124,6 @@ class Tuning(Method[TuneConfig, Arch]):
         teacher = job.args.teacher
         if teacher is None and config.teacher:
             teacher = shape_of(resolve(config.teacher).config, job.dtype)
-        weights = () if teacher is None else teacher.parameters()
         return Outline(
             Plan(config.name, job.base, {}, asdict(config)),
             passes=0.0,
@@ -132,7 +132,7 @@ class Tuning(Method[TuneConfig, Arch]):
             tokens=texts * config.length,
             batch=config.batch * config.length,
             taught=teacher is not None,
-            beside=sum(w.numel() * w.element_size() for w in weights),
+            beside=sum(sizes_in(teacher, job.working_type)) if teacher is not None else 0,
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:

@@ -1,0 +1,62 @@
+"""The floating-point type that a model from disk computes in."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+from torch import nn
+
+from moesaic.foreign import Config
+
+logger = logging.getLogger(__name__)
+
+
+def has_products(dtype: torch.dtype, device: str) -> bool:
+    """Whether a device multiplies matrices of a type itself.
+
+    Processors without AVX-512, most laptops' among them, have no products of bfloat16 and float16:
+    torch spells these out number by number, ten times as slowly as in float32 and more.
+    """
+    if torch.device(device).type != "cpu":
+        return True
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
+
+
+def working_type(
+    config: Config, dtype: torch.dtype | None = None, device: str = "cpu"
+) -> torch.dtype | None:
+    """The type in which a checkpoint is looked at and timed; results are saved in their own.
+
+    Args:
+        config: of the checkpoint.
+        dtype: as asked for; None for the checkpoint's own.
+        device: where to compute.
+
+    Returns:
+        what was asked for. Where nothing was: None for the checkpoint's own, or float32, which
+        holds the same weights exactly, where the device has no products of the own type.
+    """
+    own = config.dtype
+    if dtype is not None or own is None or has_products(own, device):
+        return dtype
+    _say(str(own).removeprefix("torch."))
+    return torch.float32
+
+
+def sizes_in(module: nn.Module, dtype: torch.dtype | None = None) -> list[int]:
+    """Bytes of each of a module's weights in a type; None for their own."""
+    return [p.numel() * (dtype or p.dtype).itemsize for p in module.parameters()]
+
+
+@cache
+def _say(own: str) -> None:
+    logger.warning(
+        f"This processor has no products of {own}: models are computed in float32, and saved in "
+        "their own types."
+    )
