@@ -131,8 +131,11 @@ def test_headers_are_those_of_safetensors(tmp_path: Path) -> None:
     assert written[len(header) :] == theirs[len(theirs) - len(written) + len(header) :]
     read = load_file(tmp_path / "a.safetensors")
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+    (tmp_path / "a.safetensors").chmod(0o600)  # as safetensors leaves it
     align(tmp_path / "a.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == written
+    (tmp_path / "new").touch()
+    assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "new").stat().st_mode
 
 
 def test_time_is_the_sum_of_its_parts() -> None:

@@ -289,6 +289,18 @@ def test_dtype_is_applied_on_the_way(llama_folder, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
+def test_who_may_read_new_files_may_read_a_result(llama_folder, moe_folder, tokenizer, tmp_path):
+    """safetensors writes files that nobody else may read; a server is somebody else."""
+    moesaic.carve(str(llama_folder), CONFIG, **QUICK).save(tmp_path / "planned")
+    live = AutoModelForCausalLM.from_pretrained(llama_folder)
+    moesaic.carve(live, CONFIG, tokenizer=tokenizer, **QUICK).save(tmp_path / "live")
+    moesaic.observe(str(moe_folder), tmp_path / "stats.safetensors", **QUICK)
+    (tmp_path / "new").touch()
+    made = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {file.suffix for file in made} >= {".safetensors", ".json"}
+    assert {file.stat().st_mode for file in made} == {(tmp_path / "new").stat().st_mode}
+
+
 def test_steps_add_up_in_one_record(moe_folder, tmp_path):
     steps = (PruneConfig(keep=5), SkipConfig(quantile=0.5))
     record = run_recipe(recipe(moe_folder, tmp_path / "out", steps=steps, evaluation=None))

@@ -22,7 +22,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Values
 from moesaic.io.fingerprint import of_tensors
 from moesaic.io.headers import header_of, mapping_of
-from moesaic.io.names import whole_file
+from moesaic.io.names import let_read, whole_file
 from moesaic.layers.base import KINDS, LayerPlan
 
 FORMAT = 3
@@ -116,6 +116,7 @@ class Plan:
         for number, plan in enumerate(self.earlier):
             tensors |= {_start(number) + name: t for name, t in plan.tensors().items()}
         save_file(tensors, folder / TENSORS_NAME)
+        let_read(folder / TENSORS_NAME)
         (folder / JSON_NAME).write_text(json.dumps(said, indent=1) + "\n")
 
     @property

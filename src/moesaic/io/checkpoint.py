@@ -25,7 +25,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.fingerprint import Stored, of_stored
 from moesaic.io.headers import header_of, mapping_of
-from moesaic.io.names import check_out
+from moesaic.io.names import check_out, let_read
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -246,7 +246,9 @@ def _begun_at_a_line(header: bytes) -> bytes:
 
 
 def align(path: Path) -> None:
-    """Let the values of a safetensors file begin at a whole cache line, as ours do."""
+    """Let the values of a safetensors file begin at a whole cache line, as ours do; all may read it
+    who may read a new file."""
+    let_read(path)
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if (8 + length) % LINE == 0:

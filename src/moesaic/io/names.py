@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,14 @@ def whole_file(file: Path) -> Iterator[Path]:
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def let_read(file: Path) -> None:
+    """Give a file the rights of any new one: what safetensors writes only its owner may read."""
+    new = file.with_name(f".{file.name}.new")
+    new.touch()
+    shutil.copymode(new, file)
+    new.unlink()
 
 
 def cache_folder() -> Path:
