@@ -13,7 +13,7 @@ from builders import VOCAB, pages, tiny_moe
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import moesaic
-from moesaic import Evaluation, Recipe, SlimConfig, TuneConfig, run_recipe
+from moesaic import Evaluation, MoesaicError, Recipe, SlimConfig, TuneConfig, run_recipe
 from moesaic.config import Calibration
 from moesaic.estimates import estimate
 from moesaic.io import arithmetic
@@ -103,6 +103,20 @@ def test_it_is_measured_in_float32_and_said_once(
         assert kept["scores"][name]["perplexity"] == score.perplexity
         narrow = moesaic.evaluate(str(model), dtype=torch.bfloat16, **told)
         assert narrow.perplexity != score.perplexity
+
+
+def test_what_was_begun_in_one_type_is_not_continued_in_another(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another machine."""
+    for there in (True, False):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", partial(bool, there))
+        asked = {"progress": tmp_path / "work", **QUICK}
+        if there:
+            moesaic.slim(str(folder), CONFIG, **asked)
+        else:
+            with pytest.raises(MoesaicError, match="computed_in"):
+                moesaic.slim(str(folder), CONFIG, **asked)
 
 
 def test_training_is_that_of_float32(without: None) -> None:

@@ -194,7 +194,12 @@ class Job(Generic[A]):
         Args:
             asked: what identifies the run beside the model: config, comparisons, text.
         """
-        return {"base": asdict(self.base), "dtype": str(self._type), **asked}
+        return {
+            "base": asdict(self.base),
+            "dtype": str(self._type),
+            "computed_in": str(self.working_type or self._type),
+            **asked,
+        }
 
     @cached_property
     def share(self) -> tuple[Tokens, list[int]]:
