@@ -97,6 +97,9 @@ def test_it_is_measured_in_float32_and_said_once(
     assert "no products of bfloat16" in said
     assert capsys.readouterr().err.count(said) == 1
     kept = json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
+    assert kept["evaluation"]["computed_in"] == "float32"
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "in windows of 32, computed in float32." in card
     told = {"max_tokens": 256, "length": 32, "data": pages("evaluation")}
     for name, model in (("original", folder), ("result", tmp_path / "out")):
         score = moesaic.evaluate(str(model), dtype=torch.float32, **told)

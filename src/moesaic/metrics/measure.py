@@ -234,6 +234,7 @@ def measure(
             "data": settings.data or "shipped",
             "length": tokens.input_ids.shape[1],
             "max_tokens": settings.max_tokens,
+            "computed_in": str(dtype or original.config.dtype).removeprefix("torch."),
             "sources": [origin.as_json() for origin in tokens.origins],
             **({"tasks": settings.tasks} if wanted else {}),
             **({} if settings.limit is None else {"limit": settings.limit}),

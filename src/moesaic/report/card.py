@@ -105,7 +105,9 @@ def _measured(record: Record) -> list[str]:
     notes = []
     if on and part(record.measured, "scores"):
         text = "text that ships with Moesaic" if on == "shipped" else f"`{on}`"
-        notes.append(f"Perplexity on {text}, in windows of {settings['length']}.")
+        kind = settings.get("computed_in")
+        numbers = f", computed in {kind}" if kind else ""
+        notes.append(f"Perplexity on {text}, in windows of {settings['length']}{numbers}.")
     if part(record.measured, "speed") and machine:
         known = [machine.get("processor"), machine.get("device")]
         where = " · ".join(str(m) for m in known if m)
