@@ -65,6 +65,12 @@ def test_the_own_type_is_kept_where_the_processor_has_it(with_them: None) -> Non
     assert working_type(PretrainedConfig(dtype=torch.bfloat16)) is None
 
 
+def test_torch_without_onednn_has_none(with_them: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not has_products(torch.bfloat16, "cpu")
+    assert has_products(torch.float32, "cpu")
+
+
 def test_a_result_is_that_of_float32_rounded(folder: Path, tmp_path: Path, without: None) -> None:
     ours = moesaic.slim(str(folder), CONFIG, **QUICK)
     ours.save(tmp_path / "ours")

@@ -19,13 +19,13 @@ def has_products(dtype: torch.dtype, device: str) -> bool:
     Processors without AVX-512, most laptops' among them, have no products of bfloat16 and float16:
     torch spells these out number by number, ten times as slowly as in float32 and more.
     """
-    if torch.device(device).type != "cpu":
+    if torch.device(device).type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return True
+    if not torch.backends.mkldnn.is_available():  # as on a Mac
+        return False
+    narrow = torch.ops.mkldnn
+    brain = dtype == torch.bfloat16
+    return bool(narrow._is_mkldnn_bf16_supported() if brain else narrow._is_mkldnn_fp16_supported())
 
 
 def working_type(
