@@ -25,14 +25,14 @@ CONFIG = SlimConfig(keep=0.5, score="surgeon", refit=True, multiple=1)
 
 
 @pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that has no products of bfloat16."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     arithmetic._say.cache_clear()
 
 
 @pytest.fixture
-def with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that has them."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
 
@@ -52,7 +52,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: checkpoint.tensor(name) for name in checkpoint.names()}
 
 
-def test_float32_stands_in_only_where_nothing_was_asked(without: None) -> None:
+def test_float32_stands_in_only_where_nothing_was_asked(without_products: None) -> None:
     narrow, wide = (PretrainedConfig(dtype=t) for t in (torch.bfloat16, torch.float32))
     assert working_type(narrow) == torch.float32
     assert working_type(narrow, torch.bfloat16) == torch.bfloat16
@@ -61,17 +61,21 @@ def test_float32_stands_in_only_where_nothing_was_asked(without: None) -> None:
     assert has_products(torch.float32, "cpu")
 
 
-def test_the_own_type_is_kept_where_the_processor_has_it(with_them: None) -> None:
+def test_the_own_type_is_kept_where_the_processor_has_it(with_products: None) -> None:
     assert working_type(PretrainedConfig(dtype=torch.bfloat16)) is None
 
 
-def test_torch_without_onednn_has_none(with_them: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_onednn_has_none(
+    with_products: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not has_products(torch.bfloat16, "cpu")
     assert has_products(torch.float32, "cpu")
 
 
-def test_a_result_is_that_of_float32_rounded(folder: Path, tmp_path: Path, without: None) -> None:
+def test_a_result_is_that_of_float32_rounded(
+    folder: Path, tmp_path: Path, without_products: None
+) -> None:
     ours = moesaic.slim(str(folder), CONFIG, **QUICK)
     ours.save(tmp_path / "ours")
     wide = moesaic.slim(str(folder), CONFIG, dtype=torch.float32, **QUICK)
@@ -87,7 +91,11 @@ def test_a_result_is_that_of_float32_rounded(folder: Path, tmp_path: Path, witho
 
 
 def test_it_is_measured_in_float32_and_said_once(
-    folder: Path, tmp_path: Path, without: None, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tmp_path: Path,
+    without_products: None,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.root, "handlers", [])
     text = Evaluation(pages("evaluation"), length=32, max_tokens=256, rounds=1, new_tokens=2)
@@ -118,17 +126,16 @@ def test_what_was_begun_in_one_type_is_not_continued_in_another(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on another machine."""
-    for there in (True, False):
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", partial(bool, there))
-        asked = {"progress": tmp_path / "work", **QUICK}
-        if there:
-            moesaic.slim(str(folder), CONFIG, **asked)
-        else:
-            with pytest.raises(MoesaicError, match="computed_in"):
-                moesaic.slim(str(folder), CONFIG, **asked)
+    asked = {"progress": tmp_path / "work", **QUICK}
+    supported = partial(monkeypatch.setattr, torch.ops.mkldnn, "_is_mkldnn_bf16_supported")
+    supported(lambda: True)
+    moesaic.slim(str(folder), CONFIG, **asked)
+    supported(lambda: False)
+    with pytest.raises(MoesaicError, match="computed_in"):
+        moesaic.slim(str(folder), CONFIG, **asked)
 
 
-def test_training_is_that_of_float32(without: None) -> None:
+def test_training_is_that_of_float32(without_products: None) -> None:
     """Two steps over the same values, which are rounded at the end."""
     ids = torch.randint(1, VOCAB, (8, 20), generator=torch.Generator().manual_seed(3)).tolist()
     rows = [{"input_ids": row, "labels": row} for row in ids]
@@ -144,9 +151,7 @@ def test_training_is_that_of_float32(without: None) -> None:
     assert all(torch.equal(got[name], exact[name].to(torch.bfloat16)) for name in got)
 
 
-def test_what_stands_in_takes_more_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_stands_in_takes_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Recipe(
         model="tiny-moe", out="out", steps=(SlimConfig(keep=0.5),), evaluation=Evaluation()
     )

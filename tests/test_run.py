@@ -28,6 +28,7 @@ from moesaic.data.reader import shipped_texts
 from moesaic.data.text import calibration_tokens, evaluation_tokens
 from moesaic.io.source import Source
 from moesaic.layers.base import same
+from moesaic.log import Log
 from moesaic.methods.more.method import MoRE
 from moesaic.metrics.routing import routers
 from moesaic.plan import Plan
@@ -287,6 +288,16 @@ def test_dtype_is_applied_on_the_way(llama_folder, tmp_path):
     kinds = {t.dtype for n, t in saved.items() if not n.endswith("router.weight")}
     assert kinds == {torch.bfloat16}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_a_warning_is_shown_once_and_noted_by_every_log(capsys, monkeypatch):
+    """Where nobody shows warnings of ours, one of a search and of the run inside it does."""
+    monkeypatch.setattr(logging.root, "handlers", [])
+    outer, inner = Log(), Log()
+    with outer.listening(), inner.listening():
+        logging.getLogger("moesaic.io").warning("be careful")
+    assert outer.warnings == inner.warnings == ["be careful"]
+    assert capsys.readouterr().err == "be careful\n"
 
 
 def test_who_may_read_new_files_may_read_a_result(llama_folder, moe_folder, tokenizer, tmp_path):

@@ -396,8 +396,7 @@ def measuring(
         device: where.
         held: bytes that deciding left behind: libraries, a model that was trained.
     """
-    tokens = settings.max_tokens or 150_000
-    both = (original, result)
+    tokens, both = settings.max_tokens or 150_000, (original, result)
     length = settings.length or 512
     head = cast(Any, original.model).get_input_embeddings().weight.shape[0]
     kept = MEASURING + held + REMEMBERED * any(use.experts for use in original.size.layers)

@@ -30,6 +30,7 @@ class Log(logging.Handler):
         """Each once."""
         self._shown = track
         self._open: list[str] = []
+        self._alone = False
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -61,6 +62,7 @@ class Log(logging.Handler):
             self.note(str(message))
             show(message, *where, **options)  # type: ignore[arg-type]
 
+        self._alone = not ours.hasHandlers()
         ours.addHandler(self)
         warnings.showwarning = noted
         try:
@@ -70,13 +72,9 @@ class Log(logging.Handler):
             warnings.showwarning = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note a warning of ours, and show it where nobody else does.
-
-        Python shows what has no handler, and this is one.
-        """
+        """Note a warning of ours; shown by Python's last resort, which a handler is in the way of."""
         self.note(record.getMessage())
-        others = {*logging.getLogger("moesaic").handlers, *logging.root.handlers} - {self}
-        if not others and logging.lastResort is not None:
+        if self._alone and logging.lastResort is not None:
             logging.lastResort.handle(record)
 
     def note(self, said: str) -> None:

@@ -311,8 +311,8 @@ def train(
     if process()[0] == 0:
         run.begin()
     model.requires_grad_(False)
-    mixed = has_products(dtype, device)
-    wide = list((trainable if mixed else dict(model.named_parameters())).values())
+    in_own_type = has_products(dtype, device)
+    wide = list((trainable if in_own_type else dict(model.named_parameters())).values())
     types = [parameter.dtype for parameter in wide]
     for parameter in wide:
         parameter.data = parameter.data.float()
@@ -334,7 +334,7 @@ def train(
         max_grad_norm=schedule.clip,
         seed=schedule.seed,
         data_seed=schedule.seed,
-        bf16=mixed and dtype == torch.bfloat16,
+        bf16=in_own_type and dtype == torch.bfloat16,
         use_cpu=device == "cpu",
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -362,8 +362,8 @@ def train(
     bar.close()
     if schedule.recompute:
         checkpointing(model, "disable")()
-    for parameter, own in zip(wide, types, strict=True):
-        parameter.data = parameter.data.to(own)
+    for parameter, before in zip(wide, types, strict=True):
+        parameter.data = parameter.data.to(before)
     return [
         {k: v for k, v in log.items() if k not in NOT_KEPT}
         for log in loop.state.log_history

@@ -20,7 +20,6 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.foreign import Track, silent
-from moesaic.io.arithmetic import working_type
 from moesaic.io.source import Source
 from moesaic.stream.neurons import square_sums
 from moesaic.stream.stream import LayerStream
@@ -75,12 +74,7 @@ def importance(
     """
     arch = base_arch(source.config)
     stream: LayerStream[nn.Module] = LayerStream.from_disk(
-        source.checkpoint,
-        source.config,
-        arch,
-        tokens,
-        view=lambda layer: layer,
-        dtype=working_type(source.config),
+        source.checkpoint, source.config, arch, tokens, view=lambda layer: layer
     )
     hidden, kwargs = stream.record()
     squares = Squares()

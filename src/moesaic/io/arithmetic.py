@@ -13,19 +13,23 @@ from moesaic.foreign import Config
 logger = logging.getLogger(__name__)
 
 
+SUPPORTED = {
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+    torch.float16: "_is_mkldnn_fp16_supported",
+}
+"""The operator that says whether a CPU has products of a type."""
+
+
 def has_products(dtype: torch.dtype, device: str) -> bool:
     """Whether a device multiplies matrices of a type itself.
 
     Processors without AVX-512, most laptops' among them, have no products of bfloat16 and float16:
     torch spells these out number by number, ten times as slowly as in float32 and more.
     """
-    if torch.device(device).type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
+    if torch.device(device).type != "cpu" or dtype not in SUPPORTED:
         return True
-    if not torch.backends.mkldnn.is_available():  # as on a Mac
-        return False
-    narrow = torch.ops.mkldnn
-    brain = dtype == torch.bfloat16
-    return bool(narrow._is_mkldnn_bf16_supported() if brain else narrow._is_mkldnn_fp16_supported())
+    there = torch.backends.mkldnn.is_available()  # not on a Mac
+    return there and bool(getattr(torch.ops.mkldnn, SUPPORTED[dtype])())
 
 
 def working_type(

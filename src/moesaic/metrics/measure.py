@@ -293,7 +293,6 @@ def beside_original(
     """
     give_back()  # of deciding, before two models are loaded
     device, shared = own_device(device), process()[1] > 1
-    dtype = working_type(original.config, dtype, device)
     sources = {"original": original, "result": Source("result", folder)}
     together = all(gathered(fit(sources.values(), device, dtype)))
     whole = together and not settings.stream
@@ -301,7 +300,7 @@ def beside_original(
     wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
     tokens = evaluation_tokens(settings.data, tokenizer, settings.length, settings.max_tokens)
     runs: dict[str, Runner] = {
-        name: Whole(s.load(device, dtype)) if whole else Layerwise(s, device, dtype)
+        name: Whole.of(s, device, dtype) if whole else Layerwise(s, device, dtype)
         for name, s in sources.items()
     }
     ours, theirs = scores_beside(runs["result"], runs["original"], tokens, track, shared)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
 from moesaic.foreign import Model
+from moesaic.io.arithmetic import sizes_in
 from moesaic.metrics.routing import Routing
 from moesaic.surgery import layer_uses
 
@@ -48,6 +49,6 @@ def model_size(model: Model, routing: Mapping[int, Routing] | None = None) -> Si
         active_parameters=round(total - stored + used),
         active_ratio=used / projections,
         router_parameters=sum(use.router for use in layers),
-        total_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        total_bytes=sum(sizes_in(model)),
         layers=tuple(layers),
     )

@@ -231,7 +231,7 @@ class Job(Generic[A]):
                 layers,
                 view=view,
                 device=self.device,
-                dtype=self.working_type,
+                dtype=self.dtype,
                 **options,
             )
         self.original.eval()

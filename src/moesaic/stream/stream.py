@@ -25,6 +25,7 @@ from moesaic.arch.dense import PREFIX, Arch, DenseFFN
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, give_back
+from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import Checkpoint, narrowed, skeleton
 from moesaic.io.checkpoint import cast as as_dtype
 from moesaic.io.naming import Naming
@@ -273,9 +274,12 @@ class LayerStream(Generic[V]):
         """Read each layer from a checkpoint folder when its turn comes.
 
         Args:
+            dtype: floating-point type; None for the checkpoint's own, or what stands in for it
+                (:func:`~moesaic.io.arithmetic.working_type`).
             model: the skeleton to fill; by default a new one. The others are those of the class.
         """
-        model = skeleton(config, dtype) if model is None else model
+        if model is None:
+            model = skeleton(config, working_type(config, dtype, str(device)))
         type_of = narrowed(model)
         naming = Naming(checkpoint, config.model_type.removeprefix(PREFIX))
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from moesaic.arch.mixture import MoEArch
+from moesaic.io.arithmetic import sizes_in
 from moesaic.io.checkpoint import shape_of
 from moesaic.layers.base import LayerPlan
 from moesaic.stream.job import Job
@@ -22,7 +23,7 @@ class Footprint:
         shape = shape_of(job.original.config, job.dtype) if job.on_disk else job.shape
         layers = job.arch.layers(shape)
         self._itemsize = next(layers.parameters()).element_size()
-        self.bytes = sum(p.numel() * p.element_size() for p in shape.parameters())
+        self.bytes = sum(sizes_in(shape))
         uses = layer_uses(shape, job.arch)
         total = _count(shape)
         stored = sum(use.attention + use.ffn for use in uses)

@@ -70,7 +70,7 @@ class Tuning(Method[TuneConfig, Arch]):
         elif config.teacher:
             source = resolve(config.teacher)
             request["teacher"] = source.fingerprint
-            teacher = source.load("cpu", working_type(source.config, args.dtype))
+            teacher = source.load("cpu", working_type(source.config, args.dtype, job.device))
         total = sum(p.numel() for p in live.parameters())
         g: dict[int, Tensor] = {}
         if config.what == "lora":
@@ -121,9 +121,10 @@ class Tuning(Method[TuneConfig, Arch]):
             chosen = trainable(model, job.arch, config.what, _plan(job))
             count = sum(p.numel() for p in chosen.values())
         texts = (config.steps or STEPS) * config.batch * config.accumulate
-        teacher = job.args.teacher
+        teacher, held = job.args.teacher, None
         if teacher is None and config.teacher:
-            teacher = shape_of(resolve(config.teacher).config, job.dtype)
+            said = resolve(config.teacher).config
+            teacher, held = shape_of(said), working_type(said, job.dtype, job.device)
         return Outline(
             Plan(config.name, job.base, {}, asdict(config)),
             passes=0.0,
@@ -132,7 +133,7 @@ class Tuning(Method[TuneConfig, Arch]):
             tokens=texts * config.length,
             batch=config.batch * config.length,
             taught=teacher is not None,
-            beside=sum(sizes_in(teacher, job.working_type)) if teacher is not None else 0,
+            beside=0 if teacher is None else sum(sizes_in(teacher, held)),
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
