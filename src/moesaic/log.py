@@ -72,7 +72,7 @@ class Log(logging.Handler):
             warnings.showwarning = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note a warning of ours; shown by Python's last resort, which a handler is in the way of."""
+        """Note a warning of ours; Python shows what has no handler, and this is one."""
         self.note(record.getMessage())
         if self._alone and logging.lastResort is not None:
             logging.lastResort.handle(record)
