@@ -3,6 +3,6 @@
 FROM python:3.12-slim
 RUN pip install --no-cache-dir torch --index-url https://download.pytorch.org/whl/cpu
 COPY . /src
-RUN pip install --no-cache-dir "/src[fast]" && rm -rf /src
+RUN pip install --no-cache-dir /src && rm -rf /src
 WORKDIR /work
 ENTRYPOINT ["moesaic"]

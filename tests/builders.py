@@ -420,8 +420,7 @@ def masked(ffn: nn.Module) -> nn.Module:
 
 WAYS = {
     "every neuron": {"WIDE": 1 << 20, "SAVED": 0},
-    "one by one": {"WIDE": 1, "NARROW": 1 << 20, "CROWDED": 1e9, "SAVED": 1e9},
-    "one by one, down too": {"WIDE": 1, "NARROW": 1},
+    "one by one": {"WIDE": 1, "NARROW": 1, "CROWDED": 1e9},
     "petal by petal": {"SAVED": 1e9, "WIDE": 1 << 20},
 }
 """How several experts run, forced."""

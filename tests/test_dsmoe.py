@@ -116,7 +116,7 @@ def test_idle_blocks_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neurons that are run, counted by the slices that are taken."""
     torch.manual_seed(2)
     ffn, x_TD = gated()
-    force(monkeypatch, "one by one, down too")
+    force(monkeypatch, "one by one")
     ran: list[int] = []
     taken = type(ffn.view()).neurons
 

@@ -178,7 +178,6 @@ def randomised(model_type, dtype, top_k=1, routing="cosine", gate=None):
 @pytest.mark.parametrize(("model_type", "dtype", "options"), KERNELS)
 def test_kernels_give_what_masking_gives(model_type, dtype, options, monkeypatch):
     """Of one token, of few, and of many; by one thread and by two."""
-    pytest.importorskip("numba")
     torch.manual_seed(0)
     module, x_TD = randomised(model_type, dtype, **options)
     calls = []
@@ -214,7 +213,6 @@ def test_without_kernels_the_result_is_the_same(monkeypatch):
 
 
 def test_weights_that_kernels_turn_keep_shape_and_values():
-    pytest.importorskip("numba")
     module, x_TD = randomised("llama", torch.float32, top_k=2)
     before = module.down_proj.weight.detach().clone()
     with torch.no_grad():
@@ -230,7 +228,6 @@ def test_weights_that_kernels_turn_keep_shape_and_values():
 )
 def test_petals_of_the_highest_scores_are_taken(values, data):
     """Ties, signs and zeros: as many as asked, none of them lower than what is left."""
-    pytest.importorskip("numba")
     top_k = data.draw(st.integers(1, len(values)))
     scores_TR = torch.tensor(values).repeat(kernels.FEW + 1, 1)
     on_TR = kernel.highest(scores_TR, top_k)
@@ -244,7 +241,6 @@ def test_petals_of_the_highest_scores_are_taken(values, data):
 @pytest.mark.parametrize("backbone", [0, 5])
 @pytest.mark.parametrize("petals", [(3, 1, 70), (3, 1, 2)], ids=["wide", "narrow"])
 def test_idle_petals_are_silenced(dtype, backbone, petals):
-    pytest.importorskip("numba")
     h_TM = torch.randn(7, backbone + sum(petals)).to(dtype)
     on_TR = chosen(torch.randint(0, 3, (7, 1)), 3)
     expected = h_TM * by_neuron(on_TR, backbone, petals)
@@ -256,7 +252,8 @@ def test_idle_petals_are_silenced(dtype, backbone, petals):
 @pytest.mark.parametrize("matrices", [1, 2])
 def test_parts_of_two_matrices_end_where_they_end(width, matrices, monkeypatch):
     """Parts are so many neurons of both: one of them lies in either."""
-    compiled = pytest.importorskip("moesaic.nn.kernels.cpu")
+    from moesaic.nn.kernels import cpu as compiled
+
     monkeypatch.setattr(kernels, "APART", 0)
     x_TI, rows_GMI = torch.randn(3, 5), torch.randn(matrices, width, 5)
     runs_TM = torch.rand(3, width) < 0.6

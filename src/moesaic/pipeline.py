@@ -9,10 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from moesaic import report
 from moesaic.config import MethodConfig, RunArgs, check_device, parse_dtype
 from moesaic.data.questions import wanted_tasks
-from moesaic.distributed import gathered, process, wait_for_all
+from moesaic.distributed import gathered, own_device, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, Values, silent
 from moesaic.io.checkpoint import whole_folder
@@ -23,6 +25,7 @@ from moesaic.methods import VERBS, implementation
 from moesaic.methods.base import Method
 from moesaic.metrics.measure import beside_original, environment, measure
 from moesaic.metrics.tasks import check_tasks
+from moesaic.nn.kernels import fast
 from moesaic.plan import FILES as PLAN_FILES
 from moesaic.plan import Plan, Progress
 from moesaic.recipe import Recipe, check_run
@@ -44,6 +47,8 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
         raise MoesaicError(f"{verb.name} takes no statistics: leave stats out.")
     method = cast("Method[Any, Any]", implementation(config))
     job = Job(args, method.find, config.window)
+    if method.kind in ("channels", "split", "learned", "gated"):
+        fast(torch.device(own_device(args.device)).type)  # says so first, where nothing gets faster
     return Result(method, job, method.run(job))
 
 

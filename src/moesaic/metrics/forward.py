@@ -88,7 +88,8 @@ class Whole:
         with counted(model) as routing, set_mode(model, "always"):
             for batch in track(batches, label, len(batches)):
                 mask = batch.attention_mask
-                routing.mask = mask = None if mask is None else mask.to(device)
+                mask = None if mask is None else mask.to(device)
+                routing.look_at(mask)
                 ids = batch.input_ids.to(device)
                 out = model(input_ids=ids, attention_mask=mask, use_cache=False)
                 yield out.logits, batch
@@ -171,7 +172,7 @@ class Layerwise:
             states, kwargs = stream.record()
             for block in track(stream.blocks(kwargs), label, stream.count):
                 for b, batch in enumerate(batches):
-                    routing.mask = batch.attention_mask
+                    routing.look_at(batch.attention_mask)
                     states.replace(b, block.output(b, states[b]))
         return _Kept(batches, stream, states, dict(routing))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
-from moesaic.nn.phase import set_mode
+from moesaic.nn.phase import Phase, phased, set_mode
 from moesaic.surgery import routed_modules
 
 
@@ -104,7 +104,13 @@ class Counts(dict[int, Routing]):
     """Routing by decoder layer, while it is counted."""
 
     mask: Tensor | None = None
-    """bool (B, L), False on padding of the batch that runs, which is not counted."""
+    phases: Collection[Phase] = ()
+
+    def look_at(self, mask: Tensor | None) -> None:
+        """Count these tokens of the batch that runs next: bool (B, L), False on padding."""
+        self.mask = mask
+        for phase in self.phases:
+            phase.real = mask
 
 
 @contextmanager
@@ -112,6 +118,7 @@ def counted(model: Model) -> Iterator[Counts]:
     """Count the routing of everything that runs inside."""
     found = routers(model)
     counts = Counts({i: routing for i, (_, routing) in found.items()})
+    counts.phases = [module.phase for module in phased(model)]
     handles = [
         router.register_forward_hook(_counter(routing, counts))
         for router, routing in found.values()
@@ -119,6 +126,7 @@ def counted(model: Model) -> Iterator[Counts]:
     try:
         yield counts
     finally:
+        counts.look_at(None)
         for handle in handles:
             handle.remove()
 

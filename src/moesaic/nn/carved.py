@@ -216,12 +216,8 @@ class CarvedFFN(nn.Module):
     def _worth_reading(self, x_1D: Tensor, weights_1R: Tensor) -> bool:
         """Whether one token's own petals are worth the calls."""
         width = sum(self.petals) / len(self.petals)
-        if width * x_1D.shape[1] < WIDE:
-            return False
-        if width >= NARROW:
-            return True
-        sparse = self._share(weights_1R) < CROWDED * width / (width + MOVED[torch.float32])
-        return sparse and x_1D.device.type == "cpu"  # GPUs wait for calls, not for products
+        wide = width >= NARROW and width * x_1D.shape[1] >= WIDE
+        return wide and self._share(weights_1R) < CROWDED
 
     def _worth_moving(self, x_TD: Tensor, weights_TR: Tensor) -> bool:
         """Whether each petal should take its own tokens: measured, benchmarks/fine_petals.py."""
@@ -236,11 +232,7 @@ class CarvedFFN(nn.Module):
     def _single(
         self, ffn: DenseFFN, x_TD: Tensor, weights_TR: Tensor, h_TB: Tensor | None
     ) -> Tensor:
-        """One token's own petals, neighbours together.
-
-        Of the down projection narrow petals are columns too short to be read one by one, unless
-        they are few.
-        """
+        """One token's own petals, neighbours together."""
         backbone = ffn.neurons(0, self.backbone)
         if h_TB is None:
             h_TB = backbone.hidden(x_TD)
@@ -251,11 +243,6 @@ class CarvedFFN(nn.Module):
         if self.weighs:
             by_TM = self._by_neuron(weights_TR, ffn.width)
             hidden = [h * by_TM[:, slice(*at)] for h, at in zip(hidden, places, strict=True)]
-        if self.petals[0] < NARROW and 4 * len(active) > len(self.petals):
-            h_TM = x_TD.new_zeros(1, ffn.width)
-            for place, h in zip([(0, self.backbone), *places], [h_TB, *hidden], strict=True):
-                h_TM[:, slice(*place)] = h
-            return F.linear(h_TM, ffn.down_DM)
         y_TD = backbone.output(h_TB)
         for part, h in zip(parts, hidden, strict=True):
             y_TD = y_TD + part.output(h)

@@ -57,8 +57,15 @@ class Tally:
     def clear(self) -> None:
         self.read = self.all = 0
 
-    def add(self, on_TI: Tensor) -> None:
-        """Count a mask."""
+    def add(self, on_TI: Tensor, real: Tensor | None) -> None:
+        """Count a mask, of real tokens alone: padding is not measured.
+
+        Args:
+            on_TI: any leading shape.
+            real: bool, as many as tokens; False on padding. None: none of them is.
+        """
+        if real is not None:
+            on_TI = on_TI.flatten(0, -2)[real.flatten().to(on_TI.device)]
         self.read += int(on_TI.sum())
         self.all += on_TI.numel()
 
@@ -78,7 +85,7 @@ def here(x: Tensor, weight: Tensor) -> bool:
         return False
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return False
-    return reads_rows(x.device)
+    return reads_rows(x.device, weight.dtype)
 
 
 class ChannelLinear(nn.Linear):
@@ -98,7 +105,7 @@ class ChannelLinear(nn.Linear):
         if self.phase.mode == "always" or not here(x, weight):
             on = chosen(x, self.scale, cut.keep, cut.threshold)
             if self.phase.mode == "always":
-                self.tallies["weight"].add(on)
+                self.tallies["weight"].add(on, self.phase.real)
             return super().forward(x * on)
         y = self._of(weight)(x)
         return y if self.bias is None else y + self.bias
@@ -131,8 +138,11 @@ class ChannelExperts:
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not self.phase.skips:
             return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
-        many = self.phase.mode == "always" or len(hidden_states) > FEW
-        run = self._by_expert if many else self._by_pair
+        module: Any = self
+        few = self.phase.mode != "always" and len(hidden_states) <= FEW
+        if few and hidden_states.is_cpu and not torch.compiler.is_compiling():
+            few = here(hidden_states, module.down_proj)  # copies of experts' weights take longer
+        run = self._by_pair if few else self._by_expert
         return run(hidden_states, top_k_index, top_k_weights)
 
     def _by_pair(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
@@ -154,8 +164,8 @@ class ChannelExperts:
         weight, cut = getattr(module, name), self.cuts[name]
         scale_EI = getattr(module, f"{name}_scale", None)
         if here(x_SI[:1], weight):
-            turned = weight.data if module.is_transposed else rows_of(weight)
-            y_SO = Product(turned, scale_EI, cut.keep, cut.threshold)(x_SI, expert_S)
+            rows = weight.data if module.is_transposed else rows_of(weight)
+            y_SO = Product(rows, scale_EI, cut.keep, cut.threshold)(x_SI, expert_S)
         else:
             scale_SI = None if scale_EI is None else scale_EI[expert_S]
             x_SI = x_SI * chosen(x_SI, scale_SI, cut.keep, cut.threshold)
@@ -167,21 +177,24 @@ class ChannelExperts:
         """Many tokens: each expert with its own."""
         module: Any = self
         y_TD = torch.zeros_like(x_TD)
-        for number in range(module.down_proj.shape[0]):
-            token, place = (expert_TK == number).nonzero(as_tuple=True)
-            if len(token):
-                h_TM = module._apply_gate(self._one("gate_up_proj", x_TD[token], number))
-                part_TD = self._one("down_proj", h_TM, number) * weight_TK[token, place, None]
+        for number in expert_TK.unique().tolist():
+            if number < module.down_proj.shape[0]:  # a number too high: skipped by the router
+                token, place = (expert_TK == number).nonzero(as_tuple=True)
+                real = self.phase.real
+                real = None if real is None else real.flatten()[token]
+                h_TM = module._apply_gate(self._one("gate_up_proj", x_TD[token], number, real))
+                part_TD = self._one("down_proj", h_TM, number, real) * weight_TK[token, place, None]
                 y_TD.index_add_(0, token, part_TD.to(y_TD.dtype))
         return y_TD
 
-    def _one(self, name: str, x_TI: Tensor, number: int) -> Tensor:
+    def _one(self, name: str, x_TI: Tensor, number: int, real_T: Tensor | None) -> Tensor:
         module: Any = self
         cut, weight = self.cuts[name], getattr(module, name)[number]
         scale_EI = getattr(module, f"{name}_scale", None)
         scale_I = None if scale_EI is None else scale_EI[number]
         on_TI = chosen(x_TI, scale_I, cut.keep, cut.threshold)
-        self.tallies[name].add(on_TI)
+        if self.phase.mode == "always":
+            self.tallies[name].add(on_TI, real_T)
         bias = getattr(module, f"{name}_bias")[number] if module.has_bias else None
         return F.linear(x_TI * on_TI, weight.T if module.is_transposed else weight, bias)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 MODES = ("decoding", "always", "never")
 """When parts are left out; ``always`` is for measuring, ``never`` for comparing."""
@@ -22,6 +22,8 @@ class Phase:
     def __init__(self) -> None:
         self.mode = "decoding"
         self.single = False
+        self.real: Tensor | None = None
+        """bool (B, L), False on padding of the batch that runs, which is not counted."""
 
     @classmethod
     def of(cls, layer: nn.Module) -> Phase:
@@ -41,6 +43,11 @@ class Phase:
         return self.mode == "always" or (self.single and self.mode == "decoding")
 
 
+def phased(model: nn.Module) -> list[Any]:
+    """The modules that leave parts out at decoding; each has its layer's ``phase``."""
+    return [m for m in model.modules() if vars(m).get("phase")]
+
+
 @contextmanager
 def set_mode(model: nn.Module, mode: str) -> Iterator[None]:
     """Inside, a model's layers leave parts out in this mode, one of :data:`MODES`.
@@ -49,7 +56,7 @@ def set_mode(model: nn.Module, mode: str) -> Iterator[None]:
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
-    found: list[Any] = [m for m in model.modules() if vars(m).get("phase")]
+    found = phased(model)
     before = [m.phase.mode for m in found]
     for module in found:
         module.phase.mode = mode

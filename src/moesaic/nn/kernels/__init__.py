@@ -1,6 +1,7 @@
-"""Products of few tokens with chosen rows of a matrix: numba where it is installed, else torch.
+"""Products of few tokens with chosen rows of a matrix, by numba on a CPU and by Triton on a GPU.
 
-On a GPU by Triton, which comes with torch there.
+Where neither can be used, callers compute everything and multiply by zeros: that is as fast as the
+model that nothing was left out of, and gives the same.
 
 Shape suffixes: T tokens, I inputs (channels), O outputs, G matrices.
 """
@@ -8,13 +9,12 @@ Shape suffixes: T tokens, I inputs (channels), O outputs, G matrices.
 from __future__ import annotations
 
 import logging
-from functools import cache, partial
+from functools import cache
 from math import prod
 from struct import pack
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -36,43 +36,36 @@ TYPES = (torch.float32, torch.bfloat16)
 
 
 @cache
-def fast() -> Any:
-    """The module of compiled functions; None where there are none, which is said once."""
+def fast(kind: str = "cpu") -> Any:
+    """The module of compiled functions for a type of device; None where there are none, which is
+    said once."""
+    module: Any = None
+    library = {"cpu": "numba", "cuda": "Triton"}.get(kind, "")
     try:
-        from moesaic.nn.kernels import cpu
+        if kind == "cpu":
+            from moesaic.nn.kernels import cpu as module
 
-        one = torch.ones(1)
-        at = one.data_ptr()
-        # compiles, or says that it cannot
-        cpu.sums(at, 0, at, 1, 0, 0, at, 1, 1, 1, 1, 0, 0, size=1)
-    except ImportError:
-        reason = 'numba is not installed (pip install "moesaic[fast]")'
+            one = torch.ones(1)
+            at = one.data_ptr()  # compiles, or says why not
+            module.sums(at, 0, at, 1, 0, 0, at, 1, 1, 1, 1, 0, 0, size=1)
+        elif kind == "cuda":
+            from moesaic.nn.kernels import gpu as module
+
+            one = torch.ones(1, 1, device=kind)
+            module.sums(one, one, None, 0.0, None)
     except Exception as error:  # whatever a compiler may raise
-        reason = f"numba cannot compile here ({str(error).strip().splitlines()[0]:.100})"
-    else:
-        return cpu
-    logger.warning("%s: channels are skipped by torch's own means, which take longer.", reason)
-    return None
-
-
-@cache
-def on_gpu() -> Any:
-    """The module of Triton's functions; None where they cannot be compiled, which is said once."""
-    try:
-        from moesaic.nn.kernels import gpu
-
-        one = torch.ones(1, 1, device="cuda")
-        gpu.sums(one, one, None, 0.0, None)  # compiles, or says that it cannot
-    except Exception as error:  # whatever a compiler may raise
-        reason = f"{str(error).strip().splitlines()[0]:.100}" if str(error).strip() else "no reason"
-        logger.warning("Triton cannot compile here (%s): channels are masked instead.", reason)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning(
+            "%s cannot be used here (%.100s): what a token leaves out is computed and made zero, "
+            "so channels and narrow petals make nothing faster.", library, reason,
+        )  # fmt: skip
         return None
-    return gpu
+    return module
 
 
-def reads_rows(device: torch.device) -> bool:
+def reads_rows(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether :class:`Product` works there, at a cost of the rows that are chosen."""
-    return device.type == "cpu" or (device.type == "cuda" and on_gpu() is not None)
+    return (device.type != "cpu" or dtype in TYPES) and fast(device.type) is not None
 
 
 def chosen(x_TI: Tensor, scale_TI: Tensor | None, keep: int, threshold: float) -> Tensor:
@@ -90,10 +83,24 @@ def chosen(x_TI: Tensor, scale_TI: Tensor | None, keep: int, threshold: float) -
     score_TI = x_TI.abs().float()
     if scale_TI is not None:
         score_TI = score_TI * scale_TI
-    if keep < 0:
-        return score_TI > threshold
-    at_TK = score_TI.topk(keep, dim=-1, sorted=False).indices
-    return torch.zeros_like(score_TI, dtype=torch.bool).scatter(-1, at_TK, True)
+    return score_TI > threshold if keep < 0 else top(score_TI, keep)
+
+
+def top(score_TI: Tensor, keep: int) -> Tensor:
+    """The places of the highest scores of each token, bool (T, I); of equal ones the first.
+
+    >>> top(torch.tensor([[1.0, 2.0, 1.0]]), 2)
+    tensor([[ True,  True, False]])
+    """
+    if keep == 0:
+        return torch.zeros_like(score_TI, dtype=torch.bool)
+    lowest_T1 = score_TI.topk(keep, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    on_TI = score_TI >= lowest_T1
+    if score_TI.is_cpu and int(on_TI.count_nonzero()) * score_TI.shape[-1] == keep * on_TI.numel():
+        return on_TI  # no equal ones: the rest takes as long again
+    above_TI = score_TI > lowest_T1
+    left_T1 = keep - above_TI.sum(-1, keepdim=True)
+    return above_TI | (on_TI & ((on_TI & ~above_TI).cumsum(-1) <= left_T1))
 
 
 class Product:
@@ -116,9 +123,9 @@ class Product:
         self.rows_GIO, self.scale_GI = rows_GIO, scale_GI
         self.keep, self.threshold = keep, threshold
         self.inputs, self.outputs = rows_GIO.shape[-2:]
-        on_cpu = rows_GIO.device.type == "cpu"
-        self.way = _by_bags if on_cpu else partial(by_triton, on_gpu())
-        self.compiled = fast() if on_cpu and rows_GIO.dtype in TYPES else None
+        self.compiled = fast(rows_GIO.device.type)
+        if not reads_rows(rows_GIO.device, rows_GIO.dtype):
+            raise TypeError(f"no compiled functions for {rows_GIO.dtype} on {rows_GIO.device}")
         self.held_GI = None if scale_GI is None else scale_GI.float().contiguous()
         self.fixed = (
             0 if self.held_GI is None else self.held_GI.data_ptr(), rows_GIO.data_ptr(),
@@ -138,9 +145,9 @@ class Product:
             group_T: int64, the matrix of each token; None for the first.
         """
         *shape, inputs = x_TI.shape
-        if self.compiled is None:
-            plain = (self.rows_GIO, self.scale_GI, self.keep, self.threshold, group_T)
-            return self.way(x_TI.reshape(-1, inputs), *plain).view(*shape, -1)
+        if not x_TI.is_cpu:
+            by = (self.rows_GIO, self.scale_GI, self.keep, self.threshold, group_T)
+            return by_triton(self.compiled, x_TI.reshape(-1, inputs), *by).view(*shape, -1)
         given_TI = (x_TI if x_TI.dtype in TYPES else x_TI.float()).contiguous()
         out_TO = given_TI.new_empty(*shape, self.outputs)
         self.compiled.sums(
@@ -186,16 +193,11 @@ def rows_of(weight: Tensor) -> Tensor:
     if rows.stride()[-2:] == (apart, 1) and (rows.dim() == 2 or rows.stride(0) == inputs * apart):
         return rows
     pages = rows.element_size() * outputs % PAGE == 0
-    spread = pages and rows.dtype == torch.bfloat16 and rows.device.type == "cpu" and fast()
+    spread = pages and rows.dtype == torch.bfloat16 and rows.is_cpu
     with torch.inference_mode(weight.is_inference()), torch.no_grad():
         room = rows.new_empty(*rows.shape[:-1], apart if spread else outputs)
         weight.data = room[..., :outputs].copy_(rows).mT
     return weight.data.mT
-
-
-def of_tokens(scale_GI: Tensor | None, group_T: Tensor | None) -> Tensor | None:
-    """Each token's factors (T, I); as they are where one matrix serves all, None without any."""
-    return scale_GI if scale_GI is None or group_T is None else scale_GI[group_T]
 
 
 def by_triton(
@@ -209,33 +211,9 @@ def by_triton(
 ) -> Tensor:
     """As :class:`Product`, by the functions of :mod:`moesaic.nn.kernels.gpu`; asks for no value."""
     if keep >= 0:  # the highest scores are found by torch, and the others' inputs made zero
-        x_TI = x_TI * chosen(x_TI, of_tokens(scale_GI, group_T), keep, threshold)
+        scale_TI = scale_GI if scale_GI is None or group_T is None else scale_GI[group_T]
+        x_TI = x_TI * chosen(x_TI, scale_TI, keep, threshold)
         scale_GI, threshold = None, 0.0
     scale = None if scale_GI is None else scale_GI.float().contiguous()
     y_TO: Tensor = compiled.sums(x_TI.contiguous(), rows_GIO, scale, threshold, group_T)
     return y_TO.to(x_TI.dtype)
-
-
-def _by_bags(
-    x_TI: Tensor,
-    rows_GIO: Tensor,
-    scale_GI: Tensor | None,
-    keep: int,
-    threshold: float,
-    group_T: Tensor | None,
-) -> Tensor:
-    """As :class:`Product`: torch's weighted sum of embeddings, which rows are to it."""
-    inputs, outputs = rows_GIO.shape[-2:]
-    on_TI = chosen(x_TI, of_tokens(scale_GI, group_T), keep, threshold)
-    token, channel = on_TI.nonzero(as_tuple=True)
-    value = x_TI[token, channel].to(rows_GIO.dtype)
-    if group_T is not None:
-        channel = channel + group_T[token] * inputs
-    count_T = on_TI.sum(-1)
-    return F.embedding_bag(
-        channel,
-        rows_GIO.reshape(-1, outputs),
-        offsets=count_T.cumsum(0) - count_T,
-        mode="sum",
-        per_sample_weights=value,
-    ).to(x_TI.dtype)

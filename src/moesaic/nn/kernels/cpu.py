@@ -285,7 +285,7 @@ def _highest(scores, out, tokens, petals, top_k, start, stop):
         score_R = carray(at(scores + 4 * t * petals), (petals,), np.float32)
         out_R = carray(at(out + 4 * t * petals), (petals,), np.float32)
         for r in range(petals):  # so that they are in the order of the scores, signs and all
-            bits = _bits(score_R[r])
+            bits = _bits(score_R[r]) if score_R[r] != 0 else np.int32(0)  # of either sign
             bits_R[r] = bits ^ ((bits >> np.int32(31)) & low_bits)
         low, high = np.int64(-0x80000001), np.int64(0x7FFFFFFF)
         above = np.int64(petals)

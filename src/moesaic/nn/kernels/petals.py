@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
-from moesaic.nn.kernels import FEW, LINE, TYPES, fast, rows_of, step_of
+from moesaic.nn.kernels import FEW, LINE, TYPES, fast, rows_of, step_of, top
 
 MOST = {torch.float32: FEW, torch.bfloat16: 2}
 """Tokens whose petals are worth reading one by one: of more, a product over all neurons is faster
@@ -44,15 +44,15 @@ def compiled_for(*tensors: Tensor | None) -> Any:
 
 
 def highest(scores_TR: Tensor, top_k: int) -> Tensor:
-    """Ones for the petals with the highest scores of each token, zeros for the others (T, R).
+    """Ones for the petals with the highest scores of each token, zeros for the others (T, R); of
+    equal scores the first.
 
     >>> highest(torch.tensor([[0.5, -1.0, 2.0]]), 2)
     tensor([[1., 0., 1.]])
     """
     compiled = compiled_for(scores_TR) if scores_TR.dtype == torch.float32 else None
     if compiled is None:
-        top_TK = scores_TR.topk(top_k, dim=-1, sorted=False).indices
-        return torch.zeros_like(scores_TR).scatter_(1, top_TK, 1)
+        return top(scores_TR, top_k).to(scores_TR.dtype)
     scores_TR = scores_TR.contiguous()
     tokens, petals = scores_TR.shape
     on_TR = torch.empty_like(scores_TR)
