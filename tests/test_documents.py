@@ -25,6 +25,7 @@ from typer.main import get_command
 import moesaic
 from moesaic.cli import app, verbs
 from moesaic.cli import results as works
+from moesaic.errors import REPOSITORY, how_to_install
 from moesaic.io.names import PACKAGED
 from moesaic.methods import METHODS
 from moesaic.recipe import Recipe
@@ -208,6 +209,17 @@ def test_targets_and_extras_exist() -> None:
             assert found is None or found[1] in made, f"{page.name}: there is no {line}"
             for extra in re.findall(r"moesaic\[([\w-]+)\]", line):
                 assert re.search(rf"^{extra} = ", extras, re.MULTILINE), f"{page.name}: {line}"
+
+
+def test_nobody_is_told_to_install_a_name_that_no_index_has() -> None:
+    """Whoever registers it would be installed by strangers."""
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    assert f'Source = "{REPOSITORY}"' in project
+    places = [*PAGES, *SCRIPTS, ROOT / "Dockerfile", *(ROOT / "src").rglob("*.py")]
+    for place in {*places} - {ROOT / "src/moesaic/errors.py"}:  # which makes the right command
+        text = place.read_text("utf-8").replace(how_to_install("tasks"), "")
+        assert not re.search(r"pip install [^\n`]*(?<![\w/])moesaic\b", text), place
+    assert how_to_install() in (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("package", PACKAGED.values())

@@ -393,7 +393,7 @@ def test_tasks_by_name_need_lm_eval(command, llama_folder, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     code, _, err = command("eval", llama_folder, "--tasks", "arc_easy")
     assert code == 2
-    assert "pip install 'moesaic[tasks]'" in err
+    assert "pip install 'moesaic[tasks] @ git+https" in err
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -11,6 +11,7 @@ from builders import carved_model
 from transformers import AutoModelForCausalLM
 
 from moesaic import hub
+from moesaic.errors import REPOSITORY
 from moesaic.nn import CarvedFFN
 
 
@@ -41,6 +42,21 @@ def test_trust_remote_code_needs_no_import(saved, tokens):
     assert name == "MoesaicLlamaForCausalLM"
     assert first == logits[0, 0, :3].tolist()
     assert total == pytest.approx(logits.double().sum().item(), rel=1e-12)
+
+
+def test_without_the_package_the_repository_is_named(saved):
+    """Not, as transformers says by itself, a name that nobody has registered."""
+    folder, _ = saved
+    code = (
+        "import sys\n"
+        "sys.modules['moesaic'] = None\n"
+        "from transformers import AutoModelForCausalLM\n"
+        f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stderr.splitlines()[-1] == (
+        f"ImportError: This checkpoint needs: pip install git+{REPOSITORY}"
+    )
 
 
 def test_only_weights_and_settings_are_saved(saved):

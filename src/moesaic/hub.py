@@ -23,6 +23,7 @@ from moesaic.arch.deepseek import DeepseekConfig, DeepseekForCausalLM
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import architectures, base_arch
 from moesaic.arch.mixture import MoEArch
+from moesaic.errors import how_to_install
 from moesaic.foreign import JSON, Config, Model, Tokenizer
 from moesaic.io.checkpoint import align, shape_of
 from moesaic.io.naming import conversions
@@ -276,9 +277,17 @@ def write_stub(config: Config, folder: Path) -> None:
     if not config.model_type.startswith(PREFIX):
         return
     names = sorted(value.rpartition(".")[2] for value in config.auto_map.values())
-    (folder / STUB_NAME).write_text(
-        '"""Loads this checkpoint with trust_remote_code=True. Needs: pip install moesaic"""\n\n'
-        f"from moesaic.hub import {', '.join(names)}\n\n__all__ = {json.dumps(names)}\n"
+    needed = f"This checkpoint needs: {how_to_install()}"
+    (folder / STUB_NAME).write_text(  # without try, transformers names an index's package instead
+        f'''"""Loads this checkpoint with trust_remote_code=True. {needed}"""
+
+try:
+    from moesaic.hub import {", ".join(names)}
+except ImportError as error:
+    raise ImportError("{needed}") from error
+
+__all__ = {json.dumps(names)}
+'''
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, how_to_install
 
 BETWEEN = "\n\n"
 """Between an example and what follows it."""
@@ -147,7 +147,7 @@ def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None)
     if named and importlib.util.find_spec("lm_eval") is None:
         raise MoesaicError(
             f"tasks {named[0]!r} is a task of lm-eval, which is not here: "
-            "pip install 'moesaic[tasks]', or give a FILE.jsonl of questions."
+            f"{how_to_install('tasks')}, or give a FILE.jsonl of questions."
         )
     return found
 

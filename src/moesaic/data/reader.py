@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from moesaic.data.rows import Row
 from moesaic.data.source import TextSource
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, how_to_install
 from moesaic.foreign import JSON
 
 Use = Literal["calibration", "evaluation"]
@@ -355,7 +355,7 @@ def _datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise MoesaicError("This source needs: pip install 'moesaic[datasets]'") from error
+        raise MoesaicError(f"This source needs: {how_to_install('datasets')}") from error
     return datasets
 
 

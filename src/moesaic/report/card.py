@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 import yaml
 
+from moesaic.errors import how_to_install
 from moesaic.record import Record
 from moesaic.report import figures, read, words
 from moesaic.report.read import Cell, Figures, figure, part
@@ -50,7 +51,7 @@ def model_card(record: Record, recipe_yaml: str, repo: str = "", plan_only: bool
 
 
 def _applying(repo: str) -> str:
-    code = _fence(f"pip install moesaic\nmoesaic apply {repo} OUT", "sh")
+    code = _fence(f"{how_to_install()}\nmoesaic apply {repo} OUT", "sh")
     return (
         "## Rebuilding it\n\nThis repository holds the plan and no weights: what was decided, "
         "index lists, and what was solved for. With the base model it is the checkpoint again, bit "
@@ -91,7 +92,7 @@ def _loading(record: Record, repo: str) -> str:
             f"An ordinary {record.model_type} checkpoint: Moesaic is not needed."
         )
     return (
-        f"## Loading it\n\nNeeds `pip install moesaic`.\n\n{_fence(code, 'python')}\n\n"
+        f"## Loading it\n\nNeeds `{how_to_install()}`.\n\n{_fence(code, 'python')}\n\n"
         f"Without the import: `{load}, trust_remote_code=True)`."
     )
 
