@@ -85,8 +85,8 @@ def shown(page, selector):
 
 
 def places(page):
-    """Where the visible points are, by what they are."""
-    found = shown(page, ".frontier .chart .point")
+    """Where the visible points of the first frontier are, by what they are."""
+    found = shown(page.query_selector(".frontier"), ".chart .point")
     return {e.get_attribute("aria-label"): e.get_attribute("transform") for e in found}
 
 
@@ -115,7 +115,7 @@ def test_axe_finds_nothing_and_nothing_is_wider_than_the_page(visit, name, schem
 
 def test_without_a_script_everything_is_there(visit):
     page = visit("many", java_script_enabled=False)
-    assert len(shown(page, ".plot")) == 1
+    assert len(shown(page, ".plot")) == len(page.query_selector_all(".frontier")) == 2
     assert places(page)
     assert not shown(page, "input, button")
     assert len(shown(page, "#overview tbody tr")) == len(runs())
@@ -134,33 +134,36 @@ def test_on_paper_every_run_is_open(visit):
 
 def test_the_frontier_is_switched_by_mouse_and_by_keys(visit):
     page = visit("many")
+    other = page.query_selector_all(".frontier")[1]
+    there = other.inner_html()
+    one = page.query_selector(".frontier")
     seen = set()
-    for lost in page.query_selector_all("[name=lost]"):
-        for saved in page.query_selector_all("[name=saved]"):
+    for lost in one.query_selector_all("[name=lost]"):
+        for saved in one.query_selector_all("[name=saved]"):
             lost.check(force=True)
             saved.check(force=True)
-            plots = shown(page, ".plot")
-            assert len(plots) == 1
-            said = page.inner_text(".frontier .said")
-            assert said == plots[0].query_selector("desc").text_content()
+            (plot,) = shown(one, ".plot")
+            said = one.query_selector(".said").inner_text()
+            assert said == plot.query_selector("desc").text_content()
             seen.add(said)
             for label, at in places(page).items():
                 x, y = map(float, at.removeprefix("translate(").rstrip(")").split())
                 assert 0 <= x <= 680, label
                 assert 0 <= y <= 400, label
-    count = [len(page.query_selector_all(f"[name={name}]")) for name in ("lost", "saved")]
+    count = [len(one.query_selector_all(f"[name={name}]")) for name in ("lost", "saved")]
     assert len(seen) == count[0] * count[1] > 3
-    page.focus("[name=saved]:checked")
-    before = page.inner_text(".frontier .said")
+    assert other.inner_html() == there  # each is switched alone
+    one.query_selector("[name=saved]:checked").focus()
+    before = one.query_selector(".said").inner_text()
     page.keyboard.press("ArrowRight")
-    assert page.inner_text(".frontier .said") != before
+    assert one.query_selector(".said").inner_text() != before
 
 
 def test_comparisons_are_hidden_and_shown(visit):
     page = visit("many")
     every = len(places(page))
     page.uncheck("[name=comparisons]")
-    assert not shown(page, ".frontier .chart .comparison")
+    assert not shown(page.query_selector(".frontier"), ".chart .comparison")
     assert 0 < len(places(page)) < every
     page.check("[name=comparisons]")
     assert len(places(page)) == every
@@ -206,7 +209,7 @@ def test_runs_are_searched(visit):
     every = len(runs())
     page.fill("#find", "MIXTURE condensed")
     assert len(shown(page, "#overview tbody tr")) == 2
-    assert len(shown(page, "details.run")) == 2
+    assert len(shown(page, "details.run")) == len(shown(page, ".card[data-run]")) == 2
     assert page.inner_text("output[for=find]") == f"2 of {every}"
     assert {e.get_attribute("data-run") for e in shown(page, ".chart .point")} <= {"0", "6", "7"}
     page.fill("#find", "nothing like this")
@@ -265,7 +268,7 @@ def test_tab_reaches_everything_in_reading_order(visit):
             break
         heights.append(
             page.evaluate(
-                "document.activeElement.closest('section,footer,header')"
+                "document.activeElement.closest('section,footer,header,.runs')"
                 ".getBoundingClientRect().top + scrollY"
             )
         )

@@ -11,7 +11,7 @@ from test_report_mixtures import pruned
 
 from moesaic import report
 from moesaic.report.charts import FEW, Plane, Shade, shaded
-from moesaic.report.frontier import BOX, LOST, SAVED, best, frontier, points, relative
+from moesaic.report.frontier import BOX, best, frontiers, points
 from moesaic.report.layers import layer_table
 from moesaic.report.page import LARGEST
 
@@ -20,6 +20,12 @@ def drawn_at(found, place=0):
     """By run and kind where a point is in one picture, and whether it is on the frontier."""
     marks = re.findall(r'class="point (.*?) s\d.*?data-run="(\d+)" data-at="(.*?)"', found.drawn)
     return {(int(run), kind): at.split(";")[place] for kind, run, at in marks}
+
+
+def only(records):
+    """The one picture of runs of one original."""
+    (picture,) = frontiers(records)
+    return picture
 
 
 def test_best_points_are_those_that_none_beats():
@@ -36,11 +42,11 @@ def test_best_points_are_those_that_none_beats():
 
 def test_runs_of_one_original_share_it():
     records = [make(), make(result=15.0, static=40.0), replace(make(), measured={})]
-    found, groups = points(records)
-    assert groups == ["org/model"]
-    told = [(p.run, p.kind) for p in found]
+    found = points(records)
+    assert [*found] == ["org/model"]
+    told = [(p.run, p.kind) for p in found["org/model"]]
     assert told == [(0, "original"), (1, "result"), (1, "static"), (2, "result"), (2, "static")]
-    picture = frontier(records)
+    picture = only(records)
     assert picture.saved == ["active parameters", "decode speed", "prefill speed"]
     assert picture.lost == ["perplexity"]
     at = drawn_at(picture)
@@ -54,38 +60,35 @@ def test_runs_of_one_original_share_it():
 
 def test_more_is_better_of_speed():
     fast, slow = make(decode=1.5, result=20.0), make(decode=1.2, result=25.0)
-    picture = frontier([fast, slow])
+    picture = only([fast, slow])
     at = drawn_at(picture, picture.saved.index("decode speed"))
     assert at[1, "result"].endswith(",1")
     assert at[2, "result"].endswith(",0")
     assert at[1, "comparison"] == ""  # comparisons are not timed
 
 
-def test_figures_of_several_originals_are_of_each_its_own():
+def test_every_original_has_a_picture_of_its_own():
     ours, theirs = make(), make(result=60.0)
     theirs.model = "org/other"
     theirs.measured["scores"]["original"] = score(30.0, 1.0, total=500)
-    found, groups = points([ours, theirs])
-    assert groups == ["org/model", "org/other"]
-    perplexity = len(SAVED) + [axis.name for axis in LOST].index("perplexity")
-    of = [(p.run, p.kind, p.group) for p in found]
-    known = dict(zip(of, relative(found, perplexity), strict=True))
-    assert known[0, "original", 0] == known[0, "original", 1] == 1
-    assert known[2, "result", 1] == pytest.approx(2.0)
-    assert known[1, "result", 0] == pytest.approx(19.57 / 12.79)
-    assert "of the original’s" in frontier([ours, theirs]).drawn
+    pictures = frontiers([ours, theirs])
+    assert [p.model for p in pictures] == ["org/model", "org/other"]
+    assert [{run for run, _ in drawn_at(p)} for p in pictures] == [{0, 1}, {0, 2}]
+    svg = ET.fromstring(report.frontier_picture([ours, theirs]))
+    texts = [t.text for t in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"org/model", "org/other"} < {*texts}
 
 
 def test_runs_on_different_texts_are_not_compared():
     other = make()
     other.measured["evaluation"] = {"data": "wikitext", "length": 512}
-    assert points([make(), other])[1] == ["org/model, text 1", "org/model, text 2"]
+    assert [*points([make(), other])] == ["org/model, text 1", "org/model, text 2"]
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), None])
 def test_a_figure_that_is_no_number_is_not_drawn(value):
     record = make(result=value)
-    at = drawn_at(frontier([record, make()]))
+    at = drawn_at(only([record, make()]))
     assert at[1, "result"] == ""
     assert at[2, "result"]
 
@@ -93,7 +96,7 @@ def test_a_figure_that_is_no_number_is_not_drawn(value):
 def test_two_models_are_no_frontier():
     record = make()
     del record.measured["scores"]["static"]
-    assert frontier([record]) is None
+    assert frontiers([record]) == []
     assert "What is lost, and what is saved" not in report.html([record])
 
 
@@ -131,7 +134,7 @@ def test_what_a_search_tried_is_drawn():
     assert drawing.count("point result") == 1
     assert drawing.count("point comparison") == 2
     assert drawing.count("point beaten") == 1
-    assert "slim: 1\N{NO-BREAK SPACE}MiB, KL 0.200<" in drawing
+    assert "slim: 1.00\N{NO-BREAK SPACE}MiB, KL 0.200<" in drawing
     assert "front" not in drawing  # the chosen one is smaller and loses less than the other
 
 

@@ -1,5 +1,6 @@
 """Reports of synthetic records: nothing lost, nothing run, nothing glossed over."""
 
+import ast
 import io
 import json
 import re
@@ -102,7 +103,12 @@ def measured(
             }
         ],
         "speed": {"original": speed(800, 25), "result": speed(800 * prefill, 25 * decode)},
-        "speed_ratio": {"prefill": prefill, "decode": decode},
+        "speed_ratio": {
+            "prefill": prefill,
+            "prefill_spread": [prefill * 0.99, prefill * 1.01],
+            "decode": decode,
+            "decode_spread": [decode * 0.99, decode * 1.01],
+        },
     }
 
 
@@ -160,8 +166,13 @@ class Page(HTMLParser):
         return [a for t, a in self.elements if t == tag and kind in (a.get("class") or "")]
 
 
+def plain(text):
+    """Text with its spaces alike."""
+    return re.sub(r"\s+", " ", text.replace("\N{NO-BREAK SPACE}", " "))
+
+
 def said(record):
-    return " ".join(s.text for s in words.summary(record)).replace("\N{NO-BREAK SPACE}", " ")
+    return plain(" ".join(s.text for s in words.summary(record)))
 
 
 def printed(record, width=80):
@@ -190,7 +201,7 @@ def test_other_formats_are_refused(format):
 
 def test_page_shows_what_the_record_holds():
     page = Page(report.html([make()]))
-    for shown in ("12.79", "19.57", "20.41", "8,176", "80.0 %", "1.27×", "0.96×", "500 ms"):
+    for shown in ("12.79", "19.57", "20.41", "8,176", "84 %", "1.27×", "0.96×", "500 ms"):
         assert shown in page.text, shown
     for shown in ("842.0k", "1.00M", "1.00 GiB", "792–808", "upon a time", "a chip", "2–3, 7"):
         assert shown in page.text, shown
@@ -263,8 +274,8 @@ def test_any_measurement_may_be_missing(key):
 
 def test_an_empty_record_is_no_failure():
     record = Record("", "", "", False, [], [])
-    assert "Nothing was measured" in Page(report.html([record])).text
-    assert "Nothing was measured" in printed(record)
+    assert "What it costs was not measured" in Page(report.html([record])).text
+    assert "What it costs was not measured" in printed(record)
     ET.fromstring(report.picture(record))
 
 
@@ -273,7 +284,7 @@ def test_without_evaluation_the_cut_is_still_shown():
     page = Page(report.html([record]))
     assert "Layers 2–3, 7: 36 neurons for every token and 1 of 4 experts" in page.text
     assert "carved with MoRE to 80 %" in page.text
-    assert "Perplexity" not in page.text
+    assert "erplexity" not in page.text
 
 
 def test_what_the_refit_gave_back_is_drawn():
@@ -315,7 +326,7 @@ def test_a_result_that_does_not_route_has_no_routing():
 def test_perplexities_that_are_no_numbers():
     record = make(result=float("inf"), static=float("nan"))
     assert "∞" in Page(report.html([record, record])).text
-    assert "12.79 → ∞" in said(record)
+    assert "worse on this text (perplexity 12.79 → ∞)" in words.outcome(record)
     ET.fromstring(report.picture(record))
     printed(record)
 
@@ -333,32 +344,113 @@ def test_sixty_four_petals():
 # --- plain words ---------------------------------------------------------------------------------
 
 
-def test_words_say_what_it_cost_and_brought():
-    text = said(make())
-    assert "Runs 84 % of the original's parameters per token" in text
-    assert "Perplexity 12.79 → 19.57" in text
-    assert "Prefill 1.27×: faster than the original." in text
-    assert "Decode 0.96×: slower than the original." in text
-    assert "no fewer than the original" in text
-    assert "Static pruning at the same active ratio does worse" in text
+def test_every_form_begins_with_what_came_of_it():
+    record = make()
+    record.measured["files"] = {"original": 300 * 2**20, "result": 200 * 2**20}
+    outcome = (
+        "33 % smaller on disk, 53.0 % worse on this text (perplexity 12.79 → 19.57); prefill "
+        "faster (1.27×), decode slower (0.96×)."
+    )
+    assert plain(words.outcome(record)) == outcome
+    page = plain(Page(report.html([record])).text)
+    assert page.index(outcome) < page.index("Its feed-forward networks are")
+    card = plain(report.model_card(record, ""))
+    assert card.index(outcome) < card.index("Its feed-forward networks are")
+    assert plain(printed(record)).index(outcome) < plain(printed(record)).index("tokens measured")
+    for shown in (page, card):
+        assert "300 MiB → 200 MiB" in shown
 
 
 @pytest.mark.parametrize(
-    ("ratio", "word"),
-    [(0.5, "slower"), (0.99, "slower"), (0.997, "as fast"), (1.004, "as fast"), (1.01, "faster")],
+    ("files", "clause"),
+    [
+        ((100, 50), "50 % smaller on disk"),
+        ((100, 120), "20 % larger on disk"),
+        ((98, 539), "5.5 times as large on disk"),
+        ((100, 100), "Runs 84 % of the parameters per token"),
+    ],
 )
-def test_pace_is_what_the_written_figure_says(ratio, word):
-    assert f"{ratio:.2f}×: {word}" in said(make(decode=ratio))
+def test_a_larger_file_is_said_to_be_one(files, clause):
+    record = make()
+    record.measured["files"] = dict(zip(("original", "result"), files, strict=True))
+    assert plain(words.outcome(record)).startswith(clause)
 
 
-def test_a_difference_within_the_rounds_is_said_to_be_one():
-    record = make(decode=0.96)
-    assert "spread" not in said(record)
+def test_bytes_in_memory_stand_where_files_were_not_looked_at():
+    record = make()
+    record.measured["scores"]["original"]["total_bytes"] = 2_000_000
+    record.measured["scores"]["result"]["total_bytes"] = 1_500_000
+    assert plain(words.outcome(record)).startswith("25 % smaller in memory, ")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "spread", "word"),
+    [
+        (0.5, (0.4, 0.6), "slower"),
+        (1.4, (1.01, 1.9), "faster"),
+        (1.4, (0.99, 1.9), "no clear difference"),
+        (0.8, (0.7, 1.01), "no clear difference"),
+        (1.4, (1.4, 1.4), "no clear difference"),
+        (1.004, (1.002, 1.01), "no clear difference"),
+    ],
+)
+def test_faster_is_said_only_where_every_round_says_so(ratio, spread, word):
+    record = make(prefill=1.0)
+    record.measured["speed_ratio"] |= {"decode": ratio, "decode_spread": list(spread)}
+    tones = {"slower": "worse", "faster": "better", "no clear difference": "unsure"}
+    (tile,) = [c for c in words.changes(record) if c.what == "decode speed"]
+    assert (tile.told, tile.tone) == (word, tones[word])
+    unclear = word == "no clear difference"
+    assert ("speed: no clear difference" in words.outcome(record)) == unclear
+    shown = (Page(report.html([record])).text, report.model_card(record, ""), printed(record))
+    for text in map(plain, shown):
+        assert ("faster" in text) == (word == "faster")
+        assert ("slower" in text) == (word == "slower")
+    grey = Page(report.html([record])).all("div", "unsure")
+    assert len(grey) == 1 + unclear  # prefill's, and decode's
+
+
+def test_without_rounds_of_the_ratio_its_bounds_are_those_of_the_speeds():
+    record = make(decode=1.3)
+    del record.measured["speed_ratio"]["decode_spread"]
+    assert "decode faster" in words.outcome(record)
     record.measured["speed"]["result"]["decode_spread"] = [20.0, 30.0]
-    assert "Decode 0.96×: slower than the original, but within the spread" in said(record)
-    for model in record.measured["speed"].values():
-        model["decode_spread"] = [model["decode_tokens_per_second"]] * 2
-    assert "Decode 0.96×: slower than the original, but in one round only" in said(record)
+    assert "decode no clear difference" in words.outcome(record)
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [
+        (12.80, "0.1 % worse"),
+        (12.79, "no clear difference"),
+        (12.70, "no clear difference"),
+        (12.15, "5.0 % better"),
+    ],
+)
+def test_a_small_gain_in_perplexity_is_no_gain(result, told):
+    assert told in plain(words.outcome(make(result=result)))
+
+
+def test_warnings_stand_beside_the_figure_that_they_explain():
+    record = make(decode=0.5)
+    slow, other = "No kernel was there.", "The text was replaced."
+    record.log = {"warnings": [slow, other], "of_speed": [slow]}
+    speed = [c for c in words.changes(record) if c.why]
+    assert [(c.what, c.why) for c in speed] == [("decode speed", slow)]
+    page, card = Page(report.html([record])).text, report.model_card(record, "")
+    for shown in (page, card):
+        assert slow in shown
+        assert other in shown
+    assert f"Decode speed: 0.50×, slower. {slow}" in card
+
+
+def test_rows_that_say_nothing_are_left_out():
+    record = make(routers=0)
+    text = Page(report.html([record])).text
+    assert "router parameters" not in text
+    assert "nominal" not in text.replace("nominal: under even routing", "")
+    record.measured["scores"]["result"]["nominal_active_ratio"] = 0.7
+    assert "nominal ratio" in Page(report.html([record])).text
 
 
 @pytest.mark.parametrize(
@@ -385,14 +477,6 @@ def test_a_result_without_routers_blames_no_routing():
     assert "Routing did not pay" not in said(make(static=10.0, routers=0))
 
 
-def test_costs_stand_under_costs():
-    text = report.html([make(decode=0.5, static=15.0)])
-    costs = text[text.index("What it costs") : text.index("What is lost, and")]
-    for cost in ("Perplexity", "slower", "Static pruning", "no fewer"):
-        assert cost in costs, cost
-    assert "84" not in costs
-
-
 # --- several runs --------------------------------------------------------------------------------
 
 
@@ -402,8 +486,11 @@ def test_several_runs():
     unmeasured = replace(other, measured={})
     page = Page(report.html([make(), other, unmeasured]))
     assert [a["id"] for a in page.all("details", "run")] == ["run-1", "run-2", "run-3"]
-    rows = [a["href"] for a in page.all("a") if "class" not in a]
-    assert rows == ["#run-1", "#run-2", "#run-3"]
+    links = [a["href"] for a in page.all("a") if "class" not in a]
+    assert links == ["#run-1", "#run-2", "#run-3"] * 2  # cards, then rows
+    outcomes = [plain(words.outcome(r)) for r in (make(), other, unmeasured)]
+    assert plain(page.text).index(outcomes[1]) < page.text.index("What is lost, and what is saved")
+    assert not page.all("input", "search")
     points = [a for a in page.all("a", "point") + page.all("g", "point") if "data-at" in a]
     assert len(points) == 2 * 3  # two runs' original, result, static
     assert {a["data-run"] for a in points} == {"0", "1", "2"}
@@ -424,7 +511,7 @@ def test_runs_far_apart_are_drawn_on_a_logarithmic_scale():
 def test_terminal_fits(width):
     record = make()
     for name in ("backbone", "random", "naive"):
-        record.measured["scores"][name] = score(30.1, 0.8)
+        record.measured["scores"][name] = {**score(30.1, 0.8), "total_bytes": 734_003_200}
         record.measured["generation"][name] = "word " * 40
     text = printed(record, width)
     assert max(map(len, text.splitlines())) <= width
@@ -454,12 +541,50 @@ def test_model_card():
     assert "````yaml\n" + recipe + "````" in body
     assert "import moesaic" in body
     assert "trust_remote_code=True" in body
-    assert "Quality is lost" in body
+    assert "53.0\N{NO-BREAK SPACE}% worse on this text" in body
     assert "Nothing was trained." in body
     assert "Some Authors, A Paper, 2026" in body
-    assert 'from_pretrained("out-folder")' in body
+    assert "from_pretrained('out-folder')" in body
     assert "| perplexity | 12.79 | 19.57 | 20.41 |" in body
     assert "/home" not in body.replace(recipe, "")
+
+
+@pytest.mark.parametrize(
+    ("out", "repo", "place"),
+    [
+        ("demo/faster", "", "demo/faster"),
+        ("/home/someone/faster", "", "faster"),
+        ("faster", "you/faster", "you/faster"),
+        ("", "", "this-folder"),
+    ],
+)
+def test_the_card_loads_the_folder_that_the_run_was_asked_for(out, repo, place):
+    card = report.model_card(replace(make(), out=out), "", repo)
+    assert f"from_pretrained({place!r})" in card
+    assert ("# this folder" in card) == (not repo)
+
+
+def test_nothing_from_outside_is_markup_or_code_on_a_card():
+    evil = '\n# x\n<img src=x> [a](b) | `c` "); import os; os.system("id'
+    record = replace(make(), model=evil, out=evil, model_type=evil, native=True)
+    record = with_step(record, told=evil, title=evil, label=evil, paper=evil, variants={evil: evil})
+    found = record.measured
+    found["scores"][evil] = score(15.0, 0.8)
+    found["scores"]["original"]["tasks"] = {evil: {"acc": 0.5}}
+    found["evaluation"] |= {"data": evil, "computed_in": evil}
+    record.environment = {"processor": evil, "device": evil}
+    record.log = {"warnings": [evil]}
+    body = report.model_card(record, "").split("---\n", 2)[2]
+    code = re.search("```python\n(.*?)\n```", body, re.S).group(1)
+    calls = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Call)]
+    assert [n.func.attr for n in calls] == ["from_pretrained"] * 2
+    assert calls[0].args[0].value == evil
+    told = body.replace(code, "")
+    assert not re.search(r"(?<!\\)[<|]img|(?<!\\)\[a", told)
+    heads = [line for line in told.splitlines() if line.startswith("#")]
+    assert len(heads) == 4
+    rows = [line for line in told.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {3, 5, 6}  # as columns
 
 
 @pytest.mark.parametrize("name", ["a: b", "'quoted'", "- x", "smollm2", "/data/llama"])

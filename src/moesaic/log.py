@@ -12,6 +12,8 @@ from typing import TypeVar
 from moesaic.foreign import JSON, Track, silent
 
 T = TypeVar("T")
+OF_SPEED = ("moesaic.nn", "moesaic.io.arithmetic", "moesaic.metrics.speed")
+"""Loggers whose warnings explain how fast models are: no kernels, another floating-point type."""
 
 
 class Log(logging.Handler):
@@ -28,6 +30,8 @@ class Log(logging.Handler):
         of this process, and ``within``, the stage that it is a part of."""
         self.warnings: list[str] = []
         """Each once."""
+        self.of_speed: list[str] = []
+        """Those that explain how fast models were."""
         self._shown = track
         self._open: list[str] = []
         self._alone = False
@@ -73,16 +77,21 @@ class Log(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Note a warning of ours; Python shows what has no handler, and this is one."""
-        self.note(record.getMessage())
+        self.note(record.getMessage(), record.name.startswith(OF_SPEED))
         if self._alone and logging.lastResort is not None:
             logging.lastResort.handle(record)
 
-    def note(self, said: str) -> None:
+    def note(self, said: str, of_speed: bool = False) -> None:
         """Keep a warning, unless it is there."""
-        if said not in self.warnings:
-            self.warnings.append(said)
+        for known in (self.warnings, self.of_speed) if of_speed else (self.warnings,):
+            if said not in known:
+                known.append(said)
 
     def as_json(self) -> JSON:
-        """``stages`` that are over, and ``warnings``."""
+        """``stages`` that are over, ``warnings``, and those of them that are ``of_speed``."""
         over = [said for said in self.stages if "seconds" in said]
-        return {"stages": over, "warnings": list(self.warnings)}
+        return {
+            "stages": over,
+            "warnings": list(self.warnings),
+            **({"of_speed": list(self.of_speed)} if self.of_speed else {}),
+        }

@@ -199,7 +199,7 @@ def record_of(run: Path) -> Record:
         raise MoesaicError(f"{run} has no readable result.json: {error}") from error
 
 
-SAVED = ("bytes", "active", "decode", "prefill", "memory")
+SAVED = ("disk", "bytes", "active", "decode", "prefill", "memory")
 LOST = ("perplexity", "kl", "agreement", "tasks")
 """Axes of the frontier."""
 

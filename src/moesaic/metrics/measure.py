@@ -256,10 +256,12 @@ def measure(
             | {"peak_memory_bytes": memory(source, prompt.shape[1], 8, device, dtype)}
             for name, source in (("original", original), ("result", result))
         }
-        record["speed_ratio"] = {
-            "prefill": ratio(speeds["result"].prefill, speeds["original"].prefill).median,
-            "decode": ratio(speeds["result"].decode, speeds["original"].decode).median,
+        ratios = {
+            "prefill": ratio(speeds["result"].prefill, speeds["original"].prefill),
+            "decode": ratio(speeds["result"].decode, speeds["original"].decode),
         }
+        record["speed_ratio"] = {what: found.median for what, found in ratios.items()}
+        record["speed_ratio"] |= {f"{w}_spread": list(r.spread) for w, r in ratios.items()}
     return record
 
 

@@ -10,7 +10,7 @@ import yaml
 from moesaic.errors import how_to_install
 from moesaic.record import Record
 from moesaic.report import figures, read, words
-from moesaic.report.read import Cell, Figures, figure, part
+from moesaic.report.read import Cell, Figures, part
 
 HUB_IDS = {
     "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -20,7 +20,7 @@ TAGS = ["moesaic", "mixture-of-experts"]
 
 
 def model_card(record: Record, recipe_yaml: str, repo: str = "", plan_only: bool = False) -> str:
-    """The card: what it is, how to load it, what was measured, how it was made.
+    """The card: what came of it, how to load it, what was measured, how it was made.
 
     Args:
         record: of the run.
@@ -38,11 +38,12 @@ def model_card(record: Record, recipe_yaml: str, repo: str = "", plan_only: bool
     parts = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {_inline(read.title(record))}",
-        *map(_inline, words.told(record)),
-        f"{_inline(words.weights(record))} {_quality(record)}",
+        f"{_inline(words.outcome(record))} Measure it on your own text before relying on it.",
         _applying(repo) if plan_only else _loading(record, repo),
         *_measured(record),
         "## How it was made",
+        *map(_inline, words.told(record)),
+        _inline(words.weights(record)),
         _fence(recipe_yaml, "yaml"),
         "" if plan_only else _rebuilding(record),
         "The base model's licence applies to its weights.",
@@ -59,14 +60,6 @@ def _applying(repo: str) -> str:
     )
 
 
-def _quality(record: Record) -> str:
-    scores = part(record.measured, "scores")
-    ours, theirs = (figure(scores, name, "perplexity") for name in ("result", "original"))
-    lost = ours is not None and theirs is not None and not ours <= theirs
-    known = "Quality is lost: what" if lost else "What"
-    return f"{known} it costs is below; measure it on your own text before relying on it."
-
-
 def _rebuilding(record: Record) -> str:
     """The use of ``plan.json``; a result that was trained has none."""
     if any(step.weights == "trained" for step in record.steps):
@@ -78,40 +71,46 @@ def _rebuilding(record: Record) -> str:
 
 
 def _loading(record: Record, repo: str) -> str:
-    folder = repo or PurePath(record.out).name or "path/to/this/folder"
-    load = f'AutoModelForCausalLM.from_pretrained("{folder}"'
-    code = (
-        ("" if record.native else "import moesaic  # registers the model type\n")
-        + "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"model = {load})\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{folder}")'
+    path = PurePath(record.out)
+    # the folder as the run was asked for it, but nothing of where that lies on the machine
+    place = repr(repo or (path.name if path.is_absolute() else record.out) or "this-folder")
+    note = "" if repo else "  # this folder"
+    code = "" if record.native else "import moesaic  # without it: trust_remote_code=True in both\n"
+    code += (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"model = AutoModelForCausalLM.from_pretrained({place}){note}\n"
+        f"tokenizer = AutoTokenizer.from_pretrained({place})"
     )
     if record.native:
-        return (
-            f"## Loading it\n\n{_fence(code, 'python')}\n\n"
-            f"An ordinary {record.model_type} checkpoint: Moesaic is not needed."
-        )
-    return (
-        f"## Loading it\n\nNeeds `{how_to_install()}`.\n\n{_fence(code, 'python')}\n\n"
-        f"Without the import: `{load}, trust_remote_code=True)`."
-    )
+        needs = f"An ordinary {_inline(record.model_type)} checkpoint: Moesaic is not needed."
+    else:
+        needs = f"Needs `{how_to_install()}`."
+    return f"## Loading it\n\n{needs}\n\n{_fence(code, 'python')}"
 
 
 def _measured(record: Record) -> list[str]:
-    sentences = words.summary(record)
-    parts = ["## What it costs and what it brings", "\n".join(f"- {s.text}" for s in sentences)]
+    told = []
+    for change in words.changes(record):
+        figure = ", ".join(filter(None, (change.figure, change.told)))
+        told.append(f"{change.what[:1].upper()}{change.what[1:]}: {figure}. {change.why}".strip())
+    told += [sentence.text for sentence in words.summary(record)]
+    told += [f"Warning of the run: {said}" for said in read.warnings(record)[1]]
+    parts = ["\n".join(f"- {_inline(text)}" for text in told)]
     parts += map(_table, read.tables(record))
+    parts = [p for p in parts if p]
+    if parts:
+        parts.insert(0, "## What it costs and what it brings")
     settings, machine = part(record.measured, "evaluation"), record.environment
     on = settings.get("data")
     notes = []
     if on and part(record.measured, "scores"):
-        text = "text that ships with Moesaic" if on == "shipped" else f"`{on}`"
+        text = "text that ships with Moesaic" if on == "shipped" else _inline(str(on))
         kind = settings.get("computed_in")
-        numbers = f", computed in {kind}" if kind else ""
+        numbers = f", computed in {_inline(str(kind))}" if kind else ""
         notes.append(f"Perplexity on {text}, in windows of {settings['length']}{numbers}.")
     if part(record.measured, "speed") and machine:
         known = [machine.get("processor"), machine.get("device")]
-        where = " · ".join(str(m) for m in known if m)
+        where = " · ".join(_inline(str(m)) for m in known if m)
         notes.append(
             f"Speed on {where}, {machine.get('threads', 'some')} threads, torch "
             f"{machine.get('torch', figures.NONE)}; medians, with the least and the greatest round."
@@ -127,7 +126,7 @@ def _table(table: Figures) -> str:
 
     head = ["", *map(_inline, table.columns)]
     lines = [head, ["---", *["---:"] * len(table.columns)]]
-    lines += [[label, *map(written, cells)] for label, cells in table.rows]
+    lines += [[_inline(label), *map(written, cells)] for label, cells in table.rows]
     return "\n".join(f"| {' | '.join(row)} |" for row in lines)
 
 
@@ -139,5 +138,9 @@ def _fence(code: str, language: str) -> str:
 
 
 def _inline(text: str) -> str:
-    """Text that means itself in Markdown."""
-    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", text)
+    """Text that means itself in a line of Markdown.
+
+    >>> _inline("a_b\\n# <c>")
+    'a\\\\_b \\\\# \\\\<c\\\\>'
+    """
+    return re.sub(r"([\\`*_\[\]<>|#&])", r"\\\1", " ".join(text.splitlines()))

@@ -16,16 +16,23 @@ from moesaic.record import Record
 from moesaic.report import figures, read, words
 from moesaic.report.read import Figures, part
 
+TONES = {"worse": "yellow", "unsure": "dim"}
+"""Styles of figures, by :attr:`moesaic.report.read.Cell.tone`."""
+
 
 def terminal(record: Record) -> RenderableType:
-    """Tables of figures, what they say in plain words, and the continuations side by side."""
-    parts: list[RenderableType] = [Text(read.title(record), style="bold")]
+    """What came of the run in a sentence, its figures, how other ways do, continuations."""
+    parts: list[RenderableType] = [
+        Text(read.title(record), style="bold"),
+        Padding(Text(words.outcome(record)), (1, 0, 0, 0)),
+    ]
     parts += map(_table, read.tables(record))
     said = Table.grid(padding=(0, 1))
     for sentence in words.summary(record):
         style = "yellow" if sentence.against else ""
         said.add_row(Text("-" if sentence.against else "+", style=style), Text(sentence.text))
-    parts.append(Padding(said, (0, 1, 1, 1)))
+    if said.row_count:
+        parts.append(Padding(said, (0, 1, 1, 1)))
     generated = dict(part(record.measured, "generation"))
     prompt = generated.pop("prompt", None)
     if generated:
@@ -36,26 +43,27 @@ def terminal(record: Record) -> RenderableType:
 
 
 def _table(of: Figures) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("", style="dim", no_wrap=True)
     for name in of.columns:
         table.add_column(
-            name,
+            Text(name),
             justify="right",
             style="bold" if name == "result" else "",
             header_style="bold cyan" if name == "result" else "bold",
         )
     for label, cells in of.rows:
-        table.add_row(label, *(_cell(cell) for cell in cells))
+        table.add_row(Text(label), *(_cell(cell) for cell in cells))
     return table
 
 
 def _cell(cell: read.Cell) -> Text:
-    text = Text(cell.text, style="yellow" if cell.slow else "")
+    text = Text(cell.text, style=TONES.get(cell.tone, ""))
     if cell.note:
+        worded = cell.note.replace(" ", "").isalpha()
         text.append(
-            f" {cell.note}" if cell.note.isalpha() else f" ({cell.note})",
-            style="not bold" if cell.slow else "dim not bold",
+            f" {cell.note}" if worded else f" ({cell.note})",
+            style="not bold" if cell.tone else "dim not bold",
         )
     return text
 

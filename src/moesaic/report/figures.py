@@ -96,16 +96,16 @@ def duration(seconds: float | None) -> str:
 
 
 def memory(size: float | None) -> str:
-    """Bytes, in binary units.
+    """Bytes, in binary units, to three digits.
 
-    >>> memory(4_195_250_176).replace(NBSP, " "), memory(734_003_200).replace(NBSP, " ")
-    ('3.91 GiB', '700 MiB')
+    >>> [memory(v).replace(NBSP, " ") for v in (4_195_250_176, 734_003_200, 7_261_056)]
+    ['3.91 GiB', '700 MiB', '6.92 MiB']
     """
     if (odd := _odd(size)) is not None:
         return odd
     assert size is not None
-    gib, mib = size / 2**30, size / 2**20
-    return f"{gib:.2f}{NBSP}GiB" if gib >= 1 else f"{mib:,.0f}{NBSP}MiB"
+    gib = size / 2**30
+    return f"{rate(gib)}{NBSP}GiB" if gib >= 1 else f"{rate(size / 2**20)}{NBSP}MiB"
 
 
 def spread(values: object) -> str:

@@ -1,10 +1,13 @@
-"""The frontier: what the models of all runs lose, over what they store and run, and how fast."""
+"""The frontier: what the models of some runs lose, over what they store and run, and how fast.
+
+One for each original and text: models that were made of others say nothing of each other.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
@@ -37,8 +40,6 @@ class Axis:
     form: Form
     sign: int = 1
     """1 where less is better, -1 where more is."""
-    absolute: bool = True
-    """Means the same in every run; else it is already relative to the run's own original."""
 
 
 def _score(record: Record, name: str, key: str) -> float | None:
@@ -61,44 +62,31 @@ def _memory(record: Record, name: str) -> float | None:
     return figure(record.measured, "speed", name, "peak_memory_bytes")
 
 
-percent = partial(figures.percent, digits=1)
 SAVED = (
-    Axis("bytes", "bytes", partial(_score, key="total_bytes"), figures.memory),
+    Axis("disk", "bytes on disk", partial(read.size, where="on disk"), figures.memory),
+    Axis("bytes", "bytes in memory", partial(read.size, where="in memory"), figures.memory),
     Axis("active", "active parameters", partial(_score, key="active_parameters"), figures.count),
-    Axis(
-        "decode", "decode speed", partial(_speed, what="decode"), figures.times, -1, absolute=False
-    ),
-    Axis(
-        "prefill",
-        "prefill speed",
-        partial(_speed, what="prefill"),
-        figures.times,
-        -1,
-        absolute=False,
-    ),
+    Axis("decode", "decode speed", partial(_speed, what="decode"), figures.times, -1),
+    Axis("prefill", "prefill speed", partial(_speed, what="prefill"), figures.times, -1),
     Axis("memory", "peak memory", _memory, figures.memory),
 )
 """What a model may save: the horizontal axes."""
 LOST = (
     Axis("perplexity", "perplexity", partial(_score, key="perplexity"), figures.perplexity),
-    Axis(
-        "kl", "KL from the original", partial(_beside, key="kl", own=0.0), figures.share, 1, False
-    ),
+    Axis("kl", "KL from the original", partial(_beside, key="kl", own=0.0), figures.share),
     Axis(
         "agreement",
         "top-1 agreement",
         partial(_beside, key="top1_agreement", own=1.0),
-        percent,
+        read.tenths,
         -1,
-        False,
     ),
     Axis(
         "tasks",
         "tasks, of the original",
         partial(_beside, key="recovery", own=1.0),
-        percent,
+        read.tenths,
         -1,
-        False,
     ),
 )
 """What a model may lose: the vertical axes."""
@@ -110,8 +98,6 @@ class Point:
 
     run: int
     """The run it belongs to, from 1; 0 for an original."""
-    group: int
-    """Points of a group have one original and one text."""
     kind: str
     """``original``, ``result``, ``fewer layers``, or a comparison's name."""
     name: str
@@ -124,8 +110,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The picture, and what a page needs to switch it between axes."""
+    """The picture of one original's models, and what a page needs to switch it between axes."""
 
+    model: str
+    """The original, and which text where runs were measured on several."""
     saved: list[str]
     """Names of the horizontal axes that tell models apart."""
     lost: list[str]
@@ -133,10 +121,7 @@ class Frontier:
     drawn: Markup
     first: Markup
     """The first choice of axes alone, for a picture that is not switched."""
-    keys: list[str] = field(default_factory=list)
-    """Of all axes that tell models apart."""
-    groups: list[str] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
+    kinds: list[str]
     """Comparisons that are drawn."""
 
 
@@ -162,55 +147,45 @@ def _told(record: Record, name: str) -> str:
     return f"{read.variants(record).get(name, name)}, beside {read.made(record)}"
 
 
-def points(records: Sequence[Record]) -> tuple[list[Point], list[str]]:
-    """Every model that was scored, and the names of the groups that are comparable.
+def points(records: Sequence[Record]) -> dict[str, list[Point]]:
+    """Every model that was scored, by its original; and by the text, where there are several.
 
     An original that several runs share is one point.
     """
-    named = {_text(r): read.model_name(r) for r in records if part(r.measured, "scores")}
-    texts, models = list(named), list(named.values())
-    groups = [
-        model if models.count(model) == 1 else f"{model}, text {models[: i + 1].count(model)}"
-        for i, model in enumerate(models)
-    ]
-    found: list[Point] = []
-    originals: set[int] = set()
+    groups: dict[tuple[str, ...], list[tuple[int, Record]]] = {}
     for n, record in enumerate(records, 1):
-        scores = part(record.measured, "scores")
-        for name in read.names(scores):
-            group = texts.index(_text(record))
-            known = tuple(axis.value(record, name) for axis in (*SAVED, *LOST))
-            if name == "original":
-                if group in originals:
-                    continue
-                originals.add(group)
-            elif name == "0":  # no layer was taken: the original again
-                continue
+        if part(record.measured, "scores"):
+            groups.setdefault(_text(record), []).append((n, record))
+    models = [read.model_name(runs[0][1]) for runs in groups.values()]
+    found = {}
+    for i, (model, runs) in enumerate(zip(models, groups.values(), strict=True)):
+        texts = models.count(model)
+        name = model if texts == 1 else f"{model}, text {models[: i + 1].count(model)}"
+        found[name] = [p for n, record in runs for p in _points(record, n, len(records) > 1)]
+        first = next((p for p in found[name] if p.kind == "original"), None)
+        found[name] = [p for p in found[name] if p.kind != "original" or p is first]
+    return found
+
+
+def _points(record: Record, run: int, several: bool) -> Iterator[Point]:
+    """The models of one run."""
+    for name in read.names(part(record.measured, "scores")):
+        if name != "0":  # no layer was taken: the original again
             kind = "fewer layers" if name.isdecimal() else name
-            short = _short(name, n if len(records) > 1 else 0, groups[group] * (len(groups) > 1))
-            run = 0 if name == "original" else n
-            found.append(Point(run, group, kind, short, _told(record, name), known))
-    return found, groups
+            known = tuple(axis.value(record, name) for axis in (*SAVED, *LOST))
+            short = _short(name, run if several else 0)
+            number = 0 if name == "original" else run
+            yield Point(number, kind, short, _told(record, name), known)
 
 
-def _short(name: str, run: int, group: str) -> str:
-    """A model in a few words; without a run there is one, without a group, too."""
+def _short(name: str, run: int) -> str:
+    """A model in a few words; without a run there is one."""
     if name == "original":
-        return f"the original of {group}" if group else "the original"
+        return "the original"
     of = f"run {run}" if run else "the result"
     if name == "result":
         return of
     return f"{of} with {name} of its layers" if name.isdecimal() else f"{name} beside {of}"
-
-
-def relative(found: Sequence[Point], axis: int) -> list[float | None]:
-    """Figures along an axis, of the original's in the same group; None without an original."""
-    own = {p.group: p.figures[axis] for p in found if p.kind == "original"}
-    return [
-        None if value is None or not (base := own.get(p.group)) else value / base
-        for p in found
-        for value in [p.figures[axis]]
-    ]
 
 
 def best(places: Sequence[tuple[float, float]]) -> list[int]:
@@ -240,25 +215,30 @@ def best(places: Sequence[tuple[float, float]]) -> list[int]:
 # --- the picture ---------------------------------------------------------------------------------
 
 
-def frontier(records: Sequence[Record], first: Sequence[str] = ()) -> Frontier | None:
-    """The picture of some runs; None where fewer than three models were measured.
-
-    Where all runs share an original and a text, figures are as measured; otherwise they are of
-    the run's own original.
+def frontiers(records: Sequence[Record], first: Sequence[str] = ()) -> list[Frontier]:
+    """A picture for every original that three models or more were measured of, itself among them.
 
     Args:
         records: of the runs.
         first: keys of the axes to be drawn first; otherwise those that most models have.
     """
-    found, groups = points(records)
-    if len(found) < 3:
-        return None
-    axes, several = [*SAVED, *LOST], len(groups) > 1
-    columns = [
-        relative(found, k) if several and axis.absolute else [p.figures[k] for p in found]
-        for k, axis in enumerate(axes)
+    drawn = [
+        _frontier(model, found, first, len(records) > 1)
+        for model, found in points(records).items()
+        if len(found) > 2
     ]
-    columns = [[v if v is not None and math.isfinite(v) else None for v in c] for c in columns]
+    return [f for f in drawn if f is not None]
+
+
+def _frontier(
+    model: str, found: Sequence[Point], first: Sequence[str], numbered: bool
+) -> Frontier | None:
+    """The picture of some models; None where no two axes tell them apart."""
+    axes = [*SAVED, *LOST]
+    columns = [
+        [v if v is not None and math.isfinite(v) else None for v in column]
+        for column in zip(*(p.figures for p in found), strict=True)
+    ]
     told = [k for k, column in enumerate(columns) if _tells(column)]
     # those that were asked for come first, then those that most models have
     told.sort(key=lambda k: (axes[k].key not in first, columns[k].count(None)))
@@ -270,28 +250,25 @@ def frontier(records: Sequence[Record], first: Sequence[str] = ()) -> Frontier |
     places: list[list[Place]] = []
     for y in rising:
         for x in across:
-            drawn, at = _plot((axes[x], columns[x]), (axes[y], columns[y]), found, several)
+            drawn, at = _plot((axes[x], columns[x]), (axes[y], columns[y]), found)
             hidden = ' style="display:none"' if pictures else ""
             pictures.append(f'<g class="plot"{hidden}>{drawn}</g>')
             places.append(at)
     kinds = list(dict.fromkeys(p.kind for p in found))
     shared = [k for k in kinds if k not in ("original", "result")]
-    marks = [
-        _mark(p, shared, [at[n] for at in places], len(records) > 1) for n, p in enumerate(found)
-    ]
+    marks = [_mark(p, shared, [at[n] for at in places], numbered) for n, p in enumerate(found)]
     alone = [
-        _mark(p, shared, places[0][n : n + 1], len(records) > 1)
+        _mark(p, shared, places[0][n : n + 1], numbered)
         for n, p in enumerate(found)
         if places[0][n] is not None
     ]
-    label = "Models by what they lose and what they save"
+    label = f"Models made of {model} by what they lose and what they save"
     return Frontier(
+        model=model,
         saved=[axes[k].name for k in across],
         lost=[axes[k].name for k in rising],
         drawn=svg(*SIZE, [*pictures, *marks], label, role="group"),
         first=Markup("".join([pictures[0], *alone])),
-        keys=[axes[k].key for k in told],
-        groups=groups,
         kinds=shared,
     )
 
@@ -307,60 +284,44 @@ Place = tuple[float, float, bool] | None
 
 
 def _plot(
-    x: tuple[Axis, list[float | None]],
-    y: tuple[Axis, list[float | None]],
-    found: Sequence[Point],
-    several: bool,
+    x: tuple[Axis, list[float | None]], y: tuple[Axis, list[float | None]], found: Sequence[Point]
 ) -> tuple[str, list[Place]]:
-    """Axes and frontiers of one choice of axes, and where each point lies."""
-    here = {
-        n: (a, b) for n, (a, b) in enumerate(zip(x[1], y[1], strict=True)) if None not in (a, b)
+    """Axes and frontier of one choice of axes, and where each point lies."""
+    known = {
+        n: (a, b)
+        for n, (a, b) in enumerate(zip(x[1], y[1], strict=True))
+        if a is not None and b is not None
     }
-    known: dict[int, tuple[float, float]] = here  # type: ignore[assignment]
+    places: list[Place] = [None] * len(found)
     if not known:
         said = f"No model has both {y[0].name} and {x[0].name}."
-        return f"<desc>{said}</desc>{text(SIZE[0] / 2, SIZE[1] / 2, said, 'quiet', 'middle')}", [
-            None for _ in found
-        ]
+        middle = text(SIZE[0] / 2, SIZE[1] / 2, said, "quiet", "middle")
+        return f"<desc>{said}</desc>{middle}", places
     plane = Plane([a for a, _ in known.values()], [b for _, b in known.values()], BOX, edge=0.06)
-    forms = [_written(axis, several) for axis, _ in (x, y)]
     names = [
-        f"{axis.name}{', of the original’s' if several and axis.absolute else ''}"
-        f"{', relative to the original' if axis.name.endswith('speed') else ''}"
+        f"{axis.name}{', relative to the original' if axis.name.endswith('speed') else ''}"
         f" ({'less' if axis.sign > 0 else 'more'} is better)"
         for axis, _ in (x, y)
     ]
     step = 1.0
-    if x[0].form is figures.memory and not several:  # round in binary units
+    if x[0].form is figures.memory:  # round in binary units
         step = 2.0**30 if plane.high >= 2**30 else 2.0**20
     marked = [step * v for v in ticks(plane.low / step, plane.high / step, 5)]
-    out = plane.axes(marked, forms[0], forms[1])
+    out = plane.axes(marked, x[0].form, y[0].form)
     out.append(text(0, 12, f"{names[1]}{', logarithmic' if plane.log else ''}", "quiet"))
     out.append(text(plane.right, plane.bottom + 40, names[0], "quiet", "end"))
-    places: list[Place] = [None] * len(found)
-    ahead = []
-    for group in sorted({p.group for p in found}):
-        members = [n for n in known if found[n].group == group]
-        signed = [(x[0].sign * known[n][0], y[0].sign * known[n][1]) for n in members]
-        front = {members[i] for i in best(signed)}
-        for n in members:
-            places[n] = (*plane.at(*known[n]), n in front)
-        ranked = sorted(front, key=lambda n: (x[0].sign * known[n][0], y[0].sign * known[n][1]))
-        corners = stairs([plane.at(*known[n]) for n in ranked])
-        if len(corners) > 1:
-            dashed = " dash" if group >= 4 else ""
-            out.append(line(corners, f"series s{group % 4} front{dashed}"))
-        ahead += [found[n].name for n in ranked]
-    told = f"{names[1]} over {names[0]}. On the frontier: {', '.join(dict.fromkeys(ahead))}."
+    members = list(known)
+    signed = [(x[0].sign * a, y[0].sign * b) for a, b in known.values()]
+    front = sorted(best(signed), key=lambda i: signed[i])
+    for i, n in enumerate(members):
+        places[n] = (*plane.at(*known[n]), i in front)
+    corners = stairs([plane.at(*known[members[i]]) for i in front])
+    if len(corners) > 1:
+        out.append(line(corners, "series s0 front"))
+    ahead = ", ".join(found[members[i]].name for i in front)
+    told = f"{names[1]} over {names[0]}. On the frontier: {ahead}."
     told = told[0].upper() + told[1:]
     return f"<desc>{escape(told)}</desc>{''.join(out)}", places
-
-
-def _written(axis: Axis, several: bool) -> Callable[[float], str]:
-    """How values along an axis are written beside it."""
-    if several and axis.absolute:
-        return (lambda v: f"{100 * v:g}{figures.NBSP}%") if axis in SAVED else "{:g}×".format
-    return axis.form
 
 
 def stairs(at: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -398,10 +359,7 @@ def _mark(point: Point, shared: Sequence[str], places: Sequence[Place], numbered
     at = "" if first is None else f' transform="translate({first[0]:.0f} {first[1]:.0f})"'
     hidden = ' style="display:none"' if first is None else ""
     beaten = "" if first is None or first[2] else " beaten"
-    marked = (
-        f'class="point {kind} s{point.group % 4}{beaten}" data-run="{point.run}" '
-        f'data-at="{every}"{at}{hidden}'
-    )
+    marked = f'class="point {kind} s0{beaten}" data-run="{point.run}" data-at="{every}"{at}{hidden}'
     inside = f"<title>{said}</title>{shape}"
     if not point.run:
         return f'<g {marked} role="img" aria-label="{said}">{inside}</g>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from moesaic.foreign import Values
 from moesaic.record import Record, Step
@@ -13,18 +13,11 @@ from moesaic.report import figures
 from moesaic.report.charts import rect, svg, text
 from moesaic.report.lines import lines
 from moesaic.report.maps import ROW
+from moesaic.report.picture import alone
 from moesaic.report.read import by_layer, most_experts, part
 
 Figure = tuple[str, str, Markup]
 """A caption in a few words, how to read the drawing, the drawing."""
-STYLE = """
-text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
-fill:#1d2126}
-.quiet{fill:#666d75;font-size:11px}
-.grid{stroke:#dedbd2;fill:none}
-.series{stroke:#0072b2;stroke-width:1.5;fill:none}
-.dot{fill:#0072b2}
-"""
 
 
 def drawings(record: Record, step: Step) -> Sequence[Figure | None]:
@@ -86,10 +79,5 @@ def sweep(points: Sequence[Values], title: str) -> str:
         width=520,
         height=320,
     )
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" width="580" height="400" viewBox="0 0 580 400">'
-        f"<style>{STYLE}</style>"
-        '<rect x=".5" y=".5" width="579" height="399" rx="10" fill="#fcfbf8" stroke="#dedbd2"/>'
-        f'{text(28, 36, title)}<g transform="translate(28 58)">{drawn}</g>'
-        f"<title>{escape(title)}</title></svg>\n"
-    )
+    body = [text(28, 36, title), f'<g transform="translate(28 58)">{drawn}</g>']
+    return alone(580, 400, title, body)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from moesaic.record import LayerRecord, Record, Step
 from moesaic.report import figures, read
 from moesaic.report.charts import text
 from moesaic.report.lines import lines
 from moesaic.report.maps import Experts, expert_map, overlap_map, pairs, rounds, rows
-from moesaic.report.picture import STYLE
+from moesaic.report.picture import alone
 from moesaic.report.read import figure, part
 
 Figure = tuple[str, str, Markup]
@@ -66,15 +66,8 @@ def overlap(layers: Sequence[tuple[int, int, Sequence[int], Sequence[int]]], tit
         layers: as for :func:`moesaic.report.maps.overlap_map`.
         title: the two runs.
     """
-    drawn = overlap_map(layers)
-    height = 90 + 19 * len(layers)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="560" height="{height + 40}" '
-        f'viewBox="0 0 560 {height + 40}"><style>{STYLE}</style>'
-        f'<rect x=".5" y=".5" width="559" height="{height + 39}" rx="10" fill="#fcfbf8" '
-        f'stroke="#dedbd2"/>{text(28, 36, title)}<g transform="translate(28 58)">{drawn}</g>'
-        f"<title>{escape(title)}</title></svg>\n"
-    )
+    drawn = f'<g transform="translate(28 58)">{overlap_map(layers)}</g>'
+    return alone(560, 130 + 19 * len(layers), title, [text(28, 36, title), drawn])
 
 
 # --- neurons that stay ---------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from moesaic.foreign import Values
 from moesaic.record import LayerRecord, Record
 from moesaic.report import charts, figures, layers, read, words
 from moesaic.report.drawings import drawings
-from moesaic.report.frontier import SHAPES, frontier
+from moesaic.report.frontier import SHAPES, frontiers
 from moesaic.report.lines import lines
 from moesaic.report.read import by_layer, figure, part
 from moesaic.report.runs import overview
@@ -80,7 +80,7 @@ def _page(records: Sequence[Record], without: Sequence[str], first: Sequence[str
         several=several,
         overview=overview(records) if several else None,
         strip=layers.strip(records) if several else "",
-        frontier=frontier(records, first),
+        frontiers=frontiers(records, first),
         shapes=SHAPES,
         colours=charts.colours(most),
         left_out=[HEAVY[name] for name in without],
@@ -110,19 +110,20 @@ def _view(record: Record, number: int) -> View:
         "title": read.title(record),
         "model": read.model_name(record),
         "subtitle": _subtitle(record),
+        "outcome": words.outcome(record),
+        "tiles": words.changes(record),
+        "warnings": read.warnings(record)[1],
+        "summary": words.summary(record),
         "told": [*words.told(record), words.weights(record)] if record.steps else [],
-        "summary": _ledger(record),
-        "tiles": _tiles(record),
         "scores": read.score_table(record),
         "tasks": read.task_table(record),
         "loops": read.loop_table(record),
         "explained": _explained(record),
-        "whose": "the original’s" if carved else "each model’s own",
         "unit": unit,
         "carved": carved,
         "drawings": drawings(record),
         "renumbered": any("kept" in layer.shape for layer in record.layers),
-        "bars": charts.perplexity_bars(models, what) if len(models) > 1 else "",
+        "bars": charts.perplexity_bars(models, what) if len(models) > 2 else "",
         "speed": read.speed_table(record),
         "interleaved": read.interleaved(record),
         "prompt": prompt,
@@ -171,26 +172,6 @@ def _subtitle(record: Record) -> str:
     chosen = [read.order(s) for s in record.steps if s.kind == "condensed"]
     parts += [f"in this order: {figures.plain(order)}" for order in chosen if len(order) > 1]
     return " · ".join(p for p in parts if p)
-
-
-def _tiles(record: Record) -> list[tuple[str, str, bool]]:
-    """The figures to see first: large, what it is, whether it is against the result."""
-    scores, tiles = part(record.measured, "scores"), []
-    ours, theirs = (figure(scores, name, "perplexity") for name in ("result", "original"))
-    if ours is not None:
-        before = "" if theirs is None else f"{figures.perplexity(theirs)} → "
-        tiles.append((before + figures.perplexity(ours), "perplexity", False))
-    active, dense = (figure(scores, n, "active_parameters") for n in ("result", "original"))
-    if active and dense and active / dense < words.ALL:
-        tiles.append((figures.percent(active / dense), "of the parameters per token", False))
-    stored = read.stored_ratio(record)
-    if stored is not None and stored < words.ALL:
-        tiles.append((figures.percent(stored), "of the parameters stored", False))
-    for what in ("prefill", "decode"):
-        cell = read.ratio_cell(figure(record.measured, "speed_ratio", what))
-        if cell.note:
-            tiles.append((cell.text, f"{what} speed, {cell.note}", cell.slow))
-    return tiles
 
 
 Piece = tuple[str, float, int]
@@ -283,17 +264,6 @@ def visible(token: str) -> Markup:
     whole = str(escape(token)).replace("\r", "")
     marked = whole.replace("\n", '<i class="nl">\n</i>').replace("\t", '<i class="tab">\t</i>')
     return Markup(marked)
-
-
-def _ledger(record: Record) -> list[tuple[str, list[str]]]:
-    """The statements of the summary, for and against the result."""
-    said = words.summary(record)
-    sides = (("What it brings", False), ("What it costs", True))
-    ledger = [
-        (head, [s.text.replace("'", "’") for s in said if s.against is side])
-        for head, side in sides
-    ]
-    return [(head, texts) for head, texts in ledger if texts]
 
 
 def _about(record: Record) -> list[tuple[str, list[tuple[str, str]]]]:

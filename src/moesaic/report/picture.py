@@ -9,7 +9,7 @@ from markupsafe import escape
 
 from moesaic.record import Record
 from moesaic.report import charts, figures
-from moesaic.report.frontier import frontier
+from moesaic.report.frontier import frontiers
 from moesaic.report.read import compared_ratio, figure, names, part, routing, title, unit
 
 STYLE = """
@@ -26,12 +26,10 @@ fill:#1d2126}
 .bar.result{fill:#0072b2}
 .heat{fill:#0072b2}
 .break{stroke:#fcfbf8;stroke-width:2;fill:none}
-"""
-
-
-POINTS = """
 .s0{--s:#0072b2}.s1{--s:#b36b00}.s2{--s:#007a59}.s3{--s:#a8487c}
 .grid{stroke:#dedbd2;fill:none}
+.series{stroke:#0072b2;stroke-width:1.5;fill:none}
+.dot{fill:#0072b2}
 .front{stroke:var(--s);stroke-width:1.5;stroke-opacity:.6;fill:none}
 .dash{stroke-dasharray:4 3}
 .point circle,.point path{fill:var(--s);stroke:#fcfbf8;stroke-width:1.5}
@@ -46,35 +44,31 @@ def frontier_picture(records: Sequence[Record], first: Sequence[str] = ()) -> st
 
     Args:
         records: of the runs.
-        first: keys of the two axes, as for :func:`moesaic.report.frontier.frontier`.
+        first: keys of the two axes, as for :func:`moesaic.report.frontier.frontiers`.
 
     Returns:
         the picture; empty where fewer than three models were measured.
     """
-    drawn = frontier(records, first)
-    if drawn is None:
+    drawn = frontiers(records, first)
+    if not drawn:
         return ""
-    width, edge = 900, 28
+    width, edge, tall = 900, 28, 450
+    told = "What is lost, and what is saved"
+    body, top = [], 0
+    for of in drawn:
+        many = [charts.text(edge + 70, top + 24, of.model, "head")] if len(drawn) > 1 else []
+        at = f"translate({edge + 70} {top + edge + 8})"
+        body += [*many, f'<g transform="{at}">{of.first}</g>']
+        top += tall
     rows = [
         row
         for n, record in enumerate(records, 1)
         for row in textwrap.wrap(f"{n}. {title(record)}", 130, subsequent_indent="    ")
     ]
-    rows += [f"Comparisons: {', '.join(drawn.kinds)}."] if drawn.kinds else []
-    height = 430 + 18 * len(rows)
-    body = [
-        f"<style>{STYLE}{POINTS}</style>",
-        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10" fill="#fcfbf8" '
-        'stroke="#dedbd2"/>',
-        f'<g transform="translate({edge + 70} {edge})">{drawn.first}</g>',
-        *(charts.text(edge, 440 + 18 * n, row, "quiet") for n, row in enumerate(rows)),
-    ]
-    told = "What is lost, and what is saved"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img">'
-        f"<title>{told}</title>{''.join(body)}</svg>\n"
-    )
+    kinds = list(dict.fromkeys(kind for of in drawn for kind in of.kinds))
+    rows += [f"Comparisons: {', '.join(kinds)}."] if kinds else []
+    body += [charts.text(edge, top + 18 * n, row, "quiet") for n, row in enumerate(rows)]
+    return alone(width, top + 18 * len(rows) - 10, told, body)
 
 
 def picture(record: Record) -> str:
@@ -84,12 +78,7 @@ def picture(record: Record) -> str:
     what, ratio = compared_ratio(record)
     models = [(name, figure(scores, name, "perplexity"), ratio(name)) for name in names(scores)]
     routed = routing(record)
-    body = [
-        f"<style>{STYLE}</style>",
-        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10" fill="#fcfbf8" '
-        'stroke="#dedbd2"/>',
-        *_title(title(record), edge),
-    ]
+    body = _title(title(record), edge)
     tokens = figure(scores, "result", "tokens")
     if models:
         row = min(48.0, 284 / len(models))
@@ -109,10 +98,16 @@ def picture(record: Record) -> str:
             charts.text(x + 6, 92, f"Tokens by layer and {unit(record)}, %", "head"),
             f'<g transform="translate({x:.0f} 106)">{"".join(drawn)}</g>',
         ]
+    return alone(width, height, title(record), body)
+
+
+def alone(width: int, height: int, title: str, body: Sequence[str]) -> str:
+    """A drawing as a file of its own, on its own ground."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img">'
-        f"<title>{escape(title(record))}</title>{''.join(body)}</svg>\n"
+        f'viewBox="0 0 {width} {height}" role="img"><title>{escape(title)}</title>'
+        f'<style>{STYLE}</style><rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" '
+        f'rx="10" fill="#fcfbf8" stroke="#dedbd2"/>{"".join(body)}</svg>\n'
     )
 
 

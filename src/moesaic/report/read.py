@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import TypeVar
 
@@ -143,8 +144,36 @@ def stored_ratio(record: Record, name: str = "result") -> float | None:
 
 
 def active_ratio(record: Record, name: str = "result") -> float | None:
-    """The share of the projections that a token runs, as measured."""
-    return figure(record.measured, "scores", name, "active_ratio")
+    """What a token runs as measured: of dense layers made experts the share of their projections,
+    of other results the share of the original's active parameters."""
+    scores = part(record.measured, "scores")
+    if kind(record) in CARVED:
+        return figure(scores, name, "active_ratio")
+    ours, theirs = (figure(scores, n, "active_parameters") for n in (name, "original"))
+    return ours / theirs if ours is not None and theirs else None
+
+
+def size(record: Record, name: str, where: str) -> float | None:
+    """Bytes of a model's weights ``on disk`` or ``in memory``."""
+    if where == "on disk":
+        return figure(record.measured, "files", name)
+    return figure(record.measured, "scores", name, "total_bytes")
+
+
+def sizes(record: Record) -> tuple[float, float, str] | None:
+    """Bytes of the original and of the result, and where: on disk, if files were looked at."""
+    for where in ("on disk", "in memory"):
+        before, after = (size(record, name, where) for name in ("original", "result"))
+        if before and after:
+            return before, after, where
+    return None
+
+
+def warnings(record: Record) -> tuple[list[str], list[str]]:
+    """The warnings of the run: those that explain its speed, and the others."""
+    every = list(record.log.get("warnings") or ())
+    speed = [said for said in every if said in (record.log.get("of_speed") or ())]
+    return speed, [said for said in every if said not in speed]
 
 
 def compared_ratio(record: Record) -> tuple[str, Callable[[str], float | None]]:
@@ -163,7 +192,8 @@ class Cell:
 
     text: str
     note: str = ""
-    slow: bool = False
+    tone: str = ""
+    """``better``, ``worse``, or ``unsure`` where what is seen may be noise."""
     value: float | None = None
     """What the text writes, to sort by."""
 
@@ -177,14 +207,15 @@ class Figures:
 
 
 Format = Callable[[float | None], str]
+tenths = partial(figures.percent, digits=1)
 
 SCORES: tuple[tuple[str, str, Format], ...] = (
     ("perplexity", "perplexity", figures.perplexity),
     ("KL from the original, nats", "kl", figures.share),
-    ("top-1 agreement", "top1_agreement", lambda v: figures.percent(v, 1)),
+    ("top-1 agreement", "top1_agreement", tenths),
     ("tokens measured", "tokens", figures.count),
-    ("active ratio", "active_ratio", lambda v: figures.percent(v, 1)),
-    ("nominal ratio", "nominal_active_ratio", lambda v: figures.percent(v, 1)),
+    ("active ratio", "active_ratio", tenths),
+    ("nominal ratio", "nominal_active_ratio", tenths),
     ("active parameters", "active_parameters", figures.count),
     ("total parameters", "total_parameters", figures.count),
     ("router parameters", "router_parameters", figures.count),
@@ -200,17 +231,28 @@ SPEEDS: tuple[tuple[str, str, str, str, Format], ...] = (
 
 
 def score_table(record: Record) -> Figures:
-    """Quality and size of all models that were scored; no rows if none was."""
+    """Quality and size of all models that were scored; no rows if none was.
+
+    Rows that say nothing are left out: no routers, a nominal ratio that is the measured one.
+    """
     scores = part(record.measured, "scores")
     columns = names(scores)
-    rows = []
-    for label, key, form in SCORES:
-        values = [figure(scores, name, key) for name in columns]
-        if any(value is not None for value in values):
-            rows.append((label, [Cell(form(value)) for value in values]))
+    known = {key: [figure(scores, name, key) for name in columns] for _, key, _ in SCORES}
+    shares = [[tenths(v) for v in known[key]] for key in ("active_ratio", "nominal_active_ratio")]
+    idle = {"nominal_active_ratio"} if shares[0] == shares[1] else set()
+    idle |= set() if kind(record) in CARVED else {"active_ratio", "nominal_active_ratio"}
+    idle |= set() if any(known["router_parameters"]) else {"router_parameters"}
+    rows = [
+        (label, [Cell(form(value)) for value in known[key]])
+        for label, key, form in SCORES
+        if key not in idle and any(value is not None for value in known[key])
+    ]
+    files = [size(record, name, "on disk") for name in columns]
+    if any(files):
+        rows.append(("files on disk", [Cell(figures.memory(value)) for value in files]))
     ratios = [stored_ratio(record, name) for name in columns]
     if kind(record) not in CARVED and any(ratio not in (None, 1.0) for ratio in ratios):
-        rows.append((STORED, [Cell(figures.percent(ratio, 1)) for ratio in ratios]))
+        rows.append((STORED, [Cell(tenths(ratio)) for ratio in ratios]))
     return Figures(columns, rows)
 
 
@@ -294,7 +336,7 @@ def speed_table(record: Record) -> Figures:
             for name, value in zip(columns, values, strict=True)
         ]
         if ratios:
-            cells.append(ratio_cell(figure(ratios, ratio)) if ratio else Cell(""))
+            cells.append(ratio_cell(record, ratio) if ratio else Cell(""))
         rows.append((label, cells))
     return Figures(columns + (["ratio"] if ratios else []), rows)
 
@@ -304,31 +346,49 @@ def interleaved(record: Record) -> bool:
     return record.measured.get("speed_interleaved", True) is not False
 
 
-def ratio_cell(ratio: float | None) -> Cell:
+UNCLEAR = "no clear difference"
+TONES = {"faster": "better", "slower": "worse", UNCLEAR: "unsure"}
+
+
+def ratio_cell(record: Record, what: str) -> Cell:
     """A speed relative to the original's, in words too."""
-    word = pace(ratio)
-    return Cell(figures.times(ratio), word, slow=word == "slower", value=ratio)
+    ratio = figure(record.measured, "speed_ratio", what)
+    word = pace(ratio, ratio_spread(record, what))
+    return Cell(figures.times(ratio), word, TONES.get(word, ""), ratio)
 
 
-def pace(ratio: float | None) -> str:
-    """faster, slower, or as fast: what the written figure says."""
+def ratio_spread(record: Record, what: str) -> tuple[float, float] | None:
+    """The least and the greatest ratio of all rounds; of records without it, what it may be."""
+    if known := _pair(part(record.measured, "speed_ratio").get(f"{what}_spread")):
+        return known
+    speeds = part(record.measured, "speed")
+    ours, theirs = (_pair(part(speeds, n).get(f"{what}_spread")) for n in ("result", "original"))
+    if ours and theirs and all(theirs):
+        return ours[0] / theirs[1], ours[1] / theirs[0]
+    return None
+
+
+def _pair(values: object) -> tuple[float, float] | None:
+    """Two numbers; None of anything else."""
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != 2:
+        return None
+    known = [v for v in values if isinstance(v, int | float)]
+    return (known[0], known[1]) if len(known) == 2 else None
+
+
+def pace(ratio: float | None, spread: tuple[float, float] | None) -> str:
+    """faster or slower, where every one of several rounds says so and the written figure, too.
+
+    >>> pace(1.3, (1.1, 1.4)), pace(1.3, (0.9, 1.4)), pace(1.3, (1.3, 1.3)), pace(None, None)
+    ('faster', 'no clear difference', 'no clear difference', '')
+    """
     if ratio is None or ratio != ratio:
         return ""
+    low, high = spread or (ratio, ratio)
     shown = round(ratio, 2)
-    return "slower" if shown < 1 else "faster" if shown > 1 else "as fast"
-
-
-def doubt(record: Record, what: str) -> str:
-    """In words, why either of result and original may be the faster; empty where none is seen."""
-    speeds = part(record.measured, "speed")
-    pairs = [part(speeds, name).get(f"{what}_spread") for name in ("result", "original")]
-    if not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in pairs):
-        return ""
-    (low, high), (other_low, other_high) = pairs  # type: ignore[misc]
-    if low == high and other_low == other_high:
-        return ", but in one round only"
-    overlap = low <= other_high and other_low <= high
-    return ", but within the spread of the rounds" if overlap else ""
+    if low < high and low > 1 and shown > 1:
+        return "faster"
+    return "slower" if low < high < 1 and shown < 1 else UNCLEAR
 
 
 def pairs(of: Values) -> list[tuple[str, str]]:

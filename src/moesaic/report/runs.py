@@ -37,7 +37,7 @@ def overview(records: Sequence[Record]) -> Overview:
     models |= {name: f"{name}, perplexity" for name in compared}
     rows = []
     for record in records:
-        scores, speeds = (part(record.measured, name) for name in ("scores", "speed_ratio"))
+        scores = part(record.measured, "scores")
         ours = part(scores, "result")
         cells = {
             head: _cell(figures.perplexity, figure(scores, name, "perplexity"))
@@ -45,14 +45,14 @@ def overview(records: Sequence[Record]) -> Overview:
         }
         cells |= {
             "KL": _cell(figures.share, figure(ours, "kl")),
-            "tasks kept": _cell(_percent, figure(ours, "recovery")),
-            "active ratio": _cell(_percent, read.active_ratio(record)),
-            "stored": _cell(_percent, read.stored_ratio(record)),
+            "tasks kept": _cell(read.tenths, figure(ours, "recovery")),
+            "active ratio": _cell(read.tenths, read.active_ratio(record)),
+            "stored": _cell(read.tenths, read.stored_ratio(record)),
             "experts": Cell(_routed(record)),
-            "active parameters": _cell(figures.count, figure(ours, "active_parameters")),
-            "weights": _cell(figures.memory, figure(ours, "total_bytes")),
-            "prefill": read.ratio_cell(figure(speeds, "prefill")),
-            "decode": read.ratio_cell(figure(speeds, "decode")),
+            "on disk": _cell(figures.memory, read.size(record, "result", "on disk")),
+            "in memory": _cell(figures.memory, read.size(record, "result", "in memory")),
+            "prefill": read.ratio_cell(record, "prefill"),
+            "decode": read.ratio_cell(record, "decode"),
         }
         rows.append((record, cells))
     heads = list(rows[0][1])
@@ -68,10 +68,6 @@ def overview(records: Sequence[Record]) -> Overview:
 
 def _cell(form: read.Format, value: float | None) -> Cell:
     return Cell(form(value), value=value)
-
-
-def _percent(value: float | None) -> str:
-    return figures.percent(value, 1)
 
 
 def _words(record: Record) -> str:

@@ -25,12 +25,10 @@ for (const section of document.querySelectorAll("section.tokens")) {
   }));
   draw();
 }
-const points = [...document.querySelectorAll(".point[data-at]")];
-const found = new Set();
-for (const point of points) found.add(point.dataset.run);
-const shown = new Set(found);
+const gone = new Set();
 for (const form of document.querySelectorAll("form.choice")) {
   form.hidden = false;
+  const points = form.parentNode.querySelectorAll(".point[data-at]");
   const plots = [...form.parentNode.querySelectorAll(".plot")];
   const said = form.parentNode.querySelector(".said");
   const across = form.querySelectorAll("[name=saved]").length;
@@ -42,7 +40,7 @@ for (const form of document.querySelectorAll("form.choice")) {
     said.textContent = plots[at].querySelector("desc").textContent;
     for (const point of points) {
       const place = point.dataset.at.split(";")[at];
-      const seen = place && shown.has(point.dataset.run) &&
+      const seen = place && !gone.has(point.dataset.run) &&
         (all || !point.classList.contains("comparison"));
       point.style.display = seen ? "" : "none";
       if (!place) continue;
@@ -56,7 +54,7 @@ for (const form of document.querySelectorAll("form.choice")) {
   form.draw();
 }
 const hot = (run, on) => {
-  for (const of of document.querySelectorAll(`.point[data-run="${run}"],tr[data-run="${run}"]`))
+  for (const of of document.querySelectorAll(`.point[data-run="${run}"],tr[data-run="${run}"],.card[data-run="${run}"]`))
     of.classList.toggle("hot", on);
 };
 for (const of of document.querySelectorAll("[data-run]:not(details)")) {
@@ -100,8 +98,9 @@ for (const input of document.querySelectorAll(".find input")) {
       row.hidden = !kept;
       left += kept;
       if (!row.dataset.run) continue;
-      document.getElementById("run-" + row.dataset.run).hidden = !kept;
-      shown[kept ? "add" : "delete"](row.dataset.run);
+      for (const of of document.querySelectorAll(`details[data-run="${row.dataset.run}"],` +
+        `.card[data-run="${row.dataset.run}"]`)) of.hidden = !kept;
+      gone[kept ? "delete" : "add"](row.dataset.run);
     }
     output.textContent = words.length ? `${left} of ${rows.length}` : "";
     for (const form of document.querySelectorAll("form.choice")) form.draw();

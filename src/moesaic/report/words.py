@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moesaic.foreign import Values
 from moesaic.record import WEIGHTS, Record
-from moesaic.report import figures
+from moesaic.report import figures, read
 from moesaic.report.read import (
+    UNCLEAR,
     compared_ratio,
     comparisons,
-    doubt,
     figure,
     kind,
     names,
@@ -23,16 +24,8 @@ from moesaic.report.read import (
 
 AS_WELL = 0.01
 """Perplexities that differ by less than this share are called equally good."""
-ALL = 0.995
-"""Shares above it are called about as many."""
-
-
-@dataclass(frozen=True)
-class Sentence:
-    """One statement, and whether it is against the result."""
-
-    text: str
-    against: bool = False
+SAME = 0.005
+"""Sizes that differ by less than this share are called the same."""
 
 
 # --- what was done -------------------------------------------------------------------------------
@@ -83,13 +76,134 @@ def told(record: Record) -> list[str]:
 # --- what it cost and brought --------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Change:
+    """One figure of the result beside the original's."""
+
+    figure: str
+    """``51.92 → 59.52``"""
+    what: str
+    """What the figure is."""
+    told: str
+    """How they differ: ``14.6 % worse``."""
+    tone: str = ""
+    """``better``, ``worse``, or ``unsure`` where the difference may be noise."""
+    clause: str = ""
+    """Its part of the sentence that sums a run up; empty where it says nothing."""
+    why: str = ""
+    """The warnings that explain it."""
+
+
+def changes(record: Record) -> list[Change]:
+    """Size, quality and speed of the result beside the original's, as far as they are known."""
+    return [*_size(record), *_active(record), *_quality(record), *_speed(record)]
+
+
+def outcome(record: Record) -> str:
+    """What came of the run, in one sentence."""
+    known = changes(record)
+    clauses = [c.clause for c in known if c.clause]
+    paces = {c.what: c for c in known if c.what.endswith(" speed")}
+    if paces and all(c.told == UNCLEAR for c in paces.values()):
+        speed = f"speed: {UNCLEAR}"
+    else:
+        speed = ", ".join(
+            f"{what.removesuffix(' speed')} {c.told}{'' if c.told == UNCLEAR else f' ({c.figure})'}"
+            for what, c in paces.items()
+        )
+    unknown = "what it costs was not measured" if not part(record.measured, "scores") else ""
+    said = "; ".join(filter(None, (", ".join(clauses), speed, unknown)))
+    return f"{said[:1].upper()}{said[1:]}." if said else ""
+
+
+def _size(record: Record) -> list[Change]:
+    """The bytes of the weights."""
+    if (known := read.sizes(record)) is None:
+        return []
+    before, after, where = known
+    what = "on disk" if where == "on disk" else "weights in memory"
+    ratio = after / before
+    if abs(ratio - 1) < SAME:
+        return [Change(figures.memory(after), what, "as before")]
+    told = f"{figures.percent(abs(ratio - 1))} {'smaller' if ratio < 1 else 'larger'}"
+    if ratio >= 2:
+        told = f"{ratio:.1f} times as large"
+    size = f"{figures.memory(before)} → {figures.memory(after)}"
+    return [Change(size, what, told, "better" if ratio < 1 else "worse", f"{told} {where}")]
+
+
+def _active(record: Record) -> list[Change]:
+    """The share of the parameters that a token runs, where it is another."""
+    scores = part(record.measured, "scores")
+    ours, theirs = (figure(scores, n, "active_parameters") for n in ("result", "original"))
+    if not ours or not theirs or kind(record) == "trained" or abs(ours / theirs - 1) < SAME:
+        return []
+    share, tone = figures.percent(ours / theirs), "better" if ours < theirs else "worse"
+    told = f"{'fewer' if ours < theirs else 'more'} than before"
+    known = read.sizes(record)
+    smaller = known is not None and known[1] < (1 - SAME) * known[0]
+    # what is smaller runs fewer, too: that is said once
+    clause = "" if smaller and ours < theirs else f"runs {share} of the parameters per token"
+    return [Change(share, "of the parameters run per token", told, tone, clause)]
+
+
+def _quality(record: Record) -> list[Change]:
+    """Perplexity, and what is kept of the scores on tasks."""
+    scores = part(record.measured, "scores")
+    theirs, ours = (figure(scores, name, "perplexity") for name in ("original", "result"))
+    found, what = [], "perplexity on this text"
+    if ours is not None and theirs is not None:
+        both = f"{figures.perplexity(theirs)} → {figures.perplexity(ours)}"
+        told, tone = _worse(ours / theirs - 1 if theirs else math.inf)
+        clause = f"{told} on this text (perplexity {both})"
+        found.append(Change(both, what, told, tone, clause))
+    elif ours is not None:
+        written = figures.perplexity(ours)
+        found.append(Change(written, what, "", clause=f"perplexity {written}"))
+    kept = figure(scores, "result", "recovery")
+    if kept is not None:
+        share = figures.percent(kept, 1)
+        tone = "worse" if kept < 1 - SAME else ""
+        clause = f"{share} of the original’s score on tasks"
+        found.append(Change(share, "of the original’s score on tasks", "", tone, clause))
+    return found
+
+
+def _worse(more: float) -> tuple[str, str]:
+    """How much worse a perplexity is, in words and as a tone. A gain has to be large to be one.
+
+    >>> [_worse(v)[0].replace(figures.NBSP, " ") for v in (0.066, -0.004, 0.0001, -0.05, 3.0)]
+    ['6.6 % worse', 'no clear difference', 'no clear difference', '5.0 % better', '300 % worse']
+    """
+    if not math.isfinite(more):
+        return "worse", "worse"
+    if -AS_WELL < more < 0.0005:
+        return UNCLEAR, "unsure"
+    size = figures.percent(abs(more), 0 if abs(more) >= 1 else 1)
+    return (f"{size} worse", "worse") if more > 0 else (f"{size} better", "better")
+
+
+def _speed(record: Record) -> list[Change]:
+    cells = {f"{what} speed": read.ratio_cell(record, what) for what in ("prefill", "decode")}
+    found = [Change(c.text, what, c.note, c.tone) for what, c in cells.items() if c.note]
+    why = " ".join(read.warnings(record)[0])
+    return [*found[:-1], *(replace(last, why=why) for last in found[-1:])]
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One statement, and whether it is against the result."""
+
+    text: str
+    against: bool = False
+
+
 def summary(record: Record) -> list[Sentence]:
-    """The statements, the most important first. Says plainly what did not pay."""
-    if part(record.measured, "scores", "result") or part(record.measured, "speed_ratio"):
-        return [*_quality(record), *_file(record), *_speed(record), *_comparisons(record)]
-    return _file(record) or [
-        Sentence("Nothing was measured: what it costs is not known.", against=True)
-    ]
+    """What the figures beside the original's leave out: the file made of it, other ways.
+
+    Says plainly what did not pay.
+    """
+    return [*_file(record), *_comparisons(record)]
 
 
 def _file(record: Record) -> list[Sentence]:
@@ -106,59 +220,6 @@ def _file(record: Record) -> list[Sentence]:
     return [Sentence(f"{text}.")]
 
 
-def _quality(record: Record) -> list[Sentence]:
-    scores = part(record.measured, "scores")
-    resized = kind(record) != "trained"
-    sentences = []
-    active = figure(scores, "result", "active_parameters")
-    whole = figure(scores, "original", "total_parameters")
-    before = figure(scores, "original", "active_parameters") or whole
-    if active and before and resized:
-        share = f"{figures.percent(active / before)} of the original's parameters per token"
-        saves = active / before < ALL
-        text = (
-            f"Runs {share} ({figures.count(active)} of {figures.count(before)})."
-            if saves
-            else f"A token runs {figures.count(active)} parameters, about as many as before."
-        )
-        if active / before > 2 - ALL:
-            text = f"Runs {share}: more than before."
-        sentences.append(Sentence(text, against=not saves))
-    ours = figure(scores, "result", "perplexity")
-    theirs = figure(scores, "original", "perplexity")
-    if ours is not None and theirs is not None:
-        change = f"{figures.perplexity(theirs)} → {figures.perplexity(ours)}"
-        worse = not ours <= theirs
-        tail = "lower is better" if worse else "no quality lost on this text"
-        sentences.append(Sentence(f"Perplexity {change} ({tail}).", against=worse))
-    elif ours is not None:
-        sentences.append(Sentence(f"Perplexity {figures.perplexity(ours)}."))
-    stored = figure(scores, "result", "total_parameters")
-    if stored and whole and resized:
-        fewer = stored < whole
-        text = (
-            f"Stores {figures.count(stored)} parameters, the original {figures.count(whole)} "
-            f"({figures.percent(stored / whole, 1)} of it)."
-            if fewer
-            else f"Stores {figures.count(stored)} parameters, no fewer than the original."
-        )
-        sentences.append(Sentence(text, against=not fewer))
-    return sentences
-
-
-def _speed(record: Record) -> list[Sentence]:
-    sentences = []
-    for what in ("prefill", "decode"):
-        ratio = figure(record.measured, "speed_ratio", what)
-        word = pace(ratio)
-        if not word:
-            continue
-        than = word if word == "as fast" else f"{word} than the original"
-        text = f"{what.capitalize()} {figures.times(ratio)}: {than}{doubt(record, what)}."
-        sentences.append(Sentence(text, against=word == "slower"))
-    return sentences
-
-
 def speed_words(ratios: Mapping[str, Values]) -> list[str]:
     """What a speed comparison found, one sentence a figure: the ratio, the ideal, the share.
 
@@ -167,12 +228,12 @@ def speed_words(ratios: Mapping[str, Values]) -> list[str]:
     """
     said = []
     for what, found in ratios.items():
-        word, (low, high) = pace(found["ratio"]), found["spread"]
-        than = word if word == "as fast" else f"{word} than the other"
-        unsure = ", but not in every round" if low < 1 < high else ""
+        low, high = found["spread"]
+        word = pace(found["ratio"], (low, high))
+        than = word if word == UNCLEAR else f"{word} than the other"
         said.append(
             f"{what.capitalize()}: {figures.times(found['ratio'])} ({figures.times(low)} to "
-            f"{figures.times(high)}), {than}{unsure}. Active parameters alone "
+            f"{figures.times(high)}), {than}. Active parameters alone "
             f"would allow {figures.times(found['ideal'])}; {figures.percent(found['share'])} of "
             "that is reached."
         )
