@@ -109,6 +109,7 @@ def test_it_is_measured_in_float32_and_said_once(
     record = run_recipe(asked)
     (said,) = record.log["warnings"]
     assert "no products of bfloat16" in said
+    assert record.log["of_speed"] == [said]
     assert capsys.readouterr().err.count(said) == 1
     kept = json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
     assert kept["evaluation"]["computed_in"] == "float32"

@@ -152,6 +152,10 @@ def test_recipe_run_leaves_everything(llama_folder, tmp_path):
     assert result["nominal_active_ratio"] == pytest.approx(0.8, abs=0.02)
     assert static["active_ratio"] == pytest.approx(result["nominal_active_ratio"])
     assert record.measured["speed"]["result"]["peak_memory_bytes"] > 50e6
+    ratios = record.measured["speed_ratio"]
+    for what in ("prefill", "decode"):
+        low, high = ratios[f"{what}_spread"]
+        assert low <= ratios[what] <= high
     again = moesaic.load_recipe(tmp_path / "out" / "recipe.yaml")
     assert again == asked
 

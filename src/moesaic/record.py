@@ -101,7 +101,8 @@ class Record:
     calibration: Values = field(default_factory=dict)
     environment: Values = field(default_factory=dict)
     log: Values = field(default_factory=dict)
-    """``stages`` of the run with their seconds, and the ``warnings`` that were given."""
+    """``stages`` of the run with their seconds, the ``warnings`` that were given, and those of
+    them that are ``of_speed``."""
     measured: Values = field(default_factory=dict)
     """Measurements: ``evaluation``, ``scores``, ``routing``, ``generation``, ``samples``,
     ``activity``, ``speed``, ``speed_interleaved``, ``speed_ratio``; empty without ``--eval``."""
