@@ -1,0 +1,125 @@
+"""What this package stands on in other libraries, name by name.
+
+Raise a bound in pyproject.toml, and these tests say what is gone and who needs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import tiny_moe
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "src/moesaic").rglob("*.py"))
+TREES = {file.relative_to(ROOT / "src/moesaic"): ast.parse(file.read_text()) for file in FILES}
+YOUNG = (
+    "transformers",
+    "huggingface_hub",
+    "accelerate",
+    "safetensors",
+    "numba",
+    "gguf",
+    "pydantic",
+)
+"""Libraries of which a next release may do without what an earlier one had."""
+
+
+def walked(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but what is for a type checker alone."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield child
+            yield from walked(child)
+
+
+def imported() -> dict[str, dict[str, list[str]]]:
+    """By module of another library the names that we take from it, and the files that do."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for file, tree in TREES.items():
+        for node in walked(tree):
+            library = getattr(node, "module", None) or ""
+            if isinstance(node, ast.ImportFrom) and library.partition(".")[0] in (*YOUNG, "torch"):
+                for name in node.names:
+                    found.setdefault(library, {}).setdefault(name.name, []).append(str(file))
+    return found
+
+
+IMPORTED = imported()
+
+
+@pytest.mark.parametrize("module", sorted(IMPORTED))
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_imported_is_there(module: str) -> None:
+    gone = {}
+    for name, files in IMPORTED[module].items():
+        try:
+            exec(f"from {module} import {name}", {})
+        except ImportError:
+            gone[name] = files
+    library = module.partition(".")[0]
+    assert not gone, f"{module} of {library} {version(library)} lacks {gone}"
+
+
+def private() -> dict[str, Any]:
+    """By attribute that is no library's public interface, or young, an object that has it."""
+    model, linear = tiny_moe("mixtral"), torch.nn.Linear(1, 1)
+    kept = ("parameters", "buffers", "modules", "apply")
+    hooks = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    form = ("is_transposed", "is_concatenated", "has_bias", "has_gate", "_apply_gate")
+    of_model = ("_keep_in_fp32_modules_strict", "_no_split_modules", "all_tied_weights_keys")
+    settable = ("_can_set_attn_implementation", "_can_set_experts_implementation")
+    return {
+        "_C": torch,
+        "_make_wrapper_subclass": torch.Tensor,
+        "_version": torch.ones(1),
+        "_name_or_path": model.config,
+        **dict.fromkeys((f"_{name}" for name in (*kept, *hooks)), linear),
+        **dict.fromkeys(form, model.model.layers[0].mlp.experts),
+        **dict.fromkeys((*of_model, *settable), model),
+    }
+
+
+LLAMA_CPP = ("_ctx", "_set_vocab_gpt2")
+"""Of llama.cpp, which is built apart (`make test-llamacpp`)."""
+
+
+def test_private_attributes_are_there() -> None:
+    known = private()
+    gone = {name: type(owner).__name__ for name, owner in known.items() if not hasattr(owner, name)}
+    assert not gone, f"torch {version('torch')}, transformers {version('transformers')}: {gone}"
+
+
+def test_no_private_attribute_is_used_that_is_not_listed_here() -> None:
+    used: dict[str, set[str]] = {}
+    ours: set[str] = set()
+    for file, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                ours.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                ours.add(node.id)
+            elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+                if isinstance(node.ctx, ast.Store):
+                    ours.add(node.attr)
+                else:
+                    used.setdefault(node.attr, set()).add(str(file))
+    listed = {*private(), *LLAMA_CPP}
+    assert not {name: files for name, files in used.items() if name not in ours | listed}
+
+
+def test_young_libraries_have_an_upper_bound_that_was_tried() -> None:
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    dependencies = project.partition("dependencies = [")[2].partition("]")[0]
+    wanted = {r.name: r for r in map(Requirement, re.findall(r'"(.+?)"', dependencies))}
+    for name in YOUNG:
+        requirement = wanted[name.replace("_", "-")]
+        assert any(part.operator == "<" for part in requirement.specifier), name
+        assert requirement.specifier.contains(version(name)), name
