@@ -292,6 +292,11 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return {name: checkpoint.tensor(name) for name in checkpoint.names()}
 
 
+def inside(folder: Path) -> set[str]:
+    """The files under a folder, by their paths in it."""
+    return {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()}
+
+
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     """Whether two sets of tensors are the same, bitwise."""
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

@@ -19,6 +19,7 @@ from moesaic.api import verb
 from moesaic.config import MethodConfig, about, choices
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
+from moesaic.io.layout import PLAN, placed
 from moesaic.methods import METHODS, VERBS, implementation
 from moesaic.plan import Plan
 
@@ -109,7 +110,7 @@ def given(start: Path, live: bool) -> dict[str, Any]:
     """A model as a verb takes it: by name, or loaded together with the plan that made it."""
     if not live:
         return {"model": str(start)}
-    plan = Plan.load(start) if (start / "plan.json").exists() else None
+    plan = Plan.load(start) if placed(start, PLAN).exists() else None
     return {"model": loaded(start), "plan": plan}
 
 

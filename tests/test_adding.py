@@ -338,12 +338,12 @@ CARDS = {
 @pytest.mark.parametrize("name", CARDS)
 def test_checkpoint_card_and_page(name, done):
     folder, _, losses = done
-    card, page = ((folder / name / f).read_text() for f in ("README.md", "report.html"))
+    card, page = ((folder / name / f).read_text() for f in ("README.md", "moesaic/report.html"))
     for words in CARDS[name]:
         assert words in card
     assert CARDS[name][0] in page
     assert losses[name] > 0
-    record = json.loads((folder / name / "result.json").read_text())
+    record = json.loads((folder / name / "moesaic/result.json").read_text())
     assert record["scores"]["result"]["perplexity"] > 1
 
 
@@ -353,7 +353,7 @@ def test_a_new_layer_kind_is_what_it_says(done):
     assert losses["applied"] == losses["dampen"]
     config = json.loads((folder / "dampen" / "config.json").read_text())
     assert config["model_type"] == "moesaic_llama"
-    record = json.loads((folder / "dampen" / "result.json").read_text())
+    record = json.loads((folder / "dampen" / "moesaic/result.json").read_text())
     assert {layer["kind"] for layer in record["layers"]} == {"dampened"}
     assert {layer["told"] for layer in record["layers"]} == {"its output times 0.5"}
     assert json.loads(said[3])["factor"] == 0.5

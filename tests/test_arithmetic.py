@@ -111,7 +111,7 @@ def test_it_is_measured_in_float32_and_said_once(
     assert "no products of bfloat16" in said
     assert record.log["of_speed"] == [said]
     assert capsys.readouterr().err.count(said) == 1
-    kept = json.loads((tmp_path / "out" / "result.json").read_text("utf-8"))
+    kept = json.loads((tmp_path / "out" / "moesaic/result.json").read_text("utf-8"))
     assert kept["evaluation"]["computed_in"] == "float32"
     card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "in windows of 32, computed in float32." in card

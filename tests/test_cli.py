@@ -74,7 +74,9 @@ def test_generate(command, carved_folder):
 
 
 def test_apply_and_report(command, carved_folder, llama_folder, tmp_path):
-    code, _, _ = command("apply", llama_folder, carved_folder / "plan.json", tmp_path / "again")
+    code, _, _ = command(
+        "apply", llama_folder, carved_folder / "moesaic/plan.json", tmp_path / "again"
+    )
     assert code == 0
     assert (tmp_path / "again" / "config.json").exists()
     code, _, _ = command("report", carved_folder, "--out", tmp_path / "r.html")
@@ -154,10 +156,10 @@ def test_a_record_of_an_older_version_is_refused(command, tmp_path):
 def test_run_a_recipe_with_overrides(command, carved_folder, tmp_path):
     out = tmp_path / "out"
     code, _, _ = command(
-        "run", carved_folder / "recipe.yaml", f"out={out}", "steps.0.carve.active=0.9"
+        "run", carved_folder / "moesaic/recipe.yaml", f"out={out}", "steps.0.carve.active=0.9"
     )
     assert code == 0
-    assert json.loads((out / "plan.json").read_text())["config"]["active"] == 0.9
+    assert json.loads((out / "moesaic/plan.json").read_text())["config"]["active"] == 0.9
 
 
 def test_observe_prune_skip(command, moe_folder, tmp_path):
@@ -176,7 +178,7 @@ def test_observe_prune_skip(command, moe_folder, tmp_path):
     assert record["scores"].keys() == {"original", "result", "frequency"}
     scores = record["scores"]
     assert scores["result"]["total_parameters"] < scores["original"]["total_parameters"]
-    assert (out / "report.html").stat().st_size > 1000
+    assert (out / "moesaic/report.html").stat().st_size > 1000
     assert type(AutoModelForCausalLM.from_pretrained(out)).__name__ == "Qwen2MoeForCausalLM"
     code, printed, _ = command("skip", out, skipping, *SMALL, "--no-eval", "--json")
     assert code == 0

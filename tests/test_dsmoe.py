@@ -431,7 +431,9 @@ def test_a_saved_result_is_the_live_one(variant: str, tmp_path: Path, tokens: To
     config = DSMoEConfig(active=0.7, variant=variant, tau=0.45, **FEW)  # type: ignore[arg-type]
     result = moesaic.carve(model, config, calibration=rows())
     result.save(tmp_path / "out")
-    assert not (tmp_path / "out" / "plan.json").exists(), "no plan can rebuild trained weights"
+    assert not (tmp_path / "out" / "moesaic/plan.json").exists(), (
+        "no plan can rebuild trained weights"
+    )
     for options in ({}, {"trust_remote_code": True}):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **options).eval()
         with torch.no_grad():
@@ -558,7 +560,7 @@ def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path
     assert {"original", "result", "top-k"} == record.measured["scores"].keys()
     assert record.measured["activity"].keys() == {"prose", "reference", "code"}
     assert all(0 <= v <= 4 for d in record.measured["activity"].values() for v in d.values())
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = (tmp_path / "out" / "moesaic/report.html").read_text()
     assert "Active blocks" in page
     assert "share of blocks active" in page
     assert "whose gates are above 0.5" in (tmp_path / "out" / "README.md").read_text()

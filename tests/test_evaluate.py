@@ -341,7 +341,9 @@ def test_a_recipe_is_measured_by_all_of_its_processes(moe_folder, questions, tmp
     (tmp_path / "run.py").write_text(RECIPE)
     launch(tmp_path / "run.py", tmp_path / "recipe.yaml")
     run_recipe(parse_recipe(asked.replace("OUT", "one")))
-    one, two = (json.loads((tmp_path / n / "result.json").read_text()) for n in ("one", "two"))
+    one, two = (
+        json.loads((tmp_path / n / "moesaic/result.json").read_text()) for n in ("one", "two")
+    )
     assert one["scores"] == two["scores"]
     assert one["scores"]["result"]["tasks"]["few"]["n"] == 5
     assert one["routing"] == two["routing"]
@@ -473,12 +475,12 @@ def test_a_recipe_measures_tasks_and_tells_them(llama_folder, questions, tmp_pat
     assert cells[1].text == figures.percent(ours, 1)
     assert cells[3].text == figures.percent(ours / theirs if theirs else None, 1)
     card = (out / "README.md").read_text("utf-8")
-    page = (out / "report.html").read_text("utf-8")
+    page = (out / "moesaic/report.html").read_text("utf-8")
     for told in (card, page):
         assert "few, acc norm" in told
         assert "KL from the original" in told
         assert ("end in a loop" in told) is not stream
-    kept = json.loads((out / "result.json").read_text("utf-8"))
+    kept = json.loads((out / "moesaic/result.json").read_text("utf-8"))
     assert kept["scores"]["result"]["tasks"]["few"]["n"] == 5
     assert kept["evaluation"].get("layer_by_layer", False) is stream
 

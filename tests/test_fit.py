@@ -220,7 +220,11 @@ def test_a_file_larger_than_told_gives_way_to_a_smaller_one(
     chosen = record.measured["chosen"]
     assert chosen["steps"][0]["prune"]["keep"] == 4
     assert chosen["memory"] == budget
-    assert (out / "model-q8_0.gguf").stat().st_size == budget == record.measured["gguf"]["bytes"]
+    assert (
+        (out / "moesaic/model-q8_0.gguf").stat().st_size
+        == budget
+        == record.measured["gguf"]["bytes"]
+    )
     assert record.measured["gguf"]["kl"] == pytest.approx(record.measured["scores"]["result"]["kl"])
     assert Built(resolve(str(out)).config, None).bytes == half.memory
 
@@ -243,10 +247,11 @@ def test_the_original_alone_may_be_best(tmp_path: Path, monkeypatch: pytest.Monk
     assert record is not None
     assert record.measured["chosen"]["steps"] == [{"export": {"to": "gguf", "type": "q8_0"}}]
     assert record.measured["gguf"]["kl"] == pytest.approx(0, abs=1e-6)
-    assert {file.name for file in out.iterdir()} == {"model-q8_0.gguf", "result.json"}
+    assert [file.name for file in out.iterdir()] == ["moesaic"]
+    assert {f.name for f in (out / "moesaic").iterdir()} == {"model-q8_0.gguf", "result.json"}
     (said,) = words.summary(record)
     assert re.fullmatch(
-        r"model-q8_0.gguf has 7\sMiB, perplexity [\d.]+, and is 0.000 nats .*", said.text
+        r"moesaic/model-q8_0.gguf has 7\sMiB, perplexity [\d.]+, and is 0.000 nats .*", said.text
     )
 
 
@@ -314,7 +319,7 @@ def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.Monk
     saved = Built(resolve(str(out)).config, None)
     assert saved.bytes == chosen["memory"]
     assert saved.size.total_parameters == chosen["parameters"]
-    assert json.loads((out / "result.json").read_text())["chosen"] == chosen
+    assert json.loads((out / "moesaic/result.json").read_text())["chosen"] == chosen
     assert list(tmp_path.iterdir()) == [out]
 
 

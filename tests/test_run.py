@@ -113,7 +113,7 @@ def test_a_result_shows_itself(llama_folder, tmp_path):
 
 def test_apply_rebuilds_the_result_from_the_plan(llama_folder, tmp_path):
     moesaic.carve(str(llama_folder), CONFIG, **QUICK).save(tmp_path / "out")
-    moesaic.apply(str(llama_folder), tmp_path / "out" / "plan.json", tmp_path / "again")
+    moesaic.apply(str(llama_folder), tmp_path / "out" / "moesaic/plan.json", tmp_path / "again")
     assert equal(weights(tmp_path / "out"), weights(tmp_path / "again"))
     assert Plan.load(tmp_path / "again").header() == Plan.load(tmp_path / "out").header()
 
@@ -136,15 +136,18 @@ def test_recipe_run_leaves_everything(llama_folder, tmp_path):
         "config.json",
         "model.safetensors",
         "modeling_moesaic.py",
+        "moesaic",
+        "tokenizer.json",
+    }
+    assert {p.name for p in (tmp_path / "out" / "moesaic").iterdir()} >= {
         "plan.json",
         "plan.safetensors",
         "recipe.yaml",
         "report.html",
         "result.json",
-        "tokenizer.json",
     }
     assert json.loads(json.dumps(record.as_json())) == json.loads(
-        (tmp_path / "out" / "result.json").read_text()
+        (tmp_path / "out" / "moesaic/result.json").read_text()
     )
     assert not (tmp_path / "out.partial").exists()
     assert set(record.measured["scores"]) == {"original", "result", "static"}
@@ -156,7 +159,7 @@ def test_recipe_run_leaves_everything(llama_folder, tmp_path):
     for what in ("prefill", "decode"):
         low, high = ratios[f"{what}_spread"]
         assert low <= ratios[what] <= high
-    again = moesaic.load_recipe(tmp_path / "out" / "recipe.yaml")
+    again = moesaic.load_recipe(tmp_path / "out" / "moesaic/recipe.yaml")
     assert again == asked
 
 

@@ -40,7 +40,7 @@ def command(key: str, model: Path, out: Path, **more: object) -> list[object]:
 
 
 def losses(out: Path) -> list[dict[str, float]]:
-    record = json.loads((out / "result.json").read_text())
+    record = json.loads((out / "moesaic/result.json").read_text())
     found: list[dict[str, float]] = record["steps"][-1]["summary"]["training"]["losses"]
     return found
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import yaml
-from builders import equal, weights
+from builders import equal, inside, weights
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
 import moesaic
 from moesaic.cli import app
 from moesaic.errors import MoesaicError
+from moesaic.io.layout import PLAN_FILES
 from moesaic.plan import Plan
 
 TOKEN, COMMIT = "hf_standin", "0" * 40
@@ -138,8 +139,8 @@ def test_a_plan_is_pushed_and_rebuilt(hub: dict[str, dict[str, bytes]], tmp_path
     said = done(verb, model, str(out), *options, "--push", "me/slim", "--push-plan")
     assert said["pushed"] == f"{constants.ENDPOINT}/me/slim"
     files = hub["me/slim"]
-    told = {"README.md", "result.json", "recipe.yaml", "report.html", "picture.svg"}
-    assert files.keys() == {"plan.json", "plan.safetensors", *told}
+    told = {"result.json", "recipe.yaml", "report.html", "picture.svg", *PLAN_FILES}
+    assert files.keys() == {"README.md", *(f"moesaic/{name}" for name in told)}
     _, front, card = files["README.md"].decode().split("---\n", 2)
     front = yaml.safe_load(front)
     assert front["base_model"] == "tiny-moe"
@@ -172,9 +173,8 @@ def test_a_plan_rebuilds_all_steps(hub: dict[str, dict[str, bytes]], tmp_path: P
     done("run", str(tmp_path / "recipe.yaml"), "--push", "me/three", "--push-plan")
     assert len(Plan.load(out).earlier) == 2
     done("apply", "me/three", str(again))
-    assert {f.name for f in again.iterdir()} <= {f.name for f in out.iterdir()}
-    for file in again.iterdir():
-        assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+    for name in inside(again):
+        assert (again / name).read_bytes() == (out / name).read_bytes(), name
     first, *_ = Plan.load(out).earlier
     between.mkdir()
     first.save(between)
@@ -191,9 +191,9 @@ def test_a_plan_behind_a_trained_step_is_not_enough(
     out = tmp_path / "out"
     verb, model, *options = PRUNE
     done(verb, model, str(out), *options)
-    record = json.loads((out / "result.json").read_text())
+    record = json.loads((out / "moesaic/result.json").read_text())
     record["steps"].insert(0, {**record["steps"][0], "weights": "trained"})
-    (out / "result.json").write_text(json.dumps(record))
+    (out / "moesaic/result.json").write_text(json.dumps(record))
     with pytest.raises(MoesaicError, match="a step before the last was trained"):
         moesaic.push(out, "me/slim", plan_only=True)
 
@@ -204,12 +204,12 @@ def test_a_result_is_pushed_whole(hub: dict[str, dict[str, bytes]], tmp_path: Pa
     done(verb, model, str(out), *options)
     assert moesaic.push(out, "whole").endswith("/me/whole")
     files = hub["me/whole"]
-    assert files.keys() == {f.name for f in out.iterdir()}
+    assert files.keys() == inside(out)
     assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
     assert 'from_pretrained("me/whole")' in files["README.md"].decode()
     with pytest.raises(MoesaicError, match="is not a result of ours"):
         moesaic.push(tmp_path, "me/nothing")
-    (out / "plan.safetensors").unlink()
+    (out / "moesaic/plan.safetensors").unlink()
     with pytest.raises(MoesaicError, match="holds no plan"):
         moesaic.push(out, "me/slim", plan_only=True)
     assert "me/nothing" not in hub

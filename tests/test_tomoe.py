@@ -458,7 +458,7 @@ def check_as_one(llama_folder: Path, out: Path, steps: int) -> None:
     one = moesaic.carve(str(llama_folder), config, calibration="prose", samples=4)
     two = Plan.load(out)
     assert all(same(layer, two.layers[i]) for i, layer in one.plan.layers.items())
-    record = json.loads((out / "result.json").read_text())
+    record = json.loads((out / "moesaic/result.json").read_text())
     found = record["steps"][-1]["summary"]["training"]["losses"]
     for ours, theirs in zip(found, one.summary["training"]["losses"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -652,7 +652,7 @@ def test_a_run_by_recipe_is_measured_and_reported(llama_folder: Path, tmp_path: 
     ratios = [record.measured["scores"][name]["active_ratio"] for name in ("result", "more")]
     assert ratios == pytest.approx([0.7, 0.7], abs=0.02)
     assert [line["step"] for line in step.summary["training"]["losses"]] == [1, 2, 3]
-    page = (out / "report.html").read_text()
+    page = (out / "moesaic/report.html").read_text()
     for told in ("KL divergence", "R_P", "R_U", "R_L", "Width by layer", "Widths of experts"):
         assert told in page
     for told in ("Similarity of experts", "tokens by layer and expert", "of the original’s"):

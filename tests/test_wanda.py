@@ -80,7 +80,7 @@ def test_wanda_is_measured_beside_a_result(moe_folder: Path, tmp_path: Path, com
     assert record["scores"].keys() == {"original", "result", "wanda"}
     assert record["scores"]["wanda"]["kl"] > 0
     assert "half of the weights" in record["steps"][0]["variants"]["wanda"]
-    assert "chosen together" in (out / "report.html").read_text("utf-8")
+    assert "chosen together" in (out / "moesaic/report.html").read_text("utf-8")
     again = tmp_path / "again"
     given = ["--keep", 4, "--no-eval", "--calibration", "code", "--samples", 4, "--length", 24]
     assert command("prune", moe_folder, again, *given)[0] == 0

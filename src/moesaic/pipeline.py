@@ -18,6 +18,16 @@ from moesaic.distributed import gathered, own_device, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, Values, silent
 from moesaic.io.checkpoint import whole_folder
+from moesaic.io.layout import (
+    CARD,
+    PAGE,
+    PICTURE,
+    PLAN_FILES,
+    RECIPE,
+    RECORD,
+    anywhere,
+    own,
+)
 from moesaic.io.names import check_out, unfinished
 from moesaic.io.source import Source, from_hub, resolve
 from moesaic.log import Log
@@ -26,7 +36,6 @@ from moesaic.methods.base import Method
 from moesaic.metrics.measure import beside_original, environment, measure
 from moesaic.metrics.tasks import check_tasks
 from moesaic.nn.kernels import fast
-from moesaic.plan import FILES as PLAN_FILES
 from moesaic.plan import Plan, Progress
 from moesaic.recipe import Recipe, check_run
 from moesaic.record import Record
@@ -59,7 +68,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
 
     Args:
         base: the model that the plan was made for, by name; empty for the one that the plan names.
-        plan: ``plan.json``, its folder, or a repository of the hub that it was pushed to.
+        plan: a result's folder, ``plan.json``, or a repository of the hub that it was pushed to.
         out: the folder to make.
         overwrite: replace ``out`` if it exists.
 
@@ -67,7 +76,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
         MoesaicError: there is no such model or plan, or they do not belong together.
     """
     check_out(Path(out), overwrite)
-    place = Path(plan) if Path(plan).exists() else from_hub(str(plan), *PLAN_FILES)
+    place = Path(plan) if Path(plan).exists() else from_hub(str(plan), *anywhere(*PLAN_FILES))
     decided = Plan.load(place)
     steps = [*decided.earlier, decided]
     if not (base or steps[0].base.name):
@@ -83,7 +92,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
             source = Source(f"the result of step {number + 1}", made)
             if before.parent == folder:
                 shutil.rmtree(before)
-        decided.save(folder)
+        decided.save(own(folder))
 
 
 def run_recipe(
@@ -193,14 +202,14 @@ def describe(record: Record, recipe: Recipe, folder: Path) -> None:
     """Write recipe, record, card, page and picture into a result's folder."""
     asked = recipe.to_yaml()
     files = {
-        "recipe.yaml": asked,
-        "result.json": json.dumps(record.as_json(), indent=1),
-        "README.md": report.model_card(record, asked),
-        "report.html": report.html([record]),
-        "picture.svg": report.picture(record),
+        RECIPE: asked,
+        RECORD: json.dumps(record.as_json(), indent=1),
+        PAGE: report.html([record]),
+        PICTURE: report.picture(record),
     }
+    (folder / CARD).write_text(report.model_card(record, asked), "utf-8")
     for name, text in files.items():
-        (folder / name).write_text(text, "utf-8")
+        (own(folder) / name).write_text(text, "utf-8")
 
 
 def _args(

@@ -1,8 +1,9 @@
 """What was decided, layer by layer: everything needed to rebuild the result, nothing else.
 
 A plan is also the slim patch: ``moesaic apply BASE PLAN OUT``. On disk it is ``plan.json`` (the
-header, readable) and ``plan.safetensors`` (index lists, routers, refitted weights). Where a base
-was itself made by plans, these are in the files too, so that the first base is enough.
+header, readable) and ``plan.safetensors`` (index lists, routers, refitted weights); in a result
+both lie where :mod:`moesaic.io.layout` says. Where a base was itself made by
+plans, these are in the files too, so that the first base is enough.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Values
 from moesaic.io.fingerprint import of_tensors
 from moesaic.io.headers import header_of, mapping_of
+from moesaic.io.layout import PLAN, PLAN_TENSORS, placed
 from moesaic.io.names import let_read, whole_file
 from moesaic.layers.base import KINDS, LayerPlan
 
 FORMAT = 3
-JSON_NAME, TENSORS_NAME = FILES = ("plan.json", "plan.safetensors")
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,9 @@ class Plan:
             said["earlier"] = [plan._said for plan in self.earlier]
         for number, plan in enumerate(self.earlier):
             tensors |= {_start(number) + name: t for name, t in plan.tensors().items()}
-        save_file(tensors, folder / TENSORS_NAME)
-        let_read(folder / TENSORS_NAME)
-        (folder / JSON_NAME).write_text(json.dumps(said, indent=1) + "\n")
+        save_file(tensors, folder / PLAN_TENSORS)
+        let_read(folder / PLAN_TENSORS)
+        (folder / PLAN).write_text(json.dumps(said, indent=1) + "\n")
 
     @property
     def _said(self) -> JSON:
@@ -125,14 +126,14 @@ class Plan:
 
     @classmethod
     def load(cls, path: Path) -> Plan:
-        """Read a plan from its folder or its ``plan.json``.
+        """Read a plan from its folder, a result's folder or its ``plan.json``.
 
         Raises:
             MoesaicError: there is no plan, it is not whole, or another version wrote it.
         """
-        file = path / JSON_NAME if path.is_dir() else path
+        file = placed(path, PLAN) if path.is_dir() else path
         if not file.is_file():
-            raise MoesaicError(f"No plan at {path}: expected a folder with {JSON_NAME}.")
+            raise MoesaicError(f"No plan at {path}: expected a folder with {PLAN}.")
         try:
             header = mapping_of(file)
             if header["format"] != FORMAT:
@@ -140,8 +141,8 @@ class Plan:
                     f"{file} has plan format {header['format']}; this version reads {FORMAT}. "
                     "Make the plan again."
                 )
-            header_of(file.with_name(TENSORS_NAME))
-            tensors = load_file(file.with_name(TENSORS_NAME))
+            header_of(file.with_name(PLAN_TENSORS))
+            tensors = load_file(file.with_name(PLAN_TENSORS))
             earlier = tuple(
                 cls._of(said, _under(tensors, _start(number)))
                 for number, said in enumerate(header.get("earlier", []))

@@ -22,6 +22,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Values
 from moesaic.io.checkpoint import ShardWriter, Writer, narrowed, shape_of, whole_folder
 from moesaic.io.fingerprint import IN_MEMORY, of_model
+from moesaic.io.layout import own
 from moesaic.io.names import whole_file
 from moesaic.io.naming import Naming
 from moesaic.io.prediction import NEXT, leave_out
@@ -167,7 +168,7 @@ class Result:
         if plan is not None:
             asked = self.job.dtype if self.job.on_disk else None
             dtype = str(asked or "auto").removeprefix("torch.")
-            replace(plan, dtype=dtype, earlier=self._earlier).save(folder)
+            replace(plan, dtype=dtype, earlier=self._earlier).save(own(folder))
 
     @property
     def _earlier(self) -> tuple[Plan, ...]:

@@ -7,13 +7,13 @@ from pathlib import Path
 from moesaic import report
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import mapping_of
+from moesaic.io.layout import CARD, PAGE, PICTURE, PLAN_FILES, RECIPE, RECORD, anywhere, placed
 from moesaic.io.names import check_repository
-from moesaic.plan import FILES, Plan
+from moesaic.plan import Plan
 from moesaic.record import Record
 
-CARD, RECIPE, RESULT = "README.md", "recipe.yaml", "result.json"
-TOLD = (RESULT, RECIPE, "report.html", "picture.svg")
-"""Files of a result that say what it is, beside its card."""
+PATCH = (*PLAN_FILES, RECORD, RECIPE, PAGE, PICTURE)
+"""Files of a result that rebuild it and say what it is, beside its card."""
 
 
 def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
@@ -33,7 +33,7 @@ def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
     """
     folder = Path(folder)
     check_repository(repo)
-    if plan_only and not all((folder / name).is_file() for name in FILES):
+    if plan_only and not all(placed(folder, name).is_file() for name in PLAN_FILES):
         raise MoesaicError(
             f"push_plan: {folder} holds no plan, for its weights were trained. Push it whole."
         )
@@ -41,8 +41,8 @@ def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        record = Record.from_json(mapping_of(folder / RESULT))
-        recipe = (folder / RECIPE).read_text("utf-8")
+        record = Record.from_json(mapping_of(placed(folder, RECORD)))
+        recipe = placed(folder, RECIPE).read_text("utf-8")
     except (MoesaicError, ValueError, OSError) as error:
         raise MoesaicError(f"{folder} is not a result of ours: {error}") from error
     if plan_only and len(Plan.load(folder).earlier) + 1 < len(record.steps):
@@ -50,7 +50,7 @@ def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
             f"push_plan: the plan in {folder} does not rebuild the result, for a step before the "
             "last was trained. Push it whole."
         )
-    kept = [*FILES, *TOLD] if plan_only else None
+    kept = anywhere(*PATCH) if plan_only else None
     hub = HfApi()
     try:
         repo = hub.create_repo(repo, exist_ok=True).repo_id

@@ -37,7 +37,7 @@ class Case:
 
 def shards(folder: Path) -> list[Path]:
     """The weights of a model or of a plan."""
-    plan = folder / "plan.safetensors"
+    plan = folder / "moesaic/plan.safetensors"
     if not folder.is_dir() or plan.exists():
         return [plan if folder.is_dir() else folder]
     return sorted(folder.glob("*.safetensors"))
@@ -332,20 +332,22 @@ def _pickled(where: Path) -> None:
 
 def plans() -> Iterator[Case]:
     for name, text in BOMBS.items():
-        yield Case(f"plan.json: {name}", "carved", put("plan.json", text), APPLY)
+        yield Case(f"plan.json: {name}", "carved", put("moesaic/plan.json", text), APPLY)
     changes: dict[str, Any] = {
         "format": 99, "base": {}, "base.hidden_size": 7, "base.widths": 3, "layers": [],
         "layers.2.kind": "nonsense", "layers.2.backbone": -5, "layers.2.petals": ["x"],
         "layers.2.top_k": 99, "layers.2.routing": "../../x", "method": None,
     }  # fmt: skip
     for path, value in changes.items():
-        edit = edited("plan.json", at(path, value))
+        edit = edited("moesaic/plan.json", at(path, value))
         harmless = path == "method"
         yield Case(f"plan.json with {path}={value!r}", "carved", edit, APPLY, harmless)
     for key in ("../../x", "99", "-1", "x"):
-        edit = edited("plan.json", lambda x, k=key: x["layers"].update({k: x["layers"].pop("2")}))
+        edit = edited(
+            "moesaic/plan.json", lambda x, k=key: x["layers"].update({k: x["layers"].pop("2")})
+        )
         yield Case(f"plan.json with a layer {key!r}", "carved", edit, APPLY)
-    yield Case("a plan without its tensors", "carved", removed("plan.safetensors"), APPLY)
+    yield Case("a plan without its tensors", "carved", removed("moesaic/plan.safetensors"), APPLY)
     for value in (-7, 10**6):
 
         def edit(held: dict[str, Any], v: int = value) -> None:
@@ -357,7 +359,7 @@ def plans() -> Iterator[Case]:
 
 
 def _plan_tensors(edit: Callable[[dict[str, Any]], None]) -> Change:
-    return lambda where: tensors(edit)(where / "plan.safetensors")
+    return lambda where: tensors(edit)(where / "moesaic/plan.safetensors")
 
 
 def _nan_router(held: dict[str, Any]) -> None:
@@ -402,9 +404,9 @@ def others() -> Iterator[Case]:
                        "tabs": "model:\tx\n\t- y"}.items():  # fmt: skip
         yield Case(f"a recipe: {name}", "recipe.yaml", put("", text), RUN)
     for name, text in {**BOMBS, "strings": '{"steps": "x", "layers": 3, "measured": []}'}.items():
-        yield Case(f"result.json: {name}", "carved", put("result.json", text), REPORT)
+        yield Case(f"result.json: {name}", "carved", put("moesaic/result.json", text), REPORT)
     for name in ("steps", "layers"):
-        edit = edited("result.json", at(name, "x"))
+        edit = edited("moesaic/result.json", at(name, "x"))
         yield Case(f"result.json with {name}='x'", "carved", edit, REPORT)
 
 

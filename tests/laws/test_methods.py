@@ -83,8 +83,8 @@ def check_same(found: Path, wanted: Path, exact: bool = True) -> None:
     """Two results: their plans, their tensors, their losses."""
     for ours, theirs in zip(losses(found), losses(wanted), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4)
-    assert (found / "plan.json").exists() == (wanted / "plan.json").exists()
-    if (wanted / "plan.json").exists():
+    assert (found / "moesaic/plan.json").exists() == (wanted / "moesaic/plan.json").exists()
+    if (wanted / "moesaic/plan.json").exists():
         a, b = Plan.load(found), Plan.load(wanted)
         assert a.base == b.base
         assert a.layers.keys() == b.layers.keys()

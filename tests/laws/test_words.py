@@ -117,16 +117,19 @@ def own_layers(start, out):
 def test_card_page_and_terminal_are_true(key, config, place, tmp_path):
     out = tmp_path / "out"
     start, record = carried_out(key, config, place, out)
-    written = json.loads((out / "result.json").read_text())
+    written = json.loads((out / "moesaic/result.json").read_text())
     assert json.loads(json.dumps(Record.from_json(written).as_json())) == written
     (step,) = record.steps
-    card, page = plain((out / "README.md").read_text()), visible((out / "report.html").read_text())
+    card, page = (
+        plain((out / "README.md").read_text()),
+        visible((out / "moesaic/report.html").read_text()),
+    )
     title = next(line for line in card.splitlines() if line.startswith("# "))
     everything = {"card": card, "page": page, "terminal": printed(record), "title": title}
 
     # the weights
     layers, rest = own_layers(start, out)
-    trained = "training" in step.summary and not (out / "plan.json").exists()
+    trained = "training" in step.summary and not (out / "moesaic/plan.json").exists()
     own = all(layers) and rest and not trained
     assert (step.weights == "own") == own
     assert (step.weights == "trained") == trained
@@ -176,7 +179,7 @@ def test_comparisons_are_named_as_what_they_are(key, compare, place, tmp_path):
     record = moesaic.run_recipe(asked(start, out, config, compare=(compare,)))
     assert compare in record.measured["scores"]
     assert record.steps[0].variants == {compare: config.compared(compare)}
-    page = visible((out / "report.html").read_text())
+    page = visible((out / "moesaic/report.html").read_text())
     named = "the first chosen" if compare.isdecimal() else config.compared(compare)
     assert named.lower() in page.lower()
     assert "None" not in page

@@ -25,6 +25,7 @@ from moesaic.cli.shared import carried_out, carry_out, emit, figure, register, w
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
+from moesaic.io.layout import PAGE, RECIPE, RECORD, placed
 from moesaic.io.names import check_file, check_free, check_name, check_out
 from moesaic.recipe import Recipe, check_run, load_recipe, plain_values, step_config
 
@@ -86,7 +87,7 @@ def demo(
 
     from moesaic import report
 
-    page = out / "report.html"
+    page = out / PAGE
     write(page, report.html([*records.values()]))
     tables = [report.terminal(record) for record in records.values()]
     said = f"Checkpoints in {out}, both runs on one page in {page}"
@@ -108,7 +109,7 @@ def warn_of_company() -> None:
 
 def _is_whole(recipe: Recipe) -> bool:
     """Whether a recipe's result is there."""
-    asked = Path(recipe.out) / "recipe.yaml"
+    asked = placed(Path(recipe.out), RECIPE)
     return asked.is_file() and asked.read_text("utf-8") == recipe.to_yaml()
 
 
@@ -117,8 +118,8 @@ def apply(
         list[str],
         typer.Argument(
             metavar="[BASE] PLAN OUT",
-            help="A model, without it the one that the plan names; a plan.json, its folder or the "
-            "hub id it was pushed to; the folder to make.",
+            help="A model, without it the one that the plan names; a result's folder, its "
+            "plan.json, or the hub id it was pushed to; the folder to make.",
             show_default=False,
         ),
     ],
@@ -190,7 +191,7 @@ def record_of(run: Path) -> Record:
 
     if not run.exists():
         raise MoesaicError(f"No run at {run}: give the folder that a command made.")
-    file = run / "result.json" if run.is_dir() else run
+    file = placed(run, RECORD) if run.is_dir() else run
     if not file.exists():
         raise MoesaicError(f"{run} has no result.json: give the folder that a command made.")
     try:
@@ -251,7 +252,7 @@ def commands() -> None:
     """Make these commands."""
     register("run", run, "moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder")
     register("demo", demo, "moesaic demo --out moesaic-demo")
-    register("apply", apply, "moesaic apply smollm2 out/plan.json rebuilt")
+    register("apply", apply, "moesaic apply smollm2 out rebuilt")
     form = [option(ExportArgs, of.name) for of in fields(ExportArgs)]
     register("export", export, "moesaic export out out-native --to native", form)
     register("report", report, "moesaic report out-0.8 out-0.7 --out compare.html")

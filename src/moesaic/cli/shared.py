@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperOption
 from moesaic.cli.options import Option, Value, in_flags
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
+from moesaic.io.layout import OWN, PAGE
 from moesaic.io.names import check_repository, whole_file
 from moesaic.recipe import Recipe, check_run
 
@@ -217,7 +218,7 @@ def carry_out(
     from moesaic import report
     from moesaic.cli.bars import err_console
 
-    err_console.print(f"Checkpoint in {recipe.out}, report in {recipe.out}/report.html")
+    err_console.print(f"Checkpoint in {recipe.out}, report in {Path(recipe.out) / OWN / PAGE}")
     found = pushed(recipe.out, push, push_plan)
     emit(as_json, {**record.output(), **found}, report.terminal(record))
 

@@ -34,6 +34,7 @@ from moesaic.fitting.costs import Costs, Ledger, Parts, Steps, Weight, told
 from moesaic.fitting.files import Files
 from moesaic.foreign import JSON, Track, give_back, silent
 from moesaic.io.checkpoint import whole_folder
+from moesaic.io.layout import OWN, RECORD, own
 from moesaic.io.names import whole_file
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
@@ -331,10 +332,13 @@ class Search:
         asked = chosen.file
         if asked is None or self.files is None:
             return {}
-        file = folder / f"model-{asked.called}.gguf"
+        file = own(folder) / f"model-{asked.called}.gguf"
         model = str(folder) if len(chosen.steps) > 1 else str(self.source.folder)
         made = self.files.make(model, file, asked)
-        said: JSON = {"file": file.name, **{k: made[k] for k in ("type", "bytes", "types")}}
+        said: JSON = {
+            "file": f"{OWN}/{file.name}",
+            **{k: made[k] for k in ("type", "bytes", "types")},
+        }
         settings = self.recipe.evaluation
         if settings is not None:
             tokens = evaluation_tokens(
@@ -720,7 +724,7 @@ def rounded(
             environment=environment(recipe.device),
             measured={**found, **more(folder)},
         )
-        (folder / "result.json").write_text(json.dumps(record.as_json(), indent=1), "utf-8")
+        (own(folder) / RECORD).write_text(json.dumps(record.as_json(), indent=1), "utf-8")
     return record
 
 

@@ -25,6 +25,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.fingerprint import Stored, of_stored
 from moesaic.io.headers import header_of, mapping_of
+from moesaic.io.layout import misread
 from moesaic.io.names import check_out, let_read
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -189,8 +190,9 @@ class Checkpoint:
 
     def copy_side_files(self, out: Path) -> None:
         """Copy tokenizer, generation settings and licence to ``out``."""
-        for pattern in SIDE_FILES:
-            for file in self.folder.glob(pattern):
+        weights = misread(self.folder)
+        for file in (file for pattern in SIDE_FILES for file in self.folder.glob(pattern)):
+            if file.name not in weights:
                 shutil.copyfile(file, out / file.name)
 
 
@@ -411,6 +413,7 @@ def whole_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
     work.mkdir()
     try:
         yield work
+        assert not misread(work), f"engines would read {misread(work)}"
         if out.exists():
             out.rename(old)  # a folder that is being removed is no whole one
         work.rename(out)

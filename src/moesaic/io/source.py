@@ -22,6 +22,7 @@ from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.io.checkpoint import Checkpoint, check_finite
 from moesaic.io.gguf import folder_of
 from moesaic.io.headers import mapping_of
+from moesaic.io.layout import PLAN, RECORD, placed
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
 from moesaic.io.packaged import packaged_file
 from moesaic.io.prediction import predicts
@@ -29,9 +30,6 @@ from moesaic.io.quantised import Awaited, opened, said_of
 
 DEEPEST = 100_000
 """Decoder layers at most: more are a mistake, and would take hours to be found out."""
-
-MADE = ("plan.json", "result.json")
-"""Files by which a result of ours gives itself away."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Source:
         finally:
             logger.disabled = before
         count = model.config.get_text_config().num_hidden_layers
-        made = any((self.folder / name).is_file() for name in MADE)
+        made = any(placed(self.folder, name).is_file() for name in (PLAN, RECORD))
         check_loaded(info, self.name, count, whole=made and not self.beside)
         for weight, tensor in model.state_dict().items():
             if not tensor.is_meta:  # those that wait on disk are seen when they are read

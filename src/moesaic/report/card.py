@@ -8,6 +8,7 @@ from pathlib import PurePath
 import yaml
 
 from moesaic.errors import how_to_install
+from moesaic.io.layout import OWN, PLAN
 from moesaic.record import Record
 from moesaic.report import figures, read, words
 from moesaic.report.read import Cell, Figures, part
@@ -65,8 +66,8 @@ def _rebuilding(record: Record) -> str:
     if any(step.weights == "trained" for step in record.steps):
         return "The weights were trained, so no plan can rebuild this checkpoint: keep it whole."
     return (
-        "`plan.json` in this folder holds every decision; `moesaic apply BASE plan.json OUT` "
-        "rebuilds the checkpoint from the base model."
+        f"`{OWN}/{PLAN}` holds every decision; `moesaic apply BASE {OWN}/{PLAN} OUT` rebuilds the "
+        "checkpoint from the base model."
     )
 
 

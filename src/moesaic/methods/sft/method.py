@@ -16,13 +16,14 @@ from moesaic.foreign import Config, Model
 from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.fingerprint import of_model
+from moesaic.io.layout import PLAN, placed
 from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.sft.config import TRAINED, TuneConfig
 from moesaic.methods.sft.gates import factors, outside
 from moesaic.methods.sft.parameters import trainable
 from moesaic.objectives import Distillation, Schedule
-from moesaic.plan import JSON_NAME, Plan
+from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
 
@@ -160,7 +161,7 @@ def touched(names: Iterable[str], arch: Arch, count: int) -> list[int]:
 def _plan(job: Job[Arch]) -> Plan | None:
     """The plan that a checkpoint was made by, if it lies beside it."""
     original = job.original
-    if isinstance(original, Source) and (original.folder / JSON_NAME).is_file():
+    if isinstance(original, Source) and placed(original.folder, PLAN).is_file():
         return Plan.load(original.folder)
     return None
 

@@ -1,0 +1,46 @@
+"""What lies where in a result's folder.
+
+At its top lies what transformers and engines know by name. What is ours lies in a folder of its
+own, for some engines read by pattern: vLLM takes every ``*.safetensors`` for weights of the model.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from pathlib import Path
+
+OWN = "moesaic"
+"""The folder in a result that holds what is ours."""
+CARD = "README.md"
+PLAN, PLAN_TENSORS = PLAN_FILES = ("plan.json", "plan.safetensors")
+RECIPE, RECORD, PAGE, PICTURE = "recipe.yaml", "result.json", "report.html", "picture.svg"
+
+READ = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "consolidated*")
+"""Names of files that one engine or another takes for weights of the model beside them."""
+
+
+def misread(folder: Path) -> list[str]:
+    """Files at the top of a folder that an engine would take for weights of its model."""
+    names = {file.name for pattern in READ for file in folder.glob(pattern)}
+    return sorted(name for name in names if not fnmatch(name, "model*.safetensors"))
+
+
+def own(folder: Path) -> Path:
+    """The folder in a result that holds what is ours; it is made if there is none."""
+    place = folder / OWN
+    place.mkdir(exist_ok=True)
+    return place
+
+
+def placed(folder: Path, name: str) -> Path:
+    """Where a file of ours lies in a result's folder, or would lie.
+
+    Older results have all files at the top, as has a folder that a plan alone was saved to.
+    """
+    ours = folder / OWN / name
+    return folder / name if (folder / name).is_file() and not ours.is_file() else ours
+
+
+def anywhere(*names: str) -> list[str]:
+    """Patterns for files of ours in a repository of the hub, wherever they lie there."""
+    return [*names, *(f"{OWN}/{name}" for name in names)]
