@@ -91,7 +91,8 @@ def rows(names: list[str], wanted: tuple[bool, ...]) -> Iterator[tuple[str, str,
                 yield f"`{flag}`", f"`{verb}`", default(of), help_of(config, of)
         for bundle, options in getattr(config, "bundles", {}).items() if True in wanted else ():
             values = ", ".join(f"`{key}={plain(value)}`" for key, value in options.items())
-            yield f"`--recipe {bundle}`", f"`{verb}`", "", f"{values}, where not given otherwise."
+            told = f"{values}, where not given otherwise." if values else "What the defaults are."
+            yield f"`--recipe {bundle}`", f"`{verb}`", "", told
 
 
 def default(of: Field[Any]) -> str:

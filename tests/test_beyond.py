@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import moesaic
 from moesaic import CondenseConfig, MoREConfig, PruneConfig
+from moesaic.api import verb
 from moesaic.arch.lookup import dense_arch, moe_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
@@ -611,7 +612,7 @@ def test_pruned_experts_are_refitted(model_type, tokens, tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path / "base")
     options = {"calibration": tokens}
     config = {"keep": 4, "criterion": "frequency"}
-    plain = moesaic.prune(model, PruneConfig(**config), **options)
+    plain = moesaic.prune(model, PruneConfig(**config, refit=False), **options)
     refit = moesaic.prune(str(tmp_path / "base"), PruneConfig(**config, refit=True), **options)
     index = max(plain.plan.layers)
     layer = refit.plan.layers[index]
@@ -625,6 +626,34 @@ def test_pruned_experts_are_refitted(model_type, tokens, tokenizer, tmp_path):
     assert torch.equal(loaded(input_ids=ids).logits, refit.model(input_ids=ids).logits)
 
 
+@pytest.mark.parametrize("config", [PruneConfig(keep=4), CondenseConfig(layers=1)])
+def test_mixtures_are_refitted_unless_told_otherwise(config, tokens):
+    model = tiny_moe("qwen2_moe")
+    for refit in (None, False):
+        asked = replace(config, refit=refit)
+        result = verb(config.verb, model, asked, calibration=tokens)
+        assert result.plan.config["refit"] is (refit is None)
+        assert any("refit" in seen for seen in result.analyses.values()) is (refit is None)
+
+
+def test_from_statistics_nothing_is_refitted_unasked(tokens, tmp_path, caplog):
+    """They are to be decided from in seconds, without running the model."""
+    model = tiny_moe("mixtral")
+    stats = str(moesaic.observe(model, tmp_path / "stats", calibration=tokens))
+    for refit in (None, True):
+        result = moesaic.prune(
+            model, PruneConfig(keep=4, refit=refit), calibration=tokens, stats=stats
+        )
+        assert result.plan.config["refit"] is (refit is True)
+    assert caplog.messages == ["Statistics hold no tokens to refit on: nothing is refitted."]
+
+
+def test_a_layer_without_ffn_has_nothing_to_refit():
+    assert CondenseConfig(keep="attention").refit is False
+    with pytest.raises(MoesaicError, match="keep=nothing leaves nothing of the FFN"):
+        CondenseConfig(keep="nothing", refit=True)
+
+
 def test_progressive_prune_refits_on_what_is_passed_on(tokens):
     config = PruneConfig(keep=4, criterion="frequency", progressive=True, refit=True)
     result = moesaic.prune(tiny_moe("mixtral"), config, calibration=tokens)
@@ -636,7 +665,7 @@ def test_progressive_prune_refits_on_what_is_passed_on(tokens):
 def test_condensed_layers_are_refitted(model_type, tokens, tmp_path):
     model = tiny_moe(model_type)
     config = {"layers": 1, "keep": "shared+routed", "experts": 2, "layer_search": "rank"}
-    plain = moesaic.condense(model, CondenseConfig(**config), calibration=tokens)
+    plain = moesaic.condense(model, CondenseConfig(**config, refit=False), calibration=tokens)
     refit = moesaic.condense(model, CondenseConfig(**config, refit=True), calibration=tokens)
     (index,) = (i for i, seen in refit.analyses.items() if "refit" in seen)
     assert isinstance(refit.plan.layers[index], CondensedLayer)

@@ -218,14 +218,15 @@ def test_condense_then_tune(command, moe_folder, tmp_path):
 # --- wrong requests ------------------------------------------------------------------------------
 
 AT_ONCE = [
-    (["carve", "MODEL", "OUT", "--method", "magic"], "unknown method 'magic'; known: more"),
+    (["carve", "MODEL", "OUT", "--method", "magic"], "unknown method 'magic'; known: wina"),
     (["carve", "MODEL", "OUT", "--variant", "best"], "--variant: Input should be"),
     (["carve", "MODEL", "OUT", "-o", "beta=1"], "carve.beta is not an option"),
     (["carve", "MODEL", "OUT", "-o", "beta"], "--option 'beta' is not key=value"),
     (["carve", "MODEL", "OUT", "-o", "alpha=2"], "-o alpha=2 must be"),
     (["carve", "MODEL", "OUT", "--propagate"], "--propagate"),
-    (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: fast"),
-    (["carve", "MODEL", "OUT", "--compare", "nothing"], "--compare 'nothing'"),
+    (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: best"),
+    (["carve", "MODEL", "OUT", "--compare", "static"], "WINA has no comparisons: leave --compare"),
+    (["prune", "MODEL", "OUT", "--keep", "2", "--compare", "magic"], "--compare 'magic'"),
     (["carve", "MODEL", "OUT", "--samples", "0"], "--samples 0 must be at least 1"),
     (["carve", "MODEL", "OUT", "--max-tokens", "-1"], "--max-tokens -1 must be at least 0"),
     (["carve", "MODEL", "OUT", "--dtype", "int3"], "--dtype 'int3'"),
@@ -258,10 +259,10 @@ AT_ONCE = [
     (["fly"], "No such command"),
 ]
 LATER = [
-    (["carve", "MODEL", "OUT", "--active", "0.2"], "out of reach"),
+    (["carve", "MODEL", "OUT", "--method", "more", "--active", "0.2"], "out of reach"),
     (["carve", "MODEL", "OUT", "--calibration", "no.txt"], "No text file"),
     (["carve", "MODEL", "OUT", "--samples", "100000"], "--samples"),
-    (["carve", "DONE", "OUT"], "already carved"),
+    (["carve", "DONE", "OUT", "--method", "more"], "already carved"),
     (["eval", "some/model"], "could not be fetched"),
     (["prune", "MIXTURE", "OUT", "--keep", "1"], "needs at least 2"),
     (["prune", "MIXTURE", "OUT", "--keep", "6", "--stats", "nowhere"], "No statistics at"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +303,8 @@ def test_rankings_and_metrics(tokens: Tokens) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_perplexity_as_the_metric(tied: bool, padded: Tokens, tmp_path: Path) -> None:
     model = tiny_moe("granitemoeshared", tie_word_embeddings=tied, logits_scaling=2.0)
-    result = condense(model, CondenseConfig(layers=1, metric="ppl"), calibration=padded)
+    config = CondenseConfig(layers=1, metric="ppl", refit=False)
+    result = condense(model, config, calibration=padded)
 
     @torch.no_grad()
     def perplexities(model: Any) -> torch.Tensor:
@@ -316,12 +318,7 @@ def test_perplexity_as_the_metric(tied: bool, padded: Tokens, tmp_path: Path) ->
     rise = (perplexities(result.model) - perplexities(model)).mean().item()
     assert result.summary["search"][0]["losses"][str(i)] == pytest.approx(rise, rel=1e-3)
     model.save_pretrained(tmp_path / "model")
-    disk = condense(
-        tmp_path / "model",
-        CondenseConfig(layers=1, metric="ppl"),
-        calibration=padded,
-        tokenizer=object(),
-    )
+    disk = condense(tmp_path / "model", config, calibration=padded, tokenizer=object())
     assert disk.summary == result.summary
 
 
@@ -403,13 +400,13 @@ def test_the_architecture_itself_holds_the_mix_where_it_can(
     model_type: str, options: Any, changes: Any, tokens: Tokens, tmp_path: Path
 ) -> None:
     model = tiny_moe(model_type, **changes)
-    config = CondenseConfig(layers=1, **options)
+    config = CondenseConfig(layers=1, refit=False, **options)
     model.save_pretrained(tmp_path / "model")
     result = condense(tmp_path / "model", config, calibration=tokens, tokenizer=object())
     result.save(tmp_path / "out")
     loaded = type(model).from_pretrained(tmp_path / "out")
     assert type(loaded) is type(model)
-    narrow = CondenseConfig(layers=1, padding=False, **options)
+    narrow = replace(config, padding=False)
     expected = condense(model, narrow, calibration=tokens)
     got, want = (m(tokens.input_ids).logits for m in (loaded, expected.model))
     assert torch.allclose(got, want, atol=1e-5)

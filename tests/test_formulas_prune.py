@@ -78,6 +78,7 @@ DEFINITIONS: dict[str, Callable[[int, list[Calls], list[float]], float]] = {
     "frequency": lambda e, done, _: len(outputs_of(e, done)),
     "gate": lambda e, done, _: sum(g for g, _ in outputs_of(e, done)),
     "ean": lambda e, done, _: sum(f for _, f in outputs_of(e, done)),
+    "weighted-ean": lambda e, done, _: sum(g * f for g, f in outputs_of(e, done)),
     "man": lambda e, done, _: mean([f for _, f in outputs_of(e, done)]),
     "msan": lambda e, done, _: mean([f * f for _, f in outputs_of(e, done)]),
     "reap": lambda e, done, _: mean([g * f for g, f in outputs_of(e, done)]),

@@ -44,31 +44,43 @@ def test_a_named_recipe_gives_way_to_what_is_said():
     fast = {"method": "more", "recipe": "fast"}
     assert step_config("carve", fast).experts == 6
     assert step_config("carve", {**fast, "experts": 16}).experts == 16
-    assert step_config("prune", {"recipe": "best"}).refit
-    assert step_config("condense", {"recipe": "best", "layers": 1}).refit
+
+
+def test_without_a_method_it_is_what_measures_best():
+    """And with one it is that method; options that it lacks are of the first that has them."""
+    for options in ({}, {"active": 0.7}, {"recipe": "best"}):
+        best = step_config("carve", options)
+        assert (best.name, best.gradients) == ("wina", True)
+    assert not step_config("carve", {"method": "wina"}).gradients
+    for name in ("more", "tomoe", "dsmoe", "teal"):
+        assert step_config("carve", {"method": name}) == METHODS[f"carve.{name}"]()
+    assert step_config("carve", {"experts": 4}) == MoREConfig(experts=4)
+    for verb in ("prune", "slim", "condense"):
+        assert step_config(verb, {"recipe": "best"}) == step_config(verb, {})
+    assert step_config("skip", {"layer_loss": 0.2}).name == "lexi"
 
 
 def test_a_named_recipe_says_the_method_that_has_it():
     """Where no method was given: the only one that has it; not one that lacks it."""
-    for name, method in {"best": "wina", "fast": "more", "paper": "tomoe"}.items():
+    for name, method in {"best": "wina", "fast": "more"}.items():
         assert step_config("carve", {"recipe": name}).name == method
-    assert step_config("carve", {"active": 0.8}).name == "more"
+    assert step_config("skip", {"recipe": "paper", "quantile": 0.4}).name == "naee"
+    with pytest.raises(MoesaicError, match="'paper' is for wina, teal, more, .*say method=wina"):
+        step_config("carve", {"recipe": "paper"})
     with pytest.raises(MoesaicError, match="for wina, not for more"):
         step_config("carve", {"method": "more", "recipe": "best"})
     with pytest.raises(MoesaicError, match=r"carve\.experts is not an option of wina"):
         step_config("carve", {"recipe": "best", "experts": 64})
-    with pytest.raises(MoesaicError, match="known: fast, paper, best"):
+    with pytest.raises(MoesaicError, match="known: best, paper, fast"):
         step_config("carve", {"recipe": "worst"})
 
 
 def test_a_recipe_that_several_methods_have_asks_for_one(monkeypatch: pytest.MonkeyPatch):
-    """The default has it, or an option that one of them alone has decides, or it is asked for."""
+    """Unless an option that one of them alone has decides."""
     monkeypatch.setattr(ToMoEConfig, "bundles", {"best": {"recompute": True}})
-    with pytest.raises(MoesaicError, match="'best' is for tomoe, wina: say method=tomoe"):
+    with pytest.raises(MoesaicError, match="'best' is for wina, tomoe: say method=wina"):
         step_config("carve", {"recipe": "best"})
     assert step_config("carve", {"recipe": "best", "gradient_tokens": 9}).name == "wina"
-    monkeypatch.setattr(MoREConfig, "bundles", {"best": {"refit": True}})
-    assert step_config("carve", {"recipe": "best"}).name == "more"
 
 
 def test_overrides():
@@ -91,10 +103,10 @@ def test_overrides():
         (TEXT.replace("carve", "curve"), r"steps\.0\.curve: unknown step 'curve'; known: carve"),
         (
             TEXT.replace("active", "activ"),
-            r"steps\.0\.carve\.activ is not an option of more; known: active",
+            r"steps\.0\.carve\.activ is not an option of wina; known: active",
         ),
         (TEXT.replace("0.7", "much"), r"steps\.0\.carve\.active: .*number"),
-        (TEXT.replace("active: 0.7", "method: moe"), "unknown method 'moe'; known: more"),
+        (TEXT.replace("active: 0.7", "method: moe"), "unknown method 'moe'; known: wina"),
         (TEXT.replace("active: 0.7", "variant: best"), r"variant: .*'full', 'backbone'.*'best'"),
     ],
 )

@@ -232,8 +232,8 @@ def test_published_betas_are_taken_as_they_are(tokens):
     one = moesaic.skip(model, SkipConfig(betas=(0.5,)), calibration=tokens)
     assert [layer.beta for layer in one.plan.layers.values()] == [0.5, 0.5, 0.5]
     assert one.analyses[1] == result.analyses[1]
-    for name, betas in SkipConfig.bundles.items():
-        assert len(betas["betas"]) == 32, name
+    for name in ("mixtral-c4", "mixtral-math"):
+        assert len(SkipConfig.bundles[name]["betas"]) == 32, name
 
 
 @pytest.mark.parametrize(

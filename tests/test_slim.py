@@ -40,8 +40,9 @@ from moesaic.stream.neurons import observe_neurons, watching, weight_stats
 
 
 def slimmed(model: Any, tokens: Any, *, compare: tuple[str, ...] = (), **options: Any) -> Any:
-    """What slimming makes of a model."""
-    return moesaic.slim(model, SlimConfig(**options), text=tokens, compare=compare)
+    """What slimming makes of a model; by energy and without a refit, unless said otherwise."""
+    config = SlimConfig(**{"score": "energy", "refit": False, **options})
+    return moesaic.slim(model, config, text=tokens, compare=compare)
 
 
 def site_of(model: Any, tokens: Any, layer: int | None = None) -> Any:
@@ -601,7 +602,7 @@ def test_what_cannot_be_met_says_what_can(model_type, options, told, tokens):
         {"keep": 1.5},
         {"shared": 0},
         {"experts": "many"},
-        {"propagate": True},
+        {"propagate": True, "refit": False},
         {"experts": "auto", "spread": "sensitivity"},
         {"uneven": True, "experts": "4"},
         {"score": "luck"},
@@ -610,6 +611,27 @@ def test_what_cannot_be_met_says_what_can(model_type, options, told, tokens):
 def test_wrong_options_are_refused(options):
     with pytest.raises(MoesaicError):
         SlimConfig(**options)
+
+
+def test_by_default_it_is_what_loses_least(tokens, tmp_path, caplog, monkeypatch):
+    """Surgeon and refit; where that cannot be, the next best, in one sentence."""
+    model = tiny_moe("qwen2_moe")
+
+    def decided(config=None, **options):
+        caplog.clear()
+        plan = moesaic.slim(model, config, calibration=tokens, **options).plan
+        return plan.config["score"], plan.config["refit"]
+
+    assert decided() == ("surgeon", True)
+    assert not caplog.messages
+    monkeypatch.setattr("moesaic.methods.slim.method.PAIRS_BYTES", 8 * 8 * 16 * 16 - 1)
+    assert decided() == ("energy", True)
+    assert "surgeon, which loses less, would hold" in caplog.text
+    assert decided(SlimConfig(score="surgeon", refit=False)) == ("surgeon", False)
+    stats = moesaic.observe(model, tmp_path / "stats", calibration=tokens)
+    assert decided(stats=str(stats)) == ("energy", False)
+    assert len(caplog.messages) == 2
+    assert decided(SlimConfig(refit=True), stats=str(stats)) == ("energy", True)
 
 
 def test_command_line(command, moe_folder, tmp_path):
@@ -623,7 +645,8 @@ def test_command_line(command, moe_folder, tmp_path):
     said = json.loads(printed)
     assert said["layers"][0]["width"] == 8
     assert said["layers"][0]["kept"] == list(range(8))
-    assert "slimmed by energy to 8 of 16 neurons an expert" in (out / "README.md").read_text()
+    assert "slimmed by optimal brain surgeon, and beyond it" in (out / "README.md").read_text()
+    assert "to 8 of 16 neurons an expert" in (out / "README.md").read_text()
     code, _, err = command("slim", moe_folder, tmp_path / "no", "--keep", 0.4, "--multiple", 8)
     assert code == 2
     assert "--keep 0.4 is out of reach with multiple 8 of 16 neurons" in err

@@ -19,13 +19,13 @@ from moesaic.estimates import estimate
 from moesaic.exports import export
 from moesaic.fitting.search import fit
 from moesaic.foreign import Model
-from moesaic.methods import methods_of
 from moesaic.methods.more.similarity import similarity
 from moesaic.methods.naee.observing import observe
 from moesaic.metrics.bench import bench
 from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.measure import generate, inspect
 from moesaic.pipeline import apply, convert, run_recipe
+from moesaic.recipe import step_config
 from moesaic.result import Result
 from moesaic.sharing import push
 
@@ -56,12 +56,12 @@ Named: TypeAlias = str | Path | Model
 
 
 def carve(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
-    """Turn a dense model into a mixture of experts; by default with MoRE."""
+    """Let each token use a part of a dense model; by default 0.8, by WINA with gradients."""
     return verb("carve", model, config, **options)
 
 
 def prune(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
-    """Take experts out of a mixture of experts; by default with NAEE."""
+    """Take experts out of a mixture of experts; by default with NAEE, refitted."""
     return verb("prune", model, config, **options)
 
 
@@ -92,8 +92,7 @@ def verb(name: str, model: Named, config: MethodConfig | None = None, **options:
         MoesaicError: there is no such verb, or the request cannot be met.
         TypeError: the config is another verb's, or an option is unknown.
     """
-    methods = methods_of(name)
-    config = next(iter(methods.values()))() if config is None else config
+    config = step_config(name, {}) if config is None else config
     if config.verb != name:
         raise TypeError(f"{type(config).__name__} is a config of {config.verb}, not of {name}.")
     return convert(config, RunArgs.of(model, **options))

@@ -136,7 +136,7 @@ class MethodConfig:
     bundles: ClassVar[Mapping[str, Values]] = {}
     """Options that belong together, by the name that ``--recipe`` takes, which also says the method
     where no other has it: ``best`` for those that measure best, ``fast`` for what engines run fast,
-    ``paper`` for the paper's own where the defaults depart from it."""
+    ``paper``, which every method has, for its paper's own setting."""
     window: ClassVar[int] = 256
     """Tokens of a calibration window, where the request says nothing."""
     unit: ClassVar[str] = "expert"
@@ -170,14 +170,16 @@ class MethodConfig:
             MoesaicError: there is no such comparison.
         """
         if name not in self.variants:
-            known = ", ".join(self.variants) or "nothing"
-            raise MoesaicError(f"compare {name!r} is none of {known}.")
+            if not self.variants:
+                raise MoesaicError(f"{self.title} has no comparisons: leave compare out.")
+            raise MoesaicError(f"compare {name!r} is none of {', '.join(self.variants)}.")
         return self.variants[name]
 
     @property
     def beyond(self) -> tuple[str, ...]:
         """Additions of these options to the paper's method, in words; empty for that method."""
-        changed = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        paper = self.bundles.get("paper", {})
+        changed = (f for f in fields(self) if getattr(self, f.name) != paper.get(f.name, f.default))
         return tuple(about(f).beyond for f in changed if about(f).beyond)
 
     @property

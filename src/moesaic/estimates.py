@@ -202,6 +202,8 @@ def outlined(
     drawn, dtype = recipe.calibration, parse_dtype(recipe.dtype)
     args = RunArgs(model=source, calibration=drawn, device=recipe.device, dtype=dtype)
     job: Job[Arch] = Job(args, method.find, config.window, shape)
+    for _ in method.settle(job):
+        pass  # said by the run itself
     return job, method.outline(job)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -42,6 +43,8 @@ from moesaic.record import Record
 from moesaic.result import Result, save_applied
 from moesaic.stream.job import Job
 
+logger = logging.getLogger(__name__)
+
 
 def convert(config: MethodConfig, args: RunArgs) -> Result:
     """Carry out one method on one model: the body of all verbs.
@@ -56,6 +59,8 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
         raise MoesaicError(f"{verb.name} takes no statistics: leave stats out.")
     method = cast("Method[Any, Any]", implementation(config))
     job = Job(args, method.find, config.window)
+    for sentence in method.settle(job):
+        logger.warning(sentence)
     if method.kind in ("channels", "split", "learned", "gated"):
         fast(torch.device(own_device(args.device)).type)  # says so first, where nothing gets faster
     return Result(method, job, method.run(job))

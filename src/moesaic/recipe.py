@@ -102,7 +102,7 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
         last = recipe.steps[-1]
         if not VERBS[last.verb].compares:
             raise MoesaicError(f"{last.verb} compares nothing: leave compare out.")
-        for name in settings.compare if last.variants else ():
+        for name in settings.compare:
             last.compared(name)
     check_name(recipe.model)
     if recipe.dtype not in DTYPES:
@@ -124,7 +124,7 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
 
 
 def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
-    """The config of one step, checked.
+    """The config of one step, checked. Without a method or a bundle it is what measures best.
 
     Args:
         verb: such as ``carve``.
@@ -143,42 +143,40 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
         raise MoesaicError(f"{where}: expected options such as 'method: ...', got {options!r:.60}.")
     options = dict(options)
     method = method_of(verb, options)
-    options.pop("method", None)
     if method not in methods:
         raise MoesaicError(f"{where}: unknown method {method!r}; known: {', '.join(methods)}.")
     config = methods[method]
     bundle = options.pop("recipe", None)
+    if options.pop("method", None) is None and bundle is None and "best" in config.bundles:
+        bundle = "best"
     if bundle is not None:
         options = {**_bundle(verb, method, bundle, where), **options}
     return checked(config, plain_values(config, options), where)
 
 
 def method_of(verb: str, options: JSON) -> str:
-    """The method that options name, or that alone has the bundle or all the options they name.
+    """The method that options name, or the first that has all the options they name.
 
-    Where several could be meant it is the verb's default.
+    Of several that have the bundle it is the one that alone has all the options.
 
     Args:
         verb: such as ``skip``.
         options: as for :func:`step_config`.
 
     Raises:
-        MoesaicError: several methods have the bundle, and the default is none of them.
+        MoesaicError: several methods have the bundle and the options.
     """
     methods = methods_of(verb)
     if "method" in options:
         return str(options["method"])
-    asked, bundle = options.keys() - {"recipe"}, str(options.get("recipe"))
-    known = [name for name in methods if bundle in methods[name].bundles] or list(methods)
-    able = [name for name in known if asked <= {f.name for f in fields(methods[name])}]
-    default = next(iter(methods))
-    for found in (able, known):
-        if len(found) == 1:
-            return found[0]
-    if default in known:
-        return default
+    asked, bundle = options.keys() - {"recipe"}, options.get("recipe")
+    having = [name for name in methods if bundle in methods[name].bundles]
+    known = having or list(methods)
+    able = [name for name in known if asked <= {f.name for f in fields(methods[name])}] or known
+    if not having or len(able) == 1:
+        return able[0]
     raise MoesaicError(
-        f"Recipe {bundle!r} is for {', '.join(known)}: say method={known[0]}, or another of them."
+        f"Recipe {bundle!r} is for {', '.join(known)}: say method={able[0]}, or another of them."
     )
 
 

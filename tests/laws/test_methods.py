@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from builders import TESTS, equal, launch, loaded, logits, python, weights
-from cases import KEYS, config_of, given, make_start, many_tokens, request_of, result_of
+from cases import KEYS, OWN, config_of, given, make_start, many_tokens, request_of, result_of
 from safetensors.torch import load_file
 
 import moesaic
@@ -25,7 +25,7 @@ from moesaic.methods import METHODS, VERBS, implementation
 from moesaic.methods.base import Method
 from moesaic.metrics.size import model_size
 from moesaic.plan import Plan
-from moesaic.recipe import Recipe
+from moesaic.recipe import Recipe, step_config
 from moesaic.registry import imported
 from moesaic.stream.experts import StatsFile
 
@@ -116,17 +116,38 @@ def test_a_method_says_what_it_is(key):
     assert isinstance(implementation(config()), Method)
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_without_options_it_is_its_papers_method(key):
-    """Nothing beyond the paper happens unasked; only a bundle does that, the papers'
-    own excepted, and says so."""
-    config = METHODS[key]
-    assert config().beyond == ()
-    assert "beyond" not in config().label
-    for name, options in config.bundles.items():
-        ours = name in ("best", "fast")
-        assert bool(config(**options).beyond) == ours, name
-        assert ("beyond" in config(**options).label) == ours
+PAPERS = {
+    "carve.more": {"experts": 4, "top_k": 1, "layers": "last-half", "balanced": False},
+    "carve.tomoe": {"steps": 10_000, "length": 2048, "lr": 1e-3, "balance": 1.0, "noise": True},
+    "carve.wina": {"choice": "top-k", "shares": "greedy", "gradients": False, "where": "all"},
+    "carve.teal": {"choice": "threshold", "shares": "greedy", "gradients": False, "where": "all"},
+    "prune.naee": {"criterion": "reconstruction", "refit": False, "progressive": False},
+    "slim.neurons": {"score": "energy", "uneven": True, "spread": "uniform", "refit": False},
+    "skip.naee": {"quantile": 0.5, "rule": "auto", "betas": ()},
+    "skip.lexi": {"by_layer": True},
+    "condense.cd-moe": {
+        **{"metric": "js", "expert_search": "greedy", "layer_search": "greedy"},
+        **{"keep": "shared", "refit": False},
+    },
+}
+"""What each paper does, in its own text or its authors' code."""
+
+
+@pytest.mark.parametrize("key", PAPERS)
+def test_the_recipe_paper_is_its_papers_own_setting(key):
+    """It goes beyond nothing; whatever else is beyond the paper says so, unasked or in a bundle."""
+    verb, _, name = key.partition(".")
+    asked = {"method": name, "recipe": "paper"}
+    if name == "lexi":
+        asked["experts_per_token"] = 3
+    paper = step_config(verb, asked)
+    assert {option: getattr(paper, option) for option in PAPERS[key]} == PAPERS[key]
+    for bundle in ({}, *METHODS[key].bundles.values()):
+        config = METHODS[key](**{**OWN.get(key, {}), **bundle})
+        plain = {of.name: getattr(paper, of.name) for of in fields(config) if about(of).beyond}
+        changed = any(getattr(config, option) != value for option, value in plain.items())
+        assert bool(config.beyond) == ("beyond" in config.label) == changed, bundle
+    assert paper.beyond == ()
 
 
 # --- one result ----------------------------------------------------------------------------------

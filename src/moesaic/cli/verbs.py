@@ -50,8 +50,10 @@ def verb_options(verb: Verb) -> list[Option]:
     data = "--eval-data" if "--data" in taken else "--data"
     first, rest = [], []
     if len(methods) > 1:
-        known = ", ".join(methods)
-        first.append(Option("method", "--method", str, f"{known}. Default: {next(iter(methods))}."))
+        default = next(iter(methods))
+        default += " with --recipe best" if "best" in methods[default].bundles else ""
+        told = f"{', '.join(methods)}. Default: {default}."
+        first.append(Option("method", "--method", str, told))
     if bundles:
         several = len(methods) > 1
         named = (f"{n} ({', '.join(m)})" if several else n for n, m in bundles.items())

@@ -22,7 +22,7 @@ from moesaic.methods.lexi.config import LExIConfig
 from moesaic.methods.mixtures import least_experts
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.naee.config import PruneConfig
-from moesaic.methods.slim.config import SlimConfig
+from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig, pairs_bytes
 
 BLOCK = 32
 """Weights that GGUF's types round together, at least."""
@@ -32,8 +32,6 @@ FINEST = 128
 """Shares that are told apart where no width limits them."""
 QUICK = {"shared": "rank", "attention": "cosine", "nothing": "cosine"}
 """Searches of layers in one pass over the text, by what stays of them."""
-GRAM_BYTES = 2 << 30
-"""Memory of a layer's inner products of neurons, up to which they are looked at."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,8 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
     experts = view.experts
     plain = not (experts.is_transposed or experts.has_bias)
     uneven = plain and experts.is_concatenated and not config.plain
-    pairs = 8 * view.count * view.width**2 <= GRAM_BYTES
-    slim = partial(_slim, score="surgeon") if pairs else _slim
+    pairs = pairs_bytes(view.count, view.width) <= PAIRS_BYTES
+    slim = partial(_slim, score=BEST) if pairs else _slim
     narrower = shares = _widths(view.width, _itemsize(built), config)
     if uneven:
         least_share = -(-FINEST // view.width)  # a neuron of each expert
@@ -153,7 +151,7 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
         yield Family(
             f"prune {count}, {name}",
             narrower,
-            _after(PruneConfig(keep=count), last),
+            _after(PruneConfig(keep=count, refit=False), last),
             (_after(PruneConfig(keep=count, refit=True), fine),),
         )
     kinds = ["shared"] if view.shared_width else []
@@ -194,7 +192,7 @@ def _of_layers(
     """
 
     def before(number: int, **search: str) -> Family:
-        said: JSON = {"layers": number, "keep": kind, **_gate(config), **search}
+        said: JSON = {"layers": number, "keep": kind, "refit": False, **_gate(config), **search}
         careful: JSON = {**said, "refit": kind == "shared"}
         return Family(
             f"condense {number} to {kind}{_by(**search)}, {thin.name}",
@@ -204,7 +202,7 @@ def _of_layers(
         )
 
     def alone(**search: str) -> Family:
-        options: JSON = {"keep": kind, **_gate(config), **search}
+        options: JSON = {"keep": kind, "refit": False, **_gate(config), **search}
         made = partial(_condense, routed, **options)
         return Family(
             f"condense to {kind}{_by(**search)}",
@@ -266,6 +264,8 @@ def _widths(width: int, itemsize: int, config: FitConfig) -> tuple[float, ...]:
 
 
 def _slim(**options: object) -> Callable[[float], Steps]:
+    options = {"score": "energy", "refit": False, **options}
+
     def steps(share: float) -> Steps:
         multiple = 1 if options.get("uneven") else None
         return (SlimConfig(keep=share, **{"multiple": multiple, **options}),)  # type: ignore[arg-type]

@@ -27,11 +27,11 @@ VERBS: Registry[Verb] = Registry(
 METHODS: Registry[type[MethodConfig]] = Registry(
     "moesaic.methods",
     {
+        "carve.wina": "moesaic.methods.channels.config:WINAConfig",
+        "carve.teal": "moesaic.methods.channels.config:TEALConfig",
         "carve.more": "moesaic.methods.more.config:MoREConfig",
         "carve.tomoe": "moesaic.methods.tomoe.config:ToMoEConfig",
         "carve.dsmoe": "moesaic.methods.dsmoe.config:DSMoEConfig",
-        "carve.wina": "moesaic.methods.channels.config:WINAConfig",
-        "carve.teal": "moesaic.methods.channels.config:TEALConfig",
         "prune.naee": "moesaic.methods.naee.config:PruneConfig",
         "slim.neurons": "moesaic.methods.slim.config:SlimConfig",
         "skip.naee": "moesaic.methods.naee.config:SkipConfig",
@@ -40,7 +40,8 @@ METHODS: Registry[type[MethodConfig]] = Registry(
         "tune.sft": "moesaic.methods.sft.config:TuneConfig",
     },
 )
-"""The configs of all methods by ``VERB.NAME``; the first of a verb is its default."""
+"""The configs of all methods by ``VERB.NAME``; the first of a verb is its default,
+with its bundle ``best`` where it has one."""
 
 
 def methods_of(verb: str) -> dict[str, type[MethodConfig]]:

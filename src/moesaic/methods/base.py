@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -105,6 +105,17 @@ class Method(ABC, Generic[C, A]):
         Raises:
             MoesaicError: the method cannot take such a model; says what would work.
         """
+
+    def settle(self, job: Job[A]) -> Iterator[str]:
+        """Decide the options that were left open, by the model: :attr:`config` has none after.
+
+        Yields:
+            a sentence for each that is not what would lose least, and why.
+
+        Raises:
+            MoesaicError: an option was given that this model does not allow.
+        """
+        yield from ()
 
     @abstractmethod
     def run(self, job: Job[A]) -> Decision:

@@ -6,21 +6,21 @@ from moesaic.config import Verb
 
 CARVE = Verb(
     "carve",
-    "Turn a dense model into a mixture of experts.",
-    "moesaic carve smollm2 out --active 0.8 --experts 4",
+    "Let each token use a part of a dense model: channels, petals or experts.",
+    "moesaic carve smollm2 out --active 0.8",
     compares="this variant at the same active ratio",
 )
 PRUNE = Verb(
     "prune",
     "Take experts out of a mixture of experts; the result loads wherever the original does.",
-    "moesaic prune tiny-moe out --keep 6 --criterion reconstruction",
+    "moesaic prune tiny-moe out --keep 6",
     observes=True,
     compares="this criterion at the same size",
 )
 SLIM = Verb(
     "slim",
     "Make experts narrower, neuron by neuron; the result loads wherever the original does.",
-    "moesaic slim tiny-shared-moe out --keep 0.5 --refit",
+    "moesaic slim tiny-shared-moe out --keep 0.5",
     observes=True,
     compares="this score at the same size",
 )

@@ -25,11 +25,13 @@ KEEPS = {
     "nothing": ("Block Drop", DROP),
 }
 """By what stays of a layer: the name of that, and the paper."""
+WITHOUT_FFN = ("attention", "nothing")
+"""Of them what leaves no FFN, and so nothing to refit."""
 
 
 @dataclass(frozen=True)
 class CondenseConfig(MethodConfig):
-    """Options of condensing. The defaults are the paper's, or our decision.
+    """Options of condensing. The defaults are the paper's but for the refit; see ``bundles``.
 
     One of ``layers``, ``memory`` and ``active`` says when to stop; one layer where none does.
     """
@@ -39,7 +41,15 @@ class CondenseConfig(MethodConfig):
     title = "CD-MoE"
     paper = CD_MOE
     implementation = "moesaic.methods.cdmoe.method:Condenser"
-    bundles: ClassVar[Mapping[str, Values]] = {"best": {"refit": True}}
+    bundles: ClassVar[Mapping[str, Values]] = {
+        "best": {},
+        "paper": {
+            "metric": "js",
+            "expert_search": "greedy",
+            "layer_search": "greedy",
+            "refit": False,
+        },
+    }
     window = 512
 
     layers: int | None = option(
@@ -80,9 +90,10 @@ class CondenseConfig(MethodConfig):
         True, "Fill up with zeros to one width where the architecture itself can then hold it."
     )
     force: bool = option(False, "Keep the shared path even where there is none.")
-    refit: bool = option(
-        False,
-        "Solve for new down projections of the dense layers, nearest to the original's output.",
+    refit: bool | None = option(
+        None,
+        "Solve for the dense layers' down projections anew. Default: where it can be done.",
+        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     seed: int = option(0, "Seed of random choices.", seldom=True)
@@ -90,11 +101,15 @@ class CondenseConfig(MethodConfig):
     def __post_init__(self) -> None:
         if self.layers is None and self.memory is None and self.active is None:
             object.__setattr__(self, "layers", 1)
+        if self.refit is None and self.keep in WITHOUT_FFN:
+            object.__setattr__(self, "refit", False)
         super().__post_init__()
 
     def check(self) -> None:
         if sum(target is not None for target in (self.layers, self.memory, self.active)) != 1:
             raise MoesaicError("layers, memory and active say when to stop: give one of them.")
+        if self.refit and self.keep in WITHOUT_FFN:
+            raise MoesaicError(f"keep={self.keep} leaves nothing of the FFN: leave refit out.")
         if self.experts is not None and self.keep != "shared+routed":
             raise MoesaicError(
                 "experts says how many routed ones stay: it needs keep=shared+routed."

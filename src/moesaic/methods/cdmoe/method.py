@@ -7,7 +7,7 @@ Cao et al., "Condense, Don't Just Prune: Enhancing Efficiency and Performance in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import cast
 
@@ -20,7 +20,7 @@ from moesaic.layers.base import LayerPlan
 from moesaic.layers.condensed import NO_FFN, NONE_K, CondensedLayer
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.methods.base import Decision, Method, Outline, Told
-from moesaic.methods.beyond.recovery import recover
+from moesaic.methods.beyond.recovery import recover, settled
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch, Replaced
 from moesaic.methods.cdmoe.size import Footprint
@@ -42,6 +42,11 @@ class Condenser(Method[CondenseConfig, MoEArch]):
     def find(self, config: Config) -> MoEArch:
         return original(config, "condense the original")
 
+    def settle(self, job: Job[MoEArch]) -> Iterator[str]:
+        refit, why_not = settled(job, self.config.refit)
+        self.config = replace(self.config, refit=refit)
+        yield from filter(None, [why_not])
+
     def outline(self, job: Job[MoEArch]) -> Outline:
         """The first layers that may be chosen, each with its first experts."""
         config = self.config
@@ -57,7 +62,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         return Outline(
             Plan(config.name, job.base, finish(candidates[:count]), asdict(config)),
             exact=len({view.count for view in chosen.values()}) <= 1,
-            passes=2.0 + 4 * len(candidates) / depth + tried / 2 + 2 * config.refit,
+            passes=2.0 + 4 * len(candidates) / depth + tried / 2 + 2 * bool(config.refit),
         )
 
     def _finish(self, job: Job[MoEArch], plans: Mapping[int, Replaced]) -> Finish:
@@ -205,7 +210,8 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         every = sum("cosine" in seen for seen in decision.analyses.values())
         shapes = [layers[i].shape for i in chosen]
         if config.keep == "shared" and shapes and not any(shape["shared"] for shape in shapes):
-            config = replace(config, keep="attention", force=False)  # nothing was shared
+            # nothing was shared
+            config = replace(config, keep="attention", force=False, refit=False)
         stays = ["the shared path"] if any(shape.get("shared") for shape in shapes) else []
         if config.keep == "shared+routed":
             count = span({len(shape["chosen"]) for shape in shapes})

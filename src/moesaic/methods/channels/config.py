@@ -97,7 +97,10 @@ class WINAConfig(ChannelsConfig):
     title: ClassVar[str] = "WINA"
     paper: ClassVar[str] = WINA
     score: ClassVar[str] = "norm"
-    bundles: ClassVar[dict[str, JSON]] = {"best": {"gradients": True}}
+    bundles: ClassVar[dict[str, JSON]] = {
+        "best": {"gradients": True},
+        "paper": {"choice": "top-k", "shares": "greedy", "gradients": False},
+    }
 
     choice: Choice = option("top-k", CHOICE, beyond="calibrated thresholds")
 
@@ -110,6 +113,7 @@ class TEALConfig(ChannelsConfig):
     title: ClassVar[str] = "TEAL"
     paper: ClassVar[str] = TEAL
     score: ClassVar[str] = "size"
+    bundles: ClassVar[dict[str, JSON]] = {"paper": {"choice": "threshold", "shares": "greedy"}}
 
     choice: Choice = option("threshold", CHOICE)
     shares: Shares = option("greedy", SHARES)

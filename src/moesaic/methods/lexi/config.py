@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from moesaic.config import MethodConfig, option
 from moesaic.errors import MoesaicError
+from moesaic.foreign import Values
 
 LEXI = (
     'Chitty-Venkata et al., "LExI: Layer-Adaptive Active Experts for Efficient MoE Model '
@@ -22,6 +25,7 @@ class LExIConfig(MethodConfig):
     title = "LExI"
     paper = LEXI
     implementation = "moesaic.methods.lexi.method:FewerExperts"
+    bundles: ClassVar[Mapping[str, Values]] = {"paper": {"by_layer": True}}
 
     experts_per_token: float | None = option(
         None,

@@ -22,6 +22,15 @@ FAST: JSON = {
     "router": "ridge",
     "refit": True,
 }
+PAPER: JSON = {
+    "experts": 4,
+    "top_k": 1,
+    "layers": "last-half",
+    "router": "cosine",
+    "balanced": False,
+    "refit": False,
+}
+"""Clusters as large as they come, which Sec. 2.2 does not make equal."""
 IDLE = {
     "static": ("router", "weighted", "variable", "prompts"),
     "backbone": ("router", "weighted", "variable", "prompts"),
@@ -48,7 +57,7 @@ class MoREConfig(MethodConfig):
         "random": "random routing",
         "naive": "petals without a backbone",
     }
-    bundles: ClassVar[dict[str, JSON]] = {"fast": FAST}
+    bundles: ClassVar[dict[str, JSON]] = {"fast": FAST, "paper": PAPER}
     unit: ClassVar[str] = "petal"
 
     active: float = option(

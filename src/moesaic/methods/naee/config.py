@@ -26,7 +26,7 @@ MIXTRAL_MATH = (
 
 @dataclass(frozen=True)
 class PruneConfig(MethodConfig):
-    """Options of expert pruning. The defaults are the paper's, or our decision."""
+    """Options of expert pruning. The defaults are what measures best; see ``bundles``."""
 
     verb = "prune"
     name = "naee"
@@ -34,7 +34,10 @@ class PruneConfig(MethodConfig):
     paper = NAEE
     implementation = "moesaic.methods.naee.pruning:Pruner"
     variants: ClassVar[Mapping[str, str]] = Compared()
-    bundles: ClassVar[Mapping[str, Values]] = {"best": {"refit": True}}
+    bundles: ClassVar[Mapping[str, Values]] = {
+        "best": {},
+        "paper": {"criterion": "reconstruction", "refit": False},
+    }
 
     keep: float = option(
         6,
@@ -59,10 +62,11 @@ class PruneConfig(MethodConfig):
         "Fill unequal counts up with experts that are never chosen, so that the result is of the "
         "architecture's own class.",
     )
-    refit: bool = option(
-        False,
+    refit: bool | None = option(
+        None,
         "Solve for new down projections of the experts that stay, nearest to the original's "
-        "output.",
+        "output. Default: where it can be done, not with stats.",
+        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     sum_batch_norms: bool = option(
@@ -134,6 +138,7 @@ class SkipConfig(MethodConfig):
     paper = NAEE
     implementation = "moesaic.methods.naee.skipping:Skipper"
     bundles: ClassVar[Mapping[str, Values]] = {
+        "paper": {"quantile": 0.5, "rule": "auto"},
         "mixtral-c4": {"betas": MIXTRAL_C4},
         "mixtral-math": {"betas": MIXTRAL_MATH},
     }

@@ -199,6 +199,12 @@ OWN = (
         score=lambda c: c.stats.norm_E,
     ),
     Criterion(
+        "weighted-ean",
+        "weighted EAN",
+        "sum of g_j |f_j| over T_j, weighted_ean_sum in REAP's released code",
+        score=lambda c: c.stats.gated_E,
+    ),
+    Criterion(
         "man",
         "MAN",
         "mean of |f_j| over T_j",

@@ -22,7 +22,7 @@ Where we depart from the paper or its code, and how to have theirs:
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from typing import cast
@@ -35,7 +35,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.base import Decision, Method, Outline, Told
-from moesaic.methods.beyond.recovery import recover
+from moesaic.methods.beyond.recovery import recover, settled
 from moesaic.methods.mixtures import credited, least_experts, original, span
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.naee.criteria import WANDA, Case
@@ -68,6 +68,11 @@ class Pruner(Method[PruneConfig, MoEArch]):
 
     def find(self, config: Config) -> MoEArch:
         return original(config, "prune the original, then skip")
+
+    def settle(self, job: Job[MoEArch]) -> Iterator[str]:
+        refit, why_not = settled(job, self.config.refit)
+        self.config = replace(self.config, refit=refit)
+        yield from filter(None, [why_not])
 
     # --- one layer -------------------------------------------------------------------------------
 
@@ -240,7 +245,7 @@ class Pruner(Method[PruneConfig, MoEArch]):
         return Outline(
             _planned(job, config, layers, ""),
             exact=config.uniform,
-            passes=config.chosen.observes + config.refit * (1 + config.progressive),
+            passes=config.chosen.observes + bool(config.refit) * (1 + config.progressive),
             work=2.0 * looked * ((view.count - view.top_k) * one + config.chosen.gram * pairs),
             held=min(config.gram_bytes, gram_room(job.planned_tokens, view.count)),
         )

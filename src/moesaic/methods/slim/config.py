@@ -11,10 +11,20 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.methods.slim.scores import SCORES, Compared, Score
 
+BEST = "surgeon"
+"""The score that loses least."""
+PAIRS_BYTES = 2 << 30
+"""Memory of a layer's inner products of neurons, up to which they are looked at unasked."""
+
+
+def pairs_bytes(experts: int, width: int) -> int:
+    """Memory of the inner products of all neurons of each expert of a layer, in float64."""
+    return 8 * experts * width**2
+
 
 @dataclass(frozen=True)
 class SlimConfig(MethodConfig):
-    """Options of slimming."""
+    """Options of slimming. The defaults are what measures best; ``paper`` is CAMERA's pruning."""
 
     verb = "slim"
     name = "neurons"
@@ -22,14 +32,22 @@ class SlimConfig(MethodConfig):
     paper = ""
     implementation = "moesaic.methods.slim.method:Slimmer"
     variants: ClassVar[Mapping[str, str]] = Compared()
-    bundles: ClassVar[Mapping[str, Values]] = {"best": {"refit": True}}
+    bundles: ClassVar[Mapping[str, Values]] = {
+        "best": {},
+        "paper": {"score": "energy", "uneven": True, "refit": False},
+    }
 
     keep: float = option(
         0.5,
         "The share that stays of the routed experts' parameters; of a dense model, of its FFNs'.",
         required=True,
     )
-    score: str = option("energy", "How it is decided which neurons stay.", choices=tuple(SCORES))
+    score: str | None = option(
+        None,
+        "How it is decided which neurons stay. Default: surgeon, or energy with stats and "
+        "where surgeon would hold over 2 GiB.",
+        choices=tuple(SCORES),
+    )
     experts: str = option(
         "all",
         "Routed experts that stay, each as wide as the budget then allows: all, a number, or auto "
@@ -46,9 +64,10 @@ class SlimConfig(MethodConfig):
         "near the target; of experts at least 8, in 32 bits 4.",
         minimum=1,
     )
-    refit: bool = option(
-        False,
-        "Solve for new down projections, nearest to the original's output.",
+    refit: bool | None = option(
+        None,
+        "Solve for the down projections anew. Default: where it can be done, not with stats.",
+        flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
     propagate: bool = option(
@@ -72,11 +91,12 @@ class SlimConfig(MethodConfig):
     @property
     def chosen(self) -> Score:
         """The score itself."""
-        return SCORES[self.score]
+        return SCORES[self.score or BEST]
 
     @property
     def decides_from_stats(self) -> bool:
-        return not (self.measures or self.chosen.gradients or self.chosen.gram)
+        seen = self.score is not None and (self.chosen.gradients or self.chosen.gram)
+        return not (self.measures or seen)
 
     @property
     def credit(self) -> str:
@@ -103,7 +123,7 @@ class SlimConfig(MethodConfig):
                 raise MoesaicError(f"{name} {share:g} is no share: it must be above 0, at most 1.")
         if self.experts not in ("all", "auto") and not self.count:
             raise MoesaicError(f"experts {self.experts!r} is none of all, auto, or a number.")
-        if self.propagate and not self.refit:
+        if self.propagate and self.refit is False:
             raise MoesaicError("propagate says what a refit looks at: it needs refit.")
         if self.uneven and self.experts != "all":
             raise MoesaicError(

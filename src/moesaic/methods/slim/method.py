@@ -38,7 +38,7 @@ from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.neurons import filled_up
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.base import Decision, Method, Outline, Told
-from moesaic.methods.beyond.recovery import recover
+from moesaic.methods.beyond.recovery import recover, settled
 from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.naee.observed import NO_TEXT, from_file
 from moesaic.methods.naee.search import allocate
@@ -55,7 +55,7 @@ from moesaic.methods.slim.choice import (
     shared_neurons,
     uneven,
 )
-from moesaic.methods.slim.config import SlimConfig
+from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig, pairs_bytes
 from moesaic.methods.slim.curvature import Curvature, curvatures
 from moesaic.methods.slim.widths import ROW, width_for
 from moesaic.plan import Plan
@@ -115,6 +115,27 @@ class Slimmer(Method[SlimConfig, Arch]):
                 "Experts of different widths are not slimmed again: slim the original."
             )
         return arch
+
+    def settle(self, job: Job[Arch]) -> Iterator[str]:
+        score, why_not = self.config.score, ""
+        if score is None:
+            score, why_not = self._score(job)
+        refit, why_no_refit = settled(job, self.config.refit)
+        self.config = replace(self.config, score=score, refit=refit)
+        yield from filter(None, [why_not, why_no_refit])
+
+    def _score(self, job: Job[Arch]) -> tuple[str, str]:
+        """The best score that can be afforded, and a sentence where it is not the best of all."""
+        if job.args.calibration.stats:
+            return "energy", "Statistics hold no pairs of neurons: they are scored by energy."
+        views = [job.arch.view(job.layers[i]) for i in _layers(job)]
+        pairs = max(pairs_bytes(view.count, view.width) for view in views)
+        if pairs > PAIRS_BYTES:
+            return "energy", (
+                f"Neurons are scored by energy: {BEST}, which loses less, would hold "
+                f"{pairs / 2**30:.1f} GiB of inner products for each layer."
+            )
+        return BEST, ""
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -299,7 +320,7 @@ class Slimmer(Method[SlimConfig, Arch]):
         scores = [slimmer.config.chosen for slimmer in slimmers.values()]
         sizes, step = self.sizes(job)
         reads = (
-            config.refit
+            bool(config.refit)
             or config.measures
             or any(score.gradients or score.gram for score in scores)
         )
@@ -392,12 +413,12 @@ class Slimmer(Method[SlimConfig, Arch]):
             size = min(options, key=lambda size: abs(size.count * size.width - whole))
             stats = no_stats(view.count, view.width, getattr(view, "shared_width", 0))
             layers[i], _ = blind.decide(stats, i, size, groups)
-            held = max(held, 8 * view.count * view.width**2)
+            held = max(held, pairs_bytes(view.count, view.width))
         return Outline(
             Plan(config.name, job.base, layers, asdict(config)),
             exact=not config.measures,
             passes=config.chosen.observes
-            + config.refit * (2 + config.propagate)
+            + bool(config.refit) * (2 + config.propagate)
             + 2.0 * config.chosen.gradients
             + 3.0 * config.measures,
             held=held if config.chosen.gram else 0,
