@@ -206,7 +206,7 @@ def test_a_result_is_pushed_whole(hub: dict[str, dict[str, bytes]], tmp_path: Pa
     files = hub["me/whole"]
     assert files.keys() == inside(out)
     assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
-    assert 'from_pretrained("me/whole")' in files["README.md"].decode()
+    assert "from_pretrained('me/whole')" in files["README.md"].decode()
     with pytest.raises(MoesaicError, match="is not a result of ours"):
         moesaic.push(tmp_path, "me/nothing")
     (out / "moesaic/plan.safetensors").unlink()
