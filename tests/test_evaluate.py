@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from builders import launch, pages, tiny_model
+from builders import DENSE, launch, pages, tiny_model, tiny_moe
 from transformers import AutoModelForCausalLM
 
 import moesaic
@@ -264,6 +264,19 @@ def test_divergence_layer_by_layer_is_bitwise(llama_folder, carved_folder, token
     assert scores_beside(*(Layerwise(s) for s in sources), tokens) == whole
     assert scores_beside(Whole(sources[0].load()), Layerwise(sources[1]), tokens) == whole
     assert whole[0].kl > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
+def test_an_embedding_that_is_the_head_counts_once_either_way(family, tokens, tokenizer, tmp_path):
+    made = tiny_model if family in DENSE else tiny_moe
+    for name, seed in (("ours", 0), ("theirs", 1)):
+        made(family, seed=seed, tie_word_embeddings=True).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    names = {"model": tmp_path / "ours", "against": tmp_path / "theirs", "data": tokens}
+    whole = moesaic.evaluate(**names).as_json()
+    assert moesaic.evaluate(**names, stream=True).as_json() == whole
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert whole["total_parameters"] == sum(p.numel() for p in model.parameters())
 
 
 def test_what_is_kept_passes_the_layers_once(llama_folder, carved_folder, padded, monkeypatch):

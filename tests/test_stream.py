@@ -1,15 +1,22 @@
 """Layer by layer is the whole forward, bitwise, from memory and from disk."""
 
+import json
 import tempfile
 
 import pytest
 import torch
-from builders import tiny_model
+from builders import loaded, tiny_model, tiny_moe
 
-from moesaic.arch.lookup import dense_arch
+import moesaic
+from moesaic.arch.lookup import base_arch, dense_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint
+from moesaic.methods.cdmoe.config import CondenseConfig
+from moesaic.methods.channels.config import WINAConfig
+from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.slim.config import SlimConfig
+from moesaic.metrics.forward import Whole
 from moesaic.stream.stream import LayerStream, Spill
 
 
@@ -144,3 +151,44 @@ def test_value_that_is_not_finite_is_named(tokens):
         model.model.layers[1].mlp.down_proj.weight[3, 3] = float("inf")
     with pytest.raises(MoesaicError, match="Layer 2 .* not finite in calibration batch 0"):
         list(dense_stream(model, tokens))
+
+
+ASKING = {"output_router_logits": True, "output_hidden_states": True}
+
+
+def test_a_config_that_asks_for_more_than_logits_changes_nothing(moe, padded):
+    """Blocks are stood in for, and have no router logits of which a loss could be made."""
+    arch = base_arch(moe.config)
+    whole = next(iter(Whole(moe).run([padded]).logits))[0]
+    for name, value in ASKING.items():
+        setattr(moe.config, name, value)
+    stream = LayerStream(moe, arch, [padded], view=arch.view)
+    states, kwargs = stream.record()
+    for block in stream.blocks(kwargs):
+        block.run(states)
+    for made in (stream.heads(states, logits=True), Whole(moe).run([padded]).logits):
+        assert torch.equal(next(made)[0], whole)
+    assert {name: getattr(moe.config, name) for name in ASKING} == ASKING
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "mixtral"])
+def test_models_that_ask_for_router_logits_are_scored_and_measured(
+    model_type, tokens, tokenizer, tmp_path
+):
+    model = tiny_moe(model_type, output_router_logits=True)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    name = str(tmp_path / "model")
+    for verb, config in (
+        (moesaic.slim, SlimConfig(keep=0.5, score="heapr")),
+        (moesaic.condense, CondenseConfig(layers=1, metric="ppl", keep="attention")),
+        (moesaic.carve, WINAConfig(active=0.8, gradients=True, gradient_tokens=48)),
+        (moesaic.prune, PruneConfig(keep=5.5, uniform=False)),
+    ):
+        out = tmp_path / verb.__name__
+        verb(name, config, calibration=tokens).save(out)
+        asks = json.loads((out / "config.json").read_text())["output_router_logits"]
+        assert asks == (verb is not moesaic.prune), "a loss over unequal numbers of experts"
+        assert loaded(out)(tokens.input_ids).logits.isfinite().all()
+        layerwise = moesaic.evaluate(out, against=name, data=tokens, stream=True)
+        assert layerwise == moesaic.evaluate(out, against=name, data=tokens)

@@ -44,6 +44,19 @@ def silent(items: Iterable[T], label: str, total: int | None = None) -> Iterable
     return items
 
 
+def logits_alone(config: Config) -> JSON:
+    """Arguments by which a model returns its logits and nothing else.
+
+    A config may ask for router logits, of which transformers makes a loss, for hidden states or for
+    attentions: what needs whole blocks fails where one layer at a time is read.
+
+    Args:
+        config: the model's; one that asks for nothing more needs no arguments.
+    """
+    more = ("output_router_logits", "output_hidden_states", "output_attentions")
+    return {name: False for name in more if getattr(config, name, False)}
+
+
 def give_back() -> None:
     """Give freed memory back to the system, which the allocator keeps in pieces (glibc's only)."""
     with suppress(OSError, AttributeError):

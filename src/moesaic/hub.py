@@ -242,6 +242,9 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     config_class, model_class = CLASSES[arch.model_type]
     config.__class__ = config_class
     config.model_type = PREFIX + arch.model_type  # the instance has one of its own
+    if any(layer["kind"] == "pruned" for stack in stacks.values() for layer in stack):
+        # transformers' load balancing loss takes one number of experts for all layers
+        config.output_router_logits = False
     config.moesaic = header
     config.architectures = [model_class.__name__]
     module = STUB_NAME.removesuffix(".py")

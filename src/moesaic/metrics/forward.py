@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, own_device, process
-from moesaic.foreign import Model, Track, silent
+from moesaic.foreign import Model, Track, logits_alone, silent
 from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source
@@ -85,13 +85,14 @@ class Whole:
     ) -> Iterator[tuple[Tensor, Tokens]]:
         model = self.shape
         device = model.get_input_embeddings().weight.device
+        options = {"use_cache": False, **logits_alone(model.config)}
         with counted(model) as routing, set_mode(model, "always"):
             for batch in track(batches, label, len(batches)):
                 mask = batch.attention_mask
                 mask = None if mask is None else mask.to(device)
                 routing.look_at(mask)
                 ids = batch.input_ids.to(device)
-                out = model(input_ids=ids, attention_mask=mask, use_cache=False)
+                out = model(input_ids=ids, attention_mask=mask, **options)
                 yield out.logits, batch
             found.routing.update(routing)
 

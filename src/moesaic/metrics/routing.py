@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model
+from moesaic.foreign import JSON, Model, logits_alone
 from moesaic.nn.phase import Phase, phased, set_mode
 from moesaic.surgery import routed_modules
 
@@ -158,7 +158,8 @@ def trace(model: Model, input_ids: Tensor) -> dict[int, list[int]]:
         )
     try:
         with set_mode(model, "always"):
-            model(input_ids=input_ids.view(1, -1).to(model.device), use_cache=False)
+            ids = input_ids.view(1, -1).to(model.device)
+            model(input_ids=ids, use_cache=False, **logits_alone(model.config))
     finally:
         for handle in handles:
             handle.remove()

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model, Track, Values, silent
+from moesaic.foreign import JSON, Model, Track, Values, logits_alone, silent
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,12 @@ def _round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[float, 
     """Seconds for the prompt, and for ``new_tokens`` greedy steps after it."""
     prompt = prompt.to(model.device)
     start = _clock(prompt.device)
-    out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+    options = {"use_cache": True, **logits_alone(model.config)}
+    out = model(input_ids=prompt, logits_to_keep=1, **options)
     token = out.logits[:, -1:].argmax(-1)
     prefilled = _clock(prompt.device)
     for _ in range(new_tokens):
-        out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+        out = model(input_ids=token, past_key_values=out.past_key_values, **options)
         token = out.logits[:, -1:].argmax(-1)
     return prefilled - start, _clock(prompt.device) - prefilled
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import PREFIX, Arch, DenseFFN
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model, give_back
+from moesaic.foreign import JSON, Config, Model, give_back, logits_alone
 from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import Checkpoint, narrowed, skeleton
 from moesaic.io.checkpoint import cast as as_dtype
@@ -293,7 +293,7 @@ class LayerStream(Generic[V]):
                     to = type_of(prefix + name)
                     read = naming.read(source or prefix + name, partial(as_dtype, dtype=to))
                     state[name] = read.to(device)
-            parameters = {name for name, _ in module.named_parameters() if name in state}
+            empty = {name: p for name, p in module.named_parameters() if name in state}
             module.load_state_dict(state, assign=True, strict=False)
             for name, buffer in module.named_buffers():
                 if not name.startswith(skip):
@@ -301,11 +301,9 @@ class LayerStream(Generic[V]):
             try:
                 yield
             finally:
-                for name in parameters:
+                for name, parameter in empty.items():  # themselves: head and embedding may be one
                     owner, _, leaf = name.rpartition(".")
-                    parent = module.get_submodule(owner)
-                    meta = getattr(parent, leaf).to("meta")
-                    setattr(parent, leaf, nn.Parameter(meta, requires_grad=False))
+                    setattr(module.get_submodule(owner), leaf, parameter)
                 give_back()  # or what is kept of each layer holds the room of all that it took
 
         prefix, _, layers_name = arch.layers_path.rpartition(".")
@@ -487,6 +485,7 @@ class LayerStream(Generic[V]):
             input_ids=batch.input_ids.to(device),
             attention_mask=None if mask is None else mask.to(device),
             use_cache=False,
+            **logits_alone(self.model.config),
         )
 
     @contextmanager

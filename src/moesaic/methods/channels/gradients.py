@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
-from moesaic.foreign import Model, Track
+from moesaic.foreign import Model, Track, logits_alone
 from moesaic.methods.channels.projections import Projection
 
 Key = tuple[int, str]
@@ -103,7 +103,8 @@ def _backward(model: Model, batch: Tokens) -> int:
         states = embedding(ids)
     states = states.detach().requires_grad_()
     with torch.enable_grad():
-        logits = model(inputs_embeds=states, attention_mask=mask, use_cache=False).logits
+        options = {"use_cache": False, **logits_alone(model.config)}
+        logits = model(inputs_embeds=states, attention_mask=mask, **options).logits
         wanted = ids[:, 1:] if mask is None else ids[:, 1:].masked_fill(~mask[:, 1:].bool(), -100)
         loss = F.cross_entropy(
             logits[:, :-1].float().flatten(0, 1), wanted.flatten(), reduction="sum"
