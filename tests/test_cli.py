@@ -478,6 +478,29 @@ def test_an_option_of_several_methods_says_whose_it_is():
     assert on.flag == "--on/--no-on"
 
 
+@pytest.mark.parametrize(("weights", "left"), [((), "0:03:10"), ((1.0, 2.0, 3.0), "0:08:10")])
+def test_time_left_is_told_from_the_second_item_on_however_long_it_takes(weights, left):
+    """rich's own column forgets what was done more than half a minute ago."""
+    clock = [0.0]
+    column, quiet = bars.Left(weights), Console(file=io.StringIO())
+    with bars.Bar(column, get_time=lambda: clock[0], console=quiet, auto_refresh=False) as bar:
+        number = bar.add_task("Trying", total=3)
+        (task,) = bar.tasks
+        clock[0] = 100.0
+        assert str(column.render(task)) == "-:--:--"
+        bar.advance(number)
+        column.render(task)
+        clock[0] = 110.0
+        assert str(column.render(task)) == left
+
+
+def test_nothing_is_drawn_where_there_is_nothing_to_do(monkeypatch):
+    told = Console(record=True, width=100, file=io.StringIO())
+    monkeypatch.setattr(bars, "err_console", told)
+    assert list(bars.bars([], "Refining", 0)) == []
+    assert told.export_text() == ""
+
+
 def test_figures_of_the_passing_items_are_drawn_under_the_bar(monkeypatch):
     told = Console(record=True, width=100, file=io.StringIO())
     monkeypatch.setattr(bars, "err_console", told)

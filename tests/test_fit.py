@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.cli import app
-from moesaic.config import Calibration, Evaluation, ExportArgs
-from moesaic.data.text import Tokens
+from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
+from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Machine
 from moesaic.fitting import search
@@ -26,12 +27,13 @@ from moesaic.fitting.candidates import Family, families, guessed, largest
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.costs import Costs, Ledger, Weight, told
 from moesaic.fitting.search import Candidate, Search, _called, apart, fit
+from moesaic.foreign import Weighed
 from moesaic.io.source import Source, resolve
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.sft.config import TuneConfig
 from moesaic.methods.slim.config import SlimConfig
-from moesaic.recipe import Recipe
+from moesaic.recipe import Recipe, load_recipe
 from moesaic.report import words
 
 ORIGINAL = Built(resolve("tiny-moe").config, None)
@@ -290,6 +292,43 @@ def test_what_chooses_shares_no_text_with_what_calibrates(tmp_path: Path) -> Non
     assert len(apart(Tokens(moved[None]), first).input_ids) == 0
     assert len(looking.lessons.input_ids) >= config.tune * TuneConfig.batch
     assert len(apart(looking.lessons, second).input_ids) == len(looking.lessons.input_ids)
+
+
+@pytest.mark.parametrize(
+    ("windows", "samples", "divided"),
+    [(128, None, (96, 32)), (40, None, (30, 10)), (40, 33, (33, 7))],
+)
+def test_windows_of_a_file_are_divided(
+    windows: int, samples: int | None, divided: tuple[int, int], tmp_path: Path
+) -> None:
+    """All decide or choose where nobody said how many; the recipe draws those that decided."""
+    file = tmp_path / "ids.safetensors"
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 4096, (windows, 48), generator=generator)
+    save_file({"input_ids": ids}, file)
+    recipe = replace(recipe_of(tmp_path / "out"), calibration=Calibration(str(file), samples))
+    looking = Search(recipe, FitConfig(memory=1), tmp_path)
+    first, second = looking.texts
+    assert (len(first.input_ids), len(second.input_ids)) == divided
+    assert len({tuple(row) for row in torch.cat([first.input_ids, second.input_ids]).tolist()}) == (
+        sum(divided)
+    )
+    drawn = looking.recipe.calibration
+    again = calibration_tokens(drawn.source, None, drawn.samples, drawn.length, drawn.seed)
+    assert torch.equal(again.input_ids, first.input_ids)
+
+
+def test_text_is_divided_and_too_little_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(str(n) for n in range(500)), "utf-8")
+    recipe = replace(recipe_of(tmp_path / "out"), calibration=Calibration(str(text), length=32))
+    looking = Search(recipe, FitConfig(memory=1), tmp_path)
+    first, second = (len(part.input_ids) for part in looking.texts)
+    assert 2 * second <= first < 60
+    assert second >= 4
+    text.write_text(" ".join(str(n) for n in range(60)), "utf-8")
+    with pytest.raises(MoesaicError, match=r"windows that choose.*Give more text, lower samples"):
+        _ = Search(recipe, FitConfig(memory=1), tmp_path).texts
 
 
 def test_where_there_is_little_text_it_is_all_trained_on(tmp_path: Path) -> None:
@@ -583,7 +622,7 @@ def test_a_search_goes_on_with_the_speed_it_began_with(
     [
         ([], "Give a budget"),
         (["--memory", "9MB", "--minutes", "1e-6"], "--minutes 1e-06 is too short"),
-        (["--memory", "100KB"], "--memory 100000 is out of reach: the least that works is"),
+        (["--memory", "100KB"], "--memory 100KB is out of reach: the least that works is"),
         (["--parameters", "10"], "--parameters 10 is out of reach"),
         (["--memory", "9MB", "--samples", "5000"], "samples"),
     ],
@@ -597,6 +636,70 @@ def test_what_cannot_be_is_refused(
         CliRunner().invoke(app, given, catch_exceptions=False)
     assert said in str(raised.value)
     assert not any(tmp_path.iterdir())
+
+
+def test_the_least_size_is_told_before_anything_is_tried_and_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "families", few)
+    labels: list[str] = []
+
+    def track(items: Any, label: str, total: int | None = None) -> Any:
+        labels.append(label)
+        return items
+
+    for name, tiny in (("memory", "1KB"), ("parameters", "1000")):
+        config = FitConfig(**{name: parse_bytes(tiny)})
+        with pytest.raises(MoesaicError, match=f"{name} {tiny} is out of reach") as raised:
+            Search(recipe_of(tmp_path / "out"), config, tmp_path / name, track).run()
+        least = str(raised.value).removesuffix(".").rpartition(" ")[2]
+        enough = FitConfig(**{name: parse_bytes(least)})
+        looking = Search(recipe_of(tmp_path / "out"), enough, tmp_path / name)
+        assert any(looking.share(family, enough) for family in few())
+    assert set(labels) == {"Sizing candidates"}
+
+
+def test_quick_forms_come_first_and_bars_know_how_long_each_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"prune": 9.0, "slim": 4.0, "random": 1.0}
+    names = {str(family.rough(0.5)): family.name for family in few()}
+    monkeypatch.setattr(search, "families", few)
+    monkeypatch.setattr(Search, "share", lambda *_: 0.5)
+    monkeypatch.setattr(
+        Costs, "parts", lambda _, steps: {"statistics": 2.0, str(steps): seconds[names[str(steps)]]}
+    )
+    shown: list[tuple[str, list[str], list[float]]] = []
+
+    def track(items: Any, label: str, total: int | None = None) -> Any:
+        if isinstance(items, Weighed):
+            shown.append((label, [family.name for family, _ in items], [*items.weights]))
+            raise KeyboardInterrupt
+        return items
+
+    with pytest.raises(KeyboardInterrupt):
+        Search(recipe_of(tmp_path / "out"), FitConfig(memory=10**9), tmp_path, track).run()
+    assert shown == [("Trying candidates", ["random", "slim", "prune"], [3.0, 4.0, 9.0])]
+
+
+def test_an_interrupted_search_leaves_the_best_recipe_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(search, "families", few)
+    losses = iter([0.3, 0.1])
+
+    def measured(_: Search, candidate: Candidate) -> Candidate:
+        loss = next(losses, None)
+        if loss is None:
+            raise KeyboardInterrupt
+        return candidate.scored({"kl": loss, "loss": loss})
+
+    monkeypatch.setattr(Search, "measured", measured)
+    with pytest.raises(KeyboardInterrupt):
+        fit(recipe_of(tmp_path / "out"), FitConfig(memory=ORIGINAL.bytes))
+    left = load_recipe(tmp_path / "out.search" / "best.yaml")
+    assert (len(left.steps), left.calibration.samples) == (1, 4)
+    assert f"loses least so far. Its recipe is in {tmp_path}" in caplog.text
 
 
 def test_steps_are_told_without_their_defaults() -> None:

@@ -240,6 +240,11 @@ def test_beyond_the_limit_greedy_with_swaps_is_near_the_best(tokens):
     model = tiny_moe("qwen2_moe", experts=12, top_k=3)
     best = moesaic.prune(model, PruneConfig(keep=8), calibration=tokens)
     near = moesaic.prune(model, PruneConfig(keep=8, exhaustive_limit=10), calibration=tokens)
+    limit = 495 * tokens.count  # every set, by every token
+    just = moesaic.prune(model, PruneConfig(keep=8, exhaustive_limit=limit), calibration=tokens)
+    assert just.analyses == best.analyses
+    less = moesaic.prune(model, PruneConfig(keep=8, exhaustive_limit=limit - 1), calibration=tokens)
+    assert less.analyses == near.analyses
     for i, analysis in best.analyses.items():
         assert (analysis["search"], analysis["sets"]) == ("exhaustive", 495)
         other = near.analyses[i]

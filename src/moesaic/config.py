@@ -481,6 +481,20 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * units[found[2]])
 
 
+_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
+
+
+def in_unit(size: int) -> str:
+    """A number of bytes as :func:`parse_bytes` reads it, rounded up to four digits.
+
+    >>> in_unit(1000), in_unit(3_366_400), in_unit(12_500_000_001), parse_bytes(in_unit(9_999_999))
+    ('1KB', '3.367MB', '12.51GB', 10000000)
+    """
+    unit = next((u for u in _UNITS if size >= _UNITS[u]), "")
+    step = 10 ** max(0, len(str(size)) - 4)
+    return f"{-(-size // step) * step / _UNITS[unit]:g}{unit}" if unit else str(size)
+
+
 def check_device(name: str) -> str:
     """The device's name, if this machine has it.
 

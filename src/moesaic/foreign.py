@@ -7,7 +7,7 @@ library itself is silent: the command line draws bars through a :class:`Track`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
@@ -31,6 +31,14 @@ T = TypeVar("T")
 
 class Figures(dict[str, float]):
     """An item that tells figures, of which curves are drawn as the items pass."""
+
+
+class Weighed(list[T]):
+    """Items of which it is known how long each takes, beside the others."""
+
+    def __init__(self, items: Iterable[T], weights: Sequence[float]) -> None:
+        super().__init__(items)
+        self.weights = weights
 
 
 class Track(Protocol):

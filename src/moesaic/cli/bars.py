@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -15,32 +15,63 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     TextColumn,
+    Task,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 from rich.text import Text
 
-from moesaic.foreign import Figures
+from moesaic.foreign import Figures, Weighed
 
 T = TypeVar("T")
 err_console = Console(stderr=True)
 
 
 def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Draw a bar with the time left on stderr while the items pass."""
+    """Draw a bar with the time left on stderr while the items pass; nothing where there are none."""
+    if total == 0:
+        yield from items
+        return
     columns = (
         TextColumn("{task.description:<26}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
-        TimeRemainingColumn(),
+        Left(items.weights if isinstance(items, Weighed) else ()),
     )
     with Bar(*columns, console=err_console) as bar:
         for item in bar.track(items, total=total, description=label):
             if isinstance(item, Figures):
                 bar.tell(item)
             yield item
+
+
+class Left(ProgressColumn):
+    """The time left, from the first item that is done, however long ago that was.
+
+    Args:
+        weights: how long each item takes, beside the others; empty where that is not known.
+    """
+
+    def __init__(self, weights: Sequence[float] = ()) -> None:
+        super().__init__()
+        self.ends = [*accumulate(weights)]
+        self._done, self._at = 0, 0.0
+
+    def render(self, task: Task) -> Text:
+        """``0:01:30``, or dashes while nothing is done."""
+        if task.completed != self._done:  # since then the next item runs
+            self._done, self._at = int(task.completed), task.elapsed or 0.0
+        if not self._done or task.total is None:
+            return Text("-:--:--", style="progress.remaining")
+        done, whole = (
+            self.ends[min(int(n), len(self.ends)) - 1] if self.ends else n
+            for n in (self._done, task.total)
+        )
+        left = self._at * whole / done - (task.elapsed or 0.0) if done else 0.0
+        minutes, seconds = divmod(max(0, round(left)), 60)
+        text = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+        return Text(text, style="progress.remaining")
 
 
 class Bar(Progress):

@@ -20,10 +20,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from moesaic.config import Calibration, ExportArgs, MethodConfig, RunArgs, parse_dtype
+from moesaic.config import Calibration, ExportArgs, MethodConfig, RunArgs, in_unit, parse_dtype
 from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, evaluation_tokens
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
@@ -32,7 +33,7 @@ from moesaic.fitting.candidates import Family, families, guessed, largest, mixed
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.costs import Costs, Ledger, Parts, Steps, Weight, told
 from moesaic.fitting.files import Files
-from moesaic.foreign import JSON, Track, give_back, silent
+from moesaic.foreign import JSON, Track, Weighed, give_back, silent
 from moesaic.io.checkpoint import whole_folder
 from moesaic.io.layout import OWN, RECORD, own
 from moesaic.io.names import whole_file
@@ -49,13 +50,18 @@ from moesaic.plan import Progress
 from moesaic.recipe import Recipe, check_run
 from moesaic.record import Record
 
+T = TypeVar("T")
 RUN = 32
 """Tokens in a row by which a window is known to share text with another."""
+LEAST = 4
+"""Windows that choose, at least."""
+PART = 4
+"""Of less text than is wanted every so manieth window chooses."""
 SIZES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Shares of the original's bytes that are tried where only a loss is given."""
 HALVINGS = 2
 """Sizes that are tried between the smallest that keeps a loss and the next."""
-STATS = "observed.stats"
+STATS, BEST = "observed.stats", "best.yaml"
 SMALLER = 2
 """Shares below the largest that are tried where a file came out larger than told."""
 ROOM = 8
@@ -93,6 +99,11 @@ class Candidate:
         return replace(self, score=score, weight=replace(self.weight, memory=memory))
 
     @property
+    def converted(self) -> tuple[MethodConfig, ...]:
+        """The steps without the file."""
+        return tuple(step for step in self.steps if isinstance(step, MethodConfig))
+
+    @property
     def file(self) -> ExportArgs | None:
         """The GGUF file that it ends in, if it does."""
         last = self.steps[-1]
@@ -114,15 +125,19 @@ class Search:
     """Finds the recipe that loses least within a budget.
 
     Args:
-        recipe: model, text, device and type; its steps are not looked at.
+        recipe: model, text, device and type; its steps are not looked at. Where it does not say how
+            many windows calibrate, those that there are get divided.
         config: the budget.
         work: a folder for what is finished.
         track: shows progress.
     """
 
     def __init__(self, recipe: Recipe, config: FitConfig, work: Path, track: Track = silent):
-        self.recipe, self.config, self.work, self.track = recipe, config, work, track
+        self.config, self.work, self.track = config, work, track
         self.source = resolve(recipe.model)
+        self._windows: dict[int | None, Tokens] = {}
+        self.recipe = replace(recipe, calibration=settled(recipe.calibration))
+        self.recipe = replace(recipe, calibration=self._settled(self.recipe.calibration))
         self.dtype = parse_dtype(recipe.dtype)
         self.original = Built(self.source.config, self.dtype)
         self.files: Files | None = None
@@ -147,22 +162,15 @@ class Search:
         Raises:
             MoesaicError: there is too little text.
         """
-        drawn, wanted = self.recipe.calibration, self.config.windows
-        first = self._drawn(drawn.samples)
-        count = len(first.input_ids)
-        try:
-            more = self._drawn(count + wanted)
-        except MoesaicError as error:
-            fewer = max(1, min(count, drawn.samples or SAMPLES) - wanted)
+        first = self._drawn(self.recipe.calibration.samples)
+        count, wanted = len(first.input_ids), self.config.windows
+        there = self._there(count + wanted)
+        others = apart(self._drawn(there), first)
+        if len(others.input_ids) < LEAST:
             raise MoesaicError(
-                f"fit needs {wanted} windows beside the {count} that calibrate: samples={fewer} "
-                f"leaves them. ({error})"
-            ) from error
-        others = apart(more, first)
-        if len(others.input_ids) < wanted // 2:
-            raise MoesaicError(
-                f"Only {len(others.input_ids)} windows share no text with the {count} that "
-                "calibrate; lower samples, or give more text."
+                f"fit needs windows that choose beside those that calibrate, {LEAST} at least: "
+                f"of {there}, {count} calibrate and {len(others.input_ids)} share no text with "
+                "them. Give more text, lower samples, or lower length."
             )
         return first, others.rows(slice(wanted))
 
@@ -179,16 +187,48 @@ class Search:
                 wanted //= 2
         return calibrate
 
+    def _settled(self, drawn: Calibration) -> Calibration:
+        """Windows of one length, whichever method looks at them, and some left to choose by."""
+        if drawn.samples is not None:
+            return drawn
+        every = tokenised(drawn)
+        there = (
+            len(self._drawn(None).input_ids)
+            if every
+            else self._there(SAMPLES + self.config.windows)
+        )
+        samples = there - min(self.config.windows, there // PART)
+        return replace(drawn, samples=samples)
+
+    def _there(self, most: int) -> int:
+        """Windows that the text fills, up to so many."""
+
+        def fills(samples: float) -> bool:
+            try:
+                return bool(self._drawn(int(samples)).count)
+            except MoesaicError:
+                return False
+
+        try:
+            return len(self._drawn(most).input_ids)
+        except MoesaicError:
+            fewer = largest(range(1, most), fills)
+            if fewer is None:
+                raise
+            return int(fewer)
+
     def _drawn(self, samples: int | None) -> Tokens:
         drawn = self.recipe.calibration
-        return calibration_tokens(
-            drawn.source,
-            self.source.tokenizer,
-            samples,
-            drawn.length,
-            drawn.seed,
-            documents=drawn.documents,
-        )
+        if samples not in self._windows:
+            self._windows[samples] = calibration_tokens(
+                drawn.source,
+                self.source.tokenizer,
+                samples,
+                drawn.length,
+                drawn.seed,
+                documents=drawn.documents,
+            )
+        return self._windows[samples]
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -384,10 +424,13 @@ class Search:
             share = self.share(family, config)
             if share is not None:
                 found.append((family, share))
+        if not found:
+            return None
         start = self._ledger.spent
         timely = self._timely(found, start + FIRST * self._seconds)
         tried = []
-        for family, most in self.track(timely, "Trying candidates", len(timely)):
+        weighed = self._weighed([(of, of[0].rough(of[1])) for of in timely])
+        for family, most in self.track(weighed, "Trying candidates", len(timely)):
             for share in self._from(family, most):
                 candidate = self._try(family.name, family.rough(share), "rough", config)
                 if candidate is not None:
@@ -405,9 +448,10 @@ class Search:
         ]
         # rounding alone, also where no single type is narrow enough
         fine += [(asked.called, (asked,)) for asked in mixed(self.config)]
+        weighed = self._weighed([(of, of[1]) for of in fine])
         refined = (
             self._try(name, steps, "refined", config)
-            for name, steps in self.track(fine, "Refining", len(fine))
+            for name, steps in self.track(weighed, "Refining", len(fine))
             if self._affords(f"{name}, refined", steps, start + self._seconds)
         )
         kept = [t[2] for t in few] + [candidate for candidate in refined if candidate]
@@ -432,7 +476,7 @@ class Search:
             return sum(made.values()) <= longest and self._ledger.enter(made, most)
 
         order = sorted(found, key=lambda of: sum(parts(*of).values()))
-        quickest = sum(parts(*order[0]).values()) if order else 0.0
+        quickest = sum(parts(*order[0]).values())
         longest = PROPORTION * quickest if self.config.minutes is None else math.inf
         every = Ledger()
         for of in order:
@@ -446,12 +490,21 @@ class Search:
             else:
                 other = None
             self._leave(family.name, parts(family, share), other)
-        if found and not taken:
+        if not taken:
             raise MoesaicError(
                 f"minutes {self.config.minutes:g} is too short: the quickest form needs "
                 f"minutes={self._minutes(quickest)}, as predicted."
             )
-        return taken
+        return sorted(taken, key=lambda of: sum(parts(*of).values()))
+
+    def _weighed(self, items: Sequence[tuple[T, Steps]]) -> Weighed[T]:
+        """Items and the predicted seconds of each, what several have in common with the first."""
+        ledger, weights = Ledger(), []
+        for _, steps in items:
+            parts = {} if self.costs.of(steps) is None else self.costs.parts(steps)
+            weights.append(ledger.of(parts))
+            ledger.enter(parts)
+        return Weighed([item for item, _ in items], weights)
 
     def _affords(self, name: str, steps: Steps, most: float) -> bool:
         """Whether there is time for a candidate, which is then counted, and else noted."""
@@ -514,6 +567,21 @@ class Search:
         cut = len(steps) - (candidate.file is not None)
         steps = (*steps[:cut], self.training(rate), *steps[cut:])
         return Candidate(form, steps, candidate.weight, stage="trained")
+
+    def leave_best(self, recipe: Recipe) -> None:
+        """Write the recipe of the best candidate so far, for a search that ends before its end."""
+        best = min(self._tried.values(), key=lambda c: c.kl, default=None)
+        if best is None or not best.converted or not self.config.sized:
+            return
+        file = self.work / BEST
+        file.write_text(replace(recipe, steps=best.converted).to_yaml(), "utf-8")
+        logging.getLogger(__name__).warning(
+            "Of %d candidates %s loses least so far. Its recipe is in %s, for moesaic run; "
+            "resume=True continues the search.",
+            len(self._tried),
+            best.form,
+            file,
+        )
 
     def training(self, rate: float) -> TuneConfig:
         """The step that trains all weights towards the original."""
@@ -592,7 +660,8 @@ class Search:
             wanted = getattr(self.config, name)
             if wanted is not None:
                 least = min((getattr(w, name) for w in weights), default=0)
-                said.append(f"{name} {wanted:g} is out of reach: the least that works is {least}")
+                asked, smallest = map(in_unit if name == "memory" else int, (wanted, least))
+                said.append(f"{name} {asked} is out of reach: the least that works is {smallest}")
         return "; ".join(said) + "."
 
 
@@ -667,9 +736,9 @@ def fit(
                 "with overwrite=True."
             )
         shutil.rmtree(work, ignore_errors=True)
-    recipe = replace(recipe, calibration=settled(recipe.calibration))
     log = Log(track)
     search = Search(recipe, config, work, log.track)
+    recipe = search.recipe
     request = {
         "weights": search.source.fingerprint,
         "calibration": asdict(recipe.calibration),
@@ -684,8 +753,10 @@ def fit(
         if not any(c.score for c in search._tried.values()):  # nothing that could be resumed
             shutil.rmtree(work, ignore_errors=True)
         raise
-    steps = tuple(step for step in chosen.steps if isinstance(step, MethodConfig))
-    best = replace(recipe, steps=steps)
+    except KeyboardInterrupt:
+        search.leave_best(recipe)
+        raise
+    best = replace(recipe, steps=chosen.converted)
     left = [{"form": form, **said} for form, said in search.left_out.items()]
     found: JSON = {
         "chosen": chosen.as_json(),
@@ -698,7 +769,7 @@ def fit(
         return search.filed(chosen, folder)
 
     record: Record | None
-    if steps:
+    if best.steps:
         record = run_recipe(
             best, overwrite=overwrite, resume=resume, found=found, more=more, log=log
         )
@@ -730,10 +801,12 @@ def rounded(
 
 def settled(drawn: Calibration) -> Calibration:
     """The same text in windows of one length, whichever method looks at it."""
-    if drawn.source.endswith(".safetensors"):
-        return drawn
-    samples, length = drawn.samples or SAMPLES, drawn.length or MethodConfig.window
-    return replace(drawn, samples=samples, length=length)
+    return drawn if tokenised(drawn) else replace(drawn, length=drawn.length or MethodConfig.window)
+
+
+def tokenised(drawn: Calibration) -> bool:
+    """It is a file of token ids, whose windows have a length and a number."""
+    return drawn.source.endswith(".safetensors")
 
 
 def searched(out: str | Path) -> Path:

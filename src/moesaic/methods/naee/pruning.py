@@ -10,8 +10,8 @@ Where we depart from the paper or its code, and how to have theirs:
 - One squared error over all tokens, the root once. The released code sums the norms of batches,
   so that its answer depends on the batch size: ``sum_batch_norms``.
 - Equal losses: the lexicographically first set of dropped experts.
-- Sets are enumerated up to ``exhaustive_limit``; beyond it, greedy removal and swaps on the same
-  exact loss. Where both run (n <= 16) the gap is reported.
+- Sets are enumerated while sets times tokens stay within ``exhaustive_limit``; beyond it, greedy
+  removal and swaps on the same exact loss. Where both run (n <= 16) the gap is reported.
 - w' is what will be deployed: the architecture's own router over the experts that stay. Where it
   does not normalise, the softmax over fewer experts inflates the weights, and that counts.
 - A set that differs in one expert from a known one is scored by the tokens that it moves
@@ -30,7 +30,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.arch.mixture import MoEArch
+from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.layers.pruned import PrunedLayer
@@ -54,9 +54,12 @@ from moesaic.methods.naee.tendency import MANY, together
 from moesaic.methods.naee.wanda import thinned
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.experts import ExpertStats, gram_room
+from moesaic.stream.experts import ExpertStats, gram_room, sample_share
 from moesaic.stream.job import Finished, Job
 
+REROUTED, RECOMBINED = 10_000, 1_100
+"""Operations as long as it takes to score a set by a token, and more for each expert: the router
+chooses anew, which is no product. Measured."""
 RESULT = "result"
 """The name of what was asked for, beside its comparisons."""
 
@@ -101,7 +104,8 @@ class Pruner(Method[PruneConfig, MoEArch]):
         for r in sorted(sizes, reverse=True):
             path = greedy(losses, path_E, r, groups)
             path_E = path.kept_E
-            found, gap = self._search(losses, path, r, groups)
+            looked = int(stats.sampled_T.sum()) or stats.tokens
+            found, gap = self._search(losses, path, r, groups, looked)
             loss = max(found.loss, 0) ** 0.5 if criterion.squared else found.loss
             analysis = {
                 "loss": loss,
@@ -110,25 +114,36 @@ class Pruner(Method[PruneConfig, MoEArch]):
                 "sets": found.evaluated,
                 **gap,
                 "calls": stats.calls_E.tolist(),
-                "tokens": int(stats.sampled_T.sum()) or stats.tokens,
+                "tokens": looked,
             }
             decided[r] = (_layer(found.kept_E), analysis)
         return decided
 
     def _search(
-        self, losses: Losses, path: Found, r: int, groups: int
+        self, losses: Losses, path: Found, r: int, groups: int, tokens: int
     ) -> tuple[Found, dict[str, float]]:
         n = len(path.kept_E)
         if r == n:
             return path, {}
-        count = subsets(n, r, groups)
-        if count > self.config.exhaustive_limit:
+        if not self._tries_all(n, r, groups, tokens):
             return refined(losses, path, groups), {}
         best = exhaustive(losses, n, r, groups)
         if n > 16:
             return best, {}
         other = refined(losses, path, groups)
         return best, {"greedy_gap": other.loss / best.loss - 1 if best.loss > 0 else 0.0}
+
+    def _tries_all(self, experts: int, keep: int, groups: int, tokens: int) -> bool:
+        """Whether all sets are scored; each is, by every token."""
+        return subsets(experts, keep, groups) * tokens <= self.config.exhaustive_limit
+
+    def _scored_sets(self, view: MoEFFN, keep: int, groups: int, tokens: int) -> float:
+        """Sets that are scored by all tokens, told beforehand; a neighbour, by those that move."""
+        if not tokens or keep == view.count:
+            return 0.0
+        greedily = 2.0 * view.top_k * (view.count - keep)
+        every = self._tries_all(view.count, keep, groups, tokens)
+        return greedily + every * subsets(view.count, keep, groups)
 
     def _scored(
         self, score_E: Tensor, stats: ExpertStats, r: int, groups: int
@@ -242,11 +257,19 @@ class Pruner(Method[PruneConfig, MoEArch]):
         one = sum(w.numel() for w in view.weights_of(0))
         pairs = view.count * (view.count + 1) // 2 * len(view.weights_of(0)[-1])
         looked = len(views) * (config.chosen.gram or bool(config.chosen.needs))
+        share = sample_share(job.planned_tokens, view.count, config.gram_bytes)
+        sampled = int(share * job.planned_tokens) * config.chosen.gram
+        searched = sum(
+            self._scored_sets(view, r, groups, sampled)
+            for options in sizes.values()
+            for r in options
+        )
         return Outline(
             _planned(job, config, layers, ""),
             exact=config.uniform,
             passes=config.chosen.observes + bool(config.refit) * (1 + config.progressive),
-            work=2.0 * looked * ((view.count - view.top_k) * one + config.chosen.gram * pairs),
+            work=2.0 * looked * ((view.count - view.top_k) * one + config.chosen.gram * pairs)
+            + share * searched * (REROUTED + RECOMBINED * view.count),
             held=min(config.gram_bytes, gram_room(job.planned_tokens, view.count)),
         )
 
