@@ -253,7 +253,8 @@ def test_the_original_alone_may_be_best(tmp_path: Path, monkeypatch: pytest.Monk
     assert {f.name for f in (out / "moesaic").iterdir()} == {"model-q8_0.gguf", "result.json"}
     (said,) = words.summary(record)
     assert re.fullmatch(
-        r"moesaic/model-q8_0.gguf has 7\sMiB, perplexity [\d.]+, and is 0.000 nats .*", said.text
+        r"moesaic/model-q8_0.gguf has [\d.]+\sMiB, perplexity [\d.]+, and is 0.000 nats .*",
+        said.text,
     )
 
 
@@ -346,7 +347,8 @@ def test_where_there_is_little_text_it_is_all_trained_on(tmp_path: Path) -> None
 
 
 def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "families", few)
+    shared = Family("shared", (0.5,), lambda _: (CondenseConfig(layers=1, keep="shared"),))
+    monkeypatch.setattr(search, "families", lambda *_: [*few(), shared])
     out, budget = tmp_path / "out", int(0.8 * ORIGINAL.bytes)
     record = fit(recipe_of(out), FitConfig(memory=budget, windows=4, confirm=1))
     assert record is not None
@@ -354,6 +356,10 @@ def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.Monk
     assert {c["form"] for c in tried if c["stage"] == "rough"} == {"prune", "slim", "random"}
     assert chosen["kl"] == min(c["kl"] for c in tried)
     assert record.measured["left_out"] == []
+    ((form, reason),) = (said.values() for said in record.measured["refused"])
+    assert form == "shared"
+    assert "shared" in reason
+    assert f"Not possible: shared ({reason})" in record.log["warnings"]
     assert all(c["memory"] <= budget for c in tried)
     saved = Built(resolve(str(out)).config, None)
     assert saved.bytes == chosen["memory"]

@@ -14,8 +14,8 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
-    TextColumn,
     Task,
+    TextColumn,
     TimeElapsedColumn,
 )
 from rich.text import Text
@@ -27,7 +27,7 @@ err_console = Console(stderr=True)
 
 
 def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Draw a bar with the time left on stderr while the items pass; nothing where there are none."""
+    """Draw a bar with the time left on stderr while the items pass; none where there are none."""
     if total == 0:
         yield from items
         return

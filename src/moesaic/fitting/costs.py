@@ -121,6 +121,7 @@ class Costs:
         (folder / "original").mkdir()
         self._made: dict[str, Step | None] = {}
         self._known: dict[str, _Known | None] = {}
+        self._reasons: dict[str, str] = {}
         self._shapes: dict[Path, Model] = {}
         self._source = foretold(recipe.model, folder / "original")
         self._original = Built(self._source.config, parse_dtype(recipe.dtype))
@@ -130,6 +131,10 @@ class Costs:
         """What a result weighs; None where the steps cannot be carried out."""
         known = self._of(steps)
         return None if known is None else known.weight
+
+    def reason(self, steps: Steps) -> str:
+        """Why steps cannot be carried out."""
+        return self._reasons.get(_key(steps), "") if self._of(steps) is None else ""
 
     def parts(self, steps: Steps) -> Parts:
         """Predicted seconds of all that a figure takes: statistics, steps, the file, measuring.
@@ -178,8 +183,8 @@ class Costs:
         if key not in self._known:
             try:
                 self._known[key] = self._weighed(steps)
-            except MoesaicError:
-                self._known[key] = None
+            except MoesaicError as error:
+                self._known[key], self._reasons[key] = None, str(error)
         return self._known[key]
 
     def _weighed(self, steps: Steps) -> _Known:

@@ -148,6 +148,8 @@ class Search:
         self.left_out: dict[str, JSON] = {}
         """Of what there was no time for, by its name: predicted ``seconds`` beside all that was
         made, and the form by a shorter search that was tried ``instead``, or None."""
+        self.refused: dict[str, str] = {}
+        """Forms that the model cannot have, by their names, with the reason."""
         self._enough = 0
         self._ledger = Ledger()
         self._sizes = 1 if config.sized else len(SIZES) + HALVINGS
@@ -263,6 +265,7 @@ class Search:
         while shares and self.costs.of(family.rough(shares[0])) is None:
             shares = shares[max(1, len(shares) // 8) :]  # too little for its form
         if not shares:
+            self.refused[family.name] = self.costs.reason(family.rough(family.shares[-1]))
             return None
         least, most = (self.costs.of(family.rough(shares[i])) for i in (0, -1))
         if least is None or not least.meets(config):
@@ -415,6 +418,8 @@ class Search:
             chosen = self._smallest_within(known)
         if self.left_out:
             logging.getLogger(__name__).warning(self._said())
+        for form, reason in self.refused.items():
+            logging.getLogger(__name__).warning("Not possible: %s (%s)", form, reason)
         return chosen, list(self._tried.values())
 
     def _best(self, known: Sequence[Family], config: FitConfig) -> Candidate | None:
@@ -424,7 +429,7 @@ class Search:
             share = self.share(family, config)
             if share is not None:
                 found.append((family, share))
-        if not found:
+        if not found and not mixed(self.config):
             return None
         start = self._ledger.spent
         timely = self._timely(found, start + FIRST * self._seconds)
@@ -448,10 +453,10 @@ class Search:
         ]
         # rounding alone, also where no single type is narrow enough
         fine += [(asked.called, (asked,)) for asked in mixed(self.config)]
-        weighed = self._weighed([(of, of[1]) for of in fine])
+        careful = self._weighed([(of, of[1]) for of in fine])
         refined = (
             self._try(name, steps, "refined", config)
-            for name, steps in self.track(weighed, "Refining", len(fine))
+            for name, steps in self.track(careful, "Refining", len(fine))
             if self._affords(f"{name}, refined", steps, start + self._seconds)
         )
         kept = [t[2] for t in few] + [candidate for candidate in refined if candidate]
@@ -476,7 +481,7 @@ class Search:
             return sum(made.values()) <= longest and self._ledger.enter(made, most)
 
         order = sorted(found, key=lambda of: sum(parts(*of).values()))
-        quickest = sum(parts(*order[0]).values())
+        quickest = sum(parts(*order[0]).values()) if order else 0.0
         longest = PROPORTION * quickest if self.config.minutes is None else math.inf
         every = Ledger()
         for of in order:
@@ -490,7 +495,7 @@ class Search:
             else:
                 other = None
             self._leave(family.name, parts(family, share), other)
-        if not taken:
+        if found and not taken:
             raise MoesaicError(
                 f"minutes {self.config.minutes:g} is too short: the quickest form needs "
                 f"minutes={self._minutes(quickest)}, as predicted."
@@ -614,7 +619,8 @@ class Search:
             return None
         try:
             candidate = self.measured(Candidate(form, steps, weight, stage=stage))
-        except MoesaicError:  # the weights have no such form: biases, an activation of their own
+        except MoesaicError as error:  # the weights have no such form: biases, other activations
+            self.refused[form] = str(error)
             return None
         if config is not None and not candidate.weight.meets(config):
             return None
@@ -758,10 +764,12 @@ def fit(
         raise
     best = replace(recipe, steps=chosen.converted)
     left = [{"form": form, **said} for form, said in search.left_out.items()]
+    refused = [{"form": form, "reason": reason} for form, reason in search.refused.items()]
     found: JSON = {
         "chosen": chosen.as_json(),
         "tried": [c.as_json() for c in tried],
         "left_out": left,
+        "refused": refused,
     }
 
     def more(folder: Path) -> JSON:
