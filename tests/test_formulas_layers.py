@@ -309,6 +309,22 @@ def test_a_regression_is_the_best_strength_on_held_out_tokens(free: int, noise: 
     assert torch.allclose(found.weight_FO, ridge_of(*whole, STRENGTHS[best], free), atol=1e-5)
 
 
+def test_no_strength_is_better_on_held_out_tokens_than_the_one_chosen() -> None:
+    """Errors of few held-out tokens may have several valleys."""
+    for seed in range(60):
+        x_TF = drawn(30, 12, seed=seed) * torch.logspace(0, -3, 12)
+        y_TO = x_TF @ drawn(12, 2, seed=seed + 1) * 3 + drawn(30, 2, seed=seed + 2)
+        ridge = Ridge(12, 2)
+        ridge.add(x_TF, y_TO)
+        cut = 30 - 30 // HELD_OUT
+        fits = (ridge_of(x_TF[:cut], y_TO[:cut], s, 0) for s in STRENGTHS)
+        errors = [
+            (y_TO[cut:].double() - x_TF[cut:].double() @ w_FO).square().sum() for w_FO in fits
+        ]
+        least = min(errors) / errors[0]
+        assert ridge.solve().unexplained == pytest.approx(least.item(), rel=1e-3), seed
+
+
 def test_what_was_lost_and_what_came_back() -> None:
     assert recovered(6.0, 1.5, 24.0) == {"lost": 0.25, "recovered": 0.75}
     assert recovered(6e-9, 1.5e-9, 24e-9)["recovered"] == pytest.approx(0.75)

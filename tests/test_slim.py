@@ -30,7 +30,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.layers.base import same
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.slimmed import SlimmedLayer
-from moesaic.methods.slim.choice import losses
+from moesaic.methods.slim.choice import losses, uneven
 from moesaic.methods.slim.curvature import curvatures
 from moesaic.methods.slim.scores import OWN, SCORES
 from moesaic.methods.slim.surgeon import removal_costs
@@ -410,7 +410,8 @@ def test_experts_of_different_widths_compute_what_their_neurons_do(model_type, t
     masked, arch = copy.deepcopy(model), base_arch(model.config)
     for i, layer in result.plan.layers.items():
         view = arch.mixture(arch.layers(masked)[i])
-        score_EM = SCORES["energy"].score(neurons_of_site(site_of(model, tokens, i)))
+        of_site = neurons_of_site(site_of(model, tokens, i))
+        score_EM = SCORES["energy"].score(of_site) + 1e-9 * of_site.reach
         stay = score_EM.flatten().argsort(descending=True)[: 8 * 8]
         first = score_EM.argmax(1) + 16 * torch.arange(8)
         wanted = {*stay.tolist()}
@@ -458,6 +459,19 @@ def test_experts_rows_are_wide_enough_for_grouped_products(tokens):
     assert slimmed(model, tokens, keep=0.4, multiple=2).plan.layers[0].width == 6
 
 
+@pytest.mark.parametrize(("options", "neurons"), [({}, 90), ({"multiple": 4}, 88)])
+def test_experts_of_different_widths_use_all_of_the_budget(options, neurons, tokens):
+    """0.7 of 8 x 16 neurons are 89.6; equal widths would be 11, or 12."""
+    for spread in ("uniform", "sensitivity"):
+        plan = slimmed(
+            tiny_moe("qwen2_moe"), tokens, keep=0.7, uneven=True, spread=spread, **options
+        ).plan
+        every = [sum(layer.widths) for layer in plan.layers.values()]
+        budget, step = 0.7 * 8 * 16 * len(every), options.get("multiple", 1)
+        assert budget - step * len(every) < sum(every) <= budget + step * len(every) / 2
+        assert spread == "sensitivity" or {*every} == {neurons}
+
+
 def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
     model = tiny_moe("qwen2_moe")
     result = slimmed(model, tokens, keep=0.5, uneven=True, multiple=4, score="surgeon")
@@ -500,6 +514,51 @@ def test_decides_from_the_statistics_of_observe(moe_folder, tokens, tmp_path):
     both = moesaic.slim(str(moe_folder), SlimConfig(keep=0.5), stats=str(tmp_path / "both"))
     for i, layer in live.plan.layers.items():
         assert same(layer, both.plan.layers[i])
+
+
+# --- experts that no token reached ----------------------------------------------------------------
+
+
+@torch.no_grad()
+def unreached(layer=1, expert=0):
+    """A mixture with an expert that is never chosen, whose first neurons hardly write anything."""
+    model = tiny_moe("deepseek_v3")
+    view = base_arch(model.config).mixture(model.model.layers[layer])
+    view.router.e_score_correction_bias[expert] = -1e4
+    view.weights_of(expert)[-1][:, :8] *= 1e-4
+    return model
+
+
+@pytest.mark.parametrize("options", [{"score": "energy"}, {"score": "heapr"}, {"uneven": True}])
+def test_neurons_that_no_token_reached_go_by_their_reach(options, tokens):
+    layer = slimmed(unreached(), tokens, keep=0.5, **options).plan.layers[1]
+    kept = layer.neurons_of(0, 16).tolist()
+    assert kept
+    assert min(kept) >= 8
+
+
+def test_of_equal_blocks_those_of_more_reach_stay():
+    score, reach = torch.zeros(2, 4), torch.tensor([[1.0, 1, 1, 1], [2, 2, 2, 9]])
+    assert uneven(score, 6, reach, step=2).tolist() == [[0, 1, -1, -1], [0, 1, 2, 3]]
+
+
+@torch.no_grad()
+def test_a_refit_makes_up_for_neurons_of_an_expert_that_no_token_reached(tokens):
+    model = unreached()
+    with torch.no_grad():  # neurons that do much the same, so that the rest can make up for some
+        gate, up, _ = base_arch(model.config).mixture(model.model.layers[1]).weights_of(0)
+        for part in (gate, up):
+            part[::2] = part[1::2] + 0.1 * part[::2]
+    site = site_of(model, tokens, 1)
+    whole = [site.view.expert(0, x) for x in site.inputs()]
+
+    def error(**options):
+        made = slimmed(model, tokens, keep=0.5, score="random", **options).model
+        view = base_arch(made.config).mixture(made.model.layers[1])
+        pairs = zip(site.inputs(), whole, strict=True)
+        return sum((view.expert(0, x) - y).square().sum().item() for x, y in pairs)
+
+    assert error(refit=True) < 0.9 * error()
 
 
 # --- refit ---------------------------------------------------------------------------------------

@@ -148,7 +148,8 @@ def refitted_downs(
     Features are h~ = w_i h_i of the neurons that stay, with the router's true weight. One after the
     other, each expert is fitted to the error that those before it left over: systems of one
     expert's width. Jointly, all are solved for in one system, whose features are those of every
-    expert side by side, zero where a token does not run it. What is told of it was measured on
+    expert side by side, zero where a token does not run it. An expert that lost neurons and that no
+    token runs is fitted to its own output of all tokens. What is told of it was measured on
     tokens that no fit saw; the weights are then solved for from all tokens.
 
     Args:
@@ -215,6 +216,9 @@ def refitted_downs(
             changes = together.weight_FO.split(widths)
             for part, change_WO in zip(parts.values(), changes, strict=True):
                 part.change_WO = change_WO
+    for i, part in parts.items():
+        if i in gone and len(gone[i]) and not any(len(rows) for rows, _ in part.features):
+            part.change_WO = _alone(site, i, neurons[i], gone[i])
     fused = view.experts.down_proj.detach()
     room = max(map(len, neurons.values()))
     new = [fused.new_zeros(view.weights_of(min(place_of))[-1].shape[0], room)] * len(layer.kept)
@@ -254,6 +258,19 @@ def _fit(part: _Part, residuals: list[Tensor], held: list[Tensor]) -> None:
     part.change_WO += fit.weight_FO
     for (rows, h_NW), residual_TD in zip(part.features, residuals, strict=True):
         residual_TD[rows] -= h_NW @ fit.trial_FO.float()
+
+
+def _alone(site: Seen[MoEFFN], expert: int, order_W: Tensor, gone: Tensor) -> Tensor:
+    """What an expert that no token reached adds to its down projection, fitted to its own output.
+
+    All of the layer's tokens are looked at, as if it ran them.
+    """
+    down_DM = site.view.weights_of(expert)[-1].detach().float()
+    ridge = Ridge(len(order_W), len(down_DM), down_DM.device)
+    for x_TD in site.inputs():
+        h_TM = site.view.hidden(expert, x_TD).float()
+        ridge.add(h_TM[:, order_W], h_TM[:, gone] @ down_DM[:, gone].T)
+    return ridge.solve().weight_FO
 
 
 @torch.no_grad()

@@ -97,11 +97,8 @@ class Ridge:
         for strength in STRENGTHS[1:]:
             weight_FO = self._weight(self.fit, strength)
             error = self.held.error(weight_FO)
-            if error >= least:
-                if best != math.inf:  # the error has one valley
-                    break
-                continue
-            best, least, trial_FO = strength, error, weight_FO
+            if error < least:
+                best, least, trial_FO = strength, error, weight_FO
         whole = Sums(self.fit.gram_FF + self.held.gram_FF, self.fit.cross_FO + self.held.cross_FO)
         unexplained = least / max(self.held.square, 1e-300)
         return Fit(self._weight(whole, best), best, unexplained, trial_FO)

@@ -66,14 +66,22 @@ def shared_neurons(
     return replace(neurons, gram=products.shared_SS[None], down=products.shared_DS[None])
 
 
-def highest(score_EM: Tensor, width: int) -> Tensor:
-    """Each row's highest scores, in rising order of place (E, W); of equals the first ones.
+def ranked(score_EM: Tensor, reach_EM: Tensor) -> Tensor:
+    """Each row's places, the highest scores first (E, M); equals by reach, then the first ones.
 
-    >>> highest(torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 5.0]]), 2).tolist()
-    [[1, 2], [0, 1]]
+    The neurons of an expert that no token reached all score zero.
+
+    >>> ranked(torch.tensor([[1.0, 3.0, 1.0]]), torch.tensor([[1.0, 1.0, 2.0]])).tolist()
+    [[1, 2, 0]]
     """
-    ranked_EM = score_EM.argsort(dim=1, descending=True, stable=True)
-    return ranked_EM[:, :width].sort(dim=1).values
+    order_EM = reach_EM.argsort(dim=1, descending=True, stable=True)
+    again_EM = score_EM.gather(1, order_EM).argsort(dim=1, descending=True, stable=True)
+    return order_EM.gather(1, again_EM)
+
+
+def highest(score_EM: Tensor, width: int, reach_EM: Tensor) -> Tensor:
+    """Each row's highest scores, in rising order of place (E, W); equals go by reach."""
+    return ranked(score_EM, reach_EM)[:, :width].sort(dim=1).values
 
 
 def narrowest(score_M: Tensor, width: int, counted: bool = False) -> NarrowedLayer:
@@ -87,46 +95,55 @@ def narrowest(score_M: Tensor, width: int, counted: bool = False) -> NarrowedLay
     >>> narrowest(torch.tensor([1.0, 3.0, 2.0]), 2).order_W.tolist()
     [1, 2]
     """
-    order_W = highest(score_M[None], width)[0].cpu()
+    order_W = highest(score_M[None], width, torch.zeros_like(score_M)[None])[0].cpu()
     return NarrowedLayer(order_W, len(score_M), counted=counted)
 
 
-def uneven(score_EM: Tensor, count: int, step: int = 1) -> Tensor:
+def uneven(score_EM: Tensor, count: int, reach_EM: Tensor, step: int = 1) -> Tensor:
     """The neurons of each expert that stay (E, W), the highest scores of all; PADDING behind them.
 
     Args:
         score_EM: of neurons.
         count: neurons that stay, of all experts together.
+        reach_EM: equal scores go by it.
         step: widths are a multiple of this, and at least it.
 
-    >>> uneven(torch.tensor([[1.0, 9, 8], [6, 2, 7], [0, 0, 1]]), count=5).tolist()
+    >>> score = torch.tensor([[1.0, 9, 8], [6, 2, 7], [0, 0, 1]])
+    >>> uneven(score, count=5, reach_EM=torch.ones(3, 3)).tolist()
     [[1, 2], [0, 2], [2, -1]]
     """
-    ranked_EM = score_EM.argsort(dim=1, descending=True, stable=True)
-    square_EM = score_EM.gather(1, ranked_EM).square()
-    worth_EB = square_EM[:, : square_EM.shape[1] // step * step].unflatten(1, (-1, step)).sum(2)
+    ranked_EM = ranked(score_EM, reach_EM)
+    blocks = ranked_EM[:, : ranked_EM.shape[1] // step * step].unflatten(1, (-1, step))
+    worth_EB, reach_EB = (
+        of_EM.gather(1, blocks.flatten(1)).square().view(blocks.shape).sum(2)
+        for of_EM in (score_EM, reach_EM)
+    )
     worth_EB[:, 0] = torch.inf
-    best = worth_EB.flatten().argsort(descending=True, stable=True)[: count // step]
+    best = ranked(worth_EB.view(1, -1), reach_EB.view(1, -1))[0, : count // step]
     blocks_E = torch.bincount(best // worth_EB.shape[1], minlength=len(score_EM))
     widths: list[int] = (blocks_E * step).tolist()
     orders = [row[:width].sort().values for row, width in zip(ranked_EM, widths, strict=True)]
     return torch.stack([filled_up(order_W, max(widths)) for order_W in orders])
 
 
-def choose(score_EM: Tensor, count: int, width: int, groups: int = 1) -> tuple[Tensor, Tensor]:
+def choose(
+    score_EM: Tensor, count: int, width: int, reach_EM: Tensor, groups: int = 1
+) -> tuple[Tensor, Tensor]:
     """The experts that stay (N,), and the neurons of each (N, W).
 
     Args:
         score_EM: of neurons.
         count: experts that stay: those whose neurons that would be kept score most together.
         width: neurons that stay of each.
+        reach_EM: equal scores go by it.
         groups: router groups, which lose equally many experts.
 
-    >>> kept, neurons = choose(torch.tensor([[1.0, 9], [6, 6], [0, 2]]), count=2, width=1)
+    >>> score = torch.tensor([[1.0, 9], [6, 6], [0, 2]])
+    >>> kept, neurons = choose(score, count=2, width=1, reach_EM=torch.ones(3, 2))
     >>> kept.tolist(), neurons.tolist()
     ([0, 1], [[1], [0]])
     """
-    neurons_EW = highest(score_EM, width)
+    neurons_EW = highest(score_EM, width, reach_EM)
     worth_E = score_EM.gather(1, neurons_EW).square().sum(1)
     kept = best_scores(worth_E, count, groups).nonzero().flatten()
     return kept, neurons_EW[kept]

@@ -83,6 +83,9 @@ class Size:
 
     count: int
     width: int
+    """Of each expert; rounded up where they differ."""
+    neurons: int
+    """Of all experts together."""
     shared: int = 0
     """Neurons of the shared path that stay."""
     room: int = 0
@@ -92,7 +95,7 @@ class Size:
 
     def key(self, name: str) -> str:
         """The name under which a layer of this size is kept."""
-        return f"{name}-{self.count}x{self.width}"
+        return f"{name}-{self.count}-{self.neurons}"
 
 
 class Slimmer(Method[SlimConfig, Arch]):
@@ -164,6 +167,10 @@ class Slimmer(Method[SlimConfig, Arch]):
             budget = config.keep * view.count * view.width
             options = []
             for count in self._counts(job, i, view.count, view.width):
+                if config.uneven:
+                    options.append(self._uneven_size(view.count, view.width, multiple or 1))
+                    steps.add(multiple or 1)
+                    continue
                 try:
                     target = budget / count
                     width, step = width_for(view.width, target, multiple, "keep", row)
@@ -171,7 +178,7 @@ class Slimmer(Method[SlimConfig, Arch]):
                     if config.experts == "auto":
                         continue
                     raise
-                options.append(Size(count, width))
+                options.append(Size(count, width, count * width))
                 steps.add(step)
             if not options:
                 raise MoesaicError(
@@ -180,8 +187,7 @@ class Slimmer(Method[SlimConfig, Arch]):
                 )
             if config.spread == "sensitivity":
                 steps = {multiple or row}  # the result is no engine's own, so none is asked
-                widths = self._widths(view.width, options[0].width, min(steps))
-                options = [Size(view.count, width) for width in widths]
+                options = self._spread(view.count, view.width, options[0], min(steps))
             found[i] = [self._with_shared(job.arch, view, size) for size in options]
         return found, min(steps)
 
@@ -235,11 +241,47 @@ class Slimmer(Method[SlimConfig, Arch]):
             )
         return [config.count]
 
-    def _widths(self, width: int, middle: int, step: int) -> list[int]:
-        """The widths that a layer may get where they differ, about evenly spread."""
+    def _uneven_size(self, count: int, width: int, step: int) -> Size:
+        """The size of a layer whose experts differ in width: all of its budget is used.
+
+        Args:
+            count: experts.
+            width: neurons that each had.
+            step: widths are a multiple of it.
+
+        Raises:
+            MoesaicError: not every expert would keep a neuron.
+        """
+        if step > width:
+            width_for(width, width, step, "keep")  # refuses
+        least, most = count * step, width // step * step * count
+        blocks = self.config.keep * count * width / step
+        # where layers share one budget none may round up
+        neurons = int(blocks if self.config.spread == "sensitivity" else round(blocks)) * step
+        if not least <= min(neurons, most):
+            raise MoesaicError(
+                f"keep {self.config.keep:g} is out of reach: uneven leaves each of {count} experts "
+                f"{step} of {width} neurons at least; from {step / width:.4g} on it works."
+            )
+        return Size(count, -(-min(neurons, most) // count), min(neurons, most))
+
+    def _spread(self, count: int, width: int, middle: Size, step: int) -> list[Size]:
+        """The sizes that a layer may get where they differ, about evenly spread.
+
+        Args:
+            count: experts.
+            width: neurons that each had.
+            middle: the size that it had if all were alike.
+            step: widths are a multiple of it.
+        """
         stride = step * max(1, round(width * 0.75 / WIDTHS / step))
-        below = range(middle, max(step, middle // 3) - 1, -stride)
-        return sorted({*below, *range(middle, width + 1, stride)})
+        at = middle.neurons // count
+        below = range(at, max(step, at // 3) - 1, -stride)
+        widths = sorted({*below, *range(at, width + 1, stride)})
+        beyond = middle.neurons - at * count  # of experts that differ in width
+        most = width // step * step * count
+        sizes = [min(w * count + beyond, most) for w in widths]
+        return [Size(count, -(-n // count), n) for n in sizes]
 
     def _with_shared(self, arch: Arch, view: Any, size: Size) -> Size:
         """The size with what becomes of the shared path."""
@@ -285,9 +327,9 @@ class Slimmer(Method[SlimConfig, Arch]):
         seed = config.seed * 10_007 + layer
         neurons = neurons_of(stats, curvature.routed_EM if curvature else None, seed, products)
         score_EM = score.score(neurons)
-        kept, neurons_NW = choose(score_EM, size.count, size.width, groups)
+        kept, neurons_NW = choose(score_EM, size.count, size.width, neurons.reach, groups)
         if config.uneven:
-            neurons_NW = uneven(score_EM, size.count * size.width, config.multiple or 1)
+            neurons_NW = uneven(score_EM, size.neurons, neurons.reach, config.multiple or 1)
         analysis: JSON = {}
         if score.observes:
             lost = share_lost(score_EM, kept, neurons_NW)
@@ -299,7 +341,7 @@ class Slimmer(Method[SlimConfig, Arch]):
         if size.room:
             curved = curvature.shared_S if curvature else None
             beside = shared_neurons(stats, curved, seed + 1, products)
-            order_1S = highest(score.score(beside), size.shared)
+            order_1S = highest(score.score(beside), size.shared, beside.reach)
             shared_S = filled_up(order_1S[0], size.room)
         slim = SlimmedLayer(kept, neurons_NW, before, shared_S=shared_S, uneven=config.uneven)
         return slim, analysis
@@ -336,7 +378,7 @@ class Slimmer(Method[SlimConfig, Arch]):
             {
                 "config": asdict(config),
                 "compare": list(compare),
-                "stats": stats_path,
+                "stats": "" if file is None else file.fingerprint,
                 "calibration": fingerprint,
             }
         )
@@ -410,7 +452,7 @@ class Slimmer(Method[SlimConfig, Arch]):
         for i, options in sizes.items():
             view = job.arch.view(job.layers[i])
             whole = config.keep * view.count * view.width
-            size = min(options, key=lambda size: abs(size.count * size.width - whole))
+            size = min(options, key=lambda size: abs(size.neurons - whole))
             stats = no_stats(view.count, view.width, getattr(view, "shared_width", 0))
             layers[i], _ = blind.decide(stats, i, size, groups)
             held = max(held, pairs_bytes(view.count, view.width))
@@ -461,12 +503,12 @@ class Slimmer(Method[SlimConfig, Arch]):
         config = self.config
         if config.spread == "sensitivity":
             curves = {
-                i: {s.count * s.width: _loss(finished, s.key(name), i) for s in options}
+                i: {s.neurons: _loss(finished, s.key(name), i) for s in options}
                 for i, options in sizes.items()
             }
             whole = sum(o[0].count * _before(finished, o[0].key(name), i) for i, o in sizes.items())
             spent = allocate(curves, round(config.keep * whole))
-            by_cost = {i: {s.count * s.width: s for s in options} for i, options in sizes.items()}
+            by_cost = {i: {s.neurons: s for s in options} for i, options in sizes.items()}
             return {i: by_cost[i][cost] for i, cost in spent.items()}
         if config.experts != "auto":
             return {i: options[0] for i, options in sizes.items()}
