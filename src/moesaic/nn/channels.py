@@ -1,7 +1,8 @@
 """Projections that read the weights of a token's most important input channels only.
 
 Where a decoder layer is given one position a sequence, as at decoding, a token leaves out the
-channels of low score: their columns of the weight are not read. Prompts run dense. No weight is
+channels of low score: their columns of the weight are not read. Prompts run dense, and decoding
+where there are no compiled functions for it. No weight is
 changed, none is stored twice: a weight is turned in memory once, so that a channel's column is a
 row, and keeps its name and shape.
 
@@ -138,11 +139,8 @@ class ChannelExperts:
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not self.phase.skips:
             return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
-        module: Any = self
-        few = self.phase.mode != "always" and len(hidden_states) <= FEW
-        if few and hidden_states.is_cpu and not torch.compiler.is_compiling():
-            few = here(hidden_states, module.down_proj)  # copies of experts' weights take longer
-        run = self._by_pair if few else self._by_expert
+        many = self.phase.mode == "always" or len(hidden_states) > FEW
+        run = self._by_expert if many else self._by_pair
         return run(hidden_states, top_k_index, top_k_weights)
 
     def _by_pair(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Prompts and decoding: what a converted layer leaves out may be left out at decoding alone.
 
 A forward pass over one position a sequence is decoding. Prompts run dense where leaving something
-out would save them nothing: they are faster so, and lose nothing.
+out would save them nothing: they are faster so, and lose nothing. So does decoding where there are
+no compiled functions for it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from moesaic.nn.kernels import reads_rows
 
 MODES = ("decoding", "always", "never")
 """When parts are left out; ``always`` is for measuring, ``never`` for comparing."""
@@ -22,6 +26,7 @@ class Phase:
     def __init__(self) -> None:
         self.mode = "decoding"
         self.single = False
+        """One position a sequence is run, and what is left out is not read."""
         self.real: Tensor | None = None
         """bool (B, L), False on padding of the batch that runs, which is not counted."""
 
@@ -35,7 +40,8 @@ class Phase:
     def see(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         """Before the layer runs: hidden states (B, L, D) of one position are decoded."""
         hidden = args[0] if args else kwargs["hidden_states"]
-        self.single = hidden.shape[1] == 1
+        saves = torch.compiler.is_compiling() or reads_rows(hidden.device, hidden.dtype)
+        self.single = hidden.shape[1] == 1 and saves
 
     @property
     def skips(self) -> bool:

@@ -1,7 +1,7 @@
 """Products of few tokens with chosen rows of a matrix, by numba on a CPU and by Triton on a GPU.
 
-Where neither can be used, callers compute everything and multiply by zeros: that is as fast as the
-model that nothing was left out of, and gives the same.
+Where neither can be used, decoding leaves nothing out (:class:`moesaic.nn.phase.Phase`): making
+channels zero in a dense product takes longer than the product alone, and saves nothing.
 
 Shape suffixes: T tokens, I inputs (channels), O outputs, G matrices.
 """
@@ -40,7 +40,6 @@ def fast(kind: str = "cpu") -> Any:
     """The module of compiled functions for a type of device; None where there are none, which is
     said once."""
     module: Any = None
-    library = {"cpu": "numba", "cuda": "Triton"}.get(kind, "")
     try:
         if kind == "cpu":
             from moesaic.nn.kernels import cpu as module
@@ -53,11 +52,13 @@ def fast(kind: str = "cpu") -> Any:
 
             one = torch.ones(1, 1, device=kind)
             module.sums(one, one, None, 0.0, None)
+        elif kind != "meta":
+            raise RuntimeError("neither numba nor Triton knows it")
     except Exception as error:  # whatever a compiler may raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning(
-            "%s cannot be used here (%.100s): what a token leaves out is computed and made zero, "
-            "so channels and narrow petals make nothing faster.", library, reason,
+            "No compiled functions for %s here (%.100s): decoding leaves out neither channels nor "
+            "narrow petals, and is not faster for them.", kind, reason,
         )  # fmt: skip
         return None
     return module
