@@ -63,7 +63,8 @@ def main() -> None:
         "runs": [],
     }
     print(f"dense            perplexity {record['dense']['perplexity']:.3f}")
-    schedule = {n: getattr(given, n) for n in ("steps", "batch", "length", "lr", "decay")}
+    names = ("steps", "batch", "length", "lr", "decay")
+    schedule = {n: getattr(given, n) for n in names if getattr(given, n) is not None}
     for active in given.active:
         config = moesaic.ToMoEConfig(active=active, experts=given.experts, **schedule)
         with tempfile.TemporaryDirectory() as scratch:

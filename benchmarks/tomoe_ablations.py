@@ -117,7 +117,7 @@ def main() -> None:
             "threshold": training["threshold"],
             "last_steps": {k: sum(step[k] for step in last) / len(last) for k in terms},
             "trained_parameters": training["trained_parameters"],
-            "schedule": asdict(Schedule.of(config.settled(tiny=True))),
+            "schedule": asdict(Schedule.of(config)),
             "asked": asdict(config),
             "environment": environment(),
         }

@@ -20,7 +20,9 @@ from typer.testing import CliRunner
 from moesaic import estimates
 from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation
+from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens
+from moesaic.data.training import foretold_tokens, training_examples
 from moesaic.errors import MoesaicError
 from moesaic.estimates import (
     REMEMBERED,
@@ -239,6 +241,35 @@ def test_training_holds_a_batch_moments_and_the_teacher() -> None:
     assert taught.memory - one.memory == moe.held("cpu") + 64 * 16 * 4096
     assert taught.operations == pytest.approx(one.operations * 4 / 3)
     assert lora.memory < one.memory - 10 * count
+
+
+@pytest.mark.parametrize(
+    ("model", "step"),
+    [
+        ("tiny-dense", ("carve", {"method": "dsmoe", "active": 0.7})),
+        ("tiny-dense", ("carve", {"method": "tomoe", "active": 0.7})),
+        ("tiny-moe", ("tune", {"what": "all"})),
+    ],
+)
+def test_training_takes_by_default_no_more_text_than_ships(model: str, step: Any) -> None:
+    """And its paper's own number where that is asked for."""
+    tokenizer = resolve(model).tokenizer
+    there = len(training_examples(shipped_texts("calibration"), tokenizer, 256)) * 256
+    with foreseen(recipe_of(model, "out", step)) as (made,):
+        assert there / 2 < made.outline.tokens <= there
+    with foreseen(recipe_of(model, "out", (step[0], {**step[1], "recipe": "paper"}))) as (made,):
+        assert (made.outline.tokens > 50 * there) == (step[0] == "carve")
+
+
+def test_the_text_that_tune_is_given_says_how_long_it_takes(tmp_path: Path) -> None:
+    file, ids = tmp_path / "text.txt", tmp_path / "ids.safetensors"
+    file.write_text("word " * 8000, "utf-8")
+    save_file({"input_ids": torch.zeros(10, 100, dtype=torch.int64)}, ids)
+    assert foretold_tokens(str(file)) == 10_000
+    assert foretold_tokens(str(ids)) == pytest.approx(1000, rel=0.1)
+    assert foretold_tokens("somebody/text") is None
+    one, two = (training("tiny-moe", data=str(file), epochs=n).operations for n in (1.0, 2.0))
+    assert two == pytest.approx(2 * one, rel=0.05)
 
 
 def test_weights_wait_only_where_they_are_new() -> None:

@@ -119,6 +119,7 @@ def test_a_method_says_what_it_is(key):
 PAPERS = {
     "carve.more": {"experts": 4, "top_k": 1, "layers": "last-half", "balanced": False},
     "carve.tomoe": {"steps": 10_000, "length": 2048, "lr": 1e-3, "balance": 1.0, "noise": True},
+    "carve.dsmoe": {"steps": 305_176, "batch": 32, "length": 1024, "lr": 2e-5, "sparsity": 1.0},
     "carve.wina": {"choice": "top-k", "shares": "greedy", "gradients": False, "where": "all"},
     "carve.teal": {"choice": "threshold", "shares": "greedy", "gradients": False, "where": "all"},
     "prune.naee": {"criterion": "reconstruction", "refit": False, "progressive": False},

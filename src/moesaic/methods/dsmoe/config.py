@@ -7,13 +7,14 @@ from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option
 from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
 
 Variant = Literal["full", "no-straight-through", "no-piecewise", "top-k"]
 
 
 @dataclass(frozen=True)
 class DSMoEConfig(MethodConfig):
-    """Options of DSMoE. The defaults are the paper's, or our decision where it gives none."""
+    """Options of DSMoE. The defaults are the paper's but for the schedule; see ``bundles``."""
 
     verb: ClassVar[str] = "carve"
     name: ClassVar[str] = "dsmoe"
@@ -27,6 +28,9 @@ class DSMoEConfig(MethodConfig):
         "top-k": "a fixed number of blocks (LLaMA-MoE)",
         "no-straight-through": "DSMoE without straight-through",
         "no-piecewise": "DSMoE without the threshold in training",
+    }
+    bundles: ClassVar[dict[str, JSON]] = {
+        "paper": {"steps": 305_176, "batch": 32, "length": 1024, "lr": 2e-5, "gain": 0.3}
     }
 
     active: float | None = option(
@@ -45,8 +49,9 @@ class DSMoEConfig(MethodConfig):
     tau: float = option(0.5, "Threshold of the gates.", seldom=True)
     sparsity: float = option(1.0, "lambda: the weight of the sparsity loss.", seldom=True)
     gain: float = option(
-        0.3,
-        "lambda grows by this in a step in which all blocks are active and none should be.",
+        1.0,
+        "lambda grows by this in a step in which all blocks are active and none should be; 0.3 for "
+        "many thousand steps.",
         seldom=True,
     )
     gate_bias: float = option(
@@ -64,15 +69,20 @@ class DSMoEConfig(MethodConfig):
         parse="text",
         seldom=True,
     )
-    length: int = option(1024, "Tokens of a window.", minimum=1, seldom=True)
+    length: int = option(256, "Tokens of a window; 1024 in the paper.", minimum=1, seldom=True)
     steps: int = option(
-        1000,
-        "Optimizer steps; the paper's 10B tokens are 305,176 of its batches.",
+        100,
+        "Optimizer steps. By default 204,800 tokens are trained on, of 300,000 that ship; the "
+        "paper's are 10 billion.",
         minimum=1,
     )
-    batch: int = option(32, "Windows that a process takes at a time.", minimum=1, seldom=True)
+    batch: int = option(
+        8, "Windows that a process takes at a time; 32 in the paper.", minimum=1, seldom=True
+    )
     accumulate: int = option(1, "Batches before the weights move.", minimum=1, seldom=True)
-    lr: float = option(2e-5, "The highest learning rate.", seldom=True)
+    lr: float = option(
+        1e-3, "The highest learning rate; 2e-5 for the paper's number of steps.", seldom=True
+    )
     warmup: float = option(0.1, "Share of the steps in which the rate rises.", seldom=True)
     weight_decay: float = option(0.0, "AdamW's weight decay.", seldom=True)
     clip: float = option(

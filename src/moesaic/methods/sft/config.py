@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option
 from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
 
 TRAINED = {
     "condensed": "the condensed layers",
@@ -27,6 +28,10 @@ class TuneConfig(MethodConfig):
     title: ClassVar[str] = "supervised fine-tuning"
     paper: ClassVar[str] = ""
     implementation: ClassVar[str] = "moesaic.methods.sft.method:Tuning"
+
+    bundles: ClassVar[dict[str, JSON]] = {
+        "paper": {"what": "condensed", "lr": 1e-4, "warmup": 0.1, "weight_decay": 0.0}
+    }
 
     what: Literal["condensed", "attention", "routers", "lora", "all"] = option(
         "condensed",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
-from moesaic.data.training import training_text
+from moesaic.data.training import foretold_tokens, training_text
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model
 from moesaic.io.arithmetic import sizes_in, working_type
@@ -27,8 +27,8 @@ from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
 
-STEPS = 100
-"""Steps that are counted with beforehand where the text's length says how many there are."""
+TOKENS = 300_000
+"""Tokens that are counted with beforehand where the text, which says how many, is not here."""
 KL = "KL divergence from the teacher"
 
 
@@ -121,7 +121,10 @@ class Tuning(Method[TuneConfig, Arch]):
         else:
             chosen = trainable(model, job.arch, config.what, _plan(job))
             count = sum(p.numel() for p in chosen.values())
-        texts = (config.steps or STEPS) * config.batch * config.accumulate
+        told = foretold_tokens(config.data) or TOKENS
+        texts = round(config.epochs * told / config.length)
+        if config.steps is not None:
+            texts = config.steps * config.batch * config.accumulate
         teacher, held = job.args.teacher, None
         if teacher is None and config.teacher:
             said = resolve(config.teacher).config

@@ -31,8 +31,6 @@ from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.stream.job import Job
 
-TINY = 20_000_000
-"""Parameters below which the default schedule is a short one."""
 CURVES = {
     "distillation": "KL divergence from the dense model",
     "language": "language-model loss",
@@ -67,7 +65,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         job.tokens  # noqa: B018 - what is wrong with the text is said before a model is read
         live = job.live()
         total = parameters(live)
-        config = self.config.settled(tiny=total < TINY)
+        config = self.config
         student = Student(live, job.arch, config)
         learning = student.learning
         examples = _examples(job, config)
@@ -132,15 +130,13 @@ class ToMoE(DenseMethod[ToMoEConfig]):
     def outline(self, job: Job[Arch]) -> Outline:
         """Experts that nobody trained, at the threshold that meets the active ratio."""
         shapes = self._check(job)
-        config = self.config.settled(tiny=parameters(job.shape) < TINY)
+        config = self.config
         masking = MaskingModules(config, shapes)
         masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
         layers = learned(masking, {})
         plans, _ = decide(masking, layers, job.arch.attention, threshold_for(layers, config.active))
-        assert config.steps is not None
-        assert config.batch is not None
         count = parameters(masking)
-        batch = config.batch * (config.length or config.window)
+        batch = config.batch * config.length
         return Outline(
             Plan(config.name, job.base, dict(plans), asdict(config)),
             exact=False,
