@@ -7,6 +7,7 @@ import operator
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaConfig
 
 from moesaic.data.reader import shipped_texts
 from moesaic.data.rows import ALPACA
@@ -100,9 +101,53 @@ def test_tokenised_file_is_used_as_it_is(tmp_path, tokenizer):
     ids = torch.arange(12).view(3, 4)
     save_file({"input_ids": ids}, tmp_path / "ids.safetensors")
     assert torch.equal(calibration_tokens(str(tmp_path / "ids.safetensors"), None).input_ids, ids)
-    save_file({"input_ids": ids.int()}, tmp_path / "bad.safetensors")
-    with pytest.raises(MoesaicError, match="int64 of shape"):
+    save_file({"input_ids": ids.int()}, tmp_path / "narrow.safetensors")
+    assert torch.equal(
+        calibration_tokens(str(tmp_path / "narrow.safetensors"), None).input_ids, ids
+    )
+    save_file({"input_ids": ids.float()}, tmp_path / "bad.safetensors")
+    with pytest.raises(MoesaicError, match=r"bad\.safetensors: input_ids must be .*whole numbers"):
         calibration_tokens(str(tmp_path / "bad.safetensors"), None)
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "words"),
+    [
+        (torch.rand(2, 16), None, r"whole numbers.*float32"),
+        ([[1, 2]], None, "tensor of whole numbers.*list"),
+        (torch.ones(2, 3, dtype=torch.bool), None, "that is a mask"),
+        (torch.arange(5), None, r"\(windows, tokens\); got \(5,\)"),
+        (torch.tensor([[3, -2]]), None, "at least 0; got -2"),
+        (torch.ones(2, 3).long(), torch.ones(3, 2).long(), r"shape of input_ids, \(2, 3\)"),
+        (torch.ones(2, 3).long(), torch.ones(2, 3), "attention_mask must be .*whole numbers"),
+        (torch.ones(1, 2).long(), torch.tensor([[-1, 0]]), "0 for padding"),
+    ],
+)
+def test_what_is_no_tokens_is_refused_in_words(ids, mask, words):
+    with pytest.raises(MoesaicError, match=words):
+        Tokens(ids, mask)
+
+
+def test_a_tokenizers_mask_of_whole_numbers_is_a_mask():
+    ids = torch.tensor([[5, 6, 7], [8, 9, 0]], dtype=torch.int32)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    given, wanted = Tokens(ids, mask), Tokens(ids.long(), mask.bool())
+    assert (given.input_ids.dtype, given.attention_mask.dtype) == (torch.int64, torch.bool)
+    assert given.fingerprint == wanted.fingerprint
+    assert given.count == 5
+
+
+def test_what_a_model_cannot_read_is_refused():
+    config = LlamaConfig(vocab_size=10, max_position_embeddings=8)
+    Tokens(torch.tensor([[3, 9]])).check(config)
+    with pytest.raises(MoesaicError, match="Token id 10 is beyond .* vocabulary of 10"):
+        Tokens(torch.tensor([[3, 10]])).check(config)
+    with pytest.raises(MoesaicError, match="length 9 is beyond .* 8 positions; pass length=8"):
+        Tokens(torch.ones(1, 9).long()).check(config)
+    with pytest.raises(MoesaicError, match="no token"):
+        Tokens(torch.zeros(0, 4).long()).check(config)
+    with pytest.raises(MoesaicError, match="no token"):
+        Tokens(torch.ones(1, 2).long(), torch.zeros(1, 2).long()).check(config)
 
 
 def test_fingerprint_sees_the_mask():

@@ -4,12 +4,15 @@ import io
 import json
 import logging
 import math
+import shutil
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from builders import pages, tiny_model
 from rich.console import Console
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moesaic
@@ -25,13 +28,14 @@ from moesaic import (
     run_recipe,
 )
 from moesaic.data.reader import shipped_texts
-from moesaic.data.text import calibration_tokens, evaluation_tokens
+from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
 from moesaic.io.source import Source
 from moesaic.layers.base import same
 from moesaic.log import Log
 from moesaic.methods.more.method import MoRE
 from moesaic.metrics.routing import routers
 from moesaic.plan import Plan
+from moesaic.recipe import step_config
 
 CONFIG = MoREConfig(active=0.8, layers="all")
 MEASURED = {"data": pages("evaluation"), "length": 64, "max_tokens": 512, "new_tokens": 4}
@@ -352,3 +356,68 @@ def test_what_a_verb_cannot_take_is_refused(moe_folder, llama_folder, tmp_path):
         with pytest.raises(MoesaicError, match=message):
             run_recipe(recipe(llama_folder, tmp_path / out, **changes))
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "options", "words"),
+    [
+        (None, {}, {}, "A model is a loaded PreTrainedModel.*NoneType"),
+        (7, {}, {}, "A model is a loaded PreTrainedModel.*int"),
+        (torch.nn.Linear(2, 2), {}, {}, "A model is a loaded PreTrainedModel.*Linear"),
+        ("", {"keep": "six"}, {}, "keep must be a number; got 'six'"),
+        ("", {"keep": math.inf}, {}, "keep must be a number; got inf"),
+        ("", {"keep": math.nan}, {}, "keep must be a number; got nan"),
+        ("", {"refit": 1}, {}, "refit must be True or False; got 1"),
+        ("", {"seed": -1}, {}, "seed -1 must be at least 0"),
+        ("", {"seed": 10**23}, {}, "seed 1(0)* must be at most 4294967295"),
+        ("", {}, {"samples": "4"}, "samples must be a whole number; got '4'"),
+        ("", {}, {"seed": -1}, "seed -1 must be at least 0"),
+        ("", {}, {"calibration": torch.rand(2, 16)}, "whole numbers.*float32"),
+        ("", {}, {"calibration": torch.arange(16)}, r"got \(16,\)"),
+        ("", {}, {"calibration": torch.full((1, 4), 384)}, "Token id 384 is beyond .* 384"),
+        ("", {}, {"calibration": torch.full((1, 4), -1)}, "at least 0; got -1"),
+        ("", {}, {"calibration": 7}, "calibration is a source, texts, or token ids.*int"),
+        ("", {}, {"calibration": {"input_ids": []}}, r"moesaic\.Tokens\(input_ids.*dict"),
+        ("", {}, {"calibration": "prose", "length": 300}, "length 300 is beyond .* 256 positions"),
+    ],
+)
+def test_python_is_answered_in_words_as_the_command_line_is(
+    model, config, options, words, moe_folder
+):
+    with pytest.raises(MoesaicError, match=words):
+        moesaic.prune(moe_folder if model == "" else model, PruneConfig(**config), **options)
+
+
+def test_a_mask_of_whole_numbers_calibrates_as_the_same_mask(llama_folder, padded):
+    model = AutoModelForCausalLM.from_pretrained(llama_folder)
+    whole = Tokens(padded.input_ids, padded.attention_mask.long())
+    plans = [moesaic.carve(model, CONFIG, calibration=t).plan for t in (padded, whole)]
+    assert all(same(layer, plans[1].layers[i]) for i, layer in plans[0].layers.items())
+
+
+@pytest.mark.parametrize("verb", ["carve", "slim", "tune"])
+def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_path):
+    """From a run's calibration to its figures: nothing is asked for that is not used."""
+    bare, file = tmp_path / "bare", tmp_path / "ids.safetensors"
+    shutil.copytree(llama_folder, bare, ignore=shutil.ignore_patterns("token*", "special*"))
+    other = tmp_path / "other.safetensors"
+    save_file({"input_ids": tokens.input_ids}, file)
+    save_file({"input_ids": tokens.input_ids.flip(0)}, other)
+    options = {"tune": {"what": "all", "steps": 2}}.get(verb, {"active": 0.8})
+    options = {"keep": 0.5} if verb == "slim" else options
+    data = {"data": str(file)} if verb == "tune" else {}
+    asked = Recipe(
+        str(bare),
+        str(tmp_path / "out"),
+        (step_config(verb, {**options, **data}),),
+        Calibration(str(file)),
+        Evaluation(str(other), rounds=1),
+    )
+    measured = run_recipe(asked).measured
+    assert measured["scores"].keys() == {"original", "result"}
+    assert "decode" in measured["speed_ratio"]
+    assert not measured["samples"]
+    found = moesaic.evaluate(bare, data=str(file))
+    assert found.tokens > 0
+    with pytest.raises(MoesaicError, match="no usable tokenizer"):
+        run_recipe(replace(asked, out=str(tmp_path / "other"), evaluation=Evaluation()))

@@ -124,6 +124,47 @@ def test_the_library_in_use_imports_no_more_than_it_needs():
     assert done.stdout.strip() == "[]", done.stderr
 
 
+STATE = """
+import logging, os, sys, warnings
+import torch, transformers
+from transformers import AutoConfig, LlamaForCausalLM  # libraries of its own, too
+
+def asked(log):  # one that merely exists is nobody's
+    return log.level or log.disabled or log.handlers
+
+def state():
+    names = logging.Logger.manager.loggerDict
+    loggers = [logging.root, *(logging.getLogger(n) for n in names if "moesaic" not in n)]
+    return (
+        dict(os.environ), list(warnings.filters), warnings.showwarning, sys.excepthook,
+        {log.name: (log.level, log.disabled, list(log.handlers)) for log in loggers if asked(log)},
+        transformers.utils.logging.is_progress_bar_enabled(), torch.get_num_threads(),
+        vars(AutoConfig)["from_pretrained"],
+    )
+
+before = state()
+"""
+
+
+def test_importing_it_changes_nothing_around_it():
+    """But what transformers reads first, once, so that it knows our model types."""
+    code = (
+        f"{STATE}\n"
+        "import moesaic\n"
+        "assert state()[:-1] == before[:-1], 'import'\n"
+        "moesaic.prune, moesaic.load_recipe, moesaic.Tokens\n"
+        "try:\n"
+        "    AutoConfig.from_pretrained('./none')\n"
+        "except OSError:\n"
+        "    pass\n"
+        "assert 'moesaic_llama' in transformers.CONFIG_MAPPING\n"
+        "after = state()\n"
+        "print([i for i, (a, b) in enumerate(zip(after, before)) if a != b])\n"
+    )
+    done = run(code)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 DRY_RUN = (
     "import json, os, sys\n"
     "sys.argv[0] = 'moesaic'\n"

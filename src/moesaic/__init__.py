@@ -8,7 +8,7 @@ imported before it is used.
 >>> result = moesaic.carve("smollm2", config)  # doctest: +SKIP
 """
 
-from collections.abc import Callable, Mapping
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -21,13 +21,14 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 @wrapt.when_imported("transformers.models.auto.configuration_auto")
 def _register(auto: ModuleType) -> None:
-    """Register our model types with transformers when it first reads a config."""
+    """Register our model types with transformers when it first reads a config, and never again."""
+    own = vars(auto.AutoConfig)["from_pretrained"]
 
-    def from_pretrained(
-        wrapped: Callable[..., Any], _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
+    @functools.wraps(own.__func__)
+    def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
+        auto.AutoConfig.from_pretrained = own
         import moesaic.hub  # noqa: F401
 
-        return wrapped(*args, **kwargs)
+        return cls.from_pretrained(*args, **options)
 
-    wrapt.wrap_function_wrapper(auto, "AutoConfig.from_pretrained", from_pretrained)
+    auto.AutoConfig.from_pretrained = classmethod(from_pretrained)

@@ -7,16 +7,20 @@ answered at once.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from numbers import Integral, Real
 from pathlib import Path
+from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
     Any,
     ClassVar,
     Literal,
     TypeAlias,
+    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -47,6 +51,8 @@ class About:
     """The word that stands for the value in help texts."""
     minimum: float | None = None
     """The least value that is allowed."""
+    maximum: float | None = None
+    """The greatest value that is allowed."""
     beyond: str = ""
     """The addition to the paper's method that this option makes, in a few words; empty for the
     paper's own options."""
@@ -65,6 +71,11 @@ def option(default: Any = MISSING, help: str = "", **about: Any) -> Any:
     if isinstance(default, list | dict | set):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def seed_option(help: str = "Seed of every random choice.", **about: Any) -> Any:
+    """The field of a seed: a number that every library takes."""
+    return option(0, help, minimum=0, maximum=2**32 - 1, **about)
 
 
 def about(of: Field[Any]) -> About:
@@ -94,18 +105,52 @@ def choices(config: type[Any], name: str) -> tuple[str, ...]:
 
 
 def check_options(config: Config) -> None:
-    """Refuse values that are none of an option's choices, or below its minimum.
+    """Refuse values of another type, none of an option's choices, or out of its range.
 
     Raises:
         MoesaicError: names the field, its value and what would work.
     """
     for of in fields(config):
         value, said = getattr(config, of.name), about(of)
+        hint = types_of(type(config))[of.name]
+        if value is None and _suits(None, hint):
+            continue
         known = choices(type(config), of.name)
-        if known and value is not None and value not in known:
-            raise MoesaicError(f"{of.name} {value!r} is none of {', '.join(known)}.")
-        if said.minimum is not None and value is not None and value < said.minimum:
+        if known and value not in known:
+            raise MoesaicError(f"{of.name} {value!r:.60} is none of {', '.join(known)}.")
+        if not _suits(value, hint):
+            raise MoesaicError(f"{of.name} must be {_in_words(hint)}; got {value!r:.60}.")
+        if said.minimum is not None and value < said.minimum:
             raise MoesaicError(f"{of.name} {value!r} must be at least {said.minimum:g}.")
+        if said.maximum is not None and value > said.maximum:
+            raise MoesaicError(f"{of.name} {value!r} must be at most {said.maximum:.0f}.")
+
+
+WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
+"""The types of options in words."""
+
+
+def _suits(value: object, hint: Any) -> bool:
+    """Whether a value is what a field's type says; a number must be finite, too."""
+    kinds = get_args(hint)
+    if get_origin(hint) in (Union, UnionType):
+        return any(_suits(value, kind) for kind in kinds)
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple | list) and all(_suits(part, kinds[0]) for part in value)
+    if hint in (int, float):
+        number = Integral if hint is int else Real
+        return isinstance(value, number) and not isinstance(value, bool) and math.isfinite(value)
+    return get_origin(hint) is not None or not isinstance(hint, type) or isinstance(value, hint)
+
+
+def _in_words(hint: Any) -> str:
+    """A field's type in words: ``a number or text``."""
+    kinds = get_args(hint)
+    if get_origin(hint) is tuple:
+        return f"several ({_in_words(kinds[0])} each)"
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_in_words(kind) for kind in kinds if kind is not NoneType)
+    return WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
 # --- methods -------------------------------------------------------------------------------------
@@ -238,7 +283,7 @@ class Calibration:
         None, "Calibration windows. Default: 100; of a .safetensors file, all.", minimum=1
     )
     length: int | None = option(None, "Tokens of a window. Default: the method's own.", minimum=2)
-    seed: int = option(0, "Seed of every random choice.")
+    seed: int = seed_option()
     documents: bool = option(
         False, "Each calibration window is one document, cut at length, not a piece of all text."
     )
@@ -325,7 +370,9 @@ class Bench:
         "transformers, or llamacpp, which takes GGUF files too and converts other models.",
     )
     type: GgufType = option("f32", "Of weights converted for llamacpp.")
-    length: int = option(512, "Prompt tokens.", minimum=2)
+    length: int | None = option(
+        None, "Prompt tokens. Default: 512, or what the models' positions leave.", minimum=2
+    )
     new_tokens: int = option(32, "Greedy decoding steps of a round.", minimum=1)
     rounds: int = option(5, "Counted rounds, after one of warm-up.", minimum=1)
 
@@ -438,8 +485,8 @@ class RunArgs:
         settings = {name: options.pop(name) for name in sorted(drawn)}
         if isinstance(given, Calibration):
             calibration = given
-        elif isinstance(given, str):
-            calibration = Calibration(**{"source": given, **settings})
+        elif isinstance(given, str | Path):
+            calibration = Calibration(**{"source": str(given), **settings})
         else:
             options["text"], calibration = given, Calibration(**settings)
         options["compare"] = tuple(options.get("compare", ()))

@@ -15,9 +15,11 @@ import torch
 from moesaic import report
 from moesaic.config import MethodConfig, RunArgs, check_device, parse_dtype
 from moesaic.data.questions import wanted_tasks
+from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, own_device, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, Values, silent
+from moesaic.io.caller import untouched
 from moesaic.io.checkpoint import whole_folder
 from moesaic.io.layout import (
     CARD,
@@ -34,7 +36,7 @@ from moesaic.io.source import Source, from_hub, resolve
 from moesaic.log import Log
 from moesaic.methods import VERBS, implementation
 from moesaic.methods.base import Method
-from moesaic.metrics.measure import beside_original, environment, measure
+from moesaic.metrics.measure import beside_original, environment, measure, measured_text
 from moesaic.metrics.tasks import check_tasks
 from moesaic.nn.kernels import fast
 from moesaic.plan import Plan, Progress
@@ -63,7 +65,8 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
         logger.warning(sentence)
     if method.kind in ("channels", "split", "learned", "gated"):
         fast(torch.device(own_device(args.device)).type)  # says so first, where nothing gets faster
-    return Result(method, job, method.run(job))
+    with untouched(args.model, args.teacher):
+        return Result(method, job, method.run(job))
 
 
 def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False) -> None:
@@ -144,8 +147,10 @@ def _run(
 ) -> Record | None:
     check_run(recipe, overwrite=overwrite, resume=resume)
     check_device(recipe.device)
-    if (asked := recipe.evaluation) is not None:
+    tokens: Tokens | None = None
+    if (asked := recipe.evaluation) is not None:  # what is wrong with it is said before any work
         check_tasks(wanted_tasks(asked.tasks, asked.shots, asked.limit))
+        tokens = measured_text(resolve(recipe.model), asked)
     work = unfinished(recipe.out)
     if not resume:
         Progress(work, {}).discard()
@@ -169,7 +174,7 @@ def _run(
     if process()[0] != 0:
         if settings is not None:
             written = Path(gathered("")[0])
-            beside_original(written, resolve(recipe.model), settings, **where)
+            beside_original(written, resolve(recipe.model), settings, **where, tokens=tokens)
         return None
     with whole_folder(Path(recipe.out), overwrite) as folder:
         with log.stage("write"):
@@ -179,9 +184,8 @@ def _run(
             gathered(str(folder))  # the others wait until it is whole
             original = resolve(recipe.model)
             with log.stage("measure"):
-                measured = measure(
-                    folder, original, result.builders, settings, **where, track=log.track
-                )
+                shown: JSON = {"track": log.track, "tokens": tokens}
+                measured = measure(folder, original, result.builders, settings, **where, **shown)
         further = more(folder) if more is not None else {}
         record = _record(recipe, result, known, {**measured, **found, **further})
         record.log = log.as_json()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from moesaic.config import Evaluation
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Values
+from moesaic.io.caller import untouched
 from moesaic.io.checkpoint import ShardWriter, Writer, narrowed, shape_of, whole_folder
 from moesaic.io.fingerprint import IN_MEMORY, of_model
 from moesaic.io.layout import own
@@ -93,7 +95,7 @@ class Result:
         if self.job.on_disk:
             model = model.load(self.job.device, dtype or self.job.dtype)
         elif not self.job.args.inplace:
-            model = copy.deepcopy(model)
+            model = copy.deepcopy(model).eval()
         apply_plan(model, self.arch, plan)
         hub.convert_class(model, self.arch, plan)
         return model
@@ -127,11 +129,15 @@ class Result:
             if job.tokenizer is None:
                 raise MoesaicError("Scores need a tokenizer: pass tokenizer=.")
             settings = Evaluation()
-            tokens = evaluation_tokens("", job.tokenizer, settings.length, settings.max_tokens)
-        scores = {"result": score(self.model, tokens)}
+            tokens = evaluation_tokens(
+                "", job.tokenizer, settings.length, settings.max_tokens, job.original.config
+            )
+        with untouched(self.model):
+            scores = {"result": score(self.model, tokens)}
         if not job.args.inplace:
             original = job.original.load(job.device, job.dtype) if job.on_disk else job.original
-            scores["original"] = score(original, tokens)
+            with untouched(original):
+                scores["original"] = score(original, tokens)
         return scores
 
     def identity(self) -> JSON:
@@ -164,7 +170,10 @@ class Result:
         if plan is not None and self.job.on_disk:
             save_applied(self.job.original, plan, folder, self.job.dtype)
         else:
-            hub.save_live(self.model, self.job.tokenizer, folder)
+            tokenizer = None
+            with suppress(MoesaicError):  # token ids needed none
+                tokenizer = self.job.tokenizer
+            hub.save_live(self.model, tokenizer, folder)
         if plan is not None:
             asked = self.job.dtype if self.job.on_disk else None
             dtype = str(asked or "auto").removeprefix("torch.")

@@ -6,8 +6,12 @@ They hold for methods that other files never heard of: see :mod:`cases`.
 from __future__ import annotations
 
 import json
+import logging
+import os
+import random
+import warnings
 from dataclasses import fields, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,7 @@ from safetensors.torch import load_file
 
 import moesaic
 from moesaic.config import MethodConfig, about
+from moesaic.errors import MoesaicError
 from moesaic.estimates import estimate, weight_bytes
 from moesaic.layers.base import same
 from moesaic.methods import METHODS, VERBS, implementation
@@ -187,6 +192,83 @@ def test_the_callers_model_is_left_alone_unless_asked(key, place):
     assert equal(before, dict(model.state_dict()))
     result = result_of(key, inplace=True, **options)
     assert result.model is model
+
+
+def hooked(model: Any) -> Any:
+    """A model in training with a frozen part, each module's forward replaced as accelerate does."""
+    model.train()
+    model.get_input_embeddings().requires_grad_(False)
+    for module in model.modules():
+        module.forward = partial(type(module).forward, module)
+        module.register_forward_hook(lambda module, args, out: None)
+    return model
+
+
+def surroundings(model: Any) -> dict[str, Any]:
+    """All that a verb finds and must leave: the model beside its weights, and the process."""
+    loggers = [logging.root, *map(logging.getLogger, KNOWN_LOGGERS)]
+    return {
+        "modes": {name: m.training for name, m in model.named_modules()},
+        "forwards": {name: id(vars(m).get("forward")) for name, m in model.named_modules()},
+        "hooks": {
+            (name, kind): list(hooks)
+            for name, m in model.named_modules()
+            for kind, hooks in vars(m).items()
+            if kind.endswith("_hooks")
+        },
+        "learning": {n: (p.requires_grad, p.grad) for n, p in model.named_parameters()},
+        "config": model.config.to_dict(),
+        "class": type(model),
+        "environment": dict(os.environ),
+        "warnings": (list(warnings.filters), warnings.showwarning),
+        "loggers": {
+            log.name: (log.level, log.disabled, log.propagate, list(log.handlers))
+            for log in loggers
+        },
+        "random": (random.getstate(), torch.get_rng_state().tolist()),
+        "torch": (torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype()),
+    }
+
+
+LOOKING = {"carve.wina": {"gradients": True}}
+"""Options by which methods that look at weights alone run the model."""
+KNOWN_LOGGERS = (
+    "moesaic",
+    "transformers",
+    "transformers.modeling_utils",
+    "datasets",
+    "py.warnings",
+)
+
+
+def stopping(error: type[BaseException]) -> Any:
+    """A Track that stops a run at the second item that passes."""
+
+    def track(items, label, total=None):
+        for number, item in enumerate(items):
+            if number:
+                raise error
+            yield item
+
+    return track
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_the_caller_finds_all_as_it_was(key, place):
+    """After a run, after one that fails, and after one that is interrupted."""
+    options = given(start_of(key, place), live=True)
+    options["config"] = config_of(key, **LOOKING.get(key, {}))
+    result_of(key, **options)  # what libraries do when they are first imported is theirs
+    model = hooked(options["model"])
+    before = surroundings(model)
+    assert not result_of(key, **options).model.training
+    assert surroundings(model) == before
+    for error in (MoesaicError, KeyboardInterrupt):
+        with pytest.raises(error):
+            result_of(key, track=stopping(error), **options)
+        assert surroundings(model) == before
+    moesaic.evaluate(model, data=many_tokens().rows(slice(2)))
+    assert surroundings(model) == before
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,9 +14,9 @@ from torch import Tensor
 from moesaic.data.mixes import sources_of
 from moesaic.data.reader import Held, Rows, Taken, Use, open_rows
 from moesaic.data.rows import Row, text_of
-from moesaic.data.source import TextSource
+from moesaic.data.source import TextSource, text_sources
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Tokenizer
+from moesaic.foreign import JSON, Config, Tokenizer
 
 POOL = 20_000_000
 """Characters of a larger source that windows are drawn from, in a random order of its rows."""
@@ -49,14 +49,69 @@ class Origin:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token windows ready for a model."""
+    """Token windows ready for a model.
+
+    Raises:
+        MoesaicError: ids are no whole numbers of at least 0, or the mask is of another shape or
+            holds more than 0 and 1.
+    """
 
     input_ids: Tensor
-    """int64 (N, L)."""
+    """int64 (N, L); other whole numbers are made so."""
     attention_mask: Tensor | None = None
-    """bool (N, L), False on padding; None where there is no padding."""
+    """bool (N, L), False on padding; None where there is no padding. A tokenizer's 0 and 1 are made
+    so."""
     origins: tuple[Origin, ...] = ()
     """The sources that the windows come from, one after the other; empty where nobody said."""
+
+    def __post_init__(self) -> None:
+        ids = _whole_numbers(self.input_ids, "input_ids")
+        if ids.dtype == torch.bool:
+            raise MoesaicError("input_ids are True and False: that is a mask.")
+        if ids.dim() != 2:
+            raise MoesaicError(
+                f"input_ids must be of shape (windows, tokens); got {tuple(ids.shape)}."
+            )
+        if bool((ids < 0).any()):
+            raise MoesaicError(f"input_ids must be at least 0; got {int(ids.min())}.")
+        object.__setattr__(self, "input_ids", ids.to("cpu", torch.int64))
+        if self.attention_mask is None:
+            return
+        mask = _whole_numbers(self.attention_mask, "attention_mask")
+        if mask.shape != ids.shape:
+            raise MoesaicError(
+                f"attention_mask must have the shape of input_ids, {tuple(ids.shape)}; "
+                f"got {tuple(mask.shape)}."
+            )
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise MoesaicError("attention_mask must hold 1 (or True) for tokens, 0 for padding.")
+        object.__setattr__(self, "attention_mask", mask.to("cpu", torch.bool))
+
+    def check(self, config: Config) -> None:
+        """Refuse windows without a token, or longer than a model's positions, and ids beyond its
+        vocabulary.
+
+        Args:
+            config: the model's.
+
+        Raises:
+            MoesaicError: names the length, or the greatest id.
+        """
+        length, most = self.input_ids.shape[1], positions(config)
+        if most is not None and length > most:
+            raise MoesaicError(
+                f"length {length} is beyond the model's {most:,} positions; "
+                f"pass length={most} or less."
+            )
+        vocabulary = config.get_text_config().vocab_size
+        if self.count == 0:
+            raise MoesaicError("The text has no token that is not padding.")
+        greatest = int(self.input_ids.max())
+        if greatest >= vocabulary:
+            raise MoesaicError(
+                f"Token id {greatest} is beyond the model's vocabulary of {vocabulary:,}: the text "
+                "was made into tokens for another model."
+            )
 
     @property
     def count(self) -> int:
@@ -105,6 +160,24 @@ class Tokens:
             yield Tokens(ids, None if masks is None else masks[i])
 
 
+def positions(config: Config) -> int | None:
+    """Tokens that a model takes at most; None where its config says nothing."""
+    most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return most
+
+
+def _whole_numbers(tensor: object, name: str) -> Tensor:
+    """The tensor, if it holds no fractions.
+
+    Raises:
+        MoesaicError: names what it is instead.
+    """
+    if isinstance(tensor, Tensor) and not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+    raise MoesaicError(f"{name} must be a tensor of whole numbers, such as int64; got {kind}.")
+
+
 def shared_out(
     tokens: Tokens, number: int, of: int, tokens_per_batch: int = 2048
 ) -> tuple[Tokens, list[int]]:
@@ -134,6 +207,19 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
     return torch.tensor(ids[: whole * length], dtype=torch.int64).view(whole, length)
 
 
+def needs_tokenizer(text: object) -> bool:
+    """Whether a text is to be made into tokens: a source, texts or rows, but no token ids.
+
+    Args:
+        text: as verbs take it: a source, texts, rows, :class:`Tokens` or a tensor of ids.
+    """
+    if isinstance(text, str):
+        return not all(source.tokenised for source in text_sources(text))
+    if isinstance(text, Sequence) and text and isinstance(text[0], Mapping):
+        return "labels" not in text[0]
+    return not isinstance(text, Tokens | Tensor)
+
+
 # --- sources to tokens ---------------------------------------------------------------------------
 
 
@@ -151,6 +237,7 @@ def evaluation_tokens(
     tokenizer: Tokenizer,
     length: int | None = None,
     max_tokens: int | None = None,
+    config: Config | None = None,
 ) -> Tokens:
     """The first windows of a text, in order; of a mix, of each source in turn.
 
@@ -159,13 +246,29 @@ def evaluation_tokens(
         tokenizer: of the model; not used for a file of token ids.
         length: tokens of a window; None for 512, or for a token file's own.
         max_tokens: at most this much; 0 or None for all of it. A mix shares it by its weights.
+        config: of the model that will read them, so that they are checked against it; 512 is then
+            no more than its positions.
 
     Raises:
-        MoesaicError: a source cannot be read, or does not fill one window.
+        MoesaicError: a source cannot be read, does not fill one window, or is not for the model.
     """
+    usual = LENGTH if config is None else min(LENGTH, positions(config) or LENGTH)
+    tokens = _evaluation_tokens(source, tokenizer, length, max_tokens, usual)
+    if config is not None:
+        tokens.check(config)
+    return tokens
+
+
+def _evaluation_tokens(
+    source: str | Sequence[Row],
+    tokenizer: Tokenizer,
+    length: int | None,
+    max_tokens: int | None,
+    usual: int,
+) -> Tokens:
     if not isinstance(source, str):
         rows = Held(source, Taken("given", stop=len(source)))
-        return _first(rows, tokenizer, length or LENGTH, max_tokens or None)
+        return _first(rows, tokenizer, length or usual, max_tokens or None)
     max_tokens = max_tokens or None
     sources = sources_of(source, "evaluation")
     shares: list[int | None] = [max_tokens] * len(sources)
@@ -174,7 +277,7 @@ def evaluation_tokens(
     parts = [
         _first_of_file(Path(s.name), length, share)
         if s.tokenised
-        else _first(open_rows(s, "evaluation"), tokenizer, length or LENGTH, share)
+        else _first(open_rows(s, "evaluation"), tokenizer, length or usual, share)
         for s, share in zip(sources, shares, strict=True)
     ]
     return joined([_told(part, s) for part, s in zip(parts, sources, strict=True)])
@@ -391,15 +494,16 @@ def token_file(path: Path, length: int | None = None) -> Tokens:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise MoesaicError(f"{path} is not a safetensors file: {error}") from error
-    ids = tensors.get("input_ids")
-    if ids is None or ids.dtype != torch.int64 or ids.dim() != 2 or ids.numel() == 0:
-        raise MoesaicError(f"{path} must hold input_ids, int64 of shape (N, T), not empty.")
-    mask = tensors.get("attention_mask")
-    if mask is not None and mask.shape != ids.shape:
-        raise MoesaicError(f"{path}: attention_mask must have the shape of input_ids.")
-    mask = None if mask is None or bool(mask.bool().all()) else mask.bool()
-    if mask is not None and not bool(mask.any()):
-        raise MoesaicError(f"{path}: attention_mask leaves no token.")
+    if "input_ids" not in tensors:
+        raise MoesaicError(f"{path} must hold input_ids, int64 of shape (N, T).")
+    try:
+        tokens = Tokens(tensors["input_ids"], tensors.get("attention_mask"))
+    except MoesaicError as error:
+        raise MoesaicError(f"{path}: {error}") from error
+    ids, mask = tokens.input_ids, tokens.attention_mask
+    mask = None if mask is None or bool(mask.all()) else mask
+    if tokens.count == 0:
+        raise MoesaicError(f"{path} holds no token.")
     own = ids.shape[1]
     if length is not None and length > own:
         raise MoesaicError(

@@ -17,7 +17,7 @@ from moesaic.data.rows import Row, asked, text_of
 from moesaic.data.source import text_sources
 from moesaic.data.text import IGNORED, Tokens, token_file, windows
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Tokenizer
+from moesaic.foreign import Config, Tokenizer
 
 Examples = Sequence[Example] | IterableDataset[Example]
 
@@ -67,6 +67,7 @@ def training_text(
     seed: int = 0,
     answers: bool = False,
     stream: bool = False,
+    config: Config | None = None,
 ) -> Examples:
     """Texts to train on, whatever they are given as.
 
@@ -80,24 +81,29 @@ def training_text(
         answers: only the answers of rows with a prompt are learned, each row for itself; without
             it rows are text like any other.
         stream: stream all text.
+        config: the model's, which token ids are checked against.
 
     Returns:
         ``input_ids`` and ``labels`` of each text.
 
     Raises:
-        MoesaicError: there is no such text, no tokenizer for it, or a mix and no ``steps``.
+        MoesaicError: there is no such text, no tokenizer for it, a token that the model does not
+            know, or a mix and no ``steps``.
     """
+    if isinstance(given, str):
+        sources = sources_of(given, "calibration")
+        if len(sources) == 1 and sources[0].tokenised:
+            given = token_file(Path(sources[0].name))
     if isinstance(given, Tensor):
-        given = Tokens(given.long())
+        given = Tokens(given)
     if isinstance(given, Tokens):
+        if config is not None:
+            given.check(config)
         return given.examples()
     if not isinstance(given, str):
         if len(given) > 0 and isinstance(given[0], Mapping) and "labels" in given[0]:
             return list(given)
         return training_examples(given, _needed(tokenizer), length, answers)
-    sources = sources_of(given, "calibration")
-    if len(sources) == 1 and sources[0].tokenised:
-        return token_file(Path(sources[0].name)).examples()
     tokenizer = _needed(tokenizer)
     if len(sources) > 1 and steps is None:
         raise MoesaicError(f"{given!r} is a mix, which has no end: say how many steps.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from moesaic.config import Bench, ExportArgs, GgufType
 from moesaic.data.reader import shipped_texts
-from moesaic.data.text import evaluation_tokens
+from moesaic.data.text import LENGTH, evaluation_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import export_gguf
 from moesaic.foreign import JSON, Model, Track, silent
@@ -75,8 +76,9 @@ def _transformers(
     dtype: torch.dtype | None,
     track: Track,
 ) -> Found:
-    length, new_tokens, rounds = asked.length, asked.new_tokens, asked.rounds
+    new_tokens, rounds = asked.new_tokens, asked.rounds
     sources = {name: resolve(model) for name, model in models.items()}
+    length = _length(asked, sources.values())
     types = {name: working_type(source.config, dtype, device) for name, source in sources.items()}
     loaders = {name: partial(s.load, device, types[name]) for name, s in sources.items()}
     together = fit(sources.values(), device, dtype)
@@ -90,6 +92,24 @@ def _transformers(
         }
         for name, source in sources.items()
     }
+
+
+def _length(asked: Bench, sources: Iterable[Source]) -> int:
+    """Tokens of the prompt.
+
+    Raises:
+        MoesaicError: they, and what follows them, are beyond a model's positions.
+    """
+    length = LENGTH if asked.length is None else asked.length
+    for source in sources:
+        room = (positions(source.config) or sys.maxsize) - asked.new_tokens
+        if room < (length if asked.length else 2):
+            raise MoesaicError(
+                f"length {length} and {asked.new_tokens} new tokens are beyond the "
+                f"{room + asked.new_tokens:,} positions of {source.name}; give fewer."
+            )
+        length = min(length, room)
+    return length
 
 
 def _prompt(sources: Mapping[str, Source], length: int) -> torch.Tensor:
@@ -106,7 +126,8 @@ def _active(model: Model) -> int:
 
 
 def _llamacpp(models: Mapping[str, str], asked: Bench, track: Track) -> Found:
-    length, new_tokens, rounds = asked.length, asked.new_tokens, asked.rounds
+    new_tokens, rounds = asked.new_tokens, asked.rounds
+    length = _length(asked, [resolve(m) for m in models.values() if not m.endswith(".gguf")])
     context = length + new_tokens + 1
     with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
         files = {

@@ -10,11 +10,12 @@ import torch
 
 from moesaic.config import Evaluation
 from moesaic.data.questions import wanted_tasks
-from moesaic.data.text import Tokens, evaluation_tokens
+from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.distributed import own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Model, Tokenizer, Track, silent
-from moesaic.io.source import Source, resolve
+from moesaic.io.caller import leaves_untouched, taken
+from moesaic.io.source import Source
 from moesaic.metrics.divergence import check_tokenizers
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as continued
@@ -23,11 +24,12 @@ from moesaic.metrics.score import Score, score, scores_beside
 from moesaic.metrics.tasks import check_tasks, measure_tasks, recovery_ratio, with_recovery
 
 
+@leaves_untouched
 def evaluate(
     model: str | Path | Model,
     *,
     against: str | Path | Model | None = None,
-    data: str | Sequence[str] | Tokens = "",
+    data: str | Sequence[str] | Tokens | torch.Tensor = "",
     length: int | None = Evaluation.length,
     max_tokens: int | None = Evaluation.max_tokens,
     tasks: str = Evaluation.tasks,
@@ -67,18 +69,23 @@ def evaluate(
     wanted = wanted_tasks(tasks, shots, limit)
     check_tasks(wanted)
     shared, device = process()[1] > 1, own_device(device)
-    found = [_found(m) for m in ([model] if against is None else [model, against])]
+    found = [taken(m) for m in ([model] if against is None else [model, against])]
     first = found[0]
-    if tokenizer is None and isinstance(first, Source):
+    asked = bool(wanted or generations or needs_tokenizer(data))
+    if tokenizer is None and isinstance(first, Source) and asked:
         tokenizer = first.tokenizer
     if len(found) > 1 and isinstance(found[1], Source) and tokenizer is not None:
         check_tokenizers(tokenizer, found[1].tokenizer)
     if (wanted or generations) and tokenizer is None:
         raise MoesaicError("tasks and generations of a loaded model need tokenizer=.")
+    data = Tokens(data) if isinstance(data, torch.Tensor) else data
     if isinstance(data, Tokens):
+        data.check(first.config)
         tokens = data
     else:
-        tokens = evaluation_tokens(data, tokenizer, length, max_tokens)
+        if tokenizer is None and needs_tokenizer(data):
+            raise MoesaicError("Text to measure on needs a tokenizer: pass tokenizer=, or Tokens.")
+        tokens = evaluation_tokens(data, tokenizer, length, max_tokens, first.config)
     runs = runners(found, stream, device, dtype)
     if generations:
         for run in runs:
@@ -99,10 +106,6 @@ def evaluate(
         said = [continued(live(run, device, dtype), tokenizer, track=track) for run in runs]
         scores = [replace(s, generations=g) for s, g in zip(scores, said, strict=True)]
     return scores[0] if len(scores) == 1 else replace(scores[0], against=scores[1])
-
-
-def _found(model: str | Path | Model) -> Source | Model:
-    return resolve(str(model)) if isinstance(model, str | Path) else model
 
 
 def runners(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,11 +15,12 @@ from moesaic.config import Evaluation
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.reader import shipped_texts
 from moesaic.data.source import DOMAINS
-from moesaic.data.text import Tokens, evaluation_tokens
+from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer, positions
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, give_back, silent
 from moesaic.io.arithmetic import sizes_in, working_type
+from moesaic.io.caller import leaves_untouched
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.forward import Layerwise, Runner, Whole
@@ -65,7 +67,7 @@ def sweep(
         raise MoesaicError(f"{model} has no gates with a threshold; tau is for results of dsmoe.")
     if not taus or not all(0 <= tau < 1 for tau in taus):
         raise MoesaicError("tau takes thresholds of at least 0, below 1, such as 0.3,0.5,0.7.")
-    tokens = evaluation_tokens(data, source.tokenizer, length, max_tokens)
+    tokens = measured_text(source, Evaluation(data=data, length=length, max_tokens=max_tokens))
     points = []
     for tau in taus:
         for gate in gates:
@@ -123,6 +125,7 @@ def inspect(model: str) -> JSON:
     }
 
 
+@leaves_untouched
 @torch.inference_mode()
 def generate(
     model: Model, tokenizer: Tokenizer, prompt: str, new_tokens: int = 64, chat: bool = False
@@ -170,6 +173,7 @@ def measure(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     track: Track = silent,
+    tokens: Tokens | None = None,
 ) -> JSON:
     """A saved result beside its original and comparisons: same text, one after another; speed.
 
@@ -187,6 +191,7 @@ def measure(
         device: where to compute.
         dtype: floating-point type; None for the checkpoint's own.
         track: shows progress.
+        tokens: of :func:`measured_text`, where they are at hand.
 
     Returns:
         the fields of :attr:`moesaic.record.Record.measured`.
@@ -196,13 +201,13 @@ def measure(
     """
     device = own_device(device)
     dtype = working_type(original.config, dtype, device)
-    found = beside_original(folder, original, settings, device=device, dtype=dtype, track=track)
+    where: JSON = {"device": device, "dtype": dtype}
+    found = beside_original(folder, original, settings, **where, track=track, tokens=tokens)
     sources, together, tokens = found.sources, found.together, found.tokens
     scores, live = found.scores, found.live
-    result, tokenizer = sources["result"], original.tokenizer
+    result, tokenizer = sources["result"], tokenizer_of(original, settings)
     alone = together or all(fit((source,), device, dtype) for source in sources.values())
     wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
-    tasks = partial(measure_tasks, tokenizer=tokenizer, tasks=wanted, limit=settings.limit)
     generations: dict[str, str] = {}
     samples: list[JSON] = []
     active: dict[str, dict[str, float]] = {}
@@ -217,14 +222,15 @@ def measure(
             shown = _named(track, name)
             scores[name], _ = scores_beside(Whole(model), reference, tokens, shown)
             if wanted:
-                scores[name] = _with_tasks(
-                    scores[name], tasks(Whole(model), track=shown), scores["original"].tasks
-                )
-        generations[name] = generate(model, tokenizer, settings.prompt, settings.new_tokens)
-        if settings.generations:
+                assert tokenizer is not None
+                tasks = measure_tasks(Whole(model), tokenizer, wanted, settings.limit, shown)
+                scores[name] = _with_tasks(scores[name], tasks, scores["original"].tasks)
+        if tokenizer is not None:
+            generations[name] = generate(model, tokenizer, settings.prompt, settings.new_tokens)
+        if tokenizer is not None and settings.generations:
             said = repeated(model, tokenizer, track=_named(track, name))
             scores[name] = replace(scores[name], generations=said)
-        if name == "result":
+        if tokenizer is not None and name == "result":
             samples = colour_samples(model, tokenizer)
             active = activity(model, tokenizer, tokens.input_ids.shape[1])
         del model, run  # before the next one comes
@@ -248,8 +254,9 @@ def measure(
         **({"activity": active} if active else {}),
     }
     if settings.rounds and alone:
-        prompt = tokens.input_ids[:1, :512]
-        speeds = timed(loaders, together, prompt, 32, settings.rounds, track)
+        room = (positions(original.config) or sys.maxsize) - NEW_TOKENS
+        prompt = tokens.input_ids[:1, : max(2, min(512, room))]
+        speeds = timed(loaders, together, prompt, NEW_TOKENS, settings.rounds, track)
         record["speed_interleaved"] = together
         record["speed"] = {
             name: speed_json(speeds[name])
@@ -287,6 +294,7 @@ def beside_original(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     track: Track = silent,
+    tokens: Tokens | None = None,
 ) -> Measured:
     """The scores of a saved result and of its original: text, and tasks.
 
@@ -298,15 +306,16 @@ def beside_original(
     sources = {"original": original, "result": Source("result", folder)}
     together = all(gathered(fit(sources.values(), device, dtype)))
     whole = together and not settings.stream
-    tokenizer = original.tokenizer
+    tokenizer = tokenizer_of(original, settings)
     wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
-    tokens = evaluation_tokens(settings.data, tokenizer, settings.length, settings.max_tokens)
+    tokens = measured_text(original, settings) if tokens is None else tokens
     runs: dict[str, Runner] = {
         name: Whole.of(s, device, dtype) if whole else Layerwise(s, device, dtype)
         for name, s in sources.items()
     }
     ours, theirs = scores_beside(runs["result"], runs["original"], tokens, track, shared)
     if wanted:
+        assert tokenizer is not None
         told = {
             name: measure_tasks(run, tokenizer, wanted, settings.limit, _named(track, name), shared)
             for name, run in runs.items()
@@ -316,12 +325,39 @@ def beside_original(
     return Measured(sources, together, tokens, {"original": theirs, "result": ours}, runs)
 
 
+def tokenizer_of(source: Source, settings: Evaluation) -> Tokenizer | None:
+    """A model's tokenizer; None where it has none, and nothing that is asked for needs one.
+
+    Raises:
+        MoesaicError: it has none, and text, tasks or generations need it.
+    """
+    try:
+        return source.tokenizer
+    except MoesaicError:
+        if needs_tokenizer(settings.data) or settings.tasks or settings.generations:
+            raise
+        return None
+
+
+def measured_text(source: Source, settings: Evaluation) -> Tokens:
+    """The windows that a model, and what is made of it, are measured on.
+
+    Raises:
+        MoesaicError: there is no such text, too little of it, or it is not for the model.
+    """
+    tokenizer = tokenizer_of(source, settings)
+    most = settings.max_tokens
+    return evaluation_tokens(settings.data, tokenizer, settings.length, most, source.config)
+
+
 def _with_tasks(of: Score, tasks: dict[str, JSON], before: Mapping[str, Values]) -> Score:
     """A score with its tasks' figures, beside the original's."""
     recovery = recovery_ratio(tasks, before)
     return replace(of, tasks=with_recovery(tasks, before), recovery=recovery)
 
 
+NEW_TOKENS = 32
+"""Tokens that speed is measured on, behind a prompt."""
 ROOM = 1.25
 """Memory that models take when they run, over that of their weights."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import UserDict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,17 +14,25 @@ from torch import nn
 
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.config import RunArgs
-from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, shared_out
+from moesaic.data.text import (
+    SAMPLES,
+    Tokens,
+    calibration_tokens,
+    needs_tokenizer,
+    positions,
+    shared_out,
+)
 from moesaic.distributed import own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.io.arithmetic import working_type
+from moesaic.io.caller import taken
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.fingerprint import of_model
 from moesaic.io.naming import Naming
 from moesaic.io.prediction import predicting_layers
 from moesaic.io.quantised import QuantisedCheckpoint
-from moesaic.io.source import Source, resolve
+from moesaic.io.source import Source
 from moesaic.layers.base import LayerPlan
 from moesaic.plan import BaseShape, Progress
 from moesaic.stream.stream import LayerStream
@@ -55,7 +64,7 @@ class Job(Generic[A]):
             self.shape = shape
         self.dtype, self.track = args.dtype, args.track
         model = args.model
-        self.original: Model = resolve(str(model)) if isinstance(model, str | Path) else model
+        self.original: Model = taken(model)
         """The caller's model, or the :class:`~moesaic.io.source.Source` to read from disk."""
         self.device = own_device(args.device)
         """Where to compute. A live model that is on an accelerator is not moved."""
@@ -99,26 +108,41 @@ class Job(Generic[A]):
         """The calibration tokens.
 
         Raises:
-            MoesaicError: there is no such text, too little of it, or no tokenizer for it.
+            MoesaicError: there is no such text, too little of it, no tokenizer for it, or a token
+                in it that the model does not know.
         """
-        given, drawn = self.args.text, self.args.calibration
-        if isinstance(given, Tokens):
-            return given
-        if isinstance(given, torch.Tensor):
-            return Tokens(given.to(torch.int64))
-        source = drawn.source if given is None else given
-        tokenised = isinstance(source, str) and source.endswith(".safetensors")
-        if self.tokenizer is None and not tokenised:
-            raise MoesaicError("Calibration text needs a tokenizer: pass tokenizer=, or token ids.")
-        return calibration_tokens(
-            source,
-            self.tokenizer,
-            drawn.samples,
-            drawn.length,
-            drawn.seed,
-            documents=drawn.documents,
-            window=self._length,
-        )
+        text, drawn = self.args.text, self.args.calibration
+        config = self.original.config
+        text = drawn.source if text is None else text
+        if isinstance(text, torch.Tensor):
+            text = Tokens(text)
+        if not isinstance(text, Tokens):
+            if isinstance(text, Mapping | UserDict) or not hasattr(text, "__getitem__"):
+                raise MoesaicError(
+                    "calibration is a source, texts, or token ids: a tensor (N, T), or with "
+                    "padding moesaic.Tokens(input_ids, attention_mask); got "
+                    f"{type(text).__name__}."
+                )
+            tokenizer = self.tokenizer_for(text)
+            if tokenizer is None and needs_tokenizer(text):
+                raise MoesaicError(
+                    "Calibration text needs a tokenizer: pass tokenizer=, or token ids."
+                )
+            text = calibration_tokens(
+                text,
+                tokenizer,
+                drawn.samples,
+                drawn.length,
+                drawn.seed,
+                documents=drawn.documents,
+                window=min(self._length, positions(config) or self._length),
+            )
+        text.check(config)
+        return text
+
+    def tokenizer_for(self, text: object) -> Tokenizer | None:
+        """The tokenizer for a text; None for token ids, which need none."""
+        return self.tokenizer if needs_tokenizer(text) else None
 
     @property
     def planned_tokens(self) -> int:
@@ -234,7 +258,6 @@ class Job(Generic[A]):
                 dtype=self.dtype,
                 **options,
             )
-        self.original.eval()
         return LayerStream(self.original, self.arch, tokens, layers, view=view, **options)
 
     def live(self, inplace: bool | None = None) -> Model:

@@ -9,7 +9,7 @@ Shape suffixes: T tokens, E experts, M neurons of one, S neurons of the shared p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import reduce
 from typing import Any
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moesaic.arch.dense import Arch, DenseFFN
 from moesaic.arch.mixture import MoEFFN
+from moesaic.io.caller import forward_replaced
 from moesaic.stream.stream import Site
 
 Masks = Iterator[Tensor | None]
@@ -194,18 +195,17 @@ def watching(
         return y_TD.view(shape)
 
     handles.append(ffn.register_forward_pre_hook(entering))
+    replaced: AbstractContextManager[None] = nullcontext()
+    if isinstance(view, MoEFFN):
+        replaced = forward_replaced(view.experts, routed)
+    else:
+        handles.append(getattr(ffn, arch.ffn.down).register_forward_pre_hook(dense))
     try:
-        if isinstance(view, MoEFFN):
-            view.experts.forward = routed  # shadows the class's own
-        else:
-            down = getattr(ffn, arch.ffn.down)
-            handles.append(down.register_forward_pre_hook(dense))
-        yield
+        with replaced:
+            yield
     finally:
         for handle in handles:
             handle.remove()
-        if isinstance(view, MoEFFN):
-            del view.experts.forward
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import inspect
 import tempfile
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, give_back, logits_alone
 from moesaic.io.arithmetic import working_type
+from moesaic.io.caller import forward_replaced
 from moesaic.io.checkpoint import Checkpoint, narrowed, skeleton
 from moesaic.io.checkpoint import cast as as_dtype
 from moesaic.io.naming import Naming
@@ -491,20 +492,11 @@ class LayerStream(Generic[V]):
     @contextmanager
     def _replaced(self, stand_in: Callable[[int, Tensor, JSON], Tensor]) -> Iterator[None]:
         """Inside, every block is ``stand_in(index, hidden states, keyword arguments)``."""
-        layers = self.arch.layers(self.model)
-        # device_map's hooks stand in the same place: they come back
-        hooked = [layer.__dict__.get("forward") for layer in layers]
-        for index, layer in enumerate(layers):
-            # shadows the class's forward
-            layer.forward = _standing_in(stand_in, index, layer)
-        try:
+        with ExitStack() as replaced:
+            for index, layer in enumerate(self.arch.layers(self.model)):
+                forward = _standing_in(stand_in, index, layer)
+                replaced.enter_context(forward_replaced(layer, forward))
             yield
-        finally:
-            for layer, forward in zip(layers, hooked, strict=True):
-                if forward is None:
-                    del layer.forward
-                else:
-                    layer.forward = forward
 
 
 def _standing_in(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..., Any]:

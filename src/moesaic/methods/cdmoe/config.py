@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moesaic.config import MethodConfig, option
+from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 
@@ -96,7 +96,7 @@ class CondenseConfig(MethodConfig):
         flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
-    seed: int = option(0, "Seed of random choices.", seldom=True)
+    seed: int = seed_option("Seed of random choices.", seldom=True)
 
     def __post_init__(self) -> None:
         if self.layers is None and self.memory is None and self.active is None:

@@ -12,7 +12,7 @@ Shape suffixes: T tokens, I inputs (channels), O outputs, E experts, N tokens of
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.foreign import Model, Track, logits_alone
+from moesaic.io.caller import forward_replaced
 from moesaic.methods.channels.projections import Projection
 
 Key = tuple[int, str]
@@ -118,25 +119,21 @@ def _watched(
     model: Model, arch: Arch, wanted: Mapping[int, Collection[Projection]], sums: Sums
 ) -> Iterator[None]:
     """Sum the squares of gradients while the model runs backward."""
-    handles, shadowed = [], []
-    for i, layer in enumerate(arch.layers(model)):
-        experts = {p.path.rpartition(".")[2]: (i, p.path) for p in wanted.get(i, ()) if p.experts}
-        if experts:
-            assert isinstance(arch, MoEArch)
-            view = arch.mixture(layer)
-            view.experts.forward = _seen_experts(view, experts, sums)  # shadows the class's own
-            shadowed.append(view.experts)
-        for projection in wanted.get(i, ()):
-            if not projection.experts:
-                module = layer.get_submodule(projection.path)
-                handles.append(module.register_forward_hook(_adder(sums, (i, projection.path))))
-    try:
+    with ExitStack() as watched:
+        for i, layer in enumerate(arch.layers(model)):
+            projections = wanted.get(i, ())
+            experts = {p.path.rpartition(".")[2]: (i, p.path) for p in projections if p.experts}
+            if experts:
+                assert isinstance(arch, MoEArch)
+                view = arch.mixture(layer)
+                seen = _seen_experts(view, experts, sums)
+                watched.enter_context(forward_replaced(view.experts, seen))
+            for projection in projections:
+                if not projection.experts:
+                    module = layer.get_submodule(projection.path)
+                    hook = module.register_forward_hook(_adder(sums, (i, projection.path)))
+                    watched.callback(hook.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module in shadowed:
-            del module.forward
 
 
 def _adder(sums: Sums, key: Key) -> Callable[[nn.Module, object, Tensor], None]:

@@ -206,7 +206,6 @@ class Channels(Method[ChannelsConfig, Arch]):
         if not all(("gradients", i) in finished for i in wanted):
             few = Tokens(*_first(job.tokens, self.config.gradient_tokens))
             live = job.live(inplace=True)
-            live.eval()
             sizes = gradient_sizes(live, job.arch, wanted, few, job.track)
             for i, found in wanted.items():
                 factors = {p.path: sizes[i, p.path] for p in found}

@@ -12,7 +12,7 @@ from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.config import chosen_layers
 from moesaic.data.mixes import check_apart
-from moesaic.data.text import Tokens, evaluation_tokens
+from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.data.training import Examples, training_text
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
@@ -169,11 +169,12 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             given = config.data or given
         return training_text(
             given,
-            job.tokenizer,
+            job.tokenizer_for(given),
             config.length,
             steps=config.steps,
             seed=config.seed,
             stream=True,
+            config=job.original.config,
         )
 
     def _held_out(self, job: Job[Arch]) -> Tokens | None:
@@ -185,12 +186,14 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         config, args = self.config, job.args
         if config.measure_every is None:
             return None
-        if job.tokenizer is None:
-            raise MoesaicError("measure_every needs a tokenizer for the text it measures on.")
         given = config.data or (args.calibration.source if args.text is None else "")
         text = config.held_out or given
         check_apart([given], text)
-        return evaluation_tokens(text, job.tokenizer, config.length, config.held_out_tokens)
+        tokenizer = job.tokenizer_for(text)
+        if tokenizer is None and needs_tokenizer(text):
+            raise MoesaicError("measure_every needs a tokenizer for the text it measures on.")
+        base = job.original.config
+        return evaluation_tokens(text, tokenizer, config.length, config.held_out_tokens, base)
 
     def _by_tokens(
         self, losses: list[dict[str, float]], texts: Examples, held_out: Tokens | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from moesaic.config import MethodConfig, about, option
+from moesaic.config import MethodConfig, about, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
@@ -147,7 +147,7 @@ class MoREConfig(MethodConfig):
         "uniform: the same share of every layer; sensitivity: more where more would be lost.",
         beyond="widths spread by sensitivity",
     )
-    seed: int = option(0, "Seed of clustering and of random routing.", seldom=True)
+    seed: int = seed_option("Seed of clustering and of random routing.", seldom=True)
 
     def check(self) -> None:
         """Refuse options that contradict each other.

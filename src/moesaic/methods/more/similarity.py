@@ -23,6 +23,7 @@ from moesaic.config import RunArgs
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
+from moesaic.io.caller import leaves_untouched
 from moesaic.stream.job import Job
 
 
@@ -64,6 +65,7 @@ def depths(count: int) -> dict[str, int]:
     return {"shallow": count // 6, "middle": count // 2, "deep": count - 1 - count // 6}
 
 
+@leaves_untouched
 def similarity(
     model: Model | str | Path,
     *,

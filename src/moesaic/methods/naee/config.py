@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moesaic.config import MethodConfig, option
+from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.methods.naee.criteria import CRITERIA, NAEE, Compared, Criterion
@@ -84,7 +84,7 @@ class PruneConfig(MethodConfig):
     gram_mb: int = option(
         256, "MiB for one layer's Gram matrices, of reconstruction.", minimum=1, seldom=True
     )
-    seed: int = option(0, "Seed of random choice.", seldom=True)
+    seed: int = seed_option("Seed of random choice.", seldom=True)
 
     @property
     def chosen(self) -> Criterion:

@@ -11,6 +11,7 @@ from moesaic.config import RunArgs
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
+from moesaic.io.caller import leaves_untouched
 from moesaic.io.names import check_file, unfinished
 from moesaic.methods.naee.observed import observed, plain
 from moesaic.plan import differing
@@ -18,6 +19,7 @@ from moesaic.stream.experts import StatsFile, join, layer_file, save_layer
 from moesaic.stream.job import Job
 
 
+@leaves_untouched
 def observe(
     model: Model | str | Path,
     out: str | Path,

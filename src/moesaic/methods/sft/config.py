@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moesaic.config import MethodConfig, option
+from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
@@ -59,7 +59,7 @@ class TuneConfig(MethodConfig):
     weight_decay: float = option(0.0, "AdamW's weight decay.")
     rank: int = option(8, "lora: the rank of the updates.", minimum=1)
     save_every: int = option(100, "Steps between checkpoints.", minimum=1)
-    seed: int = option(0, "Seed of every random choice.")
+    seed: int = seed_option()
 
     def check(self) -> None:
         """Refuse options that contradict each other.

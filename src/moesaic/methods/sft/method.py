@@ -57,11 +57,12 @@ class Tuning(Method[TuneConfig, Arch]):
         given = config.data if args.text is None else args.text
         examples = training_text(
             given,
-            job.tokenizer,
+            job.tokenizer_for(given),
             config.length,
             steps=config.steps,
             seed=config.seed,
             answers=True,
+            config=job.original.config,
         )
         live = job.live()
         request = job.request({"config": asdict(config)})

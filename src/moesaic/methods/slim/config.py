@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moesaic.config import MethodConfig, option
+from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.methods.slim.scores import SCORES, Compared, Score
@@ -86,7 +86,7 @@ class SlimConfig(MethodConfig):
         "Experts of a layer differ in width: the neurons of the highest scores stay, whichever "
         "expert they are of. The result is then moesaic_<base>.",
     )
-    seed: int = option(0, "Seed of random choice.", seldom=True)
+    seed: int = seed_option("Seed of random choice.", seldom=True)
 
     @property
     def chosen(self) -> Score:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moesaic.config import MethodConfig, option
+from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
@@ -129,7 +129,7 @@ class ToMoEConfig(MethodConfig):
         False, "Compute activations again in the backward pass, to save memory.", seldom=True
     )
     save_every: int = option(100, "Steps between checkpoints.", minimum=1, seldom=True)
-    seed: int = option(0, "Seed of the modules' start and of tosses.", seldom=True)
+    seed: int = seed_option("Seed of the modules' start and of tosses.", seldom=True)
 
     def check(self) -> None:
         """Refuse values out of range.

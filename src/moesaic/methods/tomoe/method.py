@@ -207,4 +207,11 @@ def _examples(job: Job[Arch], config: ToMoEConfig) -> Examples:
     args = job.args
     given = args.calibration.source if args.text is None else args.text
     length = config.length or config.window
-    return training_text(given, job.tokenizer, length, steps=config.steps, seed=config.seed)
+    return training_text(
+        given,
+        job.tokenizer_for(given),
+        length,
+        steps=config.steps,
+        seed=config.seed,
+        config=job.original.config,
+    )
