@@ -171,6 +171,11 @@ def plain(text):
     return re.sub(r"\s+", " ", text.replace("\N{NO-BREAK SPACE}", " "))
 
 
+def routed(page):
+    """The fields of a map of where tokens went."""
+    return re.findall(r"layer \d+, petal \d+: ", page.text)
+
+
 def said(record):
     return plain(" ".join(s.text for s in words.summary(record)))
 
@@ -205,8 +210,9 @@ def test_page_shows_what_the_record_holds():
         assert shown in page.text, shown
     for shown in ("842.0k", "1.00M", "1.00 GiB", "792–808", "upon a time", "a chip", "2–3, 7"):
         assert shown in page.text, shown
-    assert len(page.all("rect", "heat")) == 3 * 4
+    assert len(routed(page)) == 3 * 4
     assert "0.041" in page.text
+    assert "layer 7, top 35 %: 35 %" in plain(page.text)  # of its activation
 
 
 def test_original_stands_before_result_whatever_the_records_order():
@@ -320,7 +326,7 @@ def test_a_result_that_does_not_route_has_no_routing():
     assert "every token runs the same 52 neurons" in page.text
     assert [a["style"] for a in page.all("span", "dropped")] == ["width:48.000%"]
     assert "Token by token" not in page.text
-    assert not page.all("rect", "heat")
+    assert not routed(page)
 
 
 def test_perplexities_that_are_no_numbers():
@@ -337,7 +343,7 @@ def test_sixty_four_petals():
     assert len(set(colours(64))) == 64
     assert text.count("{--c:") == 64
     assert len(page.all("button")) == 64
-    assert len(page.all("rect", "heat")) == 3 * 64
+    assert len(routed(page)) == 3 * 64
     assert len(set(colours(8))) == 8
 
 

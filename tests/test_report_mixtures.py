@@ -178,8 +178,8 @@ def test_condensed_layers():
     page, card, text = whole(condensed())
     for shown in ("chosen 1st", "chosen 2nd", "2 of 3 layers condensed", "in this order: 2, 1"):
         assert shown in page.text, shown
-    assert len(page.all("rect", "kept")) == len(page.all("rect", "gone")) == 2 * 2
-    assert len(page.all("rect", "taken")) == 2
+    assert len(page.all("rect", "gone")) == 2 * 2
+    assert len(page.all("rect", "kept")) == 2 * 2 + 2  # experts that stay, layers that were taken
     assert len(page.all("polyline", "series")) == 4 + 1 + 1  # divergences, sizes, frontier
     assert len(page.all("polyline", "strong")) == 1
     assert "Layers 1–2 are small dense layers" in card

@@ -20,7 +20,8 @@ from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.tendency import Overlap, overlap, together
 from moesaic.methods.naee.wanda import thin, thinned, two_of_four
 from moesaic.plan import BaseShape, Plan
-from moesaic.report.maps import overlap_map, pairs
+from moesaic.report import overlap as drawn_overlap
+from moesaic.report.mixtures import together as drawn_together
 from moesaic.stream.stream import LayerStream
 
 
@@ -136,7 +137,7 @@ def test_experts_chosen_together_are_counted(tokens: Tokens) -> None:
         wanted = [[sum(i in c and j in c for c in chosen_TK) for j in range(8)] for i in range(8)]
         assert told[2] == wanted
         assert together(site.view.logits(x_TD), site.view.routing).tolist() == wanted
-    assert str(pairs([(2, told[2])])).count("<rect") == 8 * 7
+    assert str(drawn_together([(2, told[2])])).count("<rect") == 8 * 7
 
 
 def plan_of(*kept: list[int]) -> Plan:
@@ -149,8 +150,8 @@ def test_sets_of_two_calibrations() -> None:
     assert found == [Overlap(0, 4, (0, 1), (1, 3)), Overlap(1, 4, (2, 3), (2, 3))]
     assert [o.both for o in found] == [(1,), (2, 3)]
     assert [o.same for o in found] == [False, True]
-    drawn = str(overlap_map([(o.layer, o.experts, o.first, o.second) for o in found]))
-    assert drawn.count("kept by both") == 3
+    drawn = drawn_overlap([(o.layer, o.experts, o.first, o.second) for o in found], "two")
+    assert drawn.count(": kept by both") == 3
     assert "1 in common" in drawn
     both = plan_of([0, 1], [2, 3])
     second = replace(both, layers={1: PrunedLayer(torch.tensor([0, 2]))})

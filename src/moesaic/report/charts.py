@@ -12,13 +12,14 @@ from itertools import groupby
 
 from markupsafe import Markup, escape
 
-from moesaic.foreign import Values
 from moesaic.report import figures
 
 OKABE_ITO = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8a8a8a",
 )  # fmt: skip
 """Colours that are told apart with any colour vision. Black is left out: it is the ink."""
+Figure = tuple[str, str, Markup]
+"""A caption in a few words, how to read the drawing, the drawing."""
 FAR = 8
 """Values further apart than this, as a ratio, are drawn on a logarithmic scale."""
 FEW = 400
@@ -279,65 +280,6 @@ def perplexity_bars(
     return svg(340, height + 20, [*head, inner], "Perplexity of each model")
 
 
-# --- routing -------------------------------------------------------------------------------------
-
-
-def heat(
-    routing: Sequence[tuple[int, Values]],
-    row: float = 19,
-    cell: float | None = None,
-    bar: float = 62,
-    unit: str = "petal",
-) -> tuple[list[str], float, float]:
-    """Routing share by layer and petal, and its divergence from uniform as bars.
-
-    Returns the drawing, its width and its height.
-    """
-    count = max(len(r.get("share") or ()) for _, r in routing)
-    cell = cell or min(40.0, max(8.0, 320 / count))
-    left, head = 30.0, 30.0
-    side = left + count * cell + 16
-    most = max((s for _, r in routing for s in r.get("share") or ()), default=0) or 1
-    widest = max((r.get("jsd") or 0 for _, r in routing), default=0) or 1
-    every = math.ceil(22 / cell)
-    out = [text(left, 10, unit, "quiet"), text(side, 10, "JSD from uniform", "quiet")]
-    out += [
-        text(left + (j + 0.5) * cell - 1, head - 5, j, "quiet", "middle")
-        for j in range(0, count, every)
-    ]
-    numbers = cell >= 26 and row >= 13
-    gap = 2 if cell >= 14 and row >= 10 else 1
-    rows = []
-    for i, (layer, r) in enumerate(routing):
-        y = head + i * row
-        base = y + row / 2 + 3
-        if row >= 10 or i % 2 == 0:
-            out.append(text(left - 8, base, layer, "quiet", "end"))
-        shares = r.get("share") or ()
-        tips = [f"layer {layer}, {unit} {j}: {figures.percent(s, 1)}" for j, s in enumerate(shares)]
-        places = [left + j * cell for j in range(len(shares))]
-        rows.append(
-            (
-                f"layer {layer}: {uneven(shares, unit)}",
-                [
-                    Shade(x, y, cell - gap, row - gap, 0.05 + 0.7 * share / most, tip)
-                    for x, share, tip in zip(places, shares, tips, strict=True)
-                ],
-            )
-        )
-        for x, share in zip(places, shares, strict=True) if numbers else ():
-            middle = x + (cell - gap) / 2
-            out.append(text(middle, base, f"{100 * share:.0f}", "cell", "middle"))
-        if (jsd := r.get("jsd")) is not None:
-            long = bar * jsd / widest
-            tip = f"layer {layer}: JSD {jsd:.4f}"
-            out.append(rect(side, y + row * 0.28, long, row * 0.36, "bar result", tip=tip))
-            if row >= 13:
-                out.append(text(side + long + 5, base, f"{jsd:.3f}", "quiet"))
-    out = shaded(rows) + out
-    return out, side + bar + 38, head + len(routing) * row
-
-
 def uneven(shares: Sequence[float], unit: str) -> str:
     """The most used of a layer's experts, and the least used, in words.
 
@@ -351,15 +293,6 @@ def uneven(shares: Sequence[float], unit: str) -> str:
     return f"most to {told[0]}, least to {told[1]}"
 
 
-def heat_map(routing: Sequence[tuple[int, Values]], unit: str = "petal") -> Markup:
-    """The heat map as a chart of its own."""
-    body, width, height = heat(routing, unit=unit)
-    return svg(width, height, body, f"Share of routed tokens by layer and {unit}")
-
-
-# --- channels ------------------------------------------------------------------------------------
-
-
 def apart(
     labels: list[tuple[float, str, int]], gap: float, floor: float
 ) -> list[tuple[float, str, int]]:
@@ -369,24 +302,3 @@ def apart(
         limit = out[-1][0] - gap if out else floor
         out.append((min(y, limit), label, n))
     return out
-
-
-def spectrum(layer: int, mass: Sequence[float]) -> Markup:
-    """One layer's cumulative activation over its channels, the strongest first."""
-    width, height, top = 60.0, 58.0, 16.0
-    last = max(1, len(mass) - 1)
-    points = [(1 + 58 * i / last, top + 41 * (1 - m)) for i, m in enumerate(mass)]
-    path = " ".join(f"L{x:.1f} {y:.1f}" for x, y in points)
-    told = ", ".join(
-        f"top {figures.percent(i / last)}: {figures.percent(mass[i])}"
-        for i in sorted({round(last * q) for q in (0.05, 0.25, 0.5)} - {0})
-    )
-    body = [
-        text(1, 10, layer, "quiet"),
-        line([(1, top + 41), (59, top)], "grid"),
-        f'<path d="M1 {top + 41:g} {path} L59 {top + 41:g}Z" class="area"/>',
-        line(points, "series s0"),
-        f'<rect width="{width:g}" height="{height:g}" fill="transparent">'
-        f"<title>{escape(f'layer {layer}; {told}')}</title></rect>",
-    ]
-    return svg(width, height, body, f"Activation spectrum of layer {layer}")

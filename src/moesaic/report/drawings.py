@@ -7,17 +7,18 @@ from collections.abc import Callable, Sequence
 from markupsafe import Markup
 
 from moesaic.record import Record, Step
-from moesaic.report import figures, gated, learned, mixtures
+from moesaic.report import figures, learned, mixtures, read
+from moesaic.report.charts import Figure, svg
 from moesaic.report.lines import lines
-from moesaic.report.read import figure, trainings
+from moesaic.report.maps import Cell, Row, heat_map
+from moesaic.report.picture import routes
+from moesaic.report.read import figure, part, trainings
 from moesaic.report.tried import tried
 
-Figure = tuple[str, str, Markup]
-"""A caption in a few words, how to read the drawing, the drawing."""
 Draw = Callable[[Record, Step], Sequence[Figure | None]]
 OF_STEPS: dict[str, tuple[str, Draw]] = {
-    "learned": ("What was learned", learned.drawings),
-    "gated": ("How many blocks tokens run", gated.drawings),
+    "learned": ("What was learned", learned.learned),
+    "gated": ("How many blocks tokens run", learned.gated),
     "experts": ("Which experts stay", mixtures.kept),
     "slimmed": ("How narrow experts become", mixtures.slimmed),
     "skipping": ("What is skipped", mixtures.skipped),
@@ -37,6 +38,7 @@ def drawings(record: Record) -> list[tuple[str, list[Figure]]]:
     found["The search"] = [tried(record)]
     found["What the refit gives back"] = [_refitted(record)]
     found["Training"] = _training(record)
+    found["Layer by layer"] = [_routes(record), _coverage(record), _spectra(record)]
     whole = {head: [f for f in drawn if f is not None and f[2]] for head, drawn in found.items()}
     return [(head, drawn) for head, drawn in whole.items() if drawn]
 
@@ -84,3 +86,60 @@ def _training(record: Record) -> list[Figure | None]:
         if drawn:
             found.append(("Training by step.", " ".join(told), curves))
     return found
+
+
+def _routes(record: Record) -> Figure | None:
+    """Where tokens went."""
+    routed, unit = read.routing(record), read.unit(record)
+    if not routed:
+        return None
+    of = "the expert calls of the evaluation text"
+    if read.kind(record) in read.CARVED:
+        tokens = figure(record.measured, "scores", "result", "tokens")
+        of = f"{figures.count(tokens) if tokens else 'the'} routed tokens"
+    kept = any("kept" in layer.shape for layer in record.layers)
+    told = (
+        f"Percent of {of} by layer and {unit}{', numbered as in the result' if kept else ''}. "
+        "Bars: Jensen–Shannon divergence from uniform routing, base 2; 0 is even."
+    )
+    body, width, height = routes(routed, unit)
+    return "Where tokens went.", told, svg(width, height, body, f"Share of tokens by {unit}")
+
+
+def _coverage(record: Record) -> Figure | None:
+    """The share of channels that were never activated, by layer, for each activation ratio."""
+    seen = [(layer.index, part(layer.analysis, "never_activated")) for layer in record.layers]
+    series = []
+    for ratio in sorted({k for _, of in seen for k in of}, key=float):
+        points = [(float(i), 100 * of[ratio]) for i, of in seen if of.get(ratio) is not None]
+        series.append((f"top {100 * float(ratio):g}{figures.NBSP}%", points))
+    told = (
+        "Percent of a layer’s channels that were not among a token’s strongest for any "
+        "calibration token."
+    )
+    drawn = lines(series, "percent", "layer", form="{:.1f} %".format, log=False)
+    return "Channels never activated.", told, Markup(drawn)
+
+
+def _spectra(record: Record) -> Figure | None:
+    """How much of a layer's activation its strongest channels have."""
+    seen = [(layer.index, layer.analysis.get("activation_mass") or ()) for layer in record.layers]
+    known = [(i, mass) for i, mass in seen if len(mass) > 1]
+    if not known:
+        return None
+    points = max(len(mass) for _, mass in known)
+    columns = [figures.percent(k / (points - 1)) for k in range(1, points)]
+    rows = [
+        Row(
+            i,
+            [
+                Cell(m, f"layer {i}, top {share}: {figures.percent(m)}")
+                for share, m in zip(columns, mass[1:], strict=False)
+            ],
+            f"layer {i}",
+        )
+        for i, mass in known
+    ]
+    told = "The share of a layer’s activation that its strongest channels have, summed up."
+    drawn = heat_map(rows, columns, "Activation by share of the channels", "strongest channels")
+    return "Activation spectrum.", told, drawn

@@ -9,7 +9,8 @@ from markupsafe import Markup
 from moesaic.foreign import Values
 from moesaic.record import LayerRecord, Record
 from moesaic.report import figures, read
-from moesaic.report.maps import strips
+from moesaic.report.maps import Cell as Field
+from moesaic.report.maps import Row, heat_map
 from moesaic.report.read import Cell, Figures, figure
 
 FINDINGS = 8
@@ -85,8 +86,15 @@ def left(layer: LayerRecord, kind: str) -> float | None:
 
 def strip(records: Sequence[Record]) -> Markup | str:
     """A row a run, a cell a layer, the darker the more is left of it."""
+    shares = [{x.index: left(x, read.kind(record)) for x in record.layers} for record in records]
+    layers = sorted({i for of in shares for i, v in of.items() if v is not None})
     rows = []
-    for n, record in enumerate(records, 1):
-        shares = {layer.index: left(layer, read.kind(record)) for layer in record.layers}
-        rows.append((str(n), {i: v for i, v in shares.items() if v is not None}))
-    return strips([row for row in rows if row[1]])
+    for n, of in enumerate(shares, 1):
+        cells = [
+            None if (v := of.get(i)) is None else Field(v, f"run {n}, layer {i}: {read.tenths(v)}")
+            for i in layers
+        ]
+        rows += [Row(n, cells, f"run {n}")] if any(cells) else []
+    cell = min(28.0, max(7.0, 640 / max(1, len(layers))))
+    label = "What is left of each layer, by run"
+    return heat_map(rows, layers, label, "layer", cell=cell) if layers else ""

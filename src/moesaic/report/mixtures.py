@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 
 from markupsafe import Markup
 
 from moesaic.record import LayerRecord, Record, Step
 from moesaic.report import figures, read
-from moesaic.report.charts import text
+from moesaic.report.charts import Figure, text
 from moesaic.report.lines import lines
-from moesaic.report.maps import Experts, expert_map, overlap_map, pairs, rounds, rows
+from moesaic.report.maps import Cell, Row, bars, grids, heat, heat_map
 from moesaic.report.picture import alone
 from moesaic.report.read import figure, part
 
-Figure = tuple[str, str, Markup]
-"""A caption in a few words, how to read the drawing, the drawing."""
 SHADES = "The darker an expert, the more of its layer’s calls on the calibration text it had."
 
 
@@ -23,28 +22,63 @@ def _calls(layer: LayerRecord) -> list[float]:
     return list(layer.analysis.get("calls") or ())
 
 
+def _row(
+    layer: LayerRecord, count: int, stays: Collection[int] | None, most: float, note: str = ""
+) -> Row:
+    """A layer's experts before the change, the shade of each its share of the calls.
+
+    Args:
+        layer: of a record.
+        count: experts it had.
+        stays: those that stay; None where the layer is as it was.
+        most: the greatest share of any expert.
+        note: written at the right; without one, a bar of what the layer lost.
+    """
+    calls, cells = _calls(layer), []
+    for j in range(count):
+        share = calls[j] / sum(calls) if sum(calls) and j < len(calls) else None
+        gone = stays is not None and j not in stays
+        fate = "" if stays is None else ", dropped" if gone else ", kept"
+        told = "" if share is None else f": {figures.percent(share, 1)} of calls"
+        strength = 0.6 if share is None else share / most
+        kind = "gone" if gone else "heat" if stays is None or not note else "heat kept"
+        tip = f"layer {layer.index}, expert {j}{told}{fate}"
+        cells.append(Cell(strength, tip, kind=kind, crossed=gone))
+    dropped = [] if stays is None else sorted({*range(count)} - {*stays})
+    said = f"dropped {figures.ranges(dropped)}" if dropped else "all stay"
+    loss = None if note else figure(layer.analysis, "relative_loss")
+    note = note if loss is None else figures.share(loss)
+    return Row(layer.index, cells, f"layer {layer.index}: {said}", loss, note)
+
+
+def _most(layers: Sequence[LayerRecord]) -> float:
+    """The greatest share of a layer's calls that one expert has."""
+    seen = [calls for calls in map(_calls, layers) if sum(calls)]
+    return max((max(calls) / sum(calls) for calls in seen), default=0) or 1.0
+
+
 # --- experts that stay ---------------------------------------------------------------------------
 
 
 def kept(record: Record, step: Step) -> Sequence[Figure | None]:
     """Which experts stay in each layer."""
-    layers = []
-    for layer in record.layers:
-        count, stays = read.experts_before(layer), layer.shape.get("kept")
-        if count and stays is not None:
-            loss = figure(layer.analysis, "relative_loss")
-            layers.append(Experts(layer.index, count, set(stays), _calls(layer), loss=loss))
-    if not layers:
+    known = [(x, read.experts_before(x), x.shape.get("kept")) for x in record.layers]
+    found = [(layer, count, stays) for layer, count, stays in known if count and stays is not None]
+    if not found:
         return []
+    layers = [layer for layer, _, _ in found]
+    most = _most(layers)
+    rows = [_row(layer, count, stays, most) for layer, count, stays in found]
     told = ["Blue experts stay, crossed ones are gone."]
-    told += [SHADES] if any(e.calls for e in layers) else []
-    lost = any(e.loss is not None for e in layers)
+    told += [SHADES] if any(map(_calls, layers)) else []
+    lost = any(r.bar is not None for r in rows)
     if lost:
         meant = step.summary.get("loss") or "what the layer loses by the measure that decided"
         told.append(f"Bars: {meant}.")
     side = "relative loss" if lost else ""
-    drawn = ("Experts by layer.", " ".join(told), expert_map(layers, side))
-    return [drawn, _together(record)]
+    columns = range(max(count for _, count, _ in found))
+    drawn = heat_map(rows, columns, "Experts that stay, by layer", "expert", side)
+    return [("Experts by layer.", " ".join(told), drawn), _together(record)]
 
 
 def _together(record: Record) -> Figure | None:
@@ -56,18 +90,63 @@ def _together(record: Record) -> Figure | None:
         "The darker, the more tokens of the calibration text run both experts; of the first, the "
         "middle and the last layer that route, before any expert went."
     )
-    return "Experts chosen together.", told, pairs(found)
+    return "Experts chosen together.", told, together(found)
+
+
+def together(found: Sequence[tuple[int, Sequence[Sequence[float]]]]) -> Markup:
+    """How often two experts are chosen for the same token.
+
+    Args:
+        found: numbers of layers, and counts of tokens for each two experts; an expert beside
+            itself is not drawn.
+    """
+    shares, largest = [], {}
+    for layer, counts in found:
+        beside = [c for i, row in enumerate(counts) for j, c in enumerate(row) if i != j]
+        most, largest[layer] = max(beside, default=0) or 1.0, sum(beside) / 2 or 1.0
+        grid = [
+            [math.nan if i == j else c / most for j, c in enumerate(row)]
+            for i, row in enumerate(counts)
+        ]
+        shares.append((layer, grid))
+    counted = dict(found)
+
+    def tip(layer: int, i: int, j: int) -> str:
+        share = figures.percent(counted[layer][i][j] / largest[layer], 1)
+        return f"experts {i} and {j}: {share} of pairs"
+
+    return grids(shares, "Experts chosen together", tip, across=3)
 
 
 def overlap(layers: Sequence[tuple[int, int, Sequence[int], Sequence[int]]], title: str) -> str:
     """The experts that two runs kept, as one SVG file.
 
     Args:
-        layers: as for :func:`moesaic.report.maps.overlap_map`.
+        layers: of each its number, the experts it had, those that the first run kept, and those
+            that the second did.
         title: the two runs.
     """
-    drawn = f'<g transform="translate(28 58)">{overlap_map(layers)}</g>'
-    return alone(560, 130 + 19 * len(layers), title, [text(28, 36, title), drawn])
+    fates = {
+        (True, True): ("both", 1.0, "heat"),
+        (True, False): ("the first alone", 0.35, "heat"),
+        (False, True): ("the second alone", 0.6, "gone"),
+        (False, False): ("none", 0.0, "heat"),
+    }
+    rows = []
+    for layer, count, first, second in layers:
+        cells = []
+        for j in range(count):
+            by, strength, kind = fates[j in first, j in second]
+            cells.append(Cell(strength, f"layer {layer}, expert {j}: kept by {by}", kind=kind))
+        both = {*first} & {*second}
+        note = "the same" if {*first} == {*second} else f"{len(both)} in common"
+        rows.append(Row(layer, cells, f"layer {layer}: {note}", note=note))
+    columns = range(max(count for _, count, _, _ in layers))
+    body, width, height = heat(rows, columns, "expert")
+    legend = "Dark: kept by both; pale blue: by the first alone; grey: by the second alone."
+    drawn = f'<g transform="translate(28 76)">{"".join(body)}</g>'
+    head = [text(28, 36, title), text(28, 56, legend, "quiet")]
+    return alone(max(560, round(width) + 56), round(height) + 100, title, [*head, drawn])
 
 
 # --- neurons that stay ---------------------------------------------------------------------------
@@ -86,7 +165,7 @@ def slimmed(record: Record, step: Step) -> Sequence[Figure | None]:
     if not columns:
         return []
     told = f"Lost: {meant}." if meant and len(columns) > 1 else ""
-    drawn = [("Neurons by layer.", told, rows(columns))]
+    drawn = [("Neurons by layer.", told, bars(columns))]
     return [*drawn, *(kept(record, step) if any("kept" in x.shape for x in layers) else ())]
 
 
@@ -106,7 +185,7 @@ def skipped(record: Record, step: Step) -> Sequence[Figure | None]:
     columns = [c for c in columns if c[1]]
     if not columns:
         return []
-    return [("Skipping by layer.", "On the calibration text.", rows(columns))]
+    return [("Skipping by layer.", "On the calibration text.", bars(columns))]
 
 
 def fewer(record: Record, step: Step) -> Sequence[Figure | None]:
@@ -119,7 +198,7 @@ def fewer(record: Record, step: Step) -> Sequence[Figure | None]:
         ("its output moves by", moved, lambda v: figures.percent(v, 1)),
     ]
     told = "Moves: the change’s size as a share of the output’s own." if moved else ""
-    return [("Experts a token, by layer.", told, rows([c for c in columns if c[1]]))]
+    return [("Experts a token, by layer.", told, bars([c for c in columns if c[1]]))]
 
 
 def _column(layers: Sequence[LayerRecord], of: str, key: str) -> dict[int, float]:
@@ -144,19 +223,19 @@ def condensed(record: Record, step: Step) -> Sequence[Figure | None]:
 
 def _chosen(record: Record, step: Step) -> Figure | None:
     order = read.order(step)
-    layers = []
-    for layer in record.layers:
-        count = read.experts_before(layer)
-        if not count:
-            continue
+    layers = [layer for layer in record.layers if read.experts_before(layer)]
+    if not layers:
+        return None
+    rows, most = [], _most(layers)
+    for layer in layers:
         taken = layer.index in order
         stays = set(layer.shape.get("chosen") or ()) if taken else None
         note = f"chosen {_ordinal(order.index(layer.index) + 1)}" if taken else "routes"
-        layers.append(Experts(layer.index, count, stays, _calls(layer), note))
-    if not layers:
-        return None
+        rows.append(_row(layer, read.experts_before(layer), stays, most, note))
     told = "Outlined experts stay with fixed weights, crossed ones are gone. "
-    return "Experts by layer.", told + SHADES, expert_map(layers, "what became of it", outline=True)
+    columns = range(max(map(read.experts_before, layers)))
+    label, side = "Experts that stay, by layer", "what became of it"
+    return "Experts by layer.", told + SHADES, heat_map(rows, columns, label, "expert", side)
 
 
 def _ordinal(n: int) -> str:
@@ -170,17 +249,32 @@ def _ordinal(n: int) -> str:
 
 
 def _search(step: Step) -> Figure | None:
-    steps = []
-    for found in step.summary.get("search") or ():
-        losses = {int(j): figure(found, "losses", j) for j in part(found, "losses")}
-        steps.append((int(found["layer"]), {j: v for j, v in losses.items() if v is not None}))
-    if not steps:
+    """A search over layers: a row a round, a column a layer, the layer taken in each outlined."""
+    found: list[tuple[int, dict[int, float]]] = []
+    for of in step.summary.get("search") or ():
+        known = ((int(j), figure(of, "losses", j)) for j in part(of, "losses"))
+        found.append((int(of["layer"]), {j: v for j, v in known if v is not None}))
+    if not found:
         return None
+    columns = sorted({j for taken, losses in found for j in (taken, *losses)})
+    rows = []
+    for n, (taken, losses) in enumerate(found, 1):
+        most = max((v for v in losses.values() if math.isfinite(v)), default=0) or 1.0
+        cells = []
+        for j in columns:
+            loss, kind = losses.get(j), "heat kept" if j == taken else "heat"
+            tip = f"round {n}, layer {j}: {'–' if loss is None else f'{loss:.4g}'}"
+            strength = 0.0 if loss is None else loss / most if math.isfinite(loss) else 1.0
+            shown = loss is not None or j == taken
+            cells.append(Cell(strength, tip, kind=kind) if shown else None)
+        note = f"{losses[taken]:.4g}" if taken in losses else ""
+        rows.append(Row(n, cells, f"round {n}: layer {taken}", note=note))
     told = (
         "A row a round, a column a layer: the lighter, the less the search counts it a loss to "
         "take this layer next. The layer taken is outlined."
     )
-    return "The order of choice.", told, rounds(steps)
+    side, label = "loss of the layer taken", "Layers in the order of choice"
+    return "The order of choice.", told, heat_map(rows, columns, label, "layer", side)
 
 
 def _divergence(record: Record, step: Step) -> Figure | None:

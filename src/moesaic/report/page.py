@@ -14,7 +14,6 @@ from moesaic.record import LayerRecord, Record
 from moesaic.report import charts, figures, layers, read, words
 from moesaic.report.drawings import drawings
 from moesaic.report.frontier import SHAPES, frontiers
-from moesaic.report.lines import lines
 from moesaic.report.read import by_layer, figure, part
 from moesaic.report.runs import overview
 
@@ -26,9 +25,7 @@ LARGEST = 1_000_000
 """Bytes of a page."""
 HEAVY = {
     "samples": "texts token by token",
-    "spectra": "activation spectra",
-    "drawings": "drawings of each method",
-    "heat": "maps of where tokens went",
+    "drawings": "drawings of layers",
     "layers": "tables of layers",
 }
 """Parts of a run that a page of many runs can do without, by their names in the template."""
@@ -99,8 +96,6 @@ def _view(record: Record, number: int) -> View:
     models = [
         (name, figure(scores, name, "perplexity"), ratio(name)) for name in read.names(scores)
     ]
-    routed = read.routing(record)
-    seen = [(layer.index, layer.analysis) for layer in record.layers]
     generated = dict(part(record.measured, "generation"))
     prompt = generated.pop("prompt", None)
     carved = read.kind(record) in read.CARVED
@@ -131,28 +126,9 @@ def _view(record: Record, number: int) -> View:
         "structures": structures,
         "others": others if len(others) <= MANY else [],
         "layers": layers.layer_table(record) if any(x.told for x in record.layers) else None,
-        "heat": charts.heat_map(routed, unit) if routed else "",
-        "routed_tokens": figures.count(figure(scores, "result", "tokens")),
-        "coverage": _coverage([(i, found) for i, found in seen if found.get("never_activated")]),
-        "spectra": [
-            charts.spectrum(i, found["activation_mass"])
-            for i, found in seen
-            if len(found.get("activation_mass") or ()) > 1
-        ],
         "samples": _samples(record),
         "about": _about(record),
     }
-
-
-def _coverage(layers: Sequence[tuple[int, Values]]) -> Markup | str:
-    """The share of channels that were never activated, by layer, for each activation ratio."""
-    ratios = sorted({k for _, layer in layers for k in layer["never_activated"]}, key=float)
-    series = []
-    for ratio in ratios:
-        known = ((i, layer["never_activated"].get(ratio)) for i, layer in layers)
-        points = [(float(i), 100 * share) for i, share in known if share is not None]
-        series.append((f"top {100 * float(ratio):g}{figures.NBSP}%", points))
-    return lines(series, "percent", "layer", form="{:.1f} %".format, log=False)
 
 
 def _explained(record: Record) -> list[tuple[str, str]]:

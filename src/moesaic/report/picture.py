@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 from markupsafe import escape
 
+from moesaic.foreign import Values
 from moesaic.record import Record
 from moesaic.report import charts, figures
 from moesaic.report.frontier import frontiers
-from moesaic.report.read import compared_ratio, figure, names, part, routing, title, unit
+from moesaic.report.lines import lines
+from moesaic.report.maps import ROW, Cell, Row, heat
+from moesaic.report.read import compared_ratio, figure, names, part, routing, tenths, title, unit
 
 STYLE = """
 text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
@@ -22,7 +25,7 @@ fill:#1d2126}
 .cell{font-size:10px}
 .name.result,.value.result{font-weight:600}
 .bar{fill:#b9bdb8}
-.bar.original{fill:#7d858c}
+.bar.original,.gone{fill:#7d858c}
 .bar.result{fill:#0072b2}
 .heat{fill:#0072b2}
 .break{stroke:#fcfbf8;stroke-width:2;fill:none}
@@ -92,7 +95,7 @@ def picture(record: Record) -> str:
     if routed:
         row = min(17.5, 262 / len(routed))
         count = max(len(r["share"]) for _, r in routed)
-        drawn, wide, _ = charts.heat(routed, row, min(44.0, 190 / count), 64, unit(record))
+        drawn, wide, _ = routes(routed, unit(record), row, min(44.0, 190 / count))
         x = width - edge - wide + 6
         body += [
             charts.text(x + 6, 92, f"Tokens by layer and {unit(record)}, %", "head"),
@@ -109,6 +112,46 @@ def alone(width: int, height: int, title: str, body: Sequence[str]) -> str:
         f'<style>{STYLE}</style><rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" '
         f'rx="10" fill="#fcfbf8" stroke="#dedbd2"/>{"".join(body)}</svg>\n'
     )
+
+
+def routes(
+    routed: Sequence[tuple[int, Values]], unit: str, row: float = ROW, cell: float = 0.0
+) -> tuple[list[str], float, float]:
+    """The share of tokens by layer and expert, and its divergence from uniform as bars."""
+    most = max((s for _, r in routed for s in r["share"]), default=0) or 1.0
+    rows = []
+    for layer, r in routed:
+        cells = [
+            Cell(s / most, f"layer {layer}, {unit} {j}: {tenths(s)}", f"{100 * s:.0f}")
+            for j, s in enumerate(r["share"])
+        ]
+        jsd = r.get("jsd")
+        told = f"layer {layer}: {charts.uneven(r['share'], unit)}"
+        rows.append(Row(layer, cells, told, jsd, "" if jsd is None else f"{jsd:.3f}"))
+    columns = range(max(len(r["share"]) for _, r in routed))
+    return heat(rows, columns, unit, "JSD from uniform", row, cell)
+
+
+def sweep(points: Sequence[Values], title: str) -> str:
+    """Perplexity against measured active ratio as one SVG file, a point a threshold.
+
+    Args:
+        points: tau, active_ratio and perplexity of each.
+        title: what was measured.
+    """
+    ranked = sorted(points, key=lambda p: p["active_ratio"])
+    drawn = lines(
+        [("", [(p["active_ratio"], p["perplexity"]) for p in ranked])],
+        "perplexity",
+        "active ratio",
+        form=figures.perplexity,
+        ticked=figures.percent,
+        notes=[f"τ {p['tau']:g}" for p in ranked],
+        width=520,
+        height=320,
+    )
+    body = [charts.text(28, 36, title), f'<g transform="translate(28 58)">{drawn}</g>']
+    return alone(580, 400, title, body)
 
 
 def _title(said: str, left: float) -> list[str]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 
-from markupsafe import Markup, escape
+from markupsafe import escape
 
 from moesaic.record import Record
 from moesaic.report import figures
-from moesaic.report.charts import Plane, line, svg, text, ticks
+from moesaic.report.charts import Figure, Plane, line, svg, text, ticks
 from moesaic.report.frontier import best, stairs
 from moesaic.report.read import figure, part
-
-Figure = tuple[str, str, Markup]
-"""A caption in a few words, how to read the drawing, the drawing."""
 
 
 def tried(record: Record) -> Figure | None:
