@@ -63,7 +63,7 @@ def heat(
         bar: length of the longest bar.
     """
     cell = cell or min(40.0, max(7.0, 320 / max(1, len(columns))))
-    left, top = 30.0, 30.0
+    left, top = max(30.0, 12 + 6.2 * max(len(str(r.label)) for r in rows)), 30.0
     right = left + len(columns) * cell + 14
     gap = 2.0 if cell >= 14 and row >= 10 else 1.0 if cell >= 6 else 0.5
     widest = max((r.bar for r in rows if r.bar and math.isfinite(r.bar)), default=0) or 1.0

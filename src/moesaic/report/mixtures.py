@@ -143,7 +143,7 @@ def overlap(layers: Sequence[tuple[int, int, Sequence[int], Sequence[int]]], tit
         rows.append(Row(layer, cells, f"layer {layer}: {note}", note=note))
     columns = range(max(count for _, count, _, _ in layers))
     body, width, height = heat(rows, columns, "expert")
-    legend = "Dark: kept by both; pale blue: by the first alone; grey: by the second alone."
+    legend = "Dark: kept in both; pale: in the first alone; grey: in the second alone."
     drawn = f'<g transform="translate(28 76)">{"".join(body)}</g>'
     head = [text(28, 36, title), text(28, 56, legend, "quiet")]
     return alone(max(560, round(width) + 56), round(height) + 100, title, [*head, drawn])
