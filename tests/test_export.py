@@ -140,6 +140,28 @@ def test_embeddings_tied_and_untied(tmp_path, tokens):
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
 
 
+def test_rotary_settings_stand_where_engines_look_for_them(tmp_path, tokens):
+    """Beside the others, as transformers 4 wrote them, and read back they are what they were."""
+    rotary = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e4}
+    model = tiny_model("qwen2", rope_parameters=rotary)
+    layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
+    _, found = same_model(saved(tmp_path / "carved", model, layers), tmp_path / "native", tokens)
+    config = json.loads((tmp_path / "native" / "config.json").read_text())
+    assert config["rope_theta"] == 5e4
+    assert config["rope_scaling"]["type"] == "linear"
+    assert config["rope_scaling"]["factor"] == 2
+    assert rotary.items() <= found.config.rope_parameters.items()
+
+
+def test_how_deepseek_chooses_is_said(tmp_path, tokens):
+    """Its class in transformers takes it for granted; vLLM would look for a plain softmax."""
+    source = saved(tmp_path / "plain", tiny_moe("deepseek_v3"), {})
+    same_model(source, tmp_path / "native", tokens)
+    config = json.loads((tmp_path / "native" / "config.json").read_text())
+    assert (config["scoring_func"], config["topk_method"]) == ("sigmoid", "noaux_tc")
+    assert config["rope_scaling"] is None
+
+
 def test_routers_stay_in_float32(tmp_path):
     layers = {i: carved_layer(*EQUAL[i], seed=i) for i in range(4)}
     model = tiny_model("llama", mlp_bias=False).to(torch.bfloat16)

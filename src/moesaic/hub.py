@@ -38,6 +38,9 @@ CONFIG_NAME = "config.json"
 PART, FORMAT = "text_config", "quantization_config"
 OLD_NAMES = {"torch_dtype": "dtype"}
 """Keys that transformers reads and does not write any more, by what they are called now."""
+SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+UNSAID = {"deepseek_v3": SIGMOID, "dots1": SIGMOID}
+"""What classes take for granted and engines look for, by architecture."""
 
 
 # --- moesaic_<base>: classes ---------------------------------------------------------------------
@@ -326,11 +329,27 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
     for alias, name in {**OLD_NAMES, **(config.attribute_map or {})}.items():
         if name in now and (alias in plain or (name in plain and alias not in OLD_NAMES)):
             plain[alias] = plain[name] = now[name]
+    plain = {**_said_outright(config), **plain}
     if outer is not None:
         said = {FORMAT: plain.pop(FORMAT)} if FORMAT in plain else {}
         outer.pop(FORMAT, None)
         plain = {**outer, **said, PART: plain}
     file.write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def _said_outright(config: Config) -> JSON:
+    """Keys that other engines look for and transformers does not write.
+
+    Rotary settings stood beside the others before transformers 5; engines that look there fall
+    back to a default of their own.
+    """
+    plain: JSON = dict(UNSAID.get(config.model_type.removeprefix(PREFIX), {}))
+    rotary = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" in rotary:  # not where layers have settings of their own
+        kind = rotary.get("rope_type", "default")
+        plain["rope_scaling"] = None if kind == "default" else {**rotary, "type": kind}
+        plain |= {k: rotary[k] for k in ("rope_theta", "partial_rotary_factor") if k in rotary}
+    return plain
 
 
 def _every_key(config: Config) -> JSON:
