@@ -35,17 +35,17 @@ SIZES = (32, 128, 512, 1024)
 def asked(experts: int) -> Iterator[tuple[str, Any, int, Sequence[int]]]:
     """What to make, from how many windows, with which seeds."""
     for ratio in (0.5, 0.75):
-        config: Any = PruneConfig(keep=round(ratio * experts), criterion="frequency")
+        config: Any = PruneConfig(keep=round(ratio * experts), criterion="frequency", refit=False)
         yield f"prune to {ratio:.0%} by frequency", config, SAMPLES, SEEDS
     for count in (1, 2):
         for keep in ("shared", "shared+routed"):
-            config = CondenseConfig(layers=count, keep=keep, layer_search="rank")
+            config = CondenseConfig(layers=count, keep=keep, layer_search="rank", refit=False)
             yield f"condense {count} layers to {keep}", config, SAMPLES, SEEDS
     for windows in SIZES:
-        config = PruneConfig(keep=round(0.5 * experts), criterion="frequency")
+        config = PruneConfig(keep=round(0.5 * experts), criterion="frequency", refit=False)
         yield f"prune to 50% by frequency, {windows * LENGTH:,} tokens", config, windows, (0,)
     for ratio in (0.5, 0.75):  # the search over sets takes minutes
-        config = PruneConfig(keep=round(ratio * experts), criterion="reconstruction")
+        config = PruneConfig(keep=round(ratio * experts), criterion="reconstruction", refit=False)
         yield f"prune to {ratio:.0%} by reconstruction", config, SAMPLES, SEEDS
 
 

@@ -47,7 +47,7 @@ def sweep(model: Any, tokens: Tokens, held_out: Tokens, variants: list[str]) -> 
         options = VARIANTS[name]
         first_stays = options["keep"] == "nothing" and arch.is_moe(arch.layers(model)[0])
         count = routed - first_stays
-        config = CondenseConfig(layers=count, **options)
+        config = CondenseConfig(layers=count, **{"refit": False, **options})
         counts = [str(n) for n in range(1, count)]
         result = condense(model, config, calibration=tokens, compare=counts)
         found[name] = []
@@ -79,7 +79,9 @@ def tuning(
     """Condense, save, and train what was condensed."""
     found: dict[str, Any] = {}
     for keep, count in (wanted.split("=") for wanted in given.tune):
-        result = condense(name, CondenseConfig(layers=int(count), keep=keep), calibration=tokens)
+        result = condense(
+            name, CondenseConfig(layers=int(count), keep=keep, refit=False), calibration=tokens
+        )
         with tempfile.TemporaryDirectory() as folder:
             out = result.save(Path(folder) / "condensed")
             checkpoint = Checkpoint(out)

@@ -87,7 +87,9 @@ def by_forwards(
 @torch.no_grad()
 def layers(model: Any, tokens: Any, count: int) -> tuple[dict[str, float], bool]:
     arch = moe_arch(model.config)
-    result = condense(model, CondenseConfig(layers=len(arch.moe_layers(model))), calibration=tokens)
+    result = condense(
+        model, CondenseConfig(layers=len(arch.moe_layers(model)), refit=False), calibration=tokens
+    )
     assert result.plan is not None
     base = result.plan.base
     plans = {i: cast(CondensedLayer, p) for i, p in result.plan.layers.items() if base.experts[i]}

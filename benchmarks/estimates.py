@@ -32,28 +32,37 @@ TWO_STEPS = """
 model: tiny-moe
 out: out
 steps:
-  - prune: {keep: 6}
-  - slim: {keep: 0.5}
+  - prune: {keep: 6, refit: false}
+  - slim: {keep: 0.5, score: energy, refit: false}
 calibration: {samples: 32}
 evaluation: {max_tokens: 4096}
 """
+PLAIN = ["--score", "energy", "--no-refit"]
 RUNS: dict[str, list[str]] = {
-    "prune, tiny-moe": ["prune", "tiny-moe", "--keep", "6", *SHORT],
+    "prune, tiny-moe": ["prune", "tiny-moe", "--keep", "6", "--no-refit", *SHORT],
     "prune --refit, tiny-shared-moe": [
         *["prune", "tiny-shared-moe", "--keep", "16", "--criterion", "reap", "--refit", *SHORT]
     ],
-    "slim, tiny-moe": ["slim", "tiny-moe", "--keep", "0.5", *SHORT],
+    "slim, tiny-moe": ["slim", "tiny-moe", "--keep", "0.5", *PLAIN, *SHORT],
     "slim --refit, tiny-shared-moe": [
         "slim",
         "tiny-shared-moe",
         "--keep",
         "0.5",
-        "--refit",
+        "--score",
+        "energy",
         *SHORT,
     ],
-    "condense, tiny-shared-moe": ["condense", "tiny-shared-moe", "--layers", "2", *SHORT],
+    "condense, tiny-shared-moe": [
+        "condense",
+        "tiny-shared-moe",
+        "--layers",
+        "2",
+        "--no-refit",
+        *SHORT,
+    ],
     "skip, tiny-moe": ["skip", "tiny-moe", *SHORT],
-    "carve, tiny-dense": ["carve", "tiny-dense", "--active", "0.8", *SHORT],
+    "carve, tiny-dense": ["carve", "tiny-dense", "--method", "more", *SHORT],
     "skip, tiny-shared-moe": ["skip", "tiny-shared-moe", *SHORT],
     "tune, tiny-moe": ["tune", "tiny-moe", "--what", "all", "--steps", "20", *SHORT[2:]],
     "carve teal, tiny-dense": ["carve", "tiny-dense", "--method", "teal", *SHORT],
@@ -65,8 +74,8 @@ RUNS: dict[str, list[str]] = {
     ],
     "prune, then slim, tiny-moe": ["run", TWO_STEPS],
     "carve wina, smollm2": ["carve", "smollm2", "--method", "wina", *SHORT],
-    "slim, smollm2": ["slim", "smollm2", "--keep", "0.8", *SHORT],
-    "carve, smollm2": ["carve", "smollm2", "--active", "0.8", *SHORT],
+    "slim, smollm2": ["slim", "smollm2", "--keep", "0.8", *PLAIN, *SHORT],
+    "carve, smollm2": ["carve", "smollm2", "--method", "more", *SHORT],
     "tune, smollm2": [
         *["tune", "smollm2", "--what", "all", "--steps", "2", "--batch", "1", "--no-eval"]
     ],
@@ -74,8 +83,17 @@ RUNS: dict[str, list[str]] = {
 BIG = "Qwen1.5-MoE-A2.7B's shapes"
 FEW = ["--samples", "4", "--no-eval"]
 BIG_RUNS: dict[str, list[str]] = {
-    "prune by frequency, 28 GB": ["prune", BIG, "--keep", "30", "--criterion", "frequency", *FEW],
-    "slim, 28 GB": ["slim", BIG, "--keep", "0.5", *FEW],
+    "prune by frequency, 28 GB": [
+        "prune",
+        BIG,
+        "--keep",
+        "30",
+        "--criterion",
+        "frequency",
+        "--no-refit",
+        *FEW,
+    ],
+    "slim, 28 GB": ["slim", BIG, "--keep", "0.5", *PLAIN, *FEW],
 }
 """The results are not measured. ``condense`` would take days."""
 LARGE_OUT = OUT.with_name("estimates_large.json")

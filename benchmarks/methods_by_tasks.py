@@ -92,7 +92,7 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "smollm2, static pruning": ("smollm2", "carve.more", {"active": 0.8, "variant": "static"}),
     "smollm2, MoRE, best": ("smollm2", "carve.more", {"active": 0.8, **FINE}),
     "mixture, pruned, half": (MIXTURE, "prune.naee", {"keep": 4}),
-    "mixture, slimmed, half": (MIXTURE, "slim.neurons", {"keep": 0.5}),
+    "mixture, slimmed, half": (MIXTURE, "slim.neurons", {"keep": 0.5, "score": "energy"}),
     "mixture, pruned, quarter": (MIXTURE, "prune.naee", {"keep": 2}),
 }
 """By label: model, method, options."""
@@ -127,7 +127,8 @@ def made(label: str) -> Any:
     name, key, options = ROWS[label]
     verb = getattr(moesaic, key.partition(".")[0])
     compare = ["wanda"] if "Wanda" in label else []
-    result = verb(name, METHODS[key](**options), compare=compare, **TEXT)
+    plain = {"refit": False} if key.partition(".")[0] in ("prune", "slim", "condense") else {}
+    result = verb(name, METHODS[key](**{**plain, **options}), compare=compare, **TEXT)
     return result.builders["wanda"]() if compare else result.model
 
 

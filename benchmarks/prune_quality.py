@@ -59,7 +59,7 @@ def by_criterion(name: str, sizes: list[int], args: argparse.Namespace) -> dict[
             for criterion in CRITERIA:
                 seeds = range(args.seeds) if criterion == "random" else [0]
                 for seed in seeds:
-                    config = PruneConfig(keep=size, criterion=criterion, seed=seed)
+                    config = PruneConfig(keep=size, criterion=criterion, seed=seed, refit=False)
                     start = time.perf_counter()
                     result = moesaic.prune(name, config, stats=str(stats))
                     seconds = time.perf_counter() - start
@@ -69,7 +69,7 @@ def by_criterion(name: str, sizes: list[int], args: argparse.Namespace) -> dict[
                         "seconds_deciding": seconds,
                         "greedy_gap": [a.get("greedy_gap") for a in result.analyses.values()],
                     }
-            config = PruneConfig(keep=size, progressive=True)
+            config = PruneConfig(keep=size, progressive=True, refit=False)
             result = moesaic.prune(name, config, samples=args.samples, length=args.window)
             found[str(size)]["progressive"] = measured(result.model, tokenizer, args)
     return found
@@ -81,7 +81,7 @@ def by_domain(name: str, size: int, args: argparse.Namespace) -> dict[str, Any]:
     for domain in ("prose", "shipped:code", "shipped:code=1,prose=1"):
         result = moesaic.prune(
             name,
-            PruneConfig(keep=size),
+            PruneConfig(keep=size, refit=False),
             calibration=domain,
             samples=args.samples,
             length=args.window,
@@ -93,13 +93,16 @@ def by_domain(name: str, size: int, args: argparse.Namespace) -> dict[str, Any]:
 def gaps(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Greedy removal with swaps against the best of all sets, at 12 experts."""
     small = moesaic.prune(
-        name, PruneConfig(keep=12, criterion="frequency"), samples=args.samples, length=args.window
+        name,
+        PruneConfig(keep=12, criterion="frequency", refit=False),
+        samples=args.samples,
+        length=args.window,
     )
     tokenizer, found = resolve(name).tokenizer, {}
     for size in (10, 8, 6):
         result = moesaic.prune(
             small.model,
-            PruneConfig(keep=size),
+            PruneConfig(keep=size, refit=False),
             tokenizer=tokenizer,
             samples=args.samples,
             length=args.window,

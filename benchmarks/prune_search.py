@@ -69,7 +69,7 @@ def main() -> None:
     )
     model = MixtralForCausalLM(config).eval()
     arch, tokens = moe_arch(config), Tokens(torch.randint(1024, (args.tokens // 256, 256)))
-    method = Pruner(PruneConfig(keep=args.keep))
+    method = Pruner(PruneConfig(keep=args.keep, refit=False))
     layers = []
     for site in LayerStream(model, arch, tokens, view=arch.mixture):
         start = time.perf_counter()

@@ -32,6 +32,8 @@ from moesaic.metrics.measure import environment
 
 HERE = Path(__file__).parent
 Config = SlimConfig | PruneConfig | CondenseConfig
+PLAIN: dict[str, Any] = {"score": "energy", "refit": False}
+"""What a row of ``slim`` is unless it says otherwise."""
 SLIM: dict[str, dict[str, Any]] = {
     "slim energy": {},
     "slim energy, refit": {"refit": True},
@@ -54,6 +56,8 @@ PRUNE: dict[str, dict[str, Any]] = {
     "prune reconstruction, refit": {"refit": True},
     "prune reap, refit": {"criterion": "reap", "refit": True},
     "prune reap": {"criterion": "reap"},
+    "prune weighted-ean, refit": {"criterion": "weighted-ean", "refit": True},
+    "prune weighted-ean": {"criterion": "weighted-ean"},
     "prune reconstruction": {},
     "prune frequency": {"criterion": "frequency"},
 }
@@ -72,6 +76,8 @@ THEN = (
     "prune reap, refit",
     "prune reconstruction",
     "prune reap",
+    "prune weighted-ean, refit",
+    "prune weighted-ean",
     "slim heapr",
     "slim random",
     "prune frequency",
@@ -149,13 +155,14 @@ class Model:
         from moesaic.data.text import calibration_tokens
 
         tokens = calibration_tokens("", self.tokenizer, args.samples, args.window, draw)
-        _ = moesaic.slim(self.model, SlimConfig(), text=tokens).plan  # warm
+        plain = SlimConfig(**PLAIN)
+        _ = moesaic.slim(self.model, plain, text=tokens).plan  # warm
         start = time.process_time()
         with torch.no_grad():
             for batch in tokens.batches(2048):
                 self.model.base_model(input_ids=batch.input_ids, use_cache=False)
         middle = time.process_time()
-        _ = moesaic.slim(self.model, SlimConfig(), text=tokens).plan
+        _ = moesaic.slim(self.model, plain, text=tokens).plan
         return {"forward": middle - start, "slim": time.process_time() - middle}
 
 
@@ -205,15 +212,17 @@ def main() -> None:
                 if args.labels and label not in args.labels:
                     continue
                 if label in SLIM:
-                    config: Config = SlimConfig(keep=keep, **{"seed": draw, **SLIM[label]})
+                    config: Config = SlimConfig(keep=keep, **{"seed": draw, **PLAIN, **SLIM[label]})
                 else:
-                    config = PruneConfig(keep=round(keep * one.experts), seed=draw, **PRUNE[label])
+                    said = {"seed": draw, "refit": False, **PRUNE[label]}
+                    config = PruneConfig(keep=round(keep * one.experts), **said)
                 key = f"{one.name} | {keep:g} | {label} | {draw}"
                 note("results", key, partial(one.run, config, draw, args))
             if labels is THEN and (not args.labels or "condense" in args.labels):
                 layers = max(1, round((1 - keep) * one.layers))
                 shared = one.model.config.model_type != "mixtral"
-                config = CondenseConfig(layers=layers, keep="shared" if shared else "shared+routed")
+                stays: Any = "shared" if shared else "shared+routed"
+                config = CondenseConfig(layers=layers, keep=stays, refit=False)
                 key = f"{one.name} | {keep:g} | condense | 0"
                 note("results", key, partial(one.run, config, 0, args))
 

@@ -1,12 +1,13 @@
-"""The tables and the picture of docs/slim.md, from slim.json and slim_mixture.json.
+"""The tables and the picture of docs/slim.md, and README's of mixtures.
 
-python benchmarks/slim_table.py       prints Markdown, writes docs/images/slim.svg
+python benchmarks/slim_table.py       writes them, from slim.json and slim_mixture.json
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -16,41 +17,45 @@ from moesaic.report import charts
 
 HERE = Path(__file__).parent
 KEEPS = ("0.75", "0.5", "0.25")
+PLAIN = "--score energy --no-refit"
 LABELS = {
-    "slim": "slim energy",
-    "slim --refit": "slim energy, refit",
-    "slim --score surgeon --refit": "slim surgeon, refit",
-    "slim --uneven": "slim uneven",
-    "slim --uneven --score surgeon --refit": "slim uneven surgeon, refit",
-    "slim --uneven --spread sensitivity --score surgeon --refit": (
-        "slim uneven spread surgeon, refit"
-    ),
-    "slim --score heapr": "slim heapr",
-    "slim --score random": "slim random",
-    "slim --spread sensitivity": "slim spread",
-    "slim --experts auto": "slim experts auto",
-    "slim --score surgeon --refit --propagate": "slim surgeon, refit, propagate",
-    "prune --refit": "prune reconstruction, refit",
-    "prune": "prune reconstruction",
-    "prune --criterion reap --refit": "prune reap, refit",
-    "prune --criterion reap": "prune reap",
+    "slim": "slim surgeon, refit",
+    "slim --uneven": "slim uneven surgeon, refit",
+    "slim --uneven --spread sensitivity": "slim uneven spread surgeon, refit",
+    "slim --propagate": "slim surgeon, refit, propagate",
+    "slim --score energy": "slim energy, refit",
+    f"slim {PLAIN}": "slim energy",
+    "slim --recipe paper": "slim uneven",
+    "slim --score heapr --no-refit": "slim heapr",
+    "slim --score random --no-refit": "slim random",
+    f"slim --spread sensitivity {PLAIN}": "slim spread",
+    f"slim --experts auto {PLAIN}": "slim experts auto",
+    "prune": "prune reconstruction, refit",
+    "prune --criterion weighted-ean": "prune weighted-ean, refit",
+    "prune --criterion reap": "prune reap, refit",
+    "prune --recipe paper": "prune reconstruction",
     **{
-        f"prune --criterion {name}": f"prune {name}"
-        for name in ("frequency", "pairwise", "gate", "ean", "man", "msan", "aimer", "random")
+        f"prune --criterion {name} --no-refit": f"prune {name}"
+        for name in (
+            *("weighted-ean", "reap", "frequency", "pairwise", "gate"),
+            *("ean", "man", "msan", "aimer", "random"),
+        )
     },
-    "condense": "condense",
+    "condense --no-refit": "condense",
 }
 """By the command, the name in slim.json."""
 DRAWN = {
-    "slim --uneven --spread sensitivity --score surgeon --refit": ("#cc79a7", "uneven, spread"),
-    "slim --uneven --score surgeon --refit": ("#0072b2", "uneven"),
-    "slim --score surgeon --refit": ("#56b4e9", "slim, refit"),
-    "slim": ("#009e73", "slim"),
-    "prune": ("#d55e00", "prune"),
-    "prune --refit": ("#e69f00", "prune, refit"),
-    "condense": ("#7d858c", "condense"),
+    "slim --uneven --spread sensitivity": ("#cc79a7", "uneven, spread"),
+    "slim --uneven": ("#0072b2", "uneven"),
+    "slim": ("#56b4e9", "slim"),
+    f"slim {PLAIN}": ("#009e73", "by energy, no refit"),
+    "prune --recipe paper": ("#d55e00", "prune, no refit"),
+    "prune": ("#e69f00", "prune"),
+    "condense --no-refit": ("#7d858c", "condense, no refit"),
 }
-BASELINE = "prune --refit"
+BASELINE = "prune"
+MIXTURE = "smollm2-mixture"
+"""Of which a refit loses nothing."""
 Results = Mapping[str, Any]
 
 
@@ -190,16 +195,67 @@ def picture(panels: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     )
 
 
-def main() -> None:
+SHOWN = {
+    "slim --uneven --spread sensitivity": "no: widths differ",
+    "slim --uneven": "no: widths differ",
+    "slim": "yes",
+    "slim --recipe paper": "no: widths differ",
+    "prune": "yes",
+    "prune --criterion reap": "yes",
+    "prune --recipe paper": "yes",
+    "prune --criterion frequency --no-refit": "yes",
+}
+"""README's rows, and whether a result is of the original's own architecture."""
+PAPERS = {"slim --recipe paper": " (CAMERA)", "prune --recipe paper": " (NAEE)"}
+
+
+def half(record: Mapping[str, Any]) -> Iterator[str]:
+    """README's table, Markdown: half of the experts' parameters."""
+    models = [*record["original"]]
+    yield f"| half of the experts' parameters | {' | KL | '.join(models)} | KL | native |"
+    yield "|---|" + "---:|---:|" * len(models) + "---|"
+    whole = [f"{record['original'][m]['ships']['perplexity']:.2f} | 0" for m in models]
+    yield f"| the original | {' | '.join(whole)} | |"
+    for command, native in SHOWN.items():
+        cells = []
+        for model in models:
+            found = [f["ships"] for f in draws(record["results"], model, "0.5", command).values()]
+            cells += [told([f["perplexity"] for f in found], 2), told([f["kl"] for f in found], 3)]
+        yield f"| `{command}`{PAPERS.get(command, '')} | {' | '.join(cells)} | {native} |"
+
+
+def rewritten(page: str, tables: Mapping[str, str]) -> str:
+    """A page with its tables as they should be: each between two comments, the first of which says
+    ``figures of`` and the table's name."""
+    for name, table in tables.items():
+        start = rf"(<!-- figures of {name}:[^\n]*-->\n)"
+        page = re.sub(rf"{start}.*?(<!-- end -->)", rf"\1{table}\2", page, flags=re.DOTALL)
+    return page
+
+
+def tables() -> dict[str, str]:
+    """All tables by name."""
     alone, mixture = (
         json.loads((HERE / f"{name}.json").read_text()) for name in ("slim", "slim_mixture")
     )
-    panels = [(record, model) for record in (alone, mixture) for model in record["original"]]
-    for record, model in panels:
-        print("\n".join(rows(record, model)), "\n")
-    print(f"| of the loss of `{BASELINE}` | {' | '.join(KEEPS)} |\n| --- |{' ---: |' * 3}")
-    for model in alone["original"]:  # of the mixture, a refit loses nothing
-        print("\n".join(relative(alone, model)))
+    found = {model: [*rows(r, model)] for r in (alone, mixture) for model in r["original"]}
+    head = [f"| of the loss of `{BASELINE}` | {' | '.join(KEEPS)} |", f"| --- |{' ---: |' * 3}"]
+    lost = [line for model in found if model != MIXTURE for line in relative(alone, model)]
+    found |= {"losses": head + lost, "halves": [*half(alone)]}
+    return {name: "\n".join(lines) + "\n" for name, lines in found.items()}
+
+
+def main() -> None:
+    for page in (HERE.parent / "README.md", HERE.parent / "docs" / "slim.md"):
+        page.write_text(rewritten(page.read_text("utf-8"), tables()), "utf-8")
+    panels = [
+        (json.loads((HERE / f"{name}.json").read_text()), model)
+        for name, models in (
+            ("slim", ("tiny-shared-moe", "tiny-moe")),
+            ("slim_mixture", (MIXTURE,)),
+        )
+        for model in models
+    ]
     (HERE.parent / "docs" / "images" / "slim.svg").write_text(picture(panels))
 
 

@@ -304,6 +304,52 @@ def test_dsmoe_is_told_by_all_its_runs() -> None:
         assert figures in page, f"{line['name']}: {figures}"
 
 
+@pytest.fixture(scope="module")
+def benchmarks() -> Any:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return [import_module(name) for name in ("slim_table", "frontier")]
+    finally:
+        sys.path.pop(0)
+
+
+def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> None:
+    """Both of README's, and those of docs/slim.md: nothing in them is typed."""
+    slim_table, frontier = benchmarks
+    record = json.loads(frontier.OUT.read_text("utf-8"))
+    tables = {**slim_table.tables(), "frontier": frontier.table(record)}
+    pages = [path.read_text("utf-8") for path in (ROOT / "README.md", ROOT / "docs/slim.md")]
+    asked = re.findall(r"<!-- figures of ([\w-]+):", "".join(pages))
+    assert sorted(asked) == sorted(tables)
+    for page in pages:
+        assert slim_table.rewritten(page, tables) == page, "python benchmarks/*_table.py, --tables"
+        cell = re.search(r"\| (\d\d\.\d\d) ", page)
+        assert cell is not None
+        typed = page[: cell.start(1)] + "99.99" + page[cell.end(1) :]
+        assert slim_table.rewritten(typed, tables) == page
+
+
+def test_choosing_says_what_the_tables_say(benchmarks: Any) -> None:
+    """One text, one draw, one file for all figures of dense models."""
+    slim_table, frontier = benchmarks
+    rows = json.loads(frontier.OUT.read_text("utf-8"))["rows"]
+    page = (ROOT / "docs/choosing.md").read_text("utf-8")
+
+    def perplexity(name: str, text: str) -> str:
+        return f"{rows[name][text]['perplexity']:.2f}"
+
+    for name in ("WINA by gradients 0.8", "fine petals 0.8"):
+        both = [
+            f"{perplexity('dense', text)} to {perplexity(name, text)}"
+            for text in ("shipped", "wikitext2-valid")
+        ]
+        assert " and ".join(both) in page, name
+    record = json.loads((ROOT / "benchmarks/slim.json").read_text("utf-8"))
+    for command in ("slim", "prune", "slim --uneven"):
+        drawn = slim_table.draws(record["results"], "tiny-shared-moe", "0.5", command).values()
+        assert f"{mean(f['ships']['perplexity'] for f in drawn):.2f}" in page, command
+
+
 # --- scripts -------------------------------------------------------------------------------------
 
 IMPORTS = """

@@ -50,7 +50,7 @@ def _clock(device: torch.device) -> float:
 
 
 @torch.inference_mode()
-def _round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+def one_round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
     """Seconds for the prompt, and for ``new_tokens`` greedy steps after it."""
     prompt = prompt.to(model.device)
     start = _clock(prompt.device)
@@ -103,7 +103,7 @@ def compare_speed(
     track: Track = silent,
 ) -> dict[str, Speed]:
     """Time models of transformers in turn; see :func:`interleaved`."""
-    runners = {name: partial(_round, model) for name, model in models.items()}
+    runners = {name: partial(one_round, model) for name, model in models.items()}
     return interleaved(runners, prompt, new_tokens, rounds, track)
 
 

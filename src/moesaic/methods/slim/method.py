@@ -448,7 +448,7 @@ class Slimmer(Method[SlimConfig, Arch]):
         sizes, _ = self.sizes(job)
         groups = job.arch.group_count(job.shape.config) if isinstance(job.arch, MoEArch) else 1
         blind = Slimmer(replace(config, score="random"))
-        layers, held = {}, 0
+        layers, held, work = {}, 0, 0.0
         for i, options in sizes.items():
             view = job.arch.view(job.layers[i])
             whole = config.keep * view.count * view.width
@@ -456,6 +456,8 @@ class Slimmer(Method[SlimConfig, Arch]):
             stats = no_stats(view.count, view.width, getattr(view, "shared_width", 0))
             layers[i], _ = blind.decide(stats, i, size, groups)
             held = max(held, pairs_bytes(view.count, view.width))
+            turns = 16.0 * view.count * view.width**3  # in float64, as the products that precede it
+            work += 4.0 * getattr(view, "top_k", 1) * view.width**2 + turns / job.planned_tokens
         return Outline(
             Plan(config.name, job.base, layers, asdict(config)),
             exact=not config.measures,
@@ -463,7 +465,8 @@ class Slimmer(Method[SlimConfig, Arch]):
             + bool(config.refit) * (2 + config.propagate)
             + 2.0 * config.chosen.gradients
             + 3.0 * config.measures,
-            held=held if config.chosen.gram else 0,
+            work=work * config.chosen.gram,
+            held=held * config.chosen.gram,
             whole=config.chosen.gradients,
         )
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 RIDGE = 0.1
 """lambda, relative to the mean square of h: little is made up for where tokens are few."""
+BLOCK = 64
+"""Turns after which matrices are brought up to date, in one product instead of one for each."""
 
 
 def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Tensor:
@@ -38,17 +40,31 @@ def removal_costs(gram_MM: Tensor, down_DM: Tensor, ridge: float = RIDGE) -> Ten
     width = len(gram_MM)
     strength = max(ridge * gram_MM.diagonal().mean().item(), 1e-12)
     inverse_MM = torch.linalg.inv(gram_MM + strength * torch.eye(width, dtype=gram_MM.dtype))
-    down_DM = down_DM.clone()
+    alike_MM = down_DM.T @ down_DM
+    spread_M, norm_M = inverse_MM.diagonal().clone(), alike_MM.diagonal().clone()
     cost_M = torch.zeros(width, dtype=torch.float64)
     gone_M = torch.zeros(width, dtype=torch.bool)
     last = 0.0
-    for _ in range(width):
-        trial_M = down_DM.square().sum(0) / inverse_MM.diagonal().clamp(min=1e-300)
-        j = int(trial_M.masked_fill(gone_M, torch.inf).argmin())
-        gone_M[j] = True
-        last = max(trial_M[j].item(), last * (1 + 1e-9))
-        cost_M[j] = last
-        share_M = inverse_MM[j] / inverse_MM[j, j]
-        down_DM -= torch.outer(down_DM[:, j], share_M)
-        inverse_MM -= torch.outer(inverse_MM[:, j], share_M)
+    for start in range(0, width, BLOCK):
+        turns = min(BLOCK, width - start)
+        # inverse - column share^T, and alike - share half^T - half share^T, of this block's turns
+        column_MB, share_MB, half_MB = torch.zeros(3, width, turns, dtype=torch.float64)
+        for t in range(turns):
+            trial_M = norm_M / spread_M.clamp(min=1e-300)
+            j = int(trial_M.masked_fill(gone_M, torch.inf).argmin())
+            gone_M[j] = True
+            last = max(trial_M[j].item(), last * (1 + 1e-9))
+            cost_M[j] = last
+            before_MB, shares_MB, halves_MB = column_MB[:, :t], share_MB[:, :t], half_MB[:, :t]
+            column_M = inverse_MM[:, j] - before_MB @ shares_MB[j]
+            alike_M = alike_MM[:, j] - shares_MB @ halves_MB[j] - halves_MB @ shares_MB[j]
+            share_M = column_M / column_M[j]
+            column_MB[:, t], share_MB[:, t] = column_M, share_M
+            half_MB[:, t] = alike_M - share_M * alike_M[j] / 2
+            spread_M -= column_M * share_M
+            norm_M -= 2 * share_M * half_MB[:, t]
+        inverse_MM -= column_MB @ share_MB.T
+        change_MM = share_MB @ half_MB.T
+        alike_MM -= change_MM + change_MM.T
+        spread_M, norm_M = inverse_MM.diagonal().clone(), alike_MM.diagonal().clone()
     return cost_M
