@@ -247,6 +247,7 @@ def measure(
             **({} if settings.shots is None else {"shots": settings.shots}),
             **({} if together and not settings.stream else {"layer_by_layer": True}),
         },
+        "files": {name: source.checkpoint.nbytes() for name, source in sources.items()},
         "scores": {name: s.as_json() for name, s in scores.items()},
         "routing": {str(i): routing.as_json() for i, routing in scores["result"].routing.items()},
         **({"generation": {"prompt": settings.prompt, **generations}} if generations else {}),
