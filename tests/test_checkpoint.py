@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import inside
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moesaic.cli.entry import disk_full
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import Checkpoint, ShardWriter, check_out, whole_folder
+from moesaic.io.checkpoint import Checkpoint, ShardWriter
+from moesaic.io.outputs import check_out, whole_folder
 
 
 def test_shards_hold_what_was_added(tmp_path):
@@ -80,11 +82,11 @@ def test_folder_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(RuntimeError), whole_folder(out) as work:  # noqa: PT012
         (work / "half").write_text("x")
         raise RuntimeError
-    assert not any((tmp_path / "deep").iterdir())
+    assert not any(tmp_path.iterdir())
     with whole_folder(out) as work:
         (work / "config.json").write_text("{}")
         assert not out.exists()
-    assert [p.name for p in out.iterdir()] == ["config.json"]
+    assert inside(out) == {"config.json", "moesaic/files.json"}
 
 
 def test_existing_out_needs_overwrite(tmp_path):
@@ -106,7 +108,7 @@ def test_what_is_replaced_is_removed_when_the_new_folder_is_there(tmp_path, monk
     out, seen, removed = tmp_path / "out", [], shutil.rmtree
 
     def watched(path, **options):
-        if ".old." in Path(path).name and Path(path).exists():
+        if Path(path).name.endswith(".replaced") and Path(path).exists():
             seen.append((out / "config.json").read_text())
         removed(path, **options)
 
@@ -120,7 +122,7 @@ def test_what_is_replaced_is_removed_when_the_new_folder_is_there(tmp_path, monk
 
 def test_overwrite_does_not_delete_other_things(tmp_path):
     (tmp_path / "thesis.txt").write_text("x")
-    with pytest.raises(MoesaicError, match="not a model folder"):
+    with pytest.raises(MoesaicError, match="was not made by Moesaic"):
         check_out(tmp_path, overwrite=True)
 
 

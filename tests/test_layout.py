@@ -13,8 +13,8 @@ from builders import equal, inside, weights
 import moesaic
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.io.checkpoint import whole_folder
 from moesaic.io.layout import OWN, misread
+from moesaic.io.outputs import whole_folder
 from moesaic.io.source import resolve
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.plan import Plan

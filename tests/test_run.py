@@ -29,6 +29,7 @@ from moesaic import (
 )
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
+from moesaic.io.outputs import marked
 from moesaic.io.source import Source
 from moesaic.layers.base import same
 from moesaic.log import Log
@@ -107,7 +108,8 @@ def test_a_result_shows_itself(llama_folder, tmp_path):
     svg = result.plot(tmp_path / "result.svg")
     perplexity = f"{result.scores['result'].perplexity:.4g}"
     assert f"result {perplexity}, original " in repr(result)
-    assert (tmp_path / "result.svg").read_text("utf-8") == svg == result._repr_html_()
+    assert (tmp_path / "result.svg").read_text("utf-8") == marked(svg)
+    assert svg == result._repr_html_()
     assert svg.startswith("<svg")
     assert "Tokens by layer" in svg
     shown = Console(width=120, file=io.StringIO())

@@ -173,7 +173,7 @@ def test_a_plan_rebuilds_all_steps(hub: dict[str, dict[str, bytes]], tmp_path: P
     done("run", str(tmp_path / "recipe.yaml"), "--push", "me/three", "--push-plan")
     assert len(Plan.load(out).earlier) == 2
     done("apply", "me/three", str(again))
-    for name in inside(again):
+    for name in inside(again) - {"moesaic/files.json"}:
         assert (again / name).read_bytes() == (out / name).read_bytes(), name
     first, *_ = Plan.load(out).earlier
     between.mkdir()

@@ -5,7 +5,7 @@ import torch
 from builders import logits
 
 from moesaic.errors import MoesaicError
-from moesaic.io.names import whole_file
+from moesaic.io.outputs import whole_file
 from moesaic.io.source import resolve
 
 

@@ -30,7 +30,8 @@ from moesaic.exports.engines import limits
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import INDEX_NAME, shape_of
-from moesaic.io.names import cache_folder, whole_file
+from moesaic.io.names import cache_folder
+from moesaic.io.outputs import whole_file
 from moesaic.io.weightless import Outliner, Weightless, foretold
 from moesaic.layers.base import KINDS
 from moesaic.methods import implementation

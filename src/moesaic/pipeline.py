@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,6 @@ from moesaic.distributed import gathered, own_device, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, Values, silent
 from moesaic.io.caller import untouched
-from moesaic.io.checkpoint import whole_folder
 from moesaic.io.layout import (
     CARD,
     PAGE,
@@ -31,7 +31,7 @@ from moesaic.io.layout import (
     anywhere,
     own,
 )
-from moesaic.io.names import check_out, unfinished
+from moesaic.io.outputs import alone, check_out, marked, unfinished, whole_folder
 from moesaic.io.source import Source, from_hub, resolve
 from moesaic.log import Log
 from moesaic.methods import VERBS, implementation
@@ -83,7 +83,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
     Raises:
         MoesaicError: there is no such model or plan, or they do not belong together.
     """
-    check_out(Path(out), overwrite)
+    check_out(Path(out), overwrite, [base, plan])
     place = Path(plan) if Path(plan).exists() else from_hub(str(plan), *anywhere(*PLAN_FILES))
     decided = Plan.load(place)
     steps = [*decided.earlier, decided]
@@ -91,7 +91,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
         raise MoesaicError(f"The plan at {plan} names no base: it was made from a loaded model.")
     source = resolve(base or steps[0].base.name)
     done = [number for number, step in enumerate(steps) if step.base.weights == source.fingerprint]
-    with whole_folder(Path(out), overwrite) as folder:
+    with whole_folder(Path(out), overwrite, [source.name, place]) as folder:
         for number in range(max(done, default=0), len(steps)):
             last, before = number == len(steps) - 1, source.folder
             made = folder if last else folder / f"step-{number}"
@@ -132,8 +132,9 @@ def run_recipe(
     Raises:
         MoesaicError: the request cannot be met; nothing is left at ``recipe.out``.
     """
-    log = log or Log(track)
-    with log.listening():
+    check_run(recipe, overwrite=overwrite, resume=resume)
+    log, first = log or Log(track), process()[0] == 0
+    with alone(Path(recipe.out)) if first else nullcontext(), log.listening():
         return _run(recipe, overwrite, resume, found or {}, more, log)
 
 
@@ -145,14 +146,13 @@ def _run(
     more: Callable[[Path], Values] | None,
     log: Log,
 ) -> Record | None:
-    check_run(recipe, overwrite=overwrite, resume=resume)
     check_device(recipe.device)
     tokens: Tokens | None = None
     if (asked := recipe.evaluation) is not None:  # what is wrong with it is said before any work
         check_tasks(wanted_tasks(asked.tasks, asked.shots, asked.limit))
         tokens = measured_text(resolve(recipe.model), asked)
     work = unfinished(recipe.out)
-    if not resume:
+    if not resume and process()[0] == 0:
         Progress(work, {}).discard()
     wait_for_all()
     settings = recipe.evaluation
@@ -213,8 +213,8 @@ def describe(record: Record, recipe: Recipe, folder: Path) -> None:
     files = {
         RECIPE: asked,
         RECORD: json.dumps(record.as_json(), indent=1),
-        PAGE: report.html([record]),
-        PICTURE: report.picture(record),
+        PAGE: marked(report.html([record])),
+        PICTURE: marked(report.picture(record)),
     }
     (folder / CARD).write_text(report.model_card(record, asked), "utf-8")
     for name, text in files.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from moesaic.foreign import JSON, Values
 from moesaic.io.fingerprint import of_tensors
 from moesaic.io.headers import header_of, mapping_of
 from moesaic.io.layout import PLAN, PLAN_TENSORS, placed
-from moesaic.io.names import let_read, whole_file
+from moesaic.io.outputs import discard, let_read, whole_file
 from moesaic.layers.base import KINDS, LayerPlan
 
 FORMAT = 3
@@ -249,7 +248,7 @@ class Progress:
 
     def discard(self) -> None:
         """Forget everything that was kept."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        discard(self.folder)
 
 
 def differing(kept: Values, asked: Values) -> Iterator[str]:

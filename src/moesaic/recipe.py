@@ -27,10 +27,11 @@ from moesaic.config import (
 )
 from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
-from moesaic.data.source import spelled
+from moesaic.data.source import read_by, spelled
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.io.names import check_name, check_out, unfinished
+from moesaic.io.names import check_name
+from moesaic.io.outputs import check_out, unfinished
 from moesaic.methods import VERBS, methods_of
 
 T = TypeVar("T")
@@ -68,6 +69,12 @@ class Recipe:
         for step in self.steps:
             found += [getattr(step, f.name) for f in fields(step) if about(f).parse == "text"]
         return found
+
+    @property
+    def inputs(self) -> list[str]:
+        """The names of all that is read: models, files, and text."""
+        asked = (*self.steps, self.calibration, self.evaluation)
+        return [self.model, *(name for config in asked for name in read_by(config))]
 
 
 def _plain(value: object) -> object:
@@ -107,7 +114,7 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
     check_name(recipe.model)
     if recipe.dtype not in DTYPES:
         raise MoesaicError(f"dtype {recipe.dtype!r} is none of {', '.join(DTYPES)}.")
-    check_out(Path(recipe.out), overwrite)
+    check_out(Path(recipe.out), overwrite, recipe.inputs)
     folder = unfinished(recipe.out)
     if folder.exists() and not (resume or overwrite):
         raise MoesaicError(

@@ -18,15 +18,16 @@ from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation
+from moesaic.data.source import read_by
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Values
 from moesaic.io.caller import untouched
-from moesaic.io.checkpoint import ShardWriter, Writer, narrowed, shape_of, whole_folder
+from moesaic.io.checkpoint import ShardWriter, Writer, narrowed, shape_of
 from moesaic.io.fingerprint import IN_MEMORY, of_model
 from moesaic.io.layout import own
-from moesaic.io.names import whole_file
 from moesaic.io.naming import Naming
+from moesaic.io.outputs import check_drawing, whole_folder, write_drawing
 from moesaic.io.prediction import NEXT, leave_out
 from moesaic.io.quantised import settle
 from moesaic.io.source import Source
@@ -157,10 +158,14 @@ class Result:
     def save(self, out: str | Path, overwrite: bool = False) -> Path:
         """Write the checkpoint, whole or not at all.
 
+        Args:
+            out: the folder to make.
+            overwrite: replace it, if all that it holds was written by this package.
+
         Raises:
-            MoesaicError: ``out`` exists.
+            MoesaicError: ``out`` exists, or holds what was read.
         """
-        with whole_folder(Path(out), overwrite) as folder:
+        with whole_folder(Path(out), overwrite, self._inputs) as folder:
             self.write(folder)
         return Path(out)
 
@@ -178,6 +183,15 @@ class Result:
             asked = self.job.dtype if self.job.on_disk else None
             dtype = str(asked or "auto").removeprefix("torch.")
             replace(plan, dtype=dtype, earlier=self._earlier).save(own(folder))
+
+    @property
+    def _inputs(self) -> list[str | Path]:
+        """What the result was made of: names of models, files and text."""
+        args, original = self.job.args, self.job.original
+        of_model = (
+            original.folder if self.job.on_disk else getattr(original.config, "_name_or_path", "")
+        )
+        return [of_model, *read_by(self.method.config), *read_by(args.calibration)]
 
     @property
     def _earlier(self) -> tuple[Plan, ...]:
@@ -292,12 +306,16 @@ class Result:
 
         Returns:
             SVG.
+
+        Raises:
+            MoesaicError: the file exists and is no drawing of ours.
         """
+        if file is not None:
+            check_drawing(Path(file), ".svg")
         _ = self.scores
         svg = report.picture(self.told)
         if file is not None:
-            with whole_file(Path(file)) as partial:
-                partial.write_text(svg, "utf-8")
+            write_drawing(Path(file), svg)
         return svg
 
     def _step(self, layers: list[LayerRecord], measured: Values) -> Step:

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, numbers, option
-from moesaic.cli.shared import columns, emit, register, write
+from moesaic.cli.shared import columns, emit, register
 from moesaic.config import Bench, Evaluation, check_device, parse_dtype
 from moesaic.data.questions import wanted_tasks
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.io.names import check_file, check_name
+from moesaic.io.names import check_name
+from moesaic.io.outputs import check_drawing, write_drawing
 from moesaic.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def evaluate(
     if draw and not tau:
         raise MoesaicError("draw takes a sweep over thresholds; give them with --tau.")
     if draw:
-        check_file(draw, overwrite=True)
+        check_drawing(draw, ".svg")
     taus = numbers(tau) if tau else []
     others = [name for name in ("tasks", "generations", "stream") if given.get(name)]
     if taus and (against or others):
@@ -76,7 +77,7 @@ def evaluate(
 
         points = measure.sweep(model, taus, **settings, track=bars)
         if draw:
-            write(draw, report.sweep(points, f"{model}, by threshold"))
+            write_drawing(draw, report.sweep(points, f"{model}, by threshold"))
         emit(as_json, {"sweep": points}, columns({f"tau {p['tau']:g}": p for p in points}))
         return
     from moesaic.metrics.evaluate import evaluate
@@ -149,7 +150,7 @@ def inspect(
     if draw and not against:
         raise MoesaicError("draw takes two results; name the other one with --against.")
     if draw:
-        check_file(draw, overwrite=True)
+        check_drawing(draw, ".svg")
     from rich.console import Group
     from rich.table import Table
 
@@ -177,7 +178,7 @@ def inspect(
     found = overlap(Plan.load(Path(model)), Plan.load(Path(against)))
     if draw:
         drawn = [(o.layer, o.experts, o.first, o.second) for o in found]
-        write(draw, report.overlap(drawn, f"Kept by {model} and by {against}"))
+        write_drawing(draw, report.overlap(drawn, f"Kept by {model} and by {against}"))
     kept = Table(title=f"Experts kept, beside {against}", title_justify="left")
     for name in ("layer", "by both", "here alone", "there alone"):
         kept.add_column(name, justify="right")

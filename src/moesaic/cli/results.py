@@ -21,12 +21,13 @@ from moesaic.cli.options import (
     Value,
     option,
 )
-from moesaic.cli.shared import carried_out, carry_out, emit, figure, register, write
+from moesaic.cli.shared import carried_out, carry_out, emit, figure, register
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.io.layout import PAGE, RECIPE, RECORD, placed
-from moesaic.io.names import check_file, check_free, check_name, check_out
+from moesaic.io.names import check_name
+from moesaic.io.outputs import check_drawing, check_file, check_free, check_out, write_drawing
 from moesaic.recipe import Recipe, check_run, load_recipe, plain_values, step_config
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def demo(
     for recipe in left.values():
         check_run(recipe, overwrite=overwrite, resume=resume)
     check_free(out, overwrite or resume)
+    check_drawing(out / PAGE, ".html")
     warn_of_company()
     made = {name: carried_out(recipe, overwrite, resume) for name, recipe in left.items()}
     records = {name: record for name in halves if (record := {**known, **made}[name])}
@@ -88,7 +90,7 @@ def demo(
     from moesaic import report
 
     page = out / PAGE
-    write(page, report.html([*records.values()]))
+    write_drawing(page, report.html([*records.values()]))
     tables = [report.terminal(record) for record in records.values()]
     said = f"Checkpoints in {out}, both runs on one page in {page}"
     emit(as_json, {n: r.output() for n, r in records.items()}, Group(*tables, said))
@@ -132,7 +134,7 @@ def apply(
     *bases, plan, out = places
     for base in bases:
         check_name(base)
-    check_out(Path(out), overwrite)
+    check_out(Path(out), overwrite, [*bases, plan])
     if not Path(plan).exists() and (plan.startswith((".", "/", "~")) or plan.count("/") != 1):
         raise MoesaicError(f"No plan at {plan}.")
     from moesaic import pipeline
@@ -152,7 +154,7 @@ def export(
     given = plain_values(ExportArgs, given)
     asked = ExportArgs(**given)  # before anything slow is imported
     check_name(model)
-    (check_file if asked.to == "gguf" else check_out)(out, overwrite)
+    (check_file if asked.to == "gguf" else check_out)(out, overwrite, [model])
     from moesaic.exports import export
 
     record = export(model, out, overwrite=overwrite, **given)
@@ -223,7 +225,7 @@ def report(
     for field, given, known in (("saved", saved, SAVED), ("lost", lost, LOST)):
         if given and given not in known:
             raise MoesaicError(f"{field} {given!r} is not known; known: {', '.join(known)}.")
-    check_file(out, overwrite=True)
+    check_drawing(out, ".html", ".svg")
     records = [record_of(folder) for folder in runs]
     from moesaic import report
 
@@ -231,7 +233,7 @@ def report(
     page = (report.frontier_picture if out.suffix == ".svg" else report.html)(records, first)
     if not page:
         raise MoesaicError("An .svg needs three measured models; these runs have fewer.")
-    write(out, page)
+    write_drawing(out, page)
     emit(as_json, {"report": str(out)}, f"Report in {out}")
 
 

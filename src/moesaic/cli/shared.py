@@ -18,7 +18,7 @@ from moesaic.cli.options import Option, Value, in_flags
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.io.layout import OWN, PAGE
-from moesaic.io.names import check_repository, whole_file
+from moesaic.io.names import check_repository
 from moesaic.recipe import Recipe, check_run
 
 if TYPE_CHECKING:
@@ -161,12 +161,6 @@ def emit(as_json: bool, data: object, view: object) -> None:
         from rich.console import Console
 
         Console().print(view)
-
-
-def write(file: Path, text: str) -> None:
-    """Write a page or a drawing, whole or not at all."""
-    with whole_file(file) as partial:
-        partial.write_text(text, "utf-8")
 
 
 def check_push(repo: str, plan_only: bool) -> None:

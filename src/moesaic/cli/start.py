@@ -22,7 +22,8 @@ from typing import Any
 import wrapt
 
 from moesaic.errors import MoesaicError
-from moesaic.io.names import cache_folder, whole_file
+from moesaic.io.names import cache_folder
+from moesaic.io.outputs import whole_file
 
 UNASKED = ("scipy", "sklearn", "torchao")
 """Libraries that transformers imports with its models because they are installed, for losses of

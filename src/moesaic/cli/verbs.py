@@ -29,7 +29,8 @@ from moesaic.cli.options import (
 )
 from moesaic.cli.shared import carry_out, columns, emit, register
 from moesaic.config import Calibration, Evaluation, Verb, about, check_device, parse_dtype
-from moesaic.io.names import check_file, check_name
+from moesaic.io.names import check_name
+from moesaic.io.outputs import check_file
 from moesaic.methods import VERBS, methods_of
 from moesaic.recipe import Recipe, checked, method_of, step_config
 
@@ -148,7 +149,7 @@ def observe(
     **given: Value,
 ) -> None:
     """Observe a mixture of experts once; prune and skip then decide in seconds with --stats."""
-    check_file(stats, overwrite)
+    check_file(stats, overwrite, [model, *(merge or ())])
     if not merge:
         check_name(model)
     device = check_device(given.pop("device", Recipe.device))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 
+from moesaic.config import about
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
@@ -191,3 +192,19 @@ def _from_json(spec: str) -> tuple[TextSource, ...]:
 def plain(source: TextSource) -> JSON:
     """The fields that say something, for records."""
     return {k: v for k, v in asdict(source).items() if v not in ("", 1.0)}
+
+
+def read_by(config: object) -> list[str]:
+    """The names of models, files and text in a dataclass of options; not all are of this machine.
+
+    Raises:
+        MoesaicError: a name of text is none.
+    """
+    found: list[str] = []
+    for of in fields(config) if is_dataclass(config) else ():
+        value, said = getattr(config, of.name), about(of)
+        if said.parse == "text":
+            found += [source.name for source in text_sources(value or "")]
+        elif {"MODEL", "FILE", "FILE.jsonl"} & {*said.metavar.split("|")}:
+            found += str(value or "").split(",")
+    return [name for name in found if name]

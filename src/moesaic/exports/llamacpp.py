@@ -21,7 +21,7 @@ from moesaic.exports.native import export_native
 from moesaic.exports.quantiser import OTHERS, quantise, types_of
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.gguf import GgufCheckpoint
-from moesaic.io.names import check_file
+from moesaic.io.outputs import alone, check_file, put_file
 from moesaic.io.source import resolve
 from moesaic.metrics.llamacpp import library
 
@@ -85,10 +85,10 @@ def export_gguf(
     plain = asked.type in CONVERTED and asked.memory is None
     if not plain:
         library()
-    check_file(out, overwrite)
+    check_file(out, overwrite, [model, asked.calibration])
     source = resolve(model)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
+    with alone(out), tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
         record: JSON = {"model_type": source.config.model_type}
         folder = source.folder
         other = asked.target or asked.untie or asked.ep > 1
@@ -106,7 +106,7 @@ def export_gguf(
         if not plain:
             work = _rounded(folder, work, asked, track)
         types = types_of(work)
-        work.replace(out)
+        put_file(work, out, overwrite)
     said = {"out": str(out), "type": asked.called, "bytes": out.stat().st_size, "types": types}
     return {**record, **said}
 

@@ -21,8 +21,8 @@ from moesaic.exports.form import Export, run_script
 from moesaic.exports.mixtures import reduced
 from moesaic.foreign import JSON
 from moesaic.hub import write_config
-from moesaic.io.checkpoint import ShardWriter, whole_folder
-from moesaic.io.names import check_out
+from moesaic.io.checkpoint import ShardWriter
+from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.quantised import said_of
 from moesaic.io.source import Source, resolve
 from moesaic.layers.base import KINDS
@@ -60,10 +60,10 @@ def export_native(
         MoesaicError: no architecture holds the model; nothing is left at ``out``.
     """
     source = resolve(model)
-    check_out(Path(out), overwrite)
+    check_out(Path(out), overwrite, [model])
     asked = asked or ExportArgs()
     export = decide(source, asked.target, asked.ep)
-    with whole_folder(Path(out), overwrite) as folder:
+    with whole_folder(Path(out), overwrite, [model]) as folder:
         write(source, export, folder, asked.untie)
         differences = verify(source, folder, export.exact)
     return {

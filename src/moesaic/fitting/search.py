@@ -34,9 +34,8 @@ from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.costs import Costs, Ledger, Parts, Steps, Weight, told
 from moesaic.fitting.files import Files
 from moesaic.foreign import JSON, Track, Weighed, give_back, silent
-from moesaic.io.checkpoint import whole_folder
 from moesaic.io.layout import OWN, RECORD, own
-from moesaic.io.names import whole_file
+from moesaic.io.outputs import alone, discard, searched, whole_file, whole_folder
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
 from moesaic.methods.naee.observing import observe
@@ -734,6 +733,13 @@ def fit(
     if process()[1] > 1:
         raise MoesaicError("fit runs in one process; the recipe that it finds runs in several.")
     check_run(recipe, overwrite=overwrite, resume=resume)
+    with alone(Path(recipe.out)):
+        return _fit(recipe, config, overwrite, resume, track)
+
+
+def _fit(
+    recipe: Recipe, config: FitConfig, overwrite: bool, resume: bool, track: Track
+) -> Record | None:
     work = searched(recipe.out)
     if not resume:
         if work.exists() and not overwrite:
@@ -741,7 +747,7 @@ def fit(
                 f"{work} holds an unfinished search: continue it with resume=True, or start anew "
                 "with overwrite=True."
             )
-        shutil.rmtree(work, ignore_errors=True)
+        discard(work)
     log = Log(track)
     search = Search(recipe, config, work, log.track)
     recipe = search.recipe
@@ -815,9 +821,3 @@ def settled(drawn: Calibration) -> Calibration:
 def tokenised(drawn: Calibration) -> bool:
     """It is a file of token ids, whose windows have a length and a number."""
     return drawn.source.endswith(".safetensors")
-
-
-def searched(out: str | Path) -> Path:
-    """The folder where an unfinished search keeps what it has tried."""
-    out = Path(out)
-    return out.with_name(out.name + ".search")

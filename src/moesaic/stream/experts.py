@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +28,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.io.fingerprint import of_files
 from moesaic.io.headers import header_of
-from moesaic.io.names import whole_file
+from moesaic.io.outputs import alone, whole_file
 from moesaic.plan import differing
 from moesaic.stream.neurons import NeuronStats, square_sums, weight_stats
 from moesaic.stream.stream import Site
@@ -474,14 +475,12 @@ def merge_files(paths: Sequence[Path], out: Path) -> None:
                 f"{file.path} and {paths[0]} are of different models and cannot be merged: "
                 f"{other[0]}."
             )
-    folder = out.with_name(f".{out.name}.parts")
     header = {**first, "calibration": "+".join(f.header["calibration"] for f in files)}
-    try:
+    with alone(out), TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
+        folder = Path(place)
         for index in files[0].layers:
             save_layer(ExpertStats.merged(_renumbered(files, index)), folder, index, header)
         join({i: layer_file(folder, i) for i in files[0].layers}, out, header)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _renumbered(files: Sequence[StatsFile], index: int) -> Iterator[ExpertStats]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from moesaic.arch.lookup import moe_arch
 from moesaic.config import RunArgs
+from moesaic.data.source import read_by
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
 from moesaic.io.caller import leaves_untouched
-from moesaic.io.names import check_file, unfinished
+from moesaic.io.outputs import alone, check_file, discard, unfinished
 from moesaic.methods.naee.observed import observed, plain
 from moesaic.plan import differing
 from moesaic.stream.experts import StatsFile, join, layer_file, save_layer
@@ -49,9 +50,15 @@ def observe(
     Raises:
         MoesaicError: the request cannot be met.
     """
-    out = Path(out)
-    check_file(out, overwrite)
-    job = Job(RunArgs.of(model, **options), moe_arch)
+    out, args = Path(out), RunArgs.of(model, **options)
+    names = [model] if isinstance(model, str | Path) else []
+    check_file(out, overwrite, [*names, *read_by(args.calibration)])
+    with alone(out) if process()[0] == 0 else nullcontext():
+        return _observe(args, out, gram_mb, overwrite, resume)
+
+
+def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bool) -> Path:
+    job = Job(args, moe_arch)
     layers = job.arch.moe_layers(job.shape)
     request: JSON = {
         **job.request({"base": plain(job.base)}),
@@ -67,7 +74,7 @@ def observe(
                 f"{folder} holds an unfinished run: continue it with resume=True, or start "
                 "anew with overwrite=True."
             )
-        shutil.rmtree(folder)
+        discard(folder)
     done = [i for i in layers if layer_file(folder, i).exists()]
     for i in done:
         other = [*differing(StatsFile(layer_file(folder, i)).header, request)]
@@ -84,5 +91,5 @@ def observe(
                 save_layer(stats, folder, site.index, request)
     if process()[0] == 0:
         join({i: layer_file(folder, i) for i in layers}, out, request)
-        shutil.rmtree(folder)
+        discard(folder)
     return out

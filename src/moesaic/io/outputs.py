@@ -1,0 +1,465 @@
+"""Files and folders that are made: checked beforehand, whole or absent, nothing foreign replaced.
+
+What a folder holds stands in a list of its own (:data:`moesaic.io.layout.FILES`), so that nothing
+is ever deleted that this package did not write.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from moesaic.errors import MoesaicError
+from moesaic.io.headers import mapping_of
+from moesaic.io.layout import FILES, MARKS, OLDER, OWN, misread, own
+
+try:
+    import fcntl
+except ImportError:  # Windows: two runs of one output are found out at the end only
+    fcntl = None  # type: ignore[assignment]
+
+DRAWN = "<!-- made by Moesaic -->"
+"""In every page and drawing, so that it can be told from anybody else's."""
+DAY = 86_400.0
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+SCRATCH = (
+    "request.json",
+    "machine.json",
+    "layer-*.safetensors",
+    "stats*.safetensors",
+    "step-*.json",
+    "tried-*.json",
+    "*.stats",
+    ".*.writing",
+    ".*.lock",
+)
+"""Files at the top of a folder that keeps an unfinished run or search."""
+_HELD: dict[Path, int] = {}
+"""Locks that this process holds, and the thread that does."""
+
+
+# --- checks, before any work is done -------------------------------------------------------------
+
+
+def unfinished(out: str | Path) -> Path:
+    """The folder where an unfinished run keeps its finished layers."""
+    out = Path(out)
+    return out.with_name(out.name + ".partial")
+
+
+def searched(out: str | Path) -> Path:
+    """The folder where an unfinished search keeps what it has tried."""
+    out = Path(out)
+    return out.with_name(out.name + ".search")
+
+
+def check_place(out: Path) -> None:
+    """Refuse an output that cannot be written where it is to be.
+
+    Raises:
+        MoesaicError: it has no name, or what should be the folder around it is a file, or may not
+            be written to.
+    """
+    if out.name in ("", ".."):
+        raise MoesaicError(f"{str(out)!r} cannot be made: give a name that nothing has yet.")
+    around = next(place for place in out.absolute().parents if place.exists())
+    if not around.is_dir():
+        raise MoesaicError(f"{out} cannot be made: {around} is a file.")
+    if not os.access(around, os.W_OK | os.X_OK):
+        raise MoesaicError(f"{out} cannot be made: {around} may not be written to.")
+
+
+def check_free(out: Path, overwrite: bool = False) -> None:
+    """Refuse to replace what nobody asked to be replaced.
+
+    Raises:
+        MoesaicError: ``out`` exists and ``overwrite`` is False.
+    """
+    if os.path.lexists(out) and not overwrite:
+        raise MoesaicError(f"{out} exists. Choose another name, or pass overwrite=True.")
+
+
+def check_inputs(out: Path, inputs: Iterable[str | Path]) -> None:
+    """Refuse to write where something lies that is read.
+
+    Args:
+        out: what is to be made.
+        inputs: names of what is read; those that are no file and no folder are let pass.
+
+    Raises:
+        MoesaicError: one of them is ``out``, lies in it, or holds it as a file.
+    """
+    place = out.resolve()
+    for name in filter(None, map(str, inputs)):
+        read = Path(name).resolve()
+        if not os.path.lexists(name):
+            continue
+        if place in (read, *read.parents):
+            where = "is" if place == read else "lies in"
+            raise MoesaicError(f"{name} {where} {out}, and is read. Choose another OUT.")
+        if out.is_file() and read in place.parents:
+            raise MoesaicError(f"{out} is a file of {name}, which is read. Choose another OUT.")
+
+
+def check_file(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] = ()) -> None:
+    """Refuse a file that exists, cannot be made, or is read.
+
+    Raises:
+        MoesaicError: it exists and may not be replaced, is a folder, has no place, or is an input.
+    """
+    check_place(out)
+    check_idle(out)
+    if out.is_dir():
+        raise MoesaicError(f"{out} is a folder; give the name of the file to make.")
+    check_free(out, overwrite)
+    check_inputs(out, inputs)
+
+
+def check_drawing(out: Path, *suffixes: str) -> None:
+    """Refuse a page or a drawing in the place of anything that is none of ours.
+
+    Args:
+        out: the file to make.
+        suffixes: that its name may have.
+
+    Raises:
+        MoesaicError: it has another suffix, exists and is not ours, or cannot be made.
+    """
+    if out.suffix not in suffixes:
+        raise MoesaicError(f"{out}: the name of what is drawn ends in {' or '.join(suffixes)}.")
+    check_file(out, overwrite=True)
+    if os.path.lexists(out) and (out.is_symlink() or DRAWN.encode() not in out.read_bytes()):
+        raise MoesaicError(f"{out} exists, and Moesaic did not draw it. Choose another name.")
+
+
+def check_out(out: Path, overwrite: bool = False, inputs: Iterable[str | Path] = ()) -> None:
+    """Refuse a folder that exists, cannot be made, is not ours to replace, or holds what is read.
+
+    Raises:
+        MoesaicError: it exists and may not be replaced, or has no place; or it is an input, or one
+            lies in it, or in a folder of its unfinished run.
+    """
+    check_place(out)
+    check_idle(out)
+    if out.is_symlink():
+        raise MoesaicError(f"{out} is a link. Give the name of the folder itself, or another one.")
+    check_free(out, overwrite)
+    inputs = [*inputs]
+    for place in (out, unfinished(out), searched(out)):
+        check_inputs(place, inputs)
+    if out.exists():
+        check_ours(out)
+    if overwrite:
+        for place in (unfinished(out), searched(out)):
+            check_scratch(place)
+
+
+def check_ours(folder: Path) -> None:
+    """Refuse to delete a folder unless this package made it and every file in it.
+
+    Raises:
+        MoesaicError: names a file that it did not write.
+    """
+    if not folder.is_dir():
+        raise MoesaicError(f"{folder} is a file; it will not be overwritten by a folder.")
+    files = _inside(folder)
+    ours = _listed(folder)
+    if files and not ours:
+        raise MoesaicError(f"{folder} was not made by Moesaic; it will not be overwritten.")
+    if others := sorted(files - ours):
+        more = f" and {len(others) - 1} more files" if len(others) > 1 else ""
+        raise MoesaicError(
+            f"{folder} holds {others[0]}{more}, which Moesaic did not write; it will not be "
+            "overwritten. Move that, or choose another name."
+        )
+
+
+def check_scratch(folder: Path) -> None:
+    """Refuse to delete what has the name of an unfinished run's folder and is none.
+
+    Raises:
+        MoesaicError: names a file that is of no run.
+    """
+    if not os.path.lexists(folder):
+        return
+    if folder.is_symlink() or not folder.is_dir():
+        raise MoesaicError(f"{folder} is no folder of an unfinished run. Move it away.")
+    for file in sorted(folder.iterdir()):
+        kept = not file.is_dir() and any(fnmatch(file.name, name) for name in SCRATCH)
+        if not kept and (file.is_symlink() or not file.is_dir()):
+            raise MoesaicError(
+                f"{folder} holds {file.name}, which is of no unfinished run. Move it away."
+            )
+
+
+def _inside(folder: Path) -> set[str]:
+    """All files and links under a folder, by their paths in it; links are not followed."""
+    found = set()
+    for place, folders, files in os.walk(folder):
+        links = [name for name in folders if Path(place, name).is_symlink()]
+        found |= {Path(place, name).relative_to(folder).as_posix() for name in (*files, *links)}
+    return found
+
+
+def _listed(folder: Path) -> set[str]:
+    """The files in a folder that this package says it wrote; none where it says nothing."""
+    with suppress(MoesaicError, KeyError, TypeError):
+        return {*map(str, mapping_of(folder / OWN / FILES)["files"])}
+    for file in filter(Path.is_file, map(folder.joinpath, MARKS)):
+        with suppress(MoesaicError):
+            if {"format", "layers"} <= mapping_of(file).keys():
+                return {f.name for f in folder.iterdir() if any(fnmatch(f.name, n) for n in OLDER)}
+    return set()
+
+
+# --- one run at a time ---------------------------------------------------------------------------
+
+
+@contextmanager
+def alone(out: Path, wait: bool = False) -> Iterator[None]:
+    """Inside, no other run, of this process or of another, writes an output.
+
+    It is said if there is something in its place: whoever comes here has checked that it may go.
+
+    Args:
+        out: a file or a folder.
+        wait: for another run that does, instead of refusing.
+
+    Raises:
+        MoesaicError: another run does.
+    """
+    file = _lock_of(out)
+    if _HELD.get(file) == threading.get_ident():
+        yield
+        return
+    made = [place for place in file.parents if not place.exists()]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = _locked(file, wait)
+    _HELD[file] = threading.get_ident()
+    try:
+        if out.is_file() or (out.is_dir() and _inside(out)):
+            logging.getLogger(__name__).warning("%s, made before, will be replaced.", out)
+        if lock is not None:
+            _sweep(out)
+        yield
+    finally:
+        del _HELD[file]
+        if lock is not None:
+            file.unlink(missing_ok=True)
+            os.close(lock)
+        for place in made:
+            with suppress(OSError):  # what was made in it stays
+                place.rmdir()
+
+
+def check_idle(out: Path) -> None:
+    """Refuse an output that another run is writing.
+
+    Raises:
+        MoesaicError: one is.
+    """
+    file = _lock_of(out)
+    if _HELD.get(file) != threading.get_ident() and file.exists():
+        lock = _locked(file)
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock_of(out: Path) -> Path:
+    return out.parent.resolve() / f".{out.name}.lock"
+
+
+def _locked(file: Path, wait: bool = False) -> int | None:
+    """A lock that ends with this process at the latest; None where the file system has none."""
+    if fcntl is None:
+        return None
+    while True:
+        lock = os.open(file, os.O_RDWR | os.O_CREAT | NO_LINK, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if os.path.samestat(os.fstat(lock), os.lstat(file)):  # its holder may have removed it
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            out = file.name.removeprefix(".").removesuffix(".lock")
+            raise MoesaicError(f"Another run is writing {file.with_name(out)}.") from None
+        except FileNotFoundError:
+            pass
+        except OSError:
+            os.close(lock)
+            return None
+        os.close(lock)
+
+
+# --- whole or absent -----------------------------------------------------------------------------
+
+
+def _beside(out: Path, what: str = "writing") -> Path:
+    """A hidden name beside an output that nobody can foresee."""
+    return out.with_name(f".{out.name}.{secrets.token_hex(8)}.{what}")
+
+
+def _empty(path: Path) -> Path:
+    """The same path, with a new file there: nothing that exists, and no link, is written to."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, 0o666))
+    return path
+
+
+def _left(out: Path) -> list[Path]:
+    """What killed runs left beside an output, and what is being written now."""
+    left = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{16}}\.writing")
+    return [path for path in out.parent.iterdir() if left.fullmatch(path.name)]
+
+
+def _sweep(out: Path) -> None:
+    """Remove what killed runs left beside an output that is locked."""
+    for path in _left(out):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_file(file: Path, overwrite: bool = True) -> Iterator[Path]:
+    """A file to write that gets its name when it is whole, and is gone if that fails.
+
+    Args:
+        file: to make, with the folder around it.
+        overwrite: what has its name by then is replaced.
+
+    Yields:
+        the path to write to, beside ``file``: an empty file that nobody else can have made.
+
+    Raises:
+        MoesaicError: the file exists by then.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = _empty(_beside(file))
+    try:
+        yield partial
+        put_file(partial, file, overwrite)
+    finally:
+        partial.unlink(missing_ok=True)
+        for path in _left(file):  # of runs that were killed; others may be writing the same
+            with suppress(OSError):
+                if time.time() - path.lstat().st_mtime > DAY:
+                    path.unlink()
+
+
+def put_file(work: Path, file: Path, overwrite: bool) -> None:
+    """Give a whole file its name.
+
+    Raises:
+        MoesaicError: the name is taken, and ``overwrite`` is False.
+    """
+    if not overwrite:
+        try:
+            os.link(work, file)  # a rename would replace
+        except OSError:  # the name is taken, or the file system has no links
+            check_free(file)
+        else:
+            work.unlink()
+            return
+    work.replace(file)
+
+
+@contextmanager
+def whole_folder(
+    out: Path, overwrite: bool = False, inputs: Iterable[str | Path] = ()
+) -> Iterator[Path]:
+    """A folder that exists whole or not at all: written beside ``out``, renamed at the end.
+
+    Args:
+        out: to make.
+        overwrite: one that is ours is replaced.
+        inputs: what is read meanwhile.
+
+    Yields:
+        the folder to write to.
+
+    Raises:
+        MoesaicError: as :func:`check_out`; another run is writing it; it exists by then.
+    """
+    check_out(out, overwrite, inputs)
+    with alone(out):
+        work = _beside(out)
+        work.mkdir()
+        try:
+            yield work
+            assert not misread(work), f"engines would read {misread(work)}"
+            files = own(work) / FILES
+            files.touch()
+            files.write_text(json.dumps({"files": sorted(_inside(work))}, indent=1) + "\n")
+            _put_folder(work, out, overwrite)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _put_folder(work: Path, out: Path, overwrite: bool) -> None:
+    """Give a whole folder its name; what has it is removed when the new one is there.
+
+    Raises:
+        MoesaicError: the name is taken, and not to be replaced.
+    """
+    if not (overwrite and out.exists()):
+        try:
+            work.rename(out)
+        except OSError:
+            check_free(out)
+            raise
+        return
+    check_ours(out)
+    old = _beside(out, "replaced")
+    out.rename(old)  # a folder that is being removed is no whole one
+    try:
+        work.rename(out)
+    except BaseException:
+        old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def discard(folder: Path) -> None:
+    """Remove the folder of an unfinished run or search.
+
+    Raises:
+        MoesaicError: it holds what is of no run.
+    """
+    check_scratch(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def let_read(file: Path) -> None:
+    """Give a file the rights of any new one: what safetensors writes only its owner may read."""
+    new = _empty(_beside(file))
+    shutil.copymode(new, file)
+    new.unlink()
+
+
+# --- drawings ------------------------------------------------------------------------------------
+
+
+def write_drawing(file: Path, text: str) -> None:
+    """Write a page or a drawing, whole or not at all, with a mark that it is ours."""
+    with whole_file(file) as partial:
+        partial.write_text(marked(text), "utf-8")
+
+
+def marked(text: str) -> str:
+    """HTML or SVG with a mark that it is ours behind its first tag.
+
+    >>> marked("<svg><path/></svg>")
+    '<svg><!-- made by Moesaic --><path/></svg>'
+    """
+    return text.replace(">", f">{DRAWN}", 1)

@@ -1,0 +1,294 @@
+"""Nothing is replaced, deleted, followed or run that is not ours."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import inside
+
+import moesaic
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.io import outputs
+from moesaic.io.outputs import alone, check_out, whole_file, whole_folder
+from moesaic.methods.naee.config import PruneConfig
+
+Command = Callable[..., tuple[int, str, str]]
+PRUNE = ("--keep", 6, "--criterion", "aimer", "--no-eval", "--overwrite")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in inside(folder)}
+
+
+@pytest.fixture
+def mine(moe_folder: Path, tmp_path: Path) -> Path:
+    """A model of the user's, beside a thesis and in a folder with a config.json."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "thesis.txt").write_text("precious")
+    shutil.copytree(moe_folder, tmp_path / "m")
+    return tmp_path / "m"
+
+
+# --- what may be replaced ------------------------------------------------------------------------
+
+
+def test_out_is_never_what_is_read(
+    command: Command, mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even with --overwrite: neither the model, nor a folder that holds it or a text."""
+    home = mine.parent
+    before = contents(home)
+    text = home / "out" / "t.txt"
+    (home / "link").symlink_to(mine)
+    monkeypatch.chdir(home)
+    places = (mine, home, "m", "m/", "./m/../m", home / "link", ".", "..", "/")
+    lines: list[tuple[Any, ...]] = [("prune", mine, place, *PRUNE) for place in places]
+    lines += [
+        ("prune", home / "link", mine, *PRUNE),
+        ("slim", mine, mine, "--keep", 0.5, "--overwrite", "--no-eval"),
+        ("export", mine, mine, "--overwrite"),
+        ("export", mine, home, "--overwrite"),
+        ("fit", mine, home, "--memory", "1GB", "--overwrite"),
+        ("apply", "tiny-moe", mine, mine, "--overwrite"),
+        ("tune", "tiny-moe", mine, "--teacher", mine, "--overwrite", "--no-eval"),
+        ("observe", mine, mine / "config.json", "--overwrite"),
+    ]
+    for line in lines:
+        code, _, err = command(*line)
+        assert code == 2, (line, err)
+        assert contents(home) == before, line
+    assert not text.exists()
+
+
+def test_out_never_holds_a_text_or_statistics_that_are_read(
+    command: Command, moe_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert command("prune", moe_folder, out, *PRUNE)[0] == 0
+    (out / "t.txt").write_text("precious " * 500)
+    for option in ("--calibration", "--data", "--stats"):
+        code, _, err = command("prune", moe_folder, out, "--keep", 6, option, out / "t.txt")
+        assert (code, "exists" in err) == (2, True)
+        line = ("prune", moe_folder, out, "--keep", 6, option, out / "t.txt", "--overwrite")
+        code, _, err = command(*line)
+        assert (code, "and is read" in err) == (2, True), err
+    again = moesaic.prune(str(out), PruneConfig(keep=5, criterion="aimer"))
+    with pytest.raises(MoesaicError, match="and is read"):
+        again.save(out, overwrite=True)
+    assert (out / "t.txt").exists()
+
+
+def test_a_run_starts_anew_only_in_a_folder_of_its_own(
+    command: Command, moe_folder: Path, tmp_path: Path
+) -> None:
+    """OUT.partial is removed when a run starts anew: it may be anybody's, or hold the model."""
+    thesis = tmp_path / "out.partial" / "thesis.txt"
+    thesis.parent.mkdir()
+    thesis.write_text("precious")
+    code, _, err = command("prune", moe_folder, tmp_path / "out", *PRUNE)
+    assert (code, "thesis.txt" in err) == (2, True)
+    thesis.unlink()
+    shutil.copytree(moe_folder, tmp_path / "out.partial" / "m")
+    code, _, err = command("prune", tmp_path / "out.partial" / "m", tmp_path / "out", *PRUNE)
+    assert (code, "and is read" in err) == (2, True)
+
+
+def test_only_what_we_wrote_is_replaced_and_it_is_said(
+    command: Command, moe_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    said = f"{out}, made before, will be replaced."
+    for times in (0, 1):
+        assert command("prune", moe_folder, out, *PRUNE)[0] == 0
+        assert caplog.messages.count(said) == times
+    for foreign in ("notes.txt", "moesaic/notes.txt", ".git/HEAD", "model-2.safetensors"):
+        (out / foreign).parent.mkdir(exist_ok=True)
+        (out / foreign).write_text("precious")
+        before = contents(out)
+        code, _, err = command("prune", moe_folder, out, *PRUNE)
+        assert (code, f"holds {foreign}, which Moesaic did not write" in err) == (2, True), err
+        assert contents(out) == before
+        (out / foreign).unlink()
+    (out / "link").symlink_to(tmp_path)
+    assert command("prune", moe_folder, out, *PRUNE)[0] == 2
+    (out / "link").unlink()
+    assert command("prune", moe_folder, out, *PRUNE)[0] == 0
+
+
+def test_a_model_of_somebody_elses_is_not_replaced(
+    command: Command, moe_folder: Path, llama_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(llama_folder, tmp_path / "theirs")
+    before = contents(tmp_path / "theirs")
+    for line in (("prune", moe_folder), ("export", moe_folder), ("carve", llama_folder)):
+        given = PRUNE if line[0] == "prune" else ("--overwrite",)
+        code, _, err = command(*line, tmp_path / "theirs", *given)
+        assert (code, "was not made by Moesaic" in err) == (2, True), err
+    assert contents(tmp_path / "theirs") == before
+    results = {"result.json": '{"accuracy": 1}', "README.md": "mine", "LICENSE": "mine"}
+    (tmp_path / "study").mkdir()
+    for name, text in results.items():
+        (tmp_path / "study" / name).write_text(text)
+    with pytest.raises(MoesaicError, match="was not made by Moesaic"):
+        check_out(tmp_path / "study", overwrite=True)
+
+
+def test_an_older_result_is_ours(carved_folder: Path, tmp_path: Path) -> None:
+    older = tmp_path / "older"
+    shutil.copytree(carved_folder, older)
+    for file in (older / "moesaic").iterdir():
+        file.rename(older / file.name)
+    (older / "moesaic").rmdir()
+    (older / "files.json").unlink()
+    check_out(older, overwrite=True)
+    (older / "thesis.txt").write_text("precious")
+    with pytest.raises(MoesaicError, match=r"holds thesis\.txt"):
+        check_out(older, overwrite=True)
+
+
+def test_a_folder_that_became_foreign_meanwhile_stays(tmp_path: Path) -> None:
+    """A run takes hours: what its OUT holds is looked at again before it goes."""
+    out = tmp_path / "out"
+    with whole_folder(out):
+        pass
+    with pytest.raises(MoesaicError, match=r"holds thesis\.txt"):  # noqa: SIM117
+        with whole_folder(out, overwrite=True):
+            (out / "thesis.txt").write_text("precious")
+    assert (out / "thesis.txt").read_text() == "precious"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_old_result_comes_back_if_the_new_one_gets_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, renamed = tmp_path / "out", Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name.endswith(".writing"):
+            raise OSError(5, "Input/output error")
+        return renamed(self, target)
+
+    with whole_folder(out) as folder:
+        (folder / "config.json").write_text("1")
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(OSError, match="Input/output"), whole_folder(out, overwrite=True):
+        pass
+    assert (out / "config.json").read_text() == "1"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+# --- one run at a time, and names that nobody foresees -------------------------------------------
+
+
+def test_a_second_run_of_one_out_is_refused_at_once(
+    command: Command, moe_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "deep" / "out"
+    with alone(out):
+        held = threading.Thread(
+            target=lambda: codes.append(command("prune", moe_folder, out, *PRUNE))
+        )
+        codes: list[tuple[int, str, str]] = []
+        held.start()
+        held.join()
+        ((code, _, err),) = codes
+        assert (code, f"Another run is writing {out}" in err) == (2, True), err
+    assert not [*tmp_path.iterdir()], "a lock, or a folder around it, was left"
+    assert command("prune", moe_folder, out, *PRUNE)[0] == 0
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+
+
+def test_a_lock_of_a_killed_run_holds_nobody(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (tmp_path / ".out.lock").touch()
+    left = tmp_path / f".out.{'0' * 16}.writing"
+    left.mkdir()
+    (tmp_path / ".out.thesis.writing").mkdir()
+    with whole_folder(out):
+        pass
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".out.thesis.writing", "out"]
+
+
+def test_nothing_is_replaced_that_came_to_be_meanwhile(tmp_path: Path) -> None:
+    out, file = tmp_path / "out", tmp_path / "file"
+    with pytest.raises(MoesaicError, match="exists"), whole_folder(out):  # noqa: PT012
+        out.mkdir()
+        (out / "thesis.txt").write_text("precious")
+    taken = pytest.raises(MoesaicError, match="exists")
+    with taken, whole_file(file, overwrite=False) as partial:
+        partial.write_text("new")
+        file.write_text("precious")
+    assert inside(tmp_path) == {"out/thesis.txt", "file"}
+    assert file.read_text() == "precious"
+
+
+def test_no_link_is_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can foresee the name that is written to; a link that has it is refused."""
+    precious, file = tmp_path / "precious", tmp_path / "x.html"
+    precious.write_text("mine")
+    with whole_file(file) as one, whole_file(file) as other:
+        assert one != other
+        assert one.lstat().st_size == 0
+    monkeypatch.setattr(outputs.secrets, "token_hex", lambda _: "0" * 16)
+    (tmp_path / f".x.html.{'0' * 16}.writing").symlink_to(precious)
+    with pytest.raises(FileExistsError), whole_file(file):
+        pass
+    (tmp_path / ".out.lock").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic"), alone(tmp_path / "out"):
+        pass
+    assert precious.read_text() == "mine"
+
+
+def test_a_link_is_not_replaced_by_a_folder(
+    command: Command, moe_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    for name, target in (("link", "there"), ("dangling", "nowhere")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+        code, _, err = command("prune", moe_folder, tmp_path / name, *PRUNE)
+        assert (code, "is a link" in err) == (2, True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["dangling", "link", "there"]
+
+
+# --- pages and drawings --------------------------------------------------------------------------
+
+
+def test_a_page_replaces_no_file_but_a_page_of_ours(
+    command: Command, carved_folder: Path, tmp_path: Path
+) -> None:
+    for name in ("thesis.html", "thesis.txt", "thesis", "model.safetensors", "thesis.svg"):
+        (tmp_path / name).write_text("<html>precious</html>")
+        code, _, _ = command("report", carved_folder, "--out", tmp_path / name)
+        assert code == 2
+        assert (tmp_path / name).read_text() == "<html>precious</html>"
+    page = tmp_path / "page.html"
+    for _ in range(2):
+        assert command("report", carved_folder, "--out", page)[0] == 0
+    page.unlink()
+    page.symlink_to(tmp_path / "thesis.html")
+    assert command("report", carved_folder, "--out", page)[0] == 2
+    assert command("report", carved_folder, "--out", tmp_path / "page.txt")[0] == 2
+
+
+def test_a_drawing_replaces_no_file_but_one_of_ours(
+    command: Command, moe_folder: Path, tmp_path: Path, tokens: Tokens
+) -> None:
+    thesis = tmp_path / "thesis.svg"
+    thesis.write_text("<svg>precious</svg>")
+    for line in (
+        ("eval", moe_folder, "--tau", "0.5", "--draw", thesis),
+        ("inspect", moe_folder, "--against", moe_folder, "--draw", thesis),
+        ("inspect", moe_folder, "--against", moe_folder, "--draw", tmp_path / "x.png"),
+    ):
+        code, _, _ = command(*line)
+        assert code == 2
+    result = moesaic.prune(str(moe_folder), PruneConfig(keep=6), calibration=tokens)
+    with pytest.raises(MoesaicError, match="did not draw it"):
+        result.plot(thesis)
+    assert thesis.read_text() == "<svg>precious</svg>"
