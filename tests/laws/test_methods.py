@@ -135,11 +135,12 @@ PAPERS = {
         **{"metric": "js", "expert_search": "greedy", "layer_search": "greedy"},
         **{"keep": "shared", "refit": False},
     },
+    "tune.sft": {"what": "condensed", "lr": 1e-4, "warmup": 0.1, "teacher": ""},
 }
 """What each paper does, in its own text or its authors' code."""
 
 
-@pytest.mark.parametrize("key", PAPERS)
+@pytest.mark.parametrize("key", KEYS)
 def test_the_recipe_paper_is_its_papers_own_setting(key):
     """It goes beyond nothing; whatever else is beyond the paper says so, unasked or in a bundle."""
     verb, _, name = key.partition(".")
