@@ -28,7 +28,7 @@ def taken(model: object) -> Source | Model:
     """
     if isinstance(model, str | Path):
         return resolve(str(model))
-    if isinstance(model, PreTrainedModel):
+    if isinstance(model, PreTrainedModel | Source):
         return model
     raise MoesaicError(
         "A model is a loaded PreTrainedModel of transformers, or a name; "
