@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 from builders import pages
@@ -225,7 +226,7 @@ AT_ONCE = [
     (["carve", "MODEL", "OUT", "-o", "alpha=2"], "-o alpha=2 must be"),
     (["carve", "MODEL", "OUT", "--propagate"], "--propagate"),
     (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: best"),
-    (["carve", "MODEL", "OUT", "--compare", "static"], "WINA has no comparisons: leave --compare"),
+    (["carve", "MODEL", "OUT", "--compare", "static"], "--compare static: WINA has no comparisons"),
     (["prune", "MODEL", "OUT", "--keep", "2", "--compare", "magic"], "--compare 'magic'"),
     (["carve", "MODEL", "OUT", "--samples", "0"], "--samples 0 must be at least 1"),
     (["carve", "MODEL", "OUT", "--max-tokens", "-1"], "--max-tokens -1 must be at least 0"),
@@ -282,6 +283,95 @@ def test_wrong_requests_exit_2_with_one_message(
     assert "Traceback" not in err
     assert out == ""
     assert not any(tmp_path.iterdir())
+
+
+HIDING = [(args, message) for args, message in AT_ONCE if args[0] in VERBS and "OUT" in args] + [
+    (["carve", "MODEL", "OUT", "--calibration", "no.txt"], "No text file at no.txt"),
+    (["carve", "MODEL", "OUT", "--data", "no.txt"], "No text file at no.txt"),
+    (["carve", "MODEL", "OUT", "--data", "no.safetensors"], "No text file at no.safetensors"),
+    (["carve", "MODEL", "OUT", "-o", "tasks=no.jsonl"], "-o tasks: no file"),
+    (["prune", "MIXTURE", "OUT", "--keep", "6", "--stats", "nowhere"], "No statistics at nowhere"),
+    (["prune", "MIXTURE", "OUT", "--keep", "6", "--data", "code=0"], "not a mix"),
+    (["prune", "MIXTURE", "OUT", "--keep", "inf"], "--keep must be a number; got inf"),
+    (["prune", "MIXTURE", "OUT", "--keep", "nan"], "--keep must be a number; got nan"),
+    (["prune", "MIXTURE", "OUT", "--keep", "6", "--seed", "-1"], "--seed -1 must be at least 0"),
+    (["carve", "MODEL", "OUT", "--seed", str(10**23)], "must be at most 4294967295"),
+    (["carve", "MODEL", "OUT", "--method", "more", "-o", "seed=-1"], "-1 must be at least 0"),
+    (["fit", "MODEL", "OUT", "--max-loss", "nan"], "--max-loss must be a number; got nan"),
+    (["fit", "MODEL", "OUT", "--memory", "9MB", "--data", "no.txt"], "No text file at no.txt"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), HIDING)
+def test_an_unfinished_run_hides_nothing_that_is_wrong(
+    command, llama_folder, moe_folder, carved_folder, tmp_path, args, message, monkeypatch
+):
+    """What can be seen to be wrong is said at once: nothing is computed, no model opened."""
+    monkeypatch.setattr(pipeline, "convert", None)
+    (tmp_path / "out.partial").mkdir()
+    places = {"MODEL": llama_folder, "MIXTURE": moe_folder, "OUT": tmp_path / "out"}
+    code, out, err = command(*(places.get(a, a) for a in args))
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "unfinished" not in err
+
+
+WRONG_TEXT = {
+    "empty.txt": (b"", "empty.txt is empty"),
+    "blank.txt": (b" \n\n", "nothing but blanks"),
+    "nul.txt": (b"\0" * 400, "NUL bytes"),
+    "bytes.txt": (b"\xff\xfe\xfa" * 40, "cannot be read as .txt"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TEXT)
+def test_a_file_without_text_is_refused_before_anything_is_computed(
+    command, llama_folder, tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr(pipeline, "convert", None)
+    content, message = WRONG_TEXT[name]
+    (tmp_path / name).write_bytes(content)
+    code, _, err = command("carve", llama_folder, tmp_path / "out", "--data", tmp_path / name)
+    assert (code, message in err) == (2, True), err
+    monkeypatch.undo()
+    code, _, err = command(
+        "carve", llama_folder, tmp_path / "out", "--calibration", tmp_path / name
+    )
+    assert (code, message in err) == (2, True), err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_without_text_is_refused_in_words(command, llama_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = command("carve", llama_folder, "out", "--calibration", ".")
+    assert code == 2
+    assert "dataset_name" not in err
+    assert "can be reached" in err
+
+
+def test_a_tilde_is_the_users_folder(command, llama_folder, tmp_path, monkeypatch):
+    """Also where the shell leaves it alone, behind = and in quotes."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").symlink_to(llama_folder)
+    (tmp_path / "t.txt").write_text("A line of a text that is long enough. " * 90)
+    command("carve", "~/model", "~/out", "--calibration=~/t.txt", "--no-eval", *QUICK[2:6])
+    assert (tmp_path / "out" / "config.json").is_file()
+    code, _, err = command("inspect", "~/nowhere")
+    assert code == 2
+    assert f"No model folder at {tmp_path}/nowhere" in err or "~/nowhere" in err
+
+
+@pytest.mark.parametrize("name", ["o[/b]", "a[bold]one", "[x]"])
+def test_brackets_in_a_name_are_a_name(command, llama_folder, tmp_path, name, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # so that names are short
+    out = Path(name)
+    code, _, err = command("carve", llama_folder, out, *QUICK, "--no-eval")
+    assert code == 0, err
+    assert name in err
+    for line in (["inspect", out], ["eval", out, "--max-tokens", 64, "--length", 32]):
+        code, said, err = command(*line)
+        assert code == 0, err
+        assert name in "".join(said.split())
 
 
 ASKED = """
@@ -387,13 +477,21 @@ def test_a_fault_of_ours_exits_1_and_says_so(command, monkeypatch, tmp_path):
 
 
 def test_interrupt(command, monkeypatch, tmp_path):
+    """It says what is true: whether anything is kept."""
+
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pipeline, "run_recipe", interrupted)
     code, _, err = command("carve", "smollm2", tmp_path / "out")
     assert code == 130
-    assert "--resume" in err
+    assert "Nothing is finished yet" in err
+    kept = tmp_path / "out.partial"
+    kept.mkdir()
+    (kept / "layer-result-0.safetensors").touch()
+    code, _, err = command("carve", "smollm2", tmp_path / "out", "--resume")
+    assert code == 130
+    assert "--resume continues" in err
 
 
 # --- help ----------------------------------------------------------------------------------------

@@ -306,7 +306,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
 ) -> None:
     model = tiny_model("llama", num_hidden_layers=2)
     config = DSMoEConfig(active=0.6, length=24, **FEW)
-    text = {"calibration": "prose=2,code=1", "tokenizer": tokenizer}
+    text = {"calibration": "prose=2,reference=1", "tokenizer": tokenizer}
     options: dict[str, Any] = text if streamed else {"calibration": rows()}
     whole = moesaic.carve(model, config, **options)
     with pytest.raises(Stop):
@@ -323,7 +323,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
 def test_perplexity_is_measured_while_it_trains(tmp_path: Path, tokenizer: Any) -> None:
     """By the tokens trained on (Tables 5, 6), on text that is not; training is as without it."""
     model = tiny_model("llama", num_hidden_layers=2)
-    text: dict[str, Any] = {"calibration": "prose=2,code=1", "tokenizer": tokenizer}
+    text: dict[str, Any] = {"calibration": "prose=2,reference=1", "tokenizer": tokenizer}
     options = {"active": 0.6, "length": 24, **FEW}
     config = DSMoEConfig(measure_every=4, held_out_tokens=240, **options)
     result = moesaic.carve(model, config, **text)
@@ -331,11 +331,11 @@ def test_perplexity_is_measured_while_it_trains(tmp_path: Path, tokenizer: Any) 
         moesaic.carve(model, config, progress=tmp_path, track=stopping, **text)
     resumed = moesaic.carve(model, config, progress=tmp_path, **text)
     plain = moesaic.carve(model, DSMoEConfig(**options), **text)
-    held_out = evaluation_tokens("prose=2,code=1", tokenizer, 24, 240)
+    held_out = evaluation_tokens("prose=2,reference=1", tokenizer, 24, 240)
     found = result.summary["training"]["held_out"]
     assert [tokens for tokens, _ in found["perplexity"]] == [4 * 4 * 24, 6 * 4 * 24]
     assert found["tokens"] == held_out.count
-    assert [s["source"] for s in found["sources"]] == ["prose", "code"]
+    assert [s["source"] for s in found["sources"]] == ["prose", "reference"]
     last = score(result.model, held_out).perplexity
     assert found["perplexity"][-1][1] == pytest.approx(last)
     assert found["perplexity"][0][1] != pytest.approx(last, rel=1e-4)

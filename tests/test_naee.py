@@ -447,8 +447,8 @@ def test_the_record_names_what_stays(qwen_folder, tmp_path):
 
 
 def test_mixes_of_domains(tokenizer):
-    mixed = calibration_tokens("code=3,prose=1", tokenizer, samples=8, length=16)
-    code = calibration_tokens("code", tokenizer, samples=6, length=16)
+    mixed = calibration_tokens("shipped:code=3,prose=1", tokenizer, samples=8, length=16)
+    code = calibration_tokens("shipped:code", tokenizer, samples=6, length=16)
     prose = calibration_tokens("prose", tokenizer, samples=2, length=16)
     assert torch.equal(mixed.input_ids, torch.cat([code.input_ids, prose.input_ids]))
     for wrong in ("code=", "code=-1,prose=1", "=3"):

@@ -111,7 +111,7 @@ def test_requests_that_compare_nothing_are_refused() -> None:
 
 def test_the_command() -> None:
     asked = ["similarity", "tiny-dense", "--samples", "4", "--length", "16", "--calibration"]
-    asked += ["prose", "--other", "code", "--json"]
+    asked += ["prose", "--other", "reference", "--json"]
     found = json.loads(CliRunner().invoke(app, asked).stdout)
     assert len(found["layers"]) == len(found["other"]) == 6
     assert found["layers"][2][2] == pytest.approx(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -320,7 +321,7 @@ def test_text_that_is_trained_on_is_not_measured_on(folder: Any, tmp_path: Path)
         (name, name),
         (f"{name}:::train[:10]", f"{name}:::train[10:]"),
         ("", ""),
-        ("code", "code"),
+        ("shipped:code", "code"),
     ):
         check_apart([used], measured)
     text = (
@@ -384,7 +385,6 @@ def test_a_named_mix_is_its_sources(
     tokens = calibration_tokens("chat=3,prose=1", tokenizer, 8, 16)
     told = [origin.as_json() for origin in tokens.origins]
     assert [(t["windows"], t.get("mix")) for t in told] == [(3, "chat"), (3, "chat"), (2, None)]
-    assert not any("instead_of" in t for t in told)
     measured = evaluation_tokens("chat", tokenizer, 16, 64)
     assert [origin.as_json()["split"] for origin in measured.origins] == ["test", "test"]
     check_apart(["chat"], "chat")
@@ -393,45 +393,34 @@ def test_a_named_mix_is_its_sources(
 
 
 @pytest.mark.usefixtures("unasked")
-def test_where_there_is_no_network_what_ships_serves(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", MIXES)
+def test_where_there_is_no_network_a_mix_is_refused_and_what_ships_is_named(
+    name: str, tokenizer: Any
 ) -> None:
-    """It is said once, and told in the record; names that ship are measured on what ships."""
-    for name, ships in (("code", "code"), ("math", "reference")):
-        tokens = calibration_tokens(name, tokenizer, 4, 16)
-        wanted = calibration_tokens(f"shipped:{ships}", tokenizer, 4, 16)
-        assert torch.equal(tokens.input_ids, wanted.input_ids)
-        (told,) = [origin.as_json() for origin in tokens.origins]
-        assert told["mix"] == name
-        assert told["source"] == ships
-        assert told["instead_of"] == ", ".join(MIXES[name].sources)
+    """No other text takes its place, or results would depend on the network."""
+    instead = MIXES[name].instead
+    words = f"{name}: .*HF_HUB_OFFLINE is set.*named instead: {re.escape(instead)}"
+    with pytest.raises(MoesaicError, match=words):
         calibration_tokens(name, tokenizer, 4, 16)
-    assert len(caplog.messages) == 2
-    assert "HF_HUB_OFFLINE" in caplog.text
+    with pytest.raises(MoesaicError, match=words):
+        sources_of(f"{name}=1,prose=1", "calibration")
+    assert all(source.shipped for source in sources_of(instead, "calibration"))
     (measured,) = evaluation_tokens("code", tokenizer, 16, 64).origins
     assert measured.as_json() == {"source": "code", "windows": 4}
-    both = sources_of("code=1,tools=1", "calibration")
-    assert [(s.domain, s.mix, s.weight) for s in both] == [
-        ("code", "code", 1.0),
-        ("code", "tools", 0.5),
-        ("reference", "tools", 0.5),
-    ]
     with pytest.raises(MoesaicError, match="no domain"):
         sources_of("shipped:verse", "calibration")
 
 
 @pytest.mark.parametrize("name", MIXES)
-def test_every_named_mix_can_be_read_without_a_network(name: str) -> None:
+def test_the_page_tells_of_every_named_mix(name: str) -> None:
     mix = MIXES[name]
     assert mix.about
     assert all(mix.sources.values())
-    assert sum(s.weight for s in sources_of(name, "calibration")) == pytest.approx(1)
-    assert all(s.shipped for s in sources_of(name, "calibration"))
     page = (RECIPES.parent / "docs" / "text.md").read_text("utf-8")
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` | {mix.about} |")]
     assert all(licence in row for licence in mix.sources.values())
     assert all(source in row or f"`{source[-2:]}`" in row for source in mix.sources)
-    assert f"| {f'`{mix.instead}`' if mix.instead else 'all text that ships'} |" in row
+    assert f"| `{mix.instead}` |" in row
 
 
 def test_no_recipe_measures_what_it_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -509,12 +498,12 @@ def test_tomoe_trains_on_a_mix(tokenizer: Any, tmp_path: Path) -> None:
     )
     assert len(result.summary["training"]["losses"]) == 2
     with pytest.raises(MoesaicError, match="which has no end: say how many steps"):
-        training_text("prose=1,code=1", tokenizer, 16)
+        training_text("prose=1,reference=1", tokenizer, 16)
 
 
 def test_calibration_draws_from_a_mix_of_rows(tokenizer: Any, tmp_path: Path) -> None:
     file = rows_file(tmp_path / "a.jsonl", [PAPERS_ROWS["GSM8K"][0]] * 50)
-    tokens = calibration_tokens(f"{file}=1,code=1", tokenizer, 8, 16)
+    tokens = calibration_tokens(f"{file}=1,shipped:code=1", tokenizer, 8, 16)
     assert [origin.windows for origin in tokens.origins] == [4, 4]
     assert "Two" in tokenizer.decode(tokens.input_ids[:4].flatten())
 
@@ -729,3 +718,39 @@ def test_the_page_lists_every_schema() -> None:
         (line,) = [x for x in page.splitlines() if x.startswith(f"| {columns}") and "|" in x]
         assert extra in line
         assert schema.of in line
+
+
+def test_eval_refuses_what_a_result_was_calibrated_on(
+    llama_folder: Path, tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the record, so from any folder and long after; other rows of the same file are welcome."""
+    file = rows_file(
+        tmp_path / "t.jsonl", [{"text": f"row {i} says little. " * 9} for i in range(60)]
+    )
+    monkeypatch.chdir(tmp_path)
+    text = ["--calibration", "t.jsonl:::[:50%]", "--samples", 8, "--length", 24]
+    given = ["--method", "more", "--layers", "all", "--data", "t.jsonl:::[50%:]", "-o", "rounds=0"]
+    code, _, err = command("carve", llama_folder, "out", *text, *given)
+    assert code == 0, err
+    monkeypatch.chdir("/")
+    for data in (file, f"{file}:::[10:20]"):
+        code, _, err = command("eval", tmp_path / "out", "--data", data)
+        assert code == 2
+        assert "was calibrated on rows of it" in err
+    code, _, err = command("eval", llama_folder, "--against", tmp_path / "out", "--data", file)
+    assert (code, "was calibrated on rows of it" in err) == (2, True)
+    code, _, err = command("eval", tmp_path / "out", "--data", f"{file}:::[50%:]")
+    assert code == 0, err
+
+
+def test_tune_is_not_measured_on_what_it_learned(
+    llama_folder: Path, tmp_path: Path, command: Any
+) -> None:
+    file = rows_file(
+        tmp_path / "t.jsonl", [{"text": f"row {i} says little. " * 9} for i in range(60)]
+    )
+    given = ["--data", file, "--what", "all", "--steps", 1, "--length", 24, "--no-eval"]
+    code, _, err = command("tune", llama_folder, tmp_path / "out", *given)
+    assert code == 0, err
+    code, _, err = command("eval", tmp_path / "out", "--data", file)
+    assert (code, "are calibrated or trained on too" in err) == (2, True)

@@ -83,7 +83,8 @@ def test_wanda_is_measured_beside_a_result(moe_folder: Path, tmp_path: Path, com
     assert "half of the weights" in record["steps"][0]["variants"]["wanda"]
     assert "chosen together" in (out / "moesaic/report.html").read_text("utf-8")
     again = tmp_path / "again"
-    given = ["--keep", 4, "--no-eval", "--calibration", "code", "--samples", 4, "--length", 24]
+    text = ["--calibration", "shipped:code", "--samples", 4, "--length", 24]
+    given = ["--keep", 4, "--no-eval", *text]
     assert command("prune", moe_folder, again, *given)[0] == 0
     code, text, _ = command("inspect", out, "--against", again, "--json")
     found = json.loads(text)["overlap"]

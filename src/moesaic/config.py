@@ -27,7 +27,7 @@ from typing import (
 )
 
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model, Tokenizer, Track, Values, silent
+from moesaic.foreign import JSON, Config, Model, Tokenizer, Track, Values, at_home, silent
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +92,11 @@ def types_of(config: type[Any]) -> Mapping[str, Any]:
     if config not in _TYPES:
         _TYPES[config] = get_type_hints(config)
     return _TYPES[config]
+
+
+def text_fields(config: type[Any]) -> list[str]:
+    """The fields that hold names of text."""
+    return [of.name for of in fields(config) if about(of).parse == "text"]
 
 
 def choices(config: type[Any], name: str) -> tuple[str, ...]:
@@ -204,6 +209,11 @@ class MethodConfig:
         return False
 
     @property
+    def texts(self) -> list[str]:
+        """The names of the text that options of its own name."""
+        return [getattr(self, name) for name in text_fields(type(self))]
+
+    @property
     def credit(self) -> str:
         """The paper that these options are of: authors, title and place; empty for our own."""
         return self.paper
@@ -216,7 +226,7 @@ class MethodConfig:
         """
         if name not in self.variants:
             if not self.variants:
-                raise MoesaicError(f"{self.title} has no comparisons: leave compare out.")
+                raise MoesaicError(f"compare={name}: {self.title} has no comparisons.")
             raise MoesaicError(f"compare {name!r} is none of {', '.join(self.variants)}.")
         return self.variants[name]
 
@@ -292,6 +302,7 @@ class Calibration:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stats", at_home(self.stats))
         check_options(self)
 
 

@@ -7,6 +7,7 @@ library itself is silent: the command line draws bars through a :class:`Track`.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
@@ -63,6 +64,11 @@ def logits_alone(config: Config) -> JSON:
     """
     more = ("output_router_logits", "output_hidden_states", "output_attentions")
     return {name: False for name in more if getattr(config, name, False)}
+
+
+def at_home(name: str) -> str:
+    """A name with ~ at its beginning as the user's folder; any other as it is."""
+    return os.path.expanduser(name)  # noqa: PTH111 - a Path would leave ./ out
 
 
 def give_back() -> None:

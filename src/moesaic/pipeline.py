@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 
 from moesaic import report
-from moesaic.config import MethodConfig, RunArgs, check_device, parse_dtype
+from moesaic.config import MethodConfig, RunArgs, parse_dtype
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, own_device, process, wait_for_all
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Track, Values, silent
+from moesaic.foreign import JSON, Track, Values, at_home, silent
 from moesaic.io.caller import untouched
 from moesaic.io.layout import (
     CARD,
@@ -83,7 +83,8 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
     Raises:
         MoesaicError: there is no such model or plan, or they do not belong together.
     """
-    check_out(Path(out), overwrite, [base, plan])
+    out, plan = Path(out).expanduser(), at_home(str(plan))
+    check_out(out, overwrite, [base, plan])
     place = Path(plan) if Path(plan).exists() else from_hub(str(plan), *anywhere(*PLAN_FILES))
     decided = Plan.load(place)
     steps = [*decided.earlier, decided]
@@ -91,7 +92,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
         raise MoesaicError(f"The plan at {plan} names no base: it was made from a loaded model.")
     source = resolve(base or steps[0].base.name)
     done = [number for number, step in enumerate(steps) if step.base.weights == source.fingerprint]
-    with whole_folder(Path(out), overwrite, [source.name, place]) as folder:
+    with whole_folder(out, overwrite, [source.name, place]) as folder:
         for number in range(max(done, default=0), len(steps)):
             last, before = number == len(steps) - 1, source.folder
             made = folder if last else folder / f"step-{number}"
@@ -146,7 +147,6 @@ def _run(
     more: Callable[[Path], Values] | None,
     log: Log,
 ) -> Record | None:
-    check_device(recipe.device)
     tokens: Tokens | None = None
     if (asked := recipe.evaluation) is not None:  # what is wrong with it is said before any work
         check_tasks(wanted_tasks(asked.tasks, asked.shots, asked.limit))

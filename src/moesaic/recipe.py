@@ -29,7 +29,7 @@ from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.source import read_by, spelled
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
+from moesaic.foreign import JSON, at_home
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished
 from moesaic.methods import VERBS, methods_of
@@ -62,13 +62,14 @@ class Recipe:
         plain = _plain({**asdict(self), "steps": steps})
         return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
+    def __post_init__(self) -> None:
+        for name in ("model", "out"):
+            object.__setattr__(self, name, at_home(getattr(self, name)))
+
     @property
     def texts(self) -> list[str]:
         """The names of all text that the steps calibrate or train on."""
-        found = [self.calibration.source]
-        for step in self.steps:
-            found += [getattr(step, f.name) for f in fields(step) if about(f).parse == "text"]
-        return found
+        return [self.calibration.source, *(text for step in self.steps for text in step.texts)]
 
     @property
     def inputs(self) -> list[str]:
@@ -90,6 +91,8 @@ def _plain(value: object) -> object:
 def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) -> None:
     """Refuse what can be seen to be wrong without opening the model.
 
+    Values come first, then what is read, and where to write last: an unfinished run hides nothing.
+
     Args:
         recipe: what was asked for.
         overwrite: replace ``out`` if it exists.
@@ -105,6 +108,8 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
             raise MoesaicError(
                 f"stats={recipe.calibration.stats}: {verb.name} takes no statistics."
             )
+    if recipe.dtype not in DTYPES:
+        raise MoesaicError(f"dtype {recipe.dtype!r} is none of {', '.join(DTYPES)}.")
     if settings is not None and settings.compare:
         last = recipe.steps[-1]
         if not VERBS[last.verb].compares:
@@ -112,8 +117,15 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
         for name in settings.compare:
             last.compared(name)
     check_name(recipe.model)
-    if recipe.dtype not in DTYPES:
-        raise MoesaicError(f"dtype {recipe.dtype!r} is none of {', '.join(DTYPES)}.")
+    check_device(recipe.device)
+    check_apart(recipe.texts, "" if settings is None else settings.data)
+    if settings is not None:
+        wanted_tasks(settings.tasks, settings.shots, settings.limit)
+    stats = recipe.calibration.stats
+    if stats and not Path(stats).is_file():
+        raise MoesaicError(
+            f"No statistics at {stats}; moesaic observe {recipe.model} {stats} makes them."
+        )
     check_out(Path(recipe.out), overwrite, recipe.inputs)
     folder = unfinished(recipe.out)
     if folder.exists() and not (resume or overwrite):
@@ -121,10 +133,6 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
             f"{folder} holds an unfinished run: continue it with resume=True, "
             "or start anew with overwrite=True."
         )
-    check_device(recipe.device)
-    if settings is not None:
-        check_apart(recipe.texts, settings.data)
-        wanted_tasks(settings.tasks, settings.shots, settings.limit)
 
 
 # --- steps ---------------------------------------------------------------------------------------

@@ -165,9 +165,10 @@ class Result:
         Raises:
             MoesaicError: ``out`` exists, or holds what was read.
         """
-        with whole_folder(Path(out), overwrite, self._inputs) as folder:
+        out = Path(out).expanduser()
+        with whole_folder(out, overwrite, self._inputs) as folder:
             self.write(folder)
-        return Path(out)
+        return out
 
     def write(self, folder: Path) -> None:
         """Write the checkpoint, and the plan that rebuilds it, into an existing folder."""

@@ -23,7 +23,9 @@ from rich.text import Text
 from moesaic.foreign import Figures, Weighed
 
 T = TypeVar("T")
-err_console = Console(stderr=True)
+console = Console(markup=False)
+err_console = Console(stderr=True, markup=False)
+"""Brackets in a name are no markup."""
 
 
 def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
@@ -32,7 +34,7 @@ def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T
         yield from items
         return
     columns = (
-        TextColumn("{task.description:<26}"),
+        TextColumn("{task.description:<26}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

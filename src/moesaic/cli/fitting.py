@@ -20,7 +20,7 @@ from moesaic.cli.options import (
     option,
 )
 from moesaic.cli.shared import check_push, emit, pushed, register
-from moesaic.config import Calibration, Evaluation, check_device
+from moesaic.config import Calibration, Evaluation
 from moesaic.fitting.config import FitConfig
 from moesaic.io.layout import OWN, PAGE
 from moesaic.recipe import Recipe, check_run, checked, plain_values
@@ -51,7 +51,6 @@ def fit(
     )
     check_push(push, push_plan)
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
-    check_device(recipe.device)
     from rich.console import Group
 
     from moesaic import report

@@ -208,8 +208,7 @@ def generate(
         raise MoesaicError("The prompt is empty.")
     check_name(model)
     where = place(given)
-    from rich.console import Console
-
+    from moesaic.cli.bars import console
     from moesaic.io.source import resolve
     from moesaic.metrics import measure
 
@@ -218,9 +217,8 @@ def generate(
     if as_json:
         emit(True, {"prompt": prompt, "text": text}, None)
     else:
-        console = Console()
-        console.print(prompt, style="dim", end="\n" if chat else "", markup=False)
-        console.print(text, markup=False)
+        console.print(prompt, style="dim", end="\n" if chat else "")
+        console.print(text)
 
 
 def commands() -> None:

@@ -24,7 +24,7 @@ from moesaic.cli.options import (
 from moesaic.cli.shared import carried_out, carry_out, emit, figure, register
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
+from moesaic.foreign import JSON, at_home
 from moesaic.io.layout import PAGE, RECIPE, RECORD, placed
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_drawing, check_file, check_free, check_out, write_drawing
@@ -131,7 +131,7 @@ def apply(
     """Rebuild a result from its base and its plan."""
     if not 2 <= len(places) <= 3:
         raise MoesaicError(f"apply takes [BASE] PLAN OUT; got {len(places)} of them.")
-    *bases, plan, out = places
+    *bases, plan, out = map(at_home, places)
     for base in bases:
         check_name(base)
     check_out(Path(out), overwrite, [*bases, plan])

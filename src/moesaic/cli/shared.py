@@ -19,6 +19,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.io.layout import OWN, PAGE
 from moesaic.io.names import check_repository
+from moesaic.io.outputs import unfinished
 from moesaic.recipe import Recipe, check_run
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def register(
 
     def command(**given: Value) -> None:
         said = {
-            key: read[key].read(value) if key in read else value
+            key: read[key].read(value) if key in read else expanded(value)
             for key, value in given.items()
             if key not in read or value is not None
         }
@@ -140,6 +141,13 @@ def register(
     )(command)
 
 
+def expanded(value: Value) -> Value:
+    """A path that begins with ~, which shells leave alone behind =, in the user's folder."""
+    if isinstance(value, list):
+        return [expanded(part) for part in value]
+    return value.expanduser() if isinstance(value, Path) else value
+
+
 def _info(parameter: inspect.Parameter) -> Value:
     return parameter.annotation.__metadata__[0]
 
@@ -158,9 +166,9 @@ def emit(as_json: bool, data: object, view: object) -> None:
     if as_json:
         sys.stdout.write(json.dumps(data) + "\n")
     else:
-        from rich.console import Console
+        from moesaic.cli.bars import console
 
-        Console().print(view)
+        console.print(view)
 
 
 def check_push(repo: str, plan_only: bool) -> None:
@@ -242,16 +250,23 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
     try:
         return pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
     except KeyboardInterrupt:
-        fail("Interrupted. Finished layers are kept; --resume continues from them.", 130)
+        kept = any(unfinished(recipe.out).rglob("*.safetensors"))
+        told = (
+            "Finished layers are kept; --resume continues from them."
+            if kept
+            else ("Nothing is finished yet: the same command begins anew.")
+        )
+        fail(f"Interrupted. {told}", 130)
 
 
 def fail(message: str, code: int) -> NoReturn:
     """Say what is wrong on stderr and leave."""
-    from rich.console import Console
     from rich.text import Text
 
+    from moesaic.cli.bars import err_console
+
     said = Text.assemble(("Error:", "bold red"), " ", message)
-    Console(stderr=True).print(said, soft_wrap=True)
+    err_console.print(said, soft_wrap=True)
     sys.exit(code)
 
 

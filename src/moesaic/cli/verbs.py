@@ -233,5 +233,5 @@ def commands() -> None:
     text = [option(Calibration, name) for name in TEXT]
     options = [*text, Option("gram_mb", "--gram-mb", int, told), DEVICE, DTYPE]
     register("observe", observe, "moesaic observe tiny-moe tiny-moe.stats", options)
-    example = "moesaic similarity tiny-dense --calibration prose --other code"
+    example = "moesaic similarity tiny-dense --calibration prose --other reference"
     register("similarity", similarity, example, [*text, DEVICE, DTYPE])

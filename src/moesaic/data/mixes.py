@@ -1,17 +1,16 @@
-"""Text by what it is for: names of mixes of data sets, and what ships where there is no hub.
+"""Text by what it is for: names of mixes of data sets.
 
 A name is an entry of a table; its sources are read as any others are. Imports no torch.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from moesaic.data.reader import Use, check_rows, open_rows
+from moesaic.data.reader import Use, check_rows, check_there, open_rows
 from moesaic.data.source import DOMAINS, TextSource, text_sources
 from moesaic.errors import MoesaicError
 
@@ -28,7 +27,7 @@ class Mix:
     sources: Mapping[str, str]
     """The licence of each source, as its card says; all weigh the same."""
     instead: str
-    """The text that serves where the hub cannot be reached: it ships."""
+    """Text that ships and comes nearest, to be named where the hub cannot be reached."""
 
 
 TALK = "HuggingFaceTB/smoltalk"
@@ -62,7 +61,7 @@ MIXES: dict[str, Mix] = {
             f"wikimedia/wikipedia:20231101.{language}": "CC-BY-SA-3.0, GFDL"
             for language in ("ar", "de", "es", "fr", "hi", "ja", "ru", "zh")
         },
-        "",
+        "prose=1,reference=1",
     ),
 }
 """By name. Licences are those that the data sets' cards tell; smoltalk's refers to the cards of the
@@ -80,7 +79,8 @@ def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
         use: what it is for.
 
     Raises:
-        MoesaicError: it is no such name.
+        MoesaicError: it is no such name, or a mix whose data sets cannot be read: no other text
+            takes their place, so that results do not depend on the network.
     """
     found: dict[TextSource, float] = {}
     for part in (p for source in text_sources(spec) for p in _parts(source, use)):
@@ -90,7 +90,7 @@ def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
 
 
 def check_apart(used: Iterable[str], measured: str) -> None:
-    """Refuse to measure on rows that are calibrated or trained on.
+    """Refuse text that is not there, and to measure on rows that are calibrated or trained on.
 
     Args:
         used: names of the texts that are, as for :func:`moesaic.data.source.text_sources`.
@@ -99,6 +99,9 @@ def check_apart(used: Iterable[str], measured: str) -> None:
     Raises:
         MoesaicError: some row is in both, or a source cannot be read.
     """
+    used = list(used)
+    for source in (source for spec in (measured, *used) for source in text_sources(spec)):
+        check_there(source)
     ours = [source for spec in used for source in sources_of(spec, "calibration")]
     check_rows(ours, sources_of(measured, "evaluation"))
 
@@ -111,13 +114,14 @@ def _parts(source: TextSource, use: Use) -> Iterator[TextSource]:
         return
     if source != TextSource(source.name, weight=source.weight):
         raise MoesaicError(f"{source}: a named mix has no config, data_dir or split.")
-    lacking = _lacking(source.name, use)
-    names = text_sources(mix.instead) if lacking else [*map(_one, mix.sources)]
-    whole = sum(part.weight for part in names)
-    missing = ", ".join(mix.sources) if lacking else ""
-    for part in names:
-        weight = source.weight * part.weight / whole
-        yield replace(part, weight=weight, mix=source.name, instead_of=missing)
+    if reason := _lacking(source.name, use):
+        raise MoesaicError(
+            f"{source.name}: its data sets cannot be read. {reason} Text that ships can be named "
+            f"instead: {mix.instead}."
+        )
+    for name in mix.sources:
+        weight = source.weight / len(mix.sources)
+        yield replace(_one(name), weight=weight, mix=source.name)
 
 
 def _one(spec: str) -> TextSource:
@@ -127,7 +131,7 @@ def _one(spec: str) -> TextSource:
 
 @cache
 def _lacking(name: str, use: Use) -> str:
-    """The reason why a mix's sources cannot be read; empty if they can. Said once."""
+    """The reason why a mix's sources cannot be read; empty if they can."""
     sources = [*map(_one, MIXES[name].sources)]
     reason = "" if all(Path(s.name).exists() for s in sources) else _unreachable()
     try:
@@ -135,13 +139,6 @@ def _lacking(name: str, use: Use) -> str:
             open_rows(source, use)
     except MoesaicError as error:
         reason = str(error)
-    if reason:
-        logging.getLogger(__name__).warning(
-            "%s: its data sets cannot be read, and text that ships serves instead (%s). %s",
-            name,
-            MIXES[name].instead or "all of it",
-            reason,
-        )
     return reason
 
 

@@ -135,7 +135,7 @@ def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None)
     found: list[Wanted] = []
     for name in names:
         if name.endswith((".jsonl", ".json")):
-            found.append(_local(Path(name), shots))
+            found.append(_local(Path(name).expanduser(), shots))
         elif name in PRESETS:
             found += [Wanted(t, own if shots is None else shots) for t, own in PRESETS[name]]
         else:

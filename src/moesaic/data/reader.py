@@ -21,15 +21,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moesaic.data.rows import Row
-from moesaic.data.source import TextSource
+from moesaic.data.source import DOMAINS, SHIPPED, TextSource
 from moesaic.errors import MoesaicError, how_to_install
-from moesaic.foreign import JSON
+from moesaic.foreign import JSON, Values
 
 Use = Literal["calibration", "evaluation"]
 """Calibration and training are one use."""
 
 MEASURED = ("test", "validation", "valid", "val", "dev")
 """Splits to measure on, the first that there is."""
+FILES = (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
 HELD_OUT = 5_000
 """Rows that a data set without such a split gives up for measuring, at most; at most 5 % too."""
 AT_HAND = 1 << 30
@@ -38,6 +39,10 @@ OPEN, BUFFER = 16, 10_000
 """Shards of a stream that are read at a time, and rows that are drawn from."""
 PIECE = 65_536
 """Characters of the pieces that a long document is cut into for training."""
+
+
+GIVEN = "given"
+"""The source of texts that come as themselves."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,11 @@ class Taken:
     """None where the end is not known."""
     held_out: bool = False
     """The data set has no split to measure on; these rows are kept from training."""
+
+    @property
+    def nobodys(self) -> bool:
+        """Text that ships, of which each use has its own, or that has no name."""
+        return self.source in ("", SHIPPED, *DOMAINS, GIVEN)
 
     def meets(self, other: Taken) -> bool:
         """Some row is in both."""
@@ -69,9 +79,15 @@ class Taken:
         told: JSON = {"source": self.source or "shipped"}
         if self.split:
             told["split"] = self.split
-        if self.start or (self.held_out and self.stop is not None):
+        if self.start or self.stop is not None:
             told["rows"] = [self.start, self.stop]
         return {**told, "held_out": True} if self.held_out else told
+
+    @classmethod
+    def of(cls, told: Values) -> Taken:
+        """The rows that :meth:`as_json` tells of."""
+        start, stop = told.get("rows") or (0, None)
+        return cls(str(told.get("source", "")), str(told.get("split", "")), start, stop)
 
 
 class Rows(ABC):
@@ -233,12 +249,27 @@ def open_rows(source: TextSource, use: Use) -> Rows:
     if source.shipped:
         domain = source.domain
         return _held(shipped_texts(use, domain), replace(source, config=""), domain)
+    check_there(source)
     if path.is_file():
         return _held(_file_rows(path), source, str(path.resolve()), str(path))
-    missing = path.suffix in (".txt", ".jsonl", ".json", ".parquet", ".safetensors")
-    if not path.is_dir() and (missing or source.name.startswith((".", "/"))):
-        raise MoesaicError(f"No text file at {source.name}.")
     return _data_set(source, use)
+
+
+def check_there(source: TextSource) -> None:
+    """Refuse a file that is not there, or has nothing in it; it is not read, and nobody is asked.
+
+    Raises:
+        MoesaicError: names the file.
+    """
+    path = Path(source.name)
+    if source.shipped or path.is_dir():
+        return
+    if path.is_file():
+        if path.stat().st_size == 0:
+            raise MoesaicError(f"{source.name} is empty.")
+        return
+    if path.suffix in FILES or source.name.startswith((".", "/")):
+        raise MoesaicError(f"No text file at {source.name}.")
 
 
 def check_rows(used: Iterable[TextSource], measured: Iterable[TextSource]) -> None:
@@ -292,7 +323,7 @@ def _held(rows: Sequence[Row], source: TextSource, name: str, where: str = "") -
             f"{source}: a file has no config, data_dir or splits; name rows as "
             f"{source.name}:::[:90%]."
         )
-    start, stop = source.rows(len(rows))
+    start, stop = source.rows(len(rows)) if source.sliced else (0, None)
     return Held(rows, Taken(name, "", start, stop), where=where)
 
 
@@ -336,7 +367,12 @@ def _file_rows(path: Path) -> Sequence[Row]:
         if path.suffix == ".parquet":
             data: Sequence[Row] = _datasets().Dataset.from_parquet(str(path))
             return data
-        return [path.read_text("utf-8")]
+        text = path.read_text("utf-8")
+        if "\0" in text:
+            raise ValueError("it holds NUL bytes")
+        if not text.strip():
+            raise ValueError("there is nothing but blanks in it")
+        return [text]
 
 
 @contextmanager
@@ -378,18 +414,19 @@ def _data_set(source: TextSource, use: Use) -> Rows:
     datasets = _datasets()
     where: JSON = {"data_dir": source.data_dir} if source.data_dir else {}
     config = source.config or None
+    place, _, _ = _place(source)
     with _reached(str(source)):
-        splits = datasets.get_dataset_split_names(source.name, config, **where)
-        builder = datasets.load_dataset_builder(source.name, config, **where)
+        splits = datasets.get_dataset_split_names(place, config, **where)
+        builder = datasets.load_dataset_builder(place, config, **where)
     split, held_out = chosen_split(source, splits, use)
     known = (builder.info.splits or {}).get(split)
     count = known and known.num_examples
     with _reached(str(source)):
         whole = _size(source, builder.info) <= AT_HAND
-        data = datasets.load_dataset(source.name, config, split=split, streaming=not whole, **where)
+        data = datasets.load_dataset(place, config, split=split, streaming=not whole, **where)
     if whole:
         count = len(data)
-    taken = Taken(str(replace(source, name=_place(source)[0], split="")), split)
+    taken = Taken(str(replace(source, name=place, split="")), split)
     apart = len(splits) > 1 and any(name in splits for name in MEASURED)
     if source.sliced:
         start, stop = source.rows(count)
@@ -402,7 +439,7 @@ def _data_set(source: TextSource, use: Use) -> Rows:
             taken = replace(taken, start=spared)
     if not whole:
         return Streamed(data, taken, first_shard=not source.sliced)
-    return Held(data, replace(taken, stop=count) if taken.stop is None else taken)
+    return Held(data, taken)
 
 
 def chosen_split(source: TextSource, splits: Sequence[str], use: Use) -> tuple[str, bool]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moesaic.config import about
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
+from moesaic.foreign import JSON, at_home
 
 DOMAINS = ("prose", "reference", "code")
 """Domains of the text that ships with the package; each can be named instead of a file."""
@@ -36,10 +36,9 @@ class TextSource:
     """The share of a mix, relative to the others."""
     mix: str = field(default="", kw_only=True)
     """The named mix that it is a part of."""
-    instead_of: str = field(default="", kw_only=True)
-    """The sources that could not be reached, in whose place it is read."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", at_home(self.name))
         if not SPLIT.fullmatch(self.split):
             raise MoesaicError(
                 f"{self.split!r} is not a split such as train, train[10%:] or [:5000]."
@@ -125,6 +124,7 @@ def text_sources(spec: str) -> tuple[TextSource, ...]:
     """
     if spec.lstrip().startswith(("{", "[")):
         return _from_json(spec)
+    spec = at_home(spec)
     if "=" not in spec or Path(spec).exists():
         return (_parsed(spec),)
     found = []
@@ -207,4 +207,4 @@ def read_by(config: object) -> list[str]:
             found += [source.name for source in text_sources(value or "")]
         elif {"MODEL", "FILE", "FILE.jsonl"} & {*said.metavar.split("|")}:
             found += str(value or "").split(",")
-    return [name for name in found if name]
+    return [at_home(name) for name in found if name]

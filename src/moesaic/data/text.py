@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic.data.mixes import sources_of
-from moesaic.data.reader import Held, Rows, Taken, Use, open_rows
+from moesaic.data.reader import GIVEN, Held, Rows, Taken, Use, open_rows
 from moesaic.data.rows import Row, text_of
 from moesaic.data.source import TextSource, text_sources
 from moesaic.errors import MoesaicError
@@ -36,14 +36,11 @@ class Origin:
     windows: int
     mix: str = ""
     """The named mix that it is a part of."""
-    instead_of: str = ""
-    """The sources that could not be reached."""
 
     def as_json(self) -> JSON:
-        """The keys of :meth:`moesaic.data.reader.Taken.as_json`, ``windows``, and of a named mix
-        ``mix`` and ``instead_of``."""
-        named = {"mix": self.mix, "instead_of": self.instead_of}
-        told = {key: value for key, value in named.items() if value}
+        """The keys of :meth:`moesaic.data.reader.Taken.as_json`, ``windows``, and of a part of
+        a named mix ``mix``."""
+        told = {"mix": self.mix} if self.mix else {}
         return {**self.taken.as_json(), "windows": self.windows, **told}
 
 
@@ -267,7 +264,7 @@ def _evaluation_tokens(
     usual: int,
 ) -> Tokens:
     if not isinstance(source, str):
-        rows = Held(source, Taken("given", stop=len(source)))
+        rows = Held(source, Taken(GIVEN))
         return _first(rows, tokenizer, length or usual, max_tokens or None)
     max_tokens = max_tokens or None
     sources = sources_of(source, "evaluation")
@@ -333,7 +330,7 @@ def calibration_tokens(
     """
     draw = partial(_documents if documents else _windows, tokenizer=tokenizer, seed=seed)
     if not isinstance(source, str):
-        rows = Held(source, Taken("given", stop=len(source)))
+        rows = Held(source, Taken(GIVEN))
         return draw(rows, length=length or window, samples=samples or SAMPLES)
     sources = sources_of(source, "calibration")
     wanted: list[int | None] = [samples]
@@ -358,9 +355,7 @@ def calibration_tokens(
 
 def _told(tokens: Tokens, source: TextSource) -> Tokens:
     """The same windows, of which it is known what mix they are for."""
-    told = (
-        replace(origin, mix=source.mix, instead_of=source.instead_of) for origin in tokens.origins
-    )
+    told = (replace(origin, mix=source.mix) for origin in tokens.origins)
     return replace(tokens, origins=tuple(told))
 
 
@@ -514,4 +509,4 @@ def token_file(path: Path, length: int | None = None) -> Tokens:
         if mask is not None:
             mask = mask[:, : own // length * length].reshape(-1, length)
             ids, mask = ids[mask.any(1)], mask[mask.any(1)]
-    return Tokens(ids, mask, (Origin(Taken(str(path.resolve()), stop=len(ids)), len(ids)),))
+    return Tokens(ids, mask, (Origin(Taken(str(path.resolve())), len(ids)),))

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from moesaic.data.mixes import sources_of
 from moesaic.data.packing import Example, PackedText, answered
-from moesaic.data.reader import Held, Rows, Taken, open_rows, shipped_texts
+from moesaic.data.reader import GIVEN, Held, Rows, Taken, open_rows, shipped_texts
 from moesaic.data.rows import Row, asked, text_of
 from moesaic.data.source import text_sources
 from moesaic.data.text import IGNORED, Tokens, token_file, windows
@@ -148,7 +148,7 @@ def training_examples(
     Raises:
         MoesaicError: there is not enough text for one example, or columns are not known.
     """
-    return _whole(Held(rows, Taken("given", stop=len(rows))), tokenizer, length, answers)
+    return _whole(Held(rows, Taken(GIVEN)), tokenizer, length, answers)
 
 
 def _whole(rows: Rows | Iterable[Row], tokenizer: Tokenizer, length: int, answers: bool) -> Texts:

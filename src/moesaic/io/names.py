@@ -26,7 +26,7 @@ def check_name(name: str) -> None:
     Raises:
         MoesaicError: there is no such folder or file, and it is no hub id either.
     """
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_dir() or name in SHIPPED or name in PACKAGED:
         return
     if path.suffix == ".gguf":

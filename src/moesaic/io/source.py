@@ -213,7 +213,7 @@ def resolve(name: str) -> Source:
         MoesaicError: there is no such model, or the hub cannot be reached.
     """
     check_name(name)
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_dir():
         return Source(name, path)
     if name in PACKAGED:

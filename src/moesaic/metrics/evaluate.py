@@ -19,7 +19,7 @@ from moesaic.io.source import Source
 from moesaic.metrics.divergence import check_tokenizers
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as continued
-from moesaic.metrics.measure import fit
+from moesaic.metrics.measure import check_unseen, fit
 from moesaic.metrics.score import Score, score, scores_beside
 from moesaic.metrics.tasks import check_tasks, measure_tasks, recovery_ratio, with_recovery
 
@@ -86,6 +86,8 @@ def evaluate(
         if tokenizer is None and needs_tokenizer(data):
             raise MoesaicError("Text to measure on needs a tokenizer: pass tokenizer=, or Tokens.")
         tokens = evaluation_tokens(data, tokenizer, length, max_tokens, first.config)
+    for model_on_disk in (m for m in found if isinstance(m, Source)):
+        check_unseen(model_on_disk, tokens, data)
     runs = runners(found, stream, device, dtype)
     if generations:
         for run in runs:

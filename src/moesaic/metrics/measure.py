@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from moesaic.config import Evaluation
+from moesaic.config import Evaluation, text_fields
+from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
-from moesaic.data.reader import shipped_texts
+from moesaic.data.reader import Taken, shipped_texts
 from moesaic.data.source import DOMAINS
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer, positions
 from moesaic.distributed import gathered, own_device, process
@@ -22,7 +23,10 @@ from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, give_back, si
 from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.caller import leaves_untouched
 from moesaic.io.checkpoint import shape_of
+from moesaic.io.headers import mapping_of
+from moesaic.io.layout import RECORD, placed
 from moesaic.io.source import Source, resolve
+from moesaic.methods import METHODS
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as repeated
 from moesaic.metrics.memory import free_bytes
@@ -33,6 +37,7 @@ from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Speed, peak_memory, ratio, timed
 from moesaic.metrics.tasks import measure_tasks, recovery_ratio, with_recovery
 from moesaic.nn import ThresholdRouter
+from moesaic.record import Record
 
 
 def sweep(
@@ -348,7 +353,40 @@ def measured_text(source: Source, settings: Evaluation) -> Tokens:
     """
     tokenizer = tokenizer_of(source, settings)
     most = settings.max_tokens
-    return evaluation_tokens(settings.data, tokenizer, settings.length, most, source.config)
+    tokens = evaluation_tokens(settings.data, tokenizer, settings.length, most, source.config)
+    check_unseen(source, tokens, settings.data)
+    return tokens
+
+
+def check_unseen(source: Source, tokens: Tokens, data: object) -> None:
+    """Refuse to measure a result of ours on rows that it was calibrated or trained on.
+
+    Args:
+        source: any model; only results of ours say what text made them.
+        tokens: the text to measure on.
+        data: its name, where it has one.
+
+    Raises:
+        MoesaicError: some row is in both.
+    """
+    file = placed(source.folder, RECORD)
+    if not file.is_file():
+        return
+    try:
+        record = Record.from_json(mapping_of(file))
+        used = [Taken.of(told) for told in record.calibration.get("sources", ())]
+        steps = [(METHODS[f"{step.verb}.{step.method}"], step.config) for step in record.steps]
+        trained = [step[name] for of, step in steps for name in text_fields(of) if step.get(name)]
+    except (ValueError, TypeError, AttributeError, KeyError, MoesaicError):
+        return  # it is another version's, or damaged
+    for theirs in (origin.taken for origin in tokens.origins):
+        if not theirs.nobodys and any(theirs.meets(ours) for ours in used):
+            raise MoesaicError(
+                f"{theirs.source} is to be measured on, and {source.name} was calibrated on rows "
+                "of it. Measure on another text, split or slice."
+            )
+    if isinstance(data, str):
+        check_apart(trained, data)
 
 
 def _with_tasks(of: Score, tasks: dict[str, JSON], before: Mapping[str, Values]) -> Score:

@@ -82,7 +82,7 @@ class Channels(Method[ChannelsConfig, Arch]):
         """
         config = self.config
         if job.args.compare:
-            raise MoesaicError(f"{config.title} has no comparisons: leave compare out.")
+            raise MoesaicError(f"compare={job.args.compare[0]}: {config.title} has no comparisons.")
         uses = layer_uses(job.shape, job.arch)
         wanted = self.choose(job, uses)
         share = self.share(wanted, uses)

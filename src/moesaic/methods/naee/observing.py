@@ -50,7 +50,7 @@ def observe(
     Raises:
         MoesaicError: the request cannot be met.
     """
-    out, args = Path(out), RunArgs.of(model, **options)
+    out, args = Path(out).expanduser(), RunArgs.of(model, **options)
     names = [model] if isinstance(model, str | Path) else []
     check_file(out, overwrite, [*names, *read_by(args.calibration)])
     with alone(out) if process()[0] == 0 else nullcontext():
