@@ -109,7 +109,8 @@ def relative(record: Mapping[str, Any], model: str) -> Iterator[str]:
                 / (theirs[d]["ships"]["perplexity"] - start)
                 for d in ours.keys() & theirs.keys()
             ]
-            cells.append(f"{told(shares, 0)} % ({len(shares)})" if shares else "")
+            few = f" ({len(shares)})" if len(shares) < 3 else ""
+            cells.append(f"{told(shares, 0)} %{few}" if shares else "")
         if any(cells):
             yield f"| {model}: `{command}` | {' | '.join(cells)} |"
 
