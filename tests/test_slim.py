@@ -223,6 +223,28 @@ def test_curvature_is_that_of_the_whole_model(model_type, padded):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("block", [1, 7, 40])
+def test_turns_taken_in_blocks_cost_what_they_do_one_by_one(block, monkeypatch):
+    """Against the matrices worked out anew, of those that stay, before every turn."""
+    draw = torch.Generator().manual_seed(0)
+    h_TM = torch.randn(90, 40, generator=draw).double()
+    down_DM = torch.randn(12, 40, generator=draw).double()
+    monkeypatch.setattr("moesaic.methods.slim.surgeon.BLOCK", block)
+    costs = removal_costs(h_TM.T @ h_TM, down_DM, ridge=0.1)
+    gram_MM = h_TM.T @ h_TM
+    gram_MM += 0.1 * gram_MM.diagonal().mean() * torch.eye(40)
+    target_MD, stay = gram_MM @ down_DM.T, list(range(40))
+    highest = 0.0
+    for _ in range(40):
+        inverse = torch.linalg.inv(gram_MM[stay][:, stay])
+        # with those that went, the rest is (G_SS)^-1 (G D^T)_S
+        rest_DS = (inverse @ target_MD[stay]).T
+        trial = rest_DS.square().sum(0) / inverse.diagonal()
+        place = int(trial.argmin())
+        highest = max(highest, trial[place].item())
+        assert costs[stay.pop(place)].item() == pytest.approx(highest, rel=1e-6)
+
+
 def test_surgeon_takes_what_a_refit_makes_up_for_best():
     """Each turn takes the neuron without which least squares leaves the least error, by brute
     force; costs are the errors that are added."""

@@ -91,7 +91,10 @@ class ChannelsConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class WINAConfig(ChannelsConfig):
-    """Options of WINA: channels by |x_i| times the norm of W[:, i], top-k, no calibration."""
+    """Options of WINA: channels by |x_i| times the norm of W[:, i], top-k, no calibration.
+
+    ``paper`` adds its authors' greedy shares; their transformation of the weights is not here.
+    """
 
     name: ClassVar[str] = "wina"
     title: ClassVar[str] = "WINA"

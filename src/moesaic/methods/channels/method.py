@@ -9,7 +9,9 @@ Where we depart from the papers:
 - TEAL's greedy search takes steps that are a part of the target instead of 0.05 of one matrix, so
   that its length is bounded; a projection that has less than a step left is judged by the error for
   what it saves; errors are over all positions of one batch.
-- WINA's transformation of the weights, by which columns become orthogonal, is left out.
+- WINA's authors share the budget out by TEAL's greedy search, which ``recipe paper`` does; by
+  default every projection has the same share, which needs no text.
+- Their transformation of the weights, by which columns become orthogonal, is left out.
 - Prompts run dense. TEAL skips channels of half of a prompt, too.
 """
 
