@@ -480,7 +480,7 @@ def test_what_would_be_wrong_is_refused(change, said, message, tmp_path, tokeniz
     with pytest.raises(MoesaicError, match=message):
         resolve(str(file))
     assert command("prune", file, tmp_path / "out")[0] == 2
-    assert not any((tmp_path / "cache").iterdir())
+    assert not [*(tmp_path / "cache").glob("*")]
 
 
 def test_architectures_and_types_that_are_not_read(tmp_path, tokenizer, monkeypatch):

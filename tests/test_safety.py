@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import shutil
 import threading
 from collections.abc import Callable
@@ -16,9 +18,11 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io import outputs
 from moesaic.io.outputs import alone, check_out, whole_file, whole_folder
+from moesaic.io.source import resolve
 from moesaic.methods.naee.config import PruneConfig
 
 Command = Callable[..., tuple[int, str, str]]
+SRC = Path(moesaic.__file__).parent
 PRUNE = ("--keep", 6, "--criterion", "aimer", "--no-eval", "--overwrite")
 
 
@@ -292,3 +296,128 @@ def test_a_drawing_replaces_no_file_but_one_of_ours(
     with pytest.raises(MoesaicError, match="did not draw it"):
         result.plot(thesis)
     assert thesis.read_text() == "<svg>precious</svg>"
+
+
+# --- models of strangers -------------------------------------------------------------------------
+
+EVIL = "import pathlib\npathlib.Path({!r}).touch()\n"
+
+
+@pytest.fixture
+def theirs(moe_folder: Path, tmp_path: Path) -> Path:
+    """A model that somebody sent, to be made hostile."""
+    return Path(shutil.copytree(moe_folder, tmp_path / "theirs"))
+
+
+def edited(folder: Path, name: str, **said: Any) -> None:
+    file = folder / name
+    before = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(before | said))
+
+
+@pytest.mark.parametrize("kind", ["config", "tokenizer"])
+def test_no_code_of_a_model_is_run(
+    command: Command, theirs: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """transformers would ask on stdout, and take a y from whatever stdin is."""
+    ran = theirs.parent / "ran"
+    (theirs / "evil.py").write_text(EVIL.format(str(ran)))
+    if kind == "config":
+        auto = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+        edited(theirs, "config.json", auto_map=auto, model_type="evil")
+    else:
+        (theirs / "tokenizer.json").unlink()
+        auto = {"AutoTokenizer": ["evil.T", "evil.T"]}
+        edited(theirs, "tokenizer_config.json", auto_map=auto, tokenizer_class="T")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    lines: list[tuple[Any, ...]] = [("prune", theirs, theirs.parent / "out", "--keep", 6)]
+    lines += [("eval", theirs), ("observe", theirs, theirs.parent / "stats")]
+    lines += [("inspect", theirs), ("export", theirs, "x")] if kind == "config" else []
+    for line in lines:
+        code, said, err = command(*line)
+        assert (code, said) == (2, ""), (line, err)
+        assert "needs Python code that comes with it, which Moesaic never runs" in err, (line, err)
+    assert not ran.exists()
+
+
+def test_a_result_names_no_code_that_it_has_not(theirs: Path, tmp_path: Path) -> None:
+    """Of an architecture that transformers knows the source's code is not needed, nor copied."""
+    (theirs / "evil.py").write_text(EVIL.format("ran"))
+    (theirs / "tokenizer_evil.py").write_text("")
+    edited(theirs, "config.json", auto_map={"AutoConfig": "evil.C"})
+    result = moesaic.prune(str(theirs), PruneConfig(keep=6, criterion="aimer"))
+    out = result.save(tmp_path / "out")
+    assert "auto_map" not in json.loads((out / "config.json").read_text())
+    assert not [*out.rglob("*.py")]
+
+
+def test_every_auto_class_is_told_to_run_no_code() -> None:
+    """One that is not asks whoever is there, and a word is enough."""
+    for file in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            of = ast.unparse(node.func.value)
+            if node.func.attr == "from_pretrained" and of.lower().startswith("auto"):
+                told = {k.arg: ast.unparse(k.value) for k in node.keywords}
+                assert told.get("trust_remote_code") == "False", (file.name, node.lineno)
+
+
+def test_a_config_has_nothing_fetched(command: Command, theirs: Path) -> None:
+    edited(theirs, "config.json", attn_implementation="evil/kernel")
+    code, _, err = command("inspect", theirs)
+    assert (code, "code of the hub" in err) == (2, True)
+    edited(theirs, "config.json", attn_implementation="sdpa")
+    edited(theirs, "adapter_config.json", base_model_name_or_path="/elsewhere", peft_type="LORA")
+    code, _, err = command("inspect", theirs)
+    assert (code, "adapter" in err) == (2, True)
+
+
+def test_no_link_is_followed_out_of_a_model(
+    command: Command, theirs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    for name in ("LICENSE", "LICENSE.txt"):
+        (theirs / name).symlink_to(secret)
+    (theirs / "NOTICE").symlink_to("/etc/passwd")
+    assert command("prune", theirs, tmp_path / "out", *PRUNE)[0] == 0
+    assert not [*(tmp_path / "out").glob("LICENSE*")]
+    assert any("LICENSE is a link elsewhere" in said for said in caplog.messages)
+    for name in ("tokenizer.json", "config.json", "model-00001-of-00005.safetensors", "vocab.txt"):
+        file, real = theirs / name, tmp_path / "real"
+        if file.exists():
+            file.rename(real)
+        else:
+            real.write_text("{}")
+        file.symlink_to(real)
+        for line in (("prune", theirs, tmp_path / "never", *PRUNE), ("inspect", theirs)):
+            code, _, err = command(*line)
+            assert (code, f"{name} is a link out of its folder" in err) == (2, True), (line, err)
+        file.unlink()
+        real.rename(file)
+    assert not (tmp_path / "never").exists()
+
+
+def test_links_within_a_model_and_of_the_hubs_cache_are_followed(
+    theirs: Path, moe_folder: Path, tmp_path: Path
+) -> None:
+    (theirs / "tokenizer.json").rename(theirs / "other.json")
+    (theirs / "tokenizer.json").symlink_to("other.json")
+    repo = tmp_path / "models--you--it"
+    snapshot = repo / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repo / "blobs").mkdir()
+    for file in moe_folder.iterdir():
+        shutil.copyfile(file, repo / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    (tmp_path / "link").symlink_to(snapshot)
+    for folder in (theirs, snapshot, tmp_path / "link"):
+        result = moesaic.prune(str(folder), PruneConfig(keep=6, criterion="aimer"))
+        out = result.save(tmp_path / f"of-{folder.name}")
+        assert (out / "tokenizer.json").read_bytes() == (moe_folder / "tokenizer.json").read_bytes()
+        assert not any(path.is_symlink() for path in out.rglob("*"))
+    (snapshot / "LICENSE").symlink_to(tmp_path / "secret")
+    (snapshot / "vocab.txt").symlink_to("../../../models--me--private/blobs/x")
+    with pytest.raises(MoesaicError, match=r"vocab\.txt is a link out"):
+        _ = resolve(str(snapshot)).config

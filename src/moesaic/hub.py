@@ -29,6 +29,7 @@ from moesaic.io.checkpoint import align, shape_of
 from moesaic.io.naming import conversions
 from moesaic.io.prediction import leave_out
 from moesaic.io.source import check_loaded, language_model
+from moesaic.io.trust import pretrained
 from moesaic.layers.base import KINDS
 from moesaic.plan import Plan
 from moesaic.surgery import headers_of, install
@@ -316,7 +317,7 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
     now, outer = _every_key(config), None
     if source is not None:
         given: JSON = json.loads((source / CONFIG_NAME).read_text("utf-8"))
-        whole = AutoConfig.from_pretrained(source)
+        whole = pretrained(AutoConfig, source)
         language = language_model(whole)
         before = _every_key(language)
         if language is not whole:
@@ -330,6 +331,9 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
         if name in now and (alias in plain or (name in plain and alias not in OLD_NAMES)):
             plain[alias] = plain[name] = now[name]
     plain = {**_said_outright(config), **plain}
+    if not config.model_type.startswith(PREFIX):
+        for keys in (plain, outer or {}):
+            keys.pop("auto_map", None)  # names code that is not copied
     if outer is not None:
         said = {FORMAT: plain.pop(FORMAT)} if FORMAT in plain else {}
         outer.pop(FORMAT, None)

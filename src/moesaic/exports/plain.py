@@ -12,7 +12,7 @@ def main(request: str) -> None:
     """``request`` is the JSON list that :func:`moesaic.exports.native.verify` sends."""
     folder, given, found = json.loads(request)
     model, loaded = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True
+        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
     )
     for trouble in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
         if loaded.get(trouble):

@@ -24,8 +24,8 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.fingerprint import Stored, of_stored
 from moesaic.io.headers import header_of, mapping_of
-from moesaic.io.layout import SIDE_FILES, misread
 from moesaic.io.outputs import let_read
+from moesaic.io.trust import side_files
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -177,10 +177,8 @@ class Checkpoint:
 
     def copy_side_files(self, out: Path) -> None:
         """Copy tokenizer, generation settings and licence to ``out``."""
-        weights = misread(self.folder)
-        for file in (file for pattern in SIDE_FILES for file in self.folder.glob(pattern)):
-            if file.name not in weights:
-                shutil.copyfile(file, out / file.name)
+        for file in side_files(self.folder):
+            shutil.copyfile(file, out / file.name)
 
 
 def _is_plain(name: object) -> bool:

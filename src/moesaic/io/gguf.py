@@ -31,6 +31,7 @@ from moesaic.io.headers import mapping_of
 from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
 from moesaic.io.outputs import alone, whole_folder
+from moesaic.io.trust import pretrained
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -151,7 +152,7 @@ class Converted(GgufCheckpoint):
     def _naming(self) -> Naming:
         from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(self.folder)
+        config = pretrained(AutoConfig, self.folder)
         return naming_of(self.folder, self._said, config)
 
     def _read(self, name: str) -> Tensor:
@@ -250,13 +251,12 @@ def _unfold(file: Path, work: Path) -> None:
 
     reader = GGUFReader(file)
     architecture = str(_field(reader, "general.architecture"))
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    tokenizer = pretrained(AutoTokenizer, file.parent, gguf_file=file.name)
     if int(_field(reader, "split.count") or 1) > 1:
         raise MoesaicError(
             f"{file} is one of several parts; merge them with llama.cpp's llama-gguf-split."
         )
-    config, said = _config(reader, architecture, where)
+    config, said = _config(reader, architecture, file)
     model = skeleton(config, torch.float32)
     odd = sorted(k for k in {str(t.tensor_type.name) for t in reader.tensors} if not _is_read(k))
     if odd:
@@ -282,12 +282,12 @@ def _field(reader: GGUFReader, name: str) -> Any:
     return None if field is None else field.contents()
 
 
-def _config(reader: GGUFReader, architecture: str, where: JSON) -> tuple[Config, JSON]:
+def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, JSON]:
     """A file's config, and the attributes that processors ask for."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config: Config = AutoConfig.from_pretrained(**where)
+    config: Config = pretrained(AutoConfig, file.parent, gguf_file=file.name)
     if architecture in MIXTURES and (_field(reader, f"{architecture}.{COUNT}") or 0) > 0:
         model_type, names = MIXTURES[architecture]
         said = {own: int(_field(reader, f"{architecture}.{n}")) for n, own in names.items()}

@@ -27,6 +27,7 @@ from moesaic.io.names import PACKAGED, SHIPPED, check_name
 from moesaic.io.packaged import packaged_file
 from moesaic.io.prediction import predicts
 from moesaic.io.quantised import Awaited, opened, said_of
+from moesaic.io.trust import NEEDS_CODE, brings_code, check_config, check_links, pretrained
 
 DEEPEST = 100_000
 """Decoder layers at most: more are a mistake, and would take hours to be found out."""
@@ -59,12 +60,15 @@ class Source:
         """The whole config, and that of the language model."""
         if not (self.folder / "config.json").is_file():
             raise MoesaicError(f"{self.folder} has no config.json; is it a model folder?")
-        mapping_of(self.folder / "config.json")
+        check_links(self.folder)
+        check_config(mapping_of(self.folder / "config.json"), self.folder)
         try:
-            config: Config = AutoConfig.from_pretrained(self.folder)
+            config: Config = pretrained(AutoConfig, self.folder)
             layers = config.get_text_config().num_hidden_layers
             if not 0 < layers <= DEEPEST:
                 raise ValueError(f"num_hidden_layers is {layers}")
+        except MoesaicError:
+            raise
         except Exception as error:  # transformers raises anything over a config that is odd
             said = " ".join(str(error).split())
             raise MoesaicError(f"{self.name}: config.json cannot be used: {said:.300}") from error
@@ -88,9 +92,9 @@ class Source:
             MoesaicError: there is none.
         """
         try:
-            tokenizer: Tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            tokenizer: Tokenizer = pretrained(AutoTokenizer, self.folder)
         except Exception as error:  # tokenizers raises anything over a file that is odd
-            said = " ".join(str(error).split())
+            said = NEEDS_CODE if brings_code(self.folder) else " ".join(str(error).split())
             raise MoesaicError(f"{self.name} has no usable tokenizer: {said:.300}") from error
         return tokenizer
 
@@ -135,7 +139,7 @@ class Source:
         options = {**given, "output_loading_info": True, "ignore_mismatched_sizes": True}
         if checkpoint.loadable:
             read: tuple[Model, Values]
-            read = AutoModelForCausalLM.from_pretrained(self.folder, **options)
+            read = pretrained(AutoModelForCausalLM, self.folder, use_safetensors=True, **options)
             return read
         config = copy.deepcopy(self.config)
         if said_of(config):

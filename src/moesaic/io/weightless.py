@@ -25,10 +25,10 @@ from moesaic.io.checkpoint import (
     place,
     shape_of,
 )
-from moesaic.io.layout import SIDE_FILES
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
 from moesaic.io.quantised import opened
 from moesaic.io.source import Source, resolve
+from moesaic.io.trust import check_links, side_files
 
 
 class Weightless(Source):
@@ -89,9 +89,9 @@ def foretold(name: str, folder: Path) -> Weightless:
 
 def _of_config(name: str, path: Path, folder: Path) -> Weightless:
     """The checkpoint that a config describes, its tensors named as in memory."""
-    for pattern in ("config.json", *SIDE_FILES):
-        for file in path.glob(pattern):
-            (folder / file.name).write_bytes(file.read_bytes())
+    check_links(path)
+    for file in (path / "config.json", *side_files(path)):
+        (folder / file.name).write_bytes(file.read_bytes())
     config = Source(name, folder).config
     model = shape_of(config, config.dtype or torch.float32)
     tied = {id(p): n for n, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
