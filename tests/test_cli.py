@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, fields
@@ -238,7 +239,10 @@ AT_ONCE = [
     (["carve", "/nowhere", "OUT"], "No model folder"),
     (["prune", "MODEL", "OUT"], "Missing option '--keep'"),
     (["prune", "MODEL", "OUT", "--keep", "6", "--criterion", "magic"], "--criterion 'magic'"),
-    (["prune", "MODEL", "OUT", "--keep", "6", "-o", "keeep=3"], "is not an option"),
+    (["prune", "MODEL", "OUT", "--keep", "6", "-o", "keeep=3"], "mean 'keep'?"),
+    (["prune", "MODEL", "OUT", "--keep", "6", "--criterion", "reapp"], "Did you mean 'reap'?"),
+    (["carve", "MODEL", "OUT", "--method", "wna"], "Did you mean 'wina'?"),
+    (["carve", "smolm2", "OUT"], "Did you mean 'smollm2'?"),
     (["prune", "MODEL", "OUT", "--keep", "5.5"], "--non-uniform"),
     (["condense", "MODEL", "OUT", "--memory", "much"], "not a number of bytes"),
     (["condense", "MODEL", "OUT", "--candidates", "a,b"], "--candidates: Input should be"),
@@ -524,6 +528,24 @@ def test_help_fits_a_screen_and_tells_of_one_method(command, key):
         assert f"\n  --{name.replace('_', '-')} " not in whole
     assert "\n  --samples " not in brief
     assert "\n  --device " in whole
+
+
+def test_python_m_moesaic_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "moesaic", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, __version__)
+
+
+@pytest.mark.parametrize(("words", "at"), [("moesaic pru", 1), ("moesaic prune m out --crit", 4)])
+def test_shells_complete_commands_and_options(words, at):
+    asked = {"_MOESAIC_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(at)}
+    code = "import sys; sys.argv = ['moesaic']; from moesaic import cli; cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=False, env={**os.environ, **asked},
+    )  # fmt: skip
+    assert done.stdout.split() == ["prune" if at == 1 else "--criterion"], done.stderr
 
 
 def test_version(command):

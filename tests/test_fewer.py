@@ -120,6 +120,15 @@ def test_no_other_numbers_of_that_mean_lose_less(seed):
         assert sum(found[i][k - 1] ** 2 for i, k in chosen.items()) == pytest.approx(least)
 
 
+@pytest.mark.parametrize("mean", [1.5, 2.6, 3.9])
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_a_mean_is_never_exceeded_and_always_changes_something(mean, layers):
+    found = {i: [0.9, 0.5, 0.2, 0.0] for i in range(layers)}
+    total = sum(allotted(found, LExIConfig(experts_per_token=mean)).values())
+    assert mean * layers - 1 < total <= mean * layers
+    assert total < 4 * layers
+
+
 def test_a_loss_for_each_layer():
     found = {0: [0.5, 0.2, 0.0], 3: [0.05, 0.01, 0.0]}
     assert allotted(found, LExIConfig()) == {0: 3, 3: 1}

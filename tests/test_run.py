@@ -1,12 +1,13 @@
 """The story from end to end on tiny models: carve, save, load, measure, fail, resume."""
 
+import inspect
 import io
 import json
 import logging
 import math
 import shutil
 import warnings
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from builders import pages, tiny_model
 from rich.console import Console
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 import moesaic
 from moesaic import (
@@ -23,6 +29,7 @@ from moesaic import (
     MoREConfig,
     PruneConfig,
     Recipe,
+    RunArgs,
     SkipConfig,
     pipeline,
     run_recipe,
@@ -33,6 +40,7 @@ from moesaic.io.outputs import marked
 from moesaic.io.source import Source
 from moesaic.layers.base import same
 from moesaic.log import Log
+from moesaic.methods import VERBS, methods_of
 from moesaic.methods.more.method import MoRE
 from moesaic.metrics.routing import routers
 from moesaic.plan import Plan
@@ -429,3 +437,32 @@ def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_p
     assert found.tokens > 0
     with pytest.raises(MoesaicError, match="no usable tokenizer"):
         run_recipe(replace(asked, out=str(tmp_path / "other"), evaluation=Evaluation()))
+
+
+@pytest.mark.parametrize("verb", ["carve", "prune", "slim", "condense", "skip", "tune", "observe"])
+def test_a_notebook_is_told_every_option(verb):
+    """``moesaic.prune?`` names what ``RunArgs.of`` takes, and nothing else."""
+    told = inspect.signature(getattr(moesaic, verb))
+    named = {p.name for p in told.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    taken = {of.name for of in (*fields(RunArgs), *fields(Calibration))} - {
+        "model",
+        "source",
+        "text",
+    }
+    assert named - {"gram_mb", "overwrite", "resume"} == taken
+    assert all(f"    {name}: " in getattr(moesaic, verb).__doc__ for name in taken)
+    for config in methods_of(verb).values() if verb in VERBS else ():
+        assert config.__name__ in getattr(moesaic, verb).__doc__
+        assert all(f"    {of.name}: " in config.__doc__ for of in fields(config))
+
+
+def test_nothing_is_drawn_and_scores_fit_a_screen(llama_folder, capfd):
+    enable_progress_bar()
+    try:
+        result = moesaic.carve(str(llama_folder), CONFIG, **QUICK)
+        result.evaluation = evaluation_tokens(pages("evaluation"), result.job.tokenizer, 64, 256)
+        assert len(repr(result.scores)) < 1500
+        assert is_progress_bar_enabled()
+    finally:
+        disable_progress_bar()
+    assert capfd.readouterr().err == ""

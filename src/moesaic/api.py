@@ -14,11 +14,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeAlias
 
-from moesaic.config import MethodConfig, RunArgs
+from moesaic.config import MethodConfig, RunArgs, takes_options
 from moesaic.estimates import estimate
 from moesaic.exports import export
 from moesaic.fitting.search import fit
 from moesaic.foreign import Model
+from moesaic.methods import methods_of
 from moesaic.methods.more.similarity import similarity
 from moesaic.methods.naee.observing import observe
 from moesaic.metrics.bench import bench
@@ -55,31 +56,37 @@ Named: TypeAlias = str | Path | Model
 """A model, or a name of one."""
 
 
+@takes_options(*methods_of("carve").values())
 def carve(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Let each token use a part of a dense model; by default 0.8, by WINA with gradients."""
     return verb("carve", model, config, **options)
 
 
+@takes_options(*methods_of("prune").values())
 def prune(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Take experts out of a mixture of experts; by default with NAEE, refitted."""
     return verb("prune", model, config, **options)
 
 
+@takes_options(*methods_of("slim").values())
 def slim(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Make experts narrower, or the FFNs of a dense model, neuron by neuron."""
     return verb("slim", model, config, **options)
 
 
+@takes_options(*methods_of("condense").values())
 def condense(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Turn some layers of a mixture of experts into small dense layers; by default with CD-MoE."""
     return verb("condense", model, config, **options)
 
 
+@takes_options(*methods_of("skip").values())
 def skip(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Let tokens leave out experts of little weight; by default with NAEE's dynamic skipping."""
     return verb("skip", model, config, **options)
 
 
+@takes_options(*methods_of("tune").values())
 def tune(model: Named, config: MethodConfig | None = None, **options: object) -> Result:
     """Train a converted model a little."""
     return verb("tune", model, config, **options)

@@ -7,12 +7,14 @@ answered at once.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from numbers import Integral, Real
 from pathlib import Path
+from textwrap import fill, indent
 from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
@@ -20,18 +22,20 @@ from typing import (
     ClassVar,
     Literal,
     TypeAlias,
+    TypeVar,
     Union,
     get_args,
     get_origin,
     get_type_hints,
 )
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, meant
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Track, Values, at_home, silent
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 STRICT: JSON = {"extra": "forbid"}
 
 
@@ -84,6 +88,26 @@ def about(of: Field[Any]) -> About:
     return said
 
 
+def in_words(of: Field[Any]) -> str:
+    """What a field is, and its default, for people."""
+    said, default = about(of).help, of.default
+    plain = isinstance(default, int | float | str) and default not in ("", False)
+    return f"{said} Default: {default}." if said and plain and "efault" not in said else said
+
+
+def explained(doc: str | None, own: Iterable[tuple[str, str]]) -> str:
+    """A docstring that also tells of options, each by its name."""
+    told = [fill(f"{name}: {words}", 96, subsequent_indent="    ") for name, words in own if words]
+    return "\n".join([inspect.cleandoc(doc or ""), "", "Options:", indent("\n".join(told), "    ")])
+
+
+def documented(config: type[T]) -> type[T]:
+    """A dataclass of options whose docstring tells of them."""
+    own = ((of.name, in_words(of)) for of in fields(config))  # type: ignore[arg-type]
+    config.__doc__ = explained(config.__doc__, own)
+    return config
+
+
 _TYPES: dict[type[Any], Mapping[str, Any]] = {}
 
 
@@ -122,7 +146,8 @@ def check_options(config: Config) -> None:
             continue
         known = choices(type(config), of.name)
         if known and value not in known:
-            raise MoesaicError(f"{of.name} {value!r:.60} is none of {', '.join(known)}.")
+            listed = ", ".join(known)
+            raise MoesaicError(f"{of.name} {value!r:.60} is none of {listed}.{meant(value, known)}")
         if not _suits(value, hint):
             raise MoesaicError(f"{of.name} must be {_in_words(hint)}; got {value!r:.60}.")
         if said.minimum is not None and value < said.minimum:
@@ -191,6 +216,14 @@ class MethodConfig:
     """Tokens of a calibration window, where the request says nothing."""
     unit: ClassVar[str] = "expert"
     """The word for the parts that the result's routers choose."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Tell of the fields in the docstring; they are no dataclass's yet."""
+        super().__init_subclass__(**options)
+        known = {**getattr(cls, "__dataclass_fields__", {}), **vars(cls)}
+        own = {name: of for name, of in known.items() if isinstance(of, Field)}
+        doc = vars(cls).get("__doc__") or cls.title
+        cls.__doc__ = explained(doc, ((name, in_words(of)) for name, of in own.items()))
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -274,6 +307,7 @@ class Verb:
 # --- a run ---------------------------------------------------------------------------------------
 
 
+@documented
 @dataclass(frozen=True)
 class Calibration:
     """The text that statistics are taken on, or that a method trains on."""
@@ -285,7 +319,7 @@ class Calibration:
         "Text to calibrate on, or to train on: a .txt, .jsonl, .json or .parquet file, a "
         ".safetensors file of input_ids, a data set as name:config:data_dir:split, by what it is "
         "for (code, chat, tools, math, multilingual: of the hub), prose or reference, which ship, "
-        "or a mix such as code=3,prose=1. Default: all text that ships.",
+        "or a mix such as shipped:code=3,prose=1. Default: all text that ships.",
         flag="--calibration",
         parse="text",
     )
@@ -306,6 +340,7 @@ class Calibration:
         check_options(self)
 
 
+@documented
 @dataclass(frozen=True)
 class Evaluation:
     """Measurements of the result, beside the original."""
@@ -391,6 +426,7 @@ class Bench:
         check_options(self)
 
 
+@documented
 @dataclass(frozen=True)
 class ExportArgs:
     """The form that a model is written in for other engines."""
@@ -459,25 +495,27 @@ class RunArgs:
     text: Any = None
     """Text itself instead of a source: texts, rows to train on, or tokens (N, T) as
     :class:`~moesaic.data.text.Tokens` or int64 tensor."""
-    tokenizer: Tokenizer = None
-    """For texts, when ``model`` is loaded; a name brings its own."""
-    compare: tuple[str, ...] = ()
-    """Variants of the method to decide on beside it, from the same statistics."""
-    plan: Any = None
-    """The plan that a loaded model was made by, where a method asks for it."""
-    teacher: Model | None = None
-    """A loaded model to learn from, where a method distils."""
-    inplace: bool = False
-    """Convert the caller's model itself; without it the caller's model is not changed."""
-    device: str = "cpu"
-    """The device that layers run on, when ``model`` is a name."""
-    dtype: torch.dtype | None = None
-    """Floating-point type, when ``model`` is a name; None for the checkpoint's own, computed in
-    float32 where the processor has no products of it."""
-    progress: Path | None = None
-    """Folder for finished layers; a run that finds them there continues."""
-    track: Track = silent
-    """Shows progress."""
+    tokenizer: Tokenizer = option(None, "For texts, when model is loaded; a name brings its own.")
+    compare: tuple[str, ...] = option(
+        (), "Variants of the method to decide on beside it, from the same statistics."
+    )
+    plan: Any = option(
+        None, "The plan that a loaded model was made by, where a method asks for it."
+    )
+    teacher: Model | None = option(None, "A loaded model to learn from, where a method distils.")
+    inplace: bool = option(
+        False, "Convert the caller's model itself; without it that model is not changed."
+    )
+    device: str = option("cpu", "The device that layers run on, when model is a name.")
+    dtype: torch.dtype | None = option(
+        None,
+        "Floating-point type, when model is a name; None for the checkpoint's own, computed in "
+        "float32 where the processor has no products of it.",
+    )
+    progress: Path | None = option(
+        None, "Folder for finished layers; a run that finds them there continues."
+    )
+    track: Track = option(silent, "Shows progress: wraps what is iterated over.")
 
     @classmethod
     def of(cls, model: Model | str | Path, **options: Any) -> RunArgs:
@@ -501,10 +539,43 @@ class RunArgs:
         else:
             options["text"], calibration = given, Calibration(**settings)
         options["compare"] = tuple(options.get("compare", ()))
+        if isinstance(options.get("dtype"), str):
+            options["dtype"] = parse_dtype(options["dtype"])
+        check_device(str(options.get("device", "cpu")))
         unknown = options.keys() - {f.name for f in fields(cls)}
         if unknown:
             raise TypeError(f"unknown option {', '.join(sorted(unknown))}")
         return cls(model=model, calibration=calibration, **options)
+
+
+V = TypeVar("V", bound=Callable[..., Any])
+
+
+def takes_options(*configs: type[MethodConfig]) -> Callable[[V], V]:
+    """Decorates a verb whose ``**options`` are those of :meth:`RunArgs.of`: its signature and its
+    docstring name them.
+
+    Args:
+        configs: of the methods that it carries out.
+    """
+    drawn = {of.name: of for of in fields(Calibration)}
+    run = {of.name: of for of in fields(RunArgs) if about(of).help}
+    options = {"calibration": drawn.pop("source"), **drawn, **run}
+    words = {name: in_words(of) for name, of in options.items()}
+    if configs:
+        names = ", ".join(config.__name__ for config in configs)
+        words = {"config": f"What to do, by default what measures best. One of {names}.", **words}
+    kind = inspect.Parameter.KEYWORD_ONLY
+
+    def named(verb: V) -> V:
+        own = inspect.signature(verb)
+        taken = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        more = [inspect.Parameter(n, kind, default=of.default) for n, of in options.items()]
+        vars(verb)["__signature__"] = own.replace(parameters=[*taken, *more])
+        verb.__doc__ = explained(verb.__doc__, words.items())
+        return verb
+
+    return named
 
 
 # --- values --------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 REPOSITORY = "https://github.com/moesaic/moesaic"
 """Where this package is: no index of packages has its name."""
 
@@ -11,6 +14,16 @@ class MoesaicError(Exception):
 
     The command line prints it without a traceback and exits with code 2.
     """
+
+
+def meant(word: object, known: Iterable[str]) -> str:
+    """What was probably meant instead of an unknown word, to end a message with; often nothing.
+
+    >>> meant("recontruction", ["reconstruction", "frequency"])
+    " Did you mean 'reconstruction'?"
+    """
+    near = get_close_matches(str(word), [*known], n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def how_to_install(extra: str = "") -> str:

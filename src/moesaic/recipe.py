@@ -28,7 +28,7 @@ from moesaic.config import (
 from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.source import read_by, spelled
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, meant
 from moesaic.foreign import JSON, at_home
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished
@@ -152,14 +152,18 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     """
     where = where or verb
     if verb not in VERBS:
-        raise MoesaicError(f"{where}: unknown step {verb!r}; known: {', '.join(VERBS)}.")
+        listed = ", ".join(VERBS)
+        raise MoesaicError(f"{where}: unknown step {verb!r}; known: {listed}.{meant(verb, VERBS)}")
     methods = methods_of(verb)
     if not isinstance(options, dict):
         raise MoesaicError(f"{where}: expected options such as 'method: ...', got {options!r:.60}.")
     options = dict(options)
     method = method_of(verb, options)
     if method not in methods:
-        raise MoesaicError(f"{where}: unknown method {method!r}; known: {', '.join(methods)}.")
+        listed = ", ".join(methods)
+        raise MoesaicError(
+            f"{where}: unknown method {method!r}; known: {listed}.{meant(method, methods)}"
+        )
     config = methods[method]
     bundle = options.pop("recipe", None)
     if options.pop("method", None) is None and bundle is None and "best" in config.bundles:
@@ -244,6 +248,7 @@ def checked(cls: type[T], data: object, where: str) -> T:
             of = f" of {cls.name}" if issubclass(cls, MethodConfig) else ""
             raise MoesaicError(
                 f"{place} is not an option{of}; known: {', '.join(known)}."
+                f"{meant(first['loc'][-1], known)}"
             ) from None
         raise MoesaicError(f"{place}: {first['msg']} (got {first['input']!r:.60}).") from None
 

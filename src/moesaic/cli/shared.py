@@ -38,7 +38,6 @@ app = typer.Typer(
     help="Rebuild pretrained language models out of experts.",
     epilog="Example: moesaic prune tiny-moe out --keep 6",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
-from moesaic.config import STRICT, check_options, check_types, option
+from moesaic.config import STRICT, check_options, check_types, documented, option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
 
+@documented
 @dataclass(frozen=True)
 class FitConfig:
     """Budgets, at least one, and how much is tried."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, meant
 
 SHIPPED = ("tiny-dense", "tiny-moe", "tiny-shared-moe")
 """Models that come with the package."""
@@ -36,9 +36,10 @@ def check_name(name: str) -> None:
     if path.is_file():
         raise MoesaicError(f"{name} is a file; give the checkpoint's folder or a .gguf file.")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        known = [*PACKAGED, *SHIPPED]
         raise MoesaicError(
-            f"No model folder at {name}. Known names: {', '.join([*PACKAGED, *SHIPPED])}; "
-            "or a folder, a .gguf file, or a hub id such as Qwen/Qwen3-0.6B."
+            f"No model folder at {name}. Known names: {', '.join(known)}; or a folder, a .gguf "
+            f"file, or a hub id such as Qwen/Qwen3-0.6B.{meant(name, known)}"
         )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
@@ -16,6 +17,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.models.auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    is_progress_bar_enabled,
+)
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
@@ -116,13 +122,8 @@ class Source:
                 left over.
         """
         _ = self.config, self.checkpoint  # a damaged file is reported before anything is loaded
-        logger = logging.getLogger("transformers.modeling_utils")
-        before = logger.disabled
-        logger.disabled = True  # it is said here; a level would make it speak of sharding
-        try:
+        with _silent():
             model, info = self._pretrained({"dtype": dtype or "auto", "device_map": device_map})
-        finally:
-            logger.disabled = before
         count = model.config.get_text_config().num_hidden_layers
         made = any(placed(self.folder, name).is_file() for name in (PLAN, RECORD))
         check_loaded(info, self.name, count, whole=made and not self.beside)
@@ -150,6 +151,21 @@ class Source:
         if (self.folder / GENERATION_CONFIG_NAME).is_file():
             model.generation_config = GenerationConfig.from_pretrained(self.folder)
         return model, info
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Inside, transformers draws no bars, and tells of no weights: that is done here."""
+    logger, bars = logging.getLogger("transformers.modeling_utils"), is_progress_bar_enabled()
+    before = logger.disabled
+    logger.disabled = True  # a level would make it speak of sharding
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.disabled = before
+        if bars:
+            enable_progress_bar()
 
 
 def language_model(config: Config) -> Config:

@@ -31,7 +31,8 @@ class Score:
     router_parameters: int
     total_bytes: int
     """What all parameters take in memory, in the types in which the model was measured."""
-    routing: dict[int, Routing]
+    routing: dict[int, Routing] = field(repr=False)
+    """By decoder layer."""
     sources: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Of a mix, each source's perplexity and tokens."""
     kl: float | None = None
@@ -44,7 +45,7 @@ class Score:
     recovery: float | None = None
     """Of all tasks together: :func:`moesaic.metrics.tasks.recovery_ratio`; None where it was
     compared with nothing."""
-    generations: Mapping[str, Values] = field(default_factory=dict)
+    generations: Mapping[str, Values] = field(default_factory=dict, repr=False)
     """By temperature, the keys of :func:`moesaic.metrics.generations.generations`."""
     against: Score | None = None
     """The model that this one was compared with."""

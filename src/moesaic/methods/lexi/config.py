@@ -29,8 +29,9 @@ class LExIConfig(MethodConfig):
 
     experts_per_token: float | None = option(
         None,
-        "Experts that a token runs in every layer; if it is no whole number, their mean, and each "
-        "layer's own is chosen by what it loses. Default: as few in each layer as keep layer_loss.",
+        "Experts that a token runs in every layer; if it is no whole number, their mean at most, "
+        "and each layer's own is chosen by what it loses. Default: as few in each layer as keep "
+        "layer_loss.",
         minimum=1,
     )
     by_layer: bool = option(

@@ -93,7 +93,7 @@ def allotted(found: Mapping[int, Sequence[float]], config: LExIConfig) -> dict[i
         }
         return {i: within[i][0] for i in found}
     by_number = {i: dict(enumerate(row, 1)) for i, row in found.items()}
-    return allocate(by_number, round(mean * len(found)))
+    return allocate(by_number, mean * len(found))
 
 
 class FewerExperts(Method[LExIConfig, MoEArch]):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import dense_arch
-from moesaic.config import RunArgs
+from moesaic.config import RunArgs, takes_options
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
@@ -65,6 +65,7 @@ def depths(count: int) -> dict[str, int]:
     return {"shallow": count // 6, "middle": count // 2, "deep": count - 1 - count // 6}
 
 
+@takes_options()
 @leaves_untouched
 def similarity(
     model: Model | str | Path,

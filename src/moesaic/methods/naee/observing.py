@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.arch.lookup import moe_arch
-from moesaic.config import RunArgs
+from moesaic.config import RunArgs, takes_options
 from moesaic.data.source import read_by
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
@@ -20,6 +20,7 @@ from moesaic.stream.experts import StatsFile, join, layer_file, save_layer
 from moesaic.stream.job import Job
 
 
+@takes_options()
 @leaves_untouched
 def observe(
     model: Model | str | Path,

@@ -247,7 +247,7 @@ class Pruner(Method[PruneConfig, MoEArch]):
         counts = {i: options[0] for i, options in sizes.items()}
         if not config.uniform:
             evenly = {i: {r: 1 - r / options[-1] for r in options} for i, options in sizes.items()}
-            counts = allocate(evenly, round(config.keep * len(sizes)))
+            counts = allocate(evenly, config.keep * len(sizes))
         views = {i: arch.mixture(job.layers[i]) for i in sizes}
         layers = {
             i: _layer(best_scores(torch.zeros(views[i].count), count, groups))
@@ -283,7 +283,7 @@ class Pruner(Method[PruneConfig, MoEArch]):
             i: {r: finished[_key(name, r), i][1]["relative_loss"] for r in options}
             for i, options in sizes.items()
         }
-        return allocate(curves, round(self.config.keep * len(sizes)))
+        return allocate(curves, self.config.keep * len(sizes))
 
     # --- words -----------------------------------------------------------------------------------
 

@@ -173,15 +173,17 @@ def best_scores(score_E: Tensor, keep: int, groups: int = 1) -> Tensor:
 # --- counts that differ by layer ------------------------------------------------------------------
 
 
-def allocate(losses: Mapping[int, Mapping[int, float]], total: int) -> dict[int, int]:
-    """Experts for each layer, ``total`` in all, of least summed squared loss; exact.
+def allocate(losses: Mapping[int, Mapping[int, float]], total: float) -> dict[int, int]:
+    """Experts for each layer, at most ``total`` in all, of least summed squared loss; exact.
 
     Args:
         losses: by layer and number of experts, relative to the layer's output.
-        total: experts of all layers together.
+        total: experts of all layers together at most; a fraction of one buys nothing.
 
     >>> allocate({0: {1: 0.9, 2: 0.1, 3: 0.0}, 1: {1: 0.2, 2: 0.1, 3: 0.0}}, 3)
     {0: 2, 1: 1}
+    >>> allocate({0: {1: 0.9, 2: 0.1}}, 1.5)
+    {0: 1}
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for options in losses.values():
@@ -192,5 +194,5 @@ def allocate(losses: Mapping[int, Mapping[int, float]], total: int) -> dict[int,
                 if spent + count not in grown or offer < grown[spent + count]:
                     grown[spent + count] = offer
         best = grown
-    reach = max((spent for spent in best if spent <= total), default=min(best))
+    reach = max((spent for spent in best if spent <= total + 1e-9), default=min(best))
     return dict(zip(losses, best[reach][1], strict=True))

@@ -510,7 +510,7 @@ class Slimmer(Method[SlimConfig, Arch]):
                 for i, options in sizes.items()
             }
             whole = sum(o[0].count * _before(finished, o[0].key(name), i) for i, o in sizes.items())
-            spent = allocate(curves, round(config.keep * whole))
+            spent = allocate(curves, config.keep * whole)
             by_cost = {i: {s.neurons: s for s in options} for i, options in sizes.items()}
             return {i: by_cost[i][cost] for i, cost in spent.items()}
         if config.experts != "auto":
