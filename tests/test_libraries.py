@@ -46,7 +46,7 @@ def imported() -> dict[str, dict[str, list[str]]]:
     for file, tree in TREES.items():
         for node in walked(tree):
             library = getattr(node, "module", None) or ""
-            if isinstance(node, ast.ImportFrom) and library.partition(".")[0] in (*YOUNG, "torch"):
+            if isinstance(node, ast.ImportFrom) and library.partition(".")[0] in YOUNG:
                 for name in node.names:
                     found.setdefault(library, {}).setdefault(name.name, []).append(str(file))
     return found

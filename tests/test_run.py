@@ -42,6 +42,7 @@ from moesaic.layers.base import same
 from moesaic.log import Log
 from moesaic.methods import VERBS, methods_of
 from moesaic.methods.more.method import MoRE
+from moesaic.metrics import measure as measuring
 from moesaic.metrics.routing import routers
 from moesaic.plan import Plan
 from moesaic.recipe import step_config
@@ -138,6 +139,34 @@ def test_apply_refuses_another_model(llama_folder, tmp_path):
     with pytest.raises(MoesaicError, match="made for a llama of 4 layers.*this is"):
         moesaic.apply(str(tmp_path / "other"), tmp_path / "out", tmp_path / "never")
     assert not (tmp_path / "never").exists()
+
+
+def test_nothing_that_takes_long_is_done_without_a_line_of_progress(
+    llama_folder, tmp_path, monkeypatch
+):
+    """Loading, generating, looking at samples, and whole processes for the peak of memory."""
+    lines, silence = [], []
+
+    def track(items, label, total=None):
+        lines.append(label)
+        yield from items
+        lines.pop()
+
+    def watch(place, name):
+        real = getattr(place, name)
+
+        def watched(*given, **more):
+            silence.extend([] if lines else [name])
+            return real(*given, **more)
+
+        monkeypatch.setattr(place, name, watched)
+
+    for name in ("generate", "colour_samples", "activity", "memory"):
+        watch(measuring, name)
+    watch(Source, "load")
+    measured = Evaluation(**MEASURED, rounds=1)
+    pipeline.run_recipe(recipe(llama_folder, tmp_path / "out", evaluation=measured), track=track)
+    assert not silence
 
 
 def test_recipe_run_leaves_everything(llama_folder, tmp_path):

@@ -55,8 +55,8 @@ def run(
 
 FASTER: JSON = {"method": "wina", "active": 0.8, "gradients": True, "gradient_tokens": 2048}
 DEMO: Mapping[str, tuple[str, str, JSON]] = {
-    "faster": ("smollm2", "carve", FASTER),
-    "smaller": ("tiny-shared-moe", "slim", {"keep": 0.5, "score": "surgeon", "refit": True}),
+    "dense": ("smollm2", "carve", FASTER),
+    "mixture": ("tiny-shared-moe", "slim", {"keep": 0.5, "score": "surgeon", "refit": True}),
 }
 """By its folder, each half of the demonstration: the model, the verb, its options."""
 SHOWN = Calibration(samples=32), Evaluation(max_tokens=4096)
@@ -71,7 +71,7 @@ def demo(
     resume: Resume = False,
     as_json: AsJson = False,
 ) -> None:
-    """SmolLM2-135M decodes faster, a mixture gets half as large; what each cost."""
+    """Rebuild a dense model (SmolLM2-135M) and a mixture; what each cost and brought."""
     halves = {
         name: Recipe(model, str(out / name), (step_config(verb, options),), *SHOWN)
         for name, (model, verb, options) in DEMO.items()

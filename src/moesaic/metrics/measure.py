@@ -210,7 +210,7 @@ def measure(
     found = beside_original(folder, original, settings, **where, track=track, tokens=tokens)
     sources, together, tokens = found.sources, found.together, found.tokens
     scores, live = found.scores, found.live
-    result, tokenizer = sources["result"], tokenizer_of(original, settings)
+    tokenizer = tokenizer_of(original, settings)
     alone = together or all(fit((source,), device, dtype) for source in sources.values())
     wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
     generations: dict[str, str] = {}
@@ -230,14 +230,15 @@ def measure(
                 assert tokenizer is not None
                 tasks = measure_tasks(Whole(model), tokenizer, wanted, settings.limit, shown)
                 scores[name] = _with_tasks(scores[name], tasks, scores["original"].tasks)
-        if tokenizer is not None:
-            generations[name] = generate(model, tokenizer, settings.prompt, settings.new_tokens)
         if tokenizer is not None and settings.generations:
             said = repeated(model, tokenizer, track=_named(track, name))
             scores[name] = replace(scores[name], generations=said)
-        if tokenizer is not None and name == "result":
-            samples = colour_samples(model, tokenizer)
-            active = activity(model, tokenizer, tokens.input_ids.shape[1])
+        if tokenizer is not None:
+            for _ in track((name,), f"Continuation, {name}", 1):
+                generations[name] = generate(model, tokenizer, settings.prompt, settings.new_tokens)
+                if name == "result":
+                    samples = colour_samples(model, tokenizer)
+                    active = activity(model, tokenizer, tokens.input_ids.shape[1])
         del model, run  # before the next one comes
     live.clear()
     record: JSON = {
@@ -266,8 +267,8 @@ def measure(
         record["speed_interleaved"] = together
         record["speed"] = {
             name: speed_json(speeds[name])
-            | {"peak_memory_bytes": memory(source, prompt.shape[1], 8, device, dtype)}
-            for name, source in (("original", original), ("result", result))
+            | {"peak_memory_bytes": memory(sources[name], prompt.shape[1], 8, device, dtype)}
+            for name in track(("original", "result"), "Peak memory", 2)
         }
         ratios = {
             "prefill": ratio(speeds["result"].prefill, speeds["original"].prefill),
@@ -317,7 +318,7 @@ def beside_original(
     tokens = measured_text(original, settings) if tokens is None else tokens
     runs: dict[str, Runner] = {
         name: Whole.of(s, device, dtype) if whole else Layerwise(s, device, dtype)
-        for name, s in sources.items()
+        for name, s in track(sources.items(), "Loading models", len(sources))
     }
     ours, theirs = scores_beside(runs["result"], runs["original"], tokens, track, shared)
     if wanted:

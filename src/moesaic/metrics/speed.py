@@ -89,7 +89,7 @@ def timed(
     groups = [list(loaders)] if together else [[name] for name in loaders]
     found: dict[str, Speed] = {}
     for names in groups:
-        models = {name: loaders[name]() for name in names}
+        models = {name: loaders[name]() for name in track(names, "Loading models", len(names))}
         found |= compare_speed(models, prompt, new_tokens, rounds, track)
         models.clear()
     return found
