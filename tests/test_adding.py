@@ -112,6 +112,10 @@ class DampenedLayer(LayerPlan):
     def load(cls, header, tensors):
         return cls(tensors["factor"])
 
+    def check(self, sizes):
+        if self.factor.shape != (1,):
+            raise ValueError("one factor scales an FFN")
+
     def sources(self, arch):
         return (f"{arch.ffn_path}.",)
 

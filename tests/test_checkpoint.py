@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from moesaic.cli.entry import disk_full
 from moesaic.errors import MoesaicError
+from moesaic.io import checkpoint
 from moesaic.io.checkpoint import Checkpoint, ShardWriter
 from moesaic.io.outputs import check_out, whole_folder
 
@@ -69,6 +71,39 @@ def test_broken_index(tmp_path):
 def test_nothing_there(tmp_path):
     with pytest.raises(MoesaicError, match=r"No model\.safetensors"):
         Checkpoint(tmp_path)
+
+
+EDITS: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda t: t.mul_(2),
+    "through .data": lambda t: t.data[-1:].zero_(),
+    "through numpy": lambda t: t.numpy().fill(0),
+    "new data": lambda t: setattr(t, "data", torch.ones(300, 200)),
+    "turned": lambda t: t.t_(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("told", [True, False])
+def test_what_was_edited_is_saved_as_it_is(tmp_path, monkeypatch, edit, told):
+    """However it was edited, and whether or not the system tells which pages were written to."""
+    if not told:
+        monkeypatch.setattr(checkpoint, "PAGES", tmp_path / "none")
+    save_file({"a": torch.randn(300, 200), "b": torch.ones(9)}, tmp_path / "model.safetensors")
+    read = Checkpoint(tmp_path)
+    tensor, other = read.tensor("a"), read.tensor("b")
+    _ = tensor.sum()
+    assert checkpoint.place(tensor) is not None, "nothing has changed yet"
+    EDITS[edit](tensor)
+    (tmp_path / "out").mkdir()
+    writer = ShardWriter(tmp_path / "out")
+    writer.add("a", tensor)
+    writer.add("b", other)
+    writer.close()
+    again = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(again["a"], tensor)
+    assert torch.equal(again["b"], torch.ones(9))
+    assert checkpoint.place(other) is not None
+    assert checkpoint.place(tensor) is None
 
 
 def test_missing_tensor_is_named(tmp_path):

@@ -17,8 +17,8 @@ import moesaic
 from moesaic import MoesaicError, PruneConfig, Tokens
 from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import calibration_tokens, split_evenly
-from moesaic.layers.base import same
-from moesaic.layers.pruned import PADDING, PrunedLayer
+from moesaic.layers.base import PADDING, same
+from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.criteria import CRITERIA
 from moesaic.methods.naee.observed import observed
 from moesaic.methods.naee.reconstruction import reconstruction_losses

@@ -7,10 +7,12 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from builders import inside
 
 import moesaic
@@ -19,6 +21,7 @@ from moesaic.errors import MoesaicError
 from moesaic.io import outputs
 from moesaic.io.outputs import alone, check_out, whole_file, whole_folder
 from moesaic.io.source import resolve
+from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.config import PruneConfig
 
 Command = Callable[..., tuple[int, str, str]]
@@ -421,3 +424,36 @@ def test_links_within_a_model_and_of_the_hubs_cache_are_followed(
     (snapshot / "vocab.txt").symlink_to("../../../models--me--private/blobs/x")
     with pytest.raises(MoesaicError, match=r"vocab\.txt is a link out"):
         _ = resolve(str(snapshot)).config
+
+
+# --- plans of strangers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [[-5, -4, 1, 2, 3, 4], [0, 1, 2, 99], [0, 1, *[-1] * 3_000_000]],
+    ids=["below", "beyond", "bomb"],
+)
+def test_a_plan_takes_no_experts_that_are_not_there(
+    moe_folder: Path, tmp_path: Path, kept: list[int]
+) -> None:
+    """24 MB of padding became 400 GB of copies; a number below 0 a model that nothing loads."""
+    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, criterion="aimer")).plan
+    assert plan is not None
+    layers = dict.fromkeys(plan.layers, PrunedLayer(torch.tensor(kept)))
+    (tmp_path / "plan").mkdir()
+    replace(plan, layers=layers).save(tmp_path / "plan")
+    with pytest.raises(MoesaicError, match="The plan of layer 0 does not fit the model"):
+        moesaic.apply(str(moe_folder), tmp_path / "plan", tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["plan"]
+
+
+def test_a_plan_that_names_no_weights_is_said(
+    moe_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, criterion="aimer")).plan
+    assert plan is not None
+    (tmp_path / "plan").mkdir()
+    replace(plan, base=replace(plan.base, weights="")).save(tmp_path / "plan")
+    moesaic.apply(str(moe_folder), tmp_path / "plan", tmp_path / "out")
+    assert any("names no weights that it was made from" in said for said in caplog.messages)

@@ -20,7 +20,7 @@ from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import Checkpoint, Writer, cast
 from moesaic.io.naming import Naming
 from moesaic.io.prediction import predicts
-from moesaic.layers.base import KINDS, Header, LayerPlan
+from moesaic.layers.base import KINDS, Header, LayerPlan, Sizes
 from moesaic.layers.state import DiskState, LiveState
 from moesaic.nn.phase import set_mode
 from moesaic.plan import FORMAT, BaseShape, Plan
@@ -44,13 +44,19 @@ def check_base(plan: Plan, model: Model, arch: Arch) -> None:
     """Refuse to apply a plan to another model than it was made for.
 
     Raises:
-        MoesaicError: says what each of them is.
+        MoesaicError: says what each of them is, or what a layer has not that the plan names.
     """
     found = base_shape(model, arch)
     if found != plan.base:
         raise MoesaicError(
             f"The plan was made for {_described(plan.base)}; this is {_described(found)}."
         )
+    for i, layer in plan.layers.items():
+        try:
+            sizes = Sizes(found.hidden_size, found.widths[i], found.experts_of(i))
+            layer.check(sizes)
+        except (ValueError, TypeError, IndexError) as error:
+            raise MoesaicError(f"The plan of layer {i} does not fit the model: {error}.") from error
 
 
 def _described(base: BaseShape) -> str:
@@ -316,7 +322,7 @@ def _fitting(tensors: Iterator[tuple[str, Tensor]], prefix: str) -> Iterator[tup
     """
     try:
         yield from tensors
-    except (IndexError, KeyError, ValueError, RuntimeError) as error:
+    except (IndexError, KeyError, ValueError, TypeError, RuntimeError) as error:
         said = " ".join(str(error).split())
         raise MoesaicError(
             f"The plan of {prefix.rstrip('.')} does not fit the model: {said:.200}"

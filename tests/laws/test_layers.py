@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 import moesaic
 from moesaic import MoesaicError
 from moesaic.arch.lookup import base_arch
+from moesaic.io.source import resolve
 from moesaic.layers.base import KINDS, LayerPlan, same
 from moesaic.layers.channels import ChannelsLayer
 from moesaic.layers.condensed import NO_FFN
@@ -410,6 +413,62 @@ def test_refit_says_so_or_is_refused(sample, tokens):
 
 
 # --- what cannot be ------------------------------------------------------------------------------
+
+HOSTILE = [*{kind: (kind, name) for kind, name in reversed(CASES)}.values()]
+HOSTILE += [("overlapping", "attention"), ("slimmed", "a shared path"), ("slimmed", "padded")]
+WRONG: dict[type, tuple[Any, ...]] = {
+    bool: ("x",), int: (-7, 10**12, "x"), float: (-7.0, float("nan"), "x"), str: ("x", 3),
+    list: ([], ["x"], 3), dict: ({}, 3), type(None): (3,),
+}  # fmt: skip
+
+
+def hostile(layer: LayerPlan) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
+    """The plan of a layer as somebody else might send it, one thing of it at a time."""
+    header, tensors = layer.header(), layer.tensors()
+    for key, value in header.items():
+        for other in WRONG[type(value)] if key != "kind" else ():
+            yield f"{key} = {other!r}", {**header, key: other}, tensors
+    for key, tensor in tensors.items():
+        odd = {"a number below 0": -7, "a number beyond": 10**6}
+        for name, number in odd.items() if tensor.numel() and tensor.dtype == torch.int64 else ():
+            changed = tensor.clone()
+            changed.view(-1)[-1 if number > 0 else 0] = number
+            yield f"{key}: {name}", header, {**tensors, key: changed}
+        twice = torch.cat([tensor, torch.full_like(tensor, -1)], -1)
+        yield f"{key}: twice as long", header, {**tensors, key: twice}
+        bomb = tensor.flatten()[:1].expand(10**6) if tensor.numel() else torch.zeros(10**6)
+        yield f"{key}: a million", header, {**tensors, key: bomb}
+        yield f"{key}: no numbers", header, {**tensors, key: tensor.double() + 0.5}
+        yield f"{key}: left out", header, {k: v for k, v in tensors.items() if k != key}
+
+
+@pytest.mark.parametrize(("kind", "name"), HOSTILE)
+def test_a_plan_of_a_strangers_fits_or_is_refused(kind: str, name: str, tmp_path: Path) -> None:
+    """In words, before anything large is made of it; what is made can be loaded."""
+    model, layers = _made(kind, name)
+    model.save_pretrained(tmp_path / "base")
+    base, arch = resolve(str(tmp_path / "base")), base_arch(model.config)
+    size, refused = base.checkpoint.nbytes(), 0
+    (index, layer), *_ = layers.items()
+    for number, (what, header, tensors) in enumerate(hostile(layer)):
+        out = tmp_path / str(number)
+        try:
+            try:
+                changed = type(layer).load(header, tensors)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:  # as Plan.load does
+                raise MoesaicError(str(error)) from error
+            plan = Plan("test", base_shape(model, arch), {index: changed})
+            out.mkdir()
+            save_applied(base, plan, out)
+        except MoesaicError:
+            refused += 1
+            shutil.rmtree(out, ignore_errors=True)
+            continue
+        made = resolve(str(out))
+        assert made.checkpoint.nbytes() < 2 * size, what
+        assert sum(p.numel() for p in made.load().parameters()), what
+        shutil.rmtree(out)
+    assert refused or kind == "dropped"
 
 
 def test_an_unknown_kind_is_an_error(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import mmap
 import os
 import shutil
 import struct
@@ -63,7 +64,10 @@ SHAPES = 8
 _SHAPES: dict[str, Model] = {}
 
 _STORED: MutableMapping[Tensor, tuple[int, Stored]] = WeakTensorKeyDictionary()
-"""Of tensors as they were read: what tells that one is changed, and its place."""
+"""Of tensors as they were read: their address, and their place on disk."""
+PAGES = Path("/proc/self/pagemap")
+"""Eight bytes of Linux a page of memory; the three highest bits: it is in memory, it is in swap,
+it is a file's."""
 
 
 class Checkpoint:
@@ -135,7 +139,7 @@ class Checkpoint:
             kind = TYPES[self._types[name]]
             empty = torch.empty(self._shapes[name], dtype=kind, device="meta")
             if (stored := self._stored.get(name)) is not None:
-                _STORED[empty] = empty._version, stored
+                _STORED[empty] = 0, stored
             return empty
         return self._read(name)
 
@@ -148,7 +152,7 @@ class Checkpoint:
         with _reading(stored.path):
             bytes = np.memmap(stored.path, np.uint8, "c", stored.begin, (stored.nbytes,))
         tensor = torch.from_numpy(bytes).view(kind).reshape(shape)
-        _STORED[tensor] = tensor._version, stored
+        _STORED[tensor] = tensor.data_ptr(), stored
         return tensor
 
     def stored(self, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -202,8 +206,29 @@ def _reading(file: Path) -> Iterator[None]:
 
 def place(tensor: Tensor) -> Stored | None:
     """Where a tensor lies on disk; None where its values are not as they were read."""
-    version, stored = _STORED.get(tensor, (None, None))
-    return stored if version == tensor._version else None
+    address, stored = _STORED.get(tensor, (0, None))
+    if stored is None or tensor.is_meta:
+        return stored
+    there = tensor.data_ptr() == address and tensor.is_contiguous()
+    same = there and tuple(tensor.shape) == tuple(stored.shape) and _is_as_read(tensor, stored)
+    return stored if same else None
+
+
+def _is_as_read(tensor: Tensor, stored: Stored) -> bool:
+    """Whether nobody has written to a tensor that is mapped from a file.
+
+    What torch counts is no proof: an edit through ``.data`` or numpy is not in it. A page that was
+    written to is no longer the file's; where the system does not tell, values are compared.
+    """
+    first = tensor.data_ptr() // mmap.PAGESIZE
+    count = (tensor.data_ptr() + tensor.nbytes - 1) // mmap.PAGESIZE - first + 1
+    with suppress(OSError), PAGES.open("rb") as pages:
+        pages.seek(8 * first)
+        kinds = np.frombuffer(pages.read(8 * count), np.uint64) >> np.uint64(61)
+        if len(kinds) == count:
+            return bool(np.isin(kinds, (0b000, 0b001, 0b101)).all())
+    now = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return all((now[i * PIECE :][: len(p)] == p).all() for i, p in enumerate(_pieces(stored)))
 
 
 class Writer(Protocol):

@@ -76,6 +76,56 @@ class Description:
     """Figures that only this kind has."""
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What a decoder layer has that a plan takes parts of."""
+
+    hidden_size: int
+    width: int
+    """Neurons of its FFN; of one expert, where it routes."""
+    experts: int = 0
+    """Routed experts, 0 where it is dense."""
+
+    @property
+    def most(self) -> int:
+        """Neurons of all that a layer may have: more are no plan's of it."""
+        return 8 * self.hidden_size + self.width * max(1, self.experts)
+
+
+PADDING = -1
+"""In a list of numbers: a place for what is not there, filled with zeros."""
+
+
+def check_numbers(
+    what: str, numbers: Tensor | None, of: int | None, padding: bool = False, lists: int = 1
+) -> None:
+    """Refuse lists of experts, neurons or rows that a layer has not, or has not so many of.
+
+    Args:
+        what: they are, for messages.
+        numbers: (N,) or (L, N) of L lists; None for none.
+        of: how many there are; None where that is found out when they are taken.
+        padding: PADDING may stand among them, as often as there is room for.
+        lists: as many may stand side by side.
+
+    Raises:
+        ValueError: says which.
+    """
+    if numbers is None or not numbers.numel():
+        return
+    if numbers.dtype != torch.int64 or numbers.dim() > 2:
+        raise ValueError(f"{what} are numbered by {numbers.dtype} of shape {tuple(numbers.shape)}")
+    rows = numbers.reshape(-1, numbers.shape[-1])
+    low, high = (int(n) for n in numbers.aminmax())
+    if low < (PADDING if padding else 0) or (of is not None and high >= of):
+        there = "" if of is None else f", and there are {of}"
+        raise ValueError(f"{what} are numbered {low} to {high}{there}")
+    places = rows.unique().numel() if of is None else of
+    if len(rows) > lists or rows.shape[1] > places:
+        shape = " x ".join(map(str, rows.shape))
+        raise ValueError(f"there are {places} {what}, and places for {shape}")
+
+
 class LayerPlan(ABC):
     """What becomes of one decoder layer: a header, tensors, and how they are put to use.
 
@@ -103,6 +153,19 @@ class LayerPlan(ABC):
     @abstractmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
         """The plan of a header and tensors; the inverse of those two methods."""
+
+    @abstractmethod
+    def check(self, sizes: Sizes) -> None:
+        """Refuse numbers and sizes that no such layer has, before anything is made of them.
+
+        Plans come from strangers: what is not bounded here is written as it says.
+
+        Args:
+            sizes: of the layer that the plan is for.
+
+        Raises:
+            ValueError: says which.
+        """
 
     @abstractmethod
     def sources(self, arch: Arch) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch, DenseFFN, put, weight_of
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
+from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State, check_numbers
 from moesaic.layers.neurons import of_mlp
 from moesaic.layers.recovery import refitted_down
 from moesaic.nn.carved import CarvedFFN, carved_like
@@ -63,8 +63,8 @@ class CarvedLayer(LayerPlan):
         width = self.backbone + sum(self.petals)
         if self.order_M.numel() != width:
             raise ValueError(f"{self.order_M.numel()} neurons are ordered, {width} are placed")
-        if width and int(self.order_M.min()) < 0:
-            raise ValueError("a neuron's number is below 0")
+        if min(self.backbone, *self.petals, 0) < 0:
+            raise ValueError("a number of neurons is below 0")
         if self.petals and self.routing not in (*CHOOSING, *WEIGHING):
             raise ValueError(f"routing {self.routing!r:.60} is unknown")
         if self.order_M.unique().numel() != width:
@@ -122,6 +122,9 @@ class CarvedLayer(LayerPlan):
             bias_RD=tensors.get("bias"),
             prompts=header.get("prompts", "petals"),
         )
+
+    def check(self, sizes: Sizes) -> None:
+        check_numbers("neurons", self.order_M, sizes.width)
 
     # --- put to use ------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -14,7 +15,7 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, State
+from moesaic.layers.base import Description, Header, LayerPlan, Sizes, State
 from moesaic.nn.channels import Cut, make_channels, measured_share
 
 SCORES = ("size", "norm", "given")
@@ -57,6 +58,11 @@ class ChannelsLayer(LayerPlan):
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> ChannelsLayer:
         cuts = {path: Cut(**said) for path, said in header["projections"].items()}
         return cls(cuts, header["score"], tensors)
+
+    def check(self, sizes: Sizes) -> None:
+        for path, cut in self.cuts.items():
+            if not (0 <= cut.share <= 1 and cut.keep <= sizes.most and cut.threshold < math.inf):
+                raise ValueError(f"{path} cannot read {cut.share!r:.20} of its channels")
 
     # --- put to use ------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
+from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State, check_numbers
 from moesaic.layers.recovery import Balance
 from moesaic.layers.state import LiveState
 from moesaic.nn.condensed import CondensedFFN
@@ -87,6 +87,12 @@ class CondensedLayer(LayerPlan):
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> CondensedLayer:
         options = {k: header[k] for k in ("width", "shared", "shared_scale", "gated")}
         return cls(tensors["experts"], tensors["gates"], **options, down_DM=tensors.get("down"))
+
+    def check(self, sizes: Sizes) -> None:
+        check_numbers("experts", self.experts_K, sizes.experts)
+        for name, value in (("neurons", self.width), ("gated neurons", self.gated)):
+            if not 0 <= value <= sizes.most:
+                raise ValueError(f"{value!r:.20} {name} are more than such a layer has")
 
     # --- put to use ------------------------------------------------------------------------------
 

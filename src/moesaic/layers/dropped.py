@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
+from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State
 from moesaic.nn.condensed import PassThrough
 
 
@@ -31,6 +31,9 @@ class DroppedLayer(LayerPlan):
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> DroppedLayer:
         return cls()
+
+    def check(self, sizes: Sizes) -> None:
+        """Nothing is chosen."""
 
     def sources(self, arch: Arch) -> tuple[str, ...]:
         return ("",)

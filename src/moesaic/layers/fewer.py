@@ -10,7 +10,7 @@ from torch import nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, RoutingPlan
+from moesaic.layers.base import Description, Header, RoutingPlan, Sizes
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class FewerLayer(RoutingPlan):
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.before:
             raise ValueError(f"a token cannot run {self.top_k} of the {self.before} experts it did")
+
+    def check(self, sizes: Sizes) -> None:
+        if self.before > sizes.experts:
+            raise ValueError(f"a token ran {self.before} of {sizes.experts} experts")
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch, DenseFFN
 from moesaic.arch.use import LayerUse
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
+from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State, check_numbers
 from moesaic.layers.neurons import narrow_mlp, of_mlp
 from moesaic.layers.recovery import refitted_down
 
@@ -64,6 +64,9 @@ class NarrowedLayer(LayerPlan):
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> NarrowedLayer:
         down, bias = tensors.get("down"), tensors.get("bias")
         return cls(tensors["order"], header["before"], down, bias, header.get("counted", False))
+
+    def check(self, sizes: Sizes) -> None:
+        check_numbers("neurons", self.order_W, sizes.width)
 
     # --- put to use ------------------------------------------------------------------------------
 

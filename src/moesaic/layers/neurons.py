@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import FFNNames
 from moesaic.arch.mixture import MoEArch
 from moesaic.io.naming import expert_number
-
-PADDING = -1
-"""In a list of neurons: a place for one whose weights are zero."""
+from moesaic.layers.base import PADDING
 
 
 def taken(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:

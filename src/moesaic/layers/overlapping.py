@@ -16,7 +16,7 @@ from moesaic.arch.dense import Arch, act_of, put, weight_of
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, State
+from moesaic.layers.base import Description, Header, LayerPlan, Sizes, State, check_numbers
 from moesaic.layers.carved import CarvedLayer
 from moesaic.nn.carved import CarvedFFN, carved_like, projections_like
 from moesaic.nn.heads import PartialAttention
@@ -26,6 +26,8 @@ EMBED, SHIFT, SCALE, OFFSET, PROJECT = "embed", "shift", "scale", "offset", "pro
 HEAD_ROUTER = (EMBED, SHIFT, SCALE, OFFSET, PROJECT)
 """Tensors of the router over head dimensions, in the order in which they are used."""
 ROUTER, PARTIAL = "router", "partial"
+MOST = 64
+"""Experts at most: each may be a copy."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,12 @@ class OverlappingLayer(LayerPlan):
             noise=header.get("noise", False),
         )
 
+    def check(self, sizes: Sizes) -> None:
+        check_numbers("neurons", self.experts_NW, sizes.width, lists=MOST)
+        for name, rows in self.rows.items():
+            check_numbers(f"rows of {name}", rows, None)
+        check_numbers("columns", self.columns, None)
+
     # --- put to use ------------------------------------------------------------------------------
 
     def sources(self, arch: Arch) -> tuple[str, ...]:
@@ -116,6 +124,8 @@ class OverlappingLayer(LayerPlan):
         tensors = {stored: state.read(stored) for stored, _ in state.stored(*self.sources(arch))}
         device = next(iter(tensors.values())).device
         for projection, rows in self.rows.items():
+            if projection not in arch.attention.projections:
+                raise ValueError(f"attention has no {projection!r:.40}")
             _check_norm(arch, state, projection, rows)
             for name in (f"{attention}{projection}.{part}" for part in ("weight", "bias")):
                 if name in tensors:

@@ -14,11 +14,17 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.foreign import JSON
 from moesaic.io.naming import expert_number, renumbered
-from moesaic.layers.base import Description, Header, LayerPlan, Seen, State
+from moesaic.layers.base import (
+    PADDING,
+    Description,
+    Header,
+    LayerPlan,
+    Seen,
+    Sizes,
+    State,
+    check_numbers,
+)
 from moesaic.layers.recovery import refitted_downs
-
-PADDING = -1
-"""In a list of kept experts: a place for an expert that can never be routed to."""
 
 DOWN = "down_proj"
 
@@ -81,6 +87,9 @@ class PrunedLayer(LayerPlan):
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> PrunedLayer:
         return cls(tensors["kept"], down_E=tensors.get("down"))
+
+    def check(self, sizes: Sizes) -> None:
+        check_numbers("experts", self.kept_E, sizes.experts, padding=True)
 
     # --- put to use ------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,8 +10,8 @@ from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.layers.base import Description, Header, RoutingPlan
-from moesaic.nn.skipping import make_skipping
+from moesaic.layers.base import Description, Header, RoutingPlan, Sizes
+from moesaic.nn.skipping import RULES, make_skipping
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class SkippingLayer(RoutingPlan):
     beta: float
     rule: str
     """``top2``: compare the second weight with the first; ``tail``: the last ones with the sum."""
+
+    def check(self, sizes: Sizes) -> None:
+        if self.rule not in RULES or not 0 <= self.beta < math.inf:
+            raise ValueError(f"experts cannot be left out by {self.rule!r:.20} {self.beta!r:.20}")
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

@@ -18,9 +18,9 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, Seen, State
+from moesaic.layers.base import PADDING, Description, Header, Seen, Sizes, State, check_numbers
 from moesaic.layers.neurons import narrow_experts, narrow_mlp, of_experts, of_mlp
-from moesaic.layers.pruned import DOWN, PADDING, PrunedLayer
+from moesaic.layers.pruned import DOWN, PrunedLayer
 from moesaic.layers.recovery import refitted_downs
 from moesaic.layers.state import Rewritten
 from moesaic.nn.uneven import DOWN_ROWS, UP_ROWS, flat, make_uneven
@@ -94,6 +94,14 @@ class SlimmedLayer(PrunedLayer):
             shared_DS=tensors.get("shared_down"),
             uneven="widths" in header,
         )
+
+    def check(self, sizes: Sizes) -> None:
+        super().check(sizes)
+        if self.before != sizes.width:
+            raise ValueError(f"experts had {self.before!r:.20} neurons, and have {sizes.width}")
+        lists = self.kept_E.numel()
+        check_numbers("neurons", self.neurons_EW, sizes.width, padding=True, lists=lists)
+        check_numbers("shared neurons", self.shared_S, sizes.most, padding=True)
 
     # --- put to use ------------------------------------------------------------------------------
 

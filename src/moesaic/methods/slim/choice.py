@@ -16,8 +16,9 @@ from torch import Tensor
 from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
 from moesaic.distributed import gathered
+from moesaic.layers.base import PADDING
 from moesaic.layers.narrowed import NarrowedLayer
-from moesaic.layers.neurons import PADDING, filled_up
+from moesaic.layers.neurons import filled_up
 from moesaic.methods.naee.search import best_scores
 from moesaic.methods.slim.scores import Neurons
 from moesaic.stream.neurons import NeuronStats, grams
