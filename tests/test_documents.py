@@ -111,7 +111,18 @@ def read(given: list[str], monkeypatch: pytest.MonkeyPatch) -> Recipe | None:
 
 @pytest.mark.parametrize("given", list(spoken()))
 def test_commands_are_understood(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    read(given, monkeypatch)
+    recipe = read(given, monkeypatch)
+    if given[0] in verbs.VERBS:
+        assert recipe is not None
+        assert [step.verb for step in recipe.steps] == [given[0]]
+    elif given[0] == "run":
+        assert recipe is not None
+        assert recipe.steps
+
+
+def test_documents_have_commands_of_every_verb() -> None:
+    """Or nothing is tried above."""
+    assert {*verbs.VERBS, "run", "eval"} <= {given.values[0][0] for given in spoken()}
 
 
 @pytest.mark.parametrize(

@@ -241,8 +241,16 @@ def test_any_finding_of_a_layer_may_be_missing(name):
                 replace(x, **{of: {k: v for k, v in getattr(x, of).items() if k != key}})
                 for x in record.layers
             ]
-            whole(replace(record, layers=less))
-    whole(replace(record, measured={}))
+            left_out(record, whole(replace(record, layers=less)))
+    left_out(record, whole(replace(record, measured={})))
+
+
+def left_out(record, forms):
+    """What is not known is not told of: the title stands, and no hole shows."""
+    page, card, text = forms
+    for shown in (page.text, card, text):
+        assert not re.search(r"\bNone\b|\bnan\b|NaN|undefined", shown)
+    assert report.title(record) in re.sub(r"\\(.)", r"\1", card)
 
 
 def test_models_of_different_originals_share_no_frontier():

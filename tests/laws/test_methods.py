@@ -41,6 +41,8 @@ SHARED = [
     ("slim.neurons", {"refit": True}),  # each process solves for layers of its own
 ]
 """What several processes make."""
+TEXT_DECIDES = ("carve.teal", "carve.tomoe", "skip.lexi")
+"""Methods whose results' sizes follow from the text that they look at."""
 CARRY_OUT = TESTS / "carry_out.py"
 
 
@@ -167,11 +169,14 @@ def test_from_disk_is_from_memory(key, place):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_its_outline_weighs_what_it_makes(key, place):
-    """To the byte, before a weight is read."""
+    """To the byte, before a weight is read; nearly, where text decides."""
     recipe = Recipe(str(start_of(key, place)), "out", (config_of(key),), evaluation=None)
     told, out = estimate(recipe), whole(key, "disk", place, 1)
-    assert told.output_bytes == weight_bytes(out) or not told.exact
-    assert told.output_parameters == model_size(loaded(out)).total_parameters or not told.exact
+    assert told.exact or key in TEXT_DECIDES
+    off = 0 if told.exact else 0.05
+    made = model_size(loaded(out)).total_parameters
+    assert told.output_bytes == pytest.approx(weight_bytes(out), rel=off, abs=0)
+    assert told.output_parameters == pytest.approx(made, rel=off, abs=0)
 
 
 @pytest.mark.parametrize("mode", MODES)
