@@ -440,7 +440,7 @@ def test_a_plan_takes_no_experts_that_are_not_there(
     """24 MB of padding became 400 GB of copies; a number below 0 a model that nothing loads."""
     plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, criterion="aimer")).plan
     assert plan is not None
-    layers = dict.fromkeys(plan.layers, PrunedLayer(torch.tensor(kept)))
+    layers = {i: PrunedLayer(torch.tensor(kept)) for i in plan.layers}
     (tmp_path / "plan").mkdir()
     replace(plan, layers=layers).save(tmp_path / "plan")
     with pytest.raises(MoesaicError, match="The plan of layer 0 does not fit the model"):
