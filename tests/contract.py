@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from builders import converted, equal, loaded, saved, weights
 from shrunken import small_config, small_model, small_whole
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING
 
 from moesaic.arch.lookup import base_arch
@@ -69,7 +69,10 @@ def view(model: Any, arch: Any) -> None:
                 y_TD = y_TD + seen.shared(x_TD)
                 ffn, h_TM = seen.shared_ffn, seen.shared_weighted(x_TD)
                 close(h_TM @ ffn.down_DM.T, seen.shared(x_TD))
-            close(seen.behind(y_TD), seen.output(x_TD))
+            close(y_TD, seen.output(x_TD))
+            norm = nn.Identity() if arch.after is None else getattr(seen.block, arch.after)
+            whole = seen.block(x_TD[None])
+            close(norm(y_TD), (whole[0] if isinstance(whole, tuple) else whole).view_as(x_TD))
 
 
 @torch.no_grad()

@@ -135,6 +135,11 @@ MORE: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
         "hc_lowrank": 8,
     },
+    "inkling2_text": {
+        "swa_head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+    },
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
 }
 """What some need beside, by model_type."""

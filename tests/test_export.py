@@ -248,8 +248,17 @@ def test_a_native_model_is_checked_and_copied(tmp_path, tokens):
     assert same_model(source, tmp_path / "native", tokens)[0].model_type == "mixtral"
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v3"])
-def test_a_router_that_cannot_leave_an_expert_out_is_not_filled_up(model_type, tmp_path):
+def test_router_groups_are_filled_up_one_by_one(tmp_path, tokens):
+    model = tiny_moe("deepseek_v3")
+    first = base_arch(model.config).moe_layers(model)[0]
+    source = saved(tmp_path / "pruned", model, {first: PrunedLayer(torch.arange(6))})
+    _, found = same_model(source, tmp_path / "native", tokens)
+    bias_E = found.model.layers[first].mlp.gate.e_score_correction_bias
+    assert (bias_E < -1e30).nonzero().flatten().tolist() == [3, 7]  # the last of each group
+
+
+def test_a_router_that_cannot_leave_an_expert_out_is_not_filled_up(tmp_path):
+    model_type = "mixtral"
     model = tiny_moe(model_type)
     routed = base_arch(model.config).moe_layers(model)
     layers = {i: PrunedLayer(torch.arange(6)) for i in routed[:1]}

@@ -723,13 +723,3 @@ def test_mixtures_have_forms_of_two_steps() -> None:
         for family in families(source, FitConfig(memory=1))
     }
     assert {("prune",), ("slim",), ("condense",), ("prune", "slim"), ("condense", "slim")} == verbs
-
-
-def test_text_that_is_too_short_is_refused_before_the_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "short.txt").write_text("A few words.")
-    monkeypatch.setattr(search, "Search", None)
-    asked = replace(recipe_of(tmp_path / "out"), evaluation=Evaluation(str(tmp_path / "short.txt")))
-    with pytest.raises(MoesaicError, match="shorter than one window"):
-        fit(asked, FitConfig(memory=10**6))

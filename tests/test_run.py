@@ -8,7 +8,6 @@ import math
 import shutil
 import warnings
 from dataclasses import fields, replace
-from functools import partial
 
 import pytest
 import torch
@@ -432,15 +431,6 @@ def test_python_is_answered_in_words_as_the_command_line_is(
 ):
     with pytest.raises(MoesaicError, match=words):
         moesaic.prune(moe_folder if model == "" else model, PruneConfig(**config), **options)
-
-
-def test_verbs_that_take_names_refuse_what_is_none(tmp_path):
-    for verb in (moesaic.inspect, moesaic.evaluate, partial(moesaic.export, out=tmp_path / "x")):
-        for wrong in (None, 7):
-            with pytest.raises(MoesaicError, match=f"got {type(wrong).__name__}"):
-                verb(wrong)
-    with pytest.raises(MoesaicError, match="No model folder"):
-        moesaic.inspect(tmp_path / "none")
 
 
 def test_a_mask_of_whole_numbers_calibrates_as_the_same_mask(llama_folder, padded):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from moesaic.io.source import check_loaded, language_model
 from moesaic.io.trust import pretrained
 from moesaic.layers.base import KINDS
 from moesaic.plan import Plan
-from moesaic.surgery import headers_of, install
+from moesaic.surgery import headers_of, install, shaped, sizes
 
 STUB_NAME = "modeling_moesaic.py"
 CONFIG_NAME = "config.json"
@@ -166,28 +166,57 @@ def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     """
     if not plan.layers:
         return {}
+    return next((c for c in _proposed(config, arch, plan) if _holds(config, arch, plan, c)), None)
+
+
+def _holds(config: Config, arch: Arch, plan: Plan, changes: JSON) -> bool:
+    """Whether a base's own class makes the tensors of a plan's result, if its config is changed."""
+    twin = copy.deepcopy(config)
+    for name, value in changes.items():
+        setattr(twin, name, value)
+    base = arch.layers(shape_of(config))
+    try:
+        made = arch.layers(shape_of(twin))
+    except (StrictDataclassError, TypeError, ValueError):
+        return False
+    plans = (plan.layers.get(i) for i in range(len(base)))
+    return all(
+        sizes(layer) == sizes(old if new is None else shaped(old, arch, new))
+        for layer, old, new in zip(made, base, plans, strict=True)
+    )
+
+
+def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
+    """Changes to a base's config by which its own class may hold a plan's result."""
     said = {i: layer.native() for i, layer in plan.layers.items()}
     if None in said.values() or headers_of(config):
-        return None
+        return
     routing = [what for what in said.values() if what and "dense" not in what]
     dense = {i: what["dense"] for i, what in said.items() if what and "dense" in what}
     base = plan.base
     if routing and (dense or plan.layers.keys() != base.routed):
-        return None
+        return
     if routing:
-        one = routing.count(routing[0]) == len(routing)
-        tied = "width" in routing[0] and arch.ties_widths and any(base.plain_widths.values())
-        if not one and all(what.keys() == {"top_k"} for what in routing):
-            return _each(config, arch, {i: what["top_k"] for i, what in said.items() if what})
-        return _sized(arch, routing[0]) if one and not tied else None
+        if routing.count(routing[0]) == len(routing):
+            changes = _sized(arch, routing[0])
+        elif all(what.keys() == {"top_k"} for what in routing):
+            changes = _each(config, arch, {i: what["top_k"] for i, what in said.items() if what})
+        else:
+            changes = None
+        if changes is not None:
+            yield changes
+        return
     every = base.plain_widths | dense
     widths = {*every.values()}
     if len(widths) != 1:
-        return None
-    if not base.routed:
-        return arch.with_width(widths.pop())
+        return
+    (width,) = widths
+    if not isinstance(arch, MoEArch):
+        yield arch.with_width(width)
+        return
     mix = arch.dense_at(config, every.keys())
-    return None if mix is None else {**mix, "intermediate_size": widths.pop()}
+    if mix is not None:
+        yield from ({**mix, name: width} for name in arch.dense_sizes(config))
 
 
 def _sized(arch: Arch, said: JSON) -> JSON | None:

@@ -189,6 +189,11 @@ def shaped(layer: nn.Module, arch: Arch, plan: LayerPlan) -> nn.Module:
     return layers[0]
 
 
+def sizes(layer: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of a decoder layer's tensors, by name."""
+    return {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+
+
 # --- checkpoints ---------------------------------------------------------------------------------
 
 

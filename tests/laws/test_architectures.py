@@ -116,7 +116,7 @@ def test_saved_is_live_bitwise(any_type, tokens, tmp_path):
     saved(tmp_path, model, some_layers(model))
     again = loaded(tmp_path)
     native = any_type in MOE
-    assert again.config.model_type == any_type if native else f"moesaic_{any_type}"
+    assert again.config.model_type == (any_type if native else f"moesaic_{any_type}")
     assert equal(dict(again.state_dict()), dict(model.state_dict()))
     assert torch.equal(logits(again, tokens), logits(model, tokens))
     assert not torch.equal(logits(again, tokens), before)

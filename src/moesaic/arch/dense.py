@@ -10,14 +10,19 @@ Shape suffixes used across the package::
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
@@ -147,6 +152,19 @@ class Arch:
         """The activation function of a decoder layer's FFN."""
         return act_of(self.ffn_of(layer), self.ffn)
 
+    def nothing_written(self, layer: nn.Module) -> Tensor:
+        """What a decoder layer's FFN makes of no tokens (0, D), on its device and of its type."""
+        down = weight_of(self.ffn_of(layer), self.ffn.down)
+        return down.new_empty(0, down.shape[0])
+
+    def watch(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
+        """Show what an FFN's parts add up to (..., D) whenever it runs, before any norm of it."""
+
+        def hook(_: nn.Module, args: object, out: Any) -> None:
+            seen(out[0] if isinstance(out, tuple) else out)
+
+        return ffn.register_forward_hook(hook)
+
     def with_experts(self, count: int) -> JSON:
         """The config attributes by which every routed layer has so many experts."""
         return {}
@@ -172,6 +190,11 @@ class Arch:
     def replaced_paths(self) -> tuple[str, ...]:
         """Modules of a decoder layer that together are its FFN, by their paths in the layer."""
         return (self.ffn_path,)
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Weights with a column for each hidden dimension, of which an FFN has one at least."""
+        return (f"{self.ffn_path}.{self.ffn.up}.weight",)
 
     def layer_prefix(self, index: int) -> str:
         """The start of the names of layer ``index``'s tensors on disk."""
@@ -203,6 +226,17 @@ def put(layer: nn.Module, path: str, module: nn.Module | None) -> None:
     """Put a module at a path of a decoder layer, in place of the one that is there."""
     owner, _, leaf = path.rpartition(".")
     setattr(attrgetter(owner)(layer) if owner else layer, leaf, module)
+
+
+@cache
+def hands_on(forward: Callable[..., object]) -> bool:
+    """Whether a module returns more than hidden states, as a layer which the next one is given."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    return any(isinstance(value, ast.Tuple) for value in returns)
 
 
 PREFIX = "moesaic_"
@@ -272,6 +306,10 @@ class DenseFFN:
     @property
     def device(self) -> torch.device:
         return self.up_MD.device
+
+    @property
+    def biases(self) -> tuple[Tensor | None, ...]:
+        return self.gate_bias_M, self.up_bias_M, self.down_bias_D
 
     def hidden(self, x_TD: Tensor) -> Tensor:
         """The input of the down projection, h (T, M)."""

@@ -7,7 +7,7 @@ Shape suffixes beside those of :mod:`moesaic.arch.dense`::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from moesaic.arch.dense import Arch, DenseFFN, FFNNames, dense_ffn, linear_size
 from moesaic.arch.routing import RouterParts, RoutingFunction, arguments
@@ -133,14 +134,39 @@ class MoEArch(Arch):
         return RoutedModule(view.router, view.shared_width, (view.width,) * view.count)
 
     def act_of(self, layer: nn.Module) -> Callable[[Tensor], Tensor]:
+        """Of a mixture that of its shared path, where it has one, else of its experts."""
         if not self.is_moe(layer):
             return super().act_of(layer)
-        act: Callable[[Tensor], Tensor] = self.mixture(layer).experts.act_fn
+        view = self.mixture(layer)
+        if view.shared_ffn is not None:
+            return view.shared_ffn.act
+        act: Callable[[Tensor], Tensor] = view.experts.act_fn
         return act
+
+    def nothing_written(self, layer: nn.Module) -> Tensor:
+        if not self.is_moe(layer):
+            return super().nothing_written(layer)
+        experts = self.mixture(layer).experts
+        down: Tensor = experts.down_proj
+        return down.new_empty(0, down.shape[2 if experts.is_transposed else 1])
+
+    def watch(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
+        norm = None if self.after is None else getattr(ffn, self.after, None)
+        if norm is None:
+            return super().watch(ffn, seen)
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen(args[0])
+
+        return norm.register_forward_pre_hook(hook)
 
     @property
     def replaced_paths(self) -> tuple[str, ...]:
         return tuple(path for path in (self.ffn_path, self.beside) if path)
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        return (f"{self.ffn_path}.{self.parts.weight}", *super().readers)
 
     @property
     def shared_at(self) -> str | None:
@@ -210,6 +236,13 @@ class MoEArch(Arch):
         first = set(layers) == set(range(len(layers)))
         return {self.dense_layers: len(layers)} if first else None
 
+    def dense_sizes(self, config: Config) -> Iterator[str]:
+        """Config attributes that may be the width of dense layers, the likeliest first."""
+        yield "intermediate_size"
+        for name, value in config.to_dict().items():
+            if type(value) is int and "intermediate" in name and name != "intermediate_size":
+                yield name
+
     def group_count(self, config: Config) -> int:
         """Groups that must lose equally many experts; 1 where the router has none."""
         if self.groups is None or getattr(config, "topk_method", "") == "greedy":
@@ -245,8 +278,6 @@ class MoEFFN:
     shared: Callable[[Tensor], Tensor] | None
     shared_module: Any
     """The MLP of the shared path; None without one."""
-    scale: float = 1.0
-    """The factor by which the decoder layer multiplies the block's output before adding it."""
 
     @property
     def count(self) -> int:
@@ -390,16 +421,44 @@ class MoEFFN:
             f_TED[rows, i] = self.written(i, h_NM)
         return f_TED
 
-    def behind(self, y_TD: Tensor) -> Tensor:
-        """What the block makes of the sum of its experts and shared path (T, D)."""
-        y: Tensor = y_TD if self.arch.after is None else getattr(self.block, self.arch.after)(y_TD)
-        return y
-
     def output(self, x_TD: Tensor) -> Tensor:
-        """The block as it runs now, shared path included (T, D)."""
-        y = self.block(x_TD.unsqueeze(0))
-        y_1TD: Tensor = y[0] if isinstance(y, tuple) else y
-        return y_1TD.squeeze(0)
+        """What experts and shared path add up to as the block runs now (T, D), before any norm."""
+        seen: list[Tensor] = []
+        handle = self.arch.watch(self.block, seen.append)
+        try:
+            self.block(x_TD.unsqueeze(0))
+        finally:
+            handle.remove()
+        return seen[0].squeeze(0)
+
+    @property
+    def odd(self) -> str:
+        """What sets the experts' matrices apart from gate, up and down; "" where nothing does."""
+        if not self.experts.has_gate:
+            return "its experts have no gates"
+        if self.experts.has_bias:
+            return "its experts have biases"
+        if self.experts.is_transposed or not self.experts.is_concatenated:
+            return "its experts lie in memory in another way"
+        return ""
+
+    def apart(self, routed: bool) -> str:
+        """What keeps the shared path from being a plain gated MLP, in words; "" where nothing does.
+
+        Args:
+            routed: so that any of the experts can be folded into it, too.
+        """
+        ffn = self.shared_ffn
+        if self.arch.after is not None:
+            return "a norm follows the sum of what experts and shared path make"
+        if ffn is not None and ffn.gate_MD is None:
+            return "its shared path has no gate"
+        if ffn is not None and any(b is not None for b in ffn.biases):
+            return "its shared path has biases"
+        if not routed or self.odd:
+            return self.odd if routed else ""
+        plain = _gated_by(self.experts, [] if ffn is None else [ffn.act])
+        return "" if plain else "its experts have an activation of their own"
 
     @contextmanager
     def restricted(self, allowed_E: Tensor) -> Iterator[None]:
@@ -416,6 +475,18 @@ class MoEFFN:
             yield
         finally:
             handle.remove()
+
+
+def _gated_by(experts: Any, acts: Sequence[Callable[[Tensor], Tensor]]) -> bool:
+    """Whether experts make ``act(gate) * up``, and all of some functions are that ``act``."""
+    drawn = torch.Generator("cpu").manual_seed(0)
+    both = 100 * torch.randn(64, 8, generator=drawn, dtype=torch.float32, device="cpu")
+    gate, up = both.chunk(2, dim=1)
+    try:
+        made = [experts._apply_gate(both), *(act(gate) * up for act in acts)]
+        return all(torch.allclose(h, experts.act_fn(gate) * up) for h in made)
+    except (AttributeError, TypeError):  # another function of gates and ups
+        return False
 
 
 def moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
@@ -435,5 +506,4 @@ def moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
         routing=RoutingFunction(block, arch.parts),
         shared=shared,
         shared_module=module,
-        scale=getattr(layer, "residual_multiplier", 1.0),
     )

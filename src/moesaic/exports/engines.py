@@ -34,8 +34,10 @@ def _experts(config: Config) -> int:
 
 
 def _activation(config: Config) -> Iterator[str]:
-    if config.hidden_act not in ("silu", "swish"):
-        yield f"the activation {config.hidden_act}: its experts know silu"
+    names = ("hidden_act", "mlp_hidden_act", "hidden_activation")
+    act = next((act for name in names if (act := getattr(config, name, None))), "silu")
+    if act not in ("silu", "swish"):
+        yield f"the activation {act}: its experts know silu"
 
 
 def _granite_attention(config: Config) -> Iterator[str]:
@@ -68,7 +70,7 @@ def _sglang(config: Config, ep: int) -> Iterator[str]:
     yield from _activation(config)
     if config.model_type == "granitemoeshared":
         yield "GraniteMoeShared: its decoder layer does not take what its model calls it with"
-    if config.tie_word_embeddings and config.model_type in ("glm4_moe", "mixtral"):
+    if config.model_type in ("glm4_moe", "mixtral") and config.tie_word_embeddings:
         yield "tied embeddings: its head is a tensor of its own (--untie writes one)"
     if count % ep:
         yield f"{count} experts over {ep} ranks: it asserts that they divide"

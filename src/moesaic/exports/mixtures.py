@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -14,15 +16,17 @@ from moesaic.exports.form import Export, base_config
 from moesaic.exports.targets import Header, aligned
 from moesaic.foreign import JSON, Config
 from moesaic.io.checkpoint import Writer, shape_of
+from moesaic.io.naming import Naming
 from moesaic.io.source import Source
 from moesaic.layers import neurons
 from moesaic.layers.base import KINDS
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.plan import Plan
-from moesaic.surgery import base_shape, kept, rewrite
+from moesaic.surgery import base_shape, kept, rewrite, shaped, sizes
 
 ALIGNED = aligned(1)
+DOWN = "down_proj.weight"
 
 
 def reduced(
@@ -56,18 +60,19 @@ def reduced(
             n for n in range(most, 2 * most * ep * groups) if not n % ep and not n % groups
         )
         if set(counts.values()) != {count}:
-            if arch.never is None or groups > 1:
+            if arch.never is None:
                 raise MoesaicError(
                     f"Its layers have {_spread(counts.values())} experts and would need {count}: "
                     f"{arch.model_type} has no router that never chooses an expert. "
                     "Prune to one legal count."
                 )
             for i, n in counts.items():
-                plans[i] = plans.get(i, PrunedLayer(torch.arange(n))).padded(count)
+                plans[i] = plans.get(i, PrunedLayer(torch.arange(n))).padded(count, groups)
         setattr(config, arch.count, count)
         costs["experts"] = [sum(counts.values()), count * len(counts)]
     condensed = stacks.keys() - gone - counts.keys()
     width = max(dense.values(), default=0) or ALIGNED  # Layer Drop leaves no neuron at all
+    narrow = [i for i, n in dense.items() if n < width] if condensed else []
     if gone:
         shorten(config, stay)
     if condensed or (gone and arch.dense_layers):
@@ -79,18 +84,43 @@ def reduced(
             )
         for name, value in mix.items():
             setattr(config, name, value)
+    layers = arch.layers(shape_of(source.config))
+    made = [sizes(shaped(layers[i], arch, plans[i]) if i in plans else layers[i]) for i in stay]
+    for i in narrow:
+        own = made[numbers[i]]
+        own |= {n: widened(n, s, width) for n, s in own.items() if n.startswith(arch.ffn_path)}
+    configs = [config]
     if condensed:
-        config.intermediate_size = width
         costs["dense_neurons"] = [sum(dense.values()), width * len(dense)]
+        configs = [copy.deepcopy(config) for _ in arch.dense_sizes(config)]
+        for trial, name in zip(configs, arch.dense_sizes(config), strict=True):
+            setattr(trial, name, width)
+    held = [c for c in configs if [*map(sizes, arch.layers(shape_of(c)))] == made]
+    if not held:
+        raise MoesaicError(
+            f"The class of {arch.model_type} has no layers of these sizes: "
+            f"{_spread(dense.values())} neurons where they are dense, and experts as they are."
+        )
+    config = held[0]
     plan = Plan("export", shape, plans)
 
     def write(writer: Writer) -> None:
-        narrow = tuple(arch.ffn_prefix(i) for i, n in dense.items() if n < width)
-        fitting = Fitting(writer, f"{arch.layers_path}.", numbers, narrow, width)
+        names = Naming(source.checkpoint, arch.model_type).in_memory
+        starts = {
+            disk.partition(f".{number[1]}.")[0] + "."
+            for disk, name in names.items()
+            if (number := re.match(rf"{re.escape(arch.layers_path)}\.(\d+)\.", name))
+        }
+        fitting = Fitting(writer, starts, arch.ffn_path, numbers, narrow, width)
         stays = kept(shape_of(source.config), along=False, beside=not source.beside)
         rewrite(source.checkpoint, arch, plan, fitting, stays)
 
     return Export(config, write, costs)
+
+
+def widened(name: str, shape: tuple[int, ...], width: int) -> tuple[int, ...]:
+    """The shape of a dense FFN's matrix as :class:`Fitting` fills it up."""
+    return (shape[0], width) if name.endswith(DOWN) else (width, *shape[1:])
 
 
 def _filled(
@@ -110,8 +140,8 @@ def _filled(
     wide = max(view.width for view in views.values())
     path = max(view.shared_width for view in views.values())
     room = arch.shared_room(path, wide)
-    sizes = {**arch.with_width(wide), **((arch.with_shared(room, wide) if room else None) or {})}
-    for name, value in sizes.items():
+    changes = {**arch.with_width(wide), **((arch.with_shared(room, wide) if room else None) or {})}
+    for name, value in changes.items():
         setattr(config, name, value)
     plans: dict[int, PrunedLayer] = {}
     for i, view in views.items():
@@ -147,33 +177,38 @@ class Fitting:
 
     Args:
         writer: takes the tensors.
-        layers: the start of all layers' names.
+        starts: what stands before a layer's number in names on disk.
+        ffn: the path of a layer's FFN.
         numbers: the new number of each layer that stays.
-        narrow: the starts of the names of dense FFNs to fill up.
+        narrow: the layers whose dense FFNs are filled up.
         width: neurons they are filled up to.
     """
 
     def __init__(
         self,
         writer: Writer,
-        layers: str,
+        starts: Collection[str],
+        ffn: str,
         numbers: Mapping[int, int],
-        narrow: tuple[str, ...],
+        narrow: Sequence[int],
         width: int,
     ) -> None:
-        self.writer, self.layers, self.numbers = writer, layers, numbers
-        self.narrow, self.width = narrow, width
+        self.writer, self.numbers = writer, numbers
+        self.narrow, self.width, self.ffn = narrow, width, f"{ffn}."
+        self.numbered = re.compile(rf"^({'|'.join(map(re.escape, starts))})(\d+)\.(.*)")
 
     def add(self, name: str, tensor: Tensor) -> None:
-        if name.startswith(self.narrow):
-            axis = 1 if name.endswith("down_proj.weight") else 0
-            missing = self.width - tensor.shape[axis]
-            tensor = F.pad(tensor, (0, missing) if axis else (0, 0, 0, missing))
-        if name.startswith(self.layers):
-            old, dot, rest = name.removeprefix(self.layers).partition(".")
-            if int(old) not in self.numbers:
+        layer = self.numbered.match(name)
+        if layer is not None:
+            start, old, rest = layer[1], int(layer[2]), layer[3]
+            if old not in self.numbers:
                 return
-            name = f"{self.layers}{self.numbers[int(old)]}{dot}{rest}"
+            name = f"{start}{self.numbers[old]}.{rest}"
+            if old in self.narrow and rest.startswith(self.ffn):
+                new = widened(name, tuple(tensor.shape), self.width)
+                missing = [n - was for was, n in zip(tensor.shape, new, strict=True)]
+                assert min(missing) >= 0, f"{name} would be cut"
+                tensor = F.pad(tensor, (0, missing[1], 0, missing[0]))
         self.writer.add(name, tensor)
 
     def close(self) -> None:

@@ -113,9 +113,7 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
     groups = arch.group_count(model_config)
     least = least_experts(arch, view.top_k, model_config)
     counts = range(least, view.count + 1, groups)
-    experts = view.experts
-    plain = not (experts.is_transposed or experts.has_bias)
-    uneven = plain and experts.is_concatenated and not config.plain
+    uneven = not view.odd and not config.plain
     pairs = pairs_bytes(view.count, view.width) <= PAIRS_BYTES
     slim = partial(_slim, score=BEST) if pairs else _slim
     narrower = shares = _widths(view.width, _itemsize(built), config)
@@ -156,11 +154,10 @@ def _of_mixture(source: Source, arch: MoEArch, built: Built, config: FitConfig) 
         )
     kinds = ["shared"] if view.shared_width else []
     kinds += [] if config.plain else ["attention", "nothing"]
-    if plain:
-        thin = Family(name, narrower, last, (fine,))
-        for kind in kinds:
-            dropped = len(routed) - (kind == "nothing" and 0 in routed)
-            yield from _of_layers(kind, len(routed), dropped, thin, config)
+    thin = Family(name, narrower, last, (fine,))
+    for kind in kinds:
+        dropped = len(routed) - (kind == "nothing" and 0 in routed)
+        yield from _of_layers(kind, len(routed), dropped, thin, config)
     if config.active_parameters and arch.chosen is not None:
         for number in sorted({round(share * view.top_k) for share in (0.75, 0.5)}):
             if 0 < number < view.top_k:

@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 
 from moesaic.config import Calibration, ExportArgs, MethodConfig, RunArgs, in_unit, parse_dtype
-from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, needs_tokenizer
+from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, evaluation_tokens
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Machine
@@ -41,7 +41,7 @@ from moesaic.log import Log
 from moesaic.methods.naee.observing import observe
 from moesaic.methods.sft.config import TuneConfig
 from moesaic.metrics.forward import Layerwise, Whole
-from moesaic.metrics.measure import environment, measured_text
+from moesaic.metrics.measure import environment
 from moesaic.metrics.measure import fit as has_room
 from moesaic.metrics.score import Score, scores_beside
 from moesaic.pipeline import convert, run_recipe
@@ -221,16 +221,14 @@ class Search:
     def _drawn(self, samples: int | None) -> Tokens:
         drawn = self.recipe.calibration
         if samples not in self._windows:
-            windows = calibration_tokens(
+            self._windows[samples] = calibration_tokens(
                 drawn.source,
-                self.source.tokenizer if needs_tokenizer(drawn.source) else None,
+                self.source.tokenizer,
                 samples,
                 drawn.length,
                 drawn.seed,
                 documents=drawn.documents,
             )
-            windows.check(self.source.config)
-            self._windows[samples] = windows
         return self._windows[samples]
 
     # --- sizes -----------------------------------------------------------------------------------
@@ -385,7 +383,9 @@ class Search:
         }
         settings = self.recipe.evaluation
         if settings is not None:
-            tokens = measured_text(self.source, settings)
+            tokens = evaluation_tokens(
+                settings.data, self.source.tokenizer, settings.length, settings.max_tokens
+            )
             place = self.recipe.device, self.dtype
             with self.files.opened(file) as read:
                 run = Whole.of(read, *place)
@@ -733,8 +733,6 @@ def fit(
     if process()[1] > 1:
         raise MoesaicError("fit runs in one process; the recipe that it finds runs in several.")
     check_run(recipe, overwrite=overwrite, resume=resume)
-    if recipe.evaluation is not None:  # what is wrong with it is said before hours of search
-        measured_text(resolve(recipe.model), recipe.evaluation)
     with alone(Path(recipe.out)):
         return _fit(recipe, config, overwrite, resume, track)
 

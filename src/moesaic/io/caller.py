@@ -27,7 +27,7 @@ def taken(model: object) -> Source | Model:
         MoesaicError: it is neither, or there is no such model.
     """
     if isinstance(model, str | Path):
-        return resolve(model)
+        return resolve(str(model))
     if isinstance(model, PreTrainedModel | Source):
         return model
     raise MoesaicError(

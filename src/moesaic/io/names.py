@@ -20,15 +20,12 @@ def cache_folder() -> Path:
     return Path(os.environ.get("MOESAIC_CACHE", default))
 
 
-def check_name(name: str | Path) -> None:
+def check_name(name: str) -> None:
     """Refuse a model's name that can be none, without looking for the model on the hub.
 
     Raises:
         MoesaicError: there is no such folder or file, and it is no hub id either.
     """
-    if not isinstance(name, str | Path):
-        raise MoesaicError(f"A model's name is text; got {type(name).__name__}.")
-    name = str(name)
     path = Path(name).expanduser()
     if path.is_dir() or name in SHIPPED or name in PACKAGED:
         return

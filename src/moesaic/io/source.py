@@ -226,14 +226,13 @@ def _some(keys: Collection[Any]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def resolve(name: str | Path) -> Source:
+def resolve(name: str) -> Source:
     """Find a model.
 
     Raises:
         MoesaicError: there is no such model, or the hub cannot be reached.
     """
     check_name(name)
-    name = str(name)
     path = Path(name).expanduser()
     if path.is_dir():
         return Source(name, path)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, FFNNames, put
+from moesaic.arch.dense import Arch, FFNNames, hands_on, put
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
@@ -22,7 +21,7 @@ from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State, check_numbers
 from moesaic.layers.recovery import Balance
 from moesaic.layers.state import LiveState
-from moesaic.nn.condensed import CondensedFFN
+from moesaic.nn.condensed import CondensedFFN, Nothing
 
 Part = tuple[Tensor, Tensor, Tensor, float]
 """gate (M, D), up (M, D), down (D, M), and the factor of its output."""
@@ -116,9 +115,9 @@ class CondensedLayer(LayerPlan):
             for i, scale in zip(self.experts, self.gates_K.tolist(), strict=True):
                 gate_MD, up_MD = both[i].chunk(2)
                 parts.append((gate_MD, up_MD, down[i], scale))
-        norm_D = state["post_attention_layernorm.weight"]
-        like = parts[0][2] if parts else norm_D
-        folded = dict(zip(PROJECTIONS, fold(parts, len(norm_D), self.width), strict=True))
+        reader = hidden_reader(arch, state)
+        like = parts[0][2] if parts else reader
+        folded = dict(zip(PROJECTIONS, fold(parts, reader.shape[1], self.width), strict=True))
         if self.down_DM is not None:  # narrower where the layer was widened since
             rest = self.width - self.down_DM.shape[1]
             folded["down_proj"] = F.pad(self.down_DM.to(like.device), (0, rest))
@@ -130,17 +129,9 @@ class CondensedLayer(LayerPlan):
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         layer = layers[index]
-        norm: Tensor = attrgetter("post_attention_layernorm.weight")(layer)
-        new = CondensedFFN(
-            norm.shape[0],
-            header["width"],
-            arch.act_of(layer),
-            header["gated"],
-            dtype=norm.dtype,
-            device="meta",
-        )
-        for path in arch.replaced_paths:
-            put(layer, path, None)
+        new = _made(layer, arch, header["width"], header["gated"], "meta")
+        for path in arch.replaced_paths:  # some layers call what is beside without a look
+            put(layer, path, Nothing())
         put(layer, arch.ffn_path, new.train(layer.training))
 
     # --- said of it ------------------------------------------------------------------------------
@@ -197,7 +188,7 @@ class CondensedLayer(LayerPlan):
             y_TD = view.output(x_TD) if target_TD is None else target_TD
             if view.arch.beside is not None and view.shared is not None:
                 y_TD = y_TD + view.shared(x_TD)
-            kept_TD = module(x_TD)
+            kept_TD = module.written(x_TD)
             balance.add(seen.pop(), kept_TD, y_TD)
         fit, found = balance.solve()
         new_DM = (down_DM.double() + fit.weight_FO.T).to(down_DM.dtype)
@@ -207,11 +198,25 @@ class CondensedLayer(LayerPlan):
         """The MLP that takes the place of a live layer's block; the layer stays as it is."""
         prefix = f"{arch.ffn_path}."
         tensors = dict(self.convert(arch, LiveState(layer)))
-        norm: Tensor = attrgetter("post_attention_layernorm.weight")(layer)
-        options: JSON = {"dtype": norm.dtype, "device": norm.device}
-        new = CondensedFFN(norm.shape[0], self.width, arch.act_of(layer), self.gated, **options)
+        new = _made(layer, arch, self.width, self.gated)
         new.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items()}, assign=True)
         return new.train(layer.training)
+
+
+def _made(
+    layer: nn.Module, arch: Arch, width: int, gated: int, device: str | None = None
+) -> CondensedFFN:
+    """The module that takes the place of a live layer's FFN, where nothing else is said there."""
+    like_0D = arch.nothing_written(layer)
+    place: JSON = {"dtype": like_0D.dtype, "device": device or like_0D.device}
+    act = arch.act_of(layer) if width else nn.Identity()
+    more = hands_on(type(arch.ffn_of(layer)).forward)
+    return CondensedFFN(like_0D.shape[1], width, act, gated, more, **place)
+
+
+def hidden_reader(arch: Arch, state: State) -> Tensor:
+    """A weight of a layer's FFN with a column for each hidden dimension."""
+    return next(state[name] for name in arch.readers if name in state)
 
 
 NONE_K = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -242,8 +247,8 @@ def fold(parts: list[Part], hidden_size: int, width: int) -> tuple[Tensor, Tenso
 
 
 def _projections(state: State, at: str, names: FFNNames) -> tuple[Tensor, Tensor, Tensor]:
-    if any(f"{at}.{name}.bias" in state for name in names.projections):
-        raise MoesaicError(f"{at} has biases; only MLPs without them can be condensed.")
+    if names.gate is None or any(f"{at}.{name}.bias" in state for name in names.projections):
+        raise MoesaicError(f"{at} has biases or no gate; only MLPs like gate, up, down condense.")
     up_MD, down_DM = (state[f"{at}.{name}.weight"] for name in (names.up, names.down))
     if names.fused:
         gate_MD, up_MD = up_MD.chunk(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -13,7 +12,14 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State
+from moesaic.layers.condensed import hidden_reader
 from moesaic.nn.condensed import PassThrough
+
+
+def attributes(layer: nn.Module) -> JSON:
+    """The words and numbers that a layer, or its class, notes of itself."""
+    noted = {**vars(type(layer)), **vars(layer)}
+    return {n: v for n, v in noted.items() if n[0] != "_" and isinstance(v, str | int | float)}
 
 
 @dataclass(frozen=True)
@@ -40,15 +46,16 @@ class DroppedLayer(LayerPlan):
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
         """Three projections without neurons, by which the rest of the package knows the block."""
-        norm = state["post_attention_layernorm.weight"]
-        for name, shape in PassThrough.shapes(norm.shape[0]).items():
-            yield f"{arch.ffn_path}.{name}.weight", norm.new_empty(shape)
+        reader = hidden_reader(arch, state)
+        for name, shape in PassThrough.shapes(reader.shape[1]).items():
+            yield f"{arch.ffn_path}.{name}.weight", reader.new_empty(shape)
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
-        norm: Tensor = attrgetter("post_attention_layernorm.weight")(layers[index])
-        training = layers[index].training
-        layers[index] = PassThrough(norm.shape[0], arch.ffn_path).train(training)
+        hidden = arch.nothing_written(layers[index]).shape[1]
+        own = attributes(layers[index])
+        layers[index] = PassThrough(hidden, arch.ffn_path)
+        vars(layers[index]).update(own)  # some models ask a layer of what type it is
 
     def describe(self, experts: int) -> Description:
         return Description("the whole layer is gone")

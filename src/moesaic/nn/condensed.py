@@ -22,6 +22,7 @@ class CondensedFFN(nn.Module):
         width: neurons; 0 for a block that adds nothing.
         act: the base's activation function.
         gated: neurons that the shared path's gate scales.
+        more: the base's block returns a pair, of which the second part is for the router's loss.
         options: dtype and device.
     """
 
@@ -31,6 +32,7 @@ class CondensedFFN(nn.Module):
         width: int,
         act: Callable[[Tensor], Tensor],
         gated: int = 0,
+        more: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -40,12 +42,16 @@ class CondensedFFN(nn.Module):
             self.up_proj = nn.Linear(hidden_size, width, bias=False, **options)
             self.down_proj = nn.Linear(width, hidden_size, bias=False, **options)
         self.act_fn = act
-        self.gated = gated
+        self.gated, self.more = gated, more
         if gated:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False, **options)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, None]:
         """The block's output, of the shape of its input (..., D)."""
+        return (self.written(x), None) if self.more else self.written(x)
+
+    def written(self, x: Tensor) -> Tensor:
+        """The same, and nothing beside it."""
         h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
         if self.gated:
             scale = torch.sigmoid(self.shared_gate(x))
@@ -55,6 +61,13 @@ class CondensedFFN(nn.Module):
 
     def extra_repr(self) -> str:
         return f"gated={self.gated}" if self.gated else ""
+
+
+class Nothing(nn.Module):
+    """In the place of a path beside the block that was folded into it: it adds nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
 
 
 class PassThrough(nn.Module):
@@ -71,5 +84,5 @@ class PassThrough(nn.Module):
         self.self_attn = nn.Identity()
         setattr(self, ffn_path, CondensedFFN(hidden_size, 0, nn.Identity()))
 
-    def forward(self, hidden_states: Tensor, **_: object) -> Tensor:
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         return hidden_states

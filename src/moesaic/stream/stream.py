@@ -7,21 +7,19 @@ one layer's weights in memory when the model is read from disk.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import tempfile
-import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import PREFIX, Arch, DenseFFN
+from moesaic.arch.dense import PREFIX, Arch, DenseFFN, hands_on
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, give_back, logits_alone
@@ -124,7 +122,7 @@ class Site(Generic[V]):
             yield x_TD.to(self._device)
 
     def targets(self) -> Iterator[Tensor | None]:
-        """Batches of the FFN's output in the model as it was (T, D).
+        """Batches of the FFN's output in the model as it was (T, D), before any norm of its own.
 
         None where it is what the FFN makes of :meth:`inputs`: where the stream does not
         ``follow``, and no layer before this one was changed.
@@ -177,10 +175,21 @@ class Block:
         """Where the layer's weights are."""
         return next(self.layer.parameters()).device
 
-    def output(self, batch: int, states: Tensor) -> Tensor:
-        """What the layer makes of one batch's hidden states (B, L, D)."""
-        key = (0, batch, self.index)
-        return self._made(self.layer, states, key)
+    def output(self, batch: int, states: Tensor, handed: object = None) -> Tensor:
+        """What the layer makes of one batch's hidden states (B, L, D).
+
+        Args:
+            batch: its number.
+            states: hidden states.
+            handed: what the layer before hands on beside them.
+        """
+        self._carried[(0, batch, self.index - 1)] = handed
+        return self._made(self.layer, states, (0, batch, self.index))
+
+    def handed(self, states: Spill) -> list[Any]:
+        """By batch what the layer before handed on beside hidden states that passed it."""
+        before = self.index - 1
+        return [self._carried.get((id(states), b, before)) for b in range(len(states))]
 
     def _made(self, layer: nn.Module, states: Tensor, key: Key) -> Tensor:
         which, batch, index = key
@@ -203,6 +212,12 @@ class Block:
         """
         for b, before in enumerate(states):
             yield self._made(layer or self.layer, before, (id(states), b, self.index))
+
+    def branch(self, states: Spill, into: Spill, layer: nn.Module) -> None:
+        """Pass every batch through what stands in the layer's place; ``states`` stay."""
+        for b, after in enumerate(self.outputs(states, layer)):
+            into.append(after)
+            self._carried[id(into), b, self.index] = self._carried.get((id(states), b, self.index))
 
     def run(self, states: Spill, layer: nn.Module | None = None) -> None:
         """Pass every batch through the layer, or what stands in its place; ``states`` change."""
@@ -443,12 +458,11 @@ class LayerStream(Generic[V]):
                     )
                 inputs.append(x_TD)
 
-        def after(_: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
+        def after(y: Tensor) -> None:
             if outputs is not None and self._follow:
-                y = out[0] if isinstance(out, tuple) else out
                 outputs.append(valid(y, next(leaving)))
 
-        handles = (ffn.register_forward_pre_hook(before), ffn.register_forward_hook(after))
+        handles = (ffn.register_forward_pre_hook(before), self.arch.watch(ffn, after))
         try:
             yield
         finally:
@@ -502,24 +516,13 @@ class LayerStream(Generic[V]):
 def _standing_in(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..., Any]:
     """A layer's forward that takes and returns what the layer's own does."""
     _, _, *names = inspect.signature(type(layer).forward).parameters
-    hands_on = _hands_on(type(layer).forward)
+    handing = hands_on(type(layer).forward)
 
     def forward(hidden_states: Tensor, *args: object, **given: object) -> object:
         states = stand_in(index, hidden_states, {**dict(zip(names, args, strict=False)), **given})
-        return (states, CARRIED) if hands_on else states
+        return (states, CARRIED) if handing else states
 
     return forward
-
-
-@cache
-def _hands_on(forward: Callable[..., object]) -> bool:
-    """Whether a layer returns more than hidden states, which the next one is given."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    returns = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    return any(isinstance(value, ast.Tuple) for value in returns)
 
 
 def valid(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -13,7 +13,8 @@ h                   Eq. 3: x + E_s(x) + sum_{i in C} g_i E_i(x); no router
 
 Alg. 1 chooses C greedily by JS(O_ref, O) of the decoder layer's output, each layer alone. With the
 residual, the shared path and every E_i(x) known once, each candidate's output is a sum of vectors,
-so the paper's 369 inferences a layer (66 experts, K = 6) become one.
+so the paper's 369 inferences a layer (66 experts, K = 6) become one. Where a layer does more with
+what its block makes than to add it, such as normalise it, each candidate is run.
 
 Where we depart from the paper or its code, and how to have theirs:
 
@@ -30,7 +31,7 @@ Where we depart from the paper or its code, and how to have theirs:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -98,28 +99,27 @@ def candidate_losses(
 
 
 def greedy_experts(
-    batches: Callable[[], Iterator[Outputs]], g_E: Tensor, k: int, metric: str = "js"
+    losses: Callable[[list[int], list[int]], Tensor], g_E: Tensor, k: int
 ) -> tuple[list[int], list[float]]:
     """Alg. 1: the greedy choice of experts; of equally good ones the first.
 
     Args:
-        batches: gives the batches anew, once a step.
+        losses: of the chosen experts and candidates, with each candidate added (candidates,).
         g_E: the fixed weights of Eq. 2; experts without one are left out.
         k: experts to choose.
-        metric: ``js`` or ``kl``; ``ppl`` counts as ``js``.
 
     Returns:
         experts in the order in which they were chosen, and the loss after each.
     """
     left = [i for i, g in enumerate(g_E.tolist()) if g == g]
     chosen: list[int] = []
-    losses: list[float] = []
+    least: list[float] = []
     while left and len(chosen) < k:
-        loss_C = candidate_losses(batches(), chosen, g_E, left, metric)
+        loss_C = losses(chosen, left)
         best = int(loss_C.numpy().argmin())
-        losses.append(loss_C[best].item())
+        least.append(loss_C[best].item())
         chosen.append(left.pop(best))
-    return chosen, losses
+    return chosen, least
 
 
 # --- Tab. 5: experts by their weights alone ------------------------------------------------------

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.arch.dense import hands_on
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import mean_over_processes
@@ -29,6 +31,7 @@ from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.cdmoe.divergence import DIVERGENCES, cosine
 from moesaic.methods.cdmoe.experts import (
     Outputs,
+    candidate_losses,
     fixed_gates,
     greedy_experts,
     ranked_experts,
@@ -92,16 +95,11 @@ class ExpertSearch:
                 found["scores"] = scores
                 order = ranked_experts(scores, g_E, k)
             routed = torch.tensor(order, dtype=torch.int64)
-        both = CondensedLayer(
-            routed,
-            g_E[routed].float(),
-            shared.width + len(routed) * view.width,
-            shared.shared,
-            shared.shared_scale,
-            shared.gated,
-        )
-        variants: dict[str, Replaced] = {"attention": NO_FFN, "nothing": DroppedLayer()}
-        if shared.shared:
+        both = _with_experts(shared, routed, g_E, view)
+        variants: dict[str, Replaced] = {"attention": NO_FFN}
+        if not hands_on(type(block.layer).forward):
+            variants["nothing"] = DroppedLayer()
+        if shared.shared and not view.apart(routed=False):
             variants["shared"] = shared
         variants[config.keep] = variants.get(config.keep, both)
         if config.keep == "shared":
@@ -150,6 +148,15 @@ class ExpertSearch:
         k: int,
     ) -> tuple[list[int], list[float]]:
         """Alg. 1 over outputs that are computed once and kept, on disk where they are many."""
+        factor = self._factor(block, view, hidden, inputs, reference)
+        if factor is None:
+
+            def run(chosen: list[int], left: list[int]) -> Tensor:
+                sets = [torch.tensor([*chosen, i]) for i in left]
+                plans = [_with_experts(shared, routed, g_E, view) for routed in sets]
+                return torch.tensor([self._cost(block, p, hidden, reference) for p in plans])
+
+            return greedy_experts(run, g_E, k)
         start, experts = Spill(1 << 30), Spill(2 << 30)
         try:
             with applied(block.layer, self.arch, shared) as layer:
@@ -157,19 +164,43 @@ class ExpertSearch:
             for x_TD in inputs:
                 rows = max(1, CHUNK_BYTES // (view.count * x_TD.shape[1] * x_TD.element_size()))
                 parts = [
-                    view.outputs(x, torch.ones(len(x), view.count, dtype=torch.bool)) * view.scale
+                    view.outputs(x, torch.ones(len(x), view.count, dtype=torch.bool))
                     for x in x_TD.to(view.device).split(rows)
                 ]
-                experts.append(torch.cat(parts))
+                experts.append(torch.cat(parts) * factor)
 
-            def batches() -> Iterator[Outputs]:
-                for o_TD, start_TD, f_TED in zip(reference, start, experts, strict=True):
-                    yield Outputs(o_TD, start_TD, f_TED)
+            def losses(chosen: list[int], left: list[int]) -> Tensor:
+                batches = map(Outputs, reference, start, experts)
+                return candidate_losses(batches, chosen, g_E, left, self.config.metric)
 
-            return greedy_experts(batches, g_E, k, self.config.metric)
+            return greedy_experts(losses, g_E, k)
         finally:
             start.clear()
             experts.clear()
+
+    def _factor(
+        self, block: Block, view: MoEFFN, hidden: Spill, inputs: Spill, reference: Spill
+    ) -> float | None:
+        """The factor by which the layer adds what its block makes to the residual stream.
+
+        None where it does something else with it. Asked of the first batch.
+        """
+        with applied(block.layer, self.arch, NO_FFN) as layer:
+            before_TD = valid(next(block.outputs(hidden, layer)), next(self.stream.masks()))
+        x_TD, o_TD = inputs[0].to(view.device), reference[0]
+        y_TD = view.output(x_TD).float()
+        if self.arch.beside is not None and view.shared is not None:
+            y_TD = y_TD + view.shared(x_TD)
+        added_TD, adds, factor = (o_TD - before_TD).float(), False, 0.0
+        if added_TD.shape == y_TD.shape:
+            factor = ((added_TD * y_TD).sum() / y_TD.square().sum()).item()
+            rounding = 4 * torch.finfo(o_TD.dtype).eps * o_TD.float().norm()
+            off = (added_TD - factor * y_TD).norm()
+            adds = bool(off <= 0.01 * added_TD.norm() + rounding)
+        every = mean_over_processes(torch.tensor([float(adds), factor]), 1)
+        if every[0] < 1:
+            return None
+        return 1.0 if abs(every[1] - 1) < 1e-3 else every[1].item()
 
     def _cost(self, block: Block, plan: Replaced, hidden: Spill, reference: Spill) -> float:
         """Divergence of the layer's output from what it was."""
@@ -190,6 +221,18 @@ class ExpertSearch:
             )
             for name, befores in (("attention", residuals), ("nothing", entering))
         }
+
+
+def _with_experts(
+    shared: CondensedLayer, routed_K: Tensor, g_E: Tensor, view: MoEFFN
+) -> CondensedLayer:
+    """A layer's shared path with some routed experts at their fixed weights."""
+    return replace(
+        shared,
+        experts_K=routed_K,
+        gates_K=g_E[routed_K].float(),
+        width=shared.width + len(routed_K) * view.width,
+    )
 
 
 def _mean(parts: Sequence[Tensor]) -> float:
@@ -245,8 +288,7 @@ class LayerSearch:
             if i in candidates:
                 born = Spill((4 << 30) // len(candidates))
                 with applied(block.layer, self.arch, self.plans[i]) as layer:
-                    for out in block.outputs(hidden, layer):
-                        born.append(out)
+                    block.branch(hidden, born, layer)
             as_chosen = applied(block.layer, self.arch, self.plans[i]) if i in chosen else None
             with as_chosen or nullcontext(block.layer) as layer:
                 for name, branch in branches.items():

@@ -12,7 +12,9 @@ from dataclasses import asdict, replace
 from typing import cast
 
 import torch
+from torch import nn
 
+from moesaic.arch.dense import hands_on
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
@@ -21,7 +23,7 @@ from moesaic.layers.condensed import NO_FFN, NONE_K, CondensedLayer
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.beyond.recovery import recover, settled
-from moesaic.methods.cdmoe.config import CondenseConfig
+from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
 from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch, Replaced
 from moesaic.methods.cdmoe.size import Footprint
 from moesaic.methods.mixtures import credited, listed, original, span
@@ -53,15 +55,17 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         candidates = _candidates(job, config)
         plans = {i: outlined(job.arch.mixture(job.layers[i]), config) for i in candidates}
         finish = self._finish(job, plans)
-        enough = _enough(config, finish, self._size(job, finish, candidates))
+        size = self._size(job, finish, candidates)
+        enough = _enough(config, finish, size)
         count = next(n for n in range(len(candidates) + 1) if enough(candidates[:n]))
         depth = len(job.base.widths)
-        chosen = {i: job.arch.mixture(job.layers[i]) for i in candidates[:count]}
+        first, rest = candidates[: max(0, count - 1)], candidates[max(0, count - 1) :]
+        others = {size.of(finish([*first, i])) for i in rest} if count else set()
         greedy = config.layer_search == "greedy"
         tried = sum(len(candidates) - n for n in range(count)) if greedy else 0
         return Outline(
             Plan(config.name, job.base, finish(candidates[:count]), asdict(config)),
-            exact=len({view.count for view in chosen.values()}) <= 1,
+            exact=len(others) <= 1,
             passes=2.0 + 4 * len(candidates) / depth + tried / 2 + 2 * bool(config.refit),
         )
 
@@ -295,15 +299,12 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
         candidates = [i for i in candidates if i != 0]
     for i in candidates:
         view = arch.mixture(job.layers[i])
-        if view.experts.has_bias or view.experts.is_transposed:
+        why = obstacle(view, job.layers[i], config.keep, config.force)
+        if why:
+            others = (keep for keep in KEEPS if not obstacle(view, job.layers[i], keep))
             raise MoesaicError(
-                f"The experts of {arch.model_type} have biases and an activation of their own; "
-                "they are no plain gated MLPs and cannot be condensed."
-            )
-        if config.keep == "shared" and not view.shared_width and not config.force:
-            raise MoesaicError(
-                f"{arch.model_type} has no shared experts, so keep=shared would leave nothing of "
-                "a layer. Choose keep=shared+routed (or force=True, which is Layer Drop)."
+                f"keep={config.keep} is impossible for {arch.model_type}: {why}. "
+                f"keep={' or '.join(others)} works."
             )
         if config.experts is not None and config.experts > view.count:
             raise MoesaicError(f"experts {config.experts}: layer {i} has {view.count}.")
@@ -312,6 +313,24 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
             f"layers {config.layers} is out of reach: {len(candidates)} layers can be condensed."
         )
     return candidates
+
+
+def obstacle(view: MoEFFN, layer: nn.Module, keep: str, force: bool = False) -> str:
+    """What keeps a layer from being condensed so, in words; "" where nothing does.
+
+    Args:
+        view: of the layer.
+        layer: itself.
+        keep: what is to stay of it.
+        force: the shared path stays even where there is none.
+    """
+    if keep == "nothing" and hands_on(type(layer).forward):
+        return "its layers hand on to the next one more than hidden states"
+    if keep not in ("shared", "shared+routed"):
+        return ""
+    if keep == "shared" and not view.shared_width and not force:
+        return "it has no shared experts, so that nothing of a layer would stay"
+    return view.apart(routed=keep == "shared+routed")
 
 
 def _enough(

@@ -53,18 +53,18 @@ def thin(view: MoEFFN, inputs: Spill) -> None:
         inputs: batches of x (T, D).
     """
     weights = [view.weights_of(i) for i in range(view.count)]
-    squares = [[torch.zeros(w.shape[1], dtype=torch.float64) for w in three] for three in weights]
+    squares = [[torch.zeros(w.shape[1], dtype=torch.float64) for w in every] for every in weights]
     for x_TD in inputs:
         w_TE = view.combine_weights(x_TD)
         for i in (w_TE != 0).any(0).nonzero().flatten().tolist():
             x_ND = x_TD[w_TE[:, i] != 0]
             seen = square_sums(x_ND.float())
-            for square, more in zip(
-                squares[i], (seen, seen, square_sums(view.hidden(i, x_ND).float())), strict=True
-            ):
-                square += more
-    for three, sums in zip(weights, squares, strict=True):
-        for weight_OI, square_I in zip(three, sums, strict=True):
+            *into, down = squares[i]  # of gates, where there are any, and ups
+            for square in into:
+                square += seen
+            down += square_sums(view.hidden(i, x_ND).float())
+    for every, sums in zip(weights, squares, strict=True):
+        for weight_OI, square_I in zip(every, sums, strict=True):
             norm_I = square_I.sqrt() if square_I.any() else torch.ones_like(square_I)
             weight_OI.mul_(two_of_four(weight_OI, norm_I.float()))
 

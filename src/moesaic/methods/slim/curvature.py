@@ -14,11 +14,13 @@ windows, L tokens of one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from moesaic.arch.dense import Arch
 from moesaic.data.text import IGNORED, Tokens
@@ -93,26 +95,28 @@ def curvatures(job: Job[Arch], layers: Sequence[int]) -> dict[int, Curvature]:
     stream = job.stream(layers, job.arch.view, job.share[0])
     states, kwargs = stream.record()
     entering: list[Spill] = []
+    handed: list[list[Any]] = []
     gradients = Spill(1 << 30)
     found: dict[int, Curvature] = {}
     try:
         for block in stream.blocks(kwargs):
             entering.append(_kept(states))
+            handed.append(block.handed(states))
             block.run(states)
         for gradient in _of_head(stream, states):
             gradients.append(gradient)
         order = range(stream.count - 1, min(layers) - 1, -1)
         steps = job.track(stream.blocks(kwargs, order=order), "Gradients", len(order))
         for block in steps:
-            view = job.arch.view(block.layer)
-            sums = _Sums.of(view) if block.index in layers else None
+            view = job.arch.view(block.layer) if block.index in layers else None
+            sums = None if view is None else _Sums.of(view)
             masks = stream.masks()
             for b, before in enumerate(entering[block.index]):
-                x, g, back = _through(job.arch, block, b, before, gradients[b])
-                gradients.replace(b, back)
-                mask = next(masks)
+                given, mask = handed[block.index][b], next(masks)
+                with _watched(job.arch, block, sums is not None) as seen:
+                    gradients.replace(b, _through(block, b, before, given, gradients[b], seen))
                 if sums is not None:
-                    sums.add(view, valid(x, mask), valid(g, mask))
+                    sums.add(view, *(valid(t, mask) for t in seen))
             if sums is not None:
                 found[block.index] = sums.mean()
     finally:
@@ -144,33 +148,46 @@ def _labels(batch: Tokens) -> Tensor:
     return ids if mask is None else ids.masked_fill(~mask.bool(), IGNORED)
 
 
+@contextmanager
+def _watched(arch: Arch, block: Block, wanted: bool) -> Iterator[list[Tensor]]:
+    """Inside, a wanted layer's FFN leaves its input and what its parts add up to in a list."""
+    seen: list[Tensor] = []
+    handles: list[RemovableHandle] = []
+    if wanted:  # some layers have no FFN
+        ffn = arch.ffn_of(block.layer)
+        handles.append(ffn.register_forward_pre_hook(lambda _, args: seen.append(args[0])))
+        handles.append(arch.watch(ffn, seen.append))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _through(
-    arch: Arch, block: Block, batch: int, before: Tensor, gradient: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    block: Block,
+    batch: int,
+    before: Tensor,
+    handed: object,
+    gradient: Tensor,
+    seen: list[Tensor],
+) -> Tensor:
     """One batch back through one layer.
 
     Args:
-        arch: the architecture.
         block: the layer.
         batch: the batch's number.
         before: what enters the layer (B, L, D).
+        handed: what the layer before hands on beside it.
         gradient: of the loss at what leaves it (B, L, D).
+        seen: the FFN's input and output, in whose place the gradient at the output comes.
 
     Returns:
-        the input of its FFN, the gradient at the FFN's output, and the gradient at ``before``.
+        the gradient at ``before``.
     """
-    seen: list[Tensor] = []
-
-    def watch(_: nn.Module, args: tuple[Tensor, ...], out: Any) -> None:
-        seen.extend((args[0], out[0] if isinstance(out, tuple) else out))
-
-    handle = arch.ffn_of(block.layer).register_forward_hook(watch)
-    try:
-        with torch.enable_grad():
-            leaf = before.detach().requires_grad_()
-            after = block.output(batch, leaf)
-            x, y = seen
-            back, g = torch.autograd.grad(after, (leaf, y), gradient.to(after.device))
-    finally:
-        handle.remove()
-    return x.detach(), g, back
+    with torch.enable_grad():
+        leaf = before.detach().requires_grad_()
+        after = block.output(batch, leaf, handed)
+        back, *at_output = torch.autograd.grad(after, (leaf, *seen[1:]), gradient.to(after.device))
+    seen[:] = [*(x.detach() for x in seen[:1]), *at_output]
+    return back

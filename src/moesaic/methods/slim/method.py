@@ -214,11 +214,9 @@ class Slimmer(Method[SlimConfig, Arch]):
         first = next(iter(views.values()))
         if not isinstance(first, MoEFFN):
             raise MoesaicError("uneven is of a mixture's experts: a dense model has none.")
-        experts = first.experts
-        if experts.is_transposed or not experts.is_concatenated or experts.has_bias:
+        if first.odd:
             raise MoesaicError(
-                f"Experts of {first.arch.model_type} have biases or lie in memory in another way; "
-                "they cannot differ in width. Leave uneven out."
+                f"uneven is impossible for {first.arch.model_type}: {first.odd}. Leave uneven out."
             )
 
     def _counts(self, job: Job[Arch], layer: int, count: int, width: int) -> list[int]:

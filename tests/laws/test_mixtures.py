@@ -1,0 +1,436 @@
+"""Every mixture of experts takes every verb: as computed here by hand, or refused by its name.
+
+A tiny random model of each architecture. What a plan should compute is worked out on the original
+itself: neurons are set to zero, routers go without the experts that left, blocks give the sums of
+Eq. 3, layers pass on what they are given. ``-m slow`` tries all architectures.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from builders import equal, loaded, logits, same_model
+from shrunken import small_model
+from torch import Tensor
+
+from moesaic.api import verb as verb_of
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.arch.tried import tried
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.estimates import Machine, estimate, weight_bytes
+from moesaic.io.source import Source
+from moesaic.layers.condensed import CondensedLayer
+from moesaic.layers.dropped import DroppedLayer
+from moesaic.layers.fewer import FewerLayer
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.layers.skipping import SkippingLayer
+from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.methods.cdmoe.config import CondenseConfig
+from moesaic.methods.lexi.config import LExIConfig
+from moesaic.methods.naee.config import PruneConfig, SkipConfig
+from moesaic.methods.naee.criteria import CRITERIA
+from moesaic.methods.slim.config import SlimConfig
+from moesaic.methods.slim.scores import SCORES
+from moesaic.metrics.size import model_size
+from moesaic.recipe import Recipe
+
+SOME = (
+    "afmoe",  # a norm behind the block, a choice bias of its own
+    "axk1",  # a norm that ends the block
+    "cohere2_moe",  # one norm for attention and experts
+    "deepseek_v3",  # router groups, a choice bias, a shared path that is counted
+    "gpt_oss",  # biases, a clamped gate
+    "granitemoehybrid",  # a shared path beside the block, which every layer calls
+    "hy_v4",  # a clamped gate, several residual streams, layers that hand on
+    "inkling2_text",  # an activation of two arguments
+    "jamba",
+    "lfm2_moe",  # dense layers without an activation module, no hidden_act
+    "mixtral",
+    "nemotron_h",  # no gates, layers without FFN
+    "qwen2_moe",  # a gated shared path
+    "qwen4_exp_text",  # several residual streams, no norm of a layer's own
+)
+OTHERS = sorted({*tried()["moe"]} - {*SOME})
+WHOLE = {"dots3_note", "qwen3_5_moe", "qwen4_exp"}
+"""They have parts beside text; their language models are others of the list."""
+TYPES = [*SOME, *(pytest.param(t, marks=pytest.mark.slow) for t in OTHERS if t not in WHOLE)]
+TEXT = Tokens(torch.randint(1, 384, (8, 16), generator=torch.Generator().manual_seed(1)))
+
+BIASED, TURNED, UNGATED = {"gpt_oss"}, {"aria_text", "gpt_oss"}, {"nemotron_h"}
+OWN_GATE = {"gpt_oss", "hy_v4", "inkling2_text"}
+NORMED = {"axk1"}
+HANDING_ON = {"glm_moe_dsa", "hy_v4"}
+ONE_NUMBER = {"phimoe"}
+"""What sets architectures apart, by ``model_type``."""
+
+
+class Tried:
+    """A model, what its blocks are given, and what results should compute."""
+
+    def __init__(self, model_type: str) -> None:
+        self.model_type, self.model = model_type, small_model(model_type)
+        arch = base_arch(self.model.config)
+        assert isinstance(arch, MoEArch)
+        self.arch, self.layers = arch, arch.moe_layers(self.model)
+
+    def refused(self, verb: str, config: Any, why: set[str] | bool, **options: Any) -> Any:
+        """A verb's result; None where it says that this architecture cannot have it.
+
+        Args:
+            verb: its name.
+            config: its options.
+            why: the architectures that it must refuse, and no others.
+            options: further ones.
+        """
+        if not (why if isinstance(why, bool) else self.model_type in why):
+            return verb_of(verb, self.model, config, text=TEXT, **options)
+        with pytest.raises(MoesaicError, match=self.model_type):
+            verb_of(verb, self.model, config, text=TEXT, **options)
+        return None
+
+    def view(self, i: int, model: Any = None) -> Any:
+        return self.arch.mixture(self.arch.layers(model or self.model)[i])
+
+    @cached_property
+    def inputs(self) -> dict[int, Tensor]:
+        """By layer that routes what enters its block (T, D)."""
+        found = {}
+        with ExitStack() as hooks:
+            for i in self.layers:
+
+                def hook(_: Any, args: Any, i: int = i) -> None:
+                    found[i] = args[0].flatten(0, -2)
+
+                block = self.arch.ffn_of(self.arch.layers(self.model)[i])
+                hooks.callback(block.register_forward_pre_hook(hook).remove)
+            logits(self.model, TEXT)
+        return found
+
+    @torch.no_grad()
+    def written(self, i: int, layer: Any = None) -> Tensor:
+        """What a block and the path beside it write on those inputs, before a norm (T, D)."""
+        layer = self.arch.layers(self.model)[i] if layer is None else layer
+        block, seen = self.arch.ffn_of(layer), []
+        norm = getattr(block, self.arch.after) if self.arch.after else None
+        if norm is not None:
+            handle = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        made = block(self.inputs[i][None])
+        made = made[0] if isinstance(made, tuple) else made
+        if norm is not None:
+            handle.remove()
+            made = seen[0]
+        if self.arch.beside is not None:
+            made = made + getattr(layer, self.arch.beside)(self.inputs[i][None])
+        return made[0]
+
+    def error(self, i: int, model: Any) -> float:
+        """How far a result's block is from the original's on the tokens of the text."""
+        layer = self.arch.layers(model)[i]
+        return (self.written(i, layer) - self.written(i)).norm().item()
+
+    @contextmanager
+    def by_hand(self, layers: Any) -> Iterator[Any]:
+        """The original, made to compute what a plan's layers should."""
+        twin = copy.deepcopy(self.model)
+        with ExitStack() as stack:
+            for i, plan in layers.items():
+                layer = self.arch.layers(twin)[i]
+                if isinstance(plan, DroppedLayer):
+                    layer.register_forward_hook(_given_back)
+                    continue
+                view = self.arch.mixture(layer) if i in self.layers else None
+                if isinstance(plan, PrunedLayer):
+                    kept_E = torch.zeros(view.count, dtype=torch.bool)
+                    kept_E[plan.experts] = True
+                    stack.enter_context(view.restricted(kept_E))
+                    _without_neurons(view, plan)
+                elif isinstance(plan, CondensedLayer):
+                    _summed(self.arch, layer, view, plan)
+                elif isinstance(plan, SkippingLayer):
+                    _skipping(view, plan)
+                elif isinstance(plan, FewerLayer):
+                    view.router.top_k = plan.top_k
+            yield twin
+
+    def check(self, layers: Any, model: Any) -> None:
+        """A result computes what was worked out by hand, and something else than the original."""
+        with self.by_hand(layers) as twin:
+            wanted, found = logits(twin, TEXT), logits(model, TEXT)
+        assert torch.isfinite(found).all()
+        assert (found - wanted).norm() < 1e-4 * wanted.norm()
+        assert (wanted - logits(self.model, TEXT)).norm() > 1e-3 * wanted.norm()
+
+
+def _given_back(_: Any, args: Any, out: Any) -> Any:
+    return args[0]
+
+
+@torch.no_grad()
+def _without_neurons(view: Any, plan: PrunedLayer) -> None:
+    if not isinstance(plan, SlimmedLayer):
+        return
+    for place, i in enumerate(plan.kept):
+        gone = torch.ones(view.width, dtype=torch.bool)
+        gone[plan.neurons_of(place, view.width)] = False
+        view.weights_of(i)[-1][:, gone] = 0
+    if plan.shared_S is not None:
+        gone = torch.ones(view.shared_width, dtype=torch.bool)
+        gone[plan.shared_S[plan.shared_S >= 0]] = False
+        view.shared_ffn.down_DM[:, gone] = 0
+
+
+def _summed(arch: MoEArch, layer: Any, view: Any, plan: CondensedLayer) -> None:
+    """Eq. 3: the shared path, and chosen experts with fixed weights."""
+
+    def hook(_: Any, args: Any, out: Any) -> Any:
+        x_TD = args[0].flatten(0, -2)
+        y_TD = torch.zeros_like(x_TD)
+        if plan.shared and arch.beside is None:
+            gate = 1.0
+            if arch.shared_gate is not None:
+                gate = torch.sigmoid(getattr(view.block, arch.shared_gate)(x_TD))
+                gate = gate if plan.gated else plan.shared_scale
+            y_TD = gate * view.shared_module(x_TD)
+        for i, g in zip(plan.experts, plan.gates_K.tolist(), strict=True):
+            y_TD = y_TD + g * view.expert(i, x_TD)
+        y = y_TD.view(args[0].shape)
+        return (y, None) if isinstance(out, tuple) else y
+
+    view.block.register_forward_hook(hook)
+    if arch.beside is not None and not plan.shared:
+        getattr(layer, arch.beside).register_forward_hook(lambda _, args, out: 0 * out)
+
+
+def _skipping(view: Any, plan: SkippingLayer) -> None:
+    """Of two experts the lighter one is left out below beta; the other takes over its weight."""
+
+    def hook(_: Any, args: Any, out: Any) -> Any:
+        scores, w_TK, chosen_TK = out
+        first_T1 = w_TK.argmax(-1, keepdim=True)
+        heavy_T1, light_T1 = w_TK.gather(-1, first_T1), w_TK.gather(-1, 1 - first_T1)
+        skipped_T1 = light_T1 < plan.beta * heavy_T1
+        alone_TK = torch.zeros_like(w_TK).scatter(-1, first_T1, heavy_T1 + light_T1)
+        return scores, torch.where(skipped_T1, alone_TK, w_TK), chosen_TK
+
+    view.router.register_forward_hook(hook)
+
+
+@pytest.fixture(params=TYPES, scope="module")
+def seen(request):
+    return Tried(request.param)
+
+
+# --- prune ---------------------------------------------------------------------------------------
+
+
+def test_prune_by_every_criterion(seen):
+    """Eq. 3's loss is that of the block as it is pruned, and no other criterion has a lower one."""
+    names = tuple(name for name in CRITERIA if name != "reconstruction")
+    result = seen.refused(
+        "prune", PruneConfig(keep=6, refit=False), set(), compare=(*names, "wanda")
+    )
+    seen.check(result.plan.layers, result.model)
+    found = {name: result.build(plan) for name, plan in result.comparisons.items()}
+    assert {*found} == {*names}
+    for i in seen.layers:
+        least = seen.error(i, result.model)
+        size = 1e-5 * seen.written(i).norm().item()
+        assert result.analyses[i]["loss"] == pytest.approx(least, rel=1e-3, abs=size)
+        assert all(least <= seen.error(i, model) * 1.001 + size for model in found.values())
+    thin = result.builders["wanda"]()
+    for i in seen.layers:
+        for weight in seen.view(i, thin).weights_of(0):
+            fours = weight.reshape(weight.shape[0], -1, 4)
+            assert ((fours == 0).sum(-1) == 2).all()
+
+
+@torch.no_grad()
+def test_criteria_by_hand(seen):
+    """Frequency, gate, EAN and REAP from the experts' module itself, one expert at a time."""
+    names = ("frequency", "gate", "ean", "reap")
+    made = {
+        name: seen.refused("prune", PruneConfig(keep=6, criterion=name, refit=False), set())
+        for name in names
+    }
+    for i in seen.layers:
+        x_TD, view = seen.inputs[i], seen.view(i)
+        w_TE = view.routing.weights(view.logits(x_TD))
+        one = torch.ones(len(x_TD), 1)
+        norms = []
+        for e in range(view.count):
+            y_TD = view.experts(x_TD, torch.full((len(x_TD), 1), e), one)
+            norms.append(y_TD.norm(dim=-1) * (w_TE[:, e] != 0))
+        norm_TE, calls_E = torch.stack(norms, 1), (w_TE != 0).sum(0)
+        wanted = {
+            "frequency": calls_E.float(),
+            "gate": w_TE.sum(0),
+            "ean": norm_TE.sum(0),
+            "reap": (w_TE * norm_TE).sum(0) / calls_E.clamp(min=1),
+        }
+        for name, score_E in wanted.items():
+            score = torch.tensor(made[name].analyses[i]["scores"], dtype=torch.float32)
+            score, score_E = (s / s.sum() for s in (score, score_E))
+            torch.testing.assert_close(score, score_E, rtol=2e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"uniform": False}])
+def test_a_refit_never_raises_the_error_of_pruning(options, seen):
+    plain, refit = (
+        seen.refused("prune", PruneConfig(keep=4, refit=r, **options), set()) for r in (False, True)
+    )
+    check_refit(seen, plain, refit, options)
+
+
+def check_refit(seen, plain, refit, options):
+    seen.check(plain.plan.layers, plain.model)
+    last = seen.layers[0] if options else seen.layers[-1]  # behind it tokens are others
+    for i in seen.layers:
+        if i <= last:
+            before, after = (seen.error(i, result.model) for result in (plain, refit))
+            assert after <= before * 1.0001
+            told = refit.analyses[i]["refit"]
+            assert told["recovered"] >= 0
+
+
+def test_prune_by_counts_that_differ(seen):
+    padding = seen.arch.never is None
+    config = PruneConfig(keep=4.5, uniform=False, padding=not padding, refit=False)
+    if padding:
+        seen.refused("prune", PruneConfig(keep=5.5, uniform=False, padding=True), True)
+    result = seen.refused("prune", config, set())
+    seen.check(result.plan.layers, result.model)
+
+
+# --- slim ----------------------------------------------------------------------------------------
+
+
+def test_slim_by_every_score(seen):
+    scores = tuple(name for name in SCORES if name != "energy")
+    result = seen.refused(
+        "slim", SlimConfig(keep=0.5, score="energy", refit=False), set(), compare=scores
+    )
+    seen.check(result.plan.layers, result.model)
+    for plan in result.comparisons.values():
+        seen.check(plan.layers, result.build(plan))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"uneven": True},
+        {"uneven": True, "spread": "sensitivity"},
+        {"spread": "sensitivity"},
+        {"experts": "auto", "keep": 0.75},
+        {"experts": "6", "shared": 0.5},
+    ],
+    ids=["uneven", "uneven spread", "spread", "auto", "shared"],
+)
+def test_slim_by_every_allocation(options, seen):
+    why = BIASED | TURNED | UNGATED if "uneven" in options else set()
+    result = seen.refused(
+        "slim", SlimConfig(**{"keep": 0.5, "score": "energy", "refit": False, **options}), why
+    )
+    if result is not None:
+        seen.check(result.plan.layers, result.model)
+
+
+@pytest.mark.parametrize("options", [{}, {"propagate": True}])
+def test_a_refit_never_raises_the_error_of_slimming(options, seen):
+    plain = seen.refused("slim", SlimConfig(keep=0.5, refit=False), set())
+    refit = seen.refused("slim", SlimConfig(keep=0.5, refit=True, **options), set())
+    check_refit(seen, plain, refit, options)
+
+
+# --- condense ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", ["shared", "shared+routed", "attention", "nothing"])
+def test_condense(keep, seen):
+    """Eq. 3, or nothing; greedy choices are what running each candidate gives."""
+    why = {
+        "shared": NORMED | UNGATED if seen.arch.shared_at else True,
+        "shared+routed": NORMED | UNGATED | TURNED | BIASED | OWN_GATE,
+        "nothing": HANDING_ON,
+    }.get(keep, set())
+    last = seen.layers[-1]
+    config = CondenseConfig(layers=1, keep=keep, candidates=(last,), refit=False)
+    result = seen.refused("condense", config, why)
+    if result is None:
+        return
+    layers, told = {last: result.plan.layers[last]}, result.analyses[last]
+    seen.check(layers, result.build(replace(result.plan, layers=layers)))  # without padding
+    if keep == "shared+routed":
+        g_E = dict(zip(layers[last].experts, layers[last].gates_K.tolist(), strict=True))
+        w_TE = seen.view(last).combine_weights(seen.inputs[last])
+        for i, g in g_E.items():
+            assert g == pytest.approx(w_TE[:, i][w_TE[:, i] != 0].mean().item(), rel=1e-4)
+        assert told["expert_losses"][-1] == pytest.approx(
+            told["divergence"]["shared+routed"], rel=2e-3
+        )
+        refit = seen.refused("condense", replace(config, refit=True), set())
+        assert seen.error(last, refit.model) <= seen.error(last, result.model) * 1.0001
+
+
+# --- skip ----------------------------------------------------------------------------------------
+
+
+def test_skip(seen):
+    result = seen.refused("skip", SkipConfig(), set())
+    seen.check(result.plan.layers, result.model)
+    for mean in (1.0, 1.5):
+        config = LExIConfig(experts_per_token=mean, by_layer=mean != 1)
+        fewer = seen.refused("skip", config, ONE_NUMBER)
+        if fewer is not None and len(seen.layers) > 1:
+            seen.check(fewer.plan.layers, fewer.model)
+
+
+# --- from disk, told beforehand, exported --------------------------------------------------------
+
+
+MACHINE = Machine(1e9, 1e-5, 1e9, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("verb", "options"),
+    [
+        ("prune", {"keep": 4.5, "uniform": False, "refit": False}),
+        ("slim", {"keep": 0.5, "spread": "sensitivity", "score": "energy", "refit": False}),
+        ("condense", {"layers": 1, "keep": "attention"}),
+        ("condense", {"layers": 1, "keep": "nothing"}),
+        ("condense", {"layers": 1, "keep": "shared", "shared_gate": "mean"}),
+    ],
+    ids=["prune", "slim", "attention", "nothing", "shared"],
+)
+def test_saved_told_and_exported(verb, options, seen, tmp_path):
+    kind = {"prune": PruneConfig, "slim": SlimConfig, "condense": CondenseConfig}[verb]
+    base, out, config = tmp_path / "base", tmp_path / "out", kind(**options)
+    without = {"shared": NORMED | UNGATED, "nothing": HANDING_ON}.get(options["keep"], set())
+    if seen.model_type in without or (options["keep"] == "shared" and not seen.arch.shared_at):
+        return
+    seen.model.save_pretrained(base)
+    live = verb_of(verb, seen.model, config, text=TEXT)
+    disk = verb_of(verb, str(base), config, text=TEXT)
+    again = loaded(disk.save(out))
+    assert equal(dict(again.state_dict()), dict(live.model.state_dict()))
+    assert torch.equal(logits(again, TEXT), logits(live.model, TEXT))
+    told = estimate(Recipe(str(base), "out", (config,), evaluation=None), MACHINE)
+    if told.exact:
+        # which layers are condensed moves offsets in the header, which is padded to 64
+        assert abs(told.output_bytes - weight_bytes(out)) <= 64 * (verb == "condense")
+        assert told.output_parameters == model_size(again).total_parameters
+    refused = ""
+    try:
+        decided, _ = same_model(Source("out", out), tmp_path / "native", TEXT)
+    except MoesaicError as error:
+        refused = str(error)
+    assert seen.model_type in (refused or decided.model_type)
+    assert not (refused and verb == "prune") or seen.arch.never is None
