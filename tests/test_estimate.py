@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import platform
+import re
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
-from moesaic import estimates
+from moesaic import estimates, pipeline
 from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation
 from moesaic.data.reader import shipped_texts
@@ -47,6 +49,7 @@ from moesaic.metrics.divergence import _compared
 from moesaic.metrics.size import model_size
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe, step_config
+from moesaic.report.figures import memory
 
 FAST = Machine(operations=1e12, call=0.0, bytes=1e12, started=1.0, resident=1000)
 CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
@@ -344,3 +347,62 @@ def test_dry_run_says_it_and_does_nothing(tmp_path: Path) -> None:
         assert told[key] > 0
     assert told["native"]
     assert list(tmp_path.iterdir()) == []
+
+
+# --- said beforehand -----------------------------------------------------------------------------
+
+
+def test_a_long_run_is_told_before_anything_is_computed(
+    command: Any, moe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimates, "QUICK", 0)
+    monkeypatch.setattr(estimates, "LONG", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "convert", interrupted)
+        given = ("prune", moe_folder, tmp_path / "out", "--keep", "6", "--samples", "2")
+        code, out, err = command(*given, "--max-tokens", "512", "--json")
+    assert (code, out) == (2, "")
+    told = r"Predicted: \S+ \w+, \S+ \w+ memory, \S+ MiB disk, weights (.*) -> (.*)\. Error: now"
+    before, after = re.search(told, err).groups()  # type: ignore[union-attr]
+    assert before == " ".join(memory(resolve(str(moe_folder)).checkpoint.nbytes()).split())
+    code, out, err = command(*given, "--no-eval", "--json")
+    assert code == 0
+    stored = json.loads(out)["files"]
+    assert [" ".join(memory(size).split()) for size in stored.values()] == [before, after]
+    assert f"({before} -> {after})" in err
+    for more in (
+        ("eval", moe_folder, "--against", tmp_path / "out", "--max-tokens", "512"),
+        ("observe", moe_folder, tmp_path / "stats", "--samples", "2"),
+    ):
+        code, out, err = command(*more, "--json")
+        assert code == 0
+        assert re.match(r"Predicted: \S+ \w+, \S+ \w+ memory\.", err)
+        json.loads(out)
+
+
+def interrupted(*_: Any) -> None:
+    raise MoesaicError("now")
+
+
+def test_short_runs_and_predictions_that_fail_say_nothing(
+    moe_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_of(str(moe_folder), "out", ("prune", {"keep": 6}))
+    monkeypatch.setattr(estimates, "LONG", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(estimates, "estimate", None)  # it is not even asked
+        assert estimates.notice(recipe) == ""
+    monkeypatch.setattr(estimates, "QUICK", 0)
+    assert estimates.notice(recipe)
+    assert estimates.notice(replace(recipe, model="nowhere")) == ""
+    monkeypatch.setattr(estimates, "LONG", 1e9)
+    assert estimates.notice(recipe) == ""
+
+
+def test_the_least_that_a_run_takes_counts_each_weight_and_token() -> None:
+    weights = 2.0 * resolve("tiny-moe").checkpoint.nbytes()
+    slim, tune = ("slim", {"keep": 0.5}), ("tune", {"steps": 9, "batch": 4, "length": 16})
+    assert estimates.at_least(recipe_of("tiny-moe", "out", slim)) == weights * 64
+    measured = recipe_of("tiny-moe", "out", slim, evaluation=Evaluation(max_tokens=1000))
+    assert estimates.at_least(measured) == weights * (64 + 2000)
+    assert estimates.at_least(recipe_of("tiny-moe", "out", tune)) == weights * (64 + 3 * 9 * 64)

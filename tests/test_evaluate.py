@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from builders import DENSE, launch, pages, tiny_model, tiny_moe
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import moesaic
@@ -196,18 +197,36 @@ def test_divergence_agrees_with_a_plain_loop(llama_folder, other_folder, padded)
     assert (same.kl, same.top1_agreement) == (0, 1)
 
 
-def test_other_tokenizers_are_refused(llama_folder, tmp_path, tokenizer, command):
+def test_other_vocabularies_are_refused_and_other_readers_compared(
+    llama_folder, tmp_path, tokenizer, tokens, command
+):
     folder = tmp_path / "other"
-    tiny_model("llama").save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    written = json.loads((folder / "tokenizer.json").read_text("utf-8"))
-    vocabulary = written["model"]["vocab"]
-    first, second = list(vocabulary)[40:42]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (folder / "tokenizer.json").write_text(json.dumps(written), "utf-8")
-    code, out, err = command("eval", llama_folder, "--against", folder, "--json")
+    tiny_model("llama", seed=1).save_pretrained(folder)
+
+    def rewritten(change):
+        tokenizer.save_pretrained(folder)
+        written = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+        change(written)
+        (folder / "tokenizer.json").write_text(json.dumps(written), "utf-8")
+        return "eval", llama_folder, "--against", folder, "--max-tokens", "512", "--json"
+
+    def swapped(written):
+        vocabulary = written["model"]["vocab"]
+        first, second = list(vocabulary)[40:42]
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+
+    def without_merges(written):  # as transformers' readers of other files cut text otherwise
+        written["model"]["merges"] = []
+
+    code, out, err = command(*rewritten(swapped))
     assert (code, out) == (2, "")
-    assert "--against: its tokenizer differs" in err
+    assert "--against: its vocabulary differs from the model's: " in err
+    save_file({"input_ids": tokens.input_ids}, tmp_path / "ids.safetensors")
+    ids = command(*rewritten(swapped), "--data", tmp_path / "ids.safetensors")
+    assert ids[0] == 0, "ids are the same whatever they stand for"
+    code, out, _ = command(*rewritten(without_merges))
+    assert code == 0
+    assert json.loads(out)["kl"] > 0
 
 
 # --- generations ---------------------------------------------------------------------------------

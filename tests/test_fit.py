@@ -350,8 +350,17 @@ def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.Monk
     shared = Family("shared", (0.5,), lambda _: (CondenseConfig(layers=1, keep="shared"),))
     monkeypatch.setattr(search, "families", lambda *_: [*few(), shared])
     out, budget = tmp_path / "out", int(0.8 * ORIGINAL.bytes)
-    record = fit(recipe_of(out), FitConfig(memory=budget, windows=4, confirm=1))
+    lines: list[str] = []
+    monkeypatch.setattr("moesaic.estimates.QUICK", 0)
+    monkeypatch.setattr("moesaic.estimates.LONG", 0)
+    config = FitConfig(memory=budget, windows=4, confirm=1)
+    record = fit(recipe_of(out), config, tell=lines.append)
     assert record is not None
+    searching, making = (" ".join(line.split()) for line in lines)
+    assert re.fullmatch(
+        r"Predicted: .* memory, 3 forms and 0 refined; the result .* on top\.", searching
+    )
+    assert re.fullmatch(r"Predicted: .* memory, .* disk, weights .* -> .*\.", making)
     tried, chosen = record.measured["tried"], record.measured["chosen"]
     assert {c["form"] for c in tried if c["stage"] == "rough"} == {"prune", "slim", "random"}
     assert chosen["kl"] == min(c["kl"] for c in tried)

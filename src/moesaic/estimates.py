@@ -9,14 +9,15 @@ are predictions, and ``benchmarks/estimates.py`` tells how far off.
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any, ParamSpec, cast
 
 import psutil
 import torch
@@ -24,27 +25,36 @@ from torch import nn
 
 from moesaic import __version__
 from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.lookup import moe_arch
 from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation, MethodConfig, RunArgs, parse_dtype
+from moesaic.data.text import SAMPLES
+from moesaic.data.training import foretold_tokens
 from moesaic.exports.engines import limits
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import INDEX_NAME, shape_of
 from moesaic.io.names import cache_folder
 from moesaic.io.outputs import whole_file
+from moesaic.io.source import resolve
 from moesaic.io.weightless import Outliner, Weightless, foretold
 from moesaic.layers.base import KINDS
 from moesaic.methods import implementation
 from moesaic.methods.base import Method, Outline
+from moesaic.methods.naee.config import PruneConfig
 from moesaic.metrics.forward import BATCH
 from moesaic.metrics.measure import ROOM
 from moesaic.metrics.memory import free_bytes
 from moesaic.metrics.size import Size, model_size
 from moesaic.recipe import Recipe
+from moesaic.report.figures import memory, span
 from moesaic.result import save_applied
 from moesaic.stream.job import Job
 from moesaic.surgery import headers_of
 
+P = ParamSpec("P")
+STARTED = min(time.process_time(), 20.0)
+"""Seconds that this process took to begin, whatever it has done since."""
 CACHE = 2 << 30
 """Bytes of a layer's activations that are kept at most."""
 SPILL = 4 << 30
@@ -63,6 +73,8 @@ RUN, CHILD = 3.3, 2.3
 """A run, and a process that measures memory, begin and end in so many times what a dry run needs to
 begin: they import compilers, training and data sets, too, and a run draws text and writes the
 page."""
+MEASURED = 150_000
+"""Tokens of all text that ships to measure on, about."""
 STREAM_BATCH = 2048
 """Tokens that pass a layer at a time."""
 
@@ -88,6 +100,8 @@ class Estimate:
     """Of this process, and of the device where that is the CPU; predicted."""
     disk_bytes: int
     """Files at the fullest moment, the result and those kept for resuming; predicted."""
+    input_bytes: int
+    """Of the original's weight files."""
     seconds: float
     """Predicted."""
 
@@ -154,8 +168,70 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
             loads_in=loads_in(config),
             peak_memory_bytes=machine.resident + max(stage.memory for stage in stages),
             disk_bytes=disk,
+            input_bytes=steps[0].job.original.checkpoint.nbytes(),
             seconds=sum(machine.seconds(stage) for stage in stages),
         )
+
+
+# --- in words ------------------------------------------------------------------------------------
+
+
+LONG = 60.0
+"""Seconds from which on a run is told beforehand."""
+QUICK = 1e10
+"""Operations that no machine takes long for; what takes no more is not worth a dry run."""
+
+
+def stopping_nothing(told: Callable[P, str]) -> Callable[P, str]:
+    """A prediction that is empty where it cannot be made: what is wrong, the run says better."""
+
+    @wraps(told)
+    def cautious(*arguments: P.args, **options: P.kwargs) -> str:
+        try:
+            return told(*arguments, **options)
+        except Exception:
+            return ""
+
+    return cautious
+
+
+@stopping_nothing
+def notice(recipe: Recipe) -> str:
+    """What a run is predicted to take, in a line; empty where that is no minute."""
+    if at_least(recipe) < QUICK:
+        return ""
+    told = estimate(recipe)
+    sizes = f"weights {memory(told.input_bytes)} -> {memory(told.output_bytes)}"
+    return in_words(told.seconds, told.peak_memory_bytes, f"{memory(told.disk_bytes)} disk", sizes)
+
+
+def at_least(recipe: Recipe) -> float:
+    """Operations of a run's simplest form: two a weight and token, of what is read and learned."""
+    tokens = 0
+    for step in recipe.steps or (PruneConfig(),):
+        learned = [getattr(step, name, 1) for name in ("batch", "length", "accumulate")]
+        calibrated = (recipe.calibration.samples or SAMPLES) * (
+            recipe.calibration.length or step.window
+        )
+        steps = getattr(step, "steps", 0)
+        tokens += calibrated + 3 * math.prod(learned) * (100 if steps is None else steps)
+    if recipe.evaluation is not None:
+        tokens += 2 * (recipe.evaluation.max_tokens or MEASURED)
+    return 2.0 * resolve(recipe.model).checkpoint.nbytes() * tokens  # of a byte each, at most
+
+
+def in_words(seconds: float, peak: int, *more: str) -> str:
+    """A prediction in a line, empty where it is of less than a minute.
+
+    >>> in_words(59, 1 << 30), " ".join(in_words(840, 3 << 30, "1 GiB disk").split())
+    ('', 'Predicted: 14 min, 3.00 GiB memory, 1 GiB disk.')
+    """
+    if seconds < LONG:
+        return ""
+    return f"Predicted: {', '.join([span(seconds), f'{memory(peak)} memory', *more])}."
+
+
+# --- steps on headers ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -283,6 +359,11 @@ class Built:
         return len(self.size.layers)
 
     @property
+    def vocabulary(self) -> int:
+        """Tokens that it knows."""
+        return int(cast(Any, self.model).get_input_embeddings().weight.shape[0])
+
+    @property
     def calls(self) -> float:
         """Modules that a batch of tokens passes, experts one by one."""
         return sum(20.0 + 3 * use.experts for use in self.size.layers)
@@ -399,33 +480,100 @@ def measuring(
         device: where.
         held: bytes that deciding left behind: libraries, a model that was trained.
     """
-    tokens, both = settings.max_tokens or 150_000, (original, result)
-    length = settings.length or 512
-    head = cast(Any, original.model).get_input_embeddings().weight.shape[0]
-    kept = MEASURING + held + REMEMBERED * any(use.experts for use in original.size.layers)
-    weights = sum(model.held(device) for model in both)
-    together = weights * ROOM <= free_bytes(device)
-    if not together:
-        weights = round(2 * max(model.held(device) / model.depth for model in both))
-    active = sum(model.size.active_parameters for model in both)
-    calls = sum(model.calls for model in both)
-    variants = 1 + len(settings.compare)
-    quality = Stage(
-        kept + weights + logits_held(head, length),
-        variants * 2.0 * active * tokens + 30.0 * head * tokens,
-        calls * (variants * tokens / BATCH + settings.new_tokens + 40),
-        4.0 * sum(model.bytes for model in both),
-    )
+    both = (original, result)
+    quality = scoring(both, settings, device, held)
     if not settings.rounds:
         return [quality]
+    head = logits_held(original.vocabulary, settings.length or 512)
+    active = sum(model.size.active_parameters for model in both)
+    calls = sum(model.calls for model in both)
     rounds = settings.rounds + 1
     speed = Stage(
-        kept + weights,
+        quality.memory - head,
         2.0 * active * (rounds + 1) * (512 + 32),
         calls * ((rounds + 1) * 33 + 10),
         (rounds * 32 + 10.0) * active * 4,
     )
     return [quality, replace(speed, starts=2 * CHILD)]
+
+
+def scoring(
+    models: Sequence[Built], settings: Evaluation, device: str = "cpu", held: int = 0
+) -> Stage:
+    """Quality of models on one text, side by side; tasks are not counted.
+
+    Args:
+        models: one, or two that are compared.
+        settings: how much is measured.
+        device: where.
+        held: bytes beside the models.
+    """
+    tokens, vocabulary = settings.max_tokens or MEASURED, models[0].vocabulary
+    kept = MEASURING + held + REMEMBERED * any(use.experts for use in models[0].size.layers)
+    weights = sum(model.held(device) for model in models)
+    if (settings.stream and not settings.rounds) or weights * ROOM > free_bytes(device):
+        weights = round(2 * max(model.held(device) / model.depth for model in models))
+    active = sum(model.size.active_parameters for model in models)
+    variants = 1 + len(settings.compare)
+    return Stage(
+        kept + weights + logits_held(vocabulary, settings.length or 512),
+        variants * 2.0 * active * tokens + 30.0 * vocabulary * tokens,
+        sum(model.calls for model in models)
+        * (variants * tokens / BATCH + settings.new_tokens + 40),
+        4.0 * sum(model.bytes for model in models),
+    )
+
+
+def observing(source: Weightless, recipe: Recipe) -> list[Stage]:
+    """Statistics of a mixture's experts, which pruning by them looks at first.
+
+    Args:
+        source: the mixture.
+        recipe: text, device and type.
+    """
+    model, arch = Built(source.config, None).model, moe_arch(source.config)
+    view = arch.mixture(arch.layers(model)[arch.moe_layers(model)[0]])
+    job, outline = outlined(source, PruneConfig(keep=view.count, refit=False), recipe)
+    return making(job, outline, 0, decided=False)
+
+
+@stopping_nothing
+def notice_of_observing(recipe: Recipe) -> str:
+    """What observing is predicted to take, in a line; empty where that is no minute.
+
+    Args:
+        recipe: the mixture, text, device and type; it has no steps.
+    """
+    if at_least(recipe) < QUICK:
+        return ""
+    with TemporaryDirectory(prefix="moesaic-") as folder:
+        stages = observing(foretold(recipe.model, Path(folder)), recipe)
+    machine = Machine.here(recipe.device)
+    seconds = sum(map(machine.seconds, stages))
+    return in_words(seconds, machine.resident + max(stage.memory for stage in stages))
+
+
+@stopping_nothing
+def notice_of_scoring(
+    names: Sequence[str], settings: Evaluation, device: str, dtype: torch.dtype | None
+) -> str:
+    """What measuring models is predicted to take, in a line; empty where that is no minute.
+
+    Args:
+        names: of one model or of two.
+        settings: how much is measured.
+        device: where.
+        dtype: floating-point type; None for each model's own.
+    """
+    sources = [resolve(name) for name in names]
+    tokens = settings.max_tokens or foretold_tokens(settings.data) or MEASURED
+    if 2.0 * sum(source.checkpoint.nbytes() for source in sources) * tokens < QUICK:
+        return ""
+    models = [Built(source.config, dtype) for source in sources]
+    machine = Machine.here(device)
+    stage = scoring(models, replace(settings, max_tokens=tokens, rounds=0), device)
+    beside = ["tasks beside that"] if settings.tasks else []
+    return in_words(machine.seconds(stage), machine.resident + stage.memory, *beside)
 
 
 # --- this machine --------------------------------------------------------------------------------
@@ -458,7 +606,7 @@ class Machine:
     @classmethod
     def here(cls, device: str = "cpu") -> Machine:
         """This machine, measured once a version of torch and kept beside other caches."""
-        started, resident = min(time.process_time(), 20.0), psutil.Process().memory_info().rss
+        started, resident = STARTED, psutil.Process().memory_info().rss
         file = cache_folder() / "speed.json"
         key = [__version__, torch.__version__, torch.get_num_threads(), device, EFFICIENCY, CALL]
         try:

@@ -113,6 +113,7 @@ def run_recipe(
     found: Values | None = None,
     more: Callable[[Path], Values] | None = None,
     log: Log | None = None,
+    checked: Callable[[Recipe], None] | None = None,
 ) -> Record | None:
     """Carry out a recipe: convert, save, measure, report.
 
@@ -125,6 +126,8 @@ def run_recipe(
         more: writes further files into the folder before it is whole, and returns what the record
             says of them.
         log: one that was begun; by default a new one.
+        checked: called when the request is found right, before anything is computed, such as to
+            tell what it will take.
 
     Returns:
         what is known of the run, as ``result.json`` holds it; None in all processes of a run but
@@ -136,7 +139,7 @@ def run_recipe(
     check_run(recipe, overwrite=overwrite, resume=resume)
     log, first = log or Log(track), process()[0] == 0
     with alone(Path(recipe.out)) if first else nullcontext(), log.listening():
-        return _run(recipe, overwrite, resume, found or {}, more, log)
+        return _run(recipe, overwrite, resume, found or {}, more, log, checked)
 
 
 def _run(
@@ -146,11 +149,14 @@ def _run(
     found: Values,
     more: Callable[[Path], Values] | None,
     log: Log,
+    checked: Callable[[Recipe], None] | None,
 ) -> Record | None:
     tokens: Tokens | None = None
     if (asked := recipe.evaluation) is not None:  # what is wrong with it is said before any work
         check_tasks(wanted_tasks(asked.tasks, asked.shots, asked.limit))
         tokens = measured_text(resolve(recipe.model), asked)
+    if checked is not None and process()[0] == 0:
+        checked(recipe)
     work = unfinished(recipe.out)
     if not resume and process()[0] == 0:
         Progress(work, {}).discard()
@@ -179,13 +185,14 @@ def _run(
     with whole_folder(Path(recipe.out), overwrite) as folder:
         with log.stage("write"):
             result.write(folder)
-        measured: JSON = {}
+        original = resolve(recipe.model)
+        stored = {"original": original, "result": Source("result", folder)}
+        measured: JSON = {"files": {n: s.checkpoint.nbytes() for n, s in stored.items()}}
         if settings is not None:
             gathered(str(folder))  # the others wait until it is whole
-            original = resolve(recipe.model)
             with log.stage("measure"):
                 shown: JSON = {"track": log.track, "tokens": tokens}
-                measured = measure(folder, original, result.builders, settings, **where, **shown)
+                measured |= measure(folder, original, result.builders, settings, **where, **shown)
         further = more(folder) if more is not None else {}
         record = _record(recipe, result, known, {**measured, **found, **further})
         record.log = log.as_json()

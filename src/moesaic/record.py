@@ -104,9 +104,9 @@ class Record:
     """``stages`` of the run with their seconds, the ``warnings`` that were given, and those of
     them that are ``of_speed``."""
     measured: Values = field(default_factory=dict)
-    """Measurements: ``evaluation``, ``files`` (bytes of weights on disk), ``scores``, ``routing``,
-    ``generation``, ``samples``, ``activity``, ``speed``, ``speed_interleaved``, ``speed_ratio``;
-    empty without ``--eval``."""
+    """``files``, bytes of the weights' files of ``original`` and ``result``. Measurements:
+    ``evaluation``, ``scores``, ``routing``, ``generation``, ``samples``, ``activity``, ``speed``,
+    ``speed_interleaved``, ``speed_ratio``; none of them without ``--eval``."""
 
     def as_json(self) -> JSON:
         """As ``result.json`` holds it: ``measured`` laid open beside the other keys."""

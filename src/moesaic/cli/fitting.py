@@ -19,7 +19,7 @@ from moesaic.cli.options import (
     Value,
     option,
 )
-from moesaic.cli.shared import check_push, emit, pushed, register
+from moesaic.cli.shared import check_push, emit, pushed, register, tell
 from moesaic.config import Calibration, Evaluation
 from moesaic.fitting.config import FitConfig
 from moesaic.io.layout import OWN, PAGE
@@ -57,7 +57,7 @@ def fit(
     from moesaic.cli.bars import bars, err_console
     from moesaic.fitting.search import fit
 
-    record = fit(recipe, config, overwrite=overwrite, resume=resume, track=bars)
+    record = fit(recipe, config, overwrite=overwrite, resume=resume, track=bars, tell=tell)
     assert record is not None
     shown = Group(tried(record.measured["tried"]), report.terminal(record))
     if record.steps:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, numbers, option
-from moesaic.cli.shared import columns, emit, register
+from moesaic.cli.shared import columns, emit, register, tell
 from moesaic.config import Bench, Evaluation, check_device, parse_dtype
 from moesaic.data.questions import wanted_tasks
 from moesaic.errors import MoesaicError
@@ -80,9 +80,13 @@ def evaluate(
             write_drawing(draw, report.sweep(points, f"{model}, by threshold"))
         emit(as_json, {"sweep": points}, columns({f"tau {p['tau']:g}": p for p in points}))
         return
+    from moesaic.estimates import notice_of_scoring
     from moesaic.metrics.evaluate import evaluate
 
     track = silent if process()[0] else bars
+    if not process()[0]:
+        names = [model] if against is None else [model, against]
+        tell(notice_of_scoring(names, asked, **where))
     found = evaluate(model, against=against, **settings, track=track).as_json()
     if process()[0]:  # the first process tells what all have found
         return

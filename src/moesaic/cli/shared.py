@@ -218,8 +218,13 @@ def carry_out(
         return
     from moesaic import report
     from moesaic.cli.bars import err_console
+    from moesaic.report.figures import memory
 
-    err_console.print(f"Checkpoint in {recipe.out}, report in {Path(recipe.out) / OWN / PAGE}")
+    before, after = (memory(size) for size in record.measured["files"].values())
+    place = f"Checkpoint in {recipe.out} ({before} -> {after})"
+    err_console.print(
+        f"{place}, report in {Path(recipe.out) / OWN / PAGE}", markup=False, soft_wrap=True
+    )
     found = pushed(recipe.out, push, push_plan)
     emit(as_json, {**record.output(), **found}, report.terminal(record))
 
@@ -227,12 +232,13 @@ def carry_out(
 def foretell(recipe: Recipe, as_json: bool) -> None:
     """Show what a recipe would make and take."""
     from moesaic.estimates import estimate
-    from moesaic.report.figures import memory
+    from moesaic.report.figures import memory, span
 
     found = estimate(recipe).as_json()
     sizes = (name for name in found if name.endswith("_bytes"))
     table = {**found, **{name.removesuffix("_bytes"): memory(found[name]) for name in sizes}}
     table = {name: value for name, value in table.items() if not name.endswith("_bytes")}
+    table["time"] = span(table.pop("seconds"))
     lacks = table.pop("loads_in")
     table |= {name: "; ".join(reasons) or "loads it" for name, reasons in lacks.items()}
     view = columns({recipe.out: table})
@@ -246,8 +252,15 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
     from moesaic import pipeline
     from moesaic.cli.bars import bars
 
+    def told(recipe: Recipe) -> None:
+        from moesaic.estimates import notice
+
+        tell(notice(recipe))
+
     try:
-        return pipeline.run_recipe(recipe, overwrite=overwrite, resume=resume, track=bars)
+        return pipeline.run_recipe(
+            recipe, overwrite=overwrite, resume=resume, track=bars, checked=told
+        )
     except KeyboardInterrupt:
         kept = any(unfinished(recipe.out).rglob("*.safetensors"))
         told = (
@@ -256,6 +269,14 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
             else ("Nothing is finished yet: the same command begins anew.")
         )
         fail(f"Interrupted. {told}", 130)
+
+
+def tell(line: str) -> None:
+    """Say on stderr what a long run is predicted to take; nothing where the line is empty."""
+    from moesaic.cli.bars import err_console
+
+    if line:
+        err_console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -27,7 +27,7 @@ from moesaic.cli.options import (
     option,
     pairs,
 )
-from moesaic.cli.shared import carry_out, columns, emit, register
+from moesaic.cli.shared import carry_out, columns, emit, register, tell
 from moesaic.config import Calibration, Evaluation, Verb, about, check_device, parse_dtype
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_file
@@ -159,11 +159,15 @@ def observe(
     from moesaic import api
     from moesaic.cli.bars import bars
     from moesaic.distributed import process
+    from moesaic.estimates import notice_of_observing
     from moesaic.stream.experts import StatsFile, merge_files
 
     if merge:
         merge_files(merge, stats)
     else:
+        if process()[0] == 0:
+            kind = str(dtype or "auto").removeprefix("torch.")
+            tell(notice_of_observing(Recipe(model, "", (), calibration, None, device, kind)))
         api.observe(
             model,
             stats,

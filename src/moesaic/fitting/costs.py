@@ -23,6 +23,7 @@ from moesaic.estimates import (
     carried_out,
     making,
     measuring,
+    observing,
     outlined,
 )
 from moesaic.exports.mixed import TYPES, groups
@@ -32,7 +33,6 @@ from moesaic.foreign import JSON, Model
 from moesaic.hub import convert_config
 from moesaic.io.weightless import Weightless, foretold
 from moesaic.methods.base import Outline
-from moesaic.methods.naee.config import PruneConfig
 from moesaic.recipe import Recipe
 from moesaic.stream.job import Job
 
@@ -152,6 +152,17 @@ class Costs:
             stages = known.measuring
         return {**found, f"{MEASURED} {_key(steps)}": self._seconds(stages)}
 
+    def peak(self, steps: Steps) -> int:
+        """Predicted bytes of memory while a result is made and measured."""
+        stages = [
+            stage
+            for number in range(1, len(steps) + 1)
+            for known in (self._of(steps[:number]),)
+            if known is not None
+            for stage in (*known.making, *known.measuring)
+        ]
+        return self._machine.resident + max((stage.memory for stage in stages), default=0)
+
     def decided(self, step: MethodConfig | ExportArgs, number: int) -> bool:
         """Whether a step decides from the file of statistics.
 
@@ -172,11 +183,7 @@ class Costs:
     @cached_property
     def _observing(self) -> float:
         """Seconds in which statistics are observed, which is what pruning by them does first."""
-        model, arch = Built(self._source.config, None).model, base_arch(self._source.config)
-        assert isinstance(arch, MoEArch)
-        view = arch.mixture(arch.layers(model)[arch.moe_layers(model)[0]])
-        job, outline = self._outlined(self._source, PruneConfig(keep=view.count))
-        return self._seconds(making(job, outline, 0, decided=False))
+        return self._seconds(observing(self._source, self.recipe))
 
     def _of(self, steps: Steps) -> _Known | None:
         key = _key(steps)

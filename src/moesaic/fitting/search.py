@@ -28,7 +28,7 @@ from moesaic.config import Calibration, ExportArgs, MethodConfig, RunArgs, in_un
 from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, evaluation_tokens
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built, Machine
+from moesaic.estimates import Built, Machine, in_words, notice
 from moesaic.fitting.candidates import Family, families, guessed, largest, mixed
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.costs import Costs, Ledger, Parts, Steps, Weight, told
@@ -129,10 +129,18 @@ class Search:
         config: the budget.
         work: a folder for what is finished.
         track: shows progress.
+        tell: shows a line, of what the search is predicted to take.
     """
 
-    def __init__(self, recipe: Recipe, config: FitConfig, work: Path, track: Track = silent):
-        self.config, self.work, self.track = config, work, track
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: FitConfig,
+        work: Path,
+        track: Track = silent,
+        tell: Callable[[str], None] | None = None,
+    ):
+        self.config, self.work, self.track, self.tell = config, work, track, tell
         self.source = resolve(recipe.model)
         self._windows: dict[int | None, Tokens] = {}
         self.recipe = replace(recipe, calibration=settled(recipe.calibration))
@@ -434,6 +442,7 @@ class Search:
         timely = self._timely(found, start + FIRST * self._seconds)
         tried = []
         weighed = self._weighed([(of, of[0].rough(of[1])) for of in timely])
+        self._foretell(timely, sum(weighed.weights))
         for family, most in self.track(weighed, "Trying candidates", len(timely)):
             for share in self._from(family, most):
                 candidate = self._try(family.name, family.rough(share), "rough", config)
@@ -509,6 +518,23 @@ class Search:
             weights.append(ledger.of(parts))
             ledger.enter(parts)
         return Weighed([item for item, _ in items], weights)
+
+    def _foretell(self, timely: Sequence[tuple[Family, float]], seconds: float) -> None:
+        """Tell what it takes to try some forms, and then to refine as many as may be refined."""
+        careful = [make(share) for family, share in timely for make in family.fine]
+        if self.tell is None or not timely:
+            return
+        known = [self.costs.parts(steps) for steps in careful if self.costs.of(steps) is not None]
+        each = sum(sum(parts.values()) for parts in known) / max(1, len(known))
+        refined = min(self.config.confirm, len(known))
+        peak = max(self.costs.peak(family.rough(share)) for family, share in timely)
+        line = in_words(
+            seconds + refined * each,
+            peak,
+            f"{len(timely)} forms and {refined} refined; the result itself comes on top",
+        )
+        if line:
+            self.tell(line)
 
     def _affords(self, name: str, steps: Steps, most: float) -> bool:
         """Whether there is time for a candidate, which is then counted, and else noted."""
@@ -714,6 +740,7 @@ def fit(
     overwrite: bool = False,
     resume: bool = False,
     track: Track = silent,
+    tell: Callable[[str], None] | None = None,
 ) -> Record | None:
     """Find the recipe that loses least within a budget, and carry it out.
 
@@ -723,6 +750,8 @@ def fit(
         overwrite: replace ``recipe.out`` if it exists, and drop an unfinished search.
         resume: continue an unfinished search; finished candidates are not measured again.
         track: shows progress.
+        tell: shows a line: what the search, and then the run, are predicted to take, where that is
+            over a minute.
 
     Returns:
         the record of the result, with ``chosen`` and ``tried`` among what was measured.
@@ -734,11 +763,16 @@ def fit(
         raise MoesaicError("fit runs in one process; the recipe that it finds runs in several.")
     check_run(recipe, overwrite=overwrite, resume=resume)
     with alone(Path(recipe.out)):
-        return _fit(recipe, config, overwrite, resume, track)
+        return _fit(recipe, config, overwrite, resume, track, tell)
 
 
 def _fit(
-    recipe: Recipe, config: FitConfig, overwrite: bool, resume: bool, track: Track
+    recipe: Recipe,
+    config: FitConfig,
+    overwrite: bool,
+    resume: bool,
+    track: Track,
+    tell: Callable[[str], None] | None,
 ) -> Record | None:
     work = searched(recipe.out)
     if not resume:
@@ -749,7 +783,7 @@ def _fit(
             )
         discard(work)
     log = Log(track)
-    search = Search(recipe, config, work, log.track)
+    search = Search(recipe, config, work, log.track, tell)
     recipe = search.recipe
     request = {
         "weights": search.source.fingerprint,
@@ -785,7 +819,13 @@ def _fit(
     record: Record | None
     if best.steps:
         record = run_recipe(
-            best, overwrite=overwrite, resume=resume, found=found, more=more, log=log
+            best,
+            overwrite=overwrite,
+            resume=resume,
+            found=found,
+            more=more,
+            log=log,
+            checked=None if tell is None else lambda recipe: tell(notice(recipe)),
         )
     else:
         record = rounded(best, search.source, found, more, overwrite)

@@ -96,16 +96,20 @@ def kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
     return (log_p.exp() * difference).double().sum(-1)
 
 
-def check_tokenizers(model: Tokenizer, original: Tokenizer) -> None:
-    """Refuse to compare models token by token that read text differently.
+def check_vocabularies(model: Tokenizer, original: Tokenizer) -> None:
+    """Refuse to compare models token by token to which a token is not the same.
+
+    Both get the same tokens, so that nothing else need agree: one file's reader may cut text
+    otherwise than another's, as of GGUF files, and a vocabulary may be filled up with more.
 
     Raises:
-        MoesaicError: their vocabularies or their reading of a sample differ.
+        MoesaicError: a number stands for two tokens.
     """
-    sample = "Über 1,234 tokens:\n\tdef f(x): return x  # naïve, isn't it?"
-    same = model.get_vocab() == original.get_vocab()
-    if not same or model(sample)["input_ids"] != original(sample)["input_ids"]:
+    ours, theirs = ({i: token for token, i in of.get_vocab().items()} for of in (model, original))
+    other = [i for i in sorted(ours.keys() & theirs.keys()) if ours[i] != theirs[i]]
+    if other or not ours.keys() & theirs.keys():
+        first = f": {other[0]} is {ours[other[0]]!r}, there {theirs[other[0]]!r}" if other else ""
         raise MoesaicError(
-            "against: its tokenizer differs from the model's, so their predictions cannot be "
+            f"against: its vocabulary differs from the model's{first}. Their predictions cannot be "
             "compared token by token; measure each by itself."
         )

@@ -16,7 +16,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import Model, Tokenizer, Track, silent
 from moesaic.io.caller import leaves_untouched, taken
 from moesaic.io.source import Source
-from moesaic.metrics.divergence import check_tokenizers
+from moesaic.metrics.divergence import check_vocabularies
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as continued
 from moesaic.metrics.measure import check_unseen, fit
@@ -74,8 +74,8 @@ def evaluate(
     asked = bool(wanted or generations or needs_tokenizer(data))
     if tokenizer is None and isinstance(first, Source) and asked:
         tokenizer = first.tokenizer
-    if len(found) > 1 and isinstance(found[1], Source) and tokenizer is not None:
-        check_tokenizers(tokenizer, found[1].tokenizer)
+    if asked and len(found) > 1 and isinstance(found[1], Source) and tokenizer is not None:
+        check_vocabularies(tokenizer, found[1].tokenizer)
     if (wanted or generations) and tokenizer is None:
         raise MoesaicError("tasks and generations of a loaded model need tokenizer=.")
     data = Tokens(data) if isinstance(data, torch.Tensor) else data
@@ -88,7 +88,7 @@ def evaluate(
         tokens = evaluation_tokens(data, tokenizer, length, max_tokens, first.config)
     for model_on_disk in (m for m in found if isinstance(m, Source)):
         check_unseen(model_on_disk, tokens, data)
-    runs = runners(found, stream, device, dtype)
+    runs = runners(found, stream, device, dtype, track)
     if generations:
         for run in runs:
             check_room(run, device, dtype)
@@ -111,7 +111,11 @@ def evaluate(
 
 
 def runners(
-    models: Sequence[Source | Model], stream: bool, device: str, dtype: torch.dtype | None
+    models: Sequence[Source | Model],
+    stream: bool,
+    device: str,
+    dtype: torch.dtype | None,
+    track: Track = silent,
 ) -> list[Runner]:
     """Models as runners: loaded if there is room for all of them, else read layer by layer.
 
@@ -120,6 +124,7 @@ def runners(
         stream: read those on disk layer by layer in any case.
         device: where to compute.
         dtype: floating-point type of those on disk; None for their own.
+        track: shows progress.
 
     Raises:
         MoesaicError: a loaded model cannot be read layer by layer.
@@ -128,7 +133,8 @@ def runners(
     if stream and len(sources) < len(models):
         raise MoesaicError("stream reads models from disk: pass their names or folders.")
     layerwise = stream or not fit(sources, device, dtype)
-    return [_runner(model, layerwise, device, dtype) for model in models]
+    shown = track(models, "Loading models", len(models)) if sources else models
+    return [_runner(model, layerwise, device, dtype) for model in shown]
 
 
 def _runner(
