@@ -252,14 +252,14 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
     from moesaic import pipeline
     from moesaic.cli.bars import bars
 
-    def told(recipe: Recipe) -> None:
+    def beforehand(recipe: Recipe) -> None:
         from moesaic.estimates import notice
 
         tell(notice(recipe))
 
     try:
         return pipeline.run_recipe(
-            recipe, overwrite=overwrite, resume=resume, track=bars, checked=told
+            recipe, overwrite=overwrite, resume=resume, track=bars, checked=beforehand
         )
     except KeyboardInterrupt:
         kept = any(unfinished(recipe.out).rglob("*.safetensors"))
