@@ -235,3 +235,12 @@ def test_values_that_are_not_finite_are_not_written(tmp_path, value, changed):
         writer.add(name, tensor * 1 if changed else tensor)
     with pytest.raises(MoesaicError, match="bad holds a value that is not finite"):
         writer.close()
+
+
+@pytest.mark.parametrize("name", ["qwen.tiktoken", "tekken.json", "tiktoken.model", "spiece.model"])
+def test_every_tokenizers_files_are_carried_over(tmp_path, name):
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / name).write_text("words")
+    (tmp_path / "out").mkdir()
+    Checkpoint(tmp_path).copy_side_files(tmp_path / "out")
+    assert (tmp_path / "out" / name).read_text() == "words"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import resource
 import shutil
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from builders import inside
@@ -457,3 +459,30 @@ def test_a_plan_that_names_no_weights_is_said(
     replace(plan, base=replace(plan.base, weights="")).save(tmp_path / "plan")
     moesaic.apply(str(moe_folder), tmp_path / "plan", tmp_path / "out")
     assert any("names no weights that it was made from" in said for said in caplog.messages)
+
+
+def test_a_config_of_any_size_is_answered_without_memory(
+    command: Command, theirs: Path, tmp_path: Path
+) -> None:
+    """20,000 layers took minutes, a million experts 98 GB, and a real model more than there was."""
+    asked = {
+        "num_hidden_layers": 20_000, "num_experts": 10**6, "vocab_size": 10**12,
+        "hidden_size": 2**20, "moe_intermediate_size": 2**30,
+    }  # fmt: skip
+    (tmp_path / "m").mkdir()
+    shutil.copyfile(theirs / "config.json", tmp_path / "m" / "config.json")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    held = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (held + (2 << 30), limits[1]))
+    try:
+        for key, value in asked.items():
+            shutil.copyfile(theirs / "config.json", tmp_path / "m" / "config.json")
+            edited(tmp_path / "m", "config.json", **{key: value})
+            dry = ("prune", "m", "out", "--keep", 6, "--dry-run")  # maps an empty file of that size
+            for line in (("inspect", "m"), *([dry] if value < 2**20 else [])):
+                code, _, err = command(*(tmp_path / "m" if x == "m" else x for x in line))
+                assert code in (0, 2), (key, err)
+                assert "allocate" not in err
+                assert "disk" not in err
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)

@@ -11,14 +11,16 @@ import struct
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Protocol
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from moesaic.errors import MoesaicError
@@ -57,6 +59,8 @@ TYPES: dict[str, torch.dtype] = {
 NAMES = {kind: name for name, kind in TYPES.items()}
 PIECE = 1 << 20
 """Bytes that are copied, and looked at, together: fewer, and threads cost more than they save."""
+LARGE = 1 << 20
+"""Elements from which on a tensor without values gets no memory."""
 COMPUTABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 SHAPES = 8
@@ -461,6 +465,19 @@ def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
     return found
 
 
+class _NoRoom(TorchFunctionMode):
+    """Inside, large tensors without values get no memory, for a config may ask for any size."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            size = kwargs.get("size", args)
+            size = size[0] if size and isinstance(size[0], tuple | list) else size
+            if prod(size) > LARGE:
+                kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Inside, parameters lose their values as soon as a module has them; buffers keep theirs."""
@@ -472,7 +489,8 @@ def _parameters_on_meta() -> Iterator[None]:
 
     hook = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]
     try:
-        yield
+        with _NoRoom():
+            yield
     finally:
         hook.remove()
 

@@ -188,7 +188,7 @@ class BlockScaled(Format):
         most = blocks.abs().amax((-3, -1))
         scales = torch.where(most > 0, most / torch.finfo(FP8).max, torch.ones_like(most))
         kind = like[self.ends[1]].dtype
-        if kind in (torch.uint8, torch.float8_e8m0fnu):
+        if kind in (torch.uint8, torch.float8_e8m0fnu) or self.said.get("scale_fmt") == "ue8m0":
             scales = scales.log2().ceil().exp2()
         codes = blocks / scales.unsqueeze(-1).unsqueeze(-3)
         most_fp8 = torch.finfo(FP8).max
@@ -476,12 +476,11 @@ class Compressed(Format):
         if self.zero in like:
             low, high = blocks.amin((1, 3)).clamp(max=0), blocks.amax((1, 3)).clamp(min=0)
             scales = (high - low) / (2 * highest + 1)
+        elif float8:
+            scales = blocks.abs().amax((1, 3)) / torch.finfo(FP8).max
         else:
-            most = torch.finfo(FP8).max if float8 else highest + 0.5
-            scales = blocks.abs().amax((1, 3)) / most
-        kind = like["_scale"].dtype
-        scales = torch.where(scales > 0, scales, torch.ones_like(scales)).to(kind)
-        scales = scales.clamp(min=torch.finfo(kind).tiny)
+            scales = self._nearest(blocks, like["_scale"].dtype)
+        scales = _positive(scales, like["_scale"].dtype)
         codes = blocks / scales.float()[:, None, :, None]
         if self.zero in like:
             zeros = (-highest - 1 - low / scales.float()).round().clamp(-highest - 1, highest)
@@ -496,6 +495,30 @@ class Compressed(Format):
         return self._stored(
             codes.view(values.shape), grid.view(_like(grid, like["_scale"])), zeros, like
         )
+
+    def _nearest(self, blocks: Tensor, kind: torch.dtype) -> Tensor:
+        """The scale of each block (G, H) by which whole numbers are nearest to its values.
+
+        The largest value may have any code where values were rounded before and the largest code
+        went with others: only then are they met exactly again.
+
+        Args:
+            blocks: (G, rows, H, columns).
+            kind: of stored scales.
+        """
+        highest = 2 ** (self.bits - 1) - 1
+        most = blocks.abs().amax((1, 3))
+        steps = [highest + 0.5, highest, highest + 1]  # the first is llm-compressor's
+        steps += range(1, highest) if self.bits == 4 else ()
+        best, least = most, torch.full_like(most, torch.inf)
+        for step in steps:
+            scales = _positive(most / step, kind)
+            wide = scales.float()[:, None, :, None]
+            codes = (blocks / wide).round().clamp(-highest - 1, highest)
+            lost = (codes * wide - blocks).square().sum((1, 3))
+            best = torch.where(lost < least, most / step, best)
+            least = torch.minimum(lost, least)
+        return best
 
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         codes, scales, zeros = self._codes(parts), parts["_scale"], self._zeros(parts)
@@ -530,6 +553,12 @@ def packed(codes: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
     raised = (codes.int() + 2 ** (bits - 1)).unflatten(-1, (-1, len(shifts)))
     return (raised << shifts).sum(-1, dtype=torch.int32)
+
+
+def _positive(scales: Tensor, kind: torch.dtype) -> Tensor:
+    """Scales as they are stored; one where there is nothing to scale."""
+    stored = torch.where(scales > 0, scales, torch.ones_like(scales)).to(kind)
+    return stored.clamp(min=torch.finfo(kind).tiny)
 
 
 def _spread(grid: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:

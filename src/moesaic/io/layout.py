@@ -25,6 +25,9 @@ SIDE_FILES = (
     "chat_template*",
     "generation_config.json",
     "*processor_config.json",
+    "tekken.json",
+    "*.tiktoken",
+    "*.model",
     "LICENSE*",
 )
 """What a rewritten checkpoint takes over from its source as it is."""

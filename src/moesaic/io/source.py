@@ -28,15 +28,18 @@ from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.io.checkpoint import Checkpoint, check_finite
 from moesaic.io.gguf import folder_of
 from moesaic.io.headers import mapping_of
-from moesaic.io.layout import PLAN, RECORD, placed
+from moesaic.io.layout import PLAN, RECORD, SIDE_FILES, placed
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
 from moesaic.io.packaged import packaged_file
 from moesaic.io.prediction import predicts
 from moesaic.io.quantised import Awaited, opened, said_of
 from moesaic.io.trust import NEEDS_CODE, brings_code, check_config, check_links, pretrained
 
-DEEPEST = 100_000
-"""Decoder layers at most: more are a mistake, and would take hours to be found out."""
+DEEPEST = 1000
+"""Decoder layers at most; the deepest model known has 126. More are a mistake, and would take
+minutes to be found out."""
+CROWDED = 10_000
+"""Experts at most; the most known are 1,024. The router of more would be asked in vain."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,10 @@ class Source:
             config: Config = pretrained(AutoConfig, self.folder)
             layers = config.get_text_config().num_hidden_layers
             if not 0 < layers <= DEEPEST:
-                raise ValueError(f"num_hidden_layers is {layers}")
+                raise ValueError(f"num_hidden_layers is {layers}, of {DEEPEST:,} at most")
+            for key, value in config.get_text_config().to_dict().items():
+                if "experts" in key and isinstance(value, int) and value > CROWDED:
+                    raise ValueError(f"{key} is {value:,}, of {CROWDED:,} at most")
         except MoesaicError:
             raise
         except Exception as error:  # transformers raises anything over a config that is odd
@@ -242,7 +248,7 @@ def resolve(name: str) -> Source:
         return Source(name, Path(str(files("moesaic").joinpath(f"assets/models/{name}"))))
     if path.suffix == ".gguf":
         return Source(name, folder_of(path))
-    return Source(name, from_hub(name, "*.safetensors", "*.json", "*.txt", "*.model"))
+    return Source(name, from_hub(name, "*.safetensors", "*.json", *SIDE_FILES))
 
 
 def from_hub(name: str, *patterns: str) -> Path:

@@ -80,7 +80,7 @@ def check_links(folder: Path) -> None:
 def side_files(folder: Path) -> Iterator[Path]:
     """What a rewritten checkpoint takes over from a folder: no weights, no code, no link out."""
     weights = misread(folder)
-    for file in (file for pattern in SIDE_FILES for file in sorted(folder.glob(pattern))):
+    for file in sorted({file for pattern in SIDE_FILES for file in folder.glob(pattern)}):
         if not file.is_file() or file.name in weights or file.suffix == ".py":
             continue
         if leads_out(file):

@@ -25,10 +25,14 @@ from moesaic.io.checkpoint import (
     place,
     shape_of,
 )
+from moesaic.io.layout import SIDE_FILES
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
 from moesaic.io.quantised import opened
 from moesaic.io.source import Source, resolve
 from moesaic.io.trust import check_links, side_files
+
+LARGEST = 1 << 44
+"""Bytes of a model at most, 17.6 TB: some file systems hold no larger file, be it empty."""
 
 
 class Weightless(Source):
@@ -105,7 +109,7 @@ def _of_hub(name: str, folder: Path) -> Weightless:
     from huggingface_hub import HfApi, snapshot_download
 
     try:
-        snapshot_download(name, allow_patterns=["*.json", "*.txt", "*.model"], local_dir=folder)
+        snapshot_download(name, allow_patterns=["*.json", *SIDE_FILES], local_dir=folder)
         found: Any = HfApi().get_safetensors_metadata(name)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
@@ -126,6 +130,9 @@ def _of_hub(name: str, folder: Path) -> Weightless:
 
 
 def _written(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    if size > LARGEST:
+        raise MoesaicError(f"config.json describes weights of {size:,} bytes, which nobody has.")
     writer = Outliner(folder)
     for name, tensor in tensors.items():
         writer.add(name, tensor)
