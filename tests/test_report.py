@@ -204,6 +204,16 @@ def test_other_formats_are_refused(format):
         Record.from_json({"format": 2})
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{"model": [1]}, {"native": "yes"}, {"steps": 3}, {"steps": ["a"]}, {"layers": {}},
+     {"steps": [{"verb": 1}]}, {"log": []}, {"calibration": "x"}, {"format": 2, "out": None}],
+)  # fmt: skip
+def test_a_record_of_wrong_types_is_refused(wrong):
+    with pytest.raises(ValueError, match="not whole"):
+        Record.from_json({**make().as_json(), **wrong})
+
+
 def test_page_shows_what_the_record_holds():
     page = Page(report.html([make()]))
     for shown in ("12.79", "19.57", "20.41", "8,176", "84 %", "1.27×", "0.96×", "500 ms"):

@@ -8,11 +8,9 @@ answered at once.
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from numbers import Integral, Real
 from pathlib import Path
 from textwrap import fill, indent
 from types import NoneType, UnionType
@@ -30,7 +28,7 @@ from typing import (
 )
 
 from moesaic.errors import MoesaicError, meant
-from moesaic.foreign import JSON, Config, Model, Tokenizer, Track, Values, at_home, silent
+from moesaic.foreign import JSON, Config, Model, Tokenizer, Track, Values, at_home, silent, suits
 
 if TYPE_CHECKING:
     import torch
@@ -142,13 +140,13 @@ def check_options(config: Config) -> None:
     for of in fields(config):
         value, said = getattr(config, of.name), about(of)
         hint = types_of(type(config))[of.name]
-        if value is None and _suits(None, hint):
+        if value is None and suits(None, hint):
             continue
         known = choices(type(config), of.name)
         if known and value not in known:
             listed = ", ".join(known)
             raise MoesaicError(f"{of.name} {value!r:.60} is none of {listed}.{meant(value, known)}")
-        if not _suits(value, hint):
+        if not suits(value, hint):
             raise MoesaicError(f"{of.name} must be {_in_words(hint)}; got {value!r:.60}.")
         if said.minimum is not None and value < said.minimum:
             raise MoesaicError(f"{of.name} {value!r} must be at least {said.minimum:g}.")
@@ -158,19 +156,6 @@ def check_options(config: Config) -> None:
 
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
 """The types of options in words."""
-
-
-def _suits(value: object, hint: Any) -> bool:
-    """Whether a value is what a field's type says; a number must be finite, too."""
-    kinds = get_args(hint)
-    if get_origin(hint) in (Union, UnionType):
-        return any(_suits(value, kind) for kind in kinds)
-    if get_origin(hint) is tuple:
-        return isinstance(value, tuple | list) and all(_suits(part, kinds[0]) for part in value)
-    if hint in (int, float):
-        number = Integral if hint is int else Real
-        return isinstance(value, number) and not isinstance(value, bool) and math.isfinite(value)
-    return get_origin(hint) is not None or not isinstance(hint, type) or isinstance(value, hint)
 
 
 def _in_words(hint: Any) -> str:

@@ -7,10 +7,13 @@ library itself is silent: the command line draws bars through a :class:`Track`.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from numbers import Integral, Real
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -64,6 +67,20 @@ def logits_alone(config: Config) -> JSON:
     """
     more = ("output_router_logits", "output_hidden_states", "output_attentions")
     return {name: False for name in more if getattr(config, name, False)}
+
+
+def suits(value: object, hint: Any) -> bool:
+    """Whether a value is what a field's type says; a number must be finite, too."""
+    origin, kinds = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(suits(value, kind) for kind in kinds)
+    if origin in (tuple, list):
+        return isinstance(value, tuple | list) and all(suits(part, kinds[0]) for part in value)
+    if hint in (int, float):
+        number = Integral if hint is int else Real
+        return isinstance(value, number) and not isinstance(value, bool) and math.isfinite(value)
+    kind = origin or hint
+    return not isinstance(kind, type) or isinstance(value, kind)
 
 
 def at_home(name: str) -> str:

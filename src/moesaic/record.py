@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TypeVar
+from typing import TypeVar, get_origin, get_type_hints
 
-from moesaic.foreign import JSON, Values
+from moesaic.foreign import JSON, Values, suits
 
 FORMAT = 2
 T = TypeVar("T")
@@ -129,10 +129,13 @@ class Record:
             )
         own = {f.name for f in fields(cls)} - {"measured"}
         try:
-            known = {k: v for k, v in plain.items() if k in own}
-            known["steps"] = [_known(Step, x) for x in plain["steps"]]
-            known["layers"] = [_known(LayerRecord, x) for x in plain["layers"]]
-            return cls(**known, measured={k: v for k, v in plain.items() if k not in own})
+            if not isinstance(plain["steps"], list) or not isinstance(plain["layers"], list):
+                raise TypeError("steps and layers are lists")
+            steps = [_known(Step, x) for x in plain["steps"]]
+            layers = [_known(LayerRecord, x) for x in plain["layers"]]
+            measured = {k: v for k, v in plain.items() if k not in own}
+            parts = {"steps": steps, "layers": layers, "measured": measured}
+            return _known(cls, {**plain, **parts})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not whole: {error}.") from None
 
@@ -147,9 +150,13 @@ class Record:
 
 def _known(cls: type[T], plain: Values) -> T:
     """A dataclass of its fields in plain JSON, where lists stand for tuples."""
-    names = [f.name for f in fields(cls) if f.name in plain]  # type: ignore[arg-type]
-    found = {name: plain[name] for name in names}
-    return cls(**{k: tuple(v) if k == "beyond" else v for k, v in found.items()})
+    found = {}
+    for name, hint in get_type_hints(cls).items():
+        if name in plain:
+            if not suits(plain[name], hint):
+                raise TypeError(f"{name} is {plain[name]!r:.40}")
+            found[name] = tuple(plain[name]) if get_origin(hint) is tuple else plain[name]
+    return cls(**found)
 
 
 def strongest(weights: Sequence[str]) -> str:
