@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import functools
 import io
 import json
+import operator
 import os
 import subprocess
 import sys
@@ -153,6 +156,24 @@ def test_a_record_of_an_older_version_is_refused(command, tmp_path):
     code, _, err = command("report", tmp_path, "--out", tmp_path / "r.html")
     assert code == 2
     assert "make the result anew" in err
+
+
+@pytest.mark.parametrize("value", ["x", [1], {"x": 1}, None, 3, [[]]])
+def test_a_record_of_wrong_types_is_refused_in_words(command, carved_folder, tmp_path, value):
+    """Whatever is wrong with it: it may be anybody's."""
+    record = json.loads((carved_folder / "moesaic/result.json").read_text())
+    record |= {"scores": {"result": {"perplexity": 3.0}}, "routing": {"0": {"share": [0.5, 0.5]}}}
+    places = [("model",), ("steps",), ("layers", 0), ("layers", 0, "told"), ("layers", 0, "shape")]
+    places += [("steps", 0, "beyond"), ("routing",), ("routing", "0"), ("routing", "0", "share")]
+    for place in places:
+        changed = copy.deepcopy(record)
+        *path, last = place
+        functools.reduce(operator.getitem, path, changed)[last] = value
+        file = tmp_path / "result.json"
+        file.write_text(json.dumps(changed))
+        code, _, err = command("report", file, "--out", tmp_path / "page.html")
+        assert code in (0, 2), (place, err)
+        assert "fault of moesaic" not in err
 
 
 def test_run_a_recipe_with_overrides(command, carved_folder, tmp_path):

@@ -230,7 +230,13 @@ def report(
     from moesaic import report
 
     first = [key for key in (saved, lost) if key]
-    page = (report.frontier_picture if out.suffix == ".svg" else report.html)(records, first)
+    try:
+        page = (report.frontier_picture if out.suffix == ".svg" else report.html)(records, first)
+    except (TypeError, ValueError, LookupError, AttributeError) as error:  # files are anybody's
+        raise MoesaicError(
+            f"{RECORD} holds figures that no run leaves, and cannot be drawn "
+            f"({type(error).__name__}: {error})."
+        ) from error
     if not page:
         raise MoesaicError("An .svg needs three measured models; these runs have fewer.")
     write_drawing(out, page)
