@@ -46,18 +46,13 @@ from moesaic.recipe import Recipe
 SOME = (
     "afmoe",  # a norm behind the block, a choice bias of its own
     "axk1",  # a norm that ends the block
-    "cohere2_moe",  # one norm for attention and experts
     "deepseek_v3",  # router groups, a choice bias, a shared path that is counted
     "gpt_oss",  # biases, a clamped gate
     "granitemoehybrid",  # a shared path beside the block, which every layer calls
     "hy_v4",  # a clamped gate, several residual streams, layers that hand on
-    "inkling2_text",  # an activation of two arguments
-    "jamba",
     "lfm2_moe",  # dense layers without an activation module, no hidden_act
-    "mixtral",
     "nemotron_h",  # no gates, layers without FFN
     "qwen2_moe",  # a gated shared path
-    "qwen4_exp_text",  # several residual streams, no norm of a layer's own
 )
 OTHERS = sorted({*tried()["moe"]} - {*SOME})
 WHOLE = {"dots3_note", "qwen3_5_moe", "qwen4_exp"}
