@@ -363,7 +363,7 @@ def test_a_long_run_is_told_before_anything_is_computed(
         code, out, err = command(*given, "--max-tokens", "512", "--json")
     assert (code, out) == (2, "")
     told = r"Predicted: \S+ \w+, \S+ \w+ memory, \S+ MiB disk, weights (.*) -> (.*)\. Error: now"
-    before, after = re.search(told, err).groups()  # type: ignore[union-attr]
+    before, after = re.match(told, err).groups()  # type: ignore[union-attr]
     assert before == " ".join(memory(resolve(str(moe_folder)).checkpoint.nbytes()).split())
     code, out, err = command(*given, "--no-eval", "--json")
     assert code == 0
