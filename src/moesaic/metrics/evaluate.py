@@ -80,14 +80,15 @@ def evaluate(
         raise MoesaicError("tasks and generations of a loaded model need tokenizer=.")
     data = Tokens(data) if isinstance(data, torch.Tensor) else data
     if isinstance(data, Tokens):
-        data.check(first.config)
         tokens = data
     else:
         if tokenizer is None and needs_tokenizer(data):
             raise MoesaicError("Text to measure on needs a tokenizer: pass tokenizer=, or Tokens.")
         tokens = evaluation_tokens(data, tokenizer, length, max_tokens, first.config)
-    for model_on_disk in (m for m in found if isinstance(m, Source)):
-        check_unseen(model_on_disk, tokens, data)
+    for each in found:
+        tokens.check(each.config)
+        if isinstance(each, Source):
+            check_unseen(each, tokens, data)
     runs = runners(found, stream, device, dtype, track)
     if generations:
         for run in runs:
