@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 USER_VENV := .venv-user
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test test-llamacpp test-triton test-browser test-install test-documents mutants faults format docs docs-tables architectures tiny-models clean
+.PHONY: help demo test test-vllm test-mlx test-llamacpp test-triton test-browser test-install test-documents mutants faults format docs docs-tables architectures tiny-models clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/' | expand -t 14
@@ -40,7 +40,21 @@ test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once install
 build/llamacpp/llama.cpp: scripts/setup_llamacpp.sh | $(VENV)/.dev
 	scripts/setup_llamacpp.sh $(VENV) build/llamacpp
 
-test-llamacpp: build/llamacpp/llama.cpp $(VENV)/.smollm2  ## Build llama.cpp and try exports in it
+# What engines say is written into a JSON file.
+TRY := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 ENGINES_JSON=build/engines.json \
+  LLAMA_CPP=build/llamacpp/llama.cpp $(BIN)/pytest -m engines tests/engines -k
+
+build/vllm/.ready build/mlx/.ready: build/%/.ready: scripts/setup_engine.sh
+	scripts/setup_engine.sh $* build/$*
+
+test-vllm: build/vllm/.ready | $(VENV)/.dev  ## Every verb's results in vLLM, its CPU build
+	$(TRY) "transformers or vllm"
+
+test-mlx: build/mlx/.ready | $(VENV)/.dev  ## Every verb's results in mlx-lm, on Linux
+	$(TRY) "transformers or mlx"
+
+test-llamacpp: build/llamacpp/llama.cpp $(VENV)/.smollm2  ## Build llama.cpp; every verb's results in it
+	$(TRY) "transformers or llamacpp"
 	LLAMA_CPP=build/llamacpp/llama.cpp HF_HUB_OFFLINE=1 $(BIN)/pytest -m slow tests/test_llamacpp.py
 
 $(VENV)/.browser: | $(VENV)/.dev

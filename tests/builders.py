@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import json
 import os
 import shutil
 import socket
@@ -11,11 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -281,6 +284,37 @@ def saved(folder: Path, model: Any, layers: dict[int, LayerPlan]) -> Source:
     """A model with these layers converted, saved as a user would have it."""
     hub.save_live(converted(model, layers), None, folder)
     return resolve(str(folder))
+
+
+# --- few bits ------------------------------------------------------------------------------------
+
+
+def blank(form: Any, tensor: Tensor, group: int = 16) -> dict[str, Tensor]:
+    """A weight of the same shape in a format, without values."""
+    parts = {form.ends[0]: tensor, form.ends[1]: torch.zeros(1, 1)}
+    if form.method == "compressed-tensors":
+        rows, columns = tensor.shape
+        parts[form.ends[0]] = torch.zeros(rows, columns // form.each, dtype=torch.int32)
+        parts[form.ends[1]] = torch.zeros(rows, columns // group, dtype=torch.bfloat16)
+        parts[form.ends[2]] = torch.tensor([rows, columns])
+    return parts
+
+
+def quantise(folder: Path, form: Any, chosen: Callable[[str, Tensor], bool]) -> Path:
+    """Store the matrices of a checkpoint in a format, as its publishers would."""
+    file = folder / "model.safetensors"
+    tensors, out = load_file(file), {}
+    for name, tensor in tensors.items():
+        if chosen(name, tensor):
+            parts = form.parts(tensor, blank(form, tensor))
+            out |= {name + end: part for end, part in parts.items()}
+        else:
+            out[name] = tensor.to(torch.bfloat16)
+    save_file(out, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"quantization_config": form.said, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 # --- comparisons ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from builders import loaded, logits, tiny_moe, weights
+from builders import loaded, logits, quantise, tiny_moe, weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
@@ -50,34 +50,6 @@ KEPT = torch.tensor([0, 2, 3, 5, 6, 7])
 
 def drawn(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def blank(form, tensor, group=16):
-    """A weight of the same shape in a format, without values."""
-    parts = {form.ends[0]: tensor, form.ends[1]: torch.zeros(1, 1)}
-    if form.method == "compressed-tensors":
-        rows, columns = tensor.shape
-        parts[form.ends[0]] = torch.zeros(rows, columns // form.each, dtype=torch.int32)
-        parts[form.ends[1]] = torch.zeros(rows, columns // group, dtype=torch.bfloat16)
-        parts[form.ends[2]] = torch.tensor([rows, columns])
-    return parts
-
-
-def quantise(folder, form, chosen):
-    """Store the matrices of a checkpoint in a format, as its publishers would."""
-    file = folder / "model.safetensors"
-    tensors, out = load_file(file), {}
-    for name, tensor in tensors.items():
-        if chosen(name, tensor):
-            parts = form.parts(tensor, blank(form, tensor))
-            out |= {name + end: part for end, part in parts.items()}
-        else:
-            out[name] = tensor.to(torch.bfloat16)
-    save_file(out, file, metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"quantization_config": form.said, "dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module")

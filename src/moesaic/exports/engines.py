@@ -1,7 +1,8 @@
 """Limits of the engines that serve native exports, read in their own sources.
 
-transformers is not in the table: every export is run there before it is kept. The others are
-read, not run, but for llama.cpp, which the slow tests run.
+transformers is not in the table: every export is run there before it is kept. ``tests/engines``
+tries vLLM, mlx-lm and llama.cpp: they compute what nothing is said of here. SGLang is read, not
+run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 from moesaic.exports.targets import head_dim_of
 from moesaic.foreign import Config
+from moesaic.io.quantised import said_of
 
 
 def limits(config: Config, ep: int = 1) -> dict[str, list[str]]:
@@ -60,6 +62,24 @@ def _vllm(config: Config, ep: int) -> Iterator[str]:
         yield from _granite_attention(config)
         if config.attention_bias:
             yield "attention biases: its Granite builds the projections with bias=False"
+
+
+def _mlx(config: Config, ep: int) -> Iterator[str]:
+    """ml-explore/mlx-lm: mlx_lm/models/*.py."""
+    kind, method = config.model_type, (said_of(config) or {}).get("quant_method")
+    if kind == "granitemoeshared":
+        yield "GraniteMoeShared: it has no such class"
+    if kind == "qwen2_moe" and config.tie_word_embeddings:
+        yield "tied embeddings: its Qwen2-MoE has a head of its own (--untie writes one)"
+    if kind == "qwen2_moe" and config.mlp_only_layers:
+        yield "dense layers between routed ones: its Qwen2-MoE wants experts in every layer"
+    if kind == "gpt_oss" and method != "mxfp4":
+        yield "experts that are not in MXFP4: its gpt-oss does not find their names"
+    alone = kind in ("deepseek_v3", "glm4_moe") and config.num_experts_per_tok == 1
+    if alone and config.norm_topk_prob:
+        yield "one expert a token: its weight is not normalised there"
+    if method == "fp8" and kind != "deepseek_v3":
+        yield "weights in FP8: it reads them in DeepSeek-V3 alone"
 
 
 def _sglang(config: Config, ep: int) -> Iterator[str]:
@@ -121,6 +141,7 @@ def _llamacpp(config: Config, ep: int) -> Iterator[str]:
 
 ENGINES: dict[str, Callable[[Config, int], Iterator[str]]] = {
     "vllm": _vllm,
+    "mlx-lm": _mlx,
     "sglang": _sglang,
     "llama.cpp": _llamacpp,
 }

@@ -1,0 +1,170 @@
+"""What every engine is given: small random models, rebuilt by every verb that takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from builders import MOE, VOCAB, quantise, tiny_model, tiny_moe, tiny_tokenizer
+from torch import nn
+
+from moesaic import CondenseConfig, LExIConfig, MoREConfig, PruneConfig, SlimConfig
+from moesaic.api import verb
+from moesaic.config import MethodConfig
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.exports.native import decide, write
+from moesaic.io.formats import BlockScaled, Microscaled
+from moesaic.io.source import resolve
+
+SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Heads of 32, the smallest that engines have attention for."""
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": 64},
+    "qwen2_moe": {
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "mlp_only_layers": [],
+    },
+    "qwen3_moe": {"moe_intermediate_size": 64, "head_dim": 32},
+    "deepseek_v3": {
+        "moe_intermediate_size": 64,
+        "intermediate_size": 128,
+        "num_key_value_heads": 4,
+        # On a CPU, vLLM has this attention for these two alone, which are the published model's.
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 32,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+    },
+    "glm4_moe": {"moe_intermediate_size": 64, "intermediate_size": 128, "head_dim": 32},
+    "gpt_oss": {
+        "intermediate_size": 64,
+        "head_dim": 32,
+        # mlx-lm and llama.cpp round YaRN's bounds, which shows in heads this small.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": True,
+        },
+    },
+    "olmoe": {"intermediate_size": 64, "num_key_value_heads": 4},
+    "granitemoe": {"intermediate_size": 64},
+    "granitemoeshared": {"intermediate_size": 64, "shared_intermediate_size": 96},
+}
+DENSE: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 256, "mlp_bias": False},
+    "qwen2": {"intermediate_size": 256},
+    "qwen3": {"intermediate_size": 256, "head_dim": 32},
+}
+FORMATS = {"deepseek_v3 in FP8": "fp8", "qwen3_moe in FP8": "fp8", "gpt_oss in MXFP4": "mxfp4"}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+
+PRUNED, SLIMMED = PruneConfig(keep=6), SlimConfig(keep=0.5)
+VERBS: dict[str, MethodConfig] = {
+    "prune": PRUNED,
+    "prune --no-refit": PruneConfig(keep=6, refit=False),
+    "prune --padding": PruneConfig(keep=6, uniform=False, padding=True),
+    "slim": SLIMMED,
+    "slim --no-refit": SlimConfig(keep=0.5, refit=False),
+    "condense": CondenseConfig(keep="shared+routed", shared_gate="mean", candidates=(1,)),
+    "condense --keep attention": CondenseConfig(keep="attention", candidates=(1,)),
+    "condense --keep nothing": CondenseConfig(keep="nothing", candidates=(1,)),
+    "skip --experts-per-token 1": LExIConfig(experts_per_token=1),
+}
+DENSE_VERBS: dict[str, MethodConfig] = {
+    "carve --method more": MoREConfig(active=0.75, layers="all"),
+    "carve --method more --variant naive": MoREConfig(variant="naive", active=0.5, layers="all"),
+    "carve --method more --variant static": MoREConfig(variant="static", active=0.75, layers="all"),
+    "slim": SLIMMED,
+    "slim --no-refit": SlimConfig(keep=0.5, refit=False),
+}
+ROUNDED_VERBS: dict[str, MethodConfig] = {"prune": PRUNED, "slim": SLIMMED}
+
+CASES = [
+    *((model, verb) for model in MIXTURES for verb in VERBS),
+    *((model, verb) for model in DENSE for verb in DENSE_VERBS),
+    *((model, verb) for model in FORMATS for verb in ROUNDED_VERBS),
+]
+"""Pairs of a model and a verb."""
+
+PLAIN = ("mixtral", "olmoe", "granitemoe", "granitemoeshared")
+"""Mixtures all of whose layers route, and whose routers have no bias."""
+REFUSED = {
+    "prune --padding": (*PLAIN, "qwen2_moe", "qwen3_moe"),
+    "condense": (*PLAIN, "gpt_oss"),
+    "condense --keep attention": (*PLAIN, "gpt_oss"),
+    "condense --keep nothing": ("gpt_oss",),
+}
+"""By verb, the models of which there is no native result."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A result in the form that engines read, or why there is none."""
+
+    folder: Path | None
+    source: Path | None = None
+    """The result that it was exported from, itself where it is native."""
+    refusal: str = ""
+
+
+def base(called: str, folder: Path) -> Path:
+    """Write the model that verbs start from."""
+    name = called.partition(" ")[0]
+    sizes = {**SIZES, **MIXTURES.get(name, DENSE.get(name, {}))}
+    if called in FORMATS:
+        wide = "intermediate_size" if name == "gpt_oss" else "moe_intermediate_size"
+        sizes |= {wide: 256, "num_key_value_heads": 4}
+    model = (tiny_moe if name in MOE else tiny_model)(name, **sizes)
+    with torch.no_grad():
+        for bias, values in model.named_buffers():
+            if bias.endswith("e_score_correction_bias"):
+                values.abs_()  # a score below zero loses to the zero of other groups in mlx-lm
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    if FORMATS.get(called) == "fp8":
+        others = [
+            f"model.layers.{i}.self_attn.{name}"
+            for i, layer in enumerate(model.model.layers)
+            for name, module in layer.self_attn.named_modules()
+            if isinstance(module, nn.Linear)
+        ]
+        said = FP8 | {"modules_to_not_convert": ["lm_head", *others]}
+        quantise(
+            folder, BlockScaled(said), lambda n, t: ".mlp." in n and n.endswith("_proj.weight")
+        )
+    elif FORMATS.get(called) == "mxfp4":
+        projections = ("experts.down_proj", "experts.gate_up_proj")
+        quantise(folder, Microscaled(MXFP4), lambda name, _: name.endswith(projections))
+    return folder
+
+
+def make(model: str, asked: str, place: Path) -> Made:
+    """What a verb makes of a model, exported where it is not of the architecture's own class."""
+    start = place / "base" / model
+    if not start.exists():
+        base(model, start)
+    config = (ROUNDED_VERBS if model in FORMATS else VERBS if model in MIXTURES else DENSE_VERBS)[
+        asked
+    ]
+    result, native = place / model / asked / "result", place / model / asked / "native"
+    ids = torch.randint(3, VOCAB, (32, 64), generator=torch.Generator().manual_seed(1))
+    try:
+        verb(config.verb, str(start), config, calibration=Tokens(ids)).save(result)
+        source = resolve(str(result))
+        if not source.config.model_type.startswith("moesaic_"):
+            return Made(result, result)
+        native.mkdir()
+        write(source, decide(source), native)  # the suite itself verifies it
+        return Made(native, result)
+    except MoesaicError as refusal:
+        return Made(None, refusal=str(refusal))
