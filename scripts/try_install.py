@@ -64,8 +64,8 @@ FIRST = (
 DOCUMENTS = ("README.md", "docs/tutorials/laptop.md")
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LESS = {
-    **dict.fromkeys(("carve", "slim", "prune", "skip"), "--samples 8 --max-tokens 1024"),
-    "fit": "--samples 8 --max-tokens 512",
+    **dict.fromkeys(("carve", "slim", "prune", "skip"), "--samples 4 --max-tokens 512"),
+    "fit": "--samples 4 --max-tokens 512",
     "eval": "--max-tokens 512",
     "bench": "--rounds 3",
     "generate": "--new-tokens 8",
