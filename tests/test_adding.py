@@ -290,10 +290,11 @@ def done(package, tmp_path_factory):
     tiny_tokenizer().save_pretrained(folder / "seed")
     brief = ["--max-tokens", "256", "-o", "rounds=0", "-o", "new_tokens=2", "--json"]
     text = ["--samples", "8", "--length", "32"]
+    once = ["--no-refit", *text]
     commands = [
         ["carve", "tiny-dense", "halves", "--method", "halves", "--share", "0.75", *brief],
-        ["prune", "tiny-moe", "quietest", "--keep", "6", "--criterion", "quietest", "--no-refit", *text, *brief],
-        ["carve", "seed", "carved-seed", "--layers", "all", *text, *brief],
+        ["prune", "tiny-moe", "quietest", "--keep", "6", "--criterion", "quietest", *once, *brief],
+        ["carve", "seed", "carved-seed", "--method", "more", "--layers", "all", *text, *brief],
         ["dampen", "tiny-dense", "dampen", "--factor", "0.5", *brief],
         ["apply", "tiny-dense", "dampen", "applied"],
         ["inspect", "dampen", "--json"],

@@ -17,7 +17,6 @@ import wrapt
 from moesaic import __version__
 from moesaic.cli import fitting, measure, results, verbs
 from moesaic.cli.shared import app, fail
-from moesaic.cli.start import outlined, remember_less, start_quickly
 from moesaic.errors import MoesaicError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -25,6 +24,11 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 TORCH = "inline_container.cc"
 """The part of torch that writes training checkpoints; it says no more than that it could not."""
+
+REMEMBERED = {"LRU_CACHE_CAPACITY": "512", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512"}
+"""Compiled products that torch and oneDNN remember, by their shapes, each half a megabyte: experts
+of a mixture meet new numbers of tokens in each batch. The default is 1,024; prompts of a small
+mixture take a third longer with 256, and as long with 512."""
 
 for group in (verbs, fitting, measure, results):
     group.commands()
@@ -83,14 +87,18 @@ def quiet_libraries() -> None:
         module.disable_progress_bar()
 
 
+def remember_less() -> None:
+    """Bound what is remembered of products' shapes, unless the user did."""
+    for name, most in REMEMBERED.items():
+        os.environ.setdefault(name, most)
+
+
 def main() -> None:
     """Entry point of the ``moesaic`` command."""
     quiet_libraries()
     remember_less()
-    start_quickly()
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    with explained(), outlined("--dry-run" in sys.argv and not several):
-        if several:
+    with explained():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             from moesaic.distributed import join_processes
 
             join_processes()
