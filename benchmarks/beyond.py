@@ -39,9 +39,9 @@ from moesaic.methods.more.method import MoRE
 from moesaic.metrics.measure import environment
 from moesaic.metrics.memory import forget_peak, peak_resident
 from moesaic.metrics.score import score
+from moesaic.observation.job import Finished, Job
 from moesaic.plan import Plan
 from moesaic.result import Result
-from moesaic.stream.job import Finished, Job
 from moesaic.surgery import applied
 
 TOKENS = 8192

@@ -29,7 +29,7 @@ from moesaic.metrics.forward import runner
 from moesaic.metrics.measure import environment
 from moesaic.metrics.score import scores_beside
 from moesaic.nn.channels import ChannelLinear, Cut
-from moesaic.stream.job import Finished, Job
+from moesaic.observation.job import Finished, Job
 
 OUT = Path(__file__).with_suffix(".json")
 RATIOS = (0.8, 0.7, 0.6)

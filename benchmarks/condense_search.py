@@ -28,8 +28,8 @@ from moesaic.layers.condensed import CondensedLayer
 from moesaic.methods.cdmoe.divergence import js
 from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch
 from moesaic.metrics.measure import environment
+from moesaic.observation.stream import LayerStream, Spill
 from moesaic.plan import Plan
-from moesaic.stream.stream import LayerStream, Spill
 from moesaic.surgery import applied
 
 

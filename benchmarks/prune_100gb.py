@@ -33,8 +33,8 @@ from moesaic.io.checkpoint import INDEX_NAME, Checkpoint, skeleton
 from moesaic.io.source import resolve
 from moesaic.methods.naee.observed import plain
 from moesaic.metrics.measure import environment
-from moesaic.stream.experts import ExpertStats, join, layer_file, save_layer
-from moesaic.stream.neurons import no_stats
+from moesaic.observation.experts import ExpertStats, join, layer_file, save_layer
+from moesaic.observation.neurons import no_stats
 from moesaic.surgery import base_shape
 
 BLOCK = 128

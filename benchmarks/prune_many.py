@@ -24,8 +24,8 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.methods.naee.reconstruction import reconstruction_losses
 from moesaic.methods.naee.search import Found, Losses, greedy, refined
 from moesaic.metrics.measure import environment
-from moesaic.stream.experts import ExpertStats, observe_experts
-from moesaic.stream.stream import LayerStream
+from moesaic.observation.experts import ExpertStats, observe_experts
+from moesaic.observation.stream import LayerStream
 
 TYPES = ("qwen3_moe", "qwen2_moe")
 """A router whose weights are made to sum to one, and one whose weights are the softmax's own."""

@@ -25,8 +25,8 @@ from moesaic.arch.mixture import MoEFFN
 from moesaic.methods.naee.criteria import Case
 from moesaic.methods.naee.pruning import Pruner
 from moesaic.metrics.measure import environment
-from moesaic.stream.experts import observe_experts
-from moesaic.stream.stream import LayerStream, Site
+from moesaic.observation.experts import observe_experts
+from moesaic.observation.stream import LayerStream, Site
 
 
 @torch.no_grad()

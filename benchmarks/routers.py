@@ -35,8 +35,8 @@ from moesaic.methods.more.formulas import memberships, prototypes
 from moesaic.methods.more.method import MoRE
 from moesaic.metrics.measure import environment
 from moesaic.nn.routers import running
-from moesaic.stream.job import Job
-from moesaic.stream.stream import Site
+from moesaic.observation.job import Job
+from moesaic.observation.stream import Site
 
 LENGTH, FITTED, TESTED = 256, 100, 16
 RANKS = (16, 32, 64)

@@ -25,9 +25,9 @@ from moesaic.layers.carved import CarvedLayer
 from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.result import save_applied
-from moesaic.stream.stream import LayerStream
 from moesaic.surgery import base_shape
 
 TOKENS = torch.randint(1, 384, (2, 12), generator=torch.Generator().manual_seed(1))

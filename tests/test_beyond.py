@@ -39,10 +39,10 @@ from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
 from moesaic.nn import CarvedFFN
 from moesaic.nn.phase import set_mode
+from moesaic.observation.job import Job
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.recipe import step_config
-from moesaic.stream.job import Job
-from moesaic.stream.stream import LayerStream
 from moesaic.surgery import applied
 
 

@@ -28,10 +28,10 @@ from moesaic.methods.cdmoe.experts import (
     weight_scores,
 )
 from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch
+from moesaic.observation.stream import LayerStream
 from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.recipe import Calibration, parse_recipe
-from moesaic.stream.stream import LayerStream
 from moesaic.surgery import applied
 
 SHARED = [

@@ -30,9 +30,9 @@ from moesaic.metrics.memory import free_bytes
 from moesaic.nn import CarvedFFN
 from moesaic.nn.overlapping import OverlappingFFN
 from moesaic.objectives import Schedule
-from moesaic.stream.experts import observe_experts
-from moesaic.stream.job import Job
-from moesaic.stream.stream import LayerStream, Spill
+from moesaic.observation.experts import observe_experts
+from moesaic.observation.job import Job
+from moesaic.observation.stream import LayerStream, Spill
 from moesaic.train import train
 
 # --- offloaded and hooked results ----------------------------------------------------------------

@@ -20,9 +20,9 @@ from moesaic.hub import native_config
 from moesaic.layers.fewer import FewerLayer
 from moesaic.methods.lexi.method import allotted
 from moesaic.metrics.size import model_size
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.recipe import step_config
-from moesaic.stream.stream import LayerStream
 from moesaic.surgery import base_shape, headers_of
 
 

@@ -25,7 +25,7 @@ from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.size import model_size
 from moesaic.nn.channels import Cut
 from moesaic.nn.skipping import make_skipping, skip
-from moesaic.stream.stream import LayerStream
+from moesaic.observation.stream import LayerStream
 
 ATTENTION = 2 * 32 * 32 + 2 * 32 * 16
 """Queries and outputs; keys and values of half as many heads."""

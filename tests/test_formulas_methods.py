@@ -30,9 +30,9 @@ from moesaic.methods.sft.gates import factors
 from moesaic.methods.slim.choice import Products
 from moesaic.methods.slim.scores import SCORES, Neurons
 from moesaic.metrics.size import model_size
+from moesaic.observation.job import Finished, Job
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
-from moesaic.stream.job import Finished, Job
-from moesaic.stream.stream import LayerStream
 from moesaic.surgery import base_shape
 
 

@@ -20,8 +20,8 @@ from moesaic.arch.routing import RoutingFunction
 from moesaic.data.text import Tokens
 from moesaic.methods.naee import reconstruction
 from moesaic.methods.naee.criteria import CRITERIA, OWN, Case
-from moesaic.stream.experts import observe_experts
-from moesaic.stream.stream import LayerStream
+from moesaic.observation.experts import observe_experts
+from moesaic.observation.stream import LayerStream
 
 EXPERTS = 8
 Calls = list[tuple[int, float, Tensor]]

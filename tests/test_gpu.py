@@ -19,7 +19,7 @@ from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.sft.config import TuneConfig
 from moesaic.metrics.memory import free_bytes
-from moesaic.stream.stream import Spill
+from moesaic.observation.stream import Spill
 
 pytestmark = [
     pytest.mark.gpu,

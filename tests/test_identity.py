@@ -33,10 +33,10 @@ from moesaic import (
 from moesaic.io import fingerprint
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import resolve
+from moesaic.observation.experts import merge_files
 from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.recipe import Calibration, Recipe
-from moesaic.stream.experts import merge_files
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours

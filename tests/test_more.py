@@ -39,7 +39,7 @@ from moesaic.methods.more.formulas import (
 )
 from moesaic.methods.more.method import MoRE
 from moesaic.metrics.routing import jsd
-from moesaic.stream.stream import LayerStream
+from moesaic.observation.stream import LayerStream
 
 
 def site_of(tokens, index=2, **options):

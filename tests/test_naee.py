@@ -31,9 +31,7 @@ from moesaic.methods.naee.search import (
     refined,
     subsets,
 )
-from moesaic.pipeline import run_recipe
-from moesaic.recipe import Calibration, Recipe
-from moesaic.stream.experts import (
+from moesaic.observation.experts import (
     StatsFile,
     evenly,
     merge_files,
@@ -42,7 +40,9 @@ from moesaic.stream.experts import (
     sample_share,
     unpacked,
 )
-from moesaic.stream.stream import LayerStream
+from moesaic.observation.stream import LayerStream
+from moesaic.pipeline import run_recipe
+from moesaic.recipe import Calibration, Recipe
 
 TESTS = Path(__file__).parent
 
@@ -113,7 +113,7 @@ def test_losses_do_not_depend_on_blocks(tokens, monkeypatch):
     sets_CE = torch.cat(list(every_set(8, 5)))
     whole = reconstruction_losses(stats, site.view.routing)(sets_CE)
     monkeypatch.setattr("moesaic.methods.naee.reconstruction.ELEMENTS", 700)
-    monkeypatch.setattr("moesaic.stream.experts.BLOCK_BYTES", 5000)
+    monkeypatch.setattr("moesaic.observation.experts.BLOCK_BYTES", 5000)
     blocks = reconstruction_losses(observe_experts(site), site.view.routing)(sets_CE)
     torch.testing.assert_close(whole, blocks, rtol=1e-6, atol=0)
 

@@ -19,8 +19,8 @@ from moesaic.methods.naee.criteria import CRITERIA
 from moesaic.methods.naee.reconstruction import Reconstruction
 from moesaic.methods.naee.rerouting import Law, law_of
 from moesaic.methods.naee.search import Neighbours, _Each, greedy, refined
-from moesaic.stream.experts import PARTS, ExpertStats, observe_experts
-from moesaic.stream.stream import LayerStream
+from moesaic.observation.experts import PARTS, ExpertStats, observe_experts
+from moesaic.observation.stream import LayerStream
 
 LAWS = {
     "mixtral": Law.STAY,

@@ -35,8 +35,8 @@ from moesaic.methods.slim.curvature import curvatures
 from moesaic.methods.slim.scores import OWN, SCORES
 from moesaic.methods.slim.surgeon import removal_costs
 from moesaic.metrics.size import model_size
-from moesaic.stream.job import Job
-from moesaic.stream.neurons import observe_neurons, watching, weight_stats
+from moesaic.observation.job import Job
+from moesaic.observation.neurons import observe_neurons, watching, weight_stats
 
 
 def slimmed(model: Any, tokens: Any, *, compare: tuple[str, ...] = (), **options: Any) -> Any:

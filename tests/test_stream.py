@@ -17,7 +17,7 @@ from moesaic.methods.channels.config import WINAConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import Whole
-from moesaic.stream.stream import LayerStream, Spill
+from moesaic.observation.stream import LayerStream, Spill
 
 
 def dense_stream(model, tokens, layers=None, **options):

@@ -19,10 +19,10 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.tendency import Overlap, overlap, together
 from moesaic.methods.naee.wanda import thin, thinned, two_of_four
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan
 from moesaic.report import overlap as drawn_overlap
 from moesaic.report.mixtures import together as drawn_together
-from moesaic.stream.stream import LayerStream
 
 
 def best_of_six(weight_OI: Tensor, norm_I: Tensor) -> Tensor:

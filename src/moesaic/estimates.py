@@ -46,10 +46,10 @@ from moesaic.metrics.forward import BATCH
 from moesaic.metrics.measure import ROOM
 from moesaic.metrics.memory import free_bytes
 from moesaic.metrics.size import Size, model_size
+from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.report.figures import memory, span
 from moesaic.result import save_applied
-from moesaic.stream.job import Job
 from moesaic.surgery import headers_of
 
 P = ParamSpec("P")

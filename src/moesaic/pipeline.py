@@ -39,11 +39,11 @@ from moesaic.methods.base import Method
 from moesaic.metrics.measure import beside_original, environment, measure, measured_text
 from moesaic.metrics.tasks import check_tasks
 from moesaic.nn.kernels import fast
+from moesaic.observation.job import Job
 from moesaic.plan import Plan, Progress
 from moesaic.recipe import Recipe, check_run
 from moesaic.record import Record
 from moesaic.result import Result, save_applied
-from moesaic.stream.job import Job
 
 logger = logging.getLogger(__name__)
 

@@ -35,9 +35,9 @@ from moesaic.io.source import Source
 from moesaic.methods.base import Decision, Method
 from moesaic.metrics.score import Score, score
 from moesaic.metrics.size import model_size
+from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord, Record, Step, strongest
-from moesaic.stream.job import Job
 from moesaic.surgery import (
     apply_plan,
     check_base,

@@ -32,9 +32,9 @@ from moesaic.io.naming import Naming
 from moesaic.io.prediction import NEXT
 from moesaic.io.source import Source
 from moesaic.layers.pruned import PrunedLayer
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.result import save_applied
-from moesaic.stream.stream import LayerStream
 from moesaic.surgery import base_shape
 
 KEEP = 6

@@ -44,10 +44,10 @@ from moesaic.layers.skipping import SkippingLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.size import model_size
 from moesaic.nn.channels import Cut
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.record import WEIGHTS
 from moesaic.result import save_applied
-from moesaic.stream.stream import LayerStream
 from moesaic.surgery import base_shape, headers_of
 
 Sample = tuple[Any, dict[int, LayerPlan]]

@@ -21,8 +21,8 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.foreign import Track, silent
 from moesaic.io.source import Source
-from moesaic.stream.neurons import square_sums
-from moesaic.stream.stream import LayerStream
+from moesaic.observation.neurons import square_sums
+from moesaic.observation.stream import LayerStream
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 """llama.cpp's names of the routed experts' stacked matrices."""

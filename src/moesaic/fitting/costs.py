@@ -33,8 +33,8 @@ from moesaic.foreign import JSON, Model
 from moesaic.hub import convert_config
 from moesaic.io.weightless import Weightless, foretold
 from moesaic.methods.base import Outline
+from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
-from moesaic.stream.job import Job
 
 Steps = tuple[MethodConfig | ExportArgs, ...]
 """The steps of a recipe, the file that is made of its result as the last where one is."""

@@ -12,9 +12,9 @@ from moesaic.arch.lookup import dense_arch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model, Values
+from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord, strongest
-from moesaic.stream.job import Job
 
 C = TypeVar("C", bound=MethodConfig)
 A = TypeVar("A", bound=Arch)

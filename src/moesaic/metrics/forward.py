@@ -22,7 +22,7 @@ from moesaic.io.checkpoint import skeleton
 from moesaic.io.source import Source
 from moesaic.metrics.routing import Routing, counted
 from moesaic.nn.phase import set_mode
-from moesaic.stream.stream import LayerStream, Spill
+from moesaic.observation.stream import LayerStream, Spill
 
 T = TypeVar("T")
 BATCH = 1024

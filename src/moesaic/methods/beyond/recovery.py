@@ -14,10 +14,10 @@ import torch
 
 from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
+from moesaic.observation.job import Finished, Job
+from moesaic.observation.shared import each_layer
+from moesaic.observation.stream import Site
 from moesaic.plan import Plan
-from moesaic.stream.job import Finished, Job
-from moesaic.stream.shared import each_layer
-from moesaic.stream.stream import Site
 from moesaic.surgery import applied
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
 from moesaic.layers.regression import Ridge
-from moesaic.stream.stream import Site
+from moesaic.observation.stream import Site
 
 
 def neuron_weights(ffn: DenseFFN) -> Tensor:

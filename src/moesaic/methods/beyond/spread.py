@@ -22,7 +22,7 @@ from moesaic.arch.dense import DenseFFN
 from moesaic.errors import MoesaicError
 from moesaic.methods.beyond.routers import neuron_weights
 from moesaic.methods.budget import LayerSize, Split
-from moesaic.stream.stream import Site
+from moesaic.observation.stream import Site
 
 
 def losses(site: Site[DenseFFN]) -> Tensor:

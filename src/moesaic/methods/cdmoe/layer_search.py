@@ -37,7 +37,7 @@ from moesaic.methods.cdmoe.experts import (
     ranked_experts,
     weight_scores,
 )
-from moesaic.stream.stream import Block, LayerStream, Spill, valid
+from moesaic.observation.stream import Block, LayerStream, Spill, valid
 from moesaic.surgery import applied
 
 Replaced: TypeAlias = CondensedLayer | DroppedLayer

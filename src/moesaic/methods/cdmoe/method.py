@@ -27,10 +27,10 @@ from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
 from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch, Replaced
 from moesaic.methods.cdmoe.size import Footprint
 from moesaic.methods.mixtures import credited, listed, original, span
+from moesaic.observation.job import Finished, Job
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.job import Finished, Job
-from moesaic.stream.stream import LayerStream
 
 Finish = Callable[[Sequence[int]], dict[int, LayerPlan]]
 """Makes the layers of a plan of the numbers of those that are condensed."""

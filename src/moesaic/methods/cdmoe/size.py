@@ -11,7 +11,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.io.arithmetic import sizes_in
 from moesaic.io.checkpoint import shape_of
 from moesaic.layers.base import LayerPlan
-from moesaic.stream.job import Job
+from moesaic.observation.job import Job
 from moesaic.surgery import layer_uses, shaped
 
 

@@ -40,10 +40,10 @@ from moesaic.methods.channels.projections import Projection, projections, watche
 from moesaic.methods.channels.scores import Scores, one_threshold, shares_for
 from moesaic.methods.words import percent, some
 from moesaic.nn.channels import WHOLE, Cut
+from moesaic.observation.job import Finished, Job
+from moesaic.observation.stream import Block
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.job import Finished, Job
-from moesaic.stream.stream import Block
 from moesaic.surgery import applied, headers_of, layer_uses
 
 Wanted = Mapping[int, Sequence[Projection]]

@@ -25,9 +25,9 @@ from moesaic.methods.dsmoe.gates import SparseObjective
 from moesaic.methods.words import carved, number, some
 from moesaic.metrics.perplexity import perplexity
 from moesaic.objectives import Schedule
+from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.job import Job
 from moesaic.surgery import apply_plan, routed_modules
 
 CURVES = {

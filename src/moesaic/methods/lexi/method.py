@@ -38,10 +38,10 @@ from moesaic.methods.mixtures import span, unskipped
 from moesaic.methods.naee.observed import from_file, observed, routing_of
 from moesaic.methods.naee.reconstruction import ELEMENTS, output_norm, squared_errors
 from moesaic.methods.naee.search import allocate
+from moesaic.observation.experts import ExpertStats, gram_room, unpacked
+from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.experts import ExpertStats, gram_room, unpacked
-from moesaic.stream.job import Job
 
 SEEN = "losses"
 """The name under which a layer's losses are kept."""

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
 from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
-from moesaic.stream.stream import Site
+from moesaic.observation.stream import Site
 
 COVERAGE = (0.1, 0.01, 0.001, 0.0005)
 """Shares of the channels for which Table 4's never-activated ratio is reported, where a share is at

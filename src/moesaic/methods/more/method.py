@@ -45,11 +45,11 @@ from moesaic.methods.more.formulas import (
 from moesaic.methods.slim.choice import narrowest
 from moesaic.methods.words import carved, number, some
 from moesaic.nn.carved import saves_prompts
+from moesaic.observation.job import Job
+from moesaic.observation.shared import each_layer
+from moesaic.observation.stream import Site
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.job import Job
-from moesaic.stream.shared import each_layer
-from moesaic.stream.stream import Site
 from moesaic.surgery import applied
 
 

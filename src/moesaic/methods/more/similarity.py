@@ -24,7 +24,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
 from moesaic.io.caller import leaves_untouched
-from moesaic.stream.job import Job
+from moesaic.observation.job import Job
 
 
 def kernel(x_NM: Tensor) -> Tensor:

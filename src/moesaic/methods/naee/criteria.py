@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from moesaic.arch.routing import RoutingFunction
     from moesaic.methods.naee.search import Losses
-    from moesaic.stream.experts import ExpertStats
+    from moesaic.observation.experts import ExpertStats
 
 
 class Options(Protocol):
@@ -75,7 +75,7 @@ class Criterion:
     """It looks at tokens; without, no loss is known by which layers could be compared."""
     needs: tuple[str, ...] = ("outputs",)
     """The statistics that it reads beside those of the router, of
-    :data:`moesaic.stream.experts.PARTS`; others are not observed."""
+    :data:`moesaic.observation.experts.PARTS`; others are not observed."""
 
     @property
     def gram(self) -> bool:

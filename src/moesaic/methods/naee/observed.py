@@ -15,16 +15,16 @@ from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.plan import BaseShape, differing
-from moesaic.stream.experts import (
+from moesaic.observation.experts import (
     PARTS,
     ExpertStats,
     StatsFile,
     observe_experts,
     sample_share,
 )
-from moesaic.stream.job import Job
-from moesaic.stream.stream import Site
+from moesaic.observation.job import Job
+from moesaic.observation.stream import Site
+from moesaic.plan import BaseShape, differing
 
 NO_TEXT = Tokens(torch.zeros(1, 1, dtype=torch.int64))
 """Passed through the model where its weights say everything."""
@@ -44,7 +44,7 @@ def observed(
         tokens: those of all processes.
         numbers: of the batches in this process's share.
         gram_bytes: memory for the layer's Gram matrices; 0 for none.
-        parts: what is wanted, of :data:`moesaic.stream.experts.PARTS`.
+        parts: what is wanted, of :data:`moesaic.observation.experts.PARTS`.
 
     Raises:
         MoesaicError: not even one token's Gram matrix fits.

@@ -15,9 +15,9 @@ from moesaic.foreign import JSON, Model
 from moesaic.io.caller import leaves_untouched
 from moesaic.io.outputs import alone, check_file, discard, unfinished
 from moesaic.methods.naee.observed import observed, plain
+from moesaic.observation.experts import StatsFile, join, layer_file, save_layer
+from moesaic.observation.job import Job
 from moesaic.plan import differing
-from moesaic.stream.experts import StatsFile, join, layer_file, save_layer
-from moesaic.stream.job import Job
 
 
 @takes_options()
@@ -34,7 +34,7 @@ def observe(
     """Observe a mixture of experts once; ``prune`` and ``skip`` then decide without the model.
 
     The file serves every criterion and size of ``prune``, and ``skip``. Files of the same model on
-    different tokens merge (:func:`moesaic.stream.experts.merge_files`).
+    different tokens merge (:func:`moesaic.observation.experts.merge_files`).
 
     Args:
         model: a loaded PreTrainedModel, or a name.

@@ -52,10 +52,10 @@ from moesaic.methods.naee.search import (
 )
 from moesaic.methods.naee.tendency import MANY, together
 from moesaic.methods.naee.wanda import thinned
+from moesaic.observation.experts import ExpertStats, gram_room, sample_share
+from moesaic.observation.job import Finished, Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.experts import ExpertStats, gram_room, sample_share
-from moesaic.stream.job import Finished, Job
 
 REROUTED, RECOMBINED = 10_000, 1_100
 """Operations as long as it takes to score a set by a token, and more for each expert: the router

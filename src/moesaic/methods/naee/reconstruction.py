@@ -28,7 +28,7 @@ from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
 from moesaic.methods.naee.rerouting import Rerouting, law_of
 from moesaic.methods.naee.search import Neighbours
-from moesaic.stream.experts import ExpertStats, unpacked
+from moesaic.observation.experts import ExpertStats, unpacked
 
 ELEMENTS = 1 << 22
 """Numbers in one block of candidate sets times tokens times experts."""

@@ -36,10 +36,10 @@ from moesaic.methods.naee.config import SkipConfig
 from moesaic.methods.naee.observed import from_file, observed, routing_of
 from moesaic.methods.words import percent
 from moesaic.nn import survivors
+from moesaic.observation.experts import ExpertStats
+from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.experts import ExpertStats
-from moesaic.stream.job import Job
 
 
 def ratios(weights_TK: Tensor, rule: str) -> Tensor:

@@ -24,8 +24,8 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Model
 from moesaic.methods.naee.criteria import WANDA
-from moesaic.stream.neurons import square_sums
-from moesaic.stream.stream import LayerStream, Spill
+from moesaic.observation.neurons import square_sums
+from moesaic.observation.stream import LayerStream, Spill
 
 
 def two_of_four(weight_OI: Tensor, norm_I: Tensor) -> Tensor:

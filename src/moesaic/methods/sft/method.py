@@ -23,9 +23,9 @@ from moesaic.methods.sft.config import TRAINED, TuneConfig
 from moesaic.methods.sft.gates import factors, outside
 from moesaic.methods.sft.parameters import trainable
 from moesaic.objectives import Distillation, Schedule
+from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.job import Job
 
 TOKENS = 300_000
 """Tokens that are counted with beforehand where the text, which says how many, is not here."""

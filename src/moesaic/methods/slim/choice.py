@@ -21,8 +21,8 @@ from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.neurons import filled_up
 from moesaic.methods.naee.search import best_scores
 from moesaic.methods.slim.scores import Neurons
-from moesaic.stream.neurons import NeuronStats, grams
-from moesaic.stream.stream import Site
+from moesaic.observation.neurons import NeuronStats, grams
+from moesaic.observation.stream import Site
 
 
 @dataclass(frozen=True)

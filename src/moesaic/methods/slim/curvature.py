@@ -26,8 +26,8 @@ from moesaic.arch.dense import Arch
 from moesaic.data.text import IGNORED, Tokens
 from moesaic.distributed import gathered
 from moesaic.objectives import next_token_loss
-from moesaic.stream.job import Job
-from moesaic.stream.stream import Block, LayerStream, Spill, valid
+from moesaic.observation.job import Job
+from moesaic.observation.stream import Block, LayerStream, Spill, valid
 
 
 @dataclass(frozen=True)

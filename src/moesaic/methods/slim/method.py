@@ -58,17 +58,17 @@ from moesaic.methods.slim.choice import (
 from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig, pairs_bytes
 from moesaic.methods.slim.curvature import Curvature, curvatures
 from moesaic.methods.slim.widths import ROW, width_for
-from moesaic.plan import Plan
-from moesaic.record import LayerRecord
-from moesaic.stream.job import Finished, Job
-from moesaic.stream.neurons import (
+from moesaic.observation.job import Finished, Job
+from moesaic.observation.neurons import (
     NeuronStats,
     no_stats,
     observe_neurons,
     watching,
     weight_stats,
 )
-from moesaic.stream.stream import Site
+from moesaic.observation.stream import Site
+from moesaic.plan import Plan
+from moesaic.record import LayerRecord
 from moesaic.surgery import headers_of
 
 RESULT = "result"

@@ -27,9 +27,9 @@ from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
 from moesaic.methods.tomoe.student import Student, StudentLoss, layer_shapes
 from moesaic.methods.words import carved, number, some
 from moesaic.objectives import Schedule
+from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.stream.job import Job
 
 CURVES = {
     "distillation": "KL divergence from the dense model",

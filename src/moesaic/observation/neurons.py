@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from moesaic.arch.dense import Arch, DenseFFN
 from moesaic.arch.mixture import MoEFFN
 from moesaic.io.caller import forward_replaced
-from moesaic.stream.stream import Site
+from moesaic.observation.stream import Site
 
 Masks = Iterator[Tensor | None]
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from moesaic.distributed import gathered, process
-from moesaic.stream.job import Job
-from moesaic.stream.stream import Site
+from moesaic.observation.job import Job
+from moesaic.observation.stream import Site
 
 V = TypeVar("V")
 T = TypeVar("T")
@@ -35,8 +35,8 @@ def each_layer(
         view: what ``work`` sees of a layer.
         work: given the layer's site.
         words: for the progress bar.
-        follow: as of :class:`~moesaic.stream.stream.LayerStream`; every layer then needs what was
-            made of those before it, so that each process works on all.
+        follow: as of :class:`~moesaic.observation.stream.LayerStream`; every layer then needs what
+            was made of those before it, so that each process works on all.
 
     Yields:
         a layer's number, and what came of it.

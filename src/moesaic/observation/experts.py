@@ -29,9 +29,9 @@ from moesaic.foreign import JSON
 from moesaic.io.fingerprint import of_files
 from moesaic.io.headers import header_of
 from moesaic.io.outputs import alone, whole_file
+from moesaic.observation.neurons import NeuronStats, square_sums, weight_stats
+from moesaic.observation.stream import Site
 from moesaic.plan import differing
-from moesaic.stream.neurons import NeuronStats, square_sums, weight_stats
-from moesaic.stream.stream import Site
 
 FORMAT = 3
 """Version of statistics files; others are refused."""

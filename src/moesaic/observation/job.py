@@ -34,8 +34,8 @@ from moesaic.io.prediction import predicting_layers
 from moesaic.io.quantised import QuantisedCheckpoint
 from moesaic.io.source import Source
 from moesaic.layers.base import LayerPlan
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Progress
-from moesaic.stream.stream import LayerStream
 from moesaic.surgery import base_shape, predicting_blocks
 
 A = TypeVar("A", bound=Arch)
@@ -243,7 +243,7 @@ class Job(Generic[A]):
             layers: the decoder layers to stop at.
             view: what a method sees of a layer, such as ``job.arch.dense`` or ``job.arch.mixture``.
             tokens: what to run through the model; the calibration tokens by default.
-            options: of :class:`~moesaic.stream.stream.LayerStream`.
+            options: of :class:`~moesaic.observation.stream.LayerStream`.
         """
         tokens = self.tokens if tokens is None else tokens
         if self.on_disk:
