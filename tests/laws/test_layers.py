@@ -105,16 +105,8 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
         "uneven, fused": lambda: dense(lambda i: carved_layer(40, (8, 16), seed=i), "phi3"),
         "not gated": lambda: dense(lambda i: carved_layer(40, (12, 12), seed=i), "phi"),
         "fewer neurons": lambda: dense(lambda i: carved_layer(40, (), seed=i)),
-        "by the backbone": lambda: dense(
-            lambda i: carved_layer(
-                40, (12, 12), seed=i, routing="backbone", router_RD=torch.randn(2, 32 + 40)
-            )
-        ),
         "new down projections": lambda: dense(
             lambda i: carved_layer(40, (12, 12), seed=i, down_DM=torch.randn(32, 64))
-        ),
-        "biases": lambda: dense(
-            lambda i: carved_layer(40, (12, 12), seed=i, bias_RD=torch.randn(2, 32))
         ),
     },
     "overlapping": {
@@ -139,8 +131,6 @@ SAMPLES: dict[str, dict[str, Callable[[], Sample]]] = {
         "new down projection": lambda: dense(
             lambda i: narrow_layer(i, down_DW=torch.randn(32, 24))
         ),
-        "a bias": lambda: dense(lambda i: narrow_layer(i, bias_D=torch.randn(32)), mlp_bias=False),
-        "another bias": lambda: dense(lambda i: narrow_layer(i, bias_D=torch.randn(32)), "phi"),
     },
     "slimmed": {
         "narrower experts": lambda: mixture(slim_layer(range(8))),
@@ -334,10 +324,10 @@ def test_what_became_of_weights_is_true(sample):
             p
             for module in own_modules(layer, plan, arch).values()
             for name, p in module.named_parameters(recurse=False)
-            if (p.numel() > p.shape[0] or name == "petal_bias")
+            if p.numel() > p.shape[0]
             and name != "gate_up_proj_bias"  # fewer neurons are neither rows nor columns of it
         ]
-        own = all(is_own(t, stored[i]) for t in tensors) and not plan.header().get("bias")
+        own = all(is_own(t, stored[i]) for t in tensors)
         assert own == (plan.weights == "own")
 
 
@@ -374,7 +364,7 @@ def test_use_is_counted_from_the_tensors(sample):
 
 def bias_of(layer: nn.Module) -> list[Tensor]:
     """Biases of experts that lie in matrices of their own."""
-    names = ("petal_bias", "gate_up_proj_bias", "down_proj_bias")
+    names = ("gate_up_proj_bias", "down_proj_bias")
     return [p for name, p in layer.named_parameters() if name.endswith(names)]
 
 

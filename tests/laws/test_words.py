@@ -106,9 +106,9 @@ def own_layers(start, out):
         matrices = [
             p
             for name, module in new.named_modules()
-            for leaf, p in module.named_parameters(recurse=False)
+            for p in module.parameters(recurse=False)
             if module not in routers and "partial" not in name
-            if p.numel() > p.shape[0] or leaf == "petal_bias"
+            if p.numel() > p.shape[0]
         ]
         known = [p for p in old.parameters() if p.dim() > 1]
         found.append(all(is_own(p, known) for p in matrices if p.numel()))
