@@ -230,9 +230,7 @@ def seen(request):
 def test_prune_by_every_criterion(seen):
     """Eq. 3's loss is that of the block as it is pruned, and no other criterion has a lower one."""
     names = tuple(name for name in CRITERIA if name != "reconstruction")
-    result = seen.refused(
-        "prune", PruneConfig(keep=6, refit=False), set(), compare=(*names, "wanda")
-    )
+    result = seen.refused("prune", PruneConfig(keep=6, refit=False), set(), compare=names)
     seen.check(result.plan.layers, result.model)
     found = {name: result.build(plan) for name, plan in result.comparisons.items()}
     assert {*found} == {*names}
@@ -241,11 +239,6 @@ def test_prune_by_every_criterion(seen):
         size = 1e-5 * seen.written(i).norm().item()
         assert result.analyses[i]["loss"] == pytest.approx(least, rel=1e-3, abs=size)
         assert all(least <= seen.error(i, model) * 1.001 + size for model in found.values())
-    thin = result.builders["wanda"]()
-    for i in seen.layers:
-        for weight in seen.view(i, thin).weights_of(0):
-            fours = weight.reshape(weight.shape[0], -1, 4)
-            assert ((fours == 0).sum(-1) == 2).all()
 
 
 @torch.no_grad()
@@ -338,11 +331,10 @@ def test_slim_by_every_allocation(options, seen):
         seen.check(result.plan.layers, result.model)
 
 
-@pytest.mark.parametrize("options", [{}, {"propagate": True}])
-def test_a_refit_never_raises_the_error_of_slimming(options, seen):
+def test_a_refit_never_raises_the_error_of_slimming(seen):
     plain = seen.refused("slim", SlimConfig(keep=0.5, refit=False), set())
-    refit = seen.refused("slim", SlimConfig(keep=0.5, refit=True, **options), set())
-    check_refit(seen, plain, refit, options)
+    refit = seen.refused("slim", SlimConfig(keep=0.5, refit=True), set())
+    check_refit(seen, plain, refit, {})
 
 
 # --- condense ------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def test_card_page_and_terminal_are_true(key, config, place, tmp_path):
 @pytest.mark.parametrize(
     ("key", "compare"),
     [(k, name) for k in KEYS for name in METHODS[k].variants if k != "prune.naee"]
-    + [("prune.naee", "random"), ("prune.naee", "wanda"), ("condense.cd-moe", "1")],
+    + [("prune.naee", "random"), ("condense.cd-moe", "1")],
 )
 def test_comparisons_are_named_as_what_they_are(key, compare, place, tmp_path):
     """Never by the name of the method that they are compared with."""
