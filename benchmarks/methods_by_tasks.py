@@ -37,7 +37,6 @@ ROWS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tiny-moe, NAEE": ("tiny-moe", "prune.naee", {"keep": 6}),
     "tiny-moe, NAEE, half": ("tiny-moe", "prune.naee", {"keep": 4}),
     "tiny-moe, frequency, half": ("tiny-moe", "prune.naee", {"keep": 4, "criterion": "frequency"}),
-    "tiny-moe, Wanda 2:4": ("tiny-moe", "prune.naee", {"keep": 4, "criterion": "random"}),
     **{
         f"tiny-moe, random {seed}, half": (
             "tiny-moe",
@@ -126,10 +125,8 @@ def made(label: str) -> Any:
     """The live model of a row."""
     name, key, options = ROWS[label]
     verb = getattr(moesaic, key.partition(".")[0])
-    compare = ["wanda"] if "Wanda" in label else []
     plain = {"refit": False} if key.partition(".")[0] in ("prune", "slim", "condense") else {}
-    result = verb(name, METHODS[key](**{**plain, **options}), compare=compare, **TEXT)
-    return result.builders["wanda"]() if compare else result.model
+    return verb(name, METHODS[key](**{**plain, **options}), **TEXT).model
 
 
 def main() -> None:

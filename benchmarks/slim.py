@@ -50,7 +50,6 @@ SLIM: dict[str, dict[str, Any]] = {
         "refit": True,
     },
     "slim experts auto": {"experts": "auto"},
-    "slim surgeon, refit, propagate": {"score": "surgeon", "refit": True, "propagate": True},
 }
 PRUNE: dict[str, dict[str, Any]] = {
     "prune reconstruction, refit": {"refit": True},
@@ -83,7 +82,7 @@ THEN = (
     "prune frequency",
 )
 HALF = (
-    *("slim spread", "slim experts auto", "slim surgeon, refit, propagate"),
+    *("slim spread", "slim experts auto"),
     *(f"prune {name}" for name in OTHERS),
 )
 """Tried at the first of the shares only."""

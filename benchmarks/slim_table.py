@@ -22,7 +22,6 @@ LABELS = {
     "slim": "slim surgeon, refit",
     "slim --uneven": "slim uneven surgeon, refit",
     "slim --uneven --spread sensitivity": "slim uneven spread surgeon, refit",
-    "slim --propagate": "slim surgeon, refit, propagate",
     "slim --score energy": "slim energy, refit",
     f"slim {PLAIN}": "slim energy",
     "slim --recipe paper": "slim uneven",

@@ -292,8 +292,7 @@ def test_a_drawing_replaces_no_file_but_one_of_ours(
     thesis.write_text("<svg>precious</svg>")
     for line in (
         ("eval", moe_folder, "--tau", "0.5", "--draw", thesis),
-        ("inspect", moe_folder, "--against", moe_folder, "--draw", thesis),
-        ("inspect", moe_folder, "--against", moe_folder, "--draw", tmp_path / "x.png"),
+        ("eval", moe_folder, "--tau", "0.5", "--draw", tmp_path / "x.png"),
     ):
         code, _, _ = command(*line)
         assert code == 2

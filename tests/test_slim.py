@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from typing import Any
 
 import pytest
@@ -613,48 +612,6 @@ def test_refit_brings_the_output_nearer_on_tokens_it_never_saw(model_type, padde
     assert {x.weights for x in refit.plan.layers.values()} == {"refitted"}
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", ["qwen2_moe", "gpt_oss", "granitemoeshared"])
-def test_all_experts_are_refitted_jointly_where_that_leaves_less(model_type, tokens, monkeypatch):
-    """The change of all down projections at once, by the normal equations of all their features."""
-    monkeypatch.setattr("moesaic.layers.regression.STRENGTHS", (math.inf, 1.0))
-    many = type(tokens)(torch.randint(1, 384, (64, 24), generator=torch.Generator().manual_seed(3)))
-    model = any_model(model_type)
-    (i, plain), *_ = slimmed(model, many, keep=0.5).plan.layers.items()
-    site = site_of(model, many, i)
-    _, found = plain.refit(site)
-    ways = found["tried"]
-    assert found["recovered"] == pytest.approx(max(ways.values()))
-    monkeypatch.setattr("moesaic.layers.recovery._fit", lambda *_: None)  # which leaves everything
-    refit, found = plain.refit(site)
-    assert found["tried"] == {"one after the other": 0, "jointly": ways["jointly"]}
-    assert 0 < found["recovered"] == pytest.approx(ways["jointly"])
-    view = site.view
-    (x_TD,) = site.inputs()
-    w_TE = view.combine_weights(x_TD)
-    blocks, missing_TD = [], 0.0
-    for e, kept in enumerate(plain.neurons_EW):
-        h_TM = view.hidden(e, x_TD).float() * w_TE[:, e, None]
-        blocks.append(h_TM[:, kept])
-        gone = [j for j in range(view.width) if j not in kept]
-        missing_TD = missing_TD + h_TM[:, gone] @ view.weights_of(e)[-1][:, gone].T
-    downs = [d.T if view.experts.is_transposed else d for d in refit.down_E]
-    own = [view.weights_of(e)[-1][:, kept] for e, kept in enumerate(plain.neurons_EW)]
-    h_TS = view.shared_weighted(x_TD)
-    if h_TS is not None:
-        blocks.append(h_TS)
-        downs.append(refit.shared_DS)
-        own.append(view.shared_ffn.down_DM)
-    x_TF, y_TD = torch.cat(blocks, 1).double(), missing_TD.double()
-    gram_FF = x_TF.T @ x_TF
-    penalty_FF = torch.eye(len(gram_FF)).double() * gram_FF.diagonal().mean()
-    expected_FD = torch.linalg.solve(gram_FF + penalty_FF, x_TF.T @ y_TD)
-    change_FD = (torch.cat(downs, 1) - torch.cat(own, 1)).double().T
-    torch.testing.assert_close(change_FD, expected_FD, rtol=1e-3, atol=1e-5)
-    monkeypatch.setattr("moesaic.layers.recovery.JOINT", len(gram_FF) - 1)
-    assert [*plain.refit(site)[1]["tried"]] == ["one after the other"]
-
-
 # --- wrong requests ------------------------------------------------------------------------------
 
 
@@ -687,7 +644,6 @@ def test_what_cannot_be_met_says_what_can(model_type, options, told, tokens):
         {"keep": 1.5},
         {"shared": 0},
         {"experts": "many"},
-        {"propagate": True, "refit": False},
         {"experts": "auto", "spread": "sensitivity"},
         {"uneven": True, "experts": "4"},
         {"score": "luck"},

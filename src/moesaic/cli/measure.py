@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -137,25 +137,9 @@ def bench(model: Model, against: Against = None, as_json: AsJson = False, **give
     emit(as_json, result, Group(table, *said))
 
 
-def inspect(
-    model: Model,
-    against: Annotated[
-        str | None,
-        typer.Option(metavar="OTHER", help="Another pruned result: the experts both have kept."),
-    ] = None,
-    draw: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="With --against: draw them.")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
+def inspect(model: Model, as_json: AsJson = False) -> None:
     """What a checkpoint is made of, layer by layer; reads no weights."""
-    for name in (model, against or model):
-        check_name(name)
-    if draw and not against:
-        raise MoesaicError("draw takes two results; name the other one with --against.")
-    if draw:
-        check_drawing(draw, ".svg")
-    from rich.console import Group
+    check_name(model)
     from rich.table import Table
 
     from moesaic.metrics import measure
@@ -172,29 +156,7 @@ def inspect(
         f"{figures['total_parameters']:,} parameters, {figures['active_parameters']:,} active; "
         f"active ratio {figures['active_ratio']:.3f}"
     )
-    if against is None:
-        emit(as_json, figures, table)
-        return
-    from moesaic import report
-    from moesaic.methods.naee.tendency import overlap
-    from moesaic.plan import Plan
-
-    found = overlap(Plan.load(Path(model)), Plan.load(Path(against)))
-    if draw:
-        drawn = [(o.layer, o.experts, o.first, o.second) for o in found]
-        write_drawing(draw, report.overlap(drawn, f"Kept by {model} and by {against}"))
-    kept = Table(title=f"Experts kept, beside {against}", title_justify="left")
-    for name in ("layer", "by both", "here alone", "there alone"):
-        kept.add_column(name, justify="right")
-    for o in found:
-        alone = [set(o.first) - set(o.second), set(o.second) - set(o.first)]
-        told = (" ".join(map(str, sorted(s))) for s in (o.both, *alone))
-        kept.add_row(str(o.layer), *told)
-    same = sum(o.same for o in found)
-    kept.caption = f"The same set in {same} of {len(found)} layers."
-    of_layers = [{**asdict(o), "both": o.both, "same": o.same} for o in found]
-    figures["overlap"] = {"layers": of_layers, "same": same}
-    emit(as_json, figures, Group(table, kept))
+    emit(as_json, figures, table)
 
 
 def generate(

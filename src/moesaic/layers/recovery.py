@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -127,165 +127,162 @@ def refitted_down(
     return new_DM, bias_RD, found
 
 
+SHARED = -1
+"""The shared path among the numbers of experts."""
+
+
+@dataclass
+class _Missing:
+    """What a layer's output misses, batch by batch."""
+
+    residuals: list[Tensor]
+    """(T, D), float32."""
+    cuts: list[int]
+    """Of each batch the first token that is held out."""
+
+    def held_out(self) -> float:
+        """The squared error of held-out tokens."""
+        pairs = zip(self.residuals, self.cuts, strict=True)
+        return sum(r_TD[cut:].double().square().sum().item() for r_TD, cut in pairs)
+
+
 @dataclass
 class _Part:
-    """An expert, or the shared path, while its down projection is solved for."""
+    """An expert, or the shared path, whose down projection is solved for."""
 
-    features: list[tuple[Tensor, Tensor]]
-    """By batch its tokens' rows (N,), and h~ (N, W)."""
-    change_WO: Tensor
+    down_DM: Tensor
+    """As it was."""
+    order_W: Tensor
+    """The neurons that stay, int64."""
+    gone: Tensor = field(init=False)
+    """The others."""
+    tokens: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    """Of each batch that reaches it: its number, its tokens' rows (N,), and h~ (N, W)."""
+    change_WD: Tensor = field(init=False)
     """float64: what is added to the down projection, transposed."""
+
+    def __post_init__(self) -> None:
+        self.order_W = self.order_W.to(self.down_DM.device)
+        self.gone = left_out(self.order_W, self.down_DM.shape[1])
+
+    def take(self, batch: int, rows: Tensor, h_NM: Tensor, residual_TD: Tensor) -> None:
+        """Take in the tokens of a batch: what the neurons that go wrote to it is missing."""
+        residual_TD[rows] += h_NM[:, self.gone] @ self.down_DM[:, self.gone].T.float()
+        self.tokens.append((batch, rows, h_NM[:, self.order_W]))
+
+    def fit(self, missing: _Missing) -> None:
+        """Fit it to what is missing, and take what that explains from it."""
+        ridge = self._ridge()
+        for batch, rows, h_NW in self.tokens:
+            held_N, r_ND = rows >= missing.cuts[batch], missing.residuals[batch][rows]
+            ridge.fit.add(h_NW[~held_N], r_ND[~held_N])
+            ridge.held.add(h_NW[held_N], r_ND[held_N])
+        fit = ridge.solve()
+        self.change_WD = fit.weight_FO
+        for batch, rows, h_NW in self.tokens:
+            missing.residuals[batch][rows] -= h_NW @ fit.trial_FO.float()
+
+    def fit_alone(self, site: Seen[MoEFFN], expert: int) -> None:
+        """Fit it to its own output of all of the layer's tokens, as if it ran them."""
+        ridge, down_DM = self._ridge(), self.down_DM.float()
+        for x_TD in site.inputs():
+            h_TM = site.view.hidden(expert, x_TD).float()
+            ridge.add(h_TM[:, self.order_W], h_TM[:, self.gone] @ down_DM[:, self.gone].T)
+        self.change_WD = ridge.solve().weight_FO
+
+    def refitted(self) -> Tensor:
+        """The new down projection (D, W), float64."""
+        return self.down_DM[:, self.order_W].double() + self.change_WD.T
+
+    def _ridge(self) -> Ridge:
+        return Ridge(len(self.order_W), len(self.down_DM), self.down_DM.device)
 
 
 def refitted_downs(
-    layer: Staying,
-    site: Seen[MoEFFN],
-    shared_S: Tensor | None = None,
-    jointly: bool = False,
+    layer: Staying, site: Seen[MoEFFN], shared_S: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, JSON]:
     """New down projections of a mixture's experts that stay.
 
     Features are h~ = w_i h_i of the neurons that stay, with the router's true weight. One after the
     other, each expert is fitted to the error that those before it left over: systems of one
-    expert's width. Jointly, all are solved for in one system, whose features are those of every
-    expert side by side, zero where a token does not run it. An expert that lost neurons and that no
-    token runs is fitted to its own output of all tokens. What is told of it was measured on
-    tokens that no fit saw; the weights are then solved for from all tokens.
+    expert's width. An expert that lost neurons and that no token runs is fitted to its own output
+    of all tokens. What is told of it was measured on tokens that no fit saw; the weights are then
+    solved for from all tokens.
 
     Args:
         layer: the layer, with the experts' own down projections.
         site: the layer as it was, and its tokens.
         shared_S: the neurons of the shared path that stay, whose down projection is solved for
             too; None to leave that path alone.
-        jointly: try it jointly, too, where there are at most :data:`JOINT` features, and take what
-            leaves less on held-out tokens.
 
     Returns:
         down projections by place, as the experts' module holds them (E, D, W); that of the shared
-        path (D, S) or None; ``lost`` and ``recovered`` for the record, and with ``jointly`` also
-        ``tried``: what each way recovered.
+        path (D, S) or None; ``lost`` and ``recovered`` for the record.
     """
     view = site.view
-    device, width = view.device, view.width
-    allowed_E = torch.zeros(view.count, dtype=torch.bool, device=device)
-    allowed_E[layer.experts.to(device)] = True
-    place_of = {i: place for place, i in enumerate(layer.kept) if i >= 0}
-    neurons = {i: layer.neurons_of(place, width).to(device) for i, place in place_of.items()}
-    gone = {i: left_out(order, width) for i, order in neurons.items()}
-    downs = {i: view.weights_of(i)[-1].detach() for i in place_of}
-    parts = {i: _part(len(order), downs[i]) for i, order in neurons.items()}
+    parts = {
+        i: _Part(view.weights_of(i)[-1].detach(), layer.neurons_of(place, view.width))
+        for place, i in enumerate(layer.kept)
+        if i >= 0
+    }
     ffn = view.shared_ffn
     if shared_S is not None and ffn is not None:
-        shared_S = shared_S[shared_S >= 0].to(device)
-        parts[SHARED] = _part(len(shared_S), ffn.down_DM)
-    residuals, held = [], []
-    whole = missing = 0.0
-    for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):
+        parts[SHARED] = _Part(ffn.down_DM.detach(), shared_S[shared_S >= 0])
+    missing, whole = _missing(site, layer, parts)
+    lost = sum(r_TD.double().square().sum().item() for r_TD in missing.residuals)
+    before = max(missing.held_out(), 1e-300)
+    for part in parts.values():
+        part.fit(missing)
+    left = missing.held_out() / before
+    for i, part in parts.items():
+        if len(part.gone) and not part.tokens:
+            part.fit_alone(site, i)
+    told = recovered(lost, left * lost, whole)
+    shared_DS = None
+    if SHARED in parts:
+        shared = parts.pop(SHARED)
+        shared_DS = shared.refitted().to(shared.down_DM.dtype).contiguous().cpu()
+    return _placed(layer, view, parts), shared_DS, told
+
+
+def _missing(site: Seen[MoEFFN], layer: Staying, parts: dict[int, _Part]) -> tuple[_Missing, float]:
+    """What the layer's output misses without what goes, and the square of that output.
+
+    ``parts`` take in their tokens.
+    """
+    view = site.view
+    allowed_E = torch.zeros(view.count, dtype=torch.bool, device=view.device)
+    allowed_E[layer.experts.to(view.device)] = True
+    missing, whole = _Missing([], []), 0.0
+    for b, (x_TD, target_TD) in enumerate(zip(site.inputs(), site.targets(), strict=True)):
         y_TD = view.output(x_TD) if target_TD is None else target_TD
         with view.restricted(allowed_E):
             residual_TD = (y_TD - view.output(x_TD)).float()
-        empty = torch.zeros(0, dtype=torch.int64, device=device)
-        running = {i: (rows, h_NM) for i, rows, h_NM in view.weighted(x_TD, allowed_E)}
-        for i, order in neurons.items():
-            rows, h_NM = running.get(i, (empty, x_TD.new_zeros(0, width).float()))
-            residual_TD[rows] += h_NM[:, gone[i]] @ downs[i][:, gone[i]].T.float()
-            parts[i].features.append((rows, h_NM[:, order]))
-        h_TS = view.shared_weighted(x_TD)
-        if SHARED in parts and shared_S is not None and h_TS is not None and ffn is not None:
-            lost = left_out(shared_S, h_TS.shape[1])
-            residual_TD += h_TS[:, lost] @ ffn.down_DM[:, lost].T.float()
-            every = torch.arange(len(x_TD), device=device)
-            parts[SHARED].features.append((every, h_TS[:, shared_S]))
-        residuals.append(residual_TD)
-        held.append(torch.arange(len(x_TD), device=device) >= len(x_TD) - len(x_TD) // HELD_OUT)
+        for i, rows, h_NM in view.weighted(x_TD, allowed_E):
+            parts[i].take(b, rows, h_NM, residual_TD)
+        if SHARED in parts:
+            h_TS = view.shared_weighted(x_TD)
+            assert h_TS is not None
+            every = torch.arange(len(x_TD), device=view.device)
+            parts[SHARED].take(b, every, h_TS, residual_TD)
+        missing.residuals.append(residual_TD)
+        missing.cuts.append(len(x_TD) - len(x_TD) // HELD_OUT)
         whole += y_TD.double().square().sum().item()
-        missing += residual_TD.double().square().sum().item()
-    before = max(_held_out(residuals, held), 1e-300)
-    widths = [len(part.change_WO) for part in parts.values()]
-    together = None
-    if jointly and sum(widths) <= JOINT:
-        together = _fit_jointly([*parts.values()], residuals, held)
-    for part in parts.values():
-        _fit(part, residuals, held)
-    left = _held_out(residuals, held) / before
-    tried = {"one after the other": 1 - left}
-    if together is not None:
-        tried["jointly"] = 1 - together.unexplained
-        if together.unexplained < left:
-            left = together.unexplained
-            changes = together.weight_FO.split(widths)
-            for part, change_WO in zip(parts.values(), changes, strict=True):
-                part.change_WO = change_WO
-    for i, part in parts.items():
-        if i in gone and len(gone[i]) and not any(len(rows) for rows, _ in part.features):
-            part.change_WO = _alone(site, i, neurons[i], gone[i])
-    fused = view.experts.down_proj.detach()
-    room = max(map(len, neurons.values()))
-    new = [fused.new_zeros(view.weights_of(min(place_of))[-1].shape[0], room)] * len(layer.kept)
-    for i, place in place_of.items():
-        changed = downs[i][:, neurons[i]].double() + parts[i].change_WO.T
-        new[place] = F.pad(changed.to(fused.dtype), (0, room - len(neurons[i])))
-    down_E = torch.stack([d_DW.T if view.experts.is_transposed else d_DW for d_DW in new])
-    shared_DS = None
-    if SHARED in parts and shared_S is not None and ffn is not None:
-        changed = ffn.down_DM.detach()[:, shared_S].double() + parts[SHARED].change_WO.T
-        shared_DS = changed.to(ffn.down_DM.dtype).contiguous().cpu()
-    told = recovered(missing, left * missing, whole)
-    return down_E.contiguous().cpu(), shared_DS, {**told, "tried": tried} if jointly else told
+    return missing, whole
 
 
-SHARED = -1
-"""The shared path among the numbers of experts."""
-
-JOINT = 4096
-"""Features up to which all experts of a layer are solved for jointly: 400 MB while solving."""
-
-
-def _part(width: int, down_DM: Tensor) -> _Part:
-    change_WO = torch.zeros(width, len(down_DM), dtype=torch.float64, device=down_DM.device)
-    return _Part([], change_WO)
-
-
-def _fit(part: _Part, residuals: list[Tensor], held: list[Tensor]) -> None:
-    """Fit one expert to what is left, and take what it explains from held-out tokens, too."""
-    features, outputs = part.change_WO.shape
-    ridge = Ridge(features, outputs, part.change_WO.device)
-    for (rows, h_NW), residual_TD, held_T in zip(part.features, residuals, held, strict=True):
-        r_ND, held_N = residual_TD[rows], held_T[rows]
-        ridge.fit.add(h_NW[~held_N], r_ND[~held_N])
-        ridge.held.add(h_NW[held_N], r_ND[held_N])
-    fit = ridge.solve()
-    part.change_WO += fit.weight_FO
-    for (rows, h_NW), residual_TD in zip(part.features, residuals, strict=True):
-        residual_TD[rows] -= h_NW @ fit.trial_FO.float()
-
-
-def _alone(site: Seen[MoEFFN], expert: int, order_W: Tensor, gone: Tensor) -> Tensor:
-    """What an expert that no token reached adds to its down projection, fitted to its own output.
-
-    All of the layer's tokens are looked at, as if it ran them.
-    """
-    down_DM = site.view.weights_of(expert)[-1].detach().float()
-    ridge = Ridge(len(order_W), len(down_DM), down_DM.device)
-    for x_TD in site.inputs():
-        h_TM = site.view.hidden(expert, x_TD).float()
-        ridge.add(h_TM[:, order_W], h_TM[:, gone] @ down_DM[:, gone].T)
-    return ridge.solve().weight_FO
-
-
-@torch.no_grad()
-def _fit_jointly(parts: list[_Part], residuals: list[Tensor], held: list[Tensor]) -> Fit:
-    """All experts fitted to what is left, by one system; nothing is taken from what is left."""
-    widths = [len(part.change_WO) for part in parts]
-    ridge = Ridge(sum(widths), residuals[0].shape[1], residuals[0].device)
-    for b, (residual_TD, held_T) in enumerate(zip(residuals, held, strict=True)):
-        h_TF = residual_TD.new_zeros(len(residual_TD), sum(widths))
-        for part, h_TW in zip(parts, h_TF.split(widths, dim=1), strict=True):
-            rows, h_NW = part.features[b]
-            h_TW[rows] = h_NW
-        ridge.fit.add(h_TF[~held_T], residual_TD[~held_T])
-        ridge.held.add(h_TF[held_T], residual_TD[held_T])
-    return ridge.solve()
+def _placed(layer: Staying, view: MoEFFN, parts: dict[int, _Part]) -> Tensor:
+    """The experts' down projections by place, zero where there is none (E, D, W)."""
+    fused, transposed = view.experts.down_proj, view.experts.is_transposed
+    room = max(len(part.order_W) for part in parts.values())
+    new_DW = []
+    for i in layer.kept:
+        down_DW = fused.new_zeros(len(next(iter(parts.values())).down_DM), room)
+        if i in parts:
+            refitted_DW = parts[i].refitted().to(fused.dtype)
+            down_DW[:, : refitted_DW.shape[1]] = refitted_DW
+        new_DW.append(down_DW.T if transposed else down_DW)
+    return torch.stack(new_DW).contiguous().cpu()
 
 
 def left_out(order_W: Tensor, width: int) -> Tensor:
@@ -297,9 +294,3 @@ def left_out(order_W: Tensor, width: int) -> Tensor:
     gone_M = torch.ones(width, dtype=torch.bool, device=order_W.device)
     gone_M[order_W] = False
     return gone_M.nonzero().flatten()
-
-
-def _held_out(residuals: list[Tensor], held: list[Tensor]) -> float:
-    """The squared error of held-out tokens."""
-    pairs = zip(residuals, held, strict=True)
-    return sum(r_TD[held_T].double().square().sum().item() for r_TD, held_T in pairs)

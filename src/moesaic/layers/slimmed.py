@@ -202,7 +202,7 @@ class SlimmedLayer(PrunedLayer):
         shared_S, width = self.shared_S, site.view.shared_width
         if shared_S is None and width:
             shared_S = torch.arange(width)
-        down_E, down_DS, found = refitted_downs(self, site, shared_S, jointly=True)
+        down_E, down_DS, found = refitted_downs(self, site, shared_S)
         if shared_S is None or down_DS is None:
             return replace(self, down_E=down_E), found
         down_DS = F.pad(down_DS, (0, len(shared_S) - down_DS.shape[1]))

@@ -251,20 +251,14 @@ CRITERIA: Registry[Criterion] = _Criteria()
 """The criteria by name."""
 
 
-WANDA = "wanda"
-"""The comparison that takes no experts out (:mod:`moesaic.methods.naee.wanda`)."""
-
-
 class Compared(Mapping[str, str]):
     """What each comparison is, in words; read when it is asked for."""
 
     def __getitem__(self, name: str) -> str:
-        if name == WANDA:
-            return "Wanda at 2:4, half of the weights of each expert zero"
         return f"pruning by {CRITERIA[name].title}"
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*CRITERIA, WANDA])
+        return iter(CRITERIA)
 
     def __len__(self) -> int:
-        return len(CRITERIA) + 1
+        return len(CRITERIA)

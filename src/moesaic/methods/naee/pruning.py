@@ -21,10 +21,8 @@ Where we depart from the paper or its code, and how to have theirs:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from functools import partial
 from typing import cast
 
 import torch
@@ -32,13 +30,13 @@ from torch import Tensor
 
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model
+from moesaic.foreign import JSON, Config
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.beyond.recovery import recover, settled
 from moesaic.methods.mixtures import credited, least_experts, original, span
 from moesaic.methods.naee.config import PruneConfig
-from moesaic.methods.naee.criteria import WANDA, Case
+from moesaic.methods.naee.criteria import Case
 from moesaic.methods.naee.observed import NO_TEXT, from_file, observed, routing_of
 from moesaic.methods.naee.search import (
     Found,
@@ -50,8 +48,6 @@ from moesaic.methods.naee.search import (
     refined,
     subsets,
 )
-from moesaic.methods.naee.tendency import MANY, together
-from moesaic.methods.naee.wanda import thinned
 from moesaic.observation.experts import ExpertStats, gram_room, sample_share
 from moesaic.observation.job import Finished, Job
 from moesaic.plan import Plan
@@ -165,8 +161,7 @@ class Pruner(Method[PruneConfig, MoEArch]):
     def run(self, job: Job[MoEArch]) -> Decision:
         config, args = self.config, job.args
         stats, compare = args.calibration.stats, args.compare
-        criteria_compared = [name for name in compare if name != WANDA]
-        pruners = {name: Pruner(replace(config, criterion=name)) for name in criteria_compared}
+        pruners = {name: Pruner(replace(config, criterion=name)) for name in compare}
         pruners[RESULT] = self
         if stats and config.progressive:
             raise MoesaicError("progressive must see the model: it cannot decide from stats.")
@@ -191,8 +186,6 @@ class Pruner(Method[PruneConfig, MoEArch]):
             }
         )
         groups = job.arch.group_count(job.shape.config)
-        wanted = list(sizes)
-        drawn = {wanted[0], wanted[(len(wanted) - 1) // 2], wanted[-1]}
 
         def decide(i: int, seen: ExpertStats) -> None:
             for name, pruner in pruners.items():
@@ -200,9 +193,6 @@ class Pruner(Method[PruneConfig, MoEArch]):
                 for size, (layer, analysis) in pruner.decide(case, sizes[i], groups).items():
                     if blind and file is None:
                         del analysis["calls"]  # of no text
-                    elif i in drawn and seen.experts <= MANY:
-                        pairs_EE = together(seen.logits_TE, case.routing)
-                        analysis["together"] = pairs_EE.tolist()
                     finished.add(_key(name, size), i, layer, analysis)
 
         missing = [
@@ -237,8 +227,7 @@ class Pruner(Method[PruneConfig, MoEArch]):
         if config.refit:
             plans, found = recover(job, plans, finished, propagate=config.progressive)
             analyses = {i: {**seen, "refit": found[i]} for i, seen in analyses.items()}
-        thin = {WANDA: partial(_thinned, job)} if WANDA in compare else {}
-        return Decision(plans.pop(RESULT), analyses, plans, retrained=thin)
+        return Decision(plans.pop(RESULT), analyses, plans)
 
     def outline(self, job: Job[MoEArch]) -> Outline:
         """The first experts stay; where counts may differ, equally many in every layer."""
@@ -330,14 +319,6 @@ def _planned(
         groups = job.arch.group_count(job.shape.config)
         layers = {i: layer.padded(most, groups) for i, layer in layers.items()}
     return Plan(config.name, job.base, layers, asdict(config), fingerprint)
-
-
-def _thinned(job: Job[MoEArch]) -> Model:
-    """The original with half of its experts' weights set to zero by Wanda."""
-    original = job.original
-    place = job.device, job.working_type
-    live = original.load(*place) if job.on_disk else copy.deepcopy(original)
-    return thinned(live, job.arch, job.tokens)
 
 
 def _sizes(job: Job[MoEArch], config: PruneConfig) -> dict[int, list[int]]:

@@ -70,11 +70,6 @@ class SlimConfig(MethodConfig):
         flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
-    propagate: bool = option(
-        False,
-        "Refit on what the layers slimmed before pass on, towards the original's outputs.",
-        beyond="refitted on propagated inputs",
-    )
     spread: Literal["uniform", "sensitivity"] = option(
         "uniform",
         "uniform: all layers equally wide; sensitivity: wider where more would be lost. The result "
@@ -123,8 +118,6 @@ class SlimConfig(MethodConfig):
                 raise MoesaicError(f"{name} {share:g} is no share: it must be above 0, at most 1.")
         if self.experts not in ("all", "auto") and not self.count:
             raise MoesaicError(f"experts {self.experts!r} is none of all, auto, or a number.")
-        if self.propagate and self.refit is False:
-            raise MoesaicError("propagate says what a refit looks at: it needs refit.")
         if self.uneven and self.experts != "all":
             raise MoesaicError(
                 "uneven shares the budget out among all experts of a layer: leave experts out."

@@ -365,8 +365,6 @@ class Slimmer(Method[SlimConfig, Arch]):
             or any(score.gradients or score.gram for score in scores)
         )
         blind = not reads and not any(score.observes for score in scores)
-        if config.propagate and compare:
-            raise MoesaicError("propagate follows one result: nothing can be compared beside it.")
         file = self._file(job, scores) if stats_path else None
         if file is not None and not reads:
             fingerprint = str(file.header["calibration"])
@@ -432,7 +430,7 @@ class Slimmer(Method[SlimConfig, Arch]):
         }
         analyses = {i: finished[s.key(RESULT), i][1] for i, s in chosen[RESULT].items()}
         if config.refit:
-            plans, found = recover(job, plans, finished, propagate=config.propagate)
+            plans, found = recover(job, plans, finished)
             analyses = {i: {**seen, "refit": found[i]} for i, seen in analyses.items()}
         summary: JSON = {"multiple": step, "loss": self._loss_in_words()}
         if config.experts == "auto":
@@ -460,7 +458,7 @@ class Slimmer(Method[SlimConfig, Arch]):
             Plan(config.name, job.base, layers, asdict(config)),
             exact=not config.measures,
             passes=config.chosen.observes
-            + bool(config.refit) * (2 + config.propagate)
+            + 2 * bool(config.refit)
             + 2.0 * config.chosen.gradients
             + 3.0 * config.measures,
             work=work * config.chosen.gram,
