@@ -1,16 +1,14 @@
 """fit beside the best single verb at the same bytes, on text that neither saw.
 
     python benchmarks/fit.py      writes benchmarks/fit.json; goes on where it stopped
-    python benchmarks/fit.py --tune 50     the rows once more, the best forms trained
     LLAMA_CPP=folder python benchmarks/fit.py --models tiny-moe --bits      as GGUF files
-    python benchmarks/fit.py --models FOLDER --samples 8 --windows 8 --held 4096 --minutes 30
+    python benchmarks/fit.py --models FOLDER --samples 8 --windows 8 --held 4096
 
 What a search refines is measured on the held-out text, too, when it is made. Verbs alone are those
 that the search refined, at the largest size within the budget: all whose KL is within a quarter of
 the best one's. The one that loses least on the held-out text is the best single verb, so that the
 comparison favours it.
 ``loss`` is the rise of perplexity over the original's, relative.
-With ``--tune`` ``single_tuned`` is the best single verb of that row after the same training.
 With ``--bits`` a share is that of the original's own file in bf16, and ``alone`` the original's
 files in each of llama.cpp's types that fit: rounding all to one type is the single verb of these
 rows, types layer by layer are what is added.
@@ -38,11 +36,10 @@ from moesaic.fitting.costs import told
 from moesaic.fitting.search import Candidate, Search, figures, settled
 from moesaic.foreign import JSON
 from moesaic.io.source import Source
-from moesaic.methods.sft.config import TuneConfig
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.measure import environment
 from moesaic.metrics.score import scores_beside
-from moesaic.recipe import Recipe, step_config
+from moesaic.recipe import Recipe
 
 OUT = Path(__file__).with_suffix(".json")
 MODELS = ("tiny-shared-moe", "tiny-moe")
@@ -116,40 +113,8 @@ def row(search: Watched) -> JSON:
         "best_single": best,
         "chosen": search.said(chosen),
         "tried": [c.as_json() if c.stage == "rough" else search.said(c) for c in tried],
-        "left_out": search.left_out,
         "cpu_seconds": seconds,
         **({"alone": singles} if search.files else {}),
-    }
-
-
-def tuned(search: Watched, plain: JSON) -> JSON:
-    """A search with training, and the best single verb of a row trained as well."""
-    start = time.process_time()
-    chosen, tried = search.run()
-    seconds = time.process_time() - start
-    held, single = search.noted(chosen), plain["best_single"]
-    found: JSON = {
-        "loss": held["loss"],
-        "kl": held["kl"],
-        "chosen": search.said(chosen),
-        "trained": [search.said(c) for c in tried if c.stage == "trained"],
-        "best_single": single,
-        "steps": search.config.tune,
-        "cpu_seconds": seconds,
-    }
-    if single is None:
-        return found
-    rate = found["chosen"]["steps"][-1].get("tune", {}).get("lr", TuneConfig.lr)
-    steps = tuple(step_config(*item) for step in single["steps"] for item in step.items())
-    weight = search.costs.of(steps)
-    assert weight is not None
-    alone = Candidate(single["form"], steps, weight)
-    taught = search.noted(search.measured(search._tuned(alone, rate)))
-    return {
-        **found,
-        "single_tuned": taught,
-        "of_best_single": {k: held[k] / single["held"][k] for k in ("loss", "kl")},
-        "of_single_tuned": {k: held[k] / taught[k] for k in ("loss", "kl")},
     }
 
 
@@ -158,14 +123,10 @@ def main(names: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--windows", type=int, default=FitConfig.windows)
     parser.add_argument("--held", type=int, default=32768)
-    parser.add_argument("--minutes", type=float)
     parser.add_argument("--bits", action="store_true")
-    parser.add_argument("--tune", type=int, default=0)
     parser.add_argument("--shares", type=float, nargs="*", default=SHARES)
     parser.add_argument("--models", nargs="*", default=MODELS)
     options = parser.parse_args(names)
-    if options.bits and options.tune:
-        parser.error("--bits and --tune are rows of their own")
     torch.set_num_threads(1)
     kept: dict[str, Any] = json.loads(OUT.read_text()) if OUT.exists() else {}
     kept["environment"] = environment()
@@ -174,8 +135,7 @@ def main(names: Sequence[str] | None = None) -> None:
     for share in options.shares:
         for model in options.models:
             name = f"{Path(model).name} {share:g}{' bits' if options.bits else ''}"
-            key = f"{name} tune {options.tune}" if options.tune else name
-            if key in rows or (options.tune and name not in rows):
+            if name in rows:
                 continue
             work = Path(tempfile.gettempdir()) / f"moesaic-fit-{name.replace(' ', '-')}"
             work.mkdir(exist_ok=True)
@@ -183,23 +143,21 @@ def main(names: Sequence[str] | None = None) -> None:
             config = FitConfig(
                 memory=1,
                 windows=options.windows,
-                minutes=options.minutes,
-                tune=options.tune,
                 types=TYPES if options.bits else (),
             )
             search = Watched(recipe, config, work)
             whole = search.files.bytes(WHOLE, 0) if search.files else search.original.bytes
             search.config = replace(config, memory=int(share * whole))
             search.held = evaluation_tokens("", search.source.tokenizer, 256, options.held)
-            found = tuned(search, rows[name]) if options.tune else row(search)
-            asked = ("samples", "windows", "held", "minutes")
-            rows[key] = {
+            found = row(search)
+            asked = ("samples", "windows", "held")
+            rows[name] = {
                 **found,
                 **{of: getattr(options, of) for of in asked},
                 "load": os.getloadavg()[1],
             }
             OUT.write_text(json.dumps(kept, indent=1) + "\n")
-            print(key, found["chosen"]["form"], f"loss {found['loss']:.4f}, KL {found['kl']:.4f}")
+            print(name, found["chosen"]["form"], f"loss {found['loss']:.4f}, KL {found['kl']:.4f}")
             print("  of the best single verb's:", found.get("of_best_single"), flush=True)
 
 

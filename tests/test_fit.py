@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,13 @@ from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Machine
 from moesaic.fitting import search
-from moesaic.fitting.candidates import Family, families, guessed, largest
+from moesaic.fitting.candidates import Family, _of_layers, families, guessed, largest
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.costs import Costs, Ledger, Weight, told
+from moesaic.fitting.costs import Costs, Weight, told
 from moesaic.fitting.search import Candidate, Search, _called, apart, fit
-from moesaic.foreign import Weighed
 from moesaic.io.source import Source, resolve
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.naee.config import PruneConfig
-from moesaic.methods.sft.config import TuneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.recipe import Recipe, load_recipe
 from moesaic.report import words
@@ -283,7 +282,7 @@ def test_files_that_cannot_be_made_are_refused_at_once(
 
 
 def test_what_chooses_shares_no_text_with_what_calibrates(tmp_path: Path) -> None:
-    config = FitConfig(memory=1, windows=6, tune=2)
+    config = FitConfig(memory=1, windows=6)
     looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
     first, second = looking.texts
     assert len(first.input_ids) == 4
@@ -291,8 +290,6 @@ def test_what_chooses_shares_no_text_with_what_calibrates(tmp_path: Path) -> Non
     assert len(apart(second, first).input_ids) == len(second.input_ids)
     moved = torch.cat([torch.zeros(20, dtype=torch.int64), first.input_ids[2, :44]])
     assert len(apart(Tokens(moved[None]), first).input_ids) == 0
-    assert len(looking.lessons.input_ids) >= config.tune * TuneConfig.batch
-    assert len(apart(looking.lessons, second).input_ids) == len(looking.lessons.input_ids)
 
 
 @pytest.mark.parametrize(
@@ -332,17 +329,6 @@ def test_text_is_divided_and_too_little_is_refused(tmp_path: Path) -> None:
         _ = Search(recipe, FitConfig(memory=1), tmp_path).texts
 
 
-def test_where_there_is_little_text_it_is_all_trained_on(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(str(n) for n in range(4000)), "utf-8")
-    recipe = recipe_of(tmp_path / "out")
-    recipe = replace(recipe, calibration=replace(recipe.calibration, source=str(text)))
-    looking = Search(recipe, FitConfig(memory=1, windows=6, tune=10_000), tmp_path)
-    first, second = looking.texts
-    assert len(looking.lessons.input_ids) > len(first.input_ids)
-    assert len(apart(looking.lessons, second).input_ids) == len(looking.lessons.input_ids)
-
-
 # --- the search ----------------------------------------------------------------------------------
 
 
@@ -364,7 +350,6 @@ def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.Monk
     tried, chosen = record.measured["tried"], record.measured["chosen"]
     assert {c["form"] for c in tried if c["stage"] == "rough"} == {"prune", "slim", "random"}
     assert chosen["kl"] == min(c["kl"] for c in tried)
-    assert record.measured["left_out"] == []
     ((form, reason),) = (said.values() for said in record.measured["refused"])
     assert form == "shared"
     assert "shared" in reason
@@ -395,46 +380,6 @@ def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.M
     assert len(kept[0].steps) == 1
 
 
-def test_the_best_forms_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At both rates the best one, at the better rate the next; the recipe ends in training."""
-    monkeypatch.setattr(search, "families", few)
-    out, budget = tmp_path / "out", int(0.8 * ORIGINAL.bytes)
-    record = fit(recipe_of(out), FitConfig(memory=budget, windows=4, confirm=2, tune=4))
-    assert record is not None
-    tried, chosen = record.measured["tried"], record.measured["chosen"]
-    rates: dict[str, list[float]] = {}
-    for c in tried:
-        if c["form"].endswith(", tuned"):
-            assert c["stage"] == "trained"
-            rates.setdefault(c["form"], []).append(c["steps"][-1]["tune"].get("lr", 1e-4))
-    plain = {c["form"]: c["kl"] for c in tried if not c["form"].endswith(", tuned")}
-    best, second = sorted(plain, key=lambda form: plain[form])[:2]
-    assert sorted(rates[f"{best}, tuned"]) == [1e-4, 1e-3]
-    assert len(rates[f"{second}, tuned"]) == 1
-    assert chosen["kl"] == min(c["kl"] for c in tried) < min(plain.values())
-    *_, last = chosen["steps"]
-    assert last["tune"]["teacher"] == "tiny-moe"
-    assert record.steps[-1].verb == "tune"
-    assert Built(resolve(str(out)).config, None).bytes == chosen["memory"] <= budget
-
-
-def test_weights_are_trained_before_they_are_rounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(search, "Files", PlainFiles)
-    monkeypatch.setattr(Search, "measured", lambda _, c: c.scored({"kl": 0.1, "loss": 0.1}))
-    config = FitConfig(memory=9, types=("q8_0",), tune=3)
-    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
-    weight, file = Weight(1, 1, 1, native=True, exact=True), ExportArgs(to="gguf", type="q8_0")
-    pruned = Candidate("pruned", (PruneConfig(keep=4), file), weight, {"kl": 0.2})
-    alone = Candidate("alone", (file,), weight, {"kl": 0.1})
-    tuned = looking._trained([alone, pruned], float("inf"))
-    assert [next(iter(step)) for step in told(tuned[0].steps)] == ["prune", "tune", "export"]
-    assert {c.form for c in tuned} == {"pruned, tuned"}
-    taught = told(tuned[0].steps)[1]["tune"]
-    assert (taught["steps"], taught["what"], taught["length"]) == (3, "all", 64)
-
-
 @pytest.mark.parametrize(
     ("types", "tried"), [(("q8_0",), []), (("q8_0", "q8_0"), []), (("q8_0", "q2_k"), ["mixed"])]
 )
@@ -449,7 +394,6 @@ def test_rounding_layer_by_layer_is_tried_where_no_single_type_fits(
     monkeypatch.setattr(search, "Files", PlainFiles)
     monkeypatch.setattr(search, "families", lambda *_: [])
     monkeypatch.setattr(Search, "texts", None)
-    monkeypatch.setattr(Search, "_affords", lambda *_: True)
     monkeypatch.setattr(Search, "_try", looked)
     looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, types=types), tmp_path)
     with pytest.raises(MoesaicError, match="out of reach"):
@@ -481,7 +425,6 @@ def test_forms_are_refined_that_may_come_out_best(
     seen: list[tuple[str, str]] = []
     monkeypatch.setattr(search, "families", forms)
     monkeypatch.setattr(Search, "share", lambda *_: 1.0)
-    monkeypatch.setattr(Costs, "parts", lambda *_: {})
     monkeypatch.setattr(Search, "_try", tried)
     looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, confirm=confirm), tmp_path)
     looking.run()
@@ -506,137 +449,54 @@ def test_the_smallest_within_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tight.run()
 
 
-# --- time ----------------------------------------------------------------------------------------
+# --- what is told beforehand ---------------------------------------------------------------------
 
 
-def test_what_several_have_in_common_is_counted_once() -> None:
-    ledger = Ledger()
-    assert ledger.enter({"statistics": 5.0, "a": 1.0}, 6.0)
-    assert not ledger.enter({"statistics": 5.0, "b": 2.0}, 7.9)
-    assert ledger.of({"statistics": 5.0, "b": 2.0}) == 2.0
-    assert ledger.enter({"statistics": 5.0, "b": 2.0}, 8.0)
-    assert ledger.spent == 8.0
-
-
-def test_seconds_are_those_of_statistics_steps_and_measuring(tmp_path: Path) -> None:
+def test_seconds_are_those_of_statistics_steps_and_measuring_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A machine that counts: a floating-point operation takes a second, all else nothing."""
-    inf = float("inf")
     machine = Machine(operations=1.0, call=0.0, bytes=inf, started=0.0, resident=0)
+    monkeypatch.setattr(Machine, "here", lambda _: machine)
 
     def costs(windows: int) -> Costs:
         folder = tmp_path / str(windows)
         folder.mkdir()
-        return Costs(recipe_of(tmp_path), folder, None, windows * 64, lambda: machine)
+        return Costs(recipe_of(tmp_path), folder, None, windows * 64)
+
+    def seconds(*several: Any) -> float:
+        return few.predicted(several)[0]
 
     few, many = costs(4), costs(8)
-    pruned, thin = PruneConfig(keep=6), SlimConfig(keep=0.5)
-    near = CondenseConfig(layers=3, keep="attention")
-    quick = replace(near, layer_search="cosine")
-    statistics, first, measured = few.parts((pruned,)).values()
+    six, five = ((PruneConfig(keep=keep),) for keep in (6, 5))
+    measured = many.predicted([six])[0] - seconds(six)  # twice the windows that choose
+    statistics = seconds(six) - measured  # decided from them, and written at no cost
     assert statistics > 0
-    assert first == 0  # decided from the statistics, and written at no cost
-    assert many.parts((pruned,)).popitem()[1] == 2 * measured > 0
-    both = few.parts((pruned, SlimConfig(keep=0.5, score="surgeon")))
-    assert [*both][:2] == [*few.parts((pruned,))][:2]  # the same statistics, the same first step
-    assert len(few.parts((near, thin))) == 3  # nothing decides from statistics
-    greedy, cosine = (next(iter(few.parts((c,)).values())) for c in (near, quick))
+    assert seconds(six, five) == pytest.approx(seconds(six) + seconds(five) - statistics)
+    near, thin = CondenseConfig(layers=3, keep="attention"), SlimConfig(keep=0.5)
+    measured = seconds((near,), (near, thin)) - seconds((near, thin))
+    quick = replace(near, layer_search="cosine")
+    greedy, cosine = (seconds((config,)) - measured for config in (near, quick))
     # 2 passes to decide, 4 a layer of 6 for what each might become; greedily half a pass for each
     # of 6, 5 and 4 layers that are left
     assert greedy / cosine == pytest.approx((2 + 4 + (6 + 5 + 4) / 2) / (2 + 4))
 
 
-SECONDS = {"a": 60.0, "b": 30.0, "c": 900.0, "c by rank": 120.0, "d": 2000.0}
+def test_many_layers_are_chosen_in_one_pass_over_the_text() -> None:
+    """Where a few are, each is tried in every round."""
 
+    def searches(routed: int) -> set[str]:
+        thin = Family("slim", (0.5,), lambda share: (SlimConfig(keep=share),))
+        found = _of_layers("attention", routed, routed, thin, FitConfig(memory=1))
+        return {family.rough(0.5)[0].layer_search for family in found}  # type: ignore[union-attr]
 
-def timed(*_: Any) -> list[Family]:
-    """Forms of which it is known how long they take."""
-
-    def made(name: str, instead: Family | None = None) -> Family:
-        steps = (SlimConfig(keep=0.5, seed=[*SECONDS].index(name)),)
-        fine = (replace(steps[0], refit=True),)
-        return Family(name, (0.5,), lambda _: steps, (lambda _: fine,), instead)
-
-    return [made("d"), made("c", made("c by rank")), made("a"), made("b")]
-
-
-def parts(_: Costs, steps: Any) -> dict[str, float]:
-    """30 seconds of statistics for all, and each its own, refined three times as many."""
-    name, refit = [*SECONDS][steps[0].seed], steps[0].refit
-    return {"statistics": 30.0, f"{name} {refit}": SECONDS[name] * (3 if refit else 1)}
-
-
-@pytest.mark.parametrize(
-    ("minutes", "tried", "left"),
-    [
-        (None, ["b", "a", "c by rank"], {"c": "c by rank", "d": None}),
-        (9, ["b", "a", "c by rank"], {"c": "c by rank", "d": None, "c by rank, refined": None}),
-        (4, ["b", "a"], {"c": None, "d": None, "a, refined": None}),
-        (34, ["b", "a", "c"], {"d": None, "c, refined": None}),
-        (201, ["b", "a", "c", "d"], {}),
-    ],
-)
-def test_there_is_time_for_the_quickest_forms(
-    minutes: float | None,
-    tried: list[str],
-    left: dict[str, str | None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Half of the time is for forms as quickly made: 30 + 30 + 60 s, then 120, 900 and 2,000."""
-    seen: list[str] = []
-
-    def looked(self: Search, form: str, steps: Any, stage: str, _: Any) -> Candidate:
-        seen.extend([form] if stage == "rough" else [])
-        weight = Weight(1, 1, 1, native=True, exact=True)
-        return Candidate(form, steps, weight, {"loss": 0.0, "kl": 1.0}, stage)
-
-    monkeypatch.setattr(search, "families", timed)
-    monkeypatch.setattr(Search, "texts", None)
-    monkeypatch.setattr(Search, "share", lambda *_: 0.5)
-    monkeypatch.setattr(Costs, "parts", parts)
-    monkeypatch.setattr(Search, "_try", looked)
-    config = FitConfig(memory=ORIGINAL.bytes, minutes=minutes, confirm=1)
-    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
-    looking.run()
-    assert seen == tried
-    assert {name: said["instead"] for name, said in looking.left_out.items()} == left
-    if "d" in left:
-        assert looking.left_out["d"]["seconds"] == 2000.0
-        assert "d (33 min)" in caplog.text
-        # 30 + 30 + 60 + 900 + 2,000 seconds, twice
-        assert "minutes=101 tries every form" in caplog.text
-    else:
-        assert not caplog.text
-
-
-def test_too_little_time_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "families", timed)
-    monkeypatch.setattr(Search, "texts", None)
-    monkeypatch.setattr(Search, "share", lambda *_: 0.5)
-    monkeypatch.setattr(Costs, "parts", parts)
-    config = FitConfig(memory=ORIGINAL.bytes, minutes=1.5)
-    with pytest.raises(MoesaicError, match="minutes 1.5 is too short: .* needs minutes=2,"):
-        Search(recipe_of(tmp_path / "out"), config, tmp_path).run()
-
-
-def test_a_search_goes_on_with_the_speed_it_began_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = [Machine(1.0, 0.0, 1.0, 0.0, 0), Machine(2.0, 0.0, 1.0, 0.0, 0)]
-    monkeypatch.setattr(Machine, "here", lambda _: known.pop(0))
-    found = [
-        Search(recipe_of(tmp_path / "out"), FitConfig(memory=1), tmp_path)._machine()
-        for _ in range(2)
-    ]
-    assert [machine.operations for machine in found] == [1.0, 1.0]
+    assert (searches(8), searches(9)) == ({"greedy"}, {"cosine"})
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ([], "Give a budget"),
-        (["--memory", "9MB", "--minutes", "1e-6"], "--minutes 1e-06 is too short"),
         (["--memory", "100KB"], "--memory 100KB is out of reach: the least that works is"),
         (["--parameters", "10"], "--parameters 10 is out of reach"),
         (["--memory", "9MB", "--samples", "5000"], "samples"),
@@ -672,29 +532,6 @@ def test_the_least_size_is_told_before_anything_is_tried_and_works(
         looking = Search(recipe_of(tmp_path / "out"), enough, tmp_path / name)
         assert any(looking.share(family, enough) for family in few())
     assert set(labels) == {"Sizing candidates"}
-
-
-def test_quick_forms_come_first_and_bars_know_how_long_each_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seconds = {"prune": 9.0, "slim": 4.0, "random": 1.0}
-    names = {str(family.rough(0.5)): family.name for family in few()}
-    monkeypatch.setattr(search, "families", few)
-    monkeypatch.setattr(Search, "share", lambda *_: 0.5)
-    monkeypatch.setattr(
-        Costs, "parts", lambda _, steps: {"statistics": 2.0, str(steps): seconds[names[str(steps)]]}
-    )
-    shown: list[tuple[str, list[str], list[float]]] = []
-
-    def track(items: Any, label: str, total: int | None = None) -> Any:
-        if isinstance(items, Weighed):
-            shown.append((label, [family.name for family, _ in items], [*items.weights]))
-            raise KeyboardInterrupt
-        return items
-
-    with pytest.raises(KeyboardInterrupt):
-        Search(recipe_of(tmp_path / "out"), FitConfig(memory=10**9), tmp_path, track).run()
-    assert shown == [("Trying candidates", ["random", "slim", "prune"], [3.0, 4.0, 9.0])]
 
 
 def test_an_interrupted_search_leaves_the_best_recipe_so_far(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from numbers import Integral, Real
 from types import UnionType
@@ -35,14 +35,6 @@ T = TypeVar("T")
 
 class Figures(dict[str, float]):
     """An item that tells figures, of which curves are drawn as the items pass."""
-
-
-class Weighed(list[T]):
-    """Items of which it is known how long each takes, beside the others."""
-
-    def __init__(self, items: Iterable[T], weights: Sequence[float]) -> None:
-        super().__init__(items)
-        self.weights = weights
 
 
 class Track(Protocol):

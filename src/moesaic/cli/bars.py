@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from moesaic.foreign import Figures, Weighed
+from moesaic.foreign import Figures
 
 T = TypeVar("T")
 console = Console(markup=False)
@@ -39,7 +39,7 @@ def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("left"),
-        Left(items.weights if isinstance(items, Weighed) else ()),
+        Left(),
     )
     with Bar(*columns, console=err_console) as bar:
         for item in bar.track(items, total=total, description=label):
@@ -49,28 +49,19 @@ def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T
 
 
 class Left(ProgressColumn):
-    """The time left, from the first item that is done, however long ago that was.
+    """The time left, from the first item that is done, however long ago that was."""
 
-    Args:
-        weights: how long each item takes, beside the others; empty where that is not known.
-    """
-
-    def __init__(self, weights: Sequence[float] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.ends = [*accumulate(weights)]
-        self._done, self._at = 0, 0.0
+        self._done, self._at = 0.0, 0.0
 
     def render(self, task: Task) -> Text:
         """``0:01:30``, or dashes while nothing is done."""
         if task.completed != self._done:  # since then the next item runs
-            self._done, self._at = int(task.completed), task.elapsed or 0.0
+            self._done, self._at = task.completed, task.elapsed or 0.0
         if not self._done or task.total is None:
             return Text("-:--:--", style="progress.remaining")
-        done, whole = (
-            self.ends[min(int(n), len(self.ends)) - 1] if self.ends else n
-            for n in (self._done, task.total)
-        )
-        left = self._at * whole / done - (task.elapsed or 0.0) if done else 0.0
+        left = self._at * task.total / self._done - (task.elapsed or 0.0)
         minutes, seconds = divmod(max(0, round(left)), 60)
         text = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
         return Text(text, style="progress.remaining")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from moesaic.arch.dense import Arch
@@ -32,6 +32,8 @@ FINEST = 128
 """Shares that are told apart where no width limits them."""
 QUICK = {"shared": "rank", "attention": "cosine", "nothing": "cosine"}
 """Searches of layers in one pass over the text, by what stays of them."""
+SEARCHED = 8
+"""Layers up to which they are searched as the paper does, trying each in every round."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,6 @@ class Family:
     """The recipe that is quick to make."""
     fine: Sequence[Callable[[float], Steps]] = ()
     """The same size, made with more care."""
-    instead: Family | None = None
-    """The same sizes by a shorter search, for where this one would take too long."""
 
 
 # --- families ------------------------------------------------------------------------------------
@@ -79,8 +79,7 @@ def _as_files(found: Sequence[Family], type: str, config: FitConfig) -> Iterator
 
     def ended(family: Family) -> Family:
         fine = tuple(_before(steps, end) for steps in family.fine for end in ends)
-        name, instead = f"{family.name}, {type}", family.instead and ended(family.instead)
-        return Family(name, family.shares, _before(family.rough, last), fine, instead)
+        return Family(f"{family.name}, {type}", family.shares, _before(family.rough, last), fine)
 
     yield from map(ended, found)
 
@@ -188,34 +187,26 @@ def _of_layers(
         config: what is asked for.
     """
 
-    def before(number: int, **search: str) -> Family:
-        said: JSON = {"layers": number, "keep": kind, "refit": False, **_gate(config), **search}
-        careful: JSON = {**said, "refit": kind == "shared"}
-        return Family(
-            f"condense {number} to {kind}{_by(**search)}, {thin.name}",
-            thin.shares,
-            _after(CondenseConfig(**said), thin.rough),
-            tuple(_after(CondenseConfig(**careful), fine) for fine in thin.fine),
-        )
-
-    def alone(**search: str) -> Family:
-        options: JSON = {"keep": kind, "refit": False, **_gate(config), **search}
-        made = partial(_condense, routed, **options)
-        return Family(
-            f"condense to {kind}{_by(**search)}",
-            tuple(1 - n / routed for n in range(most, 0, -1)),
-            made,
-            (partial(made, refit=True),) if kind == "shared" else (),
-        )
-
-    quick = {"layer_search": QUICK[kind]}
+    search = {} if routed <= SEARCHED else {"layer_search": QUICK[kind]}
+    options: JSON = {"keep": kind, "refit": False, **_gate(config), **search}
+    refit = kind == "shared"
     for number in _numbers(routed):
-        yield replace(before(number), instead=before(number, **quick))
-    yield replace(alone(), instead=alone(**quick))
-
-
-def _by(layer_search: str = "") -> str:
-    return f" by {layer_search}" if layer_search else ""
+        quick, careful = (
+            CondenseConfig(layers=number, **{**options, "refit": again}) for again in (False, refit)
+        )
+        yield Family(
+            f"condense {number} to {kind}, {thin.name}",
+            thin.shares,
+            _after(quick, thin.rough),
+            tuple(_after(careful, fine) for fine in thin.fine),
+        )
+    made = partial(_condense, routed, **options)
+    yield Family(
+        f"condense to {kind}",
+        tuple(1 - n / routed for n in range(most, 0, -1)),
+        made,
+        (partial(made, refit=True),) if refit else (),
+    )
 
 
 def _gate(config: FitConfig) -> JSON:

@@ -40,18 +40,6 @@ class FitConfig:
     windows: int = option(
         32, "Windows of calibration text that choose, apart from those that calibrate.", minimum=2
     )
-    minutes: float | None = option(
-        None,
-        "Minutes that the search may take, as predicted: quick forms first. Default: no limit, but "
-        "forms are left out that would take over ten times as long as the quickest one.",
-        minimum=0,
-    )
-    tune: int = option(
-        0,
-        "Steps for which the best forms are trained towards the original, all weights, in memory "
-        "whole. 0: nothing is trained.",
-        minimum=0,
-    )
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,12 +37,6 @@ from moesaic.recipe import Recipe
 
 Steps = tuple[MethodConfig | ExportArgs, ...]
 """The steps of a recipe, the file that is made of its result as the last where one is."""
-Parts = Mapping[str, float]
-"""Predicted seconds of what is made on the way to a result, by what it is: equal parts are made
-once."""
-MEASURED = "measured"
-OBSERVED = "statistics"
-"""The part that all first steps have in common that decide from a file of statistics."""
 
 
 @dataclass(frozen=True)
@@ -60,31 +53,6 @@ class Weight:
         """Whether it keeps within every budget of size."""
         limits = ((getattr(self, name), getattr(config, name)) for name in BUDGETS)
         return all(limit is None or size <= limit for size, limit in limits)
-
-
-class Ledger:
-    """Predicted seconds of what is made, parts that several results have in common once."""
-
-    def __init__(self) -> None:
-        self.spent = 0.0
-        self._made: set[str] = set()
-
-    def of(self, parts: Parts) -> float:
-        """Seconds of those parts that are not made yet."""
-        return sum(seconds for part, seconds in parts.items() if part not in self._made)
-
-    def enter(self, parts: Parts, most: float = math.inf) -> bool:
-        """Count a result's parts, if no more than some seconds are spent then.
-
-        Returns:
-            whether they are counted.
-        """
-        spent = self.spent + self.of(parts)
-        if spent > most:
-            return False
-        self.spent = spent
-        self._made |= parts.keys()
-        return True
 
 
 @dataclass(frozen=True)
@@ -105,7 +73,6 @@ class Costs:
         folder: an existing one.
         files: GGUF files, where candidates end in one.
         tokens: that results are measured on.
-        machine: tells how fast things go, when it is first asked.
     """
 
     def __init__(
@@ -114,7 +81,6 @@ class Costs:
         folder: Path,
         files: Files | None = None,
         tokens: int = 0,
-        machine: Callable[[], Machine] = Machine.here,
     ) -> None:
         self.recipe, self.folder, self.files = recipe, folder, files
         self._measured = Evaluation(max_tokens=tokens, rounds=0, new_tokens=1)
@@ -125,7 +91,6 @@ class Costs:
         self._shapes: dict[Path, Model] = {}
         self._source = foretold(recipe.model, folder / "original")
         self._original = Built(self._source.config, parse_dtype(recipe.dtype))
-        self._clock = machine
 
     def of(self, steps: Steps) -> Weight | None:
         """What a result weighs; None where the steps cannot be carried out."""
@@ -136,32 +101,24 @@ class Costs:
         """Why steps cannot be carried out."""
         return self._reasons.get(_key(steps), "") if self._of(steps) is None else ""
 
-    def parts(self, steps: Steps) -> Parts:
-        """Predicted seconds of all that a figure takes: statistics, steps, the file, measuring.
+    def predicted(self, several: Sequence[Steps]) -> tuple[float, int]:
+        """Seconds in which results are made and measured, and bytes of memory meanwhile.
 
-        Raises:
-            MoesaicError: the steps cannot be carried out.
+        Statistics and steps that several have in common are counted once.
         """
-        found = {OBSERVED: self._observing} if self.decided(steps[0], 0) else {}
-        stages: list[Stage] = []
-        for number in range(1, len(steps) + 1):
-            known = self._of(steps[:number])
-            if known is None:
-                raise MoesaicError("These steps cannot be carried out.")
-            found[_key(steps[:number])] = self._seconds(known.making)
-            stages = known.measuring
-        return {**found, f"{MEASURED} {_key(steps)}": self._seconds(stages)}
-
-    def peak(self, steps: Steps) -> int:
-        """Predicted bytes of memory while a result is made and measured."""
-        stages = [
-            stage
-            for number in range(1, len(steps) + 1)
-            for known in (self._of(steps[:number]),)
-            if known is not None
-            for stage in (*known.making, *known.measuring)
-        ]
-        return self._machine.resident + max((stage.memory for stage in stages), default=0)
+        parts: dict[str, list[Stage]] = {}
+        for steps in several:
+            known = [self._of(steps[:number]) for number in range(1, len(steps) + 1)]
+            for number, part in enumerate(known, 1):
+                if part is not None:
+                    parts[_key(steps[:number])] = part.making
+                    parts[f"measured {_key(steps)}"] = part.measuring
+            if self.decided(steps[0], 0):
+                parts["statistics"] = self._observing
+        stages = [stage for part in parts.values() for stage in part]
+        machine = Machine.here(self.recipe.device)
+        peak = max((stage.memory for stage in stages), default=0)
+        return sum(map(machine.seconds, stages)), machine.resident + peak
 
     def decided(self, step: MethodConfig | ExportArgs, number: int) -> bool:
         """Whether a step decides from the file of statistics.
@@ -173,17 +130,10 @@ class Costs:
         mixture = isinstance(base_arch(self._source.config), MoEArch)
         return mixture and not number and getattr(step, "decides_from_stats", False)
 
-    def _seconds(self, stages: list[Stage]) -> float:
-        return sum(self._machine.seconds(stage) for stage in stages)
-
     @cached_property
-    def _machine(self) -> Machine:
-        return self._clock()
-
-    @cached_property
-    def _observing(self) -> float:
-        """Seconds in which statistics are observed, which is what pruning by them does first."""
-        return self._seconds(observing(self._source, self.recipe))
+    def _observing(self) -> list[Stage]:
+        """Observing statistics, which is what pruning by them does first."""
+        return observing(self._source, self.recipe)
 
     def _of(self, steps: Steps) -> _Known | None:
         key = _key(steps)

@@ -2,10 +2,7 @@
 
 Candidates decide on calibration text, are compared on other windows of it that no candidate
 decided on, and the one that is chosen is measured on evaluation text, as every result is: the
-three share no rows. Where training was asked for, the best forms are trained on what is left.
-
-Time is what headers foretell, never the clock, so that a search that is repeated or continued tries
-the same.
+three share no rows.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -28,18 +24,17 @@ from moesaic.config import Calibration, ExportArgs, MethodConfig, RunArgs, in_un
 from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, evaluation_tokens
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
-from moesaic.estimates import Built, Machine, in_words, notice
+from moesaic.estimates import Built, in_words, notice
 from moesaic.fitting.candidates import Family, families, guessed, largest, mixed
 from moesaic.fitting.config import BUDGETS, FitConfig
-from moesaic.fitting.costs import Costs, Ledger, Parts, Steps, Weight, told
+from moesaic.fitting.costs import Costs, Steps, Weight, told
 from moesaic.fitting.files import Files
-from moesaic.foreign import JSON, Track, Weighed, give_back, silent
+from moesaic.foreign import JSON, Track, give_back, silent
 from moesaic.io.layout import OWN, RECORD, own
 from moesaic.io.outputs import alone, discard, searched, whole_file, whole_folder
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
 from moesaic.methods.naee.observing import observe
-from moesaic.methods.sft.config import TuneConfig
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.measure import environment
 from moesaic.metrics.measure import fit as has_room
@@ -49,7 +44,6 @@ from moesaic.plan import Progress
 from moesaic.recipe import Recipe, check_run
 from moesaic.record import Record
 
-T = TypeVar("T")
 RUN = 32
 """Tokens in a row by which a window is known to share text with another."""
 LEAST = 4
@@ -70,14 +64,6 @@ CLOSE = 1.25
 were seen to take 15 to 21 % of the KL, so that another may come out ahead."""
 FAR = 2.0
 """No form is refined that loses more than so many times what the best one does."""
-TRAINED = 2
-"""Forms that are trained, the best ones."""
-RATES = (1e-3, 1e-4)
-"""Learning rates that the best form is trained with; the others with the better one."""
-PROPORTION = 10
-"""Where no time was given, forms are left out that take so many times as long as the quickest."""
-FIRST = 0.5
-"""Of the time, for forms as they are quickly made; the rest is for refining the best of them."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +76,7 @@ class Candidate:
     score: JSON | None = None
     """``perplexity``, ``loss`` (its rise, relative), ``kl`` and ``tokens``; None: not measured."""
     stage: str = "rough"
-    """``rough``, ``refined`` or ``trained``: with how much care it was made."""
+    """``rough`` or ``refined``: with how much care it was made."""
 
     def scored(self, score: JSON) -> Candidate:
         """With its figures; ``memory`` among them is what a file came to."""
@@ -152,15 +138,8 @@ class Search:
             text = recipe.calibration.source
             self.files = Files(self.source, text, work, track)
         self._tried: dict[str, Candidate] = {}
-        self.left_out: dict[str, JSON] = {}
-        """Of what there was no time for, by its name: predicted ``seconds`` beside all that was
-        made, and the form by a shorter search that was tried ``instead``, or None."""
         self.refused: dict[str, str] = {}
         """Forms that the model cannot have, by their names, with the reason."""
-        self._enough = 0
-        self._ledger = Ledger()
-        self._sizes = 1 if config.sized else len(SIZES) + HALVINGS
-        self._seconds = math.inf if config.minutes is None else 60 * config.minutes / self._sizes
 
     # --- text ------------------------------------------------------------------------------------
 
@@ -182,19 +161,6 @@ class Search:
                 "them. Give more text, lower samples, or lower length."
             )
         return first, others.rows(slice(wanted))
-
-    @cached_property
-    def lessons(self) -> Tokens:
-        """Windows that candidates are trained on: as many as training takes, or as there are."""
-        calibrate, choose = self.texts
-        spared = len(calibrate.input_ids) + len(choose.input_ids)
-        wanted = self.config.tune * TuneConfig.batch
-        while wanted > spared:
-            try:
-                return apart(self._drawn(wanted + spared), choose)
-            except MoesaicError:  # there is less text
-                wanted //= 2
-        return calibrate
 
     def _settled(self, drawn: Calibration) -> Calibration:
         """Windows of one length, whichever method looks at them, and some left to choose by."""
@@ -248,18 +214,7 @@ class Search:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         length = self.recipe.calibration.length or MethodConfig.window
-        windows = self.config.windows
-        return Costs(self.recipe, folder, self.files, windows * length, self._machine)
-
-    def _machine(self) -> Machine:
-        """How fast things go, as it was known when the search began."""
-        file = self.work / "machine.json"
-        if file.is_file():
-            return Machine(**json.loads(file.read_text("utf-8")))
-        machine = Machine.here(self.recipe.device)
-        with whole_file(file) as partial:
-            partial.write_text(json.dumps(asdict(machine)), "utf-8")
-        return machine
+        return Costs(self.recipe, folder, self.files, self.config.windows * length)
 
     def share(self, family: Family, config: FitConfig) -> float | None:
         """The largest of a family's shares that a budget has room for."""
@@ -345,7 +300,7 @@ class Search:
         stats = str(self._stats) if self.costs.decided(config, number) else ""
         return RunArgs.of(
             model,
-            calibration=self.lessons if isinstance(config, TuneConfig) else self.texts[0],
+            calibration=self.texts[0],
             stats=stats,
             device=self.recipe.device,
             dtype=self.dtype,
@@ -423,8 +378,6 @@ class Search:
                 )
         else:
             chosen = self._smallest_within(known)
-        if self.left_out:
-            logging.getLogger(__name__).warning(self._said())
         for form, reason in self.refused.items():
             logging.getLogger(__name__).warning("Not possible: %s (%s)", form, reason)
         return chosen, list(self._tried.values())
@@ -438,12 +391,10 @@ class Search:
                 found.append((family, share))
         if not found and not mixed(self.config):
             return None
-        start = self._ledger.spent
-        timely = self._timely(found, start + FIRST * self._seconds)
+        careful = [make(share) for family, share in found for make in family.fine]
+        self._foretell([family.rough(share) for family, share in found], careful)
         tried = []
-        weighed = self._weighed([(of, of[0].rough(of[1])) for of in timely])
-        self._foretell(timely, sum(weighed.weights))
-        for family, most in self.track(weighed, "Trying candidates", len(timely)):
+        for family, most in self.track(found, "Trying candidates", len(found)):
             for share in self._from(family, most):
                 candidate = self._try(family.name, family.rough(share), "rough", config)
                 if candidate is not None:
@@ -461,142 +412,23 @@ class Search:
         ]
         # rounding alone, also where no single type is narrow enough
         fine += [(asked.called, (asked,)) for asked in mixed(self.config)]
-        careful = self._weighed([(of, of[1]) for of in fine])
-        refined = (
+        refined = [
             self._try(name, steps, "refined", config)
-            for name, steps in self.track(careful, "Refining", len(fine))
-            if self._affords(f"{name}, refined", steps, start + self._seconds)
-        )
+            for name, steps in self.track(fine, "Refining", len(fine))
+        ]
         kept = [t[2] for t in few] + [candidate for candidate in refined if candidate]
-        if config.tune:
-            kept += self._trained(kept, start + self._seconds)
         return min(kept, key=lambda c: c.kl, default=None)
 
-    def _timely(
-        self, found: Sequence[tuple[Family, float]], most: float
-    ) -> list[tuple[Family, float]]:
-        """The forms there is time for, the quickest first; of the others their shorter searches.
-
-        Raises:
-            MoesaicError: there is no time for any.
-        """
-
-        def parts(family: Family, share: float) -> Parts:
-            return self.costs.parts(family.rough(share))
-
-        def fits(family: Family, share: float) -> bool:
-            made = parts(family, share)
-            return sum(made.values()) <= longest and self._ledger.enter(made, most)
-
-        order = sorted(found, key=lambda of: sum(parts(*of).values()))
-        quickest = sum(parts(*order[0]).values()) if order else 0.0
-        longest = PROPORTION * quickest if self.config.minutes is None else math.inf
-        every = Ledger()
-        for of in order:
-            every.enter(parts(*of))
-        self._enough = max(self._enough, self._minutes(every.spent))
-        taken = [of for of in order if fits(*of)]
-        for family, share in [of for of in order if of not in taken]:
-            other = family.instead
-            if other is not None and fits(other, share):
-                taken.append((other, share))
-            else:
-                other = None
-            self._leave(family.name, parts(family, share), other)
-        if found and not taken:
-            raise MoesaicError(
-                f"minutes {self.config.minutes:g} is too short: the quickest form needs "
-                f"minutes={self._minutes(quickest)}, as predicted."
-            )
-        return sorted(taken, key=lambda of: sum(parts(*of).values()))
-
-    def _weighed(self, items: Sequence[tuple[T, Steps]]) -> Weighed[T]:
-        """Items and the predicted seconds of each, what several have in common with the first."""
-        ledger, weights = Ledger(), []
-        for _, steps in items:
-            parts = {} if self.costs.of(steps) is None else self.costs.parts(steps)
-            weights.append(ledger.of(parts))
-            ledger.enter(parts)
-        return Weighed([item for item, _ in items], weights)
-
-    def _foretell(self, timely: Sequence[tuple[Family, float]], seconds: float) -> None:
+    def _foretell(self, rough: Sequence[Steps], careful: Sequence[Steps]) -> None:
         """Tell what it takes to try some forms, and then to refine as many as may be refined."""
-        careful = [make(share) for family, share in timely for make in family.fine]
-        if self.tell is None or not timely:
+        if self.tell is None or not rough:
             return
-        known = [self.costs.parts(steps) for steps in careful if self.costs.of(steps) is not None]
-        each = sum(sum(parts.values()) for parts in known) / max(1, len(known))
-        refined = min(self.config.confirm, len(known))
-        peak = max(self.costs.peak(family.rough(share)) for family, share in timely)
-        line = in_words(
-            seconds + refined * each,
-            peak,
-            f"{len(timely)} forms and {refined} refined; the result itself comes on top",
-        )
-        if line:
+        seconds, peak = self.costs.predicted(rough)
+        refined = min(self.config.confirm, len(careful))
+        each = self.costs.predicted(careful)[0] / max(1, len(careful))
+        more = f"{len(rough)} forms and {refined} refined; the result itself comes on top"
+        if line := in_words(seconds + refined * each, peak, more):
             self.tell(line)
-
-    def _affords(self, name: str, steps: Steps, most: float) -> bool:
-        """Whether there is time for a candidate, which is then counted, and else noted."""
-        if self.costs.of(steps) is None:
-            return True  # and will be found impossible
-        parts = self.costs.parts(steps)
-        if self._ledger.enter(parts, most):
-            return True
-        self._leave(name, parts)
-        return False
-
-    def _leave(self, name: str, parts: Parts, instead: Family | None = None) -> None:
-        other = None if instead is None else instead.name
-        self.left_out[name] = {"seconds": self._ledger.of(parts), "instead": other}
-
-    def _minutes(self, seconds: float) -> int:
-        """The option that gives forms so many seconds."""
-        return math.ceil(seconds * self._sizes / FIRST / 60)
-
-    def _said(self) -> str:
-        """What was left out, in words."""
-        forms = (
-            f"{name} ({left['seconds'] / 60:.2g} min"
-            + (f"; {left['instead']} was tried)" if left["instead"] else ")")
-            for name, left in self.left_out.items()
-        )
-        return (
-            f"Not tried, for it would take too long as predicted: {', '.join(forms)}. "
-            f"minutes={self._enough} tries every form."
-        )
-
-    def _trained(self, kept: Sequence[Candidate], most: float) -> list[Candidate]:
-        """The best forms once more, their weights trained towards the original."""
-        best: dict[str, Candidate] = {}
-        for candidate in sorted(kept, key=lambda c: c.kl):
-            if any(isinstance(step, MethodConfig) for step in candidate.steps):
-                best.setdefault(candidate.form, candidate)
-        few = [*best.values()][:TRAINED]
-        trained: list[Candidate] = []
-        rates: tuple[float, ...] = RATES
-        for candidate in self.track(few, "Training", len(few)):
-            todo = {rate: self._tuned(candidate, rate) for rate in rates}
-            try:
-                tuned = {
-                    rate: self.measured(c)
-                    for rate, c in todo.items()
-                    if self._affords(f"{c.form} at {rate:g}", c.steps, most)
-                }
-            except MoesaicError as error:
-                logging.getLogger(__name__).warning("Nothing was trained: %s", error)
-                break
-            self._tried |= {self._key(told(c.steps)): c for c in tuned.values()}
-            trained += tuned.values()
-            rates = (min(tuned, key=lambda rate: tuned[rate].kl),) if tuned else rates
-        return trained
-
-    def _tuned(self, candidate: Candidate, rate: float) -> Candidate:
-        """A candidate that is trained before a file is made of it; it weighs as much."""
-        steps, form = candidate.steps, f"{candidate.form}, tuned"
-        cut = len(steps) - (candidate.file is not None)
-        steps = (*steps[:cut], self.training(rate), *steps[cut:])
-        return Candidate(form, steps, candidate.weight, stage="trained")
 
     def leave_best(self, recipe: Recipe) -> None:
         """Write the recipe of the best candidate so far, for a search that ends before its end."""
@@ -611,19 +443,6 @@ class Search:
             len(self._tried),
             best.form,
             file,
-        )
-
-    def training(self, rate: float) -> TuneConfig:
-        """The step that trains all weights towards the original."""
-        drawn = self.recipe.calibration
-        return TuneConfig(
-            what="all",
-            data=drawn.source,
-            teacher=self.recipe.model,
-            length=drawn.length or TuneConfig.length,
-            steps=self.config.tune,
-            lr=rate,
-            seed=drawn.seed,
         )
 
     def _from(self, family: Family, most: float) -> Sequence[float]:
@@ -803,12 +622,10 @@ def _fit(
         search.leave_best(recipe)
         raise
     best = replace(recipe, steps=chosen.converted)
-    left = [{"form": form, **said} for form, said in search.left_out.items()]
     refused = [{"form": form, "reason": reason} for form, reason in search.refused.items()]
     found: JSON = {
         "chosen": chosen.as_json(),
         "tried": [c.as_json() for c in tried],
-        "left_out": left,
         "refused": refused,
     }
 
