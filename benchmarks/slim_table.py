@@ -65,6 +65,11 @@ def draws(results: Results, model: str, keep: str, command: str) -> dict[int, di
     return {int(draw): result for draw, result in sorted(found.items())}
 
 
+def models_of(record: Mapping[str, Any]) -> list[str]:
+    """The originals: rows that are named after a model alone."""
+    return [name for name in record["results"] if " | " not in name]
+
+
 def told(values: Sequence[float], digits: int) -> str:
     """Mean and, of several draws, their standard deviation."""
     spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
@@ -73,7 +78,8 @@ def told(values: Sequence[float], digits: int) -> str:
 
 def rows(record: Mapping[str, Any], model: str) -> Iterator[str]:
     """Markdown: perplexity on both texts and KL, by share; in brackets draws, where not three."""
-    original, results = record["original"][model], record["results"]
+    results = record["results"]
+    original = results[model]
     yield f"| {model} | " + " | ".join(f"{k}: ships | WikiText-2 | KL" for k in KEEPS) + " |"
     yield "| --- |" + " ---: |" * 9
     same = f"{original['ships']['perplexity']:.2f} | {original['data']['perplexity']:.1f} | 0"
@@ -97,7 +103,7 @@ def rows(record: Mapping[str, Any], model: str) -> Iterator[str]:
 
 def relative(record: Mapping[str, Any], model: str) -> Iterator[str]:
     """Markdown: what is lost, of what ``prune --refit`` loses, draw by draw."""
-    start = record["original"][model]["ships"]["perplexity"]
+    start = record["results"][model]["ships"]["perplexity"]
     for command in LABELS:
         cells = []
         for keep in KEEPS:
@@ -129,19 +135,19 @@ def picture(panels: Sequence[tuple[Mapping[str, Any], str]]) -> str:
     ]
     for n, (record, model) in enumerate(panels):
         left = 60 + n * (room + 50)
-        first = record["original"][model]
+        first = record["results"][model]
         lines: dict[str, list[tuple[float, float]]] = {}
         for command in DRAWN:
             each = [draws(record["results"], model, keep, command) for keep in KEEPS]
             points = [
                 (
-                    2 * mean(f["parameters"] for f in found.values()) / 1e6,
+                    2 * mean(f["ships"]["total_parameters"] for f in found.values()) / 1e6,
                     mean(f["ships"]["perplexity"] for f in found.values()),
                 )
                 for found in each
                 if found
             ]
-            whole = (2 * first["parameters"] / 1e6, first["ships"]["perplexity"])
+            whole = (2 * first["ships"]["total_parameters"] / 1e6, first["ships"]["perplexity"])
             if points:
                 lines[command] = [whole, *points]
         xs, ys = zip(*(p for points in lines.values() for p in points), strict=True)
@@ -211,10 +217,10 @@ PAPERS = {"slim --recipe paper": " (CAMERA)", "prune --recipe paper": " (NAEE)"}
 
 def half(record: Mapping[str, Any]) -> Iterator[str]:
     """README's table, Markdown: half of the experts' parameters."""
-    models = [*record["original"]]
+    models = models_of(record)
     yield f"| half of the experts' parameters | {' | KL | '.join(models)} | KL | native |"
     yield "|---|" + "---:|---:|" * len(models) + "---|"
-    whole = [f"{record['original'][m]['ships']['perplexity']:.2f} | 0" for m in models]
+    whole = [f"{record['results'][m]['ships']['perplexity']:.2f} | 0" for m in models]
     yield f"| the original | {' | '.join(whole)} | |"
     for command, native in SHOWN.items():
         cells = []
@@ -238,7 +244,7 @@ def tables() -> dict[str, str]:
     alone, mixture = (
         json.loads((HERE / f"{name}.json").read_text()) for name in ("slim", "slim_mixture")
     )
-    found = {model: [*rows(r, model)] for r in (alone, mixture) for model in r["original"]}
+    found = {model: [*rows(r, model)] for r in (alone, mixture) for model in models_of(r)}
     head = [f"| of the loss of `{BASELINE}` | {' | '.join(KEEPS)} |", f"| --- |{' ---: |' * 3}"]
     lost = [line for model in found if model != MIXTURE for line in relative(alone, model)]
     found |= {"losses": head + lost, "halves": [*half(alone)]}

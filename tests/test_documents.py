@@ -20,6 +20,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import pytest
+import yaml
 from typer.main import get_command
 
 import moesaic
@@ -317,11 +318,62 @@ def test_dsmoe_is_told_by_all_its_runs() -> None:
 
 @pytest.fixture(scope="module")
 def benchmarks() -> Any:
+    return scripts("slim_table", "frontier")
+
+
+def scripts(*names: str) -> list[Any]:
+    """Modules of benchmarks/."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        return [import_module(name) for name in ("slim_table", "frontier")]
+        return [import_module(name) for name in names]
     finally:
         sys.path.pop(0)
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "benchmarks").glob("*.yaml")), ids=lambda file: file.stem
+)
+def test_commands_of_benchmarks_are_understood(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has a name of its own; commands that differ in numbers alone are read once."""
+    (run,) = scripts("run")
+    rows = [*run.rows_of(yaml.safe_load(file.read_text("utf-8")), {"data": "FILE"})]
+    assert len({row.folder for row in rows}) == len(rows)
+    commands = {re.sub(r"\b[\d.]+\b", "1", s.command): s.command for row in rows for s in row.steps}
+    for command in commands.values():
+        read(shlex.split(command), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "benchmarks").glob("*.json")), ids=lambda file: file.stem
+)
+def test_measurements_say_what_makes_them(file: Path) -> None:
+    record = json.loads(file.read_text("utf-8"))
+    told = record.get("command") or record["made_by"]
+    if command := record.get("command"):
+        _, script, *words = shlex.split(command)
+        assert (ROOT / script).is_file(), command
+        if script.endswith("run.py"):
+            assert (ROOT / "benchmarks" / words[0]).is_file(), command
+    assert told
+
+
+def test_rows_keep_what_is_asked_for_and_what_they_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run,) = scripts("run")
+    told = {"vary": {"row": {"first layers": "0"}}, "name": "{row}"}
+    told |= {"steps": [{"as": "shape", "run": "inspect tiny-moe --json", "take": ["model_type"]}]}
+    file = tmp_path / "one.yaml"
+    file.write_text(yaml.safe_dump(told), "utf-8")
+    run.main([str(file), "--out", str(tmp_path / "one.json")])
+    record = json.loads((tmp_path / "one.json").read_text("utf-8"))
+    row = record["results"]["first layers"]
+    assert row["shape"] == {"model_type": "mixtral"}
+    assert row["commands"] == ["moesaic inspect tiny-moe --json"]
+    assert row["cpu_seconds"][0] > 0
+    assert row["peak_memory_bytes"][0] > 1 << 20
+    assert record["command"] == "python benchmarks/run.py one.yaml"
+    assert {"moesaic", "commit", "environment"} <= record.keys()
 
 
 def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> None:

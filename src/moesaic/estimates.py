@@ -3,7 +3,7 @@
 Headers of the original are converted by the code that converts its weights, so that a result's
 shape and bytes are exact wherever a method fixes them (:mod:`moesaic.io.weightless`). Memory and
 time follow from a simple model of the stream, and from a small measurement of this machine: they
-are predictions, and ``benchmarks/estimates.py`` tells how far off.
+are predictions, and ``benchmarks/estimates.yaml`` tells how far off.
 """
 
 from __future__ import annotations

@@ -1,0 +1,135 @@
+"""Writes checkpoints of well-known shapes without their values, to be predicted, timed or cut.
+
+    python benchmarks/shapes.py DIR                    a config.json each: enough for dry runs
+    python benchmarks/shapes.py DIR qwen1.5-moe-a2.7b --values random      28 GB of bfloat16
+    python benchmarks/shapes.py DIR glm-4.5-air --values holes    200 GB that take no room
+    python benchmarks/shapes.py DIR llama-2048 --values random             a small dense model
+
+Shapes are written by hand as the published configs have them; parameters counted from them are
+those of the models' cards. ``random`` repeats a pool of normal values, ``holes`` are zeros that the
+file system does not store. Beside weights lies the tokenizer of tiny-moe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.foreign import Config
+from moesaic.io.checkpoint import ShardWriter, skeleton
+from moesaic.io.source import resolve
+
+POOL = 1 << 24
+"""Random values that all weights are cut from: to draw every one would take minutes."""
+
+
+def shapes(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    """A config of hidden size, layers, heads, key-value heads and vocabulary."""
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    said = dict(zip((*names, "vocab_size"), sizes, strict=True))
+    return {"model_type": model_type, **said, "tie_word_embeddings": False, **more}
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-2048": shapes("llama", 2048, 3, 32, 8, 32000, intermediate_size=8192),
+    "olmoe-1b-7b": shapes("olmoe", 2048, 16, 16, 16, 50304, intermediate_size=1024)
+    | {"num_experts": 64, "num_experts_per_tok": 8},
+    "qwen1.5-moe-a2.7b": shapes("qwen2_moe", 2048, 24, 16, 16, 151936, intermediate_size=5632)
+    | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+    | {"num_experts": 60, "num_experts_per_tok": 4},
+    "qwen3-30b-a3b": shapes("qwen3_moe", 2048, 48, 32, 4, 151936, intermediate_size=6144)
+    | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128},
+    "mixtral-8x7b": shapes("mixtral", 4096, 32, 32, 8, 32000, intermediate_size=14336)
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "glm-4.5-air": shapes("glm4_moe", 4096, 46, 96, 8, 151552, intermediate_size=10944)
+    | {"moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1}
+    | {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    | {"attention_bias": True, "num_nextn_predict_layers": 0, "head_dim": 128},
+    "gpt-oss-120b": shapes("gpt_oss", 2880, 36, 64, 8, 201088, intermediate_size=2880)
+    | {"num_local_experts": 128, "num_experts_per_tok": 4, "head_dim": 64},
+    "qwen3-235b-a22b": shapes("qwen3_moe", 4096, 94, 64, 4, 151936, intermediate_size=12288)
+    | {"moe_intermediate_size": 1536, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"head_dim": 128},
+    "deepseek-v3": shapes("deepseek_v3", 7168, 61, 128, 128, 129280, intermediate_size=18432)
+    | {"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1}
+    | {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
+    | {"num_nextn_predict_layers": 0, "q_lora_rank": 1536, "kv_lora_rank": 512}
+    | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+}
+
+
+def tensors(config: Config) -> dict[str, tuple[int, ...]]:
+    """By name on disk the shape of every tensor, stacks of experts taken apart."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in skeleton(config, torch.bfloat16).state_dict().items():
+        shape = tuple(tensor.shape)
+        if name.endswith("experts.gate_up_proj"):
+            start, half = name.removesuffix("gate_up_proj"), (shape[1] // 2, shape[2])
+            for expert in range(shape[0]):
+                found[f"{start}{expert}.gate_proj.weight"] = half
+                found[f"{start}{expert}.up_proj.weight"] = half
+        elif name.endswith("experts.down_proj"):
+            start = name.removesuffix("down_proj")
+            for expert in range(shape[0]):
+                found[f"{start}{expert}.down_proj.weight"] = shape[1:]
+        else:
+            found[name] = shape
+    return found
+
+
+def write_random(config: Config, folder: Path) -> None:
+    """Normal values of the config's own deviation; norms are ones."""
+    writer, generator = ShardWriter(folder, shard_bytes=1 << 30), torch.Generator().manual_seed(0)
+    pool = (torch.randn(POOL, generator=generator) * config.initializer_range).bfloat16()
+    for name, shape in tensors(config).items():
+        if name.endswith("norm.weight"):
+            writer.add(name, torch.ones(shape, dtype=torch.bfloat16))
+            continue
+        start = int(torch.randint(POOL, (1,), generator=generator))
+        values = pool.roll(start).repeat(-(-math.prod(shape) // POOL))
+        writer.add(name, values[: math.prod(shape)].view(shape).clone())
+    writer.close()
+
+
+def write_holes(config: Config, folder: Path) -> None:
+    """One file of zeros, of which only the header is stored."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in tensors(config).items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", default=[*SHAPES], metavar="NAME")
+    parser.add_argument("--values", choices=("none", "random", "holes"), default="none")
+    given = parser.parse_args(arguments)
+    for name in given.names:
+        folder = given.folder / name
+        folder.mkdir(parents=True)
+        text = json.dumps({**SHAPES[name], "dtype": "bfloat16"}, indent=1)
+        (folder / "config.json").write_text(text, "utf-8")
+        if given.values == "none":
+            continue
+        config = resolve(str(folder)).config
+        {"random": write_random, "holes": write_holes}[given.values](config, folder)
+        for file in resolve("tiny-moe").folder.glob("tokenizer*"):
+            shutil.copyfile(file, folder / file.name)
+
+
+if __name__ == "__main__":
+    main()
