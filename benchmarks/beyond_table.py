@@ -24,10 +24,7 @@ SERIES = {
 RATIOS = ("0.9", "0.8", "0.7", "0.6")
 ALONE = {
     "published": "MoRE as published",
-    "weighted": "`-o weighted=true`",
     "router=ridge": "`--router ridge`",
-    "router=backbone": "`--router backbone`",
-    "bias": "`--bias`",
     "refit": "`--refit`",
     "all layers": "`--layers all`",
     "256 petals": "`--layers all --experts 256 --top-k 0`",

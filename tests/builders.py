@@ -458,9 +458,8 @@ def masked(ffn: nn.Module) -> nn.Module:
 # --- several experts a token ---------------------------------------------------------------------
 
 WAYS = {
-    "every neuron": {"WIDE": 1 << 20, "SAVED": 0},
-    "one by one": {"WIDE": 1, "NARROW": 1, "CROWDED": 1e9},
-    "petal by petal": {"SAVED": 1e9, "WIDE": 1 << 20},
+    "every neuron": {"CROWDED": -1},
+    "petal by petal": {"NARROW": 0, "LAUNCHED": 0, "CROWDED": 2},
 }
 """How several experts run, forced."""
 

@@ -228,8 +228,7 @@ def running(ffn: Any, x_TD: Tensor) -> Tensor:
             active = int((given > 0).sum()) or 1
             values = {e: float(g) * len(given) / active for e, g in enumerate(given)}
         else:
-            taken = given.nonzero().flatten() if given.is_floating_point() else given
-            values = dict.fromkeys(taken.tolist(), 1.0)
+            values = dict.fromkeys(given.nonzero().flatten().tolist(), 1.0)
         for e, value in values.items():
             if isinstance(ffn, OverlappingFFN):
                 on_TM[t, ffn.experts[e]] = value

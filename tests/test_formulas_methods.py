@@ -18,7 +18,6 @@ from moesaic.errors import MoesaicError
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods import clustering
 from moesaic.methods.beyond.recovery import recover
-from moesaic.methods.beyond.spread import spread_splits
 from moesaic.methods.budget import LayerSize, split_for_share, split_for_target
 from moesaic.methods.cdmoe.divergence import cosine, js, kl
 from moesaic.methods.cdmoe.experts import tail_exponent
@@ -192,18 +191,6 @@ def test_a_target_out_of_reach_says_how_low_it_can_go() -> None:
     """One of two equal layers at half of its neurons is three quarters of all, both are a half."""
     with pytest.raises(MoesaicError, match=r"go down to 0\.750 \(0\.500 with layers=all\)"):
         split_for_target([LayerSize(0, 8, 8)] * 2, [0], 0.1, experts=2, top_k=1)
-
-
-@pytest.mark.parametrize(("least", "widths"), [(0.75, None), (0.625, [5, 5]), (0.25, [4, 6])])
-def test_no_layer_runs_less_than_the_least(least: float, widths: list[int] | None) -> None:
-    sizes = [LayerSize(0, 8, 8)] * 2
-    losses = dict.fromkeys(range(2), torch.ones(8))
-    if widths is None:
-        with pytest.raises(MoesaicError, match="out of reach"):
-            spread_splits(sizes, losses, 0.625, experts=2, top_k=1, least=least)
-        return
-    splits = spread_splits(sizes, losses, 0.625, experts=2, top_k=1, least=least)
-    assert [split.active_width for split in splits.values()] == widths
 
 
 @pytest.mark.parametrize("keep", ["shared", "nothing"])

@@ -362,7 +362,6 @@ def test_a_number_of_petals_and_a_top_k_may_be_given_beside_a_multiple():
         ({"multiple": 1536}, r"multiple=768 works"),
         ({"experts": 64}, r"fewer than 64 such petals have; experts=48 works"),
         ({"multiple": 256}, r"active 0\.8 is out of reach .* nearest that works is active=0\.75"),
-        ({"spread": "sensitivity"}, "not with variant naive, spread"),
         ({"balanced": False}, "or balanced=False"),
     ],
 )
@@ -477,7 +476,6 @@ def test_rho_share_is_the_backbone(variant, tokens):
         {"share": 0.0},
         {"share": 1.0},
         {"share": 0.5, "variant": "naive"},
-        {"share": 0.5, "spread": "sensitivity"},
         {"share": 0.5, "top_k": 0},
     ],
 )
@@ -497,24 +495,3 @@ def test_shares_below_one_channel_are_left_out(tokens):
     assert set(method.analyse(stats)["never_activated"]) == {"0.1"}
     wide = MoREStats(1, *[torch.ones(2000)] * 5, {s: torch.ones(2000) > 0 for s in COVERAGE})
     assert set(method.analyse(wide)["never_activated"]) == {"0.1", "0.01", "0.001", "0.0005"}
-
-
-@pytest.mark.parametrize("router", ["cosine", "backbone"])
-def test_a_threshold_leaves_the_mean_number_of_petals(router, tokens):
-    """And tokens differ; what is refitted is what a token then runs."""
-    config = MoREConfig(experts=4, top_k=2, router=router, variable=True, prompts="petals")
-    site, method, stats = observed(tokens, config)
-    layer = method.decide(stats, site, Split(16, 12, 4, 2))
-    running = torch.cat([on_TR for _, _, on_TR in layer.running(site)]).sum(1)
-    assert running.mean().item() == pytest.approx(2, abs=1 / len(running))
-    assert len(running.unique()) > 1
-    assert layer.header()["gate"] == {"threshold": layer.threshold(site)}
-    assert "no native form" in layer.obstacle(layer.header())
-    assert layer.describe(0).told.endswith("2 of 4 experts in the mean")
-
-
-def test_a_threshold_where_every_petal_runs(tokens):
-    config = MoREConfig(experts=2, top_k=2, variable=True)
-    site, method, stats = observed(tokens, config)
-    layer = method.decide(stats, site, Split(16, 24, 2, 2))
-    assert all(bool(on_TR.all()) for _, _, on_TR in layer.running(site))

@@ -92,6 +92,14 @@ class Sizes:
         return 8 * self.hidden_size + self.width * max(1, self.experts)
 
 
+def former(what: str) -> MoesaicError:
+    """The refusal of layers that earlier versions made and this one has no more."""
+    return MoesaicError(
+        f"This model was made with {what}, which this version has no more: convert the original "
+        "anew, or load it with the version that made it."
+    )
+
+
 PADDING = -1
 """In a list of numbers: a place for what is not there, filled with zeros."""
 

@@ -12,17 +12,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, DenseFFN, put, weight_of
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State, check_numbers
+from moesaic.layers.base import (
+    Description,
+    Header,
+    LayerPlan,
+    Seen,
+    Sizes,
+    State,
+    check_numbers,
+    former,
+)
 from moesaic.layers.neurons import of_mlp
 from moesaic.layers.recovery import refitted_down
 from moesaic.nn.carved import CarvedFFN, carved_like
-from moesaic.nn.routers import CHOOSING, WEIGHING, Router, chosen, running
+from moesaic.nn.routers import CHOOSING, WEIGHING, Router, by_neuron
 
 PROMPTS = ("petals", "dense")
 """Where tokens are routed: everywhere, or at decoding alone."""
@@ -48,14 +56,11 @@ class CarvedLayer(LayerPlan):
     routing: str = "cosine"
     """How they are chosen; see :mod:`moesaic.nn.routers`."""
     router_RD: Tensor | None = None
-    """float32: one row an expert; (R, D + B) where the router sees the B shared neurons too."""
+    """float32 (R, D): one row an expert."""
     down_DM: Tensor | None = None
     """A down projection in carved order that takes the place of the base's own."""
-    bias_RD: Tensor | None = None
-    """An output bias of every expert; without experts one row."""
     gate: JSON = field(default_factory=dict)
-    """Options of a router that weighs, where with ``tau`` ``top_k`` is the most that run; of one
-    that chooses the ``threshold`` of scores, with ``top_k`` their mean number."""
+    """Options of a router that weighs; with ``tau`` ``top_k`` is the most that run."""
     prompts: str = "petals"
     """``petals``: tokens are routed in prompts, too; ``dense``: at decoding alone."""
 
@@ -75,14 +80,12 @@ class CarvedLayer(LayerPlan):
             raise ValueError("a router is needed for experts, and only for experts")
         if self.prompts not in PROMPTS:
             raise ValueError(f"prompts {self.prompts!r:.60} is none of {', '.join(PROMPTS)}")
-        if self.prompts == "dense" and self.bias_RD is not None:
-            raise ValueError("output biases stand for what prompts would not leave out")
         if self.routing in WEIGHING and len(set(self.petals)) > 1:
             raise ValueError("experts that are weighed are of one size")
 
     @property
     def weights(self) -> str:
-        return "own" if self.down_DM is None and self.bias_RD is None else "refitted"
+        return "own" if self.down_DM is None else "refitted"
 
     @property
     def active_width(self) -> float:
@@ -99,17 +102,17 @@ class CarvedLayer(LayerPlan):
             "top_k": self.top_k,
             "routing": self.routing,
             **({"gate": self.gate} if self.gate else {}),
-            **({} if self.bias_RD is None else {"bias": True}),
             **({} if self.prompts == "petals" else {"prompts": self.prompts}),
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        optional = {"router": self.router_RD, "down": self.down_DM, "bias": self.bias_RD}
+        optional = {"router": self.router_RD, "down": self.down_DM}
         given = {name: tensor for name, tensor in optional.items() if tensor is not None}
         return {"order": self.order_M, **given}
 
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> CarvedLayer:
+        _refuse_former(header)
         return cls(
             order_M=tensors["order"],
             backbone=header["backbone"],
@@ -119,7 +122,6 @@ class CarvedLayer(LayerPlan):
             router_RD=tensors.get("router"),
             gate=header.get("gate", {}),
             down_DM=tensors.get("down"),
-            bias_RD=tensors.get("bias"),
             prompts=header.get("prompts", "petals"),
         )
 
@@ -140,11 +142,10 @@ class CarvedLayer(LayerPlan):
             yield stored, of_mlp(arch.ffn, leaf, tensor, self.order_M, self.down_DM)
         if self.router_RD is not None:
             yield f"{block}router.weight", self.router_RD.to(like.device)
-        if self.bias_RD is not None:
-            yield f"{block}petal_bias", self.bias_RD.to(like)
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        _refuse_former(header)
         layer = layers[index]
         put(layer, arch.ffn_path, carved_like(arch.ffn_of(layer), arch.ffn, header, layer))
 
@@ -153,9 +154,7 @@ class CarvedLayer(LayerPlan):
     def describe(self, experts: int) -> Description:
         header = self.header()
         told = f"{self._told()}; prompts run dense" if self.prompts == "dense" else self._told()
-        return Description(
-            told, {k: header[k] for k in header if k not in ("kind", "top_k", "bias")}
-        )
+        return Description(told, {k: header[k] for k in header if k not in ("kind", "top_k")})
 
     def _told(self) -> str:
         if not self.petals:
@@ -163,8 +162,6 @@ class CarvedLayer(LayerPlan):
         shared = f"{self.backbone:,} neurons for every token and " if self.backbone else ""
         if "tau" in self.gate:
             return f"{shared}those of {len(self.petals)} experts whose gate is open"
-        if self.gate.get("threshold") is not None:
-            return f"{shared}{self.top_k} of {len(self.petals)} experts in the mean"
         return f"{shared}{self.top_k} of {len(self.petals)} experts"
 
     @classmethod
@@ -200,72 +197,51 @@ class CarvedLayer(LayerPlan):
 
     @classmethod
     def obstacle(cls, header: Header) -> str | None:
-        if header.get("bias"):
-            return "Output biases of experts have no native form: carve without bias."
         if header.get("prompts") == "dense":
             return "No native format routes at decoding alone: carve with prompts=petals."
-        if "threshold" in header.get("gate", {}):
-            return "Tokens that differ in how many experts they run have no native form."
         if header["petals"] and header["routing"] not in ("cosine", "linear"):
             return f"Routing by {header['routing']!r} has no native form yet."
         return None
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(
-        self, site: Seen[DenseFFN], weights: bool = True, biases: bool = False, **options: bool
-    ) -> tuple[CarvedLayer, JSON]:
-        """A new down projection, output biases of the experts, or both.
+    def refit(self, site: Seen[DenseFFN], **options: bool) -> tuple[CarvedLayer, JSON]:
+        """A new down projection.
 
         Features are h~, the input of the down projection of what a token still runs, masked by the
-        layer's own router. Biases alone are the mean of what is left out.
+        layer's own router.
 
         Args:
             site: the layer as it was, and its tokens.
-            weights: solve for the down projection.
-            biases: solve for an output bias of every expert.
         """
-        count = max(1, len(self.petals)) if biases else 0
         order_M = self.order_M.to(site.view.device)
-        down_DM, bias_RD, found = refitted_down(site, order_M, self.running(site), weights, count)
-        down_DM = self.down_DM if down_DM is None else down_DM
-        bias_RD = self.bias_RD if bias_RD is None else bias_RD
-        return replace(self, down_DM=down_DM, bias_RD=bias_RD), found
+        down_DM, found = refitted_down(site, order_M, self.running(site))
+        return replace(self, down_DM=down_DM), found
 
-    def running(self, site: Seen[DenseFFN]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def running(self, site: Seen[DenseFFN]) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of hidden activations, and of those that a token still runs.
 
         Yields:
-            h (T, M), as it was; h~ (T, M) in carved order; ones and zeros (T, R) for the experts
-            that run, without experts one column of ones.
+            h (T, M), as it was; h~ (T, M) in carved order.
         """
         order_M = self.order_M.to(site.view.device)
-        router = self._router(site.view.device) if self.petals else None
+        router = None
+        if self.router_RD is not None:
+            experts, hidden_size = self.router_RD.shape
+            router = Router(hidden_size, experts, self.top_k, self.routing).to(site.view.device)
+            router.weight.data = self.router_RD.to(site.view.device)
         for x_TD, whole_TM in site.activations():
             h_TM = whole_TM[:, order_M]
-            if router is None:
-                yield whole_TM, h_TM, h_TM.new_ones(len(h_TM), 1)
-                continue
-            chosen_TK = router(x_TD, h_TM[:, : self.backbone] if router.sees_backbone else None)
-            on_TM = running(chosen_TK, self.backbone, self.petals)
-            yield whole_TM, h_TM * on_TM.to(h_TM), chosen(chosen_TK, len(self.petals)).to(h_TM)
+            if router is not None:
+                h_TM = h_TM * by_neuron(router(x_TD), self.backbone, self.petals).to(h_TM)
+            yield whole_TM, h_TM
 
-    def threshold(self, site: Seen[DenseFFN]) -> float:
-        """The score that ``top_k`` petals are above, in the mean of the site's tokens."""
-        order_M, router = self.order_M.to(site.view.device), self._router(site.view.device)
-        scores: list[Tensor] = []
-        for x_TD, whole_TM in site.activations():
-            shared_TB = whole_TM[:, order_M[: self.backbone]] if router.sees_backbone else None
-            scores.append(router.scores(x_TD, shared_TB).flatten().cpu())
-        every = torch.cat(scores)
-        above = round(len(every) * self.top_k / len(self.petals))
-        if above == len(every):
-            return -torch.finfo(torch.float32).max
-        return every.kthvalue(len(every) - above).values.item()
 
-    def _router(self, device: torch.device) -> Router:
-        assert self.router_RD is not None
-        inputs = self.router_RD.shape[1]
-        router = Router(inputs, len(self.petals), self.top_k, self.routing, **self.gate).to(device)
-        router.weight.data = self.router_RD.to(device)
-        return router
+def _refuse_former(header: Header) -> None:
+    """Refuse what earlier versions made of a layer, and this one has no more."""
+    if header.get("bias"):
+        raise former("output biases")
+    if "threshold" in header.get("gate", {}):
+        raise former("a variable number of petals")
+    if header["routing"] == "backbone":
+        raise former("a router that sees the backbone")

@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch, DenseFFN
 from moesaic.arch.use import LayerUse
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State, check_numbers
+from moesaic.layers.base import (
+    Description,
+    Header,
+    LayerPlan,
+    Seen,
+    Sizes,
+    State,
+    check_numbers,
+    former,
+)
 from moesaic.layers.neurons import narrow_mlp, of_mlp
 from moesaic.layers.recovery import refitted_down
 
@@ -31,8 +40,6 @@ class NarrowedLayer(LayerPlan):
     """Neurons that there were."""
     down_DW: Tensor | None = None
     """A down projection that takes the place of the base's own."""
-    bias_D: Tensor | None = None
-    """An output bias."""
     counted: bool = False
     """The model stays ``moesaic_<base>`` and remembers what it lost: its active ratio is of the
     original's projections. Else it becomes of the base's own class, narrower."""
@@ -48,22 +55,22 @@ class NarrowedLayer(LayerPlan):
 
     @property
     def weights(self) -> str:
-        return "own" if self.down_DW is None and self.bias_D is None else "refitted"
+        return "own" if self.down_DW is None else "refitted"
 
     def header(self) -> JSON:
-        bias = {} if self.bias_D is None else {"bias": True}
         counted = {"counted": True} if self.counted else {}
-        return {"kind": self.kind, "width": self.width, "before": self.before, **bias, **counted}
+        return {"kind": self.kind, "width": self.width, "before": self.before, **counted}
 
     def tensors(self) -> dict[str, Tensor]:
-        optional = {"down": self.down_DW, "bias": self.bias_D}
-        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-        return {"order": self.order_W, **given}
+        down = {} if self.down_DW is None else {"down": self.down_DW}
+        return {"order": self.order_W, **down}
 
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> NarrowedLayer:
-        down, bias = tensors.get("down"), tensors.get("bias")
-        return cls(tensors["order"], header["before"], down, bias, header.get("counted", False))
+        if header.get("bias"):
+            raise former("output biases")
+        counted = header.get("counted", False)
+        return cls(tensors["order"], header["before"], tensors.get("down"), counted)
 
     def check(self, sizes: Sizes) -> None:
         check_numbers("neurons", self.order_W, sizes.width)
@@ -76,20 +83,15 @@ class NarrowedLayer(LayerPlan):
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
         """The base's own values, neurons that go left out; what a refit brings, beside them."""
         block = f"{arch.ffn_path}."
-        bias = f"{block}{arch.ffn.down}.bias"
         for stored, name in state.stored(block):
             leaf, tensor = name.removeprefix(block), state.read(stored)
-            tensor = of_mlp(arch.ffn, leaf, tensor, self.order_W, self.down_DW)
-            if name == bias and self.bias_D is not None:
-                tensor = tensor + self.bias_D.to(tensor)
-            yield stored, tensor
-        if self.bias_D is not None and bias not in state:
-            yield bias, self.bias_D.to(state[f"{block}{arch.ffn.down}.weight"])
+            yield stored, of_mlp(arch.ffn, leaf, tensor, self.order_W, self.down_DW)
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
-        bias = header.get("bias", False)
-        narrow_mlp(arch.ffn_of(layers[index]), arch.ffn, header["width"], bias)
+        if header.get("bias"):
+            raise former("output biases")
+        narrow_mlp(arch.ffn_of(layers[index]), arch.ffn, header["width"])
 
     # --- said of it ------------------------------------------------------------------------------
 
@@ -105,29 +107,20 @@ class NarrowedLayer(LayerPlan):
 
     @classmethod
     def obstacle(cls, header: Header) -> str | None:
-        return "An output bias has no native form: leave bias out." if header.get("bias") else None
+        return None
 
     def native(self) -> JSON | None:
-        return None if self.counted or self.bias_D is not None else {"dense": self.width}
+        return None if self.counted else {"dense": self.width}
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(
-        self, site: Seen[DenseFFN], weights: bool = True, biases: bool = False, **options: bool
-    ) -> tuple[NarrowedLayer, JSON]:
-        """A new down projection, an output bias, or both.
+    def refit(self, site: Seen[DenseFFN], **options: bool) -> tuple[NarrowedLayer, JSON]:
+        """A new down projection.
 
         Args:
             site: the layer as it was, and its tokens.
-            weights: solve for the down projection.
-            biases: solve for an output bias.
         """
         order_W = self.order_W.to(site.view.device)
-        running = (
-            (h_TM, h_TM[:, order_W], h_TM.new_ones(len(h_TM), 1)) for _, h_TM in site.activations()
-        )
-        down_DW, bias_1D, found = refitted_down(site, order_W, running, weights, int(biases))
-        bias_D = self.bias_D if bias_1D is None else bias_1D[0]
-        return replace(
-            self, down_DW=self.down_DW if down_DW is None else down_DW, bias_D=bias_D
-        ), found
+        running = ((h_TM, h_TM[:, order_W]) for _, h_TM in site.activations())
+        down_DW, found = refitted_down(site, order_W, running)
+        return replace(self, down_DW=down_DW), found

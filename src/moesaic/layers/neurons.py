@@ -111,14 +111,13 @@ def _of_one(arch: MoEArch, tensor: Tensor, axis: int, order_W: Tensor, width: in
     return taken(tensor, axis, order_W)
 
 
-def narrow_mlp(module: nn.Module, names: FFNNames, width: int, bias: bool = False) -> None:
+def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:
     """Give an MLP room for another number of neurons, in place: new parameters on meta.
 
     Args:
         module: the MLP.
         names: its projections.
         width: neurons.
-        bias: its down projection gets a bias if it has none.
     """
     before = getattr(module, names.down).weight.shape[1]
     for name in names.projections:
@@ -128,10 +127,6 @@ def narrow_mlp(module: nn.Module, names: FFNNames, width: int, bias: bool = Fals
         _resize(linear, "weight", axis, factor * width)
         if axis:
             linear.in_features = width
-            if bias and linear.bias is None:
-                like = linear.weight
-                new = torch.empty(like.shape[0], dtype=like.dtype, device="meta")
-                linear.bias = nn.Parameter(new, requires_grad=like.requires_grad)
         else:
             linear.out_features = factor * width
             if linear.bias is not None:

@@ -4,7 +4,7 @@ Not in a paper; the least-squares reconstruction of layer-wise pruning, over fea
 token by token. With h~ the input of the down projection of what a token still runs, idle neurons
 zero,
 
-    min over dW, b of  sum_t ||y - W h~ - dW h~ - sum_e b_e [e runs]||^2 + lambda ||dW||^2,
+    min over dW of  sum_t ||y - W h~ - dW h~||^2 + lambda ||dW||^2,
 
 y the layer's output in the model as it was. The result stays near the weights W it starts from;
 lambda is chosen on held-out tokens, and infinite where no change helps. One solve a layer, see
@@ -53,11 +53,10 @@ class Balance:
         outputs: D.
         features: F.
         device: where sums are kept.
-        free: the last so many features are not penalised.
     """
 
-    def __init__(self, outputs: int, features: int, device: torch.device, free: int = 0) -> None:
-        self.ridge = Ridge(features, outputs, device, free)
+    def __init__(self, outputs: int, features: int, device: torch.device) -> None:
+        self.ridge = Ridge(features, outputs, device)
         self.whole = 0.0
 
     def add(self, h_TF: Tensor, kept_TD: Tensor, y_TD: Tensor) -> None:
@@ -89,42 +88,29 @@ def recovered(missing: float, left: float, whole: float) -> JSON:
 
 
 def refitted_down(
-    site: Seen[DenseFFN],
-    order_M: Tensor,
-    running: Iterable[tuple[Tensor, Tensor, Tensor]],
-    weights: bool,
-    biases: int,
-) -> tuple[Tensor | None, Tensor | None, JSON]:
-    """A new down projection of a dense FFN of which each token runs a part, and output biases.
+    site: Seen[DenseFFN], order_M: Tensor, running: Iterable[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, JSON]:
+    """A new down projection of a dense FFN of which each token runs a part.
 
     Args:
         site: the layer as it was, and its tokens.
         order_M: the neurons that stay, in their new order.
-        running: by batch the hidden activations as they were, h~ (T, M) of the neurons that stay,
-            zero where a token does not run one, and ones and zeros (T, R) for the biases it gets.
-        weights: solve for the down projection.
-        biases: R, or 0 to solve for none.
+        running: by batch the hidden activations as they were, and h~ (T, M) of the neurons that
+            stay, zero where a token does not run one.
 
     Returns:
-        the down projection (D, M) or None, the biases (R, D) or None; ``lost``, ``recovered`` and
-        ``strength`` for the record.
+        the down projection (D, M); ``lost``, ``recovered`` and ``strength`` for the record.
     """
     ffn = site.view
     down_DM = ffn.down_DM[:, order_M]
     hidden_size, width = down_DM.shape
-    balance = Balance(hidden_size, width * weights + biases, ffn.device, biases)
-    for (whole_TM, h_TM, on_TR), target_TD in zip(running, site.targets(), strict=True):
+    balance = Balance(hidden_size, width, ffn.device)
+    for (whole_TM, h_TM), target_TD in zip(running, site.targets(), strict=True):
         y_TD = ffn.output(whole_TM) if target_TD is None else target_TD
-        features = [h_TM] * weights + [on_TR] * bool(biases)
-        balance.add(torch.cat(features, dim=1), F.linear(h_TM, down_DM, ffn.down_bias_D), y_TD)
+        balance.add(h_TM, F.linear(h_TM, down_DM, ffn.down_bias_D), y_TD)
     fit, found = balance.solve()
-    change_DF = fit.weight_FO.T
-    new_DM = bias_RD = None
-    if weights:
-        new_DM = (down_DM.double() + change_DF[:, :width]).to(down_DM.dtype).cpu()
-    if biases:
-        bias_RD = change_DF[:, -biases:].T.to(down_DM.dtype).contiguous().cpu()
-    return new_DM, bias_RD, found
+    new_DM = (down_DM.double() + fit.weight_FO.T).to(down_DM.dtype).cpu()
+    return new_DM, found
 
 
 SHARED = -1

@@ -74,15 +74,11 @@ class Ridge:
     Args:
         features: F.
         outputs: O.
-        free: the last so many features, such as a constant, are not penalised.
     """
 
-    def __init__(
-        self, features: int, outputs: int, device: torch.device | str = "cpu", free: int = 0
-    ) -> None:
+    def __init__(self, features: int, outputs: int, device: torch.device | str = "cpu") -> None:
         self.fit = Sums.zero(features, outputs, device)
         self.held = Sums.zero(features, outputs, device)
-        self.free = free
 
     def add(self, x_TF: Tensor, y_TO: Tensor) -> None:
         """Take a batch of tokens in."""
@@ -108,9 +104,8 @@ class Ridge:
         if strength == math.inf or not sums.gram_FF.diagonal().any():
             return torch.zeros_like(sums.cross_FO)
         square_F = sums.gram_FF.diagonal()
-        penalised = len(square_F) - self.free
-        mean = square_F[: penalised or None].mean()
+        mean = square_F.mean()
         penalty_F = torch.full_like(square_F, 1e-10) * mean  # features that are always zero
-        penalty_F[:penalised] += strength * mean
+        penalty_F += strength * mean
         system_FF = sums.gram_FF + torch.diag(penalty_F)
         return torch.cholesky_solve(sums.cross_FO, torch.linalg.cholesky(system_FF))

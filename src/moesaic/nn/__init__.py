@@ -5,7 +5,7 @@ from moesaic.nn.condensed import CondensedFFN, PassThrough
 from moesaic.nn.heads import HeadRouter, PartialAttention
 from moesaic.nn.masked import Masked
 from moesaic.nn.overlapping import OverlappingFFN, set_form
-from moesaic.nn.routers import Router, SoftmaxRouter, ThresholdRouter, chosen, running
+from moesaic.nn.routers import Router, SoftmaxRouter, ThresholdRouter
 from moesaic.nn.skipping import Skipping, make_skipping, skip, survivors
 
 __all__ = [
@@ -21,10 +21,8 @@ __all__ = [
     "SoftmaxRouter",
     "ThresholdRouter",
     "carved_like",
-    "chosen",
     "make_skipping",
     "projections_like",
-    "running",
     "set_form",
     "skip",
     "survivors",

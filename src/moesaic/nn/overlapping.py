@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import DenseFFN, FFNNames
 from moesaic.nn.carved import CarvedFFN
-from moesaic.nn.routers import chosen
 
 FORMS = ("moe", "pseudo")
 
@@ -40,20 +39,9 @@ class OverlappingFFN(CarvedFFN):
         super().__init__(projections, act, names, hidden_size, 0, petals, 1, routing)
         self.register_buffer("experts", torch.empty(experts, width, dtype=torch.int64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x_TD = x.reshape(-1, x.shape[-1])
-        y_TD = self._apart(x_TD) if self.form == "moe" else self._masked(x_TD)
-        return y_TD.view_as(x)
-
-    # Group sizes differ call by call: traced, each of them would be compiled anew.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _apart(self, x_TD: Tensor) -> Tensor:
-        ffn = None if self._learns() else self._plain()
-        if ffn is None:
-            return self._masked(x_TD)
-        on_TR = chosen(self.router(x_TD), len(self.petals))
-        y_TD = self._by_petal(ffn, x_TD, on_TR.to(x_TD.dtype), None)
-        return y_TD if ffn.down_bias_D is None else y_TD + ffn.down_bias_D
+    def _worth_moving(self, x_TD: Tensor, on_TR: Tensor) -> bool:
+        learns = self.training and on_TR.requires_grad
+        return self.form == "moe" and not learns and not self._called()
 
     def _parts(self, ffn: DenseFFN) -> Iterable[DenseFFN]:
         return map(ffn.chosen, self.experts)

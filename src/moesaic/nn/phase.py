@@ -1,8 +1,8 @@
 """Prompts and decoding: what a converted layer leaves out may be left out at decoding alone.
 
 A forward pass over one position a sequence is decoding. Prompts run dense where leaving something
-out would save them nothing: they are faster so, and lose nothing. So does decoding where there are
-no compiled functions for it.
+out would save them nothing: they are faster so, and lose nothing. So does decoding of channels
+where there are no compiled functions for it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ MODES = ("decoding", "always", "never")
 
 
 class Phase:
-    """What the modules of one decoder layer share: whether they leave parts out now."""
+    """What the modules of one decoder layer share: whether they leave parts out now.
 
-    def __init__(self) -> None:
+    Args:
+        compiled: parts are left out by compiled functions, and nothing is where there are none.
+    """
+
+    def __init__(self, compiled: bool = True) -> None:
+        self.compiled = compiled
         self.mode = "decoding"
         self.single = False
         """One position a sequence is run, and what is left out is not read."""
@@ -31,17 +36,20 @@ class Phase:
         """bool (B, L), False on padding of the batch that runs, which is not counted."""
 
     @classmethod
-    def of(cls, layer: nn.Module) -> Phase:
+    def of(cls, layer: nn.Module, compiled: bool = True) -> Phase:
         """A phase that is told of everything that a decoder layer runs."""
-        phase = cls()
+        phase = cls(compiled)
         layer.register_forward_pre_hook(phase.see, with_kwargs=True)
         return phase
 
     def see(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         """Before the layer runs: hidden states (B, L, D) of one position are decoded."""
         hidden = args[0] if args else kwargs["hidden_states"]
-        saves = torch.compiler.is_compiling() or reads_rows(hidden.device, hidden.dtype)
-        self.single = hidden.shape[1] == 1 and saves
+        self.single = hidden.shape[1] == 1 and (
+            not self.compiled
+            or torch.compiler.is_compiling()
+            or reads_rows(hidden.device, hidden.dtype)
+        )
 
     @property
     def skips(self) -> bool:

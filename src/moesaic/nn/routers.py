@@ -1,8 +1,8 @@
 """Routers of carved layers: they choose a token's experts, or weigh them.
 
 A router that only chooses returns ones for the petals that a token runs and zeros for the others
-(T, R), of one petal a token its number (T, 1); one that weighs returns a weight for every petal
-(T, R), zero where the token does not run it.
+(T, R); one that weighs returns a weight for every petal (T, R), zero where the token does not run
+it. All multiply in float32 whatever the model computes in: a choice is no place to round.
 """
 
 from __future__ import annotations
@@ -13,10 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.foreign import JSON, Values
-from moesaic.nn.kernels.petals import highest, scored
+from moesaic.foreign import Values
+from moesaic.nn.kernels import top
 
-CHOOSING = ("cosine", "random", "linear", "backbone", "tossed")
+CHOOSING = ("cosine", "random", "linear", "tossed")
+
+
+def _logits(weight_RD: Tensor, x_TD: Tensor) -> Tensor:
+    with torch.autocast(x_TD.device.type, enabled=False):
+        return F.linear(x_TD.float(), weight_RD.float())
 
 
 class Router(nn.Module):
@@ -30,9 +35,6 @@ class Router(nn.Module):
 
     ``linear``: scores are a linear function of x, as in native routers.
 
-    ``backbone``: a linear function of x and of the backbone's hidden activations, which every
-    token computes anyway: features of x that are not linear.
-
     ``tossed``: a linear function of x, and Gumbel noise: the softmax's probabilities (ToMoE,
     Eq. 14).
 
@@ -41,73 +43,34 @@ class Router(nn.Module):
         experts: petals R.
         top_k: petals a token runs.
         routing: one of the above.
-        backbone: neurons of the backbone, for the routing that looks at them.
-        threshold: a token runs the petals whose scores are above it; ``top_k`` is their mean.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        experts: int,
-        top_k: int,
-        routing: str = "cosine",
-        backbone: int = 0,
-        threshold: float | None = None,
-    ) -> None:
+    def __init__(self, hidden_size: int, experts: int, top_k: int, routing: str = "cosine") -> None:
         super().__init__()
         if routing not in CHOOSING:
             raise ValueError(f"routing {routing!r} is not one of {CHOOSING}")
-        self.sees_backbone = routing == "backbone"
-        inputs = hidden_size + (backbone if self.sees_backbone else 0)
-        self.weight = nn.Parameter(torch.empty(experts, inputs, dtype=torch.float32))
+        self.weight = nn.Parameter(torch.empty(experts, hidden_size, dtype=torch.float32))
         self.top_k = top_k
         self.routing = routing
-        self.threshold = threshold
 
-    def forward(self, x_TD: Tensor, h_TB: Tensor | None = None) -> Tensor:
-        """Ones for the chosen petals (T, R); of top-1 the petal's number (T, 1).
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Ones for the chosen petals (T, R), of equal scores the first.
 
-        Args:
-            x_TD: the block's input.
-            h_TB: the backbone's hidden activations, for the routing that looks at them.
+        In training they have a gradient: that of a sigmoid around the scores between which the
+        choice falls.
         """
-        return self._highest(self.scores(x_TD, h_TB))
-
-    def gates(self, x_TD: Tensor, h_TB: Tensor | None = None) -> Tensor:
-        """Ones for the chosen petals (T, R), with a gradient for training: that of a sigmoid around
-        the scores between which the choice falls."""
-        scores_TR = self.scores(x_TD, h_TB)
-        count = scores_TR.shape[1]
-        on_TR = chosen(self._highest(scores_TR.detach()), count)  # of equal ones the same, too
-        if self.threshold is None:
-            top_TK = scores_TR.topk(min(self.top_k + 1, count), dim=-1).values
-            border_T1 = top_TK[:, -2:].mean(-1, keepdim=True).detach()
-        else:
-            border_T1 = torch.full_like(scores_TR[:, :1], self.threshold)
+        scores_TR = self.scores(x_TD)
+        on_TR = top(scores_TR.detach(), self.top_k).to(scores_TR.dtype)
+        if not (self.training and self.learns and scores_TR.requires_grad):
+            return on_TR
+        border_T2 = scores_TR.topk(min(self.top_k + 1, scores_TR.shape[1]), dim=-1).values[:, -2:]
+        apart_TR = scores_TR - border_T2.mean(-1, keepdim=True).detach()
         spread_T1 = scores_TR.std(-1, keepdim=True).clamp(min=1e-6).detach()
-        return straight_through(on_TR, ((scores_TR - border_T1) / spread_T1).sigmoid())
+        return straight_through(on_TR, (apart_TR / spread_T1).sigmoid())
 
-    def _highest(self, scores_TR: Tensor) -> Tensor:
-        if self.threshold is not None:
-            return (scores_TR > self.threshold).float()
-        if self.top_k == 1:
-            return scores_TR.argmax(-1, keepdim=True)
-        return highest(scores_TR, self.top_k)
-
-    def scores(self, x_TD: Tensor, h_TB: Tensor | None) -> Tensor:
-        """A number for each petal (T, R), float32; the highest are chosen.
-
-        Args:
-            x_TD, h_TB: as the router takes them.
-        """
-        weight: Tensor = self.weight
-        weight = weight if weight.dtype == torch.float32 else weight.float()
-        if h_TB is None:
-            scores_TR = scored(x_TD, weight)
-        else:
-            hidden_size = x_TD.shape[1]
-            scores_TR = F.linear(x_TD.float(), weight[:, :hidden_size])
-            scores_TR = scores_TR + F.linear(h_TB.float(), weight[:, hidden_size:])
+    def scores(self, x_TD: Tensor) -> Tensor:
+        """A number for each petal (T, R), float32; the highest are chosen."""
+        scores_TR = _logits(self.weight, x_TD)
         if self.routing == "random":
             scores_TR = torch.frac(scores_TR.abs() * 1e4)
         return tossed(scores_TR) if self.routing == "tossed" else scores_TR
@@ -131,16 +94,6 @@ def tossed(scores: Tensor) -> Tensor:
     return scores - (-share.log()).log()
 
 
-def running(chosen_TK: Tensor, backbone: int, petals: tuple[int, ...]) -> Tensor:
-    """Ones for the neurons that a token runs (T, M), zeros for the others; M in carved order.
-
-    >>> running(torch.tensor([[1], [0]]), 1, (1, 2))
-    tensor([[1., 0., 1., 1.],
-            [1., 1., 0., 0.]])
-    """
-    return by_neuron(chosen(chosen_TK, len(petals)), backbone, petals)
-
-
 @lru_cache
 def _widths(petals: tuple[int, ...], device: torch.device) -> Tensor:
     """Kept: of hundreds of petals it takes longer to make than a token's block does to route."""
@@ -149,19 +102,15 @@ def _widths(petals: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def by_neuron(on_TR: Tensor, backbone: int, petals: tuple[int, ...]) -> Tensor:
-    """Values of experts (T, R) repeated for their neurons (T, M); ones for the shared neurons."""
+    """Values of experts (T, R) repeated for their neurons (T, M); ones for the shared neurons.
+
+    >>> by_neuron(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), 1, (1, 2))
+    tensor([[1., 0., 1., 1.],
+            [1., 1., 0., 0.]])
+    """
     widths = _widths(petals, on_TR.device)
     on_TM = on_TR.repeat_interleave(widths, dim=1, output_size=sum(petals))
     return F.pad(on_TM, (backbone, 0), value=1)
-
-
-def chosen(chosen_TK: Tensor, experts: int) -> Tensor:
-    """Ones for the petals that a token runs (T, R), zeros for the others; as they are if they are
-    that already."""
-    if chosen_TK.is_floating_point():
-        return chosen_TK
-    on_TR = torch.zeros(len(chosen_TK), experts, device=chosen_TK.device)
-    return on_TR.scatter_(1, chosen_TK, 1)
 
 
 # --- routers that weigh --------------------------------------------------------------------------
@@ -195,12 +144,6 @@ def norm_scale(weights_TR: Tensor) -> Tensor:
     """
     active_T1 = (weights_TR > 0).sum(-1, keepdim=True).clamp(min=1)
     return weights_TR.shape[-1] / active_T1
-
-
-def _logits(weight_RD: Tensor, x_TD: Tensor) -> Tensor:
-    """In float32 whatever the model computes in: a threshold is no place to round."""
-    with torch.autocast(x_TD.device.type, enabled=False):
-        return F.linear(x_TD.float(), weight_RD.float())
 
 
 class ThresholdRouter(nn.Module):
@@ -273,19 +216,13 @@ class SoftmaxRouter(nn.Module):
         return f"{hidden_size} -> top-{self.top_k} of {experts}"
 
 
-WEIGHING: JSON = {"threshold": ThresholdRouter, "softmax": SoftmaxRouter}
+WEIGHING: dict[str, type[nn.Module]] = {"threshold": ThresholdRouter, "softmax": SoftmaxRouter}
 
 
 def make_router(
-    hidden_size: int,
-    experts: int,
-    top_k: int,
-    routing: str,
-    options: Values | None = None,
-    backbone: int = 0,
+    hidden_size: int, experts: int, top_k: int, routing: str, gate: Values | None = None
 ) -> nn.Module:
-    """The router of that name, its weights not set."""
+    """The router of that name, its weights not set; ``gate``: options of one that weighs."""
     if routing in WEIGHING:
-        router: nn.Module = WEIGHING[routing](hidden_size, experts, top_k, **(options or {}))
-        return router
-    return Router(hidden_size, experts, top_k, routing, backbone, **(options or {}))
+        return WEIGHING[routing](hidden_size, experts, top_k, **(gate or {}))
+    return Router(hidden_size, experts, top_k, routing)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moesaic.config import MethodConfig, about, option, seed_option
+from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
 Variant = Literal["full", "backbone", "random", "naive", "static"]
-Router = Literal["cosine", "ridge", "backbone"]
-Spread = Literal["uniform", "sensitivity"]
+Router = Literal["cosine", "ridge"]
 Prompts = Literal["auto", "petals", "dense"]
 
 FAST: JSON = {
@@ -31,12 +30,8 @@ PAPER: JSON = {
     "refit": False,
 }
 """Clusters as large as they come, which Sec. 2.2 does not make equal."""
-IDLE = {
-    "static": ("router", "weighted", "variable", "prompts"),
-    "backbone": ("router", "weighted", "variable", "prompts"),
-    "random": ("router",),
-}
-"""Options that change nothing in a variant."""
+UNFITTED = ("static", "backbone", "random")
+"""Variants in which nothing is routed, or at random."""
 
 
 @dataclass(frozen=True)
@@ -101,51 +96,22 @@ class MoREConfig(MethodConfig):
         seldom=True,
     )
     balanced: bool = option(True, "Petals of equal size.", seldom=True)
-    weighted: bool = option(
-        False,
-        "Neurons count by |h_j| ||W_down[:, j]|| instead of |h_j| in Eqs. 4 and 9.",
-        beyond="weighted channels",
-        seldom=True,
-    )
     router: Router = option(
         "cosine",
-        "cosine (the paper's), or fitted in closed form: ridge; backbone, which sees the "
-        "backbone's hidden activations too.",
+        "cosine (the paper's), or fitted in closed form: ridge.",
         beyond="fitted router",
-    )
-    variable: bool = option(
-        False,
-        "A token runs the petals whose scores are above one threshold of the layer, as many as "
-        "top_k in the mean of the calibration text.",
-        beyond="a variable number of petals",
-        seldom=True,
     )
     prompts: Prompts = option(
         "auto",
         "petals: tokens of prompts are routed, too; dense: prompts run every neuron, tokens are "
-        "routed at decoding alone; auto: dense where a fitted router has petals so narrow that a "
-        "prompt would gain nothing.",
+        "routed at decoding alone; auto: dense where a fitted router has petals of fewer than "
+        "32 neurons, by which a prompt would gain nothing.",
         seldom=True,
     )
     refit: bool = option(
         False,
         "Solve for new down projections that bring outputs near the original layers'.",
         beyond="refitted down projections",
-    )
-    bias: bool = option(
-        False,
-        "An output bias for each petal: the mean of what it leaves out.",
-        beyond="output biases",
-    )
-    propagate: bool = option(
-        False,
-        "Refit on what the layers converted before pass on, towards the original's outputs.",
-        beyond="refitted on propagated inputs",
-    )
-    spread: Spread = option(
-        "uniform",
-        "uniform: the same share of every layer; sensitivity: more where more would be lost.",
-        beyond="widths spread by sensitivity",
     )
     seed: int = seed_option("Seed of clustering and of random routing.", seldom=True)
 
@@ -155,23 +121,11 @@ class MoREConfig(MethodConfig):
         Raises:
             MoesaicError: names the fields.
         """
-        if self.spread != "uniform" and self.variant == "naive":
-            raise MoesaicError(f"variant naive has no backbone for spread {self.spread} to widen.")
         if self.share is not None:
             self._check_share(self.share)
-        if self.multiple is not None and (
-            self.variant == "naive" or self.spread != "uniform" or not self.balanced
-        ):
+        if self.multiple is not None and (self.variant == "naive" or not self.balanced):
             raise MoesaicError(
-                "multiple gives all petals one size: not with variant naive, spread, or "
-                "balanced=False."
-            )
-        if self.propagate and not (self.refit or self.bias):
-            raise MoesaicError("propagate says what a refit looks at: it needs refit or bias.")
-        if self.bias and self.prompts == "dense":
-            raise MoesaicError(
-                "Output biases stand for what is left out, and dense prompts leave nothing out: "
-                "give bias or prompts dense."
+                "multiple gives all petals one size: not with variant naive, or balanced=False."
             )
         if not 0 < self.activation_ratio <= 1:
             raise MoesaicError(
@@ -185,14 +139,13 @@ class MoREConfig(MethodConfig):
             raise MoesaicError(f"share {share:g} must be above 0 and below 1.")
         if self.active != type(self).active:
             raise MoesaicError("The active ratio follows from share: give active or share.")
-        if self.variant == "naive" or self.spread != "uniform" or self.multiple or not self.top_k:
+        if self.variant == "naive" or self.multiple or not self.top_k:
             raise MoesaicError(
-                "share fixes the backbone: not with variant naive, spread, multiple, or top_k 0."
+                "share fixes the backbone: not with variant naive, multiple, or top_k 0."
             )
 
     @property
     def beyond(self) -> tuple[str, ...]:
-        """The options' additions to the paper's method; options without effect are left out."""
-        idle = IDLE.get(self.variant, ())
-        acting = (f for f in fields(self) if f.name not in idle and about(f).beyond)
-        return tuple(about(f).beyond for f in acting if getattr(self, f.name) != f.default)
+        """The options' additions to the paper's method; a router without effect is left out."""
+        fitted = self.variant not in UNFITTED
+        return tuple(words for words in super().beyond if fitted or words != "fitted router")

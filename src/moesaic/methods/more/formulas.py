@@ -24,12 +24,13 @@ Where the paper is silent or we depart from it:
   k-means sizes, clamped to half and one and a half times the mean. No channel is dropped.
 - Channels that are never activated together with another go to the smallest petal.
 - An expert that no token prefers takes the centroid of its highest-energy tokens.
-- ``weighted``, ``router``, ``refit``, ``bias``, ``propagate`` and ``spread`` go beyond the paper:
-  :mod:`moesaic.methods.beyond`, docs/beyond.md. Their defaults are the paper's method.
+- ``router`` and ``refit`` go beyond the paper: the last section here, docs/beyond.md. Their
+  defaults are the paper's method.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
+from moesaic.layers.regression import Ridge
 from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.observation.stream import Site
 
@@ -194,16 +196,13 @@ def energies(h_TM: Tensor, member_MR: Tensor, alpha: float) -> Tensor:
     return (h_TM.float().square() @ member_MR).sqrt() / member_MR.sum(0) ** alpha
 
 
-def prototypes(
-    site: Site[DenseFFN], member_MR: Tensor, alpha: float, worth_M: Tensor | None = None
-) -> Tensor:
+def prototypes(site: Site[DenseFFN], member_MR: Tensor, alpha: float) -> Tensor:
     """mu_i, Eqs. 10 and 11, of norm one: the directions that the router compares x with (R, D).
 
     Args:
         site: the layer and its tokens.
         member_MR: the experts' neurons as columns of zeros and ones.
         alpha: of Eq. 9.
-        worth_M: a factor for each neuron's activation; None for 1.
     """
     experts = member_MR.shape[1]
     keep = max(1, site.tokens // (100 * experts))
@@ -212,7 +211,7 @@ def prototypes(
     count_R = torch.zeros(experts, device=member_MR.device)
     best: list[tuple[Tensor, Tensor]] = []  # energies and inputs of each expert's top tokens
     for x_TD, h_TM in site.activations():
-        energy_TR = energies(h_TM if worth_M is None else h_TM * worth_M, member_MR, alpha)
+        energy_TR = energies(h_TM, member_MR, alpha)
         assigned_TR = F.one_hot(energy_TR.argmax(1), experts).double()
         sum_RD += assigned_TR.T @ x_TD.double()
         count_R += assigned_TR.sum(0)
@@ -223,3 +222,50 @@ def prototypes(
         candidates = torch.cat([x[:, i] for _, x in best]).double()
         sum_RD[i] = candidates[values.topk(min(keep, len(values))).indices].sum(0)
     return F.normalize(sum_RD, dim=1).float()  # the centroid's length changes no cosine
+
+
+# --- Not in the paper: a router in closed form ---------------------------------------------------
+#
+# A router should find the petals whose absence would change the output most. By the triangle
+# inequality's square that is about their weighted energy
+#
+#     A_e(t) = sqrt(sum over j in petal e of (h_j(t) ||W_down[:, j]||)^2),
+#
+# so a linear function of x is fitted to it by least squares over calibration tokens, and a token
+# runs the top-k petals of it. A constant is no input: x, normalised, has directions that hardly
+# vary, and native routers have no bias.
+
+
+def neuron_weights(ffn: DenseFFN) -> Tensor:
+    """||W_down[:, j]||_2, the size of a neuron's contribution to the output for h_j = 1 (M,)."""
+    return ffn.down_DM.float().norm(dim=0)
+
+
+def petal_energies(h_TM: Tensor, norm_M: Tensor, petals: Sequence[Tensor]) -> Tensor:
+    """A, the weighted energy of each petal for each token (T, R).
+
+    >>> one, two = torch.tensor([0]), torch.tensor([1, 2])
+    >>> petal_energies(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([5.0, 1.0, 2.0]), [one, two])
+    tensor([[5., 5.]])
+    """
+    member_MR = torch.zeros(len(norm_M), len(petals), device=h_TM.device)
+    for e, petal in enumerate(petals):
+        member_MR[petal, e] = 1
+    return ((h_TM.float() * norm_M).square() @ member_MR).sqrt()
+
+
+def fit_router(site: Site[DenseFFN], petals: Sequence[Tensor]) -> Tensor:
+    """The router of a layer, by ridge regression.
+
+    Args:
+        site: the layer and its tokens.
+        petals: each petal's neurons.
+
+    Returns:
+        its weight (R, D), float32.
+    """
+    norm_M = neuron_weights(site.view)
+    ridge = Ridge(site.view.up_MD.shape[1], len(petals), site.view.device)
+    for x_TD, h_TM in site.activations():
+        ridge.add(x_TD.float(), petal_energies(h_TM, norm_M, petals))
+    return ridge.solve().weight_FO.T.float().cpu().contiguous()

@@ -11,13 +11,10 @@ from torch import Tensor
 
 from moesaic.arch.dense import Arch, DenseFFN
 from moesaic.config import chosen_layers
-from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.carved import CarvedLayer
 from moesaic.methods.base import Decision, DenseMethod, Outline, Told
-from moesaic.methods.beyond.routers import fit_router, neuron_weights
-from moesaic.methods.beyond.spread import losses, spread_splits
 from moesaic.methods.budget import (
     LayerSize,
     Split,
@@ -35,6 +32,7 @@ from moesaic.methods.more.formulas import (
     MoREStats,
     activated,
     add_coactivation,
+    fit_router,
     frequency,
     importance,
     memberships,
@@ -44,13 +42,12 @@ from moesaic.methods.more.formulas import (
 )
 from moesaic.methods.slim.choice import narrowest
 from moesaic.methods.words import carved, number, some
-from moesaic.nn.carved import saves_prompts
+from moesaic.nn.carved import NARROW
 from moesaic.observation.job import Job
 from moesaic.observation.shared import each_layer
 from moesaic.observation.stream import Site
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
-from moesaic.surgery import applied
 
 
 class MoRE(DenseMethod[MoREConfig]):
@@ -66,15 +63,12 @@ class MoRE(DenseMethod[MoREConfig]):
             MoesaicError: the request cannot be met.
         """
         config, compare = self.config, job.args.compare
-        if config.propagate and compare:
-            raise MoesaicError("propagate follows one result: nothing can be compared beside it.")
         variants = {"result": self}
         for name in compare:
             config.compared(name)
             variants[name] = MoRE(replace(config, variant=name))  # type: ignore[arg-type]
         sizes = layer_sizes(job.shape, job.arch)
-        lost_M = self._losses(job, sizes) if config.spread == "sensitivity" else None
-        budgets = {name: method.choose(sizes, lost_M) for name, method in variants.items()}
+        budgets = {name: method.choose(sizes) for name, method in variants.items()}
         wanted = budgets["result"]
         ratio = active_ratio(sizes, {i: split.active_width for i, split in wanted.items()})
         finished = job.finished(
@@ -87,23 +81,16 @@ class MoRE(DenseMethod[MoREConfig]):
         missing = {i: [name for name in variants if (name, i) not in finished] for i in wanted}
 
         def carved(site: Site[DenseFFN]) -> dict[str, tuple[LayerPlan, JSON]]:
-            i, found = site.index, {}
-            if missing[i]:
-                stats = self.observe(site)
-                analysis = self.analyse(stats)
-                for name in missing[i]:
-                    layer, more = variants[name].carve(stats, site, budgets[name][i])
-                    found[name] = (layer, analysis | more)
-            if config.propagate:
-                layer, _ = found["result"] if "result" in found else finished["result", i]
-                site.change = applied(site.layer, job.arch, layer)
-            return found
+            stats = self.observe(site)
+            analysis, layers = self.analyse(stats), {}
+            for name in missing[site.index]:
+                layer, more = variants[name].carve(stats, site, budgets[name][site.index])
+                layers[name] = (layer, analysis | more)
+            return layers
 
-        if any(missing.values()):
-            layers = [i for i in wanted if missing[i] or config.propagate]
-            follow = config.propagate
-            done = each_layer(job, layers, job.arch.dense, carved, "Carving layers", follow=follow)
-            for i, made in done:
+        left = [i for i in wanted if missing[i]]
+        if left:
+            for i, made in each_layer(job, left, job.arch.dense, carved, "Carving layers"):
                 for name, (layer, analysis) in made.items():
                     finished.add(name, i, layer, analysis)
         plans = {
@@ -127,47 +114,26 @@ class MoRE(DenseMethod[MoREConfig]):
         """Neurons in their old order, divided as they will be."""
         config = self.config
         sizes = layer_sizes(job.shape, job.arch)
-        even = {i: torch.arange(s.width, 0.0, -1) for i, s in enumerate(sizes)}
-        chosen = chosen_layers(config.layers, len(sizes))
-        spread = {i: even[i] for i in chosen} if config.spread == "sensitivity" else None
-        wanted = self.choose(sizes, spread)
-        layers = {i: self._outlined(even[i], sizes[i].hidden, s) for i, s in wanted.items()}
+        wanted = self.choose(sizes)
+        layers = {i: self._outlined(sizes[i], split) for i, split in wanted.items()}
         return Outline(
             Plan(config.name, job.base, layers, asdict(config)),
-            exact=spread is None,
-            passes=1.0 + (config.spread == "sensitivity") + 2 * config.propagate,
-            work=sum(2.0 * s.width**2 for s in (sizes[i] for i in wanted))
+            work=sum(2.0 * sizes[i].width ** 2 for i in wanted)
             * (config.activation_ratio + 2 * config.refit),
             held=max(12 * sizes[i].width ** 2 for i in wanted),
             libraries=LIBRARIES * any(isinstance(x, CarvedLayer) for x in layers.values()),
         )
 
-    def _outlined(self, worth_M: Tensor, hidden: int, budget: Split) -> LayerPlan:
+    def _outlined(self, size: LayerSize, budget: Split) -> LayerPlan:
         """A layer of a budget, its neurons as they come."""
-        config, width = self.config, len(worth_M)
-        bias = hidden if config.bias else 0
-        if config.variant in ("static", "backbone"):
-            kept = budget.active_width if config.variant == "static" else budget.backbone
-            narrow = narrowest(worth_M, kept, counted=True)
-            return replace(narrow, bias_D=torch.zeros(bias) if bias else None)
-        petals = petal_sizes(width - budget.backbone, budget)
-        routing, seen = "cosine", 0
-        if config.variant == "random":
-            routing = "random"
-        elif config.router != "cosine":
-            routing = "backbone" if config.router == "backbone" else "linear"
-            seen = budget.backbone if config.router == "backbone" else 0
-        return CarvedLayer(
-            order_M=torch.arange(width),
-            backbone=budget.backbone if petals else width,
-            petals=petals,
-            top_k=budget.top_k if petals else 0,
-            routing=routing if petals else "cosine",
-            router_RD=torch.zeros(len(petals), hidden + seen) if petals else None,
-            bias_RD=torch.zeros(max(1, len(petals)), bias) if bias else None,
-            gate={"threshold": 0.0} if petals and config.variable else {},
-            prompts=self._prompts(petals, budget.top_k),
-        )
+        if self.config.variant in ("static", "backbone"):
+            return self._narrowed(torch.arange(size.width, 0.0, -1), budget)
+        neurons = torch.arange(size.width)
+        if not budget.petal:
+            return self._carved(neurons, [], budget.top_k, None)
+        backbone, rest = neurons.split([budget.backbone, size.width - budget.backbone])
+        petals = [*rest.tensor_split(budget.experts)]
+        return self._carved(backbone, petals, budget.top_k, torch.zeros(len(petals), size.hidden))
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
         """Says how the FFNs were divided, or what they were cut down to."""
@@ -196,8 +162,6 @@ class MoRE(DenseMethod[MoREConfig]):
         if not counts:
             return "left whole: at this active ratio nothing is taken from them"
         few = number(counts.pop()) if len(counts) == 1 else "a few"
-        if self.config.variable:
-            few = f"{few} in the mean"
         if variant == "naive":
             return f"divided into petals without a backbone; a router picks {few} for each token"
         shape = "rebuilt as a backbone that every token runs and petals, of which"
@@ -205,22 +169,10 @@ class MoRE(DenseMethod[MoREConfig]):
             return f"{shape} each token runs {few}, chosen at random"
         return f"{shape} a router picks {few} for each token"
 
-    def _losses(self, job: Job[Arch], sizes: list[LayerSize]) -> dict[int, Tensor]:
-        """By layer, what leaving each neuron out would lose (M,)."""
-        chosen = chosen_layers(self.config.layers, len(sizes))
-        return dict(each_layer(job, chosen, job.arch.dense, losses, "Weighing layers"))
-
-    def choose(
-        self, sizes: list[LayerSize], losses_M: Mapping[int, Tensor] | None = None
-    ) -> Mapping[int, Split]:
+    def choose(self, sizes: list[LayerSize]) -> Mapping[int, Split]:
         """The layers to carve with backbone and petal sizes that meet the target in closed form.
 
         All variants get the same active width; they differ in what fills it.
-
-        Args:
-            sizes: all layers.
-            losses_M: what leaving each neuron out loses, of the layers to carve, where the budget
-                is spread by that.
 
         Raises:
             MoesaicError: the target is out of reach.
@@ -230,11 +182,9 @@ class MoRE(DenseMethod[MoREConfig]):
         if config.share is not None:
             return split_for_share(sizes, layers, config.share, config.experts, config.top_k)
         active, experts, multiple = config.active, config.experts, config.multiple
-        top_k = config.top_k or solved_top_k(sizes, layers, active, experts, multiple)
-        if losses_M is not None:
-            return spread_splits(sizes, losses_M, active, experts, top_k)
         if config.variant == "naive":
             return _without_backbone(sizes, layers, ffn_share(sizes, layers, active))
+        top_k = config.top_k or solved_top_k(sizes, layers, active, experts, multiple)
         return split_for_target(sizes, layers, active, experts, top_k, multiple)
 
     def observe(self, site: Site[DenseFFN]) -> MoREStats:
@@ -254,12 +204,10 @@ class MoRE(DenseMethod[MoREConfig]):
                 if int(share * width)
             },
         )
-        worth_M = neuron_weights(ffn) if self.config.weighted else torch.ones((), device=device)
         for x_TD, h_TM in site.activations():
             ratio, most = self.config.activation_ratio, max(COVERAGE)
-            weighed_TM = h_TM * worth_M
-            channels_TK = activated(weighed_TM, ratio)
-            largest_TK = channels_TK if ratio >= most else activated(weighed_TM, most)
+            channels_TK = activated(h_TM, ratio)
+            largest_TK = channels_TK if ratio >= most else activated(h_TM, most)
             stats.tokens += len(x_TD)
             stats.x_square_D += x_TD.double().square().sum(0)
             stats.h_square_M += h_TM.double().square().sum(0)
@@ -275,78 +223,64 @@ class MoRE(DenseMethod[MoREConfig]):
         self, stats: MoREStats, site: Site[DenseFFN], budget: Split
     ) -> tuple[LayerPlan, JSON]:
         """The layer's plan, refitted if that was asked for, and ``refit``: what that recovered."""
-        config = self.config
         layer = self.decide(stats, site, budget)
-        if not config.refit and not config.bias:
+        if not self.config.refit:
             return layer, {}
-        refit, found = layer.refit(site, weights=config.refit, biases=config.bias)
-        return refit, {"refit": found} if found else {}
+        refit, errors = layer.refit(site)
+        return refit, {"refit": errors}
 
     def decide(self, stats: MoREStats, site: Site[DenseFFN], budget: Split) -> LayerPlan:
         """Backbone by importance, petals by co-activation, and a router; or a narrower FFN."""
-        if self.config.variant in ("static", "backbone"):
-            width = budget.active_width if self.config.variant == "static" else budget.backbone
-            return narrowest(self._importance(stats, site), width, counted=True)
-        backbone, petals = self.structure(stats, site, budget)
-        routing, router_RF = self._router(site, backbone, petals) if petals else ("cosine", None)
-        widths = tuple(len(p) for p in petals)
-        layer = CarvedLayer(
-            order_M=torch.cat([backbone, *petals]).cpu(),
-            backbone=len(backbone),
-            petals=widths,
-            top_k=budget.top_k if petals else 0,
-            routing=routing,
-            router_RD=router_RF,
-            prompts=self._prompts(widths, budget.top_k),
-        )
-        if not petals or not self.config.variable:
-            return layer
-        return replace(layer, gate={"threshold": layer.threshold(site)})
-
-    def _prompts(self, petals: Sequence[int], top_k: int) -> str:
-        """Whether prompts run their petals, or every neuron."""
-        config = self.config
-        if config.prompts != "auto":
-            return config.prompts if petals else "petals"
-        fine = petals and not saves_prompts(petals, top_k)
-        return "dense" if fine and config.router != "cosine" and not config.bias else "petals"
-
-    def structure(
-        self, stats: MoREStats, site: Site[DenseFFN], budget: Split
-    ) -> tuple[Tensor, list[Tensor]]:
-        """The neurons of the backbone, and those of each petal, by number in rising order."""
-        config = self.config
-        ranked_M = self._importance(stats, site).argsort(descending=True, stable=True)
-        if budget.petal == 0:  # a layer that nothing is taken from
-            return ranked_M.sort().values, []
+        config, tokens = self.config, stats.tokens
+        score_M = importance(site.view, stats.x_square_D / tokens, stats.h_square_M / tokens)
+        if config.variant in ("static", "backbone"):
+            return self._narrowed(score_M, budget)
+        ranked_M = score_M.argsort(descending=True, stable=True)
+        if not budget.petal:  # a layer that nothing is taken from
+            return self._carved(ranked_M.sort().values, [], budget.top_k, None)
         backbone = ranked_M[: budget.backbone].sort().values
         residual = ranked_M[budget.backbone :].sort().values
         petals = petals_of(
             stats.coactivation_MM, residual, budget.experts, config.balanced, config.seed
         )
-        return backbone, petals
+        return self._carved(backbone, petals, budget.top_k, self._router(site, backbone, petals))
 
-    def _importance(self, stats: MoREStats, site: Site[DenseFFN]) -> Tensor:
-        """What each neuron matters (M,)."""
-        tokens = stats.tokens
-        return importance(site.view, stats.x_square_D / tokens, stats.h_square_M / tokens)
+    def _narrowed(self, score_M: Tensor, budget: Split) -> LayerPlan:
+        """The neurons of the highest scores alone, of a variant that does not route."""
+        width = budget.active_width if self.config.variant == "static" else budget.backbone
+        return narrowest(score_M, width, counted=True)
 
-    def _router(
-        self, site: Site[DenseFFN], backbone: Tensor, petals: list[Tensor]
-    ) -> tuple[str, Tensor]:
-        """The routing function's name, and the router's weight: (R, D), or (R, D + B)."""
+    def _carved(
+        self, backbone: Tensor, petals: Sequence[Tensor], top_k: int, router_RD: Tensor | None
+    ) -> CarvedLayer:
+        """A layer of these neurons, by number in rising order."""
+        config, widths = self.config, tuple(len(petal) for petal in petals)
+        fitted = "linear" if config.router == "ridge" else "cosine"
+        prompts = config.prompts
+        if prompts == "auto":
+            narrow = sum(widths) < NARROW * len(widths)
+            prompts = "dense" if narrow and config.router == "ridge" else "petals"
+        return CarvedLayer(
+            order_M=torch.cat([backbone, *petals]).cpu(),
+            backbone=len(backbone),
+            petals=widths,
+            top_k=top_k if petals else 0,
+            routing=("random" if config.variant == "random" else fitted) if petals else "cosine",
+            router_RD=router_RD,
+            prompts=prompts if petals else "petals",
+        )
+
+    def _router(self, site: Site[DenseFFN], backbone: Tensor, petals: list[Tensor]) -> Tensor:
+        """The router's weight (R, D)."""
         config = self.config
         if config.variant == "random":
             seeded = torch.Generator().manual_seed(config.seed * 10_007 + site.index)
             directions_RD = torch.randn(len(petals), site.view.up_MD.shape[1], generator=seeded)
-            return "random", F.normalize(directions_RD, dim=1)
-        if config.router == "cosine":
-            member_MR = memberships(backbone, petals, site.view.width)
-            worth_M = neuron_weights(site.view) if config.weighted else None
-            return "cosine", prototypes(site, member_MR, config.alpha, worth_M).cpu()
-        sees_backbone = config.router == "backbone"
-        weight_RF = fit_router(site, backbone, petals, sees_backbone)
-        return "backbone" if sees_backbone else "linear", weight_RF
+            return F.normalize(directions_RD, dim=1)
+        if config.router == "ridge":
+            return fit_router(site, petals)
+        member_MR = memberships(backbone, petals, site.view.width)
+        return prototypes(site, member_MR, config.alpha).cpu()
 
     def analyse(self, stats: MoREStats) -> JSON:
         """Channel coverage (Table 4) and the activation spectrum (Fig. 1), for the record.
@@ -364,18 +298,6 @@ class MoRE(DenseMethod[MoREConfig]):
             },
             "activation_mass": (mass_M[quantiles] / mass_M[-1]).tolist(),
         }
-
-
-def petal_sizes(neurons: int, budget: Split) -> tuple[int, ...]:
-    """The sizes of balanced petals, some of a neuron more where they do not divide.
-
-    >>> petal_sizes(10, Split(6, 2, 4, 1)), petal_sizes(0, Split(16, 0, 4, 1))
-    ((3, 3, 2, 2), ())
-    """
-    if not budget.petal:
-        return ()
-    each, more = divmod(neurons, budget.experts)
-    return tuple(each + (i < more) for i in range(budget.experts))
 
 
 def _without_backbone(

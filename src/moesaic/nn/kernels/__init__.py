@@ -57,8 +57,8 @@ def fast(kind: str = "cpu") -> Any:
     except Exception as error:  # whatever a compiler may raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         logger.warning(
-            "No compiled functions for %s here (%.100s): decoding leaves out neither channels nor "
-            "narrow petals, and is not faster for them.", kind, reason,
+            "No compiled functions for %s here (%.100s): decoding leaves out no channels, "
+            "and is not faster for them.", kind, reason,
         )  # fmt: skip
         return None
     return module
@@ -97,7 +97,8 @@ def top(score_TI: Tensor, keep: int) -> Tensor:
         return torch.zeros_like(score_TI, dtype=torch.bool)
     lowest_T1 = score_TI.topk(keep, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     on_TI = score_TI >= lowest_T1
-    if score_TI.is_cpu and int(on_TI.count_nonzero()) * score_TI.shape[-1] == keep * on_TI.numel():
+    looks = score_TI.is_cpu and not torch.compiler.is_compiling()
+    if looks and int(on_TI.count_nonzero()) * score_TI.shape[-1] == keep * on_TI.numel():
         return on_TI  # no equal ones: the rest takes as long again
     above_TI = score_TI > lowest_T1
     left_T1 = keep - above_TI.sum(-1, keepdim=True)
@@ -131,13 +132,21 @@ class Product:
         self.fixed = (
             0 if self.held_GI is None else self.held_GI.data_ptr(), rows_GIO.data_ptr(),
             self.inputs, self.outputs, max(self.outputs, rows_GIO.stride(-2)), keep,
-            bits_of(threshold), rows_GIO.dtype == torch.bfloat16,
+            int.from_bytes(pack("<f", threshold), "little"), rows_GIO.dtype == torch.bfloat16,
         )  # fmt: skip
 
     def lies(self, weight: Tensor, scale_GI: Tensor | None) -> bool:
         """Whether these are the weight, turned, and the factors that it was made of."""
         same = scale_GI is self.scale_GI and weight.data_ptr() == self.fixed[1]
         return same and weight.dtype == self.rows_GIO.dtype and weight.stride(-2) == 1
+
+    @property
+    def _step(self) -> int:
+        """Outputs of a thread's part; 0, one part, where a second thread is not worth starting."""
+        threads = torch.get_num_threads()
+        if threads == 1 or self.inputs * self.outputs < APART:
+            return 0
+        return -(-self.outputs // (LINE * threads)) * LINE
 
     def __call__(self, x_TI: Tensor, group_T: Tensor | None = None) -> Tensor:
         """
@@ -154,29 +163,9 @@ class Product:
         self.compiled.sums(
             given_TI.data_ptr(), 0 if group_T is None else group_T.data_ptr(), out_TO.data_ptr(),
             prod(shape), given_TI.dtype == torch.bfloat16, *self.fixed,
-            size=self.outputs, step=step_of(self.outputs, inputs * self.outputs, LINE),
+            size=self.outputs, step=self._step,
         )  # fmt: skip
         return out_TO.to(x_TI.dtype) if given_TI is not x_TI else out_TO
-
-
-def bits_of(number: float) -> int:
-    """A float32's bits."""
-    return int.from_bytes(pack("<f", number), "little")
-
-
-def step_of(size: int, work: int, multiple: int = 1, parts: int = 1) -> int:
-    """Places of a part; 0, one part, where a thread is not worth starting.
-
-    Args:
-        size: places.
-        work: weights that are read.
-        multiple: of so many places.
-        parts: of each of torch's threads; more than one where parts take unlike times.
-    """
-    threads = torch.get_num_threads()
-    if threads == 1 or work < APART:
-        return 0
-    return -(-size // (multiple * threads * parts)) * multiple
 
 
 def rows_of(weight: Tensor) -> Tensor:
