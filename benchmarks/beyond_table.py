@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from moesaic.report import charts
+from moesaic.report import draw
 
 HERE = Path(__file__).parent
 SERIES = {
@@ -145,21 +145,19 @@ def picture(found: Found, text: str, title: str) -> str:
         f"<style>{style}</style>",
         f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10" fill="#fcfbf8" '
         'stroke="#dedbd2"/>',
-        charts.text(36, 44, title, "title"),
-        charts.text(36, 66, "perplexity, logarithmic; lower is better", "quiet"),
+        draw.text(36, 44, title, "title"),
+        draw.text(36, 66, "perplexity, logarithmic; lower is better", "quiet"),
     ]
     for y in (15.0, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000):
         if least < math.log(y) < most:
-            out.append(charts.line([at(0.92, y), at(0.58, y)], "grid"))
-            out.append(charts.text(left - 8, at(0.92, y)[1] + 4, f"{y:g}", "quiet", "end"))
+            out.append(draw.line([at(0.92, y), at(0.58, y)], "grid"))
+            out.append(draw.text(left - 8, at(0.92, y)[1] + 4, f"{y:g}", "quiet", "end"))
     for ratio in RATIOS:
         x = at(float(ratio), dense)[0]
-        out.append(charts.text(x, height - foot + 20, f"{float(ratio):.0%}", "quiet", "middle"))
-    out.append(
-        charts.text(at(0.75, dense)[0], height - foot + 40, "active ratio", "quiet", "middle")
-    )
-    out.append(charts.line([at(0.92, dense), at(0.58, dense)], "dense"))
-    out.append(charts.text(at(0.58, dense)[0] + 8, at(0.58, dense)[1] + 4, f"dense {dense:.1f}"))
+        out.append(draw.text(x, height - foot + 20, f"{float(ratio):.0%}", "quiet", "middle"))
+    out.append(draw.text(at(0.75, dense)[0], height - foot + 40, "active ratio", "quiet", "middle"))
+    out.append(draw.line([at(0.92, dense), at(0.58, dense)], "dense"))
+    out.append(draw.text(at(0.58, dense)[0] + 8, at(0.58, dense)[1] + 4, f"dense {dense:.1f}"))
     for name, points in lines.items():
         label, colour = SERIES[name]
         if not points:
@@ -173,7 +171,7 @@ def picture(found: Found, text: str, title: str) -> str:
                 f"<title>{label}: {point[1]:.2f}</title></circle>"
             )
         x, y = at(*points[-1])
-        out.append(charts.text(x + 12, y + 4, f"{label} {points[-1][1]:.1f}", "own"))
+        out.append(draw.text(x + 12, y + 4, f"{label} {points[-1][1]:.1f}", "own"))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" role="img"><title>{title}</title>'

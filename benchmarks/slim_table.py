@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from moesaic.report import charts
+from moesaic.report import draw
 
 HERE = Path(__file__).parent
 KEEPS = ("0.75", "0.5", "0.25")
@@ -130,8 +130,8 @@ def picture(panels: Sequence[tuple[Mapping[str, Any], str]]) -> str:
         ".grid{stroke:#e4e1d9;fill:none}.end{font-weight:600}</style>",
         f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="10" fill="#fcfbf8" '
         'stroke="#dedbd2"/>',
-        charts.text(36, 40, "Mixtures made smaller: perplexity over size", "title"),
-        charts.text(36, 62, "held-out text that ships, logarithmic; lower is better", "quiet"),
+        draw.text(36, 40, "Mixtures made smaller: perplexity over size", "title"),
+        draw.text(36, 62, "held-out text that ships, logarithmic; lower is better", "quiet"),
     ]
     for n, (record, model) in enumerate(panels):
         left = 60 + n * (room + 50)
@@ -171,14 +171,12 @@ def picture(panels: Sequence[tuple[Mapping[str, Any], str]]) -> str:
         for y in (14, 18, 24, 32, 36, 40, 45, 50, 60, 80, 100, 150, 250):
             if least < math.log(y) < most and at(0, y)[1] < level - 20:
                 level = at(0, y)[1]
-                out.append(charts.line([(left, level), (left + room - 30, level)], "grid"))
-                out.append(charts.text(left - 6, level + 4, f"{y:g}", "quiet", "end"))
-        for x in charts.ticks(min(xs), max(xs), 4):
-            out.append(
-                charts.text(at(x, ys[0])[0], height - foot + 18, f"{x:g}", "quiet", "middle")
-            )
+                out.append(draw.line([(left, level), (left + room - 30, level)], "grid"))
+                out.append(draw.text(left - 6, level + 4, f"{y:g}", "quiet", "end"))
+        for x in draw.ticks(min(xs), max(xs), 4):
+            out.append(draw.text(at(x, ys[0])[0], height - foot + 18, f"{x:g}", "quiet", "middle"))
         below = f"{model}, megabytes in bfloat16"
-        out.append(charts.text(left + room / 2, height - foot + 36, below, "quiet", "middle"))
+        out.append(draw.text(left + room / 2, height - foot + 36, below, "quiet", "middle"))
         for row, (command, points) in enumerate(lines.items()):
             colour, words = DRAWN[command]
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in points))
@@ -193,7 +191,7 @@ def picture(panels: Sequence[tuple[Mapping[str, Any], str]]) -> str:
             if n == 0:
                 level = top + 6 + 17 * row
                 out.append(f'<circle cx="{left + 170}" cy="{level - 4}" r="4" fill="{colour}"/>')
-                out.append(charts.text(left + 180, level, words, "end"))
+                out.append(draw.text(left + 180, level, words, "end"))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" role="img"><title>Perplexity over size</title>'

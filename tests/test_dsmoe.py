@@ -561,7 +561,7 @@ def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path
     assert record.measured["activity"].keys() == {"prose", "reference", "code"}
     assert all(0 <= v <= 4 for d in record.measured["activity"].values() for v in d.values())
     page = (tmp_path / "out" / "moesaic/report.html").read_text()
-    assert "Active blocks" in page
+    assert "Active experts" in page
     assert "share of blocks active" in page
     assert "whose gates are above 0.5" in (tmp_path / "out" / "README.md").read_text()
     asked = f"eval {tmp_path}/out --tau 0.4,0.5,0.6 --draw {tmp_path}/s.svg --json"

@@ -49,7 +49,7 @@ from moesaic.metrics.divergence import _compared
 from moesaic.metrics.size import model_size
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe, step_config
-from moesaic.report.figures import memory
+from moesaic.report.numbers import memory
 
 FAST = Machine(operations=1e12, call=0.0, bytes=1e12, started=1.0, resident=1000)
 CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [

@@ -24,7 +24,7 @@ from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generations
 from moesaic.metrics.score import score, scores_beside
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import parse_recipe
-from moesaic.report import figures, read
+from moesaic.report import numbers, tables
 
 ROWS = [
     {"question": "What colour is the sea?", "choices": ["blue", "red as a brick"], "answer": 0},
@@ -500,12 +500,12 @@ def test_a_recipe_measures_tasks_and_tells_them(llama_folder, questions, tmp_pat
     for name in ("perplexity", "kl", "top1_agreement", "tasks"):
         assert scores["result"][name] == getattr(alone, name)
     theirs, ours = (scores[name]["tasks"]["few"]["acc_norm"] for name in ("original", "result"))
-    shown = read.task_table(record)
+    shown = tables.task_table(record)
     assert shown.columns == ["original", "result", "static", "recovery"]
     ((label, cells),) = shown.rows
     assert label == "few, acc norm"
-    assert cells[1].text == figures.percent(ours, 1)
-    assert cells[3].text == figures.percent(ours / theirs if theirs else None, 1)
+    assert cells[1].text == numbers.percent(ours, 1)
+    assert cells[3].text == numbers.percent(ours / theirs if theirs else None, 1)
     card = (out / "README.md").read_text("utf-8")
     page = (out / "moesaic/report.html").read_text("utf-8")
     for told in (card, page):

@@ -10,10 +10,11 @@ from test_report import Page, make, score
 from test_report_mixtures import pruned
 
 from moesaic import report
-from moesaic.report.charts import FEW, Plane, Shade, shaded
+from moesaic.record import Heat, Row
+from moesaic.report.draw import FEW, Plane, maps
 from moesaic.report.frontier import BOX, best, frontiers, points
-from moesaic.report.layers import layer_table
 from moesaic.report.page import LARGEST
+from moesaic.report.tables import layer_table
 
 
 def drawn_at(found, place=0):
@@ -101,14 +102,14 @@ def test_two_models_are_no_frontier():
 
 
 def test_a_plane_puts_points_where_they_belong():
-    plane = Plane([0.0, 10.0], [1.0, 100.0], BOX)
+    plane = Plane([(0.0, 1.0), (10.0, 100.0)], BOX)
     left, top, right, bottom = BOX
     assert plane.log
     assert plane.at(0, 1)[0] == left
     assert plane.at(10, 1)[0] == right
     assert plane.at(5, 10)[0] == (left + right) / 2
     assert plane.at(5, 10)[1] == pytest.approx((top + bottom) / 2)  # the middle of a log scale
-    flat = Plane([0.0, 10.0], [0.0, 100.0], BOX)
+    flat = Plane([(0.0, 0.0), (10.0, 100.0)], BOX)
     assert not flat.log
     assert flat.at(0, 0)[1] == bottom  # nothing lies below 0
     assert plane.levels() == [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0]
@@ -150,14 +151,19 @@ def test_a_picture_of_several_runs_is_a_file_of_its_own(first):
     assert report.frontier_picture([record]) == ""
 
 
-def test_many_rectangles_are_drawn_together():
-    row = [Shade(j, 0, 1, 1, j % 3 / 2, crossed=j == 1) for j in range(FEW + 1)]
-    (head, *paths, cross, _) = re.split(r"(?=<path)|(?=</g>)", "".join(shaded([("told", row)])))
-    assert head == "<g><title>told</title>"
-    assert sum(path.count("z") for path in paths) == len(row)
-    assert len(paths) == 3
+def test_many_cells_are_drawn_together():
+    def drawn(count):
+        row = Row("2", tuple(j % 3 / 2 for j in range(count)), gone=(1,))
+        columns = tuple(map(str, range(count)))
+        of = Heat(section="", title="", rows=(row,), columns=columns)
+        return "".join(maps(of)[0])
+
+    head, *paths, cross, _ = re.split(r"(?=<path)|(?=</g>)", drawn(FEW + 1))
+    assert head == "<g><title>layer 2: dropped 1</title>"
+    assert sum(path.count("z") for path in paths) == FEW + 1
+    assert len(paths) == 4  # three shades, and one that is gone
     assert cross.count("M") == 1
-    alone = "".join(shaded([("told", row[:FEW])]))
+    alone = drawn(FEW)
     assert alone.count("<rect") == FEW
     assert alone.count("<polyline") == 1
 

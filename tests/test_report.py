@@ -13,9 +13,13 @@ import yaml
 from rich.console import Console
 
 from moesaic import report
+from moesaic.methods import implementation
+from moesaic.methods.base import Decision
+from moesaic.methods.more.config import MoREConfig
+from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.record import LayerRecord, Record, Step
 from moesaic.report import words
-from moesaic.report.charts import colours
+from moesaic.report.draw import colours
 
 EVIL = '<script>alert("x")</script>&amp;'
 
@@ -58,7 +62,7 @@ SPLIT = Step(
         "backbone": "the backbone alone",
     },
     unit="petal",
-    kind="split",
+    ratio="projections",
 )
 
 
@@ -72,6 +76,7 @@ def split_layer(i, petals=4):
         active_width=36 + 64 / petals,
         experts=petals,
         top_k=1,
+        parts=(36, *[64 // petals] * petals),
         shape={"backbone": 36, "petals": [64 // petals] * petals, "routing": "top-k"},
         analysis={
             "never_activated": {"0.1": 0.0, "0.01": 0.02, "0.001": 0.25},
@@ -115,18 +120,26 @@ def measured(
 def make(petals=4, layers=(2, 3, 7), **found):
     dense = {i: LayerRecord(i, "dense", "", width=100, active_width=100) for i in range(8)}
     cut = {i: split_layer(i, petals) for i in layers}
+    every = list((dense | cut).values())
     return Record(
         model="org/model",
         out="/home/someone/out-folder",
         model_type="moesaic_llama",
         native=False,
-        steps=[SPLIT],
-        layers=list((dense | cut).values()),
+        steps=[with_figures(SPLIT, MoREConfig(), every)],
+        layers=every,
         moesaic="0.1.0",
         calibration={"source": "", "samples": 100},
         environment={"torch": "2.9.0", "threads": 2, "device": "cpu", "processor": "a chip"},
         measured=measured(petals, layers, **found),
     )
+
+
+def with_figures(step, config, layers, summary=None):
+    """A step with the figures that its method makes of its layers."""
+    summary = summary or {}
+    made = implementation(config).figures(layers, Decision(None, summary=summary))
+    return replace(step, figures=tuple(made), summary=summary)
 
 
 def with_step(record, **parts):
@@ -196,18 +209,41 @@ def test_a_record_is_the_same_after_json():
     assert report.html([again]) == report.html([make()])
 
 
-@pytest.mark.parametrize("format", [None, 1, 3])
+@pytest.mark.parametrize("format", [None, 1, 4])
 def test_other_formats_are_refused(format):
     with pytest.raises(ValueError, match="make the result anew"):
         Record.from_json({**make().as_json(), "format": format})
     with pytest.raises(ValueError, match="not whole"):
-        Record.from_json({"format": 2})
+        Record.from_json({"format": 3})
+
+
+def test_a_record_of_the_format_before_is_told_without_its_figures():
+    plain = json.loads(json.dumps(make().as_json()))
+    for step in plain["steps"]:
+        del step["figures"], step["ratio"]
+        step["kind"] = "split"
+    for layer in plain["layers"]:
+        del layer["experts_before"], layer["parts"]
+    before = Record.from_json({**plain, "format": 2})
+    page, now = Page(report.html([before])), Page(report.html([make()]))
+    assert before.steps[0].ratio == "projections"
+    assert "need a newer run" in page.text
+    assert "need a newer run" not in now.text
+    assert "Activation spectrum." in now.text
+    assert "Activation spectrum." not in page.text
+    assert plain_words(page) == plain_words(now)
+
+
+def plain_words(page):
+    """What a page says before its drawings."""
+    return page.text.split("What became of the layers")[0]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"model": [1]}, {"native": "yes"}, {"steps": 3}, {"steps": ["a"]}, {"layers": {}},
-     {"steps": [{"verb": 1}]}, {"log": []}, {"calibration": "x"}, {"format": 2, "out": None}],
+     {"steps": [{"verb": 1}]}, {"steps": [{"figures": [{"kind": "cake"}]}]},
+     {"log": []}, {"calibration": "x"}, {"format": 2, "out": None}],
 )  # fmt: skip
 def test_a_record_of_wrong_types_is_refused(wrong):
     with pytest.raises(ValueError, match="not whole"):
@@ -222,7 +258,7 @@ def test_page_shows_what_the_record_holds():
         assert shown in page.text, shown
     assert len(routed(page)) == 3 * 4
     assert "0.041" in page.text
-    assert "layer 7, top 35 %: 35 %" in plain(page.text)  # of its activation
+    assert "layer 7, strongest channels 35 %: 35 %" in plain(page.text)  # of its activation
 
 
 def test_original_stands_before_result_whatever_the_records_order():
@@ -308,10 +344,11 @@ def test_what_the_refit_gave_back_is_drawn():
     for layer in record.layers:
         if layer.changed:
             layer.analysis["refit"] = {"lost": 0.01 * layer.index, "recovered": 0.25}
+    record.steps = [with_figures(SPLIT, MoREConfig(), record.layers)]
     page = report.html([record])
     assert "Error by layer." in page
-    assert "before, layer 7: 7 %" in page
-    assert "after, layer 7: 5.3 %" in page
+    assert "before, layer 7: 7<" in page
+    assert "after, layer 7: 5.2<" in page
     assert "Error by layer." not in report.html([make()])
 
 
@@ -323,7 +360,7 @@ def test_a_result_that_does_not_route_has_no_routing():
             told="every token runs the same 52 neurons",
             experts=0,
             top_k=0,
-            shape={"backbone": 52, "petals": []},
+            parts=(52,),
         )
         if layer.changed
         else layer
@@ -677,11 +714,13 @@ def test_learned_experts_are_drawn():
         "trained_parameters": 9,
         "labels": {"distillation": "KL divergence"},
     }
-    record = with_step(make(), kind="learned", unit="expert", summary={"training": training})
+    record = make()
     record.layers = [
         replace(x, shape={}, analysis=seen, width_before=100, active_width=60) if x.changed else x
         for x in record.layers
     ]
+    step = replace(SPLIT, unit="expert")
+    record.steps = [with_figures(step, ToMoEConfig(), record.layers, {"training": training})]
     page = Page(report.html([record]))
     for shown in ("Width by layer", "The union of experts", "Widths of experts", "Similarity of"):
         assert shown in page.text, shown
@@ -695,8 +734,8 @@ def test_learned_experts_are_drawn():
 
 
 def test_active_blocks_are_drawn_by_text():
-    record = with_step(make(), kind="gated")
+    record = make()
     record.measured["activity"] = {"code": {"2": 1.5, "3": 2.0}, "prose": {"2": 1.0, "3": 3.5}}
     page = Page(report.html([record]))
-    assert "How many blocks tokens run" in page.text
-    assert "layer 3, prose: 3.50 of 4 blocks" in page.text
+    assert "How many petals tokens run" in page.text
+    assert "layer 3, text prose: 3.50" in page.text

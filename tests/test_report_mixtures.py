@@ -5,9 +5,12 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 
 import pytest
-from test_report import Page, make, measured, printed, said, score
+from test_report import Page, make, measured, printed, said, score, with_figures
 
 from moesaic import report
+from moesaic.methods.cdmoe.config import CondenseConfig
+from moesaic.methods.naee.config import PruneConfig, SkipConfig
+from moesaic.methods.sft.config import TuneConfig
 from moesaic.record import LayerRecord, Record, Step
 
 
@@ -33,7 +36,7 @@ def pruned(**parts):
         paper="Some Authors, On Experts, 2026",
         config={"keep": 6.0, "criterion": "reap"},
         variants={"frequency": "frequency"},
-        kind="experts",
+        ratio="stored",
     )
     layers = [
         LayerRecord(
@@ -42,13 +45,14 @@ def pruned(**parts):
             "6 of 8 experts stay",
             width=64,
             experts=6,
+            experts_before=8,
             top_k=2,
             shape={"before": 8, "kept": [0, 1, 2, 3, 5, 7]},
             analysis={"relative_loss": 0.2286, "calls": [195, 162, 3, 40, 0, 7, 90, 8]},
         )
         for i in range(3)
     ]
-    return mixture(step, layers, **parts)
+    return mixture(with_figures(step, PruneConfig(), layers), layers, **parts)
 
 
 def skipping():
@@ -58,7 +62,7 @@ def skipping():
         label="NAEE",
         title="20–31 % of expert calls skipped with NAEE",
         told="Routers leave out experts that weigh little.",
-        kind="skipping",
+        ratio="active",
     )
     layers = [
         LayerRecord(
@@ -72,6 +76,7 @@ def skipping():
         )
         for i, (beta, share) in enumerate([(0.44, 0.25), (0.21, 0.2), (0.3, 0.31)])
     ]
+    step = with_figures(step, SkipConfig(), layers)
     return mixture(step, layers, result=(42.5, 0.39, 1000))
 
 
@@ -83,24 +88,27 @@ def condensed():
         title="2 of 3 layers condensed, CD-MoE-SR",
         told="Layers 1–2 are small dense layers.",
         config={"layers": 2, "keep": "shared+routed", "metric": "js"},
-        kind="condensed",
-        summary={
-            "layers": [2, 1],
-            "search": [
-                {"layer": 2, "losses": {"0": 0.03, "1": 0.01, "2": 0.006}},
-                {"layer": 1, "losses": {"0": 0.04, "1": 0.014}},
-            ],
-        },
+        ratio="stored",
     )
+    search = [
+        {"layer": 2, "losses": {"0": 0.03, "1": 0.01, "2": 0.006}},
+        {"layer": 1, "losses": {"0": 0.04, "1": 0.014}},
+    ]
     spread = {"attention": 0.18, "nothing": 0.41, "shared": 0.056, "shared+routed": 0.036}
     seen = {"calls": [71.0, 50.0, 0.0, 12.0], "divergence": spread}
     shape = {"before": 4, "chosen": [1, 3], "gates": [0.4, 0.2]}
     taken = "one dense MLP: 2 of 4 experts with fixed weights"
     layers = [
         LayerRecord(0, "moe", "", width=32, experts=4, top_k=2, analysis=seen),
-        LayerRecord(1, "condensed", taken, width=64, shape=shape, analysis=seen),
-        LayerRecord(2, "condensed", taken, width=64, shape=shape, analysis=seen),
+        *(
+            LayerRecord(
+                i, "condensed", taken, width=64, experts_before=4, shape=shape, analysis=seen
+            )
+            for i in (1, 2)
+        ),
     ]
+    config = CondenseConfig(layers=2, keep="shared+routed", metric="js")
+    step = with_figures(step, config, layers, {"layers": [2, 1], "search": search})
     record = mixture(step, layers)
     record.measured["scores"]["1"] = score(44.0, 0.5, total=900, active=500)
     return record
@@ -112,16 +120,16 @@ def tuning(steps=30):
         for i in range(steps)
     ]
     training = {"what": "the condensed layers", "losses": logs}
-    return Step(
+    training |= {"trained_parameters": 9, "total_parameters": 99}
+    step = Step(
         verb="tune",
         method="sft",
         label="fine-tuning",
         title="the condensed layers trained",
         told="The condensed layers were trained.",
         weights="trained",
-        kind="trained",
-        summary={"training": {**training, "trained_parameters": 9, "total_parameters": 99}},
     )
+    return with_figures(step, TuneConfig(), [], {"training": training})
 
 
 def tuned(steps=30, earlier=None):
@@ -176,11 +184,11 @@ def test_skipping_by_layer():
 
 def test_condensed_layers():
     page, card, text = whole(condensed())
-    for shown in ("chosen 1st", "chosen 2nd", "2 of 3 layers condensed", "in this order: 2, 1"):
+    for shown in ("chosen 1st", "chosen 2nd", "2 of 3 layers condensed", "in this order: 2, 1."):
         assert shown in page.text, shown
     assert len(page.all("rect", "gone")) == 2 * 2
     assert len(page.all("rect", "kept")) == 2 * 2 + 2  # experts that stay, layers that were taken
-    assert len(page.all("polyline", "series")) == 4 + 1 + 1  # divergences, sizes, frontier
+    assert len(page.all("polyline", "series")) == 4 + 1  # divergences, frontier
     assert len(page.all("polyline", "strong")) == 1
     assert "Layers 1–2 are small dense layers" in card
     assert "80.0 %" in text.replace("\xa0", " ")

@@ -48,7 +48,7 @@ from moesaic.metrics.memory import free_bytes
 from moesaic.metrics.size import Size, model_size
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
-from moesaic.report.figures import memory, span
+from moesaic.report.numbers import memory, span
 from moesaic.result import save_applied
 from moesaic.surgery import headers_of
 

@@ -63,7 +63,7 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
     job = Job(args, method.find, config.window)
     for sentence in method.settle(job):
         logger.warning(sentence)
-    if method.kind in ("channels", "split", "learned", "gated"):
+    if config.verb == "carve":
         fast(torch.device(own_device(args.device)).type)  # says so first, where nothing gets faster
     with untouched(args.model, args.teacher):
         return Result(method, job, method.run(job))

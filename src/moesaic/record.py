@@ -1,23 +1,141 @@
-"""A run on record: one typed structure for all verbs, written as ``result.json``.
+r"""A run on record: one typed structure for all verbs, written as ``result.json``.
 
 Card, page, terminal and picture are made from it alone. Everything that they say of what was done
-is said here, by the method and by the layer kinds; the report adds no words of its own about it.
+is said here, by the method and by the layer kinds, and what they draw of it are :class:`Figure`\ s,
+plain data; the report adds nothing of its own about it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import TypeVar, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from moesaic.foreign import JSON, Values, suits
 
-FORMAT = 2
+FORMAT = 3
+WITHOUT_FIGURES = 2
+"""The format before, which is read, too: its steps hold no figures."""
 T = TypeVar("T")
 
 WEIGHTS = ("own", "refitted", "averaged", "trained")
 """Changes of weights, the least first: the base model's own (moved, sliced or scaled by
 constants at most), solved for in closed form, means over several experts, trained."""
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A drawing as data: :class:`Lines`, :class:`Bars` or :class:`Heat`.
+
+    How numbers are written is said by format specifications of Python: ``.1%``, ``,.4g``. What is
+    not known is None; numbers are finite.
+    """
+
+    section: str
+    """The heading that it stands under."""
+    title: str
+    caption: str = ""
+    """How to read it."""
+    kind: str
+    """The drawing's name in :data:`KINDS`."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: its name, and its points, x and y."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    notes: tuple[str, ...] = ()
+    """Written beside the points."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines(Figure):
+    """Lines over a common horizontal axis, each named at its end if there are several."""
+
+    series: tuple[Series, ...]
+    x: str = "layer"
+    """What the horizontal axis shows."""
+    y: str
+    form: str = ",.4g"
+    """How values are written."""
+    strong: str = ""
+    """The line that is drawn thick."""
+    log: bool | None = None
+    """A logarithmic scale; None where values are far apart."""
+    kind: str = "lines"
+
+
+@dataclass(frozen=True)
+class Column:
+    """Bars below each other, on a scale of their own from 0."""
+
+    name: str
+    values: tuple[float | None, ...]
+    """One a row."""
+    form: str = ",.4g"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bars(Figure):
+    """Rows of bars, several columns beside each other."""
+
+    rows: tuple[str, ...]
+    columns: tuple[Column, ...]
+    row: str = "layer"
+    """What a row is."""
+    kind: str = "bars"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a map: a cell a column, the darker the more."""
+
+    label: str
+    values: tuple[float | None, ...]
+    """Of what is not known no cell is drawn, unless it is said to be gone or outlined."""
+    darkest: float = 0.0
+    """The value that is drawn darkest; 0 for the greatest of its panel."""
+    gone: tuple[int, ...] | None = None
+    """Columns that are crossed out; None where nothing was to go."""
+    outlined: tuple[int, ...] = ()
+    """Columns that are outlined."""
+    bar: float | None = None
+    """Drawn at the right, on a scale from 0."""
+    note: str = ""
+    """Written at the right."""
+    panel: str = ""
+    """The map it belongs to, where several stand side by side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heat(Figure):
+    """A map of cells, or several of the same columns side by side."""
+
+    rows: tuple[Row, ...]
+    columns: tuple[str, ...]
+    row: str = "layer"
+    """What a row is."""
+    column: str = "expert"
+    """What a column is."""
+    side: str = ""
+    """What the bars or notes at the right are."""
+    form: str = ".1%"
+    """How values are written."""
+    of: str = ""
+    """Follows a value: ``of calls``."""
+    written: str = ""
+    """How values are written inside of cells; empty where they are not."""
+    kind: str = "heat"
+
+
+KINDS: dict[str, type[Figure]] = {"lines": Lines, "bars": Bars, "heat": Heat}
+
+# --- layers, steps, runs -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -39,8 +157,13 @@ class LayerRecord:
     """Neurons a token runs, shared ones included, under uniform routing."""
     experts: int = 0
     """Routed experts; 0 where nothing routes."""
+    experts_before: int = 0
+    """The same of the layer before the first step that changed it; 0 where not known."""
     top_k: int = 0
     """Routed experts that a token runs."""
+    parts: tuple[int, ...] = ()
+    """Of a dense layer that was cut into pieces its neurons in stored order: those that every
+    token runs, then each expert's."""
     shape: Values = field(default_factory=dict)
     """Figures that only this kind has: kept experts, beta."""
     analysis: Values = field(default_factory=dict)
@@ -73,9 +196,11 @@ class Step:
     """Comparisons of this step in words, by the name they have in ``scores``."""
     unit: str = "expert"
     """The word for the parts that its result's routers choose."""
-    kind: str = ""
-    """The drawings that suit: ``split``, ``learned``, ``gated``, ``experts``, ``skipping``,
-    ``fewer``, ``condensed`` or ``trained``."""
+    ratio: str = ""
+    """What says most of its result: the share of the dense ``projections`` that a token runs, of
+    the original's ``active`` parameters, or of those that are ``stored``; empty where it changed
+    values alone."""
+    figures: tuple[Figure, ...] = ()
     summary: Values = field(default_factory=dict)
     """Findings about the whole model: the order of choice, training losses."""
     output: Values = field(default_factory=dict)
@@ -118,45 +243,76 @@ class Record:
     def from_json(cls, plain: Values) -> Record:
         """The record that ``result.json`` holds; the inverse of :meth:`as_json`.
 
-        Keys of steps and layers that are unknown are left out.
+        Keys that are unknown are left out. Of the format before all but the figures is read.
 
         Raises:
-            ValueError: it is no record of this format.
+            ValueError: it is no record of these formats.
         """
-        if not isinstance(plain, Mapping) or plain.get("format") != FORMAT:
+        version = plain.get("format") if isinstance(plain, Mapping) else None
+        if version not in (WITHOUT_FIGURES, FORMAT):
             raise ValueError(
                 f"not of this version of Moesaic, format {FORMAT}: make the result anew."
             )
         own = {f.name for f in fields(cls)} - {"measured"}
         try:
-            if not isinstance(plain["steps"], list) or not isinstance(plain["layers"], list):
-                raise TypeError("steps and layers are lists")
-            steps = [_known(Step, x) for x in plain["steps"]]
-            layers = [_known(LayerRecord, x) for x in plain["layers"]]
+            if version == WITHOUT_FIGURES:
+                plain = _of_before(plain)
             measured = {k: v for k, v in plain.items() if k not in own}
-            parts = {"steps": steps, "layers": layers, "measured": measured}
-            return _known(cls, {**plain, **parts})
+            return _known(cls, {**plain, "measured": measured})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not whole: {error}.") from None
 
     def output(self) -> JSON:
-        """As ``--json`` prints it: layers laid open, and the keys that the last step promises."""
+        """As ``--json`` prints it: layers laid open, no figures, and the last step's own keys."""
         plain = self.as_json()
+        for step in plain["steps"]:
+            del step["figures"]
         for layer in plain["layers"]:
             layer |= layer.pop("shape")
             layer |= layer.pop("analysis")
         return plain | (dict(self.steps[-1].output) if self.steps else {})
 
 
+_RATIOS = {
+    **dict.fromkeys(("split", "learned", "gated"), "projections"),
+    **dict.fromkeys(("experts", "slimmed", "condensed"), "stored"),
+    **dict.fromkeys(("skipping", "fewer", "channels"), "active"),
+}
+"""What steps of :data:`WITHOUT_FIGURES` had under ``kind``."""
+
+
+def _of_before(plain: Values) -> JSON:
+    """A record of :data:`WITHOUT_FIGURES` with this format's keys."""
+    steps = [{**step, "ratio": _RATIOS.get(step.get("kind"), "")} for step in plain["steps"]]
+    layers = [
+        {"experts_before": (layer.get("shape") or {}).get("before", 0), **layer}
+        for layer in plain["layers"]
+    ]
+    return {**plain, "steps": steps, "layers": layers}
+
+
 def _known(cls: type[T], plain: Values) -> T:
-    """A dataclass of its fields in plain JSON, where lists stand for tuples."""
-    found = {}
-    for name, hint in get_type_hints(cls).items():
-        if name in plain:
-            if not suits(plain[name], hint):
-                raise TypeError(f"{name} is {plain[name]!r:.40}")
-            found[name] = tuple(plain[name]) if get_origin(hint) is tuple else plain[name]
-    return cls(**found)
+    """A dataclass of its fields in plain JSON."""
+    hints = get_type_hints(cls)
+    return cls(**{name: _typed(plain[name], hints[name], name) for name in hints if name in plain})
+
+
+def _typed(value: Any, hint: Any, name: str) -> Any:
+    """A field's value of plain JSON, where mappings stand for dataclasses and lists for tuples.
+
+    Raises:
+        TypeError: it is none of this type.
+    """
+    if hint is Figure:
+        hint = KINDS[value["kind"]]
+    origin, kinds = get_origin(hint), get_args(hint)
+    if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
+        return _known(hint, value)
+    if origin in (tuple, list) and isinstance(value, list | tuple):
+        return origin(_typed(part, kinds[0], name) for part in value)
+    if not suits(value, hint):
+        raise TypeError(f"{name} is {value!r:.40}")
+    return tuple(value) if isinstance(value, list) and origin is not list else value
 
 
 def strongest(weights: Sequence[str]) -> str:

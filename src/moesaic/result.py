@@ -243,6 +243,11 @@ class Result:
         before = {} if earlier is None else {layer.index: layer for layer in earlier.layers}
         uses = model_size(shape).layers
         layers = [self._layer(i, use, before.get(i)) for i, use in enumerate(uses)]
+        own = [self._layer(i, use, None) for i, use in enumerate(uses)]
+        step = replace(
+            self._step(layers, measured or {}),
+            figures=tuple(self.method.figures(own, self.decision)),
+        )
         measured, calibration = measured or {}, calibration or {}
         fingerprint = self.plan.calibration if self.plan is not None else ""
         if fingerprint:
@@ -261,7 +266,7 @@ class Result:
             out=out,
             model_type=model_type,
             native=not model_type.startswith(PREFIX),
-            steps=[*(earlier.steps if earlier else ()), self._step(layers, measured)],
+            steps=[*(earlier.steps if earlier else ()), step],
             layers=layers,
             moesaic=__version__,
             calibration=used,
@@ -343,7 +348,7 @@ class Result:
             config=plan.config if plan is not None else asdict(config),
             variants={name: config.compared(name) for name in self.builders},
             unit=config.unit,
-            kind=self.method.kind,
+            ratio=self.method.ratio,
             summary=summary,
             output=said.output,
         )
@@ -385,25 +390,24 @@ class Result:
         if planned is not None:
             said = planned.describe(routed)
             weights.append(planned.weights)
-            width = base.widths[index]
-            layer = replace(
-                layer, kind=planned.kind, told=said.told, shape=said.shape, width_before=width
-            )
-            if before is not None and before.changed and use.experts:
-                layer = replace(
-                    layer,
-                    told=f"{before.told}; {said.told}",
-                    width_before=before.width_before,
-                    shape={**before.shape, **said.shape},
-                    analysis={**before.analysis, **analysis},
-                )
-        elif before is not None:
             layer = replace(
                 layer,
-                kind=before.kind,
-                told=before.told,
+                kind=planned.kind,
+                told=said.told,
+                shape=said.shape,
+                parts=said.parts,
+                width_before=base.widths[index],
+                experts_before=routed,
+            )
+        if before is not None and (planned is None or (before.changed and use.experts)):
+            layer = replace(
+                layer,
+                kind=before.kind if planned is None else layer.kind,
+                told=before.told if planned is None else f"{before.told}; {layer.told}",
                 width_before=before.width_before,
-                shape=before.shape,
+                experts_before=before.experts_before or layer.experts_before,
+                parts=layer.parts or before.parts,
+                shape={**before.shape, **layer.shape},
                 analysis={**before.analysis, **analysis},
             )
         return replace(layer, weights=strongest(weights))

@@ -71,7 +71,7 @@ def tried(found: list[Value]) -> Value:
     """A table of candidates, those that lose least first."""
     from rich.table import Table
 
-    from moesaic.report.figures import memory
+    from moesaic.report.numbers import memory
 
     table = Table(title="Candidates", title_justify="left")
     for name in ("form", "memory", "active", "loss", "KL", "stage"):

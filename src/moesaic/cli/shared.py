@@ -218,7 +218,7 @@ def carry_out(
         return
     from moesaic import report
     from moesaic.cli.bars import err_console
-    from moesaic.report.figures import memory
+    from moesaic.report.numbers import memory
 
     before, after = (memory(size) for size in record.measured["files"].values())
     place = f"Checkpoint in {recipe.out} ({before} -> {after})"
@@ -232,7 +232,7 @@ def carry_out(
 def foretell(recipe: Recipe, as_json: bool) -> None:
     """Show what a recipe would make and take."""
     from moesaic.estimates import estimate
-    from moesaic.report.figures import memory, span
+    from moesaic.report.numbers import memory, span
 
     found = estimate(recipe).as_json()
     sizes = (name for name in found if name.endswith("_bytes"))

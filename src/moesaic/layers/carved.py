@@ -154,7 +154,8 @@ class CarvedLayer(LayerPlan):
     def describe(self, experts: int) -> Description:
         header = self.header()
         told = f"{self._told()}; prompts run dense" if self.prompts == "dense" else self._told()
-        return Description(told, {k: header[k] for k in header if k not in ("kind", "top_k")})
+        shape = {k: header[k] for k in header if k not in ("kind", "top_k")}
+        return Description(told, shape, (self.backbone, *self.petals))
 
     def _told(self) -> str:
         if not self.petals:

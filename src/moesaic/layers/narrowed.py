@@ -97,7 +97,7 @@ class NarrowedLayer(LayerPlan):
 
     def describe(self, experts: int) -> Description:
         told = f"{self.width:,} of {self.before:,} neurons stay, the same for every token"
-        return Description(told, {"neurons": self.width, "of": self.before})
+        return Description(told, {"neurons": self.width, "of": self.before}, (self.width,))
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:

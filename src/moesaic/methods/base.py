@@ -12,9 +12,10 @@ from moesaic.arch.lookup import dense_arch
 from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config, Model, Values
+from moesaic.methods import figures
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
-from moesaic.record import LayerRecord, strongest
+from moesaic.record import Figure, LayerRecord, strongest
 
 C = TypeVar("C", bound=MethodConfig)
 A = TypeVar("A", bound=Arch)
@@ -92,8 +93,8 @@ class Method(ABC, Generic[C, A]):
         config: its options.
     """
 
-    kind: str = "experts"
-    """Which drawings suit its results; see :class:`moesaic.record.Step`."""
+    ratio: str = "stored"
+    """What says most of its results; see :class:`moesaic.record.Step`."""
 
     def __init__(self, config: C) -> None:
         self.config = config
@@ -144,6 +145,18 @@ class Method(ABC, Generic[C, A]):
             decision: what :meth:`run` returned.
             active: the result's active ratio, measured where it was measured.
         """
+
+    def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
+        """What is drawn of it.
+
+        Args:
+            layers: all decoder layers of the result, as this step alone made them.
+            decision: what :meth:`run` returned.
+        """
+        return [
+            *figures.refitted(layers),
+            *figures.trained(decision.summary.get("training") or {}),
+        ]
 
 
 class DenseMethod(Method[C, Arch]):

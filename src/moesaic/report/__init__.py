@@ -6,7 +6,6 @@ was done stands in the record. What was not measured is left out.
 
 from moesaic.report.card import model_card
 from moesaic.report.console import terminal
-from moesaic.report.mixtures import overlap
 from moesaic.report.page import html
 from moesaic.report.picture import frontier_picture, picture, sweep
 from moesaic.report.read import title

@@ -10,8 +10,9 @@ import yaml
 from moesaic.errors import how_to_install
 from moesaic.io.layout import OWN, PLAN
 from moesaic.record import Record
-from moesaic.report import figures, read, words
-from moesaic.report.read import Cell, Figures, part
+from moesaic.report import numbers, read, words
+from moesaic.report.read import part
+from moesaic.report.tables import Cell, Table, tables
 
 HUB_IDS = {
     "smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -97,7 +98,7 @@ def _measured(record: Record) -> list[str]:
     told += [sentence.text for sentence in words.summary(record)]
     told += [f"Warning of the run: {said}" for said in read.warnings(record)[1]]
     parts = ["\n".join(f"- {_inline(text)}" for text in told)]
-    parts += map(_table, read.tables(record))
+    parts += map(_table, tables(record))
     parts = [p for p in parts if p]
     if parts:
         parts.insert(0, "## What it costs and what it brings")
@@ -107,21 +108,21 @@ def _measured(record: Record) -> list[str]:
     if on and part(record.measured, "scores"):
         text = "text that ships with Moesaic" if on == "shipped" else _inline(str(on))
         kind = settings.get("computed_in")
-        numbers = f", computed in {_inline(str(kind))}" if kind else ""
-        notes.append(f"Perplexity on {text}, in windows of {settings['length']}{numbers}.")
+        precision = f", computed in {_inline(str(kind))}" if kind else ""
+        notes.append(f"Perplexity on {text}, in windows of {settings['length']}{precision}.")
     if part(record.measured, "speed") and machine:
         known = [machine.get("processor"), machine.get("device")]
         where = " · ".join(_inline(str(m)) for m in known if m)
         notes.append(
             f"Speed on {where}, {machine.get('threads', 'some')} threads, torch "
-            f"{machine.get('torch', figures.NONE)}; medians, with the least and the greatest round."
+            f"{machine.get('torch', numbers.NONE)}; medians, with the least and the greatest round."
         )
         if not read.interleaved(record):
             notes.append("Timed one after the other: there was room for one model at a time.")
     return [*parts, " ".join(notes)] if notes else parts
 
 
-def _table(table: Figures) -> str:
+def _table(table: Table) -> str:
     def written(cell: Cell) -> str:
         return f"{cell.text} ({cell.note})" if cell.note else cell.text
 

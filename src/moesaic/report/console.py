@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from moesaic.record import Record
-from moesaic.report import figures, read, words
-from moesaic.report.read import Figures, part
+from moesaic.report import numbers, read, tables, words
+from moesaic.report.read import part
 
 TONES = {"worse": "yellow", "unsure": "dim"}
-"""Styles of figures, by :attr:`moesaic.report.read.Cell.tone`."""
+"""Styles of figures, by :attr:`moesaic.report.tables.Cell.tone`."""
 
 
 def terminal(record: Record) -> RenderableType:
@@ -26,7 +26,7 @@ def terminal(record: Record) -> RenderableType:
         Text(read.title(record), style="bold"),
         Padding(Text(words.outcome(record)), (1, 0, 0, 0)),
     ]
-    parts += map(_table, read.tables(record))
+    parts += map(_table, tables.tables(record))
     said = Table.grid(padding=(0, 1))
     for sentence in words.summary(record):
         style = "yellow" if sentence.against else ""
@@ -37,12 +37,12 @@ def terminal(record: Record) -> RenderableType:
     prompt = generated.pop("prompt", None)
     if generated:
         if prompt:
-            parts.append(Text.assemble(" ", (figures.printable(str(prompt)), "bold")))
+            parts.append(Text.assemble(" ", (numbers.printable(str(prompt)), "bold")))
         parts.append(Beside([(name, str(generated[name])) for name in read.names(generated)]))
     return Group(*parts)
 
 
-def _table(of: Figures) -> Table:
+def _table(of: tables.Table) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("", style="dim", no_wrap=True)
     for name in of.columns:
@@ -57,7 +57,7 @@ def _table(of: Figures) -> Table:
     return table
 
 
-def _cell(cell: read.Cell) -> Text:
+def _cell(cell: tables.Cell) -> Text:
     text = Text(cell.text, style=TONES.get(cell.tone, ""))
     if cell.note:
         worded = cell.note.replace(" ", "").isalpha()
@@ -94,7 +94,7 @@ class Beside:
 def _panel(pair: tuple[str, str], height: int | None = None) -> Panel:
     name, text = pair
     return Panel(
-        Text(figures.printable(text).strip() or "(nothing)"),
+        Text(numbers.printable(text).strip() or "(nothing)"),
         title=Text(name, style="bold cyan" if name == "result" else ""),
         title_align="left",
         box=box.ROUNDED,

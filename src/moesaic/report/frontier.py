@@ -8,15 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 
 from markupsafe import Markup, escape
 
 from moesaic.record import Record
-from moesaic.report import figures, read
-from moesaic.report.charts import Plane, line, svg, text, ticks
+from moesaic.report import numbers, read
+from moesaic.report.draw import Plane, line, svg, text, ticks
 from moesaic.report.read import figure, part
+from moesaic.report.tables import Format, tenths
 
 SIZE = (680.0, 400.0)
 BOX = (58.0, 30.0, 664.0, 348.0)
@@ -25,7 +25,6 @@ SHAPES = ("M-5 -5h10v10h-10z", "M0 -6l6 11h-12z", "M0 -7l7 7l-7 7l-7 -7z", "M0 6
 """Marks of comparisons, in turn."""
 APART = 0.002
 """Figures that differ by less than this share are the same: nothing is to be seen along them."""
-Form = Callable[[float | None], str]
 
 
 @dataclass(frozen=True)
@@ -35,61 +34,64 @@ class Axis:
     key: str
     """What it is asked for by."""
     name: str
+    form: Format
     value: Callable[[Record, str], float | None]
     """Of a record's model, by its name in ``scores``."""
-    form: Form
     sign: int = 1
     """1 where less is better, -1 where more is."""
 
-
-def _score(record: Record, name: str, key: str) -> float | None:
-    return figure(record.measured, "scores", name, key)
-
-
-def _beside(record: Record, name: str, key: str, own: float) -> float | None:
-    """A score that compares with the original, for which it is ``own``."""
-    scores = part(record.measured, "scores")
-    compared = any(figure(scores, other, key) is not None for other in scores)
-    return own if name == "original" and compared else figure(scores, name, key)
+    @property
+    def title(self) -> str:
+        """What is written beside it."""
+        relative = ", relative to the original" if self.name.endswith("speed") else ""
+        return f"{self.name}{relative} ({'less' if self.sign > 0 else 'more'} is better)"
 
 
-def _speed(record: Record, name: str, what: str) -> float | None:
-    ratio = figure(record.measured, "speed_ratio", what)
-    return 1.0 if name == "original" and ratio else ratio if name == "result" else None
+def _score(key: str, own: float | None = None) -> Callable[[Record, str], float | None]:
+    """A score; one that compares with the original is ``own`` for the original itself."""
+
+    def value(record: Record, name: str) -> float | None:
+        scores = part(record.measured, "scores")
+        compared = any(figure(scores, other, key) is not None for other in scores)
+        return (
+            own
+            if own is not None and name == "original" and compared
+            else figure(scores, name, key)
+        )
+
+    return value
 
 
-def _memory(record: Record, name: str) -> float | None:
-    return figure(record.measured, "speed", name, "peak_memory_bytes")
+def _speed(what: str) -> Callable[[Record, str], float | None]:
+    def value(record: Record, name: str) -> float | None:
+        ratio = figure(record.measured, "speed_ratio", what)
+        return {"original": 1.0, "result": ratio}.get(name) if ratio else None
+
+    return value
 
 
 SAVED = (
-    Axis("disk", "bytes on disk", partial(read.size, where="on disk"), figures.memory),
-    Axis("bytes", "bytes in memory", partial(read.size, where="in memory"), figures.memory),
-    Axis("active", "active parameters", partial(_score, key="active_parameters"), figures.count),
-    Axis("decode", "decode speed", partial(_speed, what="decode"), figures.times, -1),
-    Axis("prefill", "prefill speed", partial(_speed, what="prefill"), figures.times, -1),
-    Axis("memory", "peak memory", _memory, figures.memory),
+    Axis("disk", "bytes on disk", numbers.memory, lambda r, n: read.size(r, n, "on disk")),
+    Axis("bytes", "bytes in memory", numbers.memory, lambda r, n: read.size(r, n, "in memory")),
+    Axis("active", "active parameters", numbers.count, _score("active_parameters")),
+    Axis("decode", "decode speed", numbers.times, _speed("decode"), -1),
+    Axis("prefill", "prefill speed", numbers.times, _speed("prefill"), -1),
+    Axis(
+        "memory",
+        "peak memory",
+        numbers.memory,
+        lambda r, n: figure(r.measured, "speed", n, "peak_memory_bytes"),
+    ),
 )
 """What a model may save: the horizontal axes."""
 LOST = (
-    Axis("perplexity", "perplexity", partial(_score, key="perplexity"), figures.perplexity),
-    Axis("kl", "KL from the original", partial(_beside, key="kl", own=0.0), figures.share),
-    Axis(
-        "agreement",
-        "top-1 agreement",
-        partial(_beside, key="top1_agreement", own=1.0),
-        read.tenths,
-        -1,
-    ),
-    Axis(
-        "tasks",
-        "tasks, of the original",
-        partial(_beside, key="recovery", own=1.0),
-        read.tenths,
-        -1,
-    ),
+    Axis("perplexity", "perplexity", numbers.perplexity, _score("perplexity")),
+    Axis("kl", "KL from the original", numbers.share, _score("kl", 0.0)),
+    Axis("agreement", "top-1 agreement", tenths, _score("top1_agreement", 1.0), -1),
+    Axis("tasks", "tasks, of the original", tenths, _score("recovery", 1.0), -1),
 )
 """What a model may lose: the vertical axes."""
+AXES = (*SAVED, *LOST)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Point:
     told: str
     """What it is, in full."""
     figures: tuple[float | None, ...]
-    """Along :data:`SAVED`, then :data:`LOST`."""
+    """Along :data:`AXES`."""
 
 
 @dataclass(frozen=True)
@@ -130,21 +132,10 @@ class Frontier:
 
 def _text(record: Record) -> tuple[str, ...]:
     """The model, its own figure and the text: runs that have all of them alike are comparable."""
-    asked = part(record.measured, "evaluation")
+    settings = part(record.measured, "evaluation")
     keys = ("data", "length", "max_tokens", "limit", "shots")
     own = f"{figure(record.measured, 'scores', 'original', 'perplexity') or 0:.4g}"
-    return (record.model, own, *(figures.plain(asked.get(key)) for key in keys))
-
-
-def _told(record: Record, name: str) -> str:
-    """A model in words."""
-    if name == "original":
-        return f"{read.model_name(record)}, the original"
-    if name == "result":
-        return read.title(record)
-    if name.isdecimal():
-        return f"{read.made(record)}, only {name} layers"
-    return f"{read.variants(record).get(name, name)}, beside {read.made(record)}"
+    return (record.model, own, *(numbers.plain(settings.get(key)) for key in keys))
 
 
 def points(records: Sequence[Record]) -> dict[str, list[Point]]:
@@ -157,35 +148,34 @@ def points(records: Sequence[Record]) -> dict[str, list[Point]]:
         if part(record.measured, "scores"):
             groups.setdefault(_text(record), []).append((n, record))
     models = [read.model_name(runs[0][1]) for runs in groups.values()]
-    found = {}
+    by_name = {}
     for i, (model, runs) in enumerate(zip(models, groups.values(), strict=True)):
         texts = models.count(model)
         name = model if texts == 1 else f"{model}, text {models[: i + 1].count(model)}"
-        found[name] = [p for n, record in runs for p in _points(record, n, len(records) > 1)]
-        first = next((p for p in found[name] if p.kind == "original"), None)
-        found[name] = [p for p in found[name] if p.kind != "original" or p is first]
-    return found
+        every = [p for n, record in runs for p in _points(record, n, len(records) > 1)]
+        first = next((p for p in every if p.kind == "original"), None)
+        by_name[name] = [p for p in every if p.kind != "original" or p is first]
+    return by_name
 
 
 def _points(record: Record, run: int, several: bool) -> Iterator[Point]:
     """The models of one run."""
+    of, made = f"run {run}" if several else "the result", read.made(record)
     for name in read.names(part(record.measured, "scores")):
-        if name != "0":  # no layer was taken: the original again
-            kind = "fewer layers" if name.isdecimal() else name
-            known = tuple(axis.value(record, name) for axis in (*SAVED, *LOST))
-            short = _short(name, run if several else 0)
-            number = 0 if name == "original" else run
-            yield Point(number, kind, short, _told(record, name), known)
-
-
-def _short(name: str, run: int) -> str:
-    """A model in a few words; without a run there is one."""
-    if name == "original":
-        return "the original"
-    of = f"run {run}" if run else "the result"
-    if name == "result":
-        return of
-    return f"{of} with {name} of its layers" if name.isdecimal() else f"{name} beside {of}"
+        kind, number = name, run
+        if name == "0":  # no layer was taken: the original again
+            continue
+        if name == "original":
+            number, short, told = 0, "the original", f"{read.model_name(record)}, the original"
+        elif name == "result":
+            short, told = of, read.title(record)
+        elif name.isdecimal():
+            kind = "fewer layers"
+            short, told = f"{of} with {name} of its layers", f"{made}, only {name} layers"
+        else:
+            told = f"{read.variants(record).get(name, name)}, beside {made}"
+            short = f"{name} beside {of}"
+        yield Point(number, kind, short, told, tuple(axis.value(record, name) for axis in AXES))
 
 
 def best(places: Sequence[tuple[float, float]]) -> list[int]:
@@ -223,51 +213,51 @@ def frontiers(records: Sequence[Record], first: Sequence[str] = ()) -> list[Fron
         first: keys of the axes to be drawn first; otherwise those that most models have.
     """
     drawn = [
-        _frontier(model, found, first, len(records) > 1)
-        for model, found in points(records).items()
-        if len(found) > 2
+        _frontier(model, models, first, len(records) > 1)
+        for model, models in points(records).items()
+        if len(models) > 2
     ]
     return [f for f in drawn if f is not None]
 
 
 def _frontier(
-    model: str, found: Sequence[Point], first: Sequence[str], numbered: bool
+    model: str, models: Sequence[Point], first: Sequence[str], numbered: bool
 ) -> Frontier | None:
     """The picture of some models; None where no two axes tell them apart."""
-    axes = [*SAVED, *LOST]
     columns = [
         [v if v is not None and math.isfinite(v) else None for v in column]
-        for column in zip(*(p.figures for p in found), strict=True)
+        for column in zip(*(p.figures for p in models), strict=True)
     ]
-    told = [k for k, column in enumerate(columns) if _tells(column)]
+    telling = [k for k, column in enumerate(columns) if _tells(column)]
     # those that were asked for come first, then those that most models have
-    told.sort(key=lambda k: (axes[k].key not in first, columns[k].count(None)))
-    across = [k for k in told if k < len(SAVED)]
-    rising = [k for k in told if k >= len(SAVED)]
+    telling.sort(key=lambda k: (AXES[k].key not in first, columns[k].count(None)))
+    across = [k for k in telling if k < len(SAVED)]
+    rising = [k for k in telling if k >= len(SAVED)]
     if not across or not rising:
         return None
-    pictures: list[str] = []
-    places: list[list[Place]] = []
-    for y in rising:
-        for x in across:
-            drawn, at = _plot((axes[x], columns[x]), (axes[y], columns[y]), found)
-            hidden = ' style="display:none"' if pictures else ""
-            pictures.append(f'<g class="plot"{hidden}>{drawn}</g>')
-            places.append(at)
-    kinds = list(dict.fromkeys(p.kind for p in found))
+    plots = [
+        _plot((AXES[x], columns[x]), (AXES[y], columns[y]), models) for y in rising for x in across
+    ]
+    pictures = [
+        f'<g class="plot"{_HIDDEN if n else ""}>{drawn}</g>' for n, (drawn, _) in enumerate(plots)
+    ]
+    kinds = list(dict.fromkeys(p.kind for p in models))
     shared = [k for k in kinds if k not in ("original", "result")]
-    marks = [_mark(p, shared, [at[n] for at in places], numbered) for n, p in enumerate(found)]
+    marks = [
+        _mark(p, shared, [places[n] for _, places in plots], numbered) for n, p in enumerate(models)
+    ]
+    of_first = plots[0][1]
     alone = [
-        _mark(p, shared, places[0][n : n + 1], numbered)
-        for n, p in enumerate(found)
-        if places[0][n] is not None
+        _mark(p, shared, [of_first[n]], numbered)
+        for n, p in enumerate(models)
+        if of_first[n] is not None
     ]
     label = f"Models made of {model} by what they lose and what they save"
     return Frontier(
         model=model,
-        saved=[axes[k].name for k in across],
-        lost=[axes[k].name for k in rising],
-        drawn=svg(*SIZE, [*pictures, *marks], label, role="group"),
+        saved=[AXES[k].name for k in across],
+        lost=[AXES[k].name for k in rising],
+        drawn=svg([*pictures, *marks], *SIZE, label, role="group"),
         first=Markup("".join([pictures[0], *alone])),
         kinds=shared,
     )
@@ -281,10 +271,11 @@ def _tells(column: Sequence[float | None]) -> bool:
 
 Place = tuple[float, float, bool] | None
 """Where a point lies on a picture and whether it is on the frontier; None where it is not there."""
+_HIDDEN = ' style="display:none"'
 
 
 def _plot(
-    x: tuple[Axis, list[float | None]], y: tuple[Axis, list[float | None]], found: Sequence[Point]
+    x: tuple[Axis, list[float | None]], y: tuple[Axis, list[float | None]], models: Sequence[Point]
 ) -> tuple[str, list[Place]]:
     """Axes and frontier of one choice of axes, and where each point lies."""
     known = {
@@ -292,42 +283,54 @@ def _plot(
         for n, (a, b) in enumerate(zip(x[1], y[1], strict=True))
         if a is not None and b is not None
     }
-    places: list[Place] = [None] * len(found)
+    places: list[Place] = [None] * len(models)
     if not known:
         said = f"No model has both {y[0].name} and {x[0].name}."
         middle = text(SIZE[0] / 2, SIZE[1] / 2, said, "quiet", "middle")
         return f"<desc>{said}</desc>{middle}", places
-    plane = Plane([a for a, _ in known.values()], [b for _, b in known.values()], BOX, edge=0.06)
-    names = [
-        f"{axis.name}{', relative to the original' if axis.name.endswith('speed') else ''}"
-        f" ({'less' if axis.sign > 0 else 'more'} is better)"
-        for axis, _ in (x, y)
-    ]
-    step = 1.0
-    if x[0].form is figures.memory:  # round in binary units
-        step = 2.0**30 if plane.high >= 2**30 else 2.0**20
-    marked = [step * v for v in ticks(plane.low / step, plane.high / step, 5)]
-    out = plane.axes(marked, x[0].form, y[0].form)
-    out.append(text(0, 12, f"{names[1]}{', logarithmic' if plane.log else ''}", "quiet"))
-    out.append(text(plane.right, plane.bottom + 40, names[0], "quiet", "end"))
+    out, plane, front = scatter([*known.values()], x[0], y[0], BOX)
     members = list(known)
-    signed = [(x[0].sign * a, y[0].sign * b) for a, b in known.values()]
-    front = sorted(best(signed), key=lambda i: signed[i])
     for i, n in enumerate(members):
         places[n] = (*plane.at(*known[n]), i in front)
-    corners = stairs([plane.at(*known[members[i]]) for i in front])
+    ahead = ", ".join(models[members[i]].name for i in front)
+    told = f"{y[0].title} over {x[0].title}. On the frontier: {ahead}."
+    return f"<desc>{escape(told[0].upper() + told[1:])}</desc>{''.join(out)}", places
+
+
+def scatter(
+    at: Sequence[tuple[float, float]], x: Axis, y: Axis, box: tuple[float, float, float, float]
+) -> tuple[list[str], Plane, list[int]]:
+    """The axes of a plane of points, and the line through those that none beats.
+
+    Args:
+        at: the points.
+        x: the horizontal axis.
+        y: the vertical one.
+        box: left, top, right and bottom edge, in pixels.
+
+    Returns:
+        what is drawn, the plane, and the points on the line, from the best along x.
+    """
+    plane = Plane(at, box, edge=0.06)
+    step = 1.0
+    if x.form is numbers.memory:  # round in binary units
+        step = 2.0**30 if plane.high >= 2**30 else 2.0**20
+    marked = [step * v for v in ticks(plane.low / step, plane.high / step, 5)]
+    out = plane.axes(marked, x.form, y.form)
+    out.append(text(0, box[1] - 18, f"{y.title}{', logarithmic' if plane.log else ''}", "quiet"))
+    out.append(text(plane.right, plane.bottom + 40, x.title, "quiet", "end"))
+    signed = [(x.sign * a, y.sign * b) for a, b in at]
+    front = sorted(best(signed), key=lambda i: signed[i])
+    corners = _stairs([plane.at(*at[i]) for i in front])
     if len(corners) > 1:
         out.append(line(corners, "series s0 front"))
-    ahead = ", ".join(found[members[i]].name for i in front)
-    told = f"{names[1]} over {names[0]}. On the frontier: {ahead}."
-    told = told[0].upper() + told[1:]
-    return f"<desc>{escape(told)}</desc>{''.join(out)}", places
+    return out, plane, front
 
 
-def stairs(at: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _stairs(at: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """From point to point along the axes: what lies behind the line is beaten.
 
-    >>> stairs([(0, 0), (5, 7)])
+    >>> _stairs([(0, 0), (5, 7)])
     [(0, 0), (5, 0), (5, 7)]
     """
     out = list(at[:1])
@@ -340,27 +343,64 @@ def _mark(point: Point, shared: Sequence[str], places: Sequence[Place], numbered
     """A point: a disc with its run's number, or the shape of its comparison."""
     every = ";".join("" if p is None else f"{p[0]:.0f},{p[1]:.0f},{p[2]:d}" for p in places)
     first = places[0]
-    told = [point.told]
-    axes = (*SAVED, *LOST)
-    told += [
+    values = [
         f"{axis.name} {axis.form(v)}"
-        for axis, v in zip(axes, point.figures, strict=True)
+        for axis, v in zip(AXES, point.figures, strict=True)
         if v is not None
     ]
-    said = escape(", ".join(told))
+    told = escape(", ".join([point.told, *values]))
     if point.kind in shared:
         kind = "comparison"
         shape = f'<path d="{SHAPES[shared.index(point.kind) % len(SHAPES)]}"/>'
     else:
         kind = point.kind
-        number = point.run if numbered else ""
-        label = f"<text y='4' text-anchor='middle'>{number}</text>" if point.run and number else ""
-        shape = f'<circle r="{9 if point.run else 6}"/>{label}'
-    at = "" if first is None else f' transform="translate({first[0]:.0f} {first[1]:.0f})"'
-    hidden = ' style="display:none"' if first is None else ""
+        label = f"<text y='4' text-anchor='middle'>{point.run}</text>"
+        shape = f'<circle r="{9 if point.run else 6}"/>{label if numbered and point.run else ""}'
+    at = _HIDDEN if first is None else f' transform="translate({first[0]:.0f} {first[1]:.0f})"'
     beaten = "" if first is None or first[2] else " beaten"
-    marked = f'class="point {kind} s0{beaten}" data-run="{point.run}" data-at="{every}"{at}{hidden}'
-    inside = f"<title>{said}</title>{shape}"
+    marked = f'class="point {kind} s0{beaten}" data-run="{point.run}" data-at="{every}"{at}'
+    inside = f"<title>{told}</title>{shape}"
     if not point.run:
-        return f'<g {marked} role="img" aria-label="{said}">{inside}</g>'
-    return f'<a {marked} href="#run-{point.run}" aria-label="{said}">{inside}</a>'
+        return f'<g {marked} role="img" aria-label="{told}">{inside}</g>'
+    return f'<a {marked} href="#run-{point.run}" aria-label="{told}">{inside}</a>'
+
+
+# --- a search ------------------------------------------------------------------------------------
+
+MEMORY = Axis("memory", "memory of the weights", numbers.memory, lambda r, n: None)
+KL = LOST[1]
+
+
+def tried(record: Record) -> tuple[str, Markup] | None:
+    """Every candidate that a search measured, by the memory its weights take and what it loses.
+
+    Returns:
+        how to read it, and the drawing; None where nothing was searched.
+    """
+    known = [
+        (of, (size, loss))
+        for of in record.measured.get("tried") or ()
+        for size, loss in [(figure(of, "memory"), figure(of, "kl"))]
+        if size is not None and loss is not None and math.isfinite(loss)
+    ]
+    if not known:
+        return None
+    chosen = part(record.measured, "chosen").get("steps")
+    out, plane, _ = scatter([at for _, at in known], MEMORY, KL, (52.0, 28.0, 520.0, 256.0))
+    for of, (size, loss) in known:
+        x, y = plane.at(size, loss)
+        ours, rough = of.get("steps") == chosen, of.get("stage") == "rough"
+        kind = "result" if ours else "beaten" if rough else "comparison"
+        told = f"{numbers.plain(of.get('form'))}: {numbers.memory(size)}, KL {numbers.share(loss)}"
+        out.append(
+            f'<g class="point {kind} s{0 if ours else 1}" transform="translate({x:.1f} {y:.1f})">'
+            f'<circle r="{7 if ours else 4}"/><title>{escape(told)}</title></g>'
+        )
+    how = (
+        f"{len(known)} candidates, on calibration text that nothing was decided on; pale ones "
+        "as they are quickly made. Blue: chosen. The line: none is smaller and loses less."
+    )
+    if left := record.measured.get("left_out"):
+        how += f" {len(left)} more were not tried, for they would take too long as predicted."
+    label = "Candidates by the memory they take and what they lose"
+    return how, svg(out, 540, 300, label)

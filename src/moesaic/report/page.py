@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from moesaic.foreign import Values
-from moesaic.record import LayerRecord, Record
-from moesaic.report import charts, figures, layers, read, words
-from moesaic.report.drawings import drawings
-from moesaic.report.frontier import SHAPES, frontiers
+from moesaic.record import WITHOUT_FIGURES, Heat, LayerRecord, Record, Row
+from moesaic.report import draw, numbers, read, tables, words
+from moesaic.report.frontier import SHAPES, frontiers, tried
 from moesaic.report.read import by_layer, figure, part
-from moesaic.report.runs import overview
 
 View = dict[str, object]
 """Values for the template, by the names that it uses."""
+Drawing = tuple[str, str, Markup]
+"""A caption in a few words, how to read the drawing, the drawing."""
 MANY = 6
 """Layers told apart beyond this number are only in the table of layers."""
 LARGEST = 1_000_000
@@ -75,11 +75,11 @@ def _page(records: Sequence[Record], without: Sequence[str], first: Sequence[str
         runs=runs,
         title=f"{len(runs)} runs of {of}" if several else runs[0]["title"],
         several=several,
-        overview=overview(records) if several else None,
-        strip=layers.strip(records) if several else "",
+        overview=tables.overview(records) if several else None,
+        strip=_strip(records) if several else "",
         frontiers=frontiers(records, first),
         shapes=SHAPES,
-        colours=charts.colours(most),
+        colours=draw.colours(most),
         left_out=[HEAVY[name] for name in without],
         versions=sorted({r.moesaic for r in records if r.moesaic}),
     )
@@ -91,44 +91,55 @@ def _page(records: Sequence[Record], without: Sequence[str], first: Sequence[str
 
 def _view(record: Record, number: int) -> View:
     """Everything that the template shows of one run, ready to be written."""
-    scores, unit = part(record.measured, "scores"), read.unit(record)
-    what, ratio = read.compared_ratio(record)
-    models = [
-        (name, figure(scores, name, "perplexity"), ratio(name)) for name in read.names(scores)
-    ]
     generated = dict(part(record.measured, "generation"))
     prompt = generated.pop("prompt", None)
-    carved = read.kind(record) in read.CARVED
     structures, others = _structures(read.changed(record))
     return {
         "number": number,
         "title": read.title(record),
         "model": read.model_name(record),
         "subtitle": _subtitle(record),
+        "made": read.made(record),
+        "search": _words(record),
         "outcome": words.outcome(record),
         "tiles": words.changes(record),
         "warnings": read.warnings(record)[1],
         "summary": words.summary(record),
         "told": [*words.told(record), words.weights(record)] if record.steps else [],
-        "scores": read.score_table(record),
-        "tasks": read.task_table(record),
-        "loops": read.loop_table(record),
+        "scores": tables.score_table(record),
+        "tasks": tables.task_table(record),
+        "loops": tables.loop_table(record),
         "explained": _explained(record),
-        "unit": unit,
-        "carved": carved,
+        "unit": read.unit(record),
+        "carved": read.by_projections(record),
         "drawings": drawings(record),
-        "renumbered": any("kept" in layer.shape for layer in record.layers),
-        "bars": charts.perplexity_bars(models, what) if len(models) > 2 else "",
-        "speed": read.speed_table(record),
+        "figureless": record.format == WITHOUT_FIGURES,
+        "renumbered": read.renumbered(record),
+        "bars": _bars(record),
+        "speed": tables.speed_table(record),
         "interleaved": read.interleaved(record),
         "prompt": prompt,
         "generations": [(name, generated[name]) for name in read.names(generated)],
         "structures": structures,
         "others": others if len(others) <= MANY else [],
-        "layers": layers.layer_table(record) if any(x.told for x in record.layers) else None,
+        "layers": tables.layer_table(record) if any(x.told for x in record.layers) else None,
         "samples": _samples(record),
         "about": _about(record),
     }
+
+
+def _bars(record: Record) -> Markup | str:
+    """Perplexity of original, result and comparisons; nothing without comparisons."""
+    models, ratio = read.models(record)
+    if len(models) < 3:
+        return ""
+    head = [
+        draw.text(76, 11, "perplexity, lower is better", "quiet"),
+        draw.text(340, 11, ratio, "quiet", "end"),
+    ]
+    body, width, height = draw.perplexities(models, 340, 30, 76)
+    label = "Perplexity of each model"
+    return draw.svg([*head, draw.moved(0, 18, body)], width, height + 20, label)
 
 
 def _explained(record: Record) -> list[tuple[str, str]]:
@@ -137,35 +148,45 @@ def _explained(record: Record) -> list[tuple[str, str]]:
     told = [(n, known[n]) for n in compared if n in known and not n.isdecimal()]
     sizes = sorted(int(n) for n in compared if n.isdecimal())
     if sizes:
-        told.append((figures.plain(sizes), "only that many of the layers, the first chosen"))
+        told.append((numbers.plain(sizes), "only that many of the layers, the first chosen"))
     return told
 
 
 def _subtitle(record: Record) -> str:
     layers = [layer.index for layer in read.changed(record)]
-    some = layers and len(layers) < len(record.layers)
-    parts = [read.done(record), f"layers {figures.ranges(layers)}" if some else ""]
-    chosen = [read.order(s) for s in record.steps if s.kind == "condensed"]
-    parts += [f"in this order: {figures.plain(order)}" for order in chosen if len(order) > 1]
-    return " · ".join(p for p in parts if p)
+    some = f"layers {numbers.ranges(layers)}" if 0 < len(layers) < len(record.layers) else ""
+    return " · ".join(filter(None, (read.done(record), some)))
 
+
+def _words(record: Record) -> str:
+    """Names, words and options of a run, and what became of its layers: it is found by them."""
+    options = [f"{k} {v}" for step in record.steps for k, v in _pairs(step.config)]
+    told = dict.fromkeys(layer.told for layer in read.changed(record))
+    every = [read.title(record), read.made(record), *options, *told]
+    return " ".join(every).lower().replace(numbers.NBSP, " ")
+
+
+def _pairs(of: Values) -> list[tuple[str, str]]:
+    """Options by name, as text."""
+    return [(key.replace("_", " "), numbers.plain(value)) for key, value in of.items()]
+
+
+# --- layers --------------------------------------------------------------------------------------
 
 Piece = tuple[str, float, int]
 """A kind of neurons, their share in percent, their number."""
 
 
 def _pieces(layer: LayerRecord) -> tuple[Piece, ...]:
-    """The neurons of a dense layer that was split or narrowed, in stored order; else none."""
-    every = layer.shape.get("backbone", None if layer.experts else layer.shape.get("neurons"))
-    if every is None:
+    """The neurons of a dense layer that was cut into pieces, in stored order; else none."""
+    if not layer.parts:
         return ()
-    petals = layer.shape.get("petals") or ()
-    sizes = [("backbone", every)]
-    sizes += [(f"petal p{j}", size) for j, size in enumerate(petals)]
-    stays = sum(size for _, size in sizes)
-    sizes.append(("dropped", max(0, (layer.width_before or layer.width) - stays)))
-    whole = sum(size for _, size in sizes) or 1
-    return tuple((kind, 100 * size / whole, size) for kind, size in sizes if size)
+    kinds = ["backbone", *(f"petal p{j}" for j in range(len(layer.parts) - 1)), "dropped"]
+    gone = max(0, (layer.width_before or layer.width) - sum(layer.parts))
+    sizes = (*layer.parts, gone)
+    whole = sum(sizes) or 1
+    named = zip(kinds, sizes, strict=True)
+    return tuple((kind, 100 * size / whole, size) for kind, size in named if size)
 
 
 def _structures(layers: Sequence[LayerRecord]) -> tuple[list[View], list[View]]:
@@ -174,15 +195,106 @@ def _structures(layers: Sequence[LayerRecord]) -> tuple[list[View], list[View]]:
     for layer in layers:
         if layer.told:
             alike.setdefault((layer.told, _pieces(layer)), []).append(layer.index)
-    found: list[View] = [
+    views: list[View] = [
         {
-            "layers": f"{'Layers' if len(numbers) > 1 else 'Layer'} {figures.ranges(numbers)}",
+            "layers": f"{'Layers' if len(n) > 1 else 'Layer'} {numbers.ranges(n)}",
             "told": told,
             "pieces": pieces,
         }
-        for (told, pieces), numbers in alike.items()
+        for (told, pieces), n in alike.items()
     ]
-    return [s for s in found if s["pieces"]], [s for s in found if not s["pieces"]]
+    return [s for s in views if s["pieces"]], [s for s in views if not s["pieces"]]
+
+
+def drawings(record: Record) -> list[tuple[str, list[Drawing]]]:
+    """Headings, and the drawings under each: of the steps, and of what any run measures."""
+    by_section: dict[str, list[Drawing]] = {}
+    figures = [figure for step in record.steps for figure in step.figures]
+    for of in (*figures, *_of_measured(record)):
+        by_section.setdefault(of.section, []).append((of.title, of.caption, draw.drawn(of)))
+    if searched := tried(record):
+        by_section["The search"] = [("What was tried.", *searched)]
+    return list(by_section.items())
+
+
+def _of_measured(record: Record) -> Iterator[Heat]:
+    """Where tokens went, and how many experts they ran."""
+    unit, routed = read.unit(record), read.routing(record)
+    texts = part(record.measured, "activity")
+    means = {name: dict(by_layer(part(texts, name))) for name in texts}
+    if layers := sorted({i for of in means.values() for i in of}):
+        most = float(max(1, read.most_experts(record)))
+        rows = [Row(str(i), tuple(of.get(i) for of in means.values()), most) for i in layers]
+        mean = tuple(sum(of.values()) / max(1, len(of)) for of in means.values())
+        yield Heat(
+            section=f"How many {unit}s tokens run",
+            title=f"Active {unit}s.",
+            caption=f"Mean number of {unit}s that a token runs, of {most:.0f}, by layer and text.",
+            rows=(*rows, Row("mean", mean, most)),
+            columns=tuple(means),
+            column="text",
+            form=".2f",
+            written=".1f",
+        )
+    if not routed:
+        return
+    of = "the expert calls of the evaluation text"
+    if read.by_projections(record):
+        tokens = figure(record.measured, "scores", "result", "tokens")
+        of = f"{numbers.count(tokens) if tokens else 'the'} routed tokens"
+    numbering = ", numbered as in the result" if read.renumbered(record) else ""
+    yield read.routes(
+        record,
+        f"Percent of {of} by layer and {unit}{numbering}. Bars: Jensen–Shannon divergence from "
+        "uniform routing, base 2; 0 is even.",
+    )
+
+
+def _strip(records: Sequence[Record]) -> Markup | str:
+    """A row a run, a cell a layer, the darker the more is left of it."""
+    shares = [{x.index: left(x, read.compared_ratio(r)[0]) for x in r.layers} for r in records]
+    layers = sorted({i for of in shares for i, v in of.items() if v is not None})
+    if not layers:
+        return ""
+    rows = [Row(str(n), tuple(of.get(i) for i in layers), 1.0) for n, of in enumerate(shares, 1)]
+    figure = Heat(
+        section="",
+        title="What is left of each layer, by run",
+        rows=tuple(row for row in rows if any(v is not None for v in row.values)),
+        columns=tuple(map(str, layers)),
+        row="run",
+        column="layer",
+    )
+    return draw.svg(*draw.maps(figure, cell=min(28.0, max(7.0, 640 / len(layers)))), figure.title)
+
+
+def left(layer: LayerRecord, ratio: str) -> float | None:
+    """What is left of a layer; None where it is not known.
+
+    Args:
+        layer: of the result.
+        ratio: where it is ``stored``, neurons are counted that are stored, else those that a token
+            runs.
+
+    >>> left(LayerRecord(0, "carved", "", width=100, width_before=100, active_width=80), "active")
+    0.8
+    >>> six = LayerRecord(0, "pruned", "", width=9, width_before=9, experts=6, experts_before=8)
+    >>> left(six, "stored")
+    0.75
+    """
+    if not layer.changed:
+        return 1.0
+    before = layer.width_before or layer.width
+    skipped = figure(layer.analysis, "skipped")
+    if skipped is not None:
+        return 1.0 - skipped
+    experts = layer.experts_before or layer.experts
+    if ratio == "stored" and experts and before:
+        return min(1.0, max(1, layer.experts) * layer.width / (experts * before))
+    return min(1.0, layer.active_width / before) if before and layer.active_width else None
+
+
+# --- text, options -------------------------------------------------------------------------------
 
 
 def _samples(record: Record) -> View | None:
@@ -254,4 +366,4 @@ def _about(record: Record) -> list[tuple[str, list[tuple[str, str]]]]:
     about["calibration"] = calibration
     about["evaluation"] = part(record.measured, "evaluation")
     about["environment"] = record.environment
-    return [(name, read.pairs(values)) for name, values in about.items() if values]
+    return [(name, _pairs(values)) for name, values in about.items() if values]

@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from markupsafe import escape
 
 from moesaic.foreign import Values
-from moesaic.record import Record
-from moesaic.report import charts, figures
+from moesaic.record import Lines, Record, Series
+from moesaic.report import draw, numbers, read
 from moesaic.report.frontier import frontiers
-from moesaic.report.lines import lines
-from moesaic.report.maps import ROW, Cell, Row, heat
-from moesaic.report.read import compared_ratio, figure, names, part, routing, tenths, title, unit
+from moesaic.report.read import figure
 
 STYLE = """
 text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
@@ -59,49 +57,44 @@ def frontier_picture(records: Sequence[Record], first: Sequence[str] = ()) -> st
     told = "What is lost, and what is saved"
     body, top = [], 0
     for of in drawn:
-        many = [charts.text(edge + 70, top + 24, of.model, "head")] if len(drawn) > 1 else []
-        at = f"translate({edge + 70} {top + edge + 8})"
-        body += [*many, f'<g transform="{at}">{of.first}</g>']
+        many = [draw.text(edge + 70, top + 24, of.model, "head")] if len(drawn) > 1 else []
+        body += [*many, draw.moved(edge + 70, top + edge + 8, of.first)]
         top += tall
     rows = [
         row
         for n, record in enumerate(records, 1)
-        for row in textwrap.wrap(f"{n}. {title(record)}", 130, subsequent_indent="    ")
+        for row in textwrap.wrap(f"{n}. {read.title(record)}", 130, subsequent_indent="    ")
     ]
     kinds = list(dict.fromkeys(kind for of in drawn for kind in of.kinds))
     rows += [f"Comparisons: {', '.join(kinds)}."] if kinds else []
-    body += [charts.text(edge, top + 18 * n, row, "quiet") for n, row in enumerate(rows)]
+    body += [draw.text(edge, top + 18 * n, row, "quiet") for n, row in enumerate(rows)]
     return alone(width, top + 18 * len(rows) - 10, told, body)
 
 
 def picture(record: Record) -> str:
     """Perplexity beside the original and comparisons at the left, routing shares at the right."""
     width, height, edge = 900, 420, 36
-    scores = part(record.measured, "scores")
-    what, ratio = compared_ratio(record)
-    models = [(name, figure(scores, name, "perplexity"), ratio(name)) for name in names(scores)]
-    routed = routing(record)
-    body = _title(title(record), edge)
-    tokens = figure(scores, "result", "tokens")
+    title, (models, ratio) = read.title(record), read.models(record)
+    body = _title(title, edge)
+    tokens = figure(record.measured, "scores", "result", "tokens")
     if models:
         row = min(48.0, 284 / len(models))
-        drawn, _ = charts.bars(models, 440, row, min(20, row * 0.5), 80)
-        told = f"Perplexity on {figures.count(tokens)} tokens" if tokens else "Perplexity"
+        told = f"Perplexity on {numbers.count(tokens)} tokens" if tokens else "Perplexity"
         body += [
-            charts.text(edge, 92, f"{told}, lower is better", "head"),
-            charts.text(edge + 440, 92, what, "quiet", "end"),
-            f'<g transform="translate({edge} 106)">{"".join(drawn)}</g>',
+            draw.text(edge, 92, f"{told}, lower is better", "head"),
+            draw.text(edge + 440, 92, ratio, "quiet", "end"),
+            draw.moved(edge, 106, draw.perplexities(models, 440, row, 80)[0]),
         ]
-    if routed:
-        row = min(17.5, 262 / len(routed))
-        count = max(len(r["share"]) for _, r in routed)
-        drawn, wide, _ = routes(routed, unit(record), row, min(44.0, 190 / count))
+    routes = read.routes(record)
+    if routes.rows:
+        row = min(17.5, 262 / len(routes.rows))
+        drawn, wide, _ = draw.maps(routes, row, min(44.0, 190 / len(routes.columns)))
         x = width - edge - wide + 6
         body += [
-            charts.text(x + 6, 92, f"Tokens by layer and {unit(record)}, %", "head"),
-            f'<g transform="translate({x:.0f} 106)">{"".join(drawn)}</g>',
+            draw.text(x + 6, 92, f"Tokens by layer and {routes.column}, %", "head"),
+            draw.moved(x, 106, drawn),
         ]
-    return alone(width, height, title(record), body)
+    return alone(width, height, title, body)
 
 
 def alone(width: int, height: int, title: str, body: Sequence[str]) -> str:
@@ -114,24 +107,6 @@ def alone(width: int, height: int, title: str, body: Sequence[str]) -> str:
     )
 
 
-def routes(
-    routed: Sequence[tuple[int, Values]], unit: str, row: float = ROW, cell: float = 0.0
-) -> tuple[list[str], float, float]:
-    """The share of tokens by layer and expert, and its divergence from uniform as bars."""
-    most = max((s for _, r in routed for s in r["share"]), default=0) or 1.0
-    rows = []
-    for layer, r in routed:
-        cells = [
-            Cell(s / most, f"layer {layer}, {unit} {j}: {tenths(s)}", f"{100 * s:.0f}")
-            for j, s in enumerate(r["share"])
-        ]
-        jsd = r.get("jsd")
-        told = f"layer {layer}: {charts.uneven(r['share'], unit)}"
-        rows.append(Row(layer, cells, told, jsd, "" if jsd is None else f"{jsd:.3f}"))
-    columns = range(max(len(r["share"]) for _, r in routed))
-    return heat(rows, columns, unit, "JSD from uniform", row, cell)
-
-
 def sweep(points: Sequence[Values], title: str) -> str:
     """Perplexity against measured active ratio as one SVG file, a point a threshold.
 
@@ -140,23 +115,19 @@ def sweep(points: Sequence[Values], title: str) -> str:
         title: what was measured.
     """
     ranked = sorted(points, key=lambda p: p["active_ratio"])
-    drawn = lines(
-        [("", [(p["active_ratio"], p["perplexity"]) for p in ranked])],
-        "perplexity",
-        "active ratio",
-        form=figures.perplexity,
-        ticked=figures.percent,
-        notes=[f"τ {p['tau']:g}" for p in ranked],
-        width=520,
-        height=320,
+    series = Series(
+        "",
+        tuple((100 * p["active_ratio"], p["perplexity"]) for p in ranked),
+        tuple(f"τ {p['tau']:g}" for p in ranked),
     )
-    body = [charts.text(28, 36, title), f'<g transform="translate(28 58)">{drawn}</g>']
+    of = Lines(section="", title=title, series=(series,), x="active ratio, percent", y="perplexity")
+    body = [draw.text(28, 36, title), draw.moved(28, 58, draw.lines(of, 520, 320)[0])]
     return alone(580, 400, title, body)
 
 
 def _title(said: str, left: float) -> list[str]:
     """One large line, or two smaller ones where that is too short."""
     if len(said) <= 82:
-        return [charts.text(left, 50, said, "title")]
+        return [draw.text(left, 50, said, "title")]
     rows = textwrap.wrap(said, 112, max_lines=2, placeholder=" …")
-    return [charts.text(left, 42 + 22 * n, row, "title long") for n, row in enumerate(rows)]
+    return [draw.text(left, 42 + 22 * n, row, "title long") for n, row in enumerate(rows)]

@@ -8,19 +8,9 @@ from dataclasses import dataclass, replace
 
 from moesaic.foreign import Values
 from moesaic.record import WEIGHTS, Record
-from moesaic.report import figures, read
-from moesaic.report.read import (
-    UNCLEAR,
-    compared_ratio,
-    comparisons,
-    figure,
-    kind,
-    names,
-    pace,
-    part,
-    trainings,
-    variants,
-)
+from moesaic.report import numbers, read
+from moesaic.report.read import figure, part
+from moesaic.report.tables import UNCLEAR, pace, ratio_cell
 
 AS_WELL = 0.01
 """Perplexities that differ by less than this share are called equally good."""
@@ -45,18 +35,18 @@ def weights(record: Record) -> str:
     """What became of the base model's weights over all steps, and what was trained."""
     changes = {step.weights for step in record.steps} | {x.weights for x in record.layers}
     changes = changes - {"own"} or {"own"}
-    trained = [_trained(training) for _, training in trainings(record)]
+    trained = []
+    for training in read.trainings(record):
+        steps = len(training.get("losses") or ())
+        trained.append(
+            f"{training.get('what') or 'weights'}{f', {steps:,} steps' if steps else ''}"
+        )
     said = [CLAIMS[change] for change in WEIGHTS if change in changes]
     if trained:
         said.append(f"Trained: {'; then '.join(trained)}.")
     elif "trained" not in changes:
         said.append("Nothing was trained.")
     return " ".join(said)
-
-
-def _trained(training: Values) -> str:
-    steps = len(training.get("losses") or ())
-    return f"{training.get('what') or 'weights'}{f', {steps:,} steps' if steps else ''}"
 
 
 def told(record: Record) -> list[str]:
@@ -101,19 +91,19 @@ def changes(record: Record) -> list[Change]:
 
 def outcome(record: Record) -> str:
     """What came of the run, in one sentence."""
-    known = changes(record)
-    clauses = [c.clause for c in known if c.clause]
-    paces = {c.what: c for c in known if c.what.endswith(" speed")}
-    if paces and all(c.told == UNCLEAR for c in paces.values()):
+    clauses = [c.clause for c in changes(record) if c.clause]
+    speeds = _speed(record)
+    if speeds and all(c.told == UNCLEAR for c in speeds):
         speed = f"speed: {UNCLEAR}"
     else:
         speed = ", ".join(
-            f"{what.removesuffix(' speed')} {c.told}{'' if c.told == UNCLEAR else f' ({c.figure})'}"
-            for what, c in paces.items()
+            f"{c.what.removesuffix(' speed')} {c.told}"
+            + ("" if c.told == UNCLEAR else f" ({c.figure})")
+            for c in speeds
         )
-    unknown = "what it costs was not measured" if not part(record.measured, "scores") else ""
-    said = "; ".join(filter(None, (", ".join(clauses), speed, unknown)))
-    return f"{said[:1].upper()}{said[1:]}." if said else ""
+    unknown = "" if part(record.measured, "scores") else "what it costs was not measured"
+    whole = "; ".join(filter(None, (", ".join(clauses), speed, unknown)))
+    return f"{whole[:1].upper()}{whole[1:]}." if whole else ""
 
 
 def _size(record: Record) -> list[Change]:
@@ -124,11 +114,11 @@ def _size(record: Record) -> list[Change]:
     what = "on disk" if where == "on disk" else "weights in memory"
     ratio = after / before
     if abs(ratio - 1) < SAME:
-        return [Change(figures.memory(after), what, "as before")]
-    told = f"{figures.percent(abs(ratio - 1))} {'smaller' if ratio < 1 else 'larger'}"
+        return [Change(numbers.memory(after), what, "as before")]
+    told = f"{numbers.percent(abs(ratio - 1))} {'smaller' if ratio < 1 else 'larger'}"
     if ratio >= 2:
         told = f"{ratio:.1f} times as large"
-    size = f"{figures.memory(before)} → {figures.memory(after)}"
+    size = f"{numbers.memory(before)} → {numbers.memory(after)}"
     return [Change(size, what, told, "better" if ratio < 1 else "worse", f"{told} {where}")]
 
 
@@ -136,9 +126,9 @@ def _active(record: Record) -> list[Change]:
     """The share of the parameters that a token runs, where it is another."""
     scores = part(record.measured, "scores")
     ours, theirs = (figure(scores, n, "active_parameters") for n in ("result", "original"))
-    if not ours or not theirs or kind(record) == "trained" or abs(ours / theirs - 1) < SAME:
+    if not ours or not theirs or abs(ours / theirs - 1) < SAME:
         return []
-    share, tone = figures.percent(ours / theirs), "better" if ours < theirs else "worse"
+    share, tone = numbers.percent(ours / theirs), "better" if ours < theirs else "worse"
     told = f"{'fewer' if ours < theirs else 'more'} than before"
     known = read.sizes(record)
     smaller = known is not None and known[1] < (1 - SAME) * known[0]
@@ -153,16 +143,16 @@ def _quality(record: Record) -> list[Change]:
     theirs, ours = (figure(scores, name, "perplexity") for name in ("original", "result"))
     found, what = [], "perplexity on this text"
     if ours is not None and theirs is not None:
-        both = f"{figures.perplexity(theirs)} → {figures.perplexity(ours)}"
+        both = f"{numbers.perplexity(theirs)} → {numbers.perplexity(ours)}"
         told, tone = _worse(ours / theirs - 1 if theirs else math.inf)
         clause = f"{told} on this text (perplexity {both})"
         found.append(Change(both, what, told, tone, clause))
     elif ours is not None:
-        written = figures.perplexity(ours)
+        written = numbers.perplexity(ours)
         found.append(Change(written, what, "", clause=f"perplexity {written}"))
     kept = figure(scores, "result", "recovery")
     if kept is not None:
-        share = figures.percent(kept, 1)
+        share = numbers.percent(kept, 1)
         tone = "worse" if kept < 1 - SAME else ""
         clause = f"{share} of the original’s score on tasks"
         found.append(Change(share, "of the original’s score on tasks", "", tone, clause))
@@ -172,19 +162,19 @@ def _quality(record: Record) -> list[Change]:
 def _worse(more: float) -> tuple[str, str]:
     """How much worse a perplexity is, in words and as a tone. A gain has to be large to be one.
 
-    >>> [_worse(v)[0].replace(figures.NBSP, " ") for v in (0.066, -0.004, 0.0001, -0.05, 3.0)]
+    >>> [_worse(v)[0].replace(numbers.NBSP, " ") for v in (0.066, -0.004, 0.0001, -0.05, 3.0)]
     ['6.6 % worse', 'no clear difference', 'no clear difference', '5.0 % better', '300 % worse']
     """
     if not math.isfinite(more):
         return "worse", "worse"
     if -AS_WELL < more < 0.0005:
         return UNCLEAR, "unsure"
-    size = figures.percent(abs(more), 0 if abs(more) >= 1 else 1)
+    size = numbers.percent(abs(more), 0 if abs(more) >= 1 else 1)
     return (f"{size} worse", "worse") if more > 0 else (f"{size} better", "better")
 
 
 def _speed(record: Record) -> list[Change]:
-    cells = {f"{what} speed": read.ratio_cell(record, what) for what in ("prefill", "decode")}
+    cells = {f"{what} speed": ratio_cell(record, what) for what in ("prefill", "decode")}
     found = [Change(c.text, what, c.note, c.tone) for what, c in cells.items() if c.note]
     why = " ".join(read.warnings(record)[0])
     return [*found[:-1], *(replace(last, why=why) for last in found[-1:])]
@@ -211,10 +201,10 @@ def _file(record: Record) -> list[Sentence]:
     made = part(record.measured, "gguf")
     if not made:
         return []
-    text = f"{made['file']} has {figures.memory(made['bytes'])}"
+    text = f"{made['file']} has {numbers.memory(made['bytes'])}"
     if "kl" in made:
         text += (
-            f", perplexity {figures.perplexity(made['perplexity'])}, and is {made['kl']:.3f} nats "
+            f", perplexity {numbers.perplexity(made['perplexity'])}, and is {made['kl']:.3f} nats "
             "a token from the original (KL)"
         )
     return [Sentence(f"{text}.")]
@@ -232,9 +222,9 @@ def speed_words(ratios: Mapping[str, Values]) -> list[str]:
         word = pace(found["ratio"], (low, high))
         than = word if word == UNCLEAR else f"{word} than the other"
         said.append(
-            f"{what.capitalize()}: {figures.times(found['ratio'])} ({figures.times(low)} to "
-            f"{figures.times(high)}), {than}. Active parameters alone "
-            f"would allow {figures.times(found['ideal'])}; {figures.percent(found['share'])} of "
+            f"{what.capitalize()}: {numbers.times(found['ratio'])} ({numbers.times(low)} to "
+            f"{numbers.times(high)}), {than}. Active parameters alone "
+            f"would allow {numbers.times(found['ideal'])}; {numbers.percent(found['share'])} of "
             "that is reached."
         )
     return said
@@ -242,19 +232,19 @@ def speed_words(ratios: Mapping[str, Values]) -> list[str]:
 
 def _comparisons(record: Record) -> list[Sentence]:
     """How every comparison does beside the result, whatever it says of the result."""
-    scores, known = part(record.measured, "scores"), variants(record)
+    scores, variants = part(record.measured, "scores"), read.variants(record)
     ours = figure(scores, "result", "perplexity")
     sentences = []
-    for name in names(scores):
+    for name in read.comparisons(record):
         theirs = figure(scores, name, "perplexity")
         # names that are numbers are other sizes of the result, not other ways: a chart has them
-        if name not in comparisons(record) or name.isdecimal() or ours is None or theirs is None:
+        if name.isdecimal() or ours is None or theirs is None:
             continue
         verdict = _verdict(ours, theirs)
-        called = known.get(name, name)
+        called = variants.get(name, name)
         text = (
             f"{called[:1].upper()}{called[1:]}{_where(record, name)} {verdict}: "
-            f"perplexity {figures.perplexity(theirs)} against {figures.perplexity(ours)}."
+            f"perplexity {numbers.perplexity(theirs)} against {numbers.perplexity(ours)}."
         )
         routers = [figure(scores, n, "router_parameters") for n in (name, "result")]
         if verdict != "does worse" and routers[0] == 0 and routers[1]:
@@ -265,9 +255,9 @@ def _comparisons(record: Record) -> list[Sentence]:
 
 def _where(record: Record, name: str) -> str:
     """How much a comparison runs or stores beside the result."""
-    what, ratio = compared_ratio(record)
-    theirs, ours = (figures.percent(ratio(n), 1) for n in (name, "result"))
-    if figures.NONE in (theirs, ours):
+    what, ratio = read.compared_ratio(record)
+    theirs, ours = (numbers.percent(ratio(n), 1) for n in (name, "result"))
+    if numbers.NONE in (theirs, ours):
         return ""
     if theirs == ours:
         return " at the same size" if what == "stored" else " at the same active ratio"

@@ -21,6 +21,7 @@ from moesaic.foreign import JSON, Config
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.condensed import NO_FFN, NONE_K, CondensedLayer
 from moesaic.layers.dropped import DroppedLayer
+from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.beyond.recovery import recover, settled
 from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
@@ -30,7 +31,7 @@ from moesaic.methods.mixtures import credited, listed, original, span
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan
-from moesaic.record import LayerRecord
+from moesaic.record import Figure, Heat, LayerRecord, Row
 
 Finish = Callable[[Sequence[int]], dict[int, LayerPlan]]
 """Makes the layers of a plan of the numbers of those that are condensed."""
@@ -39,7 +40,7 @@ Finish = Callable[[Sequence[int]], dict[int, LayerPlan]]
 class Condenser(Method[CondenseConfig, MoEArch]):
     """Turns some of a mixture's layers into small dense layers."""
 
-    kind = "condensed"
+    ratio = "stored"
 
     def find(self, config: Config) -> MoEArch:
         return original(config, "condense the original")
@@ -234,6 +235,106 @@ class Condenser(Method[CondenseConfig, MoEArch]):
             told += " Their down projections were then refitted."
         output = {"layers": chosen, "experts": decision.summary["experts"]}
         return Told(title, told, output)
+
+    def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
+        order, section = decision.summary["layers"], "Which layers were condensed"
+        divergence = {x.index: x.analysis.get("divergence") or {} for x in layers}
+        return [
+            *_taken(layers, order, section),
+            *_search(decision.summary.get("search") or (), section),
+            *figures.lines(
+                section,
+                "What a layer loses.",
+                [
+                    figures.series(name, [(i, of.get(name)) for i, of in divergence.items()])
+                    for name in dict.fromkeys(name for of in divergence.values() for name in of)
+                ],
+                f"{self.config.metric} divergence",
+                strong=self.config.keep,
+                caption="Of a layer’s output from what it was, were that layer alone replaced, by "
+                "what of it would be kept. Thick: what was kept.",
+            ),
+            *super().figures(layers, decision),
+        ]
+
+
+def _taken(layers: list[LayerRecord], order: Sequence[int], section: str) -> list[Figure]:
+    """Which layers were taken, and what of their experts stays."""
+    routed = [layer for layer in layers if layer.experts_before or layer.experts]
+    rows = []
+    for layer in routed:
+        count, taken = layer.experts_before or layer.experts, layer.index in order
+        stays = tuple(layer.shape.get("chosen") or ()) if taken else ()
+        rows.append(
+            Row(
+                str(layer.index),
+                figures.calls(layer, count),
+                gone=tuple(sorted({*range(count)} - {*stays})) if taken else None,
+                outlined=stays,
+                note=f"chosen {_ordinal(order.index(layer.index) + 1)}" if taken else "routes",
+            )
+        )
+    if not rows:
+        return []
+    caption = "Outlined experts stay with fixed weights, crossed ones are gone."
+    if len(order) > 1:
+        caption += f" Layers in this order: {', '.join(map(str, order))}."
+    return [
+        Heat(
+            section=section,
+            title="Experts by layer.",
+            caption=f"{caption} {figures.SHADES}",
+            rows=tuple(rows),
+            columns=tuple(map(str, range(max(len(row.values) for row in rows)))),
+            side="what became of it",
+            of="of calls",
+        )
+    ]
+
+
+def _ordinal(n: int) -> str:
+    """A place in an order.
+
+    >>> [_ordinal(n) for n in (1, 2, 3, 4, 11, 12, 21)]
+    ['1st', '2nd', '3rd', '4th', '11th', '12th', '21st']
+    """
+    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{ending}"
+
+
+def _search(rounds: Sequence[JSON], section: str) -> list[Figure]:
+    """A search over layers: a row a round, a column a layer, the layer taken in each outlined.
+
+    Args:
+        rounds: of each the ``layer`` taken, and the ``losses`` by layer.
+        section: the heading.
+    """
+    losses = [{int(j): figures.finite(v) for j, v in of["losses"].items()} for of in rounds]
+    columns = sorted({j for of in losses for j in of} | {of["layer"] for of in rounds})
+    rows = []
+    for n, (of, loss) in enumerate(zip(rounds, losses, strict=True), 1):
+        values = tuple(loss.get(j) for j in columns)
+        taken = loss.get(of["layer"])
+        note = "" if taken is None else f"{taken:.4g}"
+        known = [v for v in values if v is not None]
+        outlined = (columns.index(of["layer"]),)
+        rows.append(Row(str(n), values, max(known, default=0.0), outlined=outlined, note=note))
+    if not rows:
+        return []
+    return [
+        Heat(
+            section=section,
+            title="The order of choice.",
+            caption="A row a round, a column a layer: the lighter, the less the search counts it a "
+            "loss to take this layer next. The layer taken is outlined.",
+            rows=tuple(rows),
+            columns=tuple(map(str, columns)),
+            row="round",
+            column="layer",
+            side="loss of the layer taken",
+            form=".4g",
+        )
+    ]
 
 
 def outlined(view: MoEFFN, config: CondenseConfig) -> Replaced:

@@ -55,7 +55,7 @@ BATCH = 512
 class Channels(Method[ChannelsConfig, Arch]):
     """Lets the projections of a model skip channels; no weight is changed."""
 
-    kind = "channels"
+    ratio = "active"
 
     def find(self, config: Config) -> Arch:
         """The architecture of any model that is not quantised, converted or not.

@@ -50,7 +50,7 @@ def held_out_perplexity(tokens: Tokens, model: Model) -> dict[str, float]:
 class DSMoE(DenseMethod[DSMoEConfig]):
     """Carves a dense model into blocks with gates and trains all of it."""
 
-    kind = "gated"
+    ratio = "projections"
 
     def run(self, job: Job[Arch]) -> Decision:
         """Split the FFNs and train; comparisons train when they are asked for.

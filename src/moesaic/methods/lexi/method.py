@@ -32,6 +32,7 @@ from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
 from moesaic.layers.fewer import FewerLayer
+from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.lexi.config import LExIConfig
 from moesaic.methods.mixtures import span, unskipped
@@ -41,7 +42,7 @@ from moesaic.methods.naee.search import allocate
 from moesaic.observation.experts import ExpertStats, gram_room, unpacked
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
-from moesaic.record import LayerRecord
+from moesaic.record import Figure, LayerRecord
 
 SEEN = "losses"
 """The name under which a layer's losses are kept."""
@@ -99,7 +100,7 @@ def allotted(found: Mapping[int, Sequence[float]], config: LExIConfig) -> dict[i
 class FewerExperts(Method[LExIConfig, MoEArch]):
     """Lets a token run fewer experts, as many in every layer or as each layer needs."""
 
-    kind = "fewer"
+    ratio = "active"
 
     def find(self, config: Config) -> MoEArch:
         return unskipped(config)
@@ -222,3 +223,14 @@ class FewerExperts(Method[LExIConfig, MoEArch]):
             "calibration text."
         )
         return Told(title, words, output)
+
+    def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
+        fewer = [layer for layer in layers if "experts_per_token" in layer.shape]
+        moved = [layer.analysis.get("relative_loss") for layer in fewer]
+        columns = {
+            ("experts a token runs", ".0f"): [x.shape["experts_per_token"] for x in fewer],
+            ("its output moves by", ".1%"): moved,
+        }
+        caption = "Moves: the change’s size as a share of the output’s own." if any(moved) else ""
+        section, title = "How many experts tokens run", "Experts a token, by layer."
+        return figures.bars(section, title, caption, fewer, columns)

@@ -14,6 +14,7 @@ from moesaic.config import chosen_layers
 from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.carved import CarvedLayer
+from moesaic.methods import figures
 from moesaic.methods.base import Decision, DenseMethod, Outline, Told
 from moesaic.methods.budget import (
     LayerSize,
@@ -47,13 +48,13 @@ from moesaic.observation.job import Job
 from moesaic.observation.shared import each_layer
 from moesaic.observation.stream import Site
 from moesaic.plan import Plan
-from moesaic.record import LayerRecord
+from moesaic.record import Figure, Heat, LayerRecord, Row
 
 
 class MoRE(DenseMethod[MoREConfig]):
     """Carves a dense model without training it."""
 
-    kind = "split"
+    ratio = "projections"
 
     @torch.no_grad()
     def run(self, job: Job[Arch]) -> Decision:
@@ -134,6 +135,9 @@ class MoRE(DenseMethod[MoREConfig]):
         backbone, rest = neurons.split([budget.backbone, size.width - budget.backbone])
         petals = [*rest.tensor_split(budget.experts)]
         return self._carved(backbone, petals, budget.top_k, torch.zeros(len(petals), size.hidden))
+
+    def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
+        return [*super().figures(layers, decision), *_activated(layers)]
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
         """Says how the FFNs were divided, or what they were cut down to."""
@@ -312,3 +316,40 @@ def _without_backbone(
         petal = sizes[i].width // experts
         splits[i] = Split(sizes[i].width - experts * petal, petal, experts, top_k)
     return splits
+
+
+def _activated(layers: Sequence[LayerRecord]) -> list[Figure]:
+    """How many channels no token activated, and how much of the activation the strongest have."""
+    section, seen = "Layer by layer", {layer.index: layer.analysis for layer in layers}
+    never = {i: of.get("never_activated") or {} for i, of in seen.items()}
+    curves = [
+        figures.series(
+            f"top {100 * float(ratio):g}\u00a0%",
+            [(i, 100 * of[ratio]) for i, of in never.items() if of.get(ratio) is not None],
+        )
+        for ratio in sorted({ratio for of in never.values() for ratio in of}, key=float)
+    ]
+    caption = (
+        "Percent of a layer’s channels that were not among a token’s strongest for any "
+        "calibration token."
+    )
+    title, form = "Channels never activated.", ".1f"
+    drawn = figures.lines(section, title, curves, "percent", form=form, log=False, caption=caption)
+    rows = tuple(
+        Row(str(i), tuple(map(figures.finite, of["activation_mass"][1:])), 1.0)
+        for i, of in seen.items()
+        if len(of.get("activation_mass") or ()) > 1
+    )
+    if not rows:
+        return drawn
+    count = max(len(row.values) for row in rows)
+    spectrum = Heat(
+        section=section,
+        title="Activation spectrum.",
+        caption="The share of a layer’s activation that its strongest channels have, summed up.",
+        rows=rows,
+        columns=tuple(f"{100 * k / count:.0f}\u00a0%" for k in range(1, count + 1)),
+        column="strongest channels",
+        form=".0%",
+    )
+    return [*drawn, spectrum]

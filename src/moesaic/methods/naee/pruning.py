@@ -32,6 +32,7 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
 from moesaic.layers.pruned import PrunedLayer
+from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.beyond.recovery import recover, settled
 from moesaic.methods.mixtures import credited, least_experts, original, span
@@ -51,7 +52,7 @@ from moesaic.methods.naee.search import (
 from moesaic.observation.experts import ExpertStats, gram_room, sample_share
 from moesaic.observation.job import Finished, Job
 from moesaic.plan import Plan
-from moesaic.record import LayerRecord
+from moesaic.record import Figure, LayerRecord
 
 REROUTED, RECOMBINED = 10_000, 1_100
 """Operations as long as it takes to score a set by a token, and more for each expert: the router
@@ -63,7 +64,7 @@ RESULT = "result"
 class Pruner(Method[PruneConfig, MoEArch]):
     """Takes experts out of every layer that routes."""
 
-    kind = "experts"
+    ratio = "stored"
 
     def find(self, config: Config) -> MoEArch:
         return original(config, "prune the original, then skip")
@@ -288,6 +289,9 @@ class Pruner(Method[PruneConfig, MoEArch]):
         if self.config.refit:
             told += " The down projections of the experts that stay were then refitted."
         return Told(title, told)
+
+    def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
+        return [*figures.kept(layers), *super().figures(layers, decision)]
 
 
 def _key(name: str, size: int) -> str:

@@ -30,6 +30,7 @@ from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
 from moesaic.layers.skipping import SkippingLayer
+from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.mixtures import unskipped
 from moesaic.methods.naee.config import SkipConfig
@@ -39,7 +40,7 @@ from moesaic.nn import survivors
 from moesaic.observation.experts import ExpertStats
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
-from moesaic.record import LayerRecord
+from moesaic.record import Figure, LayerRecord
 
 
 def ratios(weights_TK: Tensor, rule: str) -> Tensor:
@@ -98,7 +99,7 @@ class Skipper(Method[SkipConfig, MoEArch]):
     Beta is calibrated on the model that is given: prune first, then skip.
     """
 
-    kind = "skipping"
+    ratio = "active"
 
     def find(self, config: Config) -> MoEArch:
         return unskipped(config)
@@ -228,6 +229,16 @@ class Skipper(Method[SkipConfig, MoEArch]):
             f"{self.config.label}: {skipped} of expert calls on the calibration text."
         )
         return Told(title, told, {"beta": [layer.shape.get("beta") for layer in layers]})
+
+    def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
+        skip = [layer for layer in layers if "beta" in layer.shape]
+        columns = {
+            ("calls skipped", ".1%"): [layer.analysis.get("skipped") for layer in skip],
+            ("beta", ".3f"): [layer.shape["beta"] for layer in skip],
+            ("experts a token runs", ".2f"): [x.analysis.get("calls_per_token") for x in skip],
+        }
+        title, caption = "Skipping by layer.", "On the calibration text."
+        return figures.bars("What is skipped", title, caption, skip, columns)
 
 
 def _percents(least: float, most: float) -> str:

@@ -35,7 +35,7 @@ KL = "KL divergence from the teacher"
 class Tuning(Method[TuneConfig, Arch]):
     """Trains a model, converted or not. The result is no plan's result any more."""
 
-    kind = "trained"
+    ratio = ""
 
     def find(self, config: Config) -> Arch:
         """The architecture of a model's config, or of its base's.

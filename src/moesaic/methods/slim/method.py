@@ -37,6 +37,7 @@ from moesaic.layers.base import LayerPlan
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.neurons import filled_up
 from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.beyond.recovery import recover, settled
 from moesaic.methods.mixtures import least_experts, span
@@ -68,7 +69,7 @@ from moesaic.observation.neurons import (
 )
 from moesaic.observation.stream import Site
 from moesaic.plan import Plan
-from moesaic.record import LayerRecord
+from moesaic.record import Figure, LayerRecord
 from moesaic.surgery import headers_of
 
 RESULT = "result"
@@ -101,7 +102,7 @@ class Size:
 class Slimmer(Method[SlimConfig, Arch]):
     """Takes neurons out of every expert, or of every dense FFN."""
 
-    kind = "slimmed"
+    ratio = "stored"
 
     def find(self, config: Config) -> Arch:
         """The architecture of a dense model or of a mixture, the latter converted or not.
@@ -538,6 +539,20 @@ class Slimmer(Method[SlimConfig, Arch]):
         return f"the share of {self.config.chosen.title}, squared, that went with the neurons"
 
     # --- words -----------------------------------------------------------------------------------
+
+    def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
+        slim = [layer for layer in layers if "neurons" in layer.shape]
+        lost, meant = [x.analysis.get("relative_loss") for x in slim], decision.summary["loss"]
+        columns = {
+            ("neurons that stay", ",.0f"): [layer.shape["neurons"] for layer in slim],
+            ("lost", ".1%"): lost,
+        }
+        section, caption = "How narrow experts become", f"Lost: {meant}." if any(lost) else ""
+        return [
+            *figures.bars(section, "Neurons by layer.", caption, slim, columns),
+            *figures.kept(slim, section, meant),
+            *super().figures(layers, decision),
+        ]
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
         assert decision.plan is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import quantiles
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ from torch import Tensor
 from moesaic.arch.dense import AttentionNames, Heads
 from moesaic.foreign import JSON
 from moesaic.layers.overlapping import EMBED, OFFSET, PROJECT, SCALE, SHIFT, OverlappingLayer
+from moesaic.methods import figures
 from moesaic.methods.budget import alignment
 from moesaic.methods.tomoe.masks import MEDIAN, LayerShape, MaskingModules, gumbel
+from moesaic.record import Figure, Heat, LayerRecord, Row
 
 
 @dataclass(frozen=True)
@@ -262,3 +265,77 @@ def _rows(parts: Mapping[str, Tensor], heads: Heads, names: AttentionNames) -> d
         rows[name] = torch.cat([rows[name], own]) if name in rows else own
         sizes[name] = start + full[part]
     return {name: kept for name, kept in rows.items() if kept.numel() < sizes[name]}
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def drawn(layers: Sequence[LayerRecord]) -> list[Figure]:
+    """Widths, unions and similarity of the experts of each layer.
+
+    Args:
+        layers: of the result; their analysis is that of :func:`decided`.
+    """
+    learned = [x for x in layers if x.analysis.get("expert_widths") and x.width_before]
+    section = "What was learned"
+    used = {x.index: x.active_width / x.width_before for x in learned}
+    columns = {("FFN, an expert", ".0%"): [*used.values()]}
+    for name, key in (("queries and keys", "qk"), ("values and outputs", "vo")):
+        columns[name, ".0%"] = [x.analysis[key] / x.analysis["head_dim"] for x in learned]
+    unions = [
+        figures.series("all experts together", [(x.index, x.analysis["union"]) for x in learned]),
+        figures.series("one expert", used.items()),
+    ]
+    names = ("narrowest", "a quarter is below", "half is below", "three quarters are", "widest")
+    spread: list[list[tuple[int, float]]] = [[] for _ in names]
+    for layer in learned:
+        widths = sorted(w / layer.width_before for w in layer.analysis["expert_widths"])
+        if len(widths) > 1:
+            marks = (widths[0], *quantiles(widths, method="inclusive"), widths[-1])
+            for points, mark in zip(spread, marks, strict=True):
+                points.append((layer.index, mark))
+    caption = "What a token uses of each layer, of the dense model’s width."
+    return [
+        *figures.bars(section, "Width by layer.", caption, learned, columns),
+        *figures.lines(
+            section,
+            "The union of experts.",
+            unions,
+            "share of the neurons",
+            log=False,
+            caption="How much of the dense FFN some expert has.",
+        ),
+        *figures.lines(
+            section,
+            "Widths of experts.",
+            [figures.series(name, points) for name, points in zip(names, spread, strict=True)],
+            "share of the width",
+            strong=names[2],
+            form=".0%",
+            log=False,
+            caption="As trained, before all experts of a layer were given the width of the widest.",
+        ),
+        *_similar(learned, section),
+    ]
+
+
+def _similar(layers: Sequence[LayerRecord], section: str) -> list[Figure]:
+    """The share of neurons that every two experts of a layer have in common, a map a layer."""
+    rows = tuple(
+        Row(str(j), tuple(map(figures.finite, shares)), 1.0, panel=f"layer {layer.index}")
+        for layer in layers
+        for j, shares in enumerate(layer.analysis["similarity"])
+    )
+    if not rows:
+        return []
+    return [
+        Heat(
+            section=section,
+            title="Similarity of experts.",
+            caption="The share of neurons that two experts of a layer have in common: the darker, "
+            "the more.",
+            rows=rows,
+            columns=tuple(map(str, range(max(len(row.values) for row in rows)))),
+            row="expert",
+        )
+    ]

@@ -19,6 +19,7 @@ from moesaic.methods.tomoe.decision import (
     Learned,
     active_ratio,
     decide,
+    drawn,
     learned,
     least_ratio,
     threshold_for,
@@ -29,7 +30,7 @@ from moesaic.methods.words import carved, number, some
 from moesaic.objectives import Schedule
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
-from moesaic.record import LayerRecord
+from moesaic.record import Figure, LayerRecord
 
 CURVES = {
     "distillation": "KL divergence from the dense model",
@@ -45,7 +46,7 @@ CURVES = {
 class ToMoE(DenseMethod[ToMoEConfig]):
     """Learns which part of a dense model each token uses; no weight of it changes."""
 
-    kind = "learned"
+    ratio = "projections"
 
     def run(self, job: Job[Arch]) -> Decision:
         """Train masks, and fix them.
@@ -158,6 +159,9 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         plan = baseline.run(Job(args, baseline.find)).plan
         assert plan is not None
         return plan
+
+    def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
+        return [*drawn(layers), *super().figures(layers, decision)]
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
         """Says how FFNs and attention were divided, and how long that was trained."""

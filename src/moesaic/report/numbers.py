@@ -59,6 +59,16 @@ def share(value: float | None) -> str:
     return odd if odd is not None else f"{value:.3f}" if (value or 0) >= 0.001 else f"{value:.2g}"
 
 
+def number(value: float | None, form: str) -> str:
+    """A number by a format specification of Python; of a share, its percent sign stands apart.
+
+    >>> number(0.1234, ".1%").replace(NBSP, " "), number(1234.5, ",.0f"), number(None, ".3g")
+    ('12.3 %', '1,234', '–')
+    """
+    odd = _odd(value)
+    return odd if odd is not None else format(value, form).replace("%", f"{NBSP}%")
+
+
 def times(ratio: float | None) -> str:
     """A ratio.
 
@@ -122,18 +132,13 @@ def memory(size: float | None) -> str:
     return f"{rate(gib)}{NBSP}GiB" if gib >= 1 else f"{rate(size / 2**20)}{NBSP}MiB"
 
 
-def spread(values: object) -> str:
-    """The least and the greatest of repeated measurements.
+def between(least: int, most: int) -> str:
+    """A span of whole numbers.
 
-    >>> spread([782.2, 829.3]), spread(None)
-    ('782–829', '')
+    >>> between(1, 2), between(3, 3)
+    ('1–2', '3')
     """
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != 2:
-        return ""
-    least, most = values
-    if not all(isinstance(v, int | float) for v in values):
-        return ""
-    return f"{rate(least)}–{rate(most)}"
+    return f"{least}" if least == most else f"{least}–{most}"
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -148,7 +153,7 @@ def ranges(numbers: Sequence[int]) -> str:
             parts[-1].append(n)
         else:
             parts.append([n])
-    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]}–{p[-1]}" for p in parts)
+    return ", ".join(between(p[0], p[-1]) for p in parts)
 
 
 def plain(value: object) -> str:

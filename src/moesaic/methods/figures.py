@@ -1,0 +1,169 @@
+"""Figures that several methods have: plain data, drawn by :mod:`moesaic.report`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from moesaic.foreign import Values
+from moesaic.record import Bars, Column, Figure, Heat, LayerRecord, Lines, Row, Series
+
+MOST = 400
+"""Points of a line."""
+SHADES = "The darker an expert, the more of its layer’s calls on the calibration text it had."
+
+
+def finite(value: object) -> float | None:
+    """A finite number to five digits, as a figure holds it; None of anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.5g}")
+
+
+def series(name: str, points: Iterable[tuple[object, object]]) -> Series:
+    """A line through those points that are known, thinned where they are many."""
+    every = ((finite(x), finite(y)) for x, y in points)
+    known = [(x, y) for x, y in every if x is not None and y is not None]
+    return Series(name, tuple(known[:: -(-len(known) // MOST) or 1]))
+
+
+def lines(section: str, title: str, of: Sequence[Series], y: str, **more: Any) -> list[Figure]:
+    """Lines by layer, or by what ``x`` says; nothing where nothing is known."""
+    whole = tuple(s for s in of if s.points)
+    return [Lines(section=section, title=title, series=whole, y=y, **more)] if whole else []
+
+
+def bars(
+    section: str,
+    title: str,
+    caption: str,
+    layers: Sequence[LayerRecord],
+    columns: Mapping[tuple[str, str], Sequence[object]],
+) -> list[Figure]:
+    """Columns of bars, a row a layer; nothing where nothing is known.
+
+    Args:
+        section: the heading.
+        title: of the figure.
+        caption: how to read it.
+        layers: the rows.
+        columns: by name and format, a value a layer.
+    """
+    made = [Column(name, tuple(map(finite, of)), form) for (name, form), of in columns.items()]
+    known = tuple(column for column in made if any(v is not None for v in column.values))
+    rows = tuple(str(layer.index) for layer in layers)
+    figure = Bars(section=section, title=title, caption=caption, rows=rows, columns=known)
+    return [figure] if known else []
+
+
+# --- experts of mixtures -------------------------------------------------------------------------
+
+
+def calls(layer: LayerRecord, count: int) -> tuple[float | None, ...]:
+    """The share of a layer's calls that each expert had; None where that was not counted."""
+    of = list(layer.analysis.get("calls") or ())
+    every = sum(of)
+    return tuple(finite(of[j] / every) if every and j < len(of) else None for j in range(count))
+
+
+def kept(
+    layers: Iterable[LayerRecord], section: str = "Which experts stay", lost: str = ""
+) -> list[Figure]:
+    """Which experts stay in each layer, how often each was called, and what the layer loses.
+
+    Args:
+        layers: those whose shape says the experts ``before``, and which were ``kept``.
+        section: the heading.
+        lost: what the loss is, in words.
+    """
+    cut = [layer for layer in layers if "kept" in layer.shape and "before" in layer.shape]
+    if not cut:
+        return []
+    count = max(layer.shape["before"] for layer in cut)
+    rows = tuple(
+        Row(
+            str(layer.index),
+            calls(layer, layer.shape["before"]),
+            gone=tuple(sorted({*range(layer.shape["before"])} - {*layer.shape["kept"]})),
+            bar=finite(layer.analysis.get("relative_loss")),
+        )
+        for layer in cut
+    )
+    caption = ["Blue experts stay, crossed ones are gone."]
+    caption += [SHADES] if any("calls" in layer.analysis for layer in cut) else []
+    barred = any(row.bar is not None for row in rows)
+    meant = lost or "what the layer loses by the measure that decided"
+    caption += [f"Bars: {meant}."] if barred else []
+    return [
+        Heat(
+            section=section,
+            title="Experts by layer.",
+            caption=" ".join(caption),
+            rows=rows,
+            columns=tuple(map(str, range(count))),
+            side="relative loss" if barred else "",
+            of="of calls",
+        )
+    ]
+
+
+# --- what any method may bring -------------------------------------------------------------------
+
+
+def refitted(layers: Iterable[LayerRecord]) -> list[Figure]:
+    """The error of each layer's output before and after its down projections were refitted."""
+    errors = [
+        (layer.index, 100 * seen["lost"], 100 * seen["lost"] * (1 - seen["recovered"]))
+        for layer in layers
+        if {"lost", "recovered"} <= (seen := layer.analysis.get("refit") or {}).keys()
+    ]
+    return lines(
+        "What the refit gives back",
+        "Error by layer.",
+        [
+            series("before", [(i, before) for i, before, _ in errors]),
+            series("after", [(i, after) for i, _, after in errors]),
+        ],
+        "percent",
+        strong="after",
+        form=".2g",
+        caption="Squared error of a layer’s output on the calibration text, percent of the "
+        "output’s own square, before its down projections were refitted and after; where some "
+        "tokens were held out of the fit, on those.",
+    )
+
+
+def trained(training: Values) -> list[Figure]:
+    """Every figure that training logged, by step; one that never changes is only said.
+
+    Args:
+        training: ``what`` was trained, the ``losses`` logged at each step, their ``labels``,
+            ``trained_parameters`` and ``total_parameters``.
+    """
+    logs, labels = training.get("losses") or (), training.get("labels") or {}
+    curves, constant = [], []
+    for name in dict.fromkeys(key for log in logs for key in log if key != "step"):
+        curve = series("", [(log.get("step"), log.get(name)) for log in logs])
+        label = str(labels.get(name, name.replace("_", " ")))
+        if len(curve.points) > 1 and len({y for _, y in curve.points}) == 1:
+            constant.append(f"{label} {curve.points[0][1]:g}")
+        elif curve.points:
+            curves.append((label, curve))
+    said = f"Of the batch of each step. Trained: {training.get('what') or 'weights'}."
+    if share := training.get("trained_parameters"):
+        whole = training.get("total_parameters")
+        said += f" {share:,}{f' of {whole:,}' if whole else ''} parameters."
+    said += f" Constant: {', '.join(constant)}." if constant else ""
+    return [
+        Lines(
+            section="Training",
+            title="Training by step." if n == 0 else f"{label[:1].upper()}{label[1:]}.",
+            caption=said if n == 0 else "",
+            series=(curve,),
+            x="step",
+            y=label,
+            log=False,
+        )
+        for n, (label, curve) in enumerate(curves)
+    ]

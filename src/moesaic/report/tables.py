@@ -1,0 +1,310 @@
+"""The tables of a record's figures: scores, tasks, speed, layers; and a row a run of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from moesaic.foreign import Values
+from moesaic.record import LayerRecord, Record
+from moesaic.report import numbers, read
+from moesaic.report.read import figure, part
+
+Format = Callable[[float | None], str]
+tenths = partial(numbers.percent, digits=1)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A figure, and what stands small beside it."""
+
+    text: str
+    note: str = ""
+    tone: str = ""
+    """``better``, ``worse``, or ``unsure`` where what is seen may be noise."""
+    value: float | None = None
+    """What the text writes, to sort by."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows by their names, and what is known of each."""
+
+    columns: list[str]
+    rows: list[tuple[str, list[Cell]]]
+
+
+def cell(form: Format, value: float | None) -> Cell:
+    """A figure as it is written."""
+    return Cell(form(value), value=value)
+
+
+def tables(record: Record) -> list[Table]:
+    """All tables of the models that have rows, in reading order."""
+    made = (score_table(record), task_table(record), loop_table(record), speed_table(record))
+    return [table for table in made if table.rows]
+
+
+# --- quality and size ----------------------------------------------------------------------------
+
+SCORES: tuple[tuple[str, str, Format], ...] = (
+    ("perplexity", "perplexity", numbers.perplexity),
+    ("KL from the original, nats", "kl", numbers.share),
+    ("top-1 agreement", "top1_agreement", tenths),
+    ("tokens measured", "tokens", numbers.count),
+    ("active ratio", "active_ratio", tenths),
+    ("nominal ratio", "nominal_active_ratio", tenths),
+    ("active parameters", "active_parameters", numbers.count),
+    ("total parameters", "total_parameters", numbers.count),
+    ("router parameters", "router_parameters", numbers.count),
+    ("weights in memory", "total_bytes", numbers.memory),
+)
+
+
+def score_table(record: Record) -> Table:
+    """Quality and size of all models that were scored; no rows if none was.
+
+    Rows that say nothing are left out: no routers, a nominal ratio that is the measured one.
+    """
+    scores = part(record.measured, "scores")
+    columns = read.names(scores)
+    values = {key: [figure(scores, name, key) for name in columns] for _, key, _ in SCORES}
+    carved = read.by_projections(record)
+    shares = [[tenths(v) for v in values[key]] for key in ("active_ratio", "nominal_active_ratio")]
+    shown = {
+        "active_ratio": carved,
+        "nominal_active_ratio": carved and shares[0] != shares[1],
+        "router_parameters": any(values["router_parameters"]),
+    }
+    rows = [
+        (label, [cell(form, value) for value in values[key]])
+        for label, key, form in SCORES
+        if shown.get(key, True) and any(value is not None for value in values[key])
+    ]
+    files = [read.size(record, name, "on disk") for name in columns]
+    if any(files):
+        rows.append(("files on disk", [cell(numbers.memory, value) for value in files]))
+    ratios = [read.stored_ratio(record, name) for name in columns]
+    if not carved and any(ratio not in (None, 1.0) for ratio in ratios):
+        rows.append(("stored, of the original", [cell(tenths, ratio) for ratio in ratios]))
+    return Table(columns, rows)
+
+
+HEADLINES = ("acc_norm", "acc", "exact_match", "f1")
+"""The metrics that a task is summed up by; the first that it has."""
+
+
+def task_table(record: Record) -> Table:
+    """Every task's headline figure, its standard error, and recovery: the result's over the
+    original's; below them their means. No rows if no task was measured."""
+    scores = part(record.measured, "scores")
+    columns = [name for name in read.names(scores) if part(scores, name, "tasks")]
+    compared = {"result", "original"} <= {*columns}
+
+    def recovery(values: Sequence[float | None]) -> list[Cell]:
+        if not compared:
+            return []
+        ours, theirs = (values[columns.index(name)] for name in ("result", "original"))
+        return [cell(tenths, ours / theirs if ours is not None and theirs else None)]
+
+    rows, every = [], []
+    for task in dict.fromkeys(t for name in columns for t in part(scores, name, "tasks")):
+        results = [part(scores, name, "tasks", task) for name in columns]
+        metric = next((m for m in HEADLINES if any(m in of for of in results)), "")
+        error = "stderr" if metric == "acc" else f"{metric}_stderr"
+        values = [figure(of, metric) for of in results]
+        errors = [figure(of, error) for of in results]
+        cells = [
+            Cell(tenths(value), "" if e is None else f"± {100 * e:.1f}", value=value)
+            for value, e in zip(values, errors, strict=True)
+        ]
+        every.append(values)
+        rows.append((f"{task}, {metric.replace('_', ' ')}", [*cells, *recovery(values)]))
+    whole = [[v for v in values if v is not None] for values in every if None not in values]
+    if len(whole) > 1:
+        means = [sum(column) / len(whole) for column in zip(*whole, strict=True)]
+        rows.append(("mean", [*(cell(tenths, mean) for mean in means), *recovery(means)]))
+    return Table([*columns, "recovery"] if compared else columns, rows)
+
+
+LOOPS = (("looping", "end in a loop"), ("repetition", "4-grams said before"))
+
+
+def loop_table(record: Record) -> Table:
+    """How continuations repeat themselves, by temperature; no rows if that was not measured."""
+    scores = part(record.measured, "scores")
+    columns = [name for name in read.names(scores) if part(scores, name, "generations")]
+    heats = dict.fromkeys(t for name in columns for t in part(scores, name, "generations"))
+    rows = []
+    for heat in heats:
+        where = "greedy" if heat == "0" else f"temperature {heat}"
+        for key, label in LOOPS:
+            values = [figure(scores, name, "generations", heat, key) for name in columns]
+            rows.append((f"{where}: {label}", [cell(tenths, v) for v in values]))
+    return Table(columns, rows)
+
+
+# --- speed ---------------------------------------------------------------------------------------
+
+SPEEDS: tuple[tuple[str, str, str, Format], ...] = (
+    ("prefill, tokens/s", "prefill_tokens_per_second", "prefill", numbers.rate),
+    ("decode, tokens/s", "decode_tokens_per_second", "decode", numbers.rate),
+    ("time to first token", "first_token_seconds", "", numbers.duration),
+    ("peak memory", "peak_memory_bytes", "", numbers.memory),
+)
+"""Rows: a label, the key of the value, and what its spread and its ratio are called."""
+
+
+def speed_table(record: Record) -> Table:
+    """Speed and memory of all models that were timed, and the ratio to the original."""
+    speeds = part(record.measured, "speed")
+    columns = read.names(speeds)
+    ratios = bool(part(record.measured, "speed_ratio"))
+    rows = []
+    for label, key, what, form in SPEEDS:
+        values = [figure(speeds, name, key) for name in columns]
+        if all(value is None for value in values):
+            continue
+        spreads = [_pair(speeds, name, f"{what}_spread") for name in columns]
+        cells = [
+            Cell(form(v), "–".join(map(numbers.rate, s or ())), value=v)
+            for v, s in zip(values, spreads, strict=True)
+        ]
+        beside = [ratio_cell(record, what) if what else Cell("")] if ratios else []
+        rows.append((label, [*cells, *beside]))
+    return Table([*columns, "ratio"] if ratios else columns, rows)
+
+
+UNCLEAR = "no clear difference"
+TONES = {"faster": "better", "slower": "worse", UNCLEAR: "unsure"}
+
+
+def ratio_cell(record: Record, what: str) -> Cell:
+    """A speed relative to the original's, in words too."""
+    ratio = figure(record.measured, "speed_ratio", what)
+    word = pace(ratio, _ratio_spread(record, what))
+    return Cell(numbers.times(ratio), word, TONES.get(word, ""), ratio)
+
+
+def _ratio_spread(record: Record, what: str) -> tuple[float, float] | None:
+    """The least and the greatest ratio of all rounds; of records without it, what it may be."""
+    key, measured = f"{what}_spread", record.measured
+    if spread := _pair(measured, "speed_ratio", key):
+        return spread
+    ours, theirs = (_pair(measured, "speed", name, key) for name in ("result", "original"))
+    return (ours[0] / theirs[1], ours[1] / theirs[0]) if ours and theirs and all(theirs) else None
+
+
+def _pair(of: Values, *keys: str) -> tuple[float, float] | None:
+    """The two numbers at a path; None of anything else."""
+    values = part(of, *keys[:-1]).get(keys[-1])
+    if not isinstance(values, list | tuple) or len(values) != 2:
+        return None
+    known = [v for v in values if isinstance(v, int | float)]
+    return (known[0], known[1]) if len(known) == 2 else None
+
+
+def pace(ratio: float | None, spread: tuple[float, float] | None) -> str:
+    """faster or slower, where every one of several rounds says so and the written figure, too.
+
+    >>> pace(1.3, (1.1, 1.4)), pace(1.3, (0.9, 1.4)), pace(1.3, (1.3, 1.3)), pace(None, None)
+    ('faster', 'no clear difference', 'no clear difference', '')
+    """
+    if ratio is None or ratio != ratio:
+        return ""
+    low, high = spread or (ratio, ratio)
+    shown = round(ratio, 2)
+    if low < high and low > 1 and shown > 1:
+        return "faster"
+    return "slower" if low < high < 1 and shown < 1 else UNCLEAR
+
+
+# --- layers --------------------------------------------------------------------------------------
+
+FINDINGS = 8
+"""Figures of a method's own that a table has columns for."""
+PLAIN: dict[str, Callable[[LayerRecord], float]] = {
+    "neurons before": lambda layer: layer.width_before,
+    "neurons": lambda layer: layer.width,
+    "a token runs": lambda layer: layer.active_width,
+    "experts": lambda layer: layer.experts,
+    "top-k": lambda layer: layer.top_k,
+}
+"""Figures of every layer; 0 where it has none."""
+
+
+def layer_table(record: Record) -> Table:
+    """A row a layer: what it is, how wide, and every plain figure that its method saw of it."""
+    seen = [dict(_scalars({**x.shape, **x.analysis})) for x in record.layers]
+    of_method = {
+        name: [of.get(name) for of in seen] for name in dict.fromkeys(n for of in seen for n in of)
+    }
+    telling = [(name, values) for name, values in of_method.items() if len(set(values)) > 1]
+    columns: dict[str, list[float | None]] = {
+        name: [float(of(layer)) or None for layer in record.layers] for name, of in PLAIN.items()
+    }
+    columns |= dict(telling[:FINDINGS])
+    columns = {n: values for n, values in columns.items() if any(v is not None for v in values)}
+    rows = []
+    for n, layer in enumerate(record.layers):
+        told = Cell(layer.told or f"{layer.kind}, as it was")
+        rows.append((str(layer.index), [told, *(cell(_plain, v[n]) for v in columns.values())]))
+    return Table(["what it is", *columns], rows)
+
+
+def _scalars(of: Values, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The plain figures of a mapping and of those inside it, by name."""
+    for key, inside in of.items():
+        name = f"{prefix}{str(key).replace('_', ' ')}"
+        if isinstance(inside, dict):
+            yield from _scalars(inside, f"{name}: ")
+        elif (value := figure(of, key)) is not None:
+            yield name, value
+
+
+def _plain(value: float | None) -> str:
+    """A figure to four digits; whole numbers exactly."""
+    if value is None:
+        return numbers.NONE
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:,.4g}"
+
+
+# --- several runs --------------------------------------------------------------------------------
+
+
+def overview(records: Sequence[Record]) -> Table:
+    """The runs as rows, by their number; columns that no run has a figure for are left out."""
+    compared = dict.fromkeys(n for r in records for n in read.comparisons(r) if not n.isdecimal())
+    models = {"result": "perplexity", "original": "the original’s"}
+    models |= {name: f"{name}, perplexity" for name in compared}
+    rows = []
+    for record in records:
+        scores = part(record.measured, "scores")
+        cells = {
+            head: cell(numbers.perplexity, figure(scores, name, "perplexity"))
+            for name, head in models.items()
+        }
+        cells |= {
+            "KL": cell(numbers.share, figure(scores, "result", "kl")),
+            "tasks kept": cell(tenths, figure(scores, "result", "recovery")),
+            "active ratio": cell(tenths, read.active_ratio(record)),
+            "stored": cell(tenths, read.stored_ratio(record)),
+            "experts": Cell(_routed(record)),
+            "on disk": cell(numbers.memory, read.size(record, "result", "on disk")),
+            "in memory": cell(numbers.memory, read.size(record, "result", "in memory")),
+            "prefill": ratio_cell(record, "prefill"),
+            "decode": ratio_cell(record, "decode"),
+        }
+        rows.append(cells)
+    heads = [h for h in rows[0] if any(cells[h].text != numbers.NONE for cells in rows)]
+    return Table(heads, [(str(n), [cells[h] for h in heads]) for n, cells in enumerate(rows, 1)])
+
+
+def _routed(record: Record) -> str:
+    """How many experts of how many a token runs in the layers that route."""
+    layers = [layer for layer in record.layers if layer.experts]
+    if not layers:
+        return numbers.NONE
+    run, of = ({layer.top_k for layer in layers}, {layer.experts for layer in layers})
+    return " of ".join(numbers.between(min(n), max(n)) for n in (run, of))
