@@ -24,11 +24,12 @@ from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Machine
 from moesaic.fitting import search
-from moesaic.fitting.candidates import Family, _of_layers, families, guessed, largest
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.costs import Costs, Weight, told
+from moesaic.fitting.forms import Form, forms, guessed, largest
 from moesaic.fitting.search import Candidate, Search, _called, apart, fit
+from moesaic.fitting.sizes import Costs, Weight, told
 from moesaic.io.source import Source, resolve
+from moesaic.ladder import Shape
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
@@ -43,12 +44,12 @@ def recipe_of(out: Path, model: str = "tiny-moe", samples: int = 4) -> Recipe:
     return Recipe(model, str(out), (), calibration, Evaluation(max_tokens=1024, rounds=0))
 
 
-def few(*_: Any) -> list[Family]:
+def few(*_: Any) -> list[Form]:
     """Three forms that are quick to make."""
     return [
-        Family("prune", (0.5, 0.75), lambda s: (PruneConfig(keep=8 * s, criterion="reap"),)),
-        Family("slim", (0.25, 0.5, 1.0), lambda s: (SlimConfig(keep=s),)),
-        Family("random", (0.25, 0.5, 1.0), lambda s: (SlimConfig(keep=s, score="random"),)),
+        Form("prune", (0.5, 0.75), lambda s: (PruneConfig(keep=8 * s, criterion="reap"),)),
+        Form("slim", (0.25, 0.5, 1.0), lambda s: (SlimConfig(keep=s),)),
+        Form("random", (0.25, 0.5, 1.0), lambda s: (SlimConfig(keep=s, score="random"),)),
     ]
 
 
@@ -80,20 +81,20 @@ def test_every_form_can_be_carried_out_and_grows(model: str, native: bool, tmp_p
     """Its smallest is smaller than the original; made with care it is as small."""
     config = FitConfig(memory=1, native=native)
     looking = Search(recipe_of(tmp_path / "out", model), config, tmp_path / "work")
-    known = families(looking.source, config)
-    assert len({family.name for family in known}) == len(known)
-    for family in known:
-        low, high = family.shares[0], family.shares[len(family.shares) // 2]
-        small = looking.costs.of(family.rough(low))
-        assert small is not None, family.name
+    known = forms(looking.source, config)
+    assert len({form.name for form in known}) == len(known)
+    for form in known:
+        low, high = form.shares[0], form.shares[len(form.shares) // 2]
+        small = looking.costs.of(form.quick(low))
+        assert small is not None, form.name
         assert small.memory < looking.original.bytes
-        assert small.native or not native, family.name
-        if len(family.rough(low)) == 1:
-            large = looking.costs.of(family.rough(high))
+        assert small.native or not native, form.name
+        if len(form.quick(low)) == 1:
+            large = looking.costs.of(form.quick(high))
             assert large is not None
             assert (small.memory < large.memory) == (low < high)
-            assert [looking.costs.of(fine(low)) for fine in family.fine] == [small] * len(
-                family.fine
+            assert [looking.costs.of(fine(low)) for fine in form.careful] == [small] * len(
+                form.careful
             )
 
 
@@ -102,21 +103,21 @@ def test_fewer_experts_a_token_serve_active_parameters_alone(native: bool, tmp_p
     """As many weights, of which a token uses fewer the smaller the share."""
     config = FitConfig(active_parameters=1, native=native)
     looking = Search(recipe_of(tmp_path / "out", "tiny-shared-moe"), config, tmp_path / "work")
-    known = {family.name: family for family in families(looking.source, config)}
-    family = known["experts a token"]
-    assert len(family.shares) == (3 if native else 18)
-    sizes = [looking.costs.of(family.rough(share)) for share in family.shares[::2]]
+    known = {form.name: form for form in forms(looking.source, config)}
+    form = known["experts a token"]
+    assert len(form.shares) == (3 if native else 18)
+    sizes = [looking.costs.of(form.quick(share)) for share in form.shares[::2]]
     assert all(size.memory == looking.original.bytes for size in sizes if size)
     active = [size.active_parameters for size in sizes if size]
     assert active == sorted(set(active))
     assert all(size.native for size in sizes if size) or not native
     both = looking.costs.of(
-        known[f"2 a token, slim{'' if native else ' uneven, spread'}"].rough(0.5)
+        known[f"2 a token, slim{'' if native else ' uneven, spread'}"].quick(0.5)
     )
     assert both is not None
     assert both.memory < looking.original.bytes
     assert "experts a token" not in {
-        family.name for family in families(looking.source, replace(config, memory=1))
+        form.name for form in forms(looking.source, replace(config, memory=1))
     }
 
 
@@ -150,21 +151,21 @@ class PlainFiles:
 
 def test_forms_that_end_in_a_file_are_native_and_of_whole_blocks() -> None:
     config = FitConfig(memory=1, types=("q8_0", "q4_k_m"))
-    found = families(resolve("tiny-moe"), config)
-    assert {family.rough(1.0)[-1].type for family in found} == {"q8_0", "q4_k_m"}  # type: ignore[union-attr]
-    alone = [family for family in found if len(family.rough(1.0)) == 1]
-    assert [family.name for family in alone] == ["q8_0", "q4_k_m"]
-    slim = next(family for family in found if family.name == "slim, q8_0")
+    found = forms(resolve("tiny-moe"), config)
+    assert {form.quick(1.0)[-1].type for form in found} == {"q8_0", "q4_k_m"}  # type: ignore[union-attr]
+    alone = [form for form in found if len(form.quick(1.0)) == 1]
+    assert [form.name for form in alone] == ["q8_0", "q4_k_m"]
+    slim = next(form for form in found if form.name == "slim, q8_0")
     assert slim.shares == (1 / 3, 2 / 3, 1.0)
-    assert not any("uneven" in family.name for family in found)
-    assert told(alone[0].rough(1.0)) == [{"export": {"to": "gguf", "type": "q8_0"}}]
+    assert not any("uneven" in form.name for form in found)
+    assert told(alone[0].quick(1.0)) == [{"export": {"to": "gguf", "type": "q8_0"}}]
 
 
 def test_of_several_types_layers_get_the_best_within_the_budget(tmp_path: Path) -> None:
     """Where a form is made with care, beside its single type."""
     mixed = {"export": {"to": "gguf", "memory": 9, "among": ("q8_0", "q4_k_m")}}
-    found = families(resolve("tiny-moe"), FitConfig(memory=9, types=("q8_0", "q4_k_m")))
-    fine = {family.name: [told(make(0.5)) for make in family.fine] for family in found}
+    found = forms(resolve("tiny-moe"), FitConfig(memory=9, types=("q8_0", "q4_k_m")))
+    fine = {form.name: [told(make(0.5)) for make in form.careful] for form in found}
     assert fine["q8_0"] == fine["q4_k_m"] == []
     refit, narrow = {"method": "naee", "keep": 4, "refit": True}, {"to": "gguf", "type": "q8_0"}
     assert fine["prune, q8_0"] == [
@@ -172,10 +173,10 @@ def test_of_several_types_layers_get_the_best_within_the_budget(tmp_path: Path) 
         [{"prune": refit}, mixed],
     ]
     called = {
-        _called(family, 0.5, make(0.5))
-        for family in found
-        for make in family.fine
-        if family.name == "prune, q8_0"
+        _called(form, 0.5, make(0.5))
+        for form in found
+        for make in form.careful
+        if form.name == "prune, q8_0"
     }
     assert called == {"prune, q8_0", "prune, mixed"}
     last = ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m"))
@@ -197,22 +198,20 @@ def test_a_file_larger_than_told_gives_way_to_a_smaller_one(
     """Told 0.5 of the bytes, and 0.6 come: five of eight experts were told, four fit."""
     shares = tuple(n / 8 for n in range(2, 9))
 
-    def forms(*_: Any) -> list[Family]:
+    def forms(*_: Any) -> list[Form]:
         last = ExportArgs(to="gguf", type="q8_0")
         return [
-            Family("none", (1.0,), lambda _: (last,)),
-            Family(
-                "prune", shares, lambda s: (PruneConfig(keep=int(8 * s), criterion="reap"), last)
-            ),
+            Form("none", (1.0,), lambda _: (last,)),
+            Form("prune", shares, lambda s: (PruneConfig(keep=int(8 * s), criterion="reap"), last)),
         ]
 
-    monkeypatch.setattr(search, "families", forms)
+    monkeypatch.setattr(search, "forms", forms)
     monkeypatch.setattr(search, "Files", PlainFiles)
     out = tmp_path / "out"
     looking = Search(
         recipe_of(out), FitConfig(memory=ORIGINAL.bytes, types=("q8_0",)), tmp_path / "work"
     )
-    whole, half = (looking.costs.of(forms()[1].rough(share)[:1]) for share in (1.0, 0.5))
+    whole, half = (looking.costs.of(forms()[1].quick(share)[:1]) for share in (1.0, 0.5))
     assert whole is not None
     assert half is not None
     budget = round(PlainFiles.came * half.memory)
@@ -233,14 +232,14 @@ def test_a_file_larger_than_told_gives_way_to_a_smaller_one(
 def test_the_original_alone_may_be_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the folder holds its file, and the record says that nothing else was done."""
 
-    def forms(*_: Any) -> list[Family]:
+    def forms(*_: Any) -> list[Form]:
         last = ExportArgs(to="gguf", type="q8_0")
         return [
-            Family("none", (1.0,), lambda _: (last,)),
-            Family("prune", (0.5,), lambda _: (PruneConfig(keep=4, criterion="reap"), last)),
+            Form("none", (1.0,), lambda _: (last,)),
+            Form("prune", (0.5,), lambda _: (PruneConfig(keep=4, criterion="reap"), last)),
         ]
 
-    monkeypatch.setattr(search, "families", forms)
+    monkeypatch.setattr(search, "forms", forms)
     monkeypatch.setattr(search, "Files", PlainFiles)
     out = tmp_path / "out"
     budget = round(0.7 * ORIGINAL.bytes)
@@ -333,8 +332,8 @@ def test_text_is_divided_and_too_little_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = Family("shared", (0.5,), lambda _: (CondenseConfig(layers=1, keep="shared"),))
-    monkeypatch.setattr(search, "families", lambda *_: [*few(), shared])
+    shared = Form("shared", (0.5,), lambda _: (CondenseConfig(layers=1, keep="shared"),))
+    monkeypatch.setattr(search, "forms", lambda *_: [*few(), shared])
     out, budget = tmp_path / "out", int(0.8 * ORIGINAL.bytes)
     lines: list[str] = []
     monkeypatch.setattr("moesaic.estimates.QUICK", 0)
@@ -363,7 +362,7 @@ def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "families", few)
+    monkeypatch.setattr(search, "forms", few)
     config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4, confirm=1)
     recipe = recipe_of(tmp_path / "out")
     monkeypatch.setattr(search, "run_recipe", None)
@@ -392,11 +391,11 @@ def test_rounding_layer_by_layer_is_tried_where_no_single_type_fits(
         seen.append(form)
 
     monkeypatch.setattr(search, "Files", PlainFiles)
-    monkeypatch.setattr(search, "families", lambda *_: [])
+    monkeypatch.setattr(search, "forms", lambda *_: [])
     monkeypatch.setattr(Search, "texts", None)
     monkeypatch.setattr(Search, "_try", looked)
     looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, types=types), tmp_path)
-    with pytest.raises(MoesaicError, match="out of reach"):
+    with pytest.raises(MoesaicError, match="cannot be made smaller"):
         looking.run()
     assert seen == tried
 
@@ -408,11 +407,11 @@ def test_forms_are_refined_that_may_come_out_best(
     """Single steps near the best one too, nothing that loses over twice the best."""
     kls = {"a": 1.2, "b": 1.0, "c": 1.3, "d": 0.5}
 
-    def forms(*_: Any) -> list[Family]:
-        def made(name: str) -> Family:
+    def forms(*_: Any) -> list[Form]:
+        def made(name: str) -> Form:
             steps = (PruneConfig(keep=ord(name)),) * (2 if name == "d" else 1)
             fine = (PruneConfig(keep=ord(name), refit=True),) * len(steps)
-            return Family(name, (1.0,), lambda _: steps, (lambda _: fine,))
+            return Form(name, (1.0,), lambda _: steps, (lambda _: fine,))
 
         return [made(name) for name in kls]
 
@@ -423,7 +422,7 @@ def test_forms_are_refined_that_may_come_out_best(
         return Candidate(form, steps, weight, {"loss": 0.0, "kl": kls[form] - taken}, stage)
 
     seen: list[tuple[str, str]] = []
-    monkeypatch.setattr(search, "families", forms)
+    monkeypatch.setattr(search, "forms", forms)
     monkeypatch.setattr(Search, "share", lambda *_: 1.0)
     monkeypatch.setattr(Search, "_try", tried)
     looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, confirm=confirm), tmp_path)
@@ -485,10 +484,9 @@ def test_seconds_are_those_of_statistics_steps_and_measuring_counted_once(
 def test_many_layers_are_chosen_in_one_pass_over_the_text() -> None:
     """Where a few are, each is tried in every round."""
 
-    def searches(routed: int) -> set[str]:
-        thin = Family("slim", (0.5,), lambda share: (SlimConfig(keep=share),))
-        found = _of_layers("attention", routed, routed, thin, FitConfig(memory=1))
-        return {family.rough(0.5)[0].layer_search for family in found}  # type: ignore[union-attr]
+    def searches(layers: int) -> set[str]:
+        found = CondenseConfig.ladders(Shape(layers, 96, 8, experts=8, fewest=2, top_k=2))
+        return {ladder.quick(0.5).layer_search for ladder in found}
 
     assert (searches(8), searches(9)) == ({"greedy"}, {"cosine"})
 
@@ -505,7 +503,7 @@ def test_many_layers_are_chosen_in_one_pass_over_the_text() -> None:
 def test_what_cannot_be_is_refused(
     options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "families", few)
+    monkeypatch.setattr(search, "forms", few)
     given = ["fit", "tiny-moe", str(tmp_path / "out"), *options]
     with pytest.raises(MoesaicError) as raised:
         CliRunner().invoke(app, given, catch_exceptions=False)
@@ -516,7 +514,7 @@ def test_what_cannot_be_is_refused(
 def test_the_least_size_is_told_before_anything_is_tried_and_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "families", few)
+    monkeypatch.setattr(search, "forms", few)
     labels: list[str] = []
 
     def track(items: Any, label: str, total: int | None = None) -> Any:
@@ -530,14 +528,14 @@ def test_the_least_size_is_told_before_anything_is_tried_and_works(
         least = str(raised.value).removesuffix(".").rpartition(" ")[2]
         enough = FitConfig(**{name: parse_bytes(least)})
         looking = Search(recipe_of(tmp_path / "out"), enough, tmp_path / name)
-        assert any(looking.share(family, enough) for family in few())
+        assert any(looking.share(form, enough) for form in few())
     assert set(labels) == {"Sizing candidates"}
 
 
 def test_an_interrupted_search_leaves_the_best_recipe_so_far(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(search, "families", few)
+    monkeypatch.setattr(search, "forms", few)
     losses = iter([0.3, 0.1])
 
     def measured(_: Search, candidate: Candidate) -> Candidate:
@@ -565,7 +563,7 @@ def test_mixtures_have_forms_of_two_steps() -> None:
     source = resolve("tiny-shared-moe")
     assert isinstance(base_arch(source.config), MoEArch)
     verbs = {
-        tuple(step.verb for step in family.rough(family.shares[-1]))
-        for family in families(source, FitConfig(memory=1))
+        tuple(step.verb for step in form.quick(form.shares[-1]))
+        for form in forms(source, FitConfig(memory=1))
     }
     assert {("prune",), ("slim",), ("condense",), ("prune", "slim"), ("condense", "slim")} == verbs

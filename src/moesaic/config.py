@@ -29,6 +29,7 @@ from typing import (
 
 from moesaic.errors import MoesaicError, meant
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Track, Values, at_home, silent, suits
+from moesaic.ladder import Ladder, Shape
 
 if TYPE_CHECKING:
     import torch
@@ -225,6 +226,11 @@ class MethodConfig:
     def decides_from_stats(self) -> bool:
         """A file of ``observe`` serves these options."""
         return False
+
+    @classmethod
+    def ladders(cls, model: Shape) -> Iterable[Ladder[MethodConfig]]:
+        """Configs of rising size that ``fit`` tries on a model; none where nothing fits it."""
+        return ()
 
     @property
     def texts(self) -> list[str]:

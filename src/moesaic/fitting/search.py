@@ -25,10 +25,10 @@ from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, evaluation_to
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, in_words, notice
-from moesaic.fitting.candidates import Family, families, guessed, largest, mixed
 from moesaic.fitting.config import BUDGETS, FitConfig
-from moesaic.fitting.costs import Costs, Steps, Weight, told
 from moesaic.fitting.files import Files
+from moesaic.fitting.forms import Form, forms, guessed, largest, mixed
+from moesaic.fitting.sizes import Costs, Steps, Weight, told
 from moesaic.foreign import JSON, Track, give_back, silent
 from moesaic.io.layout import OWN, RECORD, own
 from moesaic.io.outputs import alone, discard, searched, whole_file, whole_folder
@@ -216,26 +216,31 @@ class Search:
         length = self.recipe.calibration.length or MethodConfig.window
         return Costs(self.recipe, folder, self.files, self.config.windows * length)
 
-    def share(self, family: Family, config: FitConfig) -> float | None:
-        """The largest of a family's shares that a budget has room for."""
+    def share(self, form: Form, config: FitConfig) -> float | None:
+        """The largest of a form's shares that a budget has room for."""
 
         def fits(share: float) -> bool:
-            weight = self.costs.of(family.rough(share))
+            weight = self.costs.of(form.quick(share))
             return weight is not None and weight.meets(config)
 
-        shares = family.shares
-        while shares and self.costs.of(family.rough(shares[0])) is None:
-            shares = shares[max(1, len(shares) // 8) :]  # too little for its form
+        shares = self._possible(form)
         if not shares:
-            self.refused[family.name] = self.costs.reason(family.rough(family.shares[-1]))
+            self.refused[form.name] = self.costs.reason(form.quick(form.shares[-1]))
             return None
-        least, most = (self.costs.of(family.rough(shares[i])) for i in (0, -1))
+        least, most = (self.costs.of(form.quick(shares[i])) for i in (0, -1))
         if least is None or not least.meets(config):
             return None
-        if len(family.rough(1.0)) > 1 and most is not None and most.meets(config):
+        if len(form.quick(1.0)) > 1 and most is not None and most.meets(config):
             return None  # there is room left: with less of the first step it is another form
         guess = None if most is None else guessed(shares, least, most, config)
         return largest(shares, fits, guess)
+
+    def _possible(self, form: Form) -> tuple[float, ...]:
+        """A form's shares but those that are too little for it."""
+        shares = form.shares
+        while shares and self.costs.of(form.quick(shares[0])) is None:
+            shares = shares[max(1, len(shares) // 8) :]
+        return shares
 
     # --- quality ---------------------------------------------------------------------------------
 
@@ -364,7 +369,7 @@ class Search:
             MoesaicError: nothing fits; names what would.
         """
         config, _ = self.config, self.texts  # too little text is said at once
-        known = families(self.source, config)
+        known = forms(self.source, config)
         if config.sized:
             chosen = self._best(known, config)
             if chosen is None:
@@ -382,23 +387,23 @@ class Search:
             logging.getLogger(__name__).warning("Not possible: %s (%s)", form, reason)
         return chosen, list(self._tried.values())
 
-    def _best(self, known: Sequence[Family], config: FitConfig) -> Candidate | None:
+    def _best(self, known: Sequence[Form], config: FitConfig) -> Candidate | None:
         """The best candidate within a budget of size; None where nothing fits."""
-        found: list[tuple[Family, float]] = []
-        for family in self.track(known, "Sizing candidates", len(known)):
-            share = self.share(family, config)
+        found: list[tuple[Form, float]] = []
+        for form in self.track(known, "Sizing candidates", len(known)):
+            share = self.share(form, config)
             if share is not None:
-                found.append((family, share))
+                found.append((form, share))
         if not found and not mixed(self.config):
             return None
-        careful = [make(share) for family, share in found for make in family.fine]
-        self._foretell([family.rough(share) for family, share in found], careful)
+        careful = [make(share) for form, share in found for make in form.careful]
+        self._foretell([form.quick(share) for form, share in found], careful)
         tried = []
-        for family, most in self.track(found, "Trying candidates", len(found)):
-            for share in self._from(family, most):
-                candidate = self._try(family.name, family.rough(share), "rough", config)
+        for form, most in self.track(found, "Trying candidates", len(found)):
+            for share in self._from(form, most):
+                candidate = self._try(form.name, form.quick(share), "rough", config)
                 if candidate is not None:
-                    tried.append((family, share, candidate))
+                    tried.append((form, share, candidate))
                     break
         tried.sort(key=lambda t: t[2].kl)
         singles = [t for t in tried if len(t[2].steps) == 1]
@@ -406,9 +411,9 @@ class Search:
         # nothing is chosen without the best single steps beside it
         few += [t for t in singles if t not in few and t[2].kl <= CLOSE * singles[0][2].kl]
         fine = [
-            (_called(family, share, make(share)), make(share))
-            for family, share, _ in few
-            for make in family.fine
+            (_called(form, share, make(share)), make(share))
+            for form, share, _ in few
+            for make in form.careful
         ]
         # rounding alone, also where no single type is narrow enough
         fine += [(asked.called, (asked,)) for asked in mixed(self.config)]
@@ -445,12 +450,12 @@ class Search:
             file,
         )
 
-    def _from(self, family: Family, most: float) -> Sequence[float]:
+    def _from(self, form: Form, most: float) -> Sequence[float]:
         """A share, and those below it: told sizes of files are a little off."""
         if self.files is None:
             return (most,)
-        place = family.shares.index(most)
-        return family.shares[max(0, place - SMALLER) : place + 1][::-1]
+        place = form.shares.index(most)
+        return form.shares[max(0, place - SMALLER) : place + 1][::-1]
 
     def _try(
         self, form: str, steps: Steps, stage: str, config: FitConfig | None = None
@@ -471,7 +476,7 @@ class Search:
         self._tried[self._key(told(steps))] = candidate
         return candidate
 
-    def _smallest_within(self, known: Sequence[Family]) -> Candidate:
+    def _smallest_within(self, known: Sequence[Form]) -> Candidate:
         """The smallest result whose loss is within ``max_loss``."""
         whole, best, most = self.original.bytes, None, self.config.max_loss
         assert most is not None
@@ -501,27 +506,31 @@ class Search:
             )
         return best
 
-    def _smallest(self, known: Iterable[Family]) -> str:
+    def _smallest(self, known: Iterable[Form]) -> str:
         """A message that names the smallest sizes within reach."""
-        reached = [self.costs.of(f.rough(f.shares[0])) for f in known]
-        weights = [w for w in reached if w is not None and (w.native or not self.config.plain)]
+        reached = [(form, shares[0]) for form in known if (shares := self._possible(form))]
+        weights = [self.costs.of(form.quick(share)) for form, share in reached]
+        possible = [w for w in weights if w is not None and (w.native or not self.config.plain)]
+        if not possible:
+            reasons = dict.fromkeys(self.refused.values())
+            return f"This model cannot be made smaller: {' '.join(reasons) or 'nothing fits it.'}"
         said = []
         for name in BUDGETS:
             wanted = getattr(self.config, name)
             if wanted is not None:
-                least = min((getattr(w, name) for w in weights), default=0)
+                least = min(getattr(weight, name) for weight in possible)
                 asked, smallest = map(in_unit if name == "memory" else int, (wanted, least))
                 said.append(f"{name} {asked} is out of reach: the least that works is {smallest}")
         return "; ".join(said) + "."
 
 
-def _called(family: Family, share: float, steps: Steps) -> str:
+def _called(form: Form, share: float, steps: Steps) -> str:
     """A form by the file that it ends in, which may be of another type than when quickly made."""
-    ends = family.rough(share)[-1], steps[-1]
+    ends = form.quick(share)[-1], steps[-1]
     if all(isinstance(end, ExportArgs) for end in ends):
         rough, fine = (end.called for end in ends if isinstance(end, ExportArgs))
-        return family.name.removesuffix(rough) + fine
-    return family.name
+        return form.name.removesuffix(rough) + fine
+    return form.name
 
 
 def figures(ours: Score, theirs: Score) -> JSON:

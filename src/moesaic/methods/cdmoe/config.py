@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
+from moesaic.ladder import Ladder, Rung, Shape
 
 CD_MOE = (
     "Cao et al., \"Condense, Don't Just Prune: Enhancing Efficiency and Performance in MoE Layer "
@@ -27,6 +29,8 @@ KEEPS = {
 """By what stays of a layer: the name of that, and the paper."""
 WITHOUT_FFN = ("attention", "nothing")
 """Of them what leaves no FFN, and so nothing to refit."""
+SEARCHED = 8
+"""Layers of which `fit` tries each in every round; of more it looks in one pass over the text."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,35 @@ class CondenseConfig(MethodConfig):
         if self.experts is not None and self.keep != "shared+routed":
             raise MoesaicError(
                 "experts says how many routed ones stay: it needs keep=shared+routed."
+            )
+
+    @classmethod
+    def ladders(cls, model: Shape) -> Iterator[Ladder[CondenseConfig]]:
+        kinds = ["shared"] if model.shared else []
+        kinds += [] if model.native or not model.experts else [*WITHOUT_FFN]
+        parts = {max(1, round(share * model.layers)) for share in (1 / 6, 1 / 3, 1 / 2)}
+        for kind in kinds:
+            most = model.layers - (kind == "nothing" and model.first_routes)
+            options: dict[str, Any] = {"keep": kind}
+            if model.layers > SEARCHED:
+                options["layer_search"] = "rank" if kind == "shared" else "cosine"
+            if model.native:  # such a result has no gate token by token
+                options["shared_gate"] = "mean"
+            quick = partial(cls, **options, refit=False)
+            careful = partial(cls, **options, refit=kind == "shared")
+
+            def of_share(share: float, make: Callable[..., CondenseConfig]) -> CondenseConfig:
+                return make(layers=round((1 - share) * model.layers))
+
+            yield Ladder(
+                f"condense to {kind}",
+                tuple(1 - n / model.layers for n in range(most, 0, -1)),
+                partial(of_share, make=quick),
+                partial(of_share, make=careful) if kind == "shared" else None,
+                [
+                    Rung(f"condense {n} to {kind}", quick(layers=n), careful(layers=n))
+                    for n in sorted(parts - {model.layers})
+                ],
             )
 
     @property

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
+from moesaic.ladder import FINEST, Ladder, Shape, shares_of
 
 Where = Literal["all", "ffn"]
 Choice = Literal["top-k", "threshold"]
@@ -106,6 +108,12 @@ class WINAConfig(ChannelsConfig):
     }
 
     choice: Choice = option("top-k", CHOICE, beyond="calibrated thresholds")
+
+    @classmethod
+    def ladders(cls, model: Shape) -> Iterator[Ladder[WINAConfig]]:
+        if not model.native:
+            shares = shares_of(FINEST, FINEST // 4, 2)
+            yield Ladder("channels", shares, lambda share: cls(active=share), reads_less=True)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from moesaic.config import MethodConfig, option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
+from moesaic.ladder import Ladder, Rung, Shape
 
 LEXI = (
     'Chitty-Venkata et al., "LExI: Layer-Adaptive Active Experts for Efficient MoE Model '
@@ -44,6 +45,20 @@ class LExIConfig(MethodConfig):
         minimum=0,
     )
     gram_mb: int = option(256, "MiB for one layer's Gram matrices.", minimum=1, seldom=True)
+
+    @classmethod
+    def ladders(cls, model: Shape) -> Iterator[Ladder[LExIConfig]]:
+        few = {round(share * model.top_k) for share in (3 / 4, 1 / 2)} - {0, model.top_k}
+        rungs = [Rung(f"{n} a token", *[cls(experts_per_token=n)] * 2) for n in sorted(few)]
+        parts = 1 if model.native else model.layers
+        shares = tuple(n / (model.top_k * parts) for n in range(parts, model.top_k * parts))
+        if not shares:
+            return
+
+        def of_share(share: float) -> LExIConfig:
+            return cls(experts_per_token=share * model.top_k, by_layer=not model.native)
+
+        yield Ladder("experts a token", shares, of_share, rungs=rungs, reads_less=True)
 
     @property
     def uniform(self) -> bool:

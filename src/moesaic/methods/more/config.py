@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
+from moesaic.ladder import FINEST, Ladder, Shape, shares_of
 
 Variant = Literal["full", "backbone", "random", "naive", "static"]
 Router = Literal["cosine", "ridge"]
@@ -114,6 +117,19 @@ class MoREConfig(MethodConfig):
         beyond="refitted down projections",
     )
     seed: int = seed_option("Seed of clustering and of random routing.", seldom=True)
+
+    @classmethod
+    def ladders(cls, model: Shape) -> Iterator[Ladder[MoREConfig]]:
+        if model.experts or model.native:
+            return
+        petals = partial(cls, layers="all", experts=64, top_k=0, router="ridge")
+        yield Ladder(
+            "carve",
+            shares_of(FINEST, FINEST // 4, 2),
+            lambda share: petals(active=share),
+            lambda share: petals(active=share, refit=True),
+            reads_less=True,
+        )
 
     def check(self) -> None:
         """Refuse options that contradict each other.

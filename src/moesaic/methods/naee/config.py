@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
+from moesaic.ladder import FINEST, Ladder, Rung, Shape, shares_of
 from moesaic.methods.naee.criteria import CRITERIA, NAEE, Compared, Criterion
 
 MIXTRAL_C4 = (
@@ -22,6 +23,8 @@ MIXTRAL_MATH = (
     *(0.386, 0.407, 0.395, 0.354, 0.340, 0.351, 0.334, 0.368, 0.365, 0.346),
 )
 """The betas that App. A.7 publishes for Mixtral 8x7B, by calibration text."""
+KEPT = (7 / 8, 3 / 4, 1 / 2)
+"""Shares of the experts that stay before something else is made smaller."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,31 @@ class PruneConfig(MethodConfig):
     )
     seed: int = seed_option("Seed of random choice.", seldom=True)
 
+    @classmethod
+    def ladders(cls, model: Shape) -> Iterator[Ladder[PruneConfig]]:
+        if not model.experts:
+            return
+        counts = range(model.fewest, model.experts + 1, model.groups)
+        yield Ladder(
+            "prune",
+            shares_of(model.experts, model.fewest, model.groups),
+            lambda share: cls(keep=round(share * model.experts), refit=False),
+            lambda share: cls(keep=round(share * model.experts), refit=True),
+            [
+                Rung(f"prune {count}", cls(keep=count, refit=False), cls(keep=count, refit=True))
+                for count in _at_least(counts, [share * model.experts for share in KEPT])
+                if count < model.experts
+            ],
+        )
+        if model.layers > 1 and not model.native:
+            total = model.layers * model.experts
+            yield Ladder(
+                "prune spread",
+                shares_of(total, model.layers * model.fewest, max(1, total // FINEST)),
+                lambda share: cls(keep=share * model.experts, uniform=False, refit=False),
+                lambda share: cls(keep=share * model.experts, uniform=False, refit=True),
+            )
+
     @property
     def chosen(self) -> Criterion:
         """The criterion itself."""
@@ -127,6 +155,16 @@ class PruneConfig(MethodConfig):
             )
         if self.progressive and not criterion.observes:
             raise MoesaicError(f"{by} sees no tokens: progressive changes nothing.")
+
+
+def _at_least(counts: range, wanted: list[float]) -> list[int]:
+    """For each wish the smallest number that is not below it, falling; each number once.
+
+    >>> _at_least(range(4, 13, 4), [11, 9, 6, 3])
+    [12, 8, 4]
+    """
+    chosen = {next((n for n in counts if n >= wish), counts[-1]) for wish in wanted}
+    return sorted(chosen, reverse=True)
 
 
 @dataclass(frozen=True)

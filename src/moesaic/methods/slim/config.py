@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 from moesaic.config import MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
+from moesaic.ladder import FINEST, Ladder, Shape, shares_of
 from moesaic.methods.slim.scores import SCORES, Compared, Score
 
 BEST = "surgeon"
@@ -82,6 +83,33 @@ class SlimConfig(MethodConfig):
         "expert they are of. The result is then moesaic_<base>.",
     )
     seed: int = seed_option("Seed of random choice.", seldom=True)
+
+    @classmethod
+    def ladders(cls, model: Shape) -> Iterator[Ladder[SlimConfig]]:
+        pairs = model.experts and pairs_bytes(model.experts, model.width) <= PAIRS_BYTES
+        score = BEST if pairs else "energy"
+
+        def ladder(name: str, shares: tuple[float, ...], **options: Any) -> Ladder[SlimConfig]:
+            return Ladder(
+                name,
+                shares,
+                lambda share: cls(keep=share, score="energy", refit=False, **options),
+                lambda share: cls(keep=share, score=score, refit=True, **options),
+                fills=True,
+            )
+
+        yield ladder("slim", model.widths)
+        best, shares, options = "slim", model.widths, dict[str, Any]()
+        if model.uneven:
+            one_each = -(-FINEST // model.width)
+            shares, options = shares_of(FINEST, one_each), {"uneven": True, "multiple": 1}
+            yield ladder("slim uneven", shares, **options)
+            best, options = f"{best} uneven, spread", {**options, "spread": "sensitivity"}
+        if model.shared:
+            half = ladder(f"{best} shared", shares, shared=0.5, **options)
+            yield replace(half, fills=False)
+        if model.uneven:
+            yield ladder(best, shares, **options)
 
     @property
     def chosen(self) -> Score:

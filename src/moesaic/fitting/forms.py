@@ -1,0 +1,179 @@
+"""Forms of recipes whose size follows from one number, and the number that meets a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.config import ExportArgs, MethodConfig
+from moesaic.errors import MoesaicError
+from moesaic.estimates import Built
+from moesaic.fitting.config import BUDGETS, FitConfig
+from moesaic.fitting.sizes import Steps, Weight
+from moesaic.io.source import Source
+from moesaic.ladder import Ladder, Shape
+from moesaic.methods import METHODS
+from moesaic.methods.mixtures import least_experts
+
+BLOCK = 32
+"""Weights that GGUF's types round together, at least."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Recipes of one form, of which one number is open."""
+
+    name: str
+    shares: tuple[float, ...]
+    """The values of that number, rising: the larger, the larger the result."""
+    quick: Callable[[float], Steps]
+    """The recipe that is quick to carry out."""
+    careful: Sequence[Callable[[float], Steps]] = ()
+    """The same size, made with more care."""
+
+
+def forms(source: Source, config: FitConfig) -> list[Form]:
+    """All forms of recipe that a model may be fitted by: ladders of methods, alone and in pairs.
+
+    Raises:
+        MoesaicError: the model is of no architecture that can be made smaller.
+    """
+    shape = _shape(source, config)
+    ladders = [ladder for method in METHODS.values() for ladder in method.ladders(shape)]
+    size = config.memory or config.parameters
+    # where weights are to go, what keeps them all serves no budget
+    whole = [
+        one for one in ladders if not one.reads_less or (config.active_parameters and not size)
+    ]
+    first = [one for one in ladders if not one.reads_less or config.active_parameters]
+    found = [_alone(ladder) for ladder in whole]
+    if fill := [ladder for ladder in ladders if ladder.fills]:
+        found += _pairs(first, fill[-1])
+    if not config.types:
+        return found
+    return [form for type in config.types for form in _as_files(found, type, config)]
+
+
+def mixed(config: FitConfig) -> Sequence[ExportArgs]:
+    """The file whose layers have the best of several types; nothing where one was asked for."""
+    if len({*config.types} - {"f32"}) < 2:
+        return ()
+    return (ExportArgs(to="gguf", memory=config.memory, among=config.types),)
+
+
+def _shape(source: Source, config: FitConfig) -> Shape:
+    """What ladders follow from, read off headers.
+
+    Raises:
+        MoesaicError: no layer routes, or the architecture is unknown.
+    """
+    arch, model = base_arch(source.config), Built(source.config, None).model
+    itemsize = next(model.parameters()).element_size()
+    multiple = BLOCK if config.types else 16 // itemsize  # rows of 16 bytes are what kernels like
+    layers = arch.layers(model)
+    if not isinstance(arch, MoEArch):
+        widths = [arch.width_of(layer) for layer in layers]
+        return Shape(len(layers), min(widths), multiple, native=config.plain)
+    routed = arch.moe_layers(model)
+    if not routed:
+        raise MoesaicError("No layer of this model routes.")
+    view = arch.mixture(layers[routed[0]])
+    return Shape(
+        layers=len(routed),
+        width=view.width,
+        multiple=multiple,
+        experts=view.count,
+        fewest=least_experts(arch, view.top_k, source.config),
+        groups=arch.group_count(source.config),
+        top_k=0 if arch.chosen is None else view.top_k,
+        shared=bool(view.shared_width),
+        uneven=not view.odd and not config.plain,
+        first_routes=0 in routed,
+        native=config.plain,
+    )
+
+
+def _alone(ladder: Ladder[MethodConfig]) -> Form:
+    careful = [ladder.careful] if ladder.careful else []
+    return Form(
+        ladder.name,
+        ladder.shares,
+        lambda share: (ladder.quick(share),),
+        [lambda share, make=make: (make(share),) for make in careful],  # type: ignore[misc]
+    )
+
+
+def _pairs(ladders: Sequence[Ladder[MethodConfig]], fill: Ladder[MethodConfig]) -> Iterator[Form]:
+    """A rung of one ladder, and what is left of the budget filled by another."""
+    make = fill.careful or fill.quick
+    for rung in (rung for ladder in ladders for rung in ladder.rungs):
+        yield Form(
+            f"{rung.name}, {fill.name}",
+            fill.shares,
+            lambda share, first=rung.quick: (first, fill.quick(share)),  # type: ignore[misc]
+            [lambda share, first=rung.careful: (first, make(share))],  # type: ignore[misc]
+        )
+
+
+def _as_files(found: Sequence[Form], type: str, config: FitConfig) -> Iterator[Form]:
+    """The same forms, and none, with a GGUF file made in the end.
+
+    It is of one type, and where that is made with care, of the best of all for each layer.
+    """
+    last = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
+    yield Form(type, (1.0,), lambda _: (last,))
+    for form in found:
+        ends = product(form.careful, (last, *mixed(config)))
+        careful = [_before(make, end) for make, end in ends]
+        yield Form(f"{form.name}, {type}", form.shares, _before(form.quick, last), careful)
+
+
+def _before(steps: Callable[[float], Steps], last: ExportArgs) -> Callable[[float], Steps]:
+    return lambda share: (*steps(share), last)
+
+
+def largest(
+    shares: Sequence[float], fits: Callable[[float], bool], guess: int | None = None
+) -> float | None:
+    """The largest share that fits, where all below it do; None where none does.
+
+    Args:
+        shares: rising.
+        fits: asked as seldom as can be.
+        guess: the place where it is looked for first.
+
+    >>> largest([0.25, 0.5, 0.75, 1.0], lambda share: share < 0.8), largest([0.5], lambda _: False)
+    (0.75, None)
+    >>> asked = []
+    >>> largest([1, 2, 3, 4, 5, 6, 7, 8], lambda s: not asked.append(s) and s < 6, guess=4), asked
+    (5, [5, 6])
+    """
+    low, high = 0, len(shares)  # all before low fit, none from high on
+    while low < high:
+        middle = (low + high) // 2
+        if guess is not None and low <= guess < high:
+            middle, guess = guess, guess + 1
+        low, high = (middle + 1, high) if fits(shares[middle]) else (low, middle)
+    return shares[low - 1] if low else None
+
+
+def guessed(shares: Sequence[float], least: Weight, most: Weight, config: FitConfig) -> int:
+    """The place of the largest share that fits if sizes rise evenly.
+
+    Args:
+        shares: rising.
+        least: of the first.
+        most: of the last.
+        config: the budget.
+    """
+    places = []
+    for name in BUDGETS:
+        limit, low, high = (getattr(of, name) for of in (config, least, most))
+        if limit is not None and high > low:
+            part = (limit - low) / (high - low)
+            wanted = shares[0] + part * (shares[-1] - shares[0])
+            places.append(sum(share <= wanted + 1e-9 for share in shares) - 1)
+    return max(0, min(places, default=len(shares) - 1))
