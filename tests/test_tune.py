@@ -197,7 +197,7 @@ def test_routers_learn_from_the_original() -> None:
         )
 
 
-@pytest.mark.parametrize("router", ["cosine", "ridge", "backbone"])
+@pytest.mark.parametrize("router", ["cosine", "ridge"])
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_a_carved_models_routers_learn(router: str, top_k: int, tokens: Tokens) -> None:
     """Only they change, towards the original, and what trains is what runs at decoding."""

@@ -78,9 +78,11 @@ class CarvedFFN(nn.Module):
         """The whole block as three matrices, in carved order."""
         return dense_ffn(self, self.names)
 
+    # Group sizes differ call by call: traced, each of them would be compiled anew.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, x.shape[-1])
-        on_TR = self._routed(x_TD)
+        on_TR = None if self.training else self._routed(x_TD)
         if on_TR is None or not self._worth_moving(x_TD, on_TR):
             y_TD = self._masked(x_TD, on_TR)
         else:
@@ -88,10 +90,7 @@ class CarvedFFN(nn.Module):
         return y_TD.view_as(x)
 
     def _routed(self, x_TD: Tensor) -> Tensor | None:
-        """The weight of each petal, zero where a token does not run it (T, R); None where all run.
-
-        In training all tokens are routed, since routers learn from them.
-        """
+        """The weight of each petal (T, R), zero where a token does not run it; None: all run."""
         routes = self.phase is None or self.phase.skips or self.training
         if self.router is None or not routes:
             return None
@@ -99,7 +98,10 @@ class CarvedFFN(nn.Module):
         return on_TR * norm_scale(on_TR) if self.weighs else on_TR
 
     def _masked(self, x_TD: Tensor, on_TR: Tensor | None) -> Tensor:
-        """Every neuron through the projections as they are, idle ones set to zero."""
+        """Every neuron through the projections as they are, idle ones set to zero.
+
+        In training all tokens are routed, and here, behind the projections: idle gates learn, too.
+        """
         names, act = self.names, act_of(self, self.names)
         h_TM = getattr(self, names.up)(x_TD)
         if names.gate is None:
@@ -109,13 +111,12 @@ class CarvedFFN(nn.Module):
             h_TM = act(gate_TM) * up_TM
         else:
             h_TM = act(getattr(self, names.gate)(x_TD)) * h_TM
+        on_TR = self._routed(x_TD) if self.training else on_TR
         if on_TR is not None:
             h_TM = h_TM * self._by_neuron(on_TR, h_TM.shape[1]).to(h_TM.dtype)
         y_TD: Tensor = getattr(self, names.down)(h_TM)
         return y_TD
 
-    # Group sizes differ call by call: traced, each of them would be compiled anew.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _apart(self, x_TD: Tensor, on_TR: Tensor) -> Tensor:
         """The same, by the backbone over all tokens, and each petal once over those that run it."""
         ffn, weights_TR = self.view(), on_TR.to(x_TD.dtype)
@@ -134,9 +135,9 @@ class CarvedFFN(nn.Module):
         return y_TD if ffn.down_bias_D is None else y_TD + ffn.down_bias_D
 
     def _worth_moving(self, x_TD: Tensor, on_TR: Tensor) -> bool:
-        """Whether each petal should take its own tokens; not where idle gates learn, too."""
+        """Whether each petal should take its own tokens."""
         narrow = sum(self.petals) / len(self.petals) < (NARROW if x_TD.is_cpu else LAUNCHED)
-        if narrow or (self.training and on_TR.requires_grad) or self._called():
+        if narrow or self._called():
             return False
         return (on_TR > 0).float().mean().item() < CROWDED
 

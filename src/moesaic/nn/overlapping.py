@@ -40,8 +40,7 @@ class OverlappingFFN(CarvedFFN):
         self.register_buffer("experts", torch.empty(experts, width, dtype=torch.int64))
 
     def _worth_moving(self, x_TD: Tensor, on_TR: Tensor) -> bool:
-        learns = self.training and on_TR.requires_grad
-        return self.form == "moe" and not learns and not self._called()
+        return self.form == "moe" and not self._called()
 
     def _parts(self, ffn: DenseFFN) -> Iterable[DenseFFN]:
         return map(ffn.chosen, self.experts)
