@@ -32,12 +32,11 @@ pytestmark = [pytest.mark.documents, pytest.mark.filterwarnings("ignore")]
 
 STANDS = {"smollm2": "tiny-dense", "OTHER": "tiny-dense", "ORIGINAL": "tiny-moe"}
 """Small models, by the names of big ones."""
-MODELS = {"carve": "tiny-dense", "similarity": "tiny-dense", "condense": "tiny-shared-moe"}
+MODELS = {"carve": "tiny-dense", "condense": "tiny-shared-moe"}
 """What ``MODEL`` stands for, by command; else a mixture without a shared expert."""
 LESS = {
     "carve": "--samples 4 --max-tokens 512 -o rounds=0",
     "observe": "--samples 4",
-    "similarity": "--samples 4",
     "fit": "--samples 8 --max-tokens 512",
     "eval": "--max-tokens 512",
     "bench": "--rounds 1",

@@ -284,7 +284,6 @@ VERBS = {
     "llama": {
         "carve": ["{out}", "--active", "0.85", "--refit", *TEXT],
         "slim": ["{out}", "--keep", "0.5", "--refit", *TEXT],
-        "similarity": [*TEXT[:-1]],
     },
 }
 """What each verb is given beside a file; a mixture's are tried on a mixture."""

@@ -12,7 +12,6 @@ from .api import observe as observe
 from .api import prune as prune
 from .api import push as push
 from .api import run_recipe as run_recipe
-from .api import similarity as similarity
 from .api import skip as skip
 from .api import slim as slim
 from .api import tune as tune

@@ -20,7 +20,6 @@ from moesaic.exports import export
 from moesaic.fitting.search import fit
 from moesaic.foreign import Model
 from moesaic.methods import methods_of
-from moesaic.methods.more.similarity import similarity
 from moesaic.methods.naee.observing import observe
 from moesaic.metrics.bench import bench
 from moesaic.metrics.evaluate import evaluate
@@ -45,7 +44,6 @@ __all__ = [
     "prune",
     "push",
     "run_recipe",
-    "similarity",
     "skip",
     "slim",
     "tune",

@@ -27,7 +27,7 @@ from moesaic.cli.options import (
     option,
     pairs,
 )
-from moesaic.cli.shared import carry_out, columns, emit, register, tell
+from moesaic.cli.shared import carry_out, emit, register, tell
 from moesaic.config import Calibration, Evaluation, Verb, about, check_device, parse_dtype
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_file
@@ -186,48 +186,8 @@ def observe(
     emit(as_json, figures, f"Statistics of {len(header['layers'])} layers in {stats}")
 
 
-def similarity(
-    model: Model,
-    against: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Compared with it at the same depths.")
-    ] = None,
-    other: Annotated[
-        str, typer.Option(metavar="TEXT", help="Compared with the calibration text, layer by layer")
-    ] = "",
-    as_json: AsJson = False,
-    **given: Value,
-) -> None:
-    """How alike layers, models and texts are in what FFNs activate: centred kernel alignment."""
-    for name in (model, against or model):
-        check_name(name)
-    device = check_device(given.pop("device", Recipe.device))
-    dtype = parse_dtype(given.pop("dtype", Recipe.dtype))
-    calibration = checked(Calibration, given, "")
-    from moesaic import api
-    from moesaic.cli.bars import bars
-
-    found = api.similarity(
-        model,
-        against=against,
-        other=other or None,
-        calibration=calibration,
-        device=device,
-        dtype=dtype,
-        track=bars,
-    )
-    depths = found["depths"]
-    compared = [("shallow", "middle"), ("middle", "deep"), ("shallow", "deep")]
-    table = {f"{a} - {b}": found["layers"][depths[a]][depths[b]] for a, b in compared}
-    shown = {model: {f"{name}: layer": i for name, i in depths.items()} | table}
-    for name in ("against", "other"):
-        if name in found:
-            at = {depth: found[name][i] for depth, i in depths.items()}
-            shown[model] |= {f"{name}, {depth}": value for depth, value in at.items()}
-    emit(as_json, found, columns(shown))
-
-
 def commands() -> None:
-    """Make the commands of all verbs, of observe and of similarity."""
+    """Make the commands of all verbs, and of observe."""
     for name in VERBS:
         verb, options = VERBS[name], verb_options(VERBS[name])
         known = [of.name for config in methods_of(name).values() for of in fields(config)]
@@ -237,5 +197,3 @@ def commands() -> None:
     text = [option(Calibration, name) for name in TEXT]
     options = [*text, Option("gram_mb", "--gram-mb", int, told), DEVICE, DTYPE]
     register("observe", observe, "moesaic observe tiny-moe tiny-moe.stats", options)
-    example = "moesaic similarity tiny-dense --calibration prose --other reference"
-    register("similarity", similarity, example, [*text, DEVICE, DTYPE])
