@@ -13,7 +13,7 @@ from itertools import groupby
 from markupsafe import Markup, escape
 
 from moesaic.record import Bars, Figure, Heat, Lines, Row
-from moesaic.report.numbers import number, percent, perplexity, ranges
+from moesaic.report.numbers import number, percent, perplexity, ranges, share
 
 OKABE_ITO = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#8a8a8a",
@@ -357,7 +357,7 @@ def heat(of: Heat, rows: Sequence[Row], row: float, cell: float, head: str) -> D
         base = y + row / 2 + 3
         if n % math.ceil(10 / row) == 0:
             out.append(text(left - 8, base, r.label, "quiet", "end"))
-        note = number(r.bar, ".3g") if r.bar is not None else r.note
+        note = r.note if r.bar is None else share(r.bar)
         notes.append(note)
         cells = []
         for k, value in enumerate(r.values):
@@ -365,8 +365,8 @@ def heat(of: Heat, rows: Sequence[Row], row: float, cell: float, head: str) -> D
             if value is None and r.gone is None and not outlined:
                 continue
             x = left + k * cell
-            share = 0.6 if value is None else value / (r.darkest or darkest or 1.0)
-            strength = min(1.0, 0.05 + 0.75 * max(0.0, share))
+            depth = 0.6 if value is None else value / (r.darkest or darkest or 1.0)
+            strength = min(1.0, 0.05 + 0.75 * max(0.0, depth))
             kind = "gone" if gone else "heat kept" if outlined else "heat"
             tip = _tip(of, r, k)
             cells.append(_Cell(x, y, cell - gap, row - gap, strength, tip, kind, gone))
