@@ -27,7 +27,7 @@ from moesaic.methods.channels.config import TEALConfig, WINAConfig
 from moesaic.methods.channels.gradients import gradient_sizes
 from moesaic.methods.channels.method import Layer, cut_of, top
 from moesaic.methods.channels.projections import Projection, projections
-from moesaic.methods.channels.scores import Scores, one_threshold
+from moesaic.methods.channels.thresholds import Scores, one_threshold
 from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
 from moesaic.nn import kernels
@@ -648,7 +648,7 @@ def test_gradients_decide_how_many_and_the_choice_whether_tokens_differ():
     "options",
     [
         {"choice": "threshold"},
-        {"choice": "threshold", "shares": "greedy", "steps": 2, "propagate": True},
+        {"choice": "threshold", "shares": "greedy", "steps": 2},
         {"gradients": True},
     ],
 )
@@ -661,7 +661,7 @@ def test_a_resumed_run_decides_what_is_missing_alone(options, tmp_path, monkeypa
     weighed, scored = [], Layer.scored
 
     def watched(self, *arguments):
-        weighed.append(self.index)
+        weighed.append(self.block.index)
         return scored(self, *arguments)
 
     monkeypatch.setattr(Layer, "scored", watched)
@@ -780,8 +780,6 @@ def test_carved_blocks_are_left_as_they_are():
     [
         ({"active": 0.0}, "active 0 is not a ratio"),
         ({"active": 1.5}, "active 1.5 is not a ratio"),
-        ({"propagate": True}, "needs choice threshold or shares greedy"),
-        ({"propagate": True, "gradients": True, "choice": "threshold"}, "leave one out"),
     ],
 )
 def test_wrong_options_are_answered(options, message):

@@ -246,7 +246,6 @@ AT_ONCE = [
     (["carve", "MODEL", "OUT", "-o", "beta=1"], "carve.beta is not an option"),
     (["carve", "MODEL", "OUT", "-o", "beta"], "--option 'beta' is not key=value"),
     (["carve", "MODEL", "OUT", "-o", "alpha=2"], "-o alpha=2 must be"),
-    (["carve", "MODEL", "OUT", "--propagate"], "--propagate"),
     (["carve", "MODEL", "OUT", "--recipe", "worst"], "known: best"),
     (["carve", "MODEL", "OUT", "--compare", "static"], "--compare static: WINA has no comparisons"),
     (["prune", "MODEL", "OUT", "--keep", "2", "--compare", "magic"], "--compare 'magic'"),

@@ -21,7 +21,7 @@ from moesaic.methods.beyond.recovery import recover
 from moesaic.methods.budget import LayerSize, split_for_share, split_for_target
 from moesaic.methods.cdmoe.divergence import cosine, js, kl
 from moesaic.methods.cdmoe.experts import tail_exponent
-from moesaic.methods.channels.scores import Scores
+from moesaic.methods.channels.thresholds import Scores
 from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.methods.more.formulas import petals_of, prototypes
 from moesaic.methods.naee.search import every_set, exhaustive

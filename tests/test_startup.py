@@ -26,7 +26,6 @@ COMMANDS = [
     ["carve", "tiny-dense", "out", "--method", "chisel"],
     ["carve", "tiny-dense", "out", "--actve", "0.8"],
     ["carve", "tiny-dense", "out", "--router", "magnetic"],
-    ["carve", "tiny-dense", "out", "--propagate"],
     ["carve", "no-such-model", "out"],
     ["carve", "./no/such/folder", "out"],
     ["carve", "tiny-dense", "{existing}"],

@@ -35,7 +35,6 @@ SHARES = (
     "less is lost by it."
 )
 STEPS = "Steps of the greedy search in each layer."
-PROPAGATE = "Calibrate each layer on what the layers before it pass on while they skip."
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ class ChannelsConfig(MethodConfig):
     choice: Choice = option("top-k", CHOICE)
     shares: Shares = option("uniform", SHARES)
     steps: int = option(16, STEPS, minimum=1, seldom=True)
-    propagate: bool = option(False, PROPAGATE, beyond="calibrated on propagated inputs")
     gradients: bool = option(
         False,
         "Rank channels by |x| times the size of the loss's gradient, and let one threshold for the "
@@ -74,15 +72,7 @@ class ChannelsConfig(MethodConfig):
         """
         if not 0 < self.active <= 1:
             raise MoesaicError(
-                f"active {self.active:g} is not a ratio; it must be above 0, at most 1.",
-            )
-        if self.gradients and self.propagate:
-            raise MoesaicError(
-                "propagate goes layer by layer, gradients through the whole model: leave one out.",
-            )
-        if self.propagate and not self.calibrates:
-            raise MoesaicError(
-                "propagate says what is calibrated on: it needs choice threshold or shares greedy.",
+                f"active {self.active:g} is not a ratio; it must be above 0, at most 1."
             )
 
     @property

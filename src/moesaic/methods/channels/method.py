@@ -18,7 +18,7 @@ Where we depart from the papers:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
@@ -37,11 +37,11 @@ from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.channels.config import ChannelsConfig
 from moesaic.methods.channels.gradients import gradient_sizes
 from moesaic.methods.channels.projections import Projection, projections, watched
-from moesaic.methods.channels.scores import Scores, one_threshold, shares_for
+from moesaic.methods.channels.thresholds import Scores, one_threshold, shares_for
 from moesaic.methods.words import percent, some
 from moesaic.nn.channels import WHOLE, Cut
 from moesaic.observation.job import Finished, Job
-from moesaic.observation.stream import Block
+from moesaic.observation.stream import Block, Spill
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.surgery import applied, headers_of, layer_uses
@@ -92,12 +92,7 @@ class Channels(Method[ChannelsConfig, Arch]):
         options = asdict(config)
         finished = job.finished({"config": options, "calibration": fingerprint})
         if not all(("result", i) in finished for i in wanted):
-            decide = (
-                self.decided_at_once
-                if config.gradients or not config.calibrates
-                else self.decided_in_turn
-            )
-            for i, layer in decide(job, wanted, share, finished):
+            for i, layer in self._decided(job, wanted, share, finished):
                 finished.add("result", i, layer, {})
         layers = {i: finished["result", i][0] for i in wanted}
         plan = Plan(config.name, job.base, layers, options, fingerprint)
@@ -109,15 +104,17 @@ class Channels(Method[ChannelsConfig, Arch]):
         uses = layer_uses(job.shape, job.arch)
         wanted = self.choose(job, uses)
         share = self.share(wanted, uses)
-        score = "given" if config.gradients else config.score
         layers = {}
-        for i, found in wanted.items():
-            sizes = {
-                p.path: (uses[i].experts, p.inputs) if p.experts else (p.inputs,) for p in found
+        for i, parts in wanted.items():
+            factors = {
+                p.path: torch.zeros((uses[i].experts, p.inputs) if p.experts else p.inputs)
+                for p in parts
             }
-            given = {path: torch.zeros(size) for path, size in sizes.items()}
-            layers[i] = ChannelsLayer(
-                {p.path: top(p, share) for p in found}, score, given if config.gradients else {}
+            cuts = {p.path: top(p, share) for p in parts}
+            layers[i] = (
+                ChannelsLayer(cuts, "given", factors)
+                if config.gradients
+                else ChannelsLayer(cuts, config.score)
             )
         passes = float(config.calibrates)
         if config.shares == "greedy" and not config.gradients:
@@ -126,7 +123,7 @@ class Channels(Method[ChannelsConfig, Arch]):
         return Outline(
             Plan(config.name, job.base, layers, asdict(config)),
             exact=config.shares == "uniform" and not config.gradients,
-            passes=passes + config.propagate + 3.0 * config.gradients,
+            passes=passes + 3.0 * config.gradients,
             whole=config.gradients,
         )
 
@@ -137,11 +134,11 @@ class Channels(Method[ChannelsConfig, Arch]):
             MoesaicError: there are none.
         """
         config = self.config
-        found = {
+        every = {
             i: projections(job.layers[i], job.arch, uses[i], config.where)
             for i in chosen_layers(config.layers, len(uses))
         }
-        wanted = {i: some for i, some in found.items() if some}
+        wanted = {i: parts for i, parts in every.items() if parts}
         if not wanted:
             raise MoesaicError(
                 f"No projection of layers {config.layers} can skip channels with where "
@@ -155,7 +152,7 @@ class Channels(Method[ChannelsConfig, Arch]):
         Raises:
             MoesaicError: no share meets the target; says what is within reach.
         """
-        own = {f"{i}.{p.path}": p.run for i, found in wanted.items() for p in found}
+        own = {f"{i}.{p.path}": p.run for i, parts in wanted.items() for p in parts}
         all_run = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
         others = max(0.0, all_run - sum(own.values()))
         share = shares_for(own, others, self.config.active)
@@ -167,78 +164,63 @@ class Channels(Method[ChannelsConfig, Arch]):
             )
         return share
 
-    # --- without looking at layers, or at all of them at once ------------------------------------
+    # --- decided ---------------------------------------------------------------------------------
 
-    def decided_at_once(
+    def _decided(
         self, job: Job[Arch], wanted: Wanted, share: float, finished: Finished
     ) -> Iterator[tuple[int, ChannelsLayer]]:
-        """Every layer's plan: by the one share alone, or by gradients through the whole model."""
+        """The plan of every layer, of those that have none yet where layers are decided alone."""
         config = self.config
-        if not config.gradients:
-            for i, found in wanted.items():
-                cuts = {p.path: top(p, share) for p in found}
-                yield i, ChannelsLayer(cuts, config.score)
+        if config.gradients:
+            yield from self._by_gradients(job, wanted, share, finished)
             return
-        factors = self._gradients(job, wanted, finished)
-        scores: dict[str, Scores] = {}
-        for block in self._blocks(job, wanted):
-            found = wanted[block.index]
-            seen = {p.path: factors[block.index, p.path] for p in found}
-            scores |= {f"{block.index}.{k}": v for k, v in block.scored(found, seen).items()}
-            block.pass_on()
-        every = {f"{i}.{p.path}": p for i, found in wanted.items() for p in found}
+        if not config.calibrates:
+            for i, parts in wanted.items():
+                yield i, ChannelsLayer({p.path: top(p, share) for p in parts}, config.score)
+            return
+        missing = [i for i in wanted if ("result", i) not in finished]
+        for layer in self._layers(job, missing):
+            parts = wanted[layer.block.index]
+            factors = {p.path: self._factor(layer.block.layer, p, job.arch) for p in parts}
+            scores = layer.scored(parts, factors)
+            shares = {p.path: share for p in parts}
+            if config.shares == "greedy":
+                shares = layer.greedy(parts, scores, share, config)
+            cuts = {p.path: cut_of(p, shares[p.path], scores[p.path], config.choice) for p in parts}
+            yield layer.block.index, ChannelsLayer(cuts, config.score)
+
+    def _by_gradients(
+        self, job: Job[Arch], wanted: Wanted, share: float, finished: Finished
+    ) -> Iterator[tuple[int, ChannelsLayer]]:
+        """One threshold for the whole model, on scores by the sizes of gradients."""
+        if not all(("gradients", i) in finished for i in wanted):  # kept, to resume from
+            few = Tokens(*_first(job.tokens, self.config.gradient_tokens))
+            sizes = gradient_sizes(job.live(inplace=True), job.arch, wanted, few, job.track)
+            for i, parts in wanted.items():
+                by_path = {p.path: sizes[i, p.path] for p in parts}
+                cuts = dict.fromkeys(by_path, WHOLE)
+                finished.add("gradients", i, ChannelsLayer(cuts, "given", by_path), {})
+        factors = {i: cast(ChannelsLayer, finished["gradients", i][0]).factors for i in wanted}
+        scores = {
+            (layer.block.index, path): of
+            for layer in self._layers(job, wanted)
+            for path, of in layer.scored(
+                wanted[layer.block.index], factors[layer.block.index]
+            ).items()
+        }
+        every = {(i, p.path): p for i, parts in wanted.items() for p in parts}
         thresholds = one_threshold(
             scores,
-            {name: p.run for name, p in every.items()},
-            {name: float(p.outputs) for name, p in every.items()},
+            {key: p.run for key, p in every.items()},
+            {key: float(p.outputs) for key, p in every.items()},
             share,
         )
-        for i, found in wanted.items():
+        for i, parts in wanted.items():
             cuts = {}
-            for p in found:
-                own = scores[f"{i}.{p.path}"]
-                share_of_it = own.share(thresholds[f"{i}.{p.path}"])
-                cuts[p.path] = cut_of(p, share_of_it, own, config.choice)
-            yield i, ChannelsLayer(cuts, "given", {p.path: factors[i, p.path] for p in found})
-
-    def _gradients(
-        self, job: Job[Arch], wanted: Wanted, finished: Finished
-    ) -> dict[tuple[int, str], Tensor]:
-        """The sizes of gradients by channel; kept, so that a resumed run need not go backward."""
-        if not all(("gradients", i) in finished for i in wanted):
-            few = Tokens(*_first(job.tokens, self.config.gradient_tokens))
-            live = job.live(inplace=True)
-            sizes = gradient_sizes(live, job.arch, wanted, few, job.track)
-            for i, found in wanted.items():
-                factors = {p.path: sizes[i, p.path] for p in found}
-                cuts = dict.fromkeys(factors, WHOLE)
-                finished.add("gradients", i, ChannelsLayer(cuts, "given", factors), {})
-        kept = {i: cast(ChannelsLayer, finished["gradients", i][0]) for i in wanted}
-        return {(i, path): f for i, layer in kept.items() for path, f in layer.factors.items()}
-
-    # --- layer by layer --------------------------------------------------------------------------
-
-    def decided_in_turn(
-        self, job: Job[Arch], wanted: Wanted, share: float, finished: Finished
-    ) -> Iterator[tuple[int, ChannelsLayer]]:
-        """The plan of every layer that has none yet, from the scores of its own channels."""
-        config = self.config
-        missing = [i for i in wanted if ("result", i) not in finished]
-        for block in self._blocks(job, [i for i in wanted if i <= max(missing)]):
-            if block.index not in missing:
-                if config.propagate:
-                    block.pass_on(cast(ChannelsLayer, finished["result", block.index][0]))
-                continue
-            found = wanted[block.index]
-            factors = {p.path: self._factor(block.layer, p, job.arch) for p in found}
-            scores = block.scored(found, factors)
-            shares = {p.path: share for p in found}
-            if config.shares == "greedy":
-                shares = block.greedy(found, scores, share, config)
-            cuts = {p.path: cut_of(p, shares[p.path], scores[p.path], config.choice) for p in found}
-            layer = ChannelsLayer(cuts, config.score)
-            yield block.index, layer
-            block.pass_on(layer if config.propagate else None)
+            for p in parts:
+                of = scores[i, p.path]
+                cuts[p.path] = cut_of(p, of.share(thresholds[i, p.path]), of, self.config.choice)
+            yield i, ChannelsLayer(cuts, "given", factors[i])
 
     def _factor(self, layer: nn.Module, p: Projection, arch: Arch) -> Tensor | None:
         """What |x| is multiplied by; None for nothing."""
@@ -247,7 +229,7 @@ class Channels(Method[ChannelsConfig, Arch]):
         weight = layer.get_parameter(p.path if p.experts else f"{p.path}.weight")
         return column_norms(weight, p.experts and isinstance(arch, MoEArch) and arch.transposed)
 
-    def _blocks(self, job: Job[Arch], wanted: Collection[int]) -> Iterator[Layer]:
+    def _layers(self, job: Job[Arch], wanted: Collection[int]) -> Iterator[Layer]:
         """Every layer that is wanted, live, with the states that reach it."""
         last = max(wanted)
         stream = job.stream([*wanted], job.arch.ffn_of, tokens_per_batch=BATCH)
@@ -256,11 +238,9 @@ class Channels(Method[ChannelsConfig, Arch]):
         try:
             blocks = stream.blocks(kwargs, last + 1)
             for block in job.track(blocks, "Weighing channels", last + 1):
-                layer = Layer(block, states, masks, job.arch)
                 if block.index in wanted:
-                    yield layer
-                if not layer.done:
-                    layer.pass_on()
+                    yield Layer(block, states, masks, job.arch)
+                block.run(states)
         finally:
             states.clear()
 
@@ -280,19 +260,21 @@ class Channels(Method[ChannelsConfig, Arch]):
         return Told(title, told)
 
 
+@dataclass(frozen=True)
 class Layer:
     """One decoder layer whose turn it is, and the states that reach it."""
 
-    def __init__(self, block: Block, states: Any, masks: list[Tensor | None], arch: Arch) -> None:
-        self.block, self.states, self.masks, self.arch = block, states, masks, arch
-        self.index, self.layer = block.index, block.layer
-        self.done = False
+    block: Block
+    states: Spill
+    masks: Sequence[Tensor | None]
+    """By batch; False on padding."""
+    arch: Arch
 
     def scored(
-        self, found: Collection[Projection], factors: Mapping[str, Tensor | None]
+        self, parts: Collection[Projection], factors: Mapping[str, Tensor | None]
     ) -> dict[str, Scores]:
         """The scores of each projection's channels on all calibration tokens."""
-        scores = {p.path: Scores() for p in found}
+        scores = {p.path: Scores() for p in parts}
         mask: Tensor | None = None
 
         def seen(path: str, x_SI: Tensor, token_S: Tensor | None, expert_S: Tensor | None) -> None:
@@ -308,25 +290,15 @@ class Layer:
                 score_SI = score_SI * (factor if expert_S is None else factor[expert_S])
             scores[path].add(score_SI)
 
-        with watched(self.layer, self.arch, found, seen):
+        with watched(self.block.layer, self.arch, parts, seen):
             outputs = self.block.outputs(self.states)
-            for given in self.masks:
-                mask = given  # of the batch that runs next
+            for mask in self.masks:  # noqa: B007 - of the batch that runs next; seen() looks at it
                 next(outputs)
         return scores
 
-    def pass_on(self, plan: ChannelsLayer | None = None) -> None:
-        """Give the states to the next layer, through the layer as a plan has it."""
-        self.done = True
-        if plan is None:
-            self.block.run(self.states)
-            return
-        with applied(self.layer, self.arch, plan) as twin:
-            self.block.run(self.states, twin)
-
     def greedy(
         self,
-        found: Sequence[Projection],
+        parts: Sequence[Projection],
         scores: Mapping[str, Scores],
         share: float,
         config: ChannelsConfig,
@@ -336,16 +308,16 @@ class Layer:
         Each step takes the same number of weights away, fewer where a projection has no more left,
         from the projection where the layer's output changes least for what is saved.
         """
-        total = sum(p.run for p in found)
+        total = sum(p.run for p in parts)
         step = (1 - share) * total / config.steps
-        shares = {p.path: 1.0 for p in found}
+        shares = {p.path: 1.0 for p in parts}
         left, now = (1 - share) * total, 0.0
-        plan = ChannelsLayer({p.path: Cut(1.0, threshold=0.0) for p in found}, config.score)
+        plan = ChannelsLayer({p.path: Cut(1.0, threshold=0.0) for p in parts}, config.score)
         (target,) = self._first_output(None)
-        with applied(self.layer, self.arch, plan) as twin:
+        with applied(self.block.layer, self.arch, plan) as twin:
 
             def error(trial: Mapping[str, float]) -> float:
-                for p in found:
+                for p in parts:
                     cut = cut_of(p, trial[p.path], scores[p.path], config.choice)
                     set_cut(twin, p.path, cut)
                 (output,) = self._first_output(twin)
@@ -353,7 +325,7 @@ class Layer:
 
             while left > 1e-6 * total:
                 trials = []
-                for p in found:
+                for p in parts:
                     taken = min(step, left, shares[p.path] * p.run)
                     if taken < 1e-9 * total:  # all gone already
                         continue

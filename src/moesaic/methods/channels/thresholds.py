@@ -6,10 +6,13 @@ Shape suffixes: S samples, I inputs (channels), O outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+K = TypeVar("K", bound=Hashable)
 
 OCTAVES = (-40, 24)
 """Scores below 2 to the first power count as nothing, those above the second as equal."""
@@ -70,11 +73,11 @@ class Scores:
 
 
 def one_threshold(
-    scores: Mapping[str, Scores],
-    weights: Mapping[str, float],
-    prices: Mapping[str, float],
+    scores: Mapping[K, Scores],
+    weights: Mapping[K, float],
+    prices: Mapping[K, float],
     active: float,
-) -> dict[str, float]:
+) -> dict[K, float]:
     """Thresholds that take the least loss for what they save, in all projections alike.
 
     Leaving channel i out loses about s_i^2 / 2 and saves its column, so that s_i^2 over the
