@@ -15,6 +15,7 @@ from moesaic.arch.lookup import dense_arch
 from moesaic.methods.tomoe import masks
 from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.methods.tomoe.decision import decide, learned
+from moesaic.methods.tomoe.masked import Masked
 from moesaic.methods.tomoe.masks import (
     LayerShape,
     MaskingModules,
@@ -26,7 +27,6 @@ from moesaic.methods.tomoe.masks import (
     straight_through,
     union,
 )
-from moesaic.nn import Masked
 from moesaic.nn.heads import HeadRouter
 
 HEADS = Heads(queries=4, keys=2, size=4, rotary=4)
@@ -186,8 +186,8 @@ def test_an_ffns_masks_by_hand(index: int) -> None:
 
 @torch.no_grad()
 def test_the_widest_toss_is_counted_where_the_paper_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``budget="tossed"``: the maximum over tokens of the neurons that each was tossed."""
-    masking = masking_of(budget="tossed")
+    """``noise``: the maximum over tokens of the neurons that each was tossed."""
+    masking = masking_of(noise=True)
     masking.begin(torch.ones(2, 5, dtype=torch.bool), noise=True)
     torch.manual_seed(3)
     s_BLM = masking.ffn(0, inputs())
@@ -220,7 +220,7 @@ def test_attentions_masks_by_hand(index: int) -> None:
 
 @torch.no_grad()
 def test_masks_are_tossed_and_what_is_deployed_is_counted() -> None:
-    """Without ``budget="tossed"`` the terms are those of the masks without noise."""
+    """Without ``noise`` the terms are those of the masks without noise."""
     quiet, tossed = masking_of(), masking_of()
     tossed.E_all = quiet.E_all
     tossed.noise = True
@@ -232,21 +232,6 @@ def test_masks_are_tossed_and_what_is_deployed_is_counted() -> None:
         terms = [masking.seen[0, term] for masking in (quiet, tossed)]
         assert terms[0][count] == terms[1][count]
         assert terms[0]["union"] == terms[1]["union"]
-
-
-@torch.no_grad()
-def test_masks_of_groups_of_heads_by_hand() -> None:
-    """Two groups, of a head of keys and values and two of queries each, all of four dimensions."""
-    masking = masking_of(attention="heads")
-    groups = [[True, False], [False, True], [True, True]]
-    for group in groups:
-        wanted = torch.tensor(group)
-        masking.static_logits = lambda _, w=wanted: torch.where(w, 9.0, -9.0)  # type: ignore[method-assign]
-        found = masking.attention(0, inputs())
-        keys, queries = wanted.repeat_interleave(4), wanted.repeat_interleave(8)
-        for part, mask in (("q", queries), ("k", keys), ("v", keys), ("o", queries)):
-            assert found[part].bool().tolist() == mask.tolist()
-        assert masking.seen[0, "mha"]["vo"].item() == 4 * sum(group) / 2
 
 
 def test_the_gradient_of_the_load_balance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +308,7 @@ def test_a_mask_in_three_places_is_eq_2(model_type: str) -> None:
 @torch.no_grad()
 def test_a_result_that_tosses_is_one_toss_of_its_logits() -> None:
     """Eqs. 11 and 15: the experts, Q and K of a result with noise; another seed is another toss."""
-    masking, found = masking_of(noise=True, attention="static", seed=7), {}
+    masking, found = masking_of(noise=True, seed=7), {}
     for seed in (7, 7, 8):
         object.__setattr__(masking.config, "seed", seed)
         found[seed], before = learned(masking, {}), found.get(seed)
@@ -354,11 +339,11 @@ def test_routed_dimensions_are_tossed_too() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("given", [False, True])
 def test_a_decision_says_how_its_layers_run(given: bool) -> None:
-    options = {"materialize": given, "mask_outputs": given, "noise": given}
+    options = {"materialize": given, "noise": given}
     masking = masking_of(attention="none", **options)
     plans, _ = decide(masking, learned(masking, {}), AttentionNames(), 0.0)
     for plan in plans.values():
-        assert (plan.materialized, plan.mask_outputs, plan.noise) == (given, given, given)
+        assert (plan.materialized, plan.noise) == (given, given)
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import time
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,11 @@ from moesaic.methods.tomoe.decision import (
     least_ratio,
     threshold_for,
 )
+from moesaic.methods.tomoe.masked import Masked
 from moesaic.methods.tomoe.masks import MEDIAN, f_reg, load_balance, union
 from moesaic.methods.tomoe.student import Student, layer_shapes
 from moesaic.metrics.size import model_size
-from moesaic.nn import Masked, OverlappingFFN, set_form
+from moesaic.nn import OverlappingFFN, set_form
 from moesaic.objectives import checkpointing
 from moesaic.plan import Plan
 from moesaic.recipe import Calibration, Evaluation
@@ -171,9 +171,9 @@ def test_checkpointing_computes_the_same_gradients() -> None:
 
 
 def test_the_converted_model_is_the_student(model_type: str) -> None:
-    """Where widths are equal already: one expert, and V/O dimensions that no token differs in."""
+    """Where widths are equal already: one expert, and attention as it was."""
     model = tiny_model(model_type)
-    student = student_of(model, experts=1, attention="static")
+    student = student_of(model, experts=1, attention="none")
     tokens = Tokens(ids())
     expected = student.logits(tokens.input_ids)
     result, plan = converted(student, tokens)
@@ -249,14 +249,8 @@ def active_ratio_of(plan: Plan, model: Any) -> float:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("model_type", "attention"),
-    [
-        *product(["qwen3", "gemma3_text", "olmo2", "phi"], ["routed", "static"]),
-        ("olmo2", "heads"),  # one norm for all of them
-    ],
-)
-def test_queries_and_keys_are_masked_behind_their_norm(model_type: str, attention: str) -> None:
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "olmo2", "phi"])
+def test_queries_and_keys_are_masked_behind_their_norm(model_type: str) -> None:
     """S17: the norm's mean counted zeros; kept dimensions came out 1.45 times too large.
 
     Of the first layer, whose input no mask has touched, every query and key is the dense model's.
@@ -276,14 +270,11 @@ def test_queries_and_keys_are_masked_behind_their_norm(model_type: str, attentio
         return seen
 
     wanted = normalised(model, model)
-    student = student_of(model, attention=attention)
+    student = student_of(model)
     result, plan = converted(student, Tokens(ids()))
     for found in (normalised(model, student.logits), normalised(result, result)):
         for ours, theirs in zip(found, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-    student = student_of(tiny_model(model_type, **changes), experts=1, attention="static")
-    result, plan = converted(student, Tokens(ids()))
-    torch.testing.assert_close(result(ids()).logits, student.logits(ids()), rtol=0, atol=2e-4)
     for layer in plan.layers.values():
         assert isinstance(layer, OverlappingLayer)
         assert not {names.q, names.k} & layer.rows.keys()
@@ -300,15 +291,9 @@ def test_rows_that_a_norm_needs_cannot_go(model_type: str) -> None:
         apply_plan(model, arch, Plan("test", base_shape(model, arch), {1: layer}))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "attention"),
-    [
-        *(("llama", kind) for kind in ("routed", "static", "heads", "none")),
-        *((name, "heads") for name in ("qwen3", "gemma3_text", "olmo2")),
-    ],
-)
-def test_pseudo_moe_and_moe_agree(model_type: str, attention: str) -> None:
-    student = student_of(tiny_model(model_type), attention=attention)
+@pytest.mark.parametrize("attention", ["routed", "none"])
+def test_pseudo_moe_and_moe_agree(attention: str) -> None:
+    student = student_of(tiny_model("llama"), attention=attention)
     result, _ = converted(student, Tokens(ids()))
     set_form(result, "moe")
     moe = result(ids()).logits
@@ -530,25 +515,19 @@ def test_the_curves_of_the_losses_are_kept() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"embeddings": "local"},
-        {"attention": "static"},
-        {"attention": "heads"},
         {"attention": "none"},
-        {"union": 0.0, "objective": "language"},
-        {"budget": "tossed", "mask_outputs": False},
+        {"union": 0.0},
+        {"neuron_masks": "projections"},
     ],
 )
-def test_ablations(options: dict[str, Any]) -> None:
+def test_other_masks(options: dict[str, Any]) -> None:
     config = ToMoEConfig(**{**SHORT, **options, "steps": 2})
     result = moesaic.carve(tiny_model("llama"), config, calibration=ids())
     assert result.model(ids()).logits.isfinite().all()
     assert model_size(result.model).active_ratio == pytest.approx(0.7, abs=0.02)
     headers = [layer.header() for layer in result.plan.layers.values()]
-    kind = options.get("attention", "routed")
-    pruned = any(h["rows"] or h["columns"] or h["head_top_k"] for h in headers)
-    assert pruned == (kind != "none")
-    assert kind == "routed" or not any(h["head_top_k"] for h in headers)
-    assert kind in ("static", "heads") or not any(h["columns"] for h in headers)
+    pruned = any(h["rows"] or h["head_top_k"] for h in headers)
+    assert pruned == ("attention" not in options)
 
 
 def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path: Path) -> None:
@@ -560,10 +539,8 @@ def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path: Path) -> None:
     assert (config.parameters, config.union, config.balance) == (16.0, 2.0, 1.0)
     assert (config.tau, config.bias, config.head_bias) == (0.4, 3.0, 3.0)
     assert (config.weight_decay, config.warmup, config.clip, config.accumulate) == (0.05, 0, 0, 1)
-    assert (config.experts, config.attention, config.mask_outputs) == (8, "routed", True)
-    assert (config.embeddings, config.objective) == ("global", "distillation")
-    assert (config.budget, config.neuron_masks) == ("tossed", "projections")
-    assert (config.noise, config.shift, config.beyond) == (True, False, ())
+    assert (config.experts, config.attention) == (8, "routed")
+    assert (config.noise, config.neuron_masks, config.beyond) == (True, "projections", ())
     short = {"steps": 8, "batch": 2, "lr": 0.05, "length": 24, "experts": 3, "active": 0.6}
     result = moesaic.carve(tiny_model("llama"), ToMoEConfig(**bundle | short), calibration=ids())
     assert result.summary["training"]["threshold"] == 0
@@ -576,19 +553,27 @@ def test_the_papers_bundle_is_the_paper_in_every_switch(tmp_path: Path) -> None:
         if isinstance(module, OverlappingFFN):
             module.router.routing = "cosine"
     assert not torch.equal(again(ids()).logits, result.model(ids()).logits)
-    whole = {"materialized": True, "rows": {}, "columns": None, "head_top_k": 0}
+    whole = {"materialized": True, "rows": {}, "head_top_k": 0}
     assert "toss" in (OverlappingLayer.obstacle({**headers[0], **whole}) or "")
 
 
-def test_a_result_without_shift_stays_where_training_brought_it() -> None:
-    found = {}
-    for shift in (True, False):
-        config = ToMoEConfig(**SHORT, shift=shift, attention="none")
-        found[shift] = moesaic.carve(tiny_model("llama"), config, calibration=ids())
-    moved, left = (found[shift].summary["training"] for shift in (True, False))
-    assert (moved["threshold"] == 0, left["threshold"]) == (False, 0)
-    assert abs(moved["active"] - 0.7) < abs(left["active"] - 0.7)
-    assert left["losses"] == moved["losses"]
+def test_a_result_that_tosses_stays_where_training_brought_it() -> None:
+    thresholds = {}
+    for noise in (False, True):
+        config = ToMoEConfig(**SHORT, noise=noise, attention="none")
+        training = moesaic.carve(tiny_model("llama"), config, calibration=ids()).summary["training"]
+        thresholds[noise] = training["threshold"]
+    assert thresholds[True] == 0
+    assert thresholds[False] != 0
+
+
+def test_what_earlier_versions_made_of_attention_is_refused() -> None:
+    layer = OverlappingLayer(rows={"q_proj": torch.arange(24)})
+    for key, value in (("columns", 8), ("mask_outputs", False)):
+        with pytest.raises(MoesaicError, match="this version has no more"):
+            OverlappingLayer.load({**layer.header(), key: value}, layer.tensors())
+    old = {**layer.header(), "columns": None, "mask_outputs": True}
+    assert same(OverlappingLayer.load(old, layer.tensors()), layer)
 
 
 def test_gradients_are_clipped_where_that_is_asked() -> None:
@@ -612,7 +597,7 @@ def test_bad_requests_are_refused() -> None:
         layer_shapes(model, arch)
 
 
-@pytest.mark.parametrize("attention", ["routed", "static", "heads", "none"])
+@pytest.mark.parametrize("attention", ["routed", "none"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "phi"])
 def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> None:
     """S12: 0.1 with attention=none came out as 0.344, without a word."""
@@ -622,9 +607,8 @@ def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> No
     shape = shapes[0]
     head = shape.heads
     step = 1 if shape.width * 0.01 < 4 else 8  # neurons that widths are multiples of
-    both = {"routed": 2, "static": 2, "heads": 2 * round(head.size / head.keys), "none": 2 * 8}
-    one = both[attention]
-    if attention in ("routed", "static"):  # of queries and keys a pair that RoPE turns, or one
+    one = 2 * 8
+    if attention == "routed":  # of queries and keys a pair that RoPE turns, or one
         turned = head.rotary == head.size
         one = 1 + (head.size if model_type == "qwen3" else 2 if turned else 1)
     least = (shape.neuron * step + shape.dimension * one) / (shape.ffn + shape.attention)

@@ -16,7 +16,7 @@ from moesaic.arch.dense import Arch, act_of, put, weight_of
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, Sizes, State, check_numbers
+from moesaic.layers.base import Description, Header, LayerPlan, Sizes, State, check_numbers, former
 from moesaic.layers.carved import CarvedLayer
 from moesaic.nn.carved import CarvedFFN, carved_like, projections_like
 from moesaic.nn.heads import PartialAttention
@@ -47,14 +47,10 @@ class OverlappingLayer(LayerPlan):
     """Each expert holds a copy of its weights."""
     rows: dict[str, Tensor] = field(default_factory=dict)
     """int64: rows that stay, by attention projection; its other outputs are zero."""
-    columns: Tensor | None = None
-    """int64: columns that stay of attention's output projection."""
     head_router: dict[str, Tensor] = field(default_factory=dict)
     """float32: by the names of HEAD_ROUTER: (E, D), (E,), (E,), (E,), (A, E)."""
     head_top_k: int = 0
     """Dimensions of a head that a token uses of values and outputs; 0 for all."""
-    mask_outputs: bool = True
-    """A query's choice applies to what it reads, as each key's does to its value."""
     noise: bool = False
     """Routers toss: Gumbel noise is added to their logits."""
 
@@ -74,15 +70,13 @@ class OverlappingLayer(LayerPlan):
             "routing": "tossed" if self.noise else "cosine",
             "materialized": self.materialized,
             "rows": {name: rows.numel() for name, rows in self.rows.items()},
-            "columns": None if self.columns is None else self.columns.numel(),
             "head_top_k": self.head_top_k,
             "embedding": self.head_router[SHIFT].numel() if self.head_top_k else 0,
-            "mask_outputs": self.mask_outputs,
             **({"noise": True} if self.noise else {}),
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        single = {"experts": self.experts_NW, "router": self.router_ND, "columns": self.columns}
+        single = {"experts": self.experts_NW, "router": self.router_ND}
         return {
             **{name: tensor for name, tensor in single.items() if tensor is not None},
             **{f"rows.{name}": rows for name, rows in self.rows.items()},
@@ -94,15 +88,14 @@ class OverlappingLayer(LayerPlan):
         def part(start: str) -> dict[str, Tensor]:
             return {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
 
+        _refuse_former(header)
         return cls(
             experts_NW=tensors.get("experts"),
             router_ND=tensors.get("router"),
             materialized=header["materialized"],
             rows=part("rows."),
-            columns=tensors.get("columns"),
             head_router=part("head."),
             head_top_k=header["head_top_k"],
-            mask_outputs=header["mask_outputs"],
             noise=header.get("noise", False),
         )
 
@@ -110,7 +103,6 @@ class OverlappingLayer(LayerPlan):
         check_numbers("neurons", self.experts_NW, sizes.width, lists=MOST)
         for name, rows in self.rows.items():
             check_numbers(f"rows of {name}", rows, None)
-        check_numbers("columns", self.columns, None)
 
     # --- put to use ------------------------------------------------------------------------------
 
@@ -130,10 +122,6 @@ class OverlappingLayer(LayerPlan):
             for name in (f"{attention}{projection}.{part}" for part in ("weight", "bias")):
                 if name in tensors:
                     tensors[name] = tensors[name].index_select(0, rows.to(device))
-        if self.columns is not None:
-            name = f"{attention}{arch.attention.o}.weight"
-            tensors[name] = tensors[name].index_select(1, self.columns.to(device))
-            tensors[f"{attention}{PARTIAL}.columns"] = self.columns
         tensors |= {f"{attention}{PARTIAL}.rows_{name}": rows for name, rows in self.rows.items()}
         tensors |= {
             f"{attention}{PARTIAL}.{ROUTER}.{name}": t for name, t in self.head_router.items()
@@ -149,6 +137,7 @@ class OverlappingLayer(LayerPlan):
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
+        _refuse_former(header)
         layer = layers[index]
         if header["petals"]:
             put(layer, arch.ffn_path, _ffn_like(arch.ffn_of(layer), arch, header))
@@ -213,7 +202,15 @@ class OverlappingLayer(LayerPlan):
 
 
 def _cuts_attention(header: Header) -> bool:
-    return bool(header["rows"] or header["head_top_k"] or header["columns"] is not None)
+    return bool(header["rows"] or header["head_top_k"])
+
+
+def _refuse_former(header: Header) -> None:
+    """Refuse what earlier versions made of attention, and this one has no more."""
+    if header.get("columns") is not None:
+        raise former("values and outputs cut for all tokens alike")
+    if not header.get("mask_outputs", True):
+        raise former("attention whose values alone are masked")
 
 
 def _check_norm(arch: Arch, state: State, projection: str, rows: Tensor) -> None:
@@ -283,9 +280,6 @@ def _install_attention(attention: nn.Module, arch: Arch, header: Header) -> None
         partial = PartialAttention(names, sizes, header, hidden_size, size, start, read)
     for name, count in header["rows"].items():
         setattr(attention, name, _linear_like(old[name], count, old[name].weight.shape[1]))
-    if header["columns"] is not None:
-        o = old[names.o]
-        setattr(attention, names.o, _linear_like(o, o.weight.shape[0], header["columns"]))
     attention.add_module(PARTIAL, partial)
     partial.watch(attention)
 

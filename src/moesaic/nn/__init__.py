@@ -3,7 +3,6 @@
 from moesaic.nn.carved import CarvedFFN, carved_like, projections_like
 from moesaic.nn.condensed import CondensedFFN, PassThrough
 from moesaic.nn.heads import HeadRouter, PartialAttention
-from moesaic.nn.masked import Masked
 from moesaic.nn.overlapping import OverlappingFFN, set_form
 from moesaic.nn.routers import Router, SoftmaxRouter, ThresholdRouter
 from moesaic.nn.skipping import Skipping, make_skipping, skip, survivors
@@ -12,7 +11,6 @@ __all__ = [
     "CarvedFFN",
     "CondensedFFN",
     "HeadRouter",
-    "Masked",
     "OverlappingFFN",
     "PartialAttention",
     "PassThrough",

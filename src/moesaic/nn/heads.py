@@ -95,18 +95,13 @@ class PartialAttention(nn.Module):
         outputs: int,
     ) -> None:
         super().__init__()
-        self.names, self.sizes, self.mask_outputs = names, dict(sizes), header["mask_outputs"]
+        self.names, self.sizes = names, dict(sizes)
         self.value_start, self.outputs = value_start, outputs
         self.mask: Tensor | None = None
-        self.columns: Tensor | None
         self._watched: dict[int, str] = {}
         # index lists stay out of the router, whose tensors are kept in float32
         for name, count in header["rows"].items():
             self.register_buffer(f"rows_{name}", torch.empty(count, dtype=torch.int64))
-        columns = header["columns"]
-        self.register_buffer(
-            "columns", None if columns is None else torch.empty(columns, dtype=torch.int64)
-        )
         top_k, embedding = header["head_top_k"], header["embedding"]
         noise = header.get("noise", False)
         self.router = HeadRouter(hidden_size, embedding, head_dim, top_k, noise) if top_k else None
@@ -143,9 +138,6 @@ class PartialAttention(nn.Module):
         return out
 
     def _reads(self, projection: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        if id(projection) not in self._watched:
+        if self.mask is None or id(projection) not in self._watched:
             return args
-        (x,) = args
-        if self.mask is not None and self.mask_outputs:
-            x = over_heads(x, self.mask)
-        return (x if self.columns is None else x.index_select(-1, self.columns),)
+        return (over_heads(args[0], self.mask),)

@@ -10,12 +10,10 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
 PUBLISHED: JSON = {
-    "budget": "tossed",
     "balance": 1.0,
     "head_bias": 3.0,
     "neuron_masks": "projections",
     "noise": True,
-    "shift": False,
     "clip": 0.0,
     "steps": 10_000,
     "batch": 1,
@@ -46,36 +44,15 @@ class ToMoEConfig(MethodConfig):
         0.6, "Target active ratio: the share of the projections' parameters that a token uses."
     )
     experts: int = option(8, "Experts of a layer.", minimum=1)
-    attention: Literal["routed", "static", "heads", "none"] = option(
+    attention: Literal["routed", "none"] = option(
         "routed",
-        "routed: each token chooses dimensions of values and outputs; static: all tokens use the "
-        "same; heads: whole heads are pruned; none: attention stays.",
-        seldom=True,
-    )
-    mask_outputs: bool = option(
-        True,
-        "A query's choice applies to the outputs that it reads (Eq. 4); false masks values alone.",
+        "routed: each token chooses dimensions of values and outputs; none: attention stays.",
         seldom=True,
     )
     neuron_masks: Literal["hidden", "projections"] = option(
         "hidden",
         "hidden: an expert's mask multiplies hidden activations; projections: what gate and up "
         "write, too, Eq. 2's three places.",
-        seldom=True,
-    )
-    embeddings: Literal["global", "local"] = option(
-        "global",
-        "global: one hypernetwork for all layers; local: free embeddings, of FFNs alone.",
-        seldom=True,
-    )
-    objective: Literal["distillation", "language"] = option(
-        "distillation",
-        "Learn from the model without masks, or from the text: language (Fig. 6c).",
-        seldom=True,
-    )
-    budget: Literal["deployed", "tossed"] = option(
-        "deployed",
-        "Widths that the budget counts: deployed ones, or tossed, the paper's maxima over tosses.",
         seldom=True,
     )
     parameters: float = option(16.0, "alpha, the weight of the budget R_P.", seldom=True)
@@ -93,12 +70,7 @@ class ToMoEConfig(MethodConfig):
     noise: bool = option(
         False,
         "A result tosses, as the paper's: its experts are one toss, its routers toss for each "
-        "token.",
-        seldom=True,
-    )
-    shift: bool = option(
-        True,
-        "At the end one threshold moves until the active ratio is met; false leaves it at 0.",
+        "token; the budget counts maxima over tosses, and the ratio stays where that leaves it.",
         seldom=True,
     )
     materialize: bool = option(

@@ -29,9 +29,9 @@ class Learned:
     shape: LayerShape
     mlp_NM: Tensor
     qk: Tensor | None = None
-    """(free,); of groups of heads where heads are pruned; None where attention stays."""
+    """(free,); None where attention stays, as ``vo_TA``."""
     vo_TA: Tensor | None = None
-    """Of calibration tokens, or one row where the choice is static; None where heads are pruned."""
+    """Of calibration tokens."""
 
     def widths(self, threshold: float) -> tuple[int, int, int]:
         """Neurons of the widest expert, dimensions of Q/K, and of V/O: K of Sec. 3.3.
@@ -43,14 +43,11 @@ class Learned:
         step = alignment(full, 1)
         widest = int((self.mlp_NM > threshold).sum(-1).max())
         width = min(full, max(step, step * round(widest / step)))
-        if self.qk is None:
+        if self.qk is None or self.vo_TA is None:
             return width, heads.size, heads.size
-        on = _on(self.qk, threshold)
-        if self.vo_TA is None:  # groups of heads: the share counts as dimensions of all heads
-            share = round(heads.size * int(on.sum()) / heads.keys)
-            return width, heads.size if heads.joined else share, share
+        qk = int(heads.paired(_on(self.qk, threshold)).sum())
         mean = (self.vo_TA > threshold).sum(-1).float().mean()
-        return width, int(heads.paired(on).sum()), min(heads.size, max(1, round(float(mean))))
+        return width, qk, min(heads.size, max(1, round(float(mean))))
 
 
 def _on(logits: Tensor, threshold: float) -> Tensor:
@@ -64,7 +61,8 @@ def learned(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -> dict[
 
     Args:
         masking: trained; a forward pass has begun.
-        head_logits: of the V/O dimensions for calibration tokens (T, A), where they are routed.
+        head_logits: of the V/O dimensions for calibration tokens (T, A); without them, as the mean
+            expert embedding alone has them.
     """
     config = masking.config
     layers = {}
@@ -76,9 +74,6 @@ def learned(masking: MaskingModules, head_logits: Mapping[int, Tensor]) -> dict[
                 layers[i] = Learned(shape, mlp_NM)
                 continue
             static = _raised(masking.static_logits(i), config.head_bias, config.noise)
-            if config.attention == "heads":
-                layers[i] = Learned(shape, mlp_NM, static)
-                continue
             size = shape.heads.size
             vo_TA = static[None, :size]
             if i in head_logits:
@@ -104,7 +99,7 @@ def active_ratio(layers: Mapping[int, Learned], threshold: float) -> float:
 
 
 def least_ratio(shapes: Sequence[LayerShape], attention: str) -> float:
-    """The lowest active ratio that there is: the narrowest experts, one dimension, one group.
+    """The lowest active ratio that there is: the narrowest experts, one dimension.
 
     Args:
         shapes: of all layers.
@@ -113,12 +108,8 @@ def least_ratio(shapes: Sequence[LayerShape], attention: str) -> float:
     layers = {}
     for i, shape in enumerate(shapes):
         mlp_NM, heads = torch.zeros(1, shape.width), shape.heads
-        if attention == "none":
-            layers[i] = Learned(shape, mlp_NM)
-        elif attention == "heads":
-            layers[i] = Learned(shape, mlp_NM, torch.arange(heads.keys))
-        else:
-            layers[i] = Learned(shape, mlp_NM, torch.arange(heads.free), torch.zeros(1, heads.size))
+        cut = (torch.arange(heads.free), torch.zeros(1, heads.size)) if attention != "none" else ()
+        layers[i] = Learned(shape, mlp_NM, *cut)
     return active_ratio(layers, math.inf)
 
 
@@ -171,17 +162,11 @@ def decide(
         experts_NW = experts(layer.mlp_NM, width)
         attention: JSON = {}
         if layer.qk is not None:
-            on = _on(layer.qk, threshold)
-            attention = (
-                _pruned_heads(on, layer.shape.heads, names)
-                if layer.vo_TA is None
-                else _pruned_dimensions(masking, i, on, layer, vo, names)
-            )
+            attention = _pruned(masking, i, _on(layer.qk, threshold), vo, names)
         plans[i] = OverlappingLayer(
             experts_NW=experts_NW,
             router_ND=masking.mlp_modules(i).router.weight.float().clone(),
             materialized=masking.config.materialize,
-            mask_outputs=masking.config.mask_outputs,
             noise=masking.config.noise,
             **attention,
         )
@@ -200,53 +185,30 @@ def _rounded(x: Tensor) -> list[list[float]]:
     return [[round(v, 4) for v in row] for row in x.tolist()]
 
 
-def _pruned_dimensions(
-    masking: MaskingModules, index: int, on: Tensor, layer: Learned, vo: int, names: AttentionNames
+def _pruned(
+    masking: MaskingModules, index: int, on: Tensor, vo: int, names: AttentionNames
 ) -> JSON:
-    """Fixed Q/K dimensions of every head; V/O ones top-K by token, or fixed as well."""
-    heads = layer.shape.heads
+    """Fixed Q/K dimensions of every head; V/O ones top-K by token."""
+    heads = masking.shapes[index].heads
     qk_A = heads.paired(on).nonzero().flatten()
-    values_A = columns = None
-    router: JSON = {}
-    if masking.config.attention == "static":
-        assert layer.vo_TA is not None
-        values_A = layer.vo_TA[0].topk(vo).indices.sort().values
-        columns = _over(values_A, heads.queries, heads.size) if vo < heads.size else None
-    elif vo < heads.size:
-        modules = masking.mha_modules(index)
-        tensors = {
-            EMBED: modules.proj_e.weight,
-            SHIFT: masking.mean_embedding(index),
-            SCALE: modules.proj_d.norm.weight,
-            OFFSET: modules.proj_d.norm.bias,
-            PROJECT: modules.proj_d.linear.weight[: heads.size],
-        }
-        router = {name: tensor.float().clone() for name, tensor in tensors.items()}
-    every = torch.arange(heads.size)
-    rows = _rows(
-        {
-            "q": _over(qk_A, heads.queries, heads.size),
-            "k": _over(qk_A, heads.keys, heads.size),
-            "v": _over(every if values_A is None else values_A, heads.keys, heads.size),
-        },
-        heads,
-        names,
-    )
-    top_k = vo if router else 0
-    return {"rows": rows, "columns": columns, "head_router": router, "head_top_k": top_k}
-
-
-def _pruned_heads(on: Tensor, heads: Heads, names: AttentionNames) -> JSON:
-    """Groups of heads that share keys and values stay or go."""
-    keys = on.repeat_interleave(heads.size).nonzero().flatten()
-    group = heads.queries // heads.keys
-    queries = on.repeat_interleave(group * heads.size).nonzero().flatten()
-    parts = {"q": queries, "k": keys, "v": keys}
-    if heads.joined:
-        counts = {"q": heads.queries, "k": heads.keys}
-        parts |= {part: torch.arange(count * heads.size) for part, count in counts.items()}
+    parts = {
+        "q": _over(qk_A, heads.queries, heads.size),
+        "k": _over(qk_A, heads.keys, heads.size),
+        "v": torch.arange(heads.keys * heads.size),
+    }
     rows = _rows(parts, heads, names)
-    return {"rows": rows, "columns": None if bool(on.all()) else queries}
+    if vo == heads.size:
+        return {"rows": rows}
+    modules = masking.mha_modules(index)
+    router = {
+        EMBED: modules.proj_e.weight,
+        SHIFT: masking.mean_embedding(index),
+        SCALE: modules.proj_d.norm.weight,
+        OFFSET: modules.proj_d.norm.bias,
+        PROJECT: modules.proj_d.linear.weight[: heads.size],
+    }
+    tensors = {name: tensor.float().clone() for name, tensor in router.items()}
+    return {"rows": rows, "head_router": tensors, "head_top_k": vo}
 
 
 def _over(kept_A: Tensor, heads: int, size: int) -> Tensor:

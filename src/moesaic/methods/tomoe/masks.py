@@ -13,12 +13,12 @@ R_P, R_U, R_L                          budget, union of experts, load balance (E
 Where our defaults depart from the paper; ``PUBLISHED`` (``--recipe paper``) sets all of them as the
 paper has them:
 
-- A mask is tossed in training only (``noise``). A result is deterministic: a neuron is on where its
-  logit plus b exceeds minus the Gumbel median, so it is the majority of the tosses.
-- The budget counts what will be deployed: the widest expert without noise, and the mean over tokens
-  of a head's dimensions. ``budget="tossed"`` counts maxima over tosses, as the paper does, which
-  leaves the result below its target.
-- At the end one threshold for all layers is moved until the active ratio is ``active`` (``shift``).
+- A mask is tossed in training only. A result is deterministic: a neuron is on where its logit plus
+  b exceeds minus the Gumbel median, so it is the majority of the tosses. The budget counts what is
+  deployed: the widest expert without noise, and the mean over tokens of a head's dimensions; and at
+  the end one threshold for all layers is moved until the active ratio is ``active``. With ``noise``
+  the result tosses and the budget counts maxima over tosses, as in the paper, which leaves the
+  result below its target.
 - Attention starts further from its threshold than FFNs (``head_bias``): else the budget takes half
   of it in the first steps, before the teacher is heard.
 - A mask multiplies hidden activations once, so that neurons that are off still learn whether they
@@ -42,11 +42,14 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Heads
 from moesaic.methods.tomoe.config import ToMoEConfig
-from moesaic.nn.hypernetwork import Hypernetwork, LocalEmbeddings, MHAModules, MLPModules
+
+EMBEDDING, INPUT, HIDDEN = 128, 32, 64
+"""d_e, and the sizes of the hypernetwork's input and of its state in each direction (Tab. 8)."""
 
 MEDIAN = -math.log(math.log(2))
 """Of the Gumbel distribution."""
@@ -126,7 +129,55 @@ def load_balance(chosen_TN: Tensor, probability_TN: Tensor) -> Tensor:
     return len(P_N) * F_N @ P_N
 
 
-# --- what trains ---------------------------------------------------------------------------------
+# --- what trains (App. A.1, Tab. 8) -------------------------------------------------------------
+
+
+class Hypernetwork(nn.Module):
+    """HN, Eq. 1: a Bi-GRU along the slots attention 0, FFN 0, attention 1, ...; a batch of experts.
+
+    Its input is random and fixed.
+    """
+
+    def __init__(self, slots: int, experts: int) -> None:
+        super().__init__()
+        self.register_buffer("z", torch.randn(slots, experts, INPUT))
+        self.gru = nn.GRU(INPUT, HIDDEN, bidirectional=True)
+
+    def forward(self) -> Tensor:
+        """E_all (slots, N, E)."""
+        embeddings: Tensor = self.gru(self.z)[0]
+        return embeddings
+
+
+class ProjD(nn.Module):
+    """Proj_D: LayerNorm, GELU, Linear, from the embedding to one logit a dimension (Tab. 8)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(EMBEDDING)
+        self.linear = nn.Linear(EMBEDDING, width, bias=False)
+
+    def forward(self, e: Tensor) -> Tensor:
+        logits: Tensor = self.linear(F.gelu(self.norm(e)))
+        return logits
+
+
+class MLPModules(nn.Module):
+    """Router and Proj_D of one FFN."""
+
+    def __init__(self, hidden_size: int, width: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(hidden_size, experts, bias=False)
+        self.proj_d = ProjD(width)
+
+
+class MHAModules(nn.Module):
+    """Proj_D and Proj_E of one attention."""
+
+    def __init__(self, hidden_size: int, width: int) -> None:
+        super().__init__()
+        self.proj_d = ProjD(width)
+        self.proj_e = nn.Linear(hidden_size, EMBEDDING, bias=False)
 
 
 @dataclass(frozen=True)
@@ -140,11 +191,6 @@ class LayerShape:
     """Projection weights of the FFN."""
     attention: int
     """Projection weights of attention."""
-
-    def choices(self, attention: str) -> int:
-        """Logits of its attention: of V/O dimensions, then of Q/K ones; or of groups of heads."""
-        heads = self.heads
-        return heads.keys if attention == "heads" else heads.size + heads.free
 
     @property
     def neuron(self) -> float:
@@ -167,11 +213,10 @@ class MaskingModules(nn.Module):
     def __init__(self, config: ToMoEConfig, shapes: Sequence[LayerShape]) -> None:
         super().__init__()
         self.config, self.shapes = config, shapes
-        embeddings = Hypernetwork if config.embeddings == "global" else LocalEmbeddings
-        self.hypernetwork = embeddings(2 * len(shapes), config.experts)
+        self.hypernetwork = Hypernetwork(2 * len(shapes), config.experts)
         self.mlp = nn.ModuleList(MLPModules(s.hidden_size, s.width, config.experts) for s in shapes)
         self.mha = nn.ModuleList(
-            MHAModules(s.hidden_size, s.choices(config.attention), config.attention == "routed")
+            MHAModules(s.hidden_size, s.heads.size + s.heads.free)
             for s in shapes
             if config.attention != "none"
         )
@@ -211,7 +256,7 @@ class MaskingModules(nn.Module):
 
     def ffn(self, index: int, x_BLD: Tensor) -> Tensor:
         """s (B, L, M), Eq. 3."""
-        tossed = self.config.budget == "tossed" and self.noise
+        tossed = self.config.noise and self.noise
         with torch.autocast(x_BLD.device.type, enabled=False):
             logits = self.mlp_modules(index).router(x_BLD.float())
             probability = gs_max(logits, self.config.tau, self.noise)
@@ -235,74 +280,43 @@ class MaskingModules(nn.Module):
         Returns:
             masks by ``q``, ``k``, ``v`` and ``o``; empty where attention stays.
         """
-        kind, heads = self.config.attention, self.shapes[index].heads
-        if kind == "none":
+        if self.config.attention == "none":
             return {}
-        tossed = self.config.budget == "tossed" and self.noise
+        heads, tossed = self.shapes[index].heads, self.config.noise and self.noise
         with torch.autocast(x_BLD.device.type, enabled=False):
-            if kind == "heads":
-                return self._pruned_heads(index)
-            static = self.static_logits(index)
-            s_0 = heads.paired(self._dimensions(static[heads.size :], self.noise))
-            deployed = heads.paired(self._dimensions(static[heads.size :], tossed))
+            static = self.static_logits(index)[heads.size :]
+            s_0 = heads.paired(self._dimensions(static, self.noise))
+            deployed = heads.paired(self._dimensions(static, tossed))
             logits = self.head_logits(index, x_BLD)
             s_t = self._dimensions(logits, self.noise)
-            s_TA = (s_t if tossed == self.noise else self._dimensions(logits, tossed)).flatten(
-                0, -2
-            )
-            if kind == "routed":
-                s_TA = s_TA[self.valid_T]
-                if self.kept is not None:
-                    kept = logits.flatten(0, -2)[self.valid_T]
-                    self.kept.setdefault(index, []).append(kept)
+            s_TA = s_t if tossed == self.noise else self._dimensions(logits, tossed)
+            s_TA = s_TA.flatten(0, -2)[self.valid_T]
+            if self.kept is not None:
+                self.kept.setdefault(index, []).append(logits.flatten(0, -2)[self.valid_T])
             widths_T = s_TA.sum(-1)
             self.seen[index, "mha"] = {
                 "qk": deployed.sum(),
                 "vo": widths_T.max() if tossed else widths_T.mean(),
                 "union": union(s_TA),
             }
-            masks = {
+            return {
                 "q": s_0.repeat(heads.queries),
                 "k": s_0.repeat(heads.keys),
                 "v": torch.cat([s_t] * heads.keys, -1),
+                "o": torch.cat([s_t] * heads.queries, -1),
             }
-            if self.config.mask_outputs:
-                masks["o"] = torch.cat([s_t] * heads.queries, -1)
-            return masks
 
     def static_logits(self, index: int) -> Tensor:
-        """Proj_D(mean E): logits that hold for every token."""
+        """Proj_D(mean E): logits that hold for every token; of V/O dimensions, then of Q/K ones."""
         logits: Tensor = self.mha_modules(index).proj_d(self.mean_embedding(index))
         return logits
 
     def head_logits(self, index: int, x_BLD: Tensor) -> Tensor:
-        """Logits of the V/O dimensions: (B, L, A), or (1, A) where they are static."""
+        """Logits of the V/O dimensions (B, L, A)."""
         modules, size = self.mha_modules(index), self.shapes[index].heads.size
-        if self.config.attention != "routed":
-            return self.static_logits(index)[None, :size]
         embedded = modules.proj_e(x_BLD.float()) + self.mean_embedding(index)
         logits: Tensor = modules.proj_d(embedded)
         return logits[..., :size]
-
-    def _pruned_heads(self, index: int) -> Mapping[str, Tensor]:
-        """One mask a group of heads that share keys and values."""
-        heads = self.shapes[index].heads
-        logits = self.static_logits(index)
-        keys = self._dimensions(logits, self.noise).repeat_interleave(heads.size)
-        group = heads.queries // heads.keys
-        queries = keys.unflatten(0, (heads.keys, 1, -1)).expand(-1, group, -1).flatten()
-        share = self._dimensions(logits, self.noise and self.config.budget == "tossed").mean()
-        width = share * heads.size
-        masks = {"q": queries, "k": keys, "v": keys, "o": queries}
-        whole = torch.full_like(width, heads.size)
-        if heads.joined:
-            masks |= {"q": torch.ones_like(queries), "k": torch.ones_like(keys)}
-        self.seen[index, "mha"] = {
-            "qk": whole if heads.joined else width,
-            "vo": width,
-            "union": share,
-        }
-        return masks
 
     def terms(self) -> dict[str, Tensor]:
         """The regularisers of the pass that was just made (Eqs. 7-9).

@@ -34,7 +34,6 @@ from moesaic.record import Figure, LayerRecord
 
 CURVES = {
     "distillation": "KL divergence from the dense model",
-    "language": "language-model loss",
     "parameters": "R_P, the budget",
     "union": "R_U, the union of experts",
     "balance": "R_L, the load balance",
@@ -86,7 +85,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         with torch.no_grad():
             student.masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
             layers = learned(student.masking, head_logits)
-            threshold = threshold_for(layers, config.active) if config.shift else 0.0
+            threshold = 0.0 if config.noise else threshold_for(layers, config.active)
             plans, analyses = decide(student.masking, layers, job.arch.attention, threshold)
         student.release()
         live.to(job.home)
@@ -135,7 +134,8 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         masking = MaskingModules(config, shapes)
         masking.begin(torch.ones(1, 1, dtype=torch.bool), noise=False)
         layers = learned(masking, {})
-        plans, _ = decide(masking, layers, job.arch.attention, threshold_for(layers, config.active))
+        threshold = threshold_for(layers, config.active)
+        plans, _ = decide(masking, layers, job.arch.attention, threshold)
         count = parameters(masking)
         batch = config.batch * config.length
         return Outline(
@@ -146,7 +146,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
             added=count,
             tokens=config.steps * config.accumulate * batch,
             batch=batch,
-            taught=config.objective == "distillation",
+            taught=True,
             whole=True,
         )
 
@@ -170,7 +170,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         where = some(len(decision.plan.layers), len(layers))
         hold = "hold copies of" if config.materialize else "share"
         runs = f"The feed-forward networks of {where} are {number(config.experts)} experts each"
-        attention = _attention(decision, config.attention)
+        attention = _attention(decision)
         attention += " Choices are tossed, as they were in training." * config.noise
         return Told(
             carved(config, training["active"] if active is None else active),
@@ -184,15 +184,13 @@ def parameters(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _attention(decision: Decision, option: str) -> str:
+def _attention(decision: Decision) -> str:
     """A sentence on what attention lost."""
     found = decision.analyses.values()
     cut = {part for part in ("qk", "vo") if any(x[part] < x["head_dim"] for x in found)}
     if not cut:
         return "Attention stays whole."
-    if option == "heads":
-        return "Some heads of attention are cut away, for all tokens alike."
-    if option == "static" or cut == {"qk"}:
+    if cut == {"qk"}:
         return "Attention is cut down, for all tokens alike."
     own = "Each token uses only a part of attention's values and outputs"
     return (

@@ -11,15 +11,9 @@ from moesaic.distributed import process
 from moesaic.foreign import Config, Model
 from moesaic.methods.budget import layer_sizes
 from moesaic.methods.tomoe.config import ToMoEConfig
+from moesaic.methods.tomoe.masked import Masked
 from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
-from moesaic.nn import Masked
-from moesaic.objectives import (
-    Objective,
-    checkpointing,
-    distillation_loss,
-    next_token_loss,
-    predicting,
-)
+from moesaic.objectives import Objective, checkpointing, distillation_loss, predicting
 
 KEPT_TOKENS = 8192
 """Calibration tokens, at most, of which logits are kept."""
@@ -46,7 +40,7 @@ class Student(nn.Module):
 
     def __init__(self, base: Model, arch: Arch, config: ToMoEConfig) -> None:
         super().__init__()
-        self.base, self.arch, self.objective = base, arch, config.objective
+        self.base, self.arch = base, arch
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.masking = MaskingModules(config, layer_shapes(base, arch))
@@ -104,18 +98,15 @@ class Student(nn.Module):
         Returns:
             ``loss``, and ``terms``: its terms by name, before they are weighed.
         """
-        if self.objective == "distillation":
-            with torch.no_grad(), self.masked.off():
-                taught = self.base(
-                    input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-                ).logits
-            loss = distillation_loss(self.logits(input_ids, attention_mask), taught, labels)
-        else:
-            loss = next_token_loss(self.logits(input_ids, attention_mask), labels)
+        with torch.no_grad(), self.masked.off():
+            taught = self.base(
+                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+            ).logits
+        loss = distillation_loss(self.logits(input_ids, attention_mask), taught, labels)
         loss = loss / predicting(labels).sum().clamp(min=1)
         terms = self.masking.terms()
         whole = loss + self.masking.penalty(terms)
-        return {"loss": whole, "terms": {self.objective: loss, **terms}}
+        return {"loss": whole, "terms": {"distillation": loss, **terms}}
 
     @torch.no_grad()
     def head_logits(self, tokens: Tokens) -> dict[int, Tensor]:

@@ -4,28 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from moesaic.arch.dense import Arch
+from moesaic.methods.tomoe.masks import MaskingModules
 
 Inputs = tuple[Tensor, ...]
-
-
-class Masker(Protocol):
-    """Chooses the part of a layer that a token uses.
-
-    Shape suffixes: B texts, L tokens, M neurons.
-    """
-
-    def attention(self, index: int, x_BLD: Tensor) -> Mapping[str, Tensor]:
-        """Masks by projection, from attention's input: of what q, k and v write, and o reads."""
-
-    def ffn(self, index: int, x_BLD: Tensor) -> Tensor | None:
-        """The mask of the hidden activations (B, L, M), from the FFN's input."""
 
 
 class Masked:
@@ -36,12 +23,12 @@ class Masked:
     Args:
         model: of which every layer is masked.
         arch: its architecture.
-        masker: chooses.
+        masker: chooses the part of a layer that a token uses.
         projections: an FFN's mask multiplies what gate and up write, beside the hidden activations.
     """
 
     def __init__(
-        self, model: nn.Module, arch: Arch, masker: Masker, projections: bool = False
+        self, model: nn.Module, arch: Arch, masker: MaskingModules, projections: bool = False
     ) -> None:
         self.on = True
         self.projections = projections
