@@ -76,9 +76,6 @@ def smaller(recipe: str, overrides: list[str]) -> list[str]:
         if step.verb == "tune" or step.name in ("dsmoe", "tomoe"):
             given += [f"{place}.steps=2", f"{place}.batch=2", f"{place}.length=64"]
             given += [f"{place}.data=text.jsonl"] * hasattr(step, "data")
-            if hasattr(step, "held_out"):
-                given += [f"{place}.data=text.jsonl:::[:50%]"]
-                given += [f"{place}.held_out=text.jsonl:::[50%:]", f"{place}.held_out_tokens=512"]
         if step.verb == "tune" and getattr(step, "what", "") == "routers":
             given.append(f"{place}.teacher={MODELS.get(verb, 'tiny-moe')}")
         if getattr(step, "experts_per_token", None):

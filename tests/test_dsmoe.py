@@ -22,11 +22,11 @@ from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
 from moesaic.arch.lookup import dense_arch
 from moesaic.cli import app
 from moesaic.data.packing import PackedText
-from moesaic.data.text import evaluation_tokens
 from moesaic.hub import convert_class
 from moesaic.io.source import resolve
 from moesaic.layers.base import same
-from moesaic.methods.budget import layer_sizes
+from moesaic.layers.carved import CarvedLayer
+from moesaic.methods.budget import LayerSize, layer_sizes
 from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
 from moesaic.methods.dsmoe.method import DSMoE
 from moesaic.metrics.measure import sweep
@@ -78,9 +78,8 @@ def test_open_gates_are_the_dense_block(model_type: str) -> None:
     )
     ffn = ffns(carved(model))[0]
     with torch.no_grad():
-        ffn.router.weight.zero_()
-    ffn.router.bias = 50.0  # sigmoid is 1.0 exactly
-    x_TD = torch.randn(9, 32, dtype=torch.float64)
+        ffn.router.weight.fill_(100.0)  # sigmoid is 1.0 exactly
+    x_TD = torch.randn(9, 32, dtype=torch.float64).abs()
     want = dense(x_TD)
     for training in (True, False):
         assert torch.allclose(ffn.train(training)(x_TD), want, atol=1e-12)
@@ -197,16 +196,15 @@ def test_a_lower_threshold_never_takes_blocks_away() -> None:
     assert before.all()
 
 
-@pytest.mark.parametrize("force", [False, True])
-def test_a_token_without_blocks_is_finite(force: bool) -> None:
-    ffn, x_TD = gated(tau=0.999, force_one=force)
+def test_a_token_without_blocks_is_finite() -> None:
+    ffn, x_TD = gated(tau=0.999)
     with torch.no_grad():
         ffn.router.weight.mul_(0.01)
         for tokens in (x_TD, x_TD[:1]):
             y_TD = ffn(tokens)
-            assert bool(y_TD.any()) == force
+            assert not y_TD.any()
             assert torch.allclose(y_TD, masked(ffn)(tokens), atol=1e-12)
-    assert ((ffn.router(x_TD) > 0).sum(-1) == int(force)).all()
+    assert not (ffn.router(x_TD) > 0).any()
     ffn.train()(x_TD).sum().backward()
     assert ffn.router.weight.grad.isfinite().all()
     assert ffn.router.weight.grad.any(), "a gate that is never open still learns"
@@ -320,71 +318,15 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
         assert torch.allclose(tensor, resumed.model.state_dict()[name], atol=1e-6), name
 
 
-def test_perplexity_is_measured_while_it_trains(tmp_path: Path, tokenizer: Any) -> None:
-    """By the tokens trained on (Tables 5, 6), on text that is not; training is as without it."""
-    model = tiny_model("llama", num_hidden_layers=2)
-    text: dict[str, Any] = {"calibration": "prose=2,reference=1", "tokenizer": tokenizer}
-    options = {"active": 0.6, "length": 24, **FEW}
-    config = DSMoEConfig(measure_every=4, held_out_tokens=240, **options)
-    result = moesaic.carve(model, config, **text)
-    with pytest.raises(Stop):
-        moesaic.carve(model, config, progress=tmp_path, track=stopping, **text)
-    resumed = moesaic.carve(model, config, progress=tmp_path, **text)
-    plain = moesaic.carve(model, DSMoEConfig(**options), **text)
-    held_out = evaluation_tokens("prose=2,reference=1", tokenizer, 24, 240)
-    found = result.summary["training"]["held_out"]
-    assert [tokens for tokens, _ in found["perplexity"]] == [4 * 4 * 24, 6 * 4 * 24]
-    assert found["tokens"] == held_out.count
-    assert [s["source"] for s in found["sources"]] == ["prose", "reference"]
-    last = score(result.model, held_out).perplexity
-    assert found["perplexity"][-1][1] == pytest.approx(last)
-    assert found["perplexity"][0][1] != pytest.approx(last, rel=1e-4)
-    again = resumed.summary["training"]["held_out"]["perplexity"]
-    assert [p for _, p in again] == pytest.approx([p for _, p in found["perplexity"]])
-    assert "held_out" not in plain.summary["training"]
-    for name, tensor in plain.model.state_dict().items():
-        assert torch.equal(tensor, result.model.state_dict()[name]), name
-
-
-def test_text_that_is_measured_meanwhile_may_be_measured_afterwards(tmp_path: Path) -> None:
-    file = tmp_path / "held.jsonl"
-    file.write_text('{"text": "some words"}\n')
-    recipe = parse_recipe(
-        f"model: tiny-dense\nout: {tmp_path}/out\nsteps:\n"
-        f"- carve: {{method: dsmoe, measure_every: 2, held_out: {file}}}\n"
-        f"evaluation: {{data: {file}}}\n"
-    )
-    assert str(file) not in recipe.texts
-
-
-def test_what_is_trained_on_is_not_measured(tmp_path: Path, tokenizer: Any) -> None:
-    file = tmp_path / "text.jsonl"
-    file.write_text("".join(f'{{"text": "{"one of many words " * 40}"}}\n' for _ in range(40)))
-    options = {"length": 24, "held_out_tokens": 48, "measure_every": 6, **FEW}
-    with pytest.raises(MoesaicError, match="measured"):
-        moesaic.carve(
-            tiny_model("llama"),
-            DSMoEConfig(**options),
-            calibration=str(file),
-            tokenizer=tokenizer,
-        )
-    sliced = DSMoEConfig(held_out=f"{file}:::[30:]", data=f"{file}:::[:30]", **options)
-    result = moesaic.carve(tiny_model("llama"), sliced, tokenizer=tokenizer)
-    assert result.summary["training"]["held_out"]["sources"][0]["rows"] == [30, 40]
-    with pytest.raises(MoesaicError, match="tokenizer"):
-        moesaic.carve(tiny_model("llama"), sliced, calibration=rows())
-
-
 def test_everything_trains_and_the_callers_model_does_not() -> None:
     model = tiny_model("llama")
     before = copy.deepcopy(model.state_dict())
-    result = moesaic.carve(model, DSMoEConfig(gate_bias=3.0, **FEW), calibration=rows())
+    result = moesaic.carve(model, DSMoEConfig(**FEW), calibration=rows())
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
     after = result.model.state_dict()
     assert not [n for n in before if torch.equal(before[n], after[n])]
     assert sum(n.endswith("router.weight") for n in after) == 4
     assert losses_of(result)[-1]["language"] < losses_of(result)[0]["language"]
-    assert losses_of(result)[0]["active_blocks"] > 0.9, "a start near the dense model"
 
 
 def test_recomputing_changes_nothing_but_memory() -> None:
@@ -454,7 +396,7 @@ def test_the_start_of_training_is_a_plan_like_others(llama_folder: Path, tmp_pat
     source = resolve(str(llama_folder))
     live = source.load()
     arch = dense_arch(live.config)
-    layers = dict(DSMoE(DSMoEConfig(experts=BLOCKS, force_one=True)).start(layer_sizes(live, arch)))
+    layers = dict(DSMoE(DSMoEConfig(experts=BLOCKS)).start(layer_sizes(live, arch)))
     plan = Plan("dsmoe", base_shape(live, arch), layers)
     plan.save(tmp_path)
     loaded = Plan.load(tmp_path)
@@ -465,6 +407,19 @@ def test_the_start_of_training_is_a_plan_like_others(llama_folder: Path, tmp_pat
     with torch.no_grad():
         got, want = (m(rows(2)).logits for m in (rebuilt, live))
     assert torch.equal(got, want)
+
+
+def test_gates_of_earlier_versions_load_or_are_refused() -> None:
+    sizes = [LayerSize(0, 6144, 64, 32)]
+    layer = DSMoE(DSMoEConfig(experts=BLOCKS)).start(sizes)[0]
+    header = layer.header()
+    old = {**header["gate"], "bias": 0.0, "force_one": False}
+    model = tiny_model("llama")
+    arch = dense_arch(model.config)
+    CarvedLayer.install(arch.layers(model), 0, arch, {**header, "gate": old})
+    for name in ("bias", "force_one"):
+        with pytest.raises(MoesaicError, match="this version has no more"):
+            CarvedLayer.load({**header, "gate": {**old, name: 1}}, layer.tensors())
 
 
 def test_activity_is_counted_on_real_tokens(tokens: Tokens) -> None:

@@ -43,8 +43,6 @@ class Schedule:
     """Gradient checkpointing: half as much again in time, for much less memory."""
     clip: float = 1.0
     """The norm that gradients are clipped at; 0 for never."""
-    measure_every: int | None = None
-    """Steps between measurements of what ``measure`` measures; the last step is one too."""
 
     @classmethod
     def of(cls, config: MethodConfig) -> Schedule:

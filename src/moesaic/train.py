@@ -8,7 +8,7 @@ accumulation step they fall to, so two processes give the losses of one with the
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -54,8 +54,6 @@ class _Loop(Trainer):  # type: ignore[misc]
     """Keeps only what trains in its checkpoints, and may have an objective of its own."""
 
     objective: Objective | None = None
-    measure: Callable[[nn.Module], dict[str, float]] | None = None
-    every: int | None = None
     _sums: dict[str, Tensor] | None = None
 
     def compute_loss(
@@ -87,17 +85,7 @@ class _Loop(Trainer):  # type: ignore[misc]
             figures = {n: t / max(1, tokens) for n, t in zip(names[1:], totals, strict=True)}
             logs = {**logs, **figures, **self.objective.stepped(figures)}
             self._sums = None
-        if self.measure is not None and self.every and "loss" in logs:
-            step = self.state.global_step
-            if step % self.every == 0 or step == self.state.max_steps:
-                logs = {**logs, **self._measured(self.measure)}
         super().log(logs, *rest, **options)
-
-    def _measured(self, measure: Callable[[nn.Module], dict[str, float]]) -> dict[str, float]:
-        model = self.accelerator.unwrap_model(self.model)
-        model.eval()  # every step of the Trainer's begins with train()
-        with torch.no_grad(), self.compute_loss_context_manager():
-            return measure(model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.is_fsdp_enabled:
@@ -256,7 +244,6 @@ def train(
     trainable: Mapping[str, nn.Parameter],
     request: Values | None = None,
     objective: Objective | None = None,
-    measure: Callable[[nn.Module], dict[str, float]] | None = None,
     device: str = "cpu",
     track: Track = silent,
 ) -> list[dict[str, float]]:
@@ -272,7 +259,6 @@ def train(
         request: identifies the run beside schedule, texts and names; a resumed run must ask for
             the same.
         objective: what to minimise instead of the model's own next-token loss.
-        measure: figures of the model as it is, every ``schedule.measure_every`` steps.
         device: cpu, or the accelerator; of several processes each takes its own.
         track: shows progress.
 
@@ -292,7 +278,6 @@ def train(
                 trainable=trainable,
                 request=request,
                 objective=objective,
-                measure=measure,
                 device=device,
                 track=track,
             )
@@ -354,7 +339,6 @@ def train(
         callbacks=[bar],
     )
     loop.objective = objective
-    loop.measure, loop.every = measure, schedule.measure_every
     loop.remove_callback(PrinterCallback)
     shape = _Shape(model)
     loop.finish(last_checkpoint(folder))

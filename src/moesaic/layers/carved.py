@@ -242,7 +242,10 @@ def _refuse_former(header: Header) -> None:
     """Refuse what earlier versions made of a layer, and this one has no more."""
     if header.get("bias"):
         raise former("output biases")
-    if "threshold" in header.get("gate", {}):
+    gate = header.get("gate", {})
+    if "threshold" in gate:
         raise former("a variable number of petals")
+    if gate.get("bias") or gate.get("force_one"):
+        raise former("a bias of its gates, or one that always runs")
     if header["routing"] == "backbone":
         raise former("a router that sees the backbone")

@@ -150,8 +150,6 @@ class ThresholdRouter(nn.Module):
     """A sigmoid gate a petal; a token runs the petals whose gate is above tau (DSMoE Eq. 7).
 
     Args:
-        bias: added to every logit; above 0, training starts near the dense block. Not the paper's.
-        force_one: a token whose gates are all below tau runs the largest. Not the paper's.
         through: in training, gates below tau get gradients too (Eqs. 10, 11).
         piecewise: in training, gates below tau are zero; False is the ablation of Eq. 20.
     """
@@ -163,24 +161,19 @@ class ThresholdRouter(nn.Module):
         top_k: int,
         *,
         tau: float = 0.5,
-        bias: float = 0.0,
-        force_one: bool = False,
         through: bool = True,
         piecewise: bool = True,
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, hidden_size, dtype=torch.float32))
-        self.tau, self.bias, self.force_one = tau, bias, force_one
-        self.through, self.piecewise = through, piecewise
+        self.tau, self.through, self.piecewise = tau, through, piecewise
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """G(g), or S(g) in training: of equal value (T, R)."""
-        g_TR = (_logits(self.weight, x_TD) + self.bias).sigmoid()
+        g_TR = _logits(self.weight, x_TD).sigmoid()
         if self.training and not self.piecewise:
             return g_TR
         G_TR = thresholded(g_TR, self.tau)
-        if self.force_one:
-            G_TR = torch.where(g_TR == g_TR.amax(-1, keepdim=True), g_TR, G_TR)
         return straight_through(G_TR, g_TR) if self.training and self.through else G_TR
 
     def extra_repr(self) -> str:
@@ -219,10 +212,15 @@ class SoftmaxRouter(nn.Module):
 WEIGHING: dict[str, type[nn.Module]] = {"threshold": ThresholdRouter, "softmax": SoftmaxRouter}
 
 
+FORMER = ("bias", "force_one")
+"""Options that earlier versions wrote down; :mod:`moesaic.layers.carved` refuses those that act."""
+
+
 def make_router(
     hidden_size: int, experts: int, top_k: int, routing: str, gate: Values | None = None
 ) -> nn.Module:
     """The router of that name, its weights not set; ``gate``: options of one that weighs."""
     if routing in WEIGHING:
-        return WEIGHING[routing](hidden_size, experts, top_k, **(gate or {}))
+        acting = {name: value for name, value in (gate or {}).items() if name not in FORMER}
+        return WEIGHING[routing](hidden_size, experts, top_k, **acting)
     return Router(hidden_size, experts, top_k, routing)

@@ -54,10 +54,6 @@ class DSMoEConfig(MethodConfig):
         "many thousand steps.",
         seldom=True,
     )
-    gate_bias: float = option(
-        0.0, "Added to every gate's logit; 3 starts near the dense model.", seldom=True
-    )
-    force_one: bool = option(False, "A token with no gate above tau runs the largest.", seldom=True)
     top_k: int | None = option(
         None, "top-k: blocks that a token runs. Default: as many as active asks for."
     )
@@ -90,21 +86,6 @@ class DSMoEConfig(MethodConfig):
         "The norm that gradients are clipped at, of which the paper says nothing; 0 for never.",
         minimum=0,
         seldom=True,
-    )
-    measure_every: int | None = option(
-        None,
-        "Steps between measurements of held-out perplexity, for the record (Tables 5, 6).",
-        minimum=1,
-        seldom=True,
-    )
-    held_out: str = option(
-        "",
-        "Text to measure on meanwhile. Default: what the training text keeps for measuring; of "
-        "text that has no such part, what ships.",
-        seldom=True,
-    )
-    held_out_tokens: int = option(
-        16_384, "Measure on at most this much of it; 0: on all.", minimum=0, seldom=True
     )
     recompute: bool = option(
         False, "Compute activations again in the backward pass, to save memory.", seldom=True

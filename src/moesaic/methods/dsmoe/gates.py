@@ -18,10 +18,8 @@ All parameters train. The block that computes this is ``nn.carved.CarvedFFN`` wi
 Where the paper is silent or we depart from it:
 
 - n / k applies in training and inference, without a gradient through k.
-- A token may activate no block (k = 0): its output is 0. Such tokens are counted; ``force_one``
-  lets the largest gate run instead.
+- A token may activate no block (k = 0): its output is 0. Such tokens are counted.
 - Gates start at N(0, 0.02). From zero, sigmoid would be 0.5, not above tau, and nothing active.
-  ``gate_bias`` adds to every logit, for a start near the dense model.
 - L_sparse is a mean over the tokens that predict one; its weight ``sparsity`` (lambda) is 1.
 - The paper has no target. With ``active``, a controller moves lambda after each step with the share
   of active blocks that is too many; below zero, lambda rewards activity.

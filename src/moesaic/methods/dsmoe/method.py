@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -11,10 +11,8 @@ import torch
 from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.config import chosen_layers
-from moesaic.data.mixes import check_apart
-from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
+from moesaic.data.text import Tokens
 from moesaic.data.training import Examples, training_text
-from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
 from moesaic.layers.carved import CarvedLayer
@@ -22,9 +20,8 @@ from moesaic.methods.base import Decision, DenseMethod, Outline, Told
 from moesaic.methods.budget import LayerSize, active_ratio, ffn_share, layer_sizes
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective
+from moesaic.methods.learning import learn, spent
 from moesaic.methods.words import carved, number, some
-from moesaic.metrics.perplexity import perplexity
-from moesaic.objectives import Schedule
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
@@ -37,14 +34,8 @@ CURVES = {
     "sparsity": "sparsity loss",
     "imbalance": "load-balance loss",
     "lambda": "lambda, the weight of sparsity",
-    "perplexity": "held-out perplexity",
 }
 """The figures that training logs, in words."""
-
-
-def held_out_perplexity(tokens: Tokens, model: Model) -> dict[str, float]:
-    """A figure to log while a model trains."""
-    return {"perplexity": perplexity(model, tokens).perplexity}
 
 
 class DSMoE(DenseMethod[DSMoEConfig]):
@@ -58,8 +49,6 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         Raises:
             MoesaicError: the request cannot be met.
         """
-        from moesaic.train import train  # imports the trainer, which a dry run does without
-
         config, args = self.config, job.args
         variants = {"": self}
         for name in args.compare:
@@ -70,7 +59,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             name: Plan(config.name, job.base, dict(method.start(sizes)), asdict(method.config))
             for name, method in variants.items()
         }
-        texts, held_out = self._texts(job), self._held_out(job)
+        texts = self._texts(job)
 
         def trained(name: str) -> tuple[Model, list[dict[str, float]]]:
             folder = args.progress and args.progress / name
@@ -84,18 +73,8 @@ class DSMoE(DenseMethod[DSMoEConfig]):
                 method.config,
                 method.target(sizes),
             )
-            losses = train(
-                live,
-                texts,
-                Schedule.of(method.config),
-                folder,
-                trainable=dict(live.named_parameters()),
-                request=job.request({"config": asdict(method.config)}),
-                objective=objective,
-                measure=None if held_out is None else partial(held_out_perplexity, held_out),
-                device=job.device,
-                track=args.track,
-            )
+            learning = dict(live.named_parameters())
+            losses = learn(job, method.config, live, learning, texts, folder, objective=objective)
             live.requires_grad_(True).to(job.home).eval()
             return live, losses
 
@@ -111,7 +90,6 @@ class DSMoE(DenseMethod[DSMoEConfig]):
                     "what": "all weights",
                     "losses": losses,
                     "labels": CURVES,
-                    **self._by_tokens(losses, texts, held_out),
                     "trained_parameters": count,
                     "total_parameters": count,
                 }
@@ -130,8 +108,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             Plan(config.name, job.base, dict(self.start(sizes)), asdict(config)),
             passes=0.0,
             trained=count,
-            tokens=config.steps * config.batch * config.accumulate * config.length,
-            batch=config.batch * config.length,
+            **spent(config, config.length),
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
@@ -153,8 +130,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             counts = {layer.top_k for layer in layers if layer.experts}
             few = number(counts.pop()) if len(counts) == 1 else "a fixed number"
             return f"{few}, chosen and weighed by a softmax as in LLaMA-MoE"
-        largest = ", or the largest" if config.force_one else ""
-        gates = f"those whose gates are above {config.tau:g}{largest}"
+        gates = f"those whose gates are above {config.tau:g}"
         if config.variant == "no-straight-through":
             return f"{gates}; in training, gates below it had no gradient"
         if config.variant == "no-piecewise":
@@ -176,45 +152,6 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             stream=True,
             config=job.original.config,
         )
-
-    def _held_out(self, job: Job[Arch]) -> Tokens | None:
-        """The text to measure on while training; None where nothing is measured.
-
-        Raises:
-            MoesaicError: it is trained on, too, or cannot be read.
-        """
-        config, args = self.config, job.args
-        if config.measure_every is None:
-            return None
-        given = config.data or (args.calibration.source if args.text is None else "")
-        text = config.held_out or given
-        check_apart([given], text)
-        tokenizer = job.tokenizer_for(text)
-        if tokenizer is None and needs_tokenizer(text):
-            raise MoesaicError("measure_every needs a tokenizer for the text it measures on.")
-        base = job.original.config
-        return evaluation_tokens(text, tokenizer, config.length, config.held_out_tokens, base)
-
-    def _by_tokens(
-        self, losses: list[dict[str, float]], texts: Examples, held_out: Tokens | None
-    ) -> JSON:
-        """Held-out perplexity by the tokens trained on (Tables 5, 6), for the record."""
-        if held_out is None:
-            return {}
-        config = self.config
-        window = len(texts[0]["input_ids"]) if isinstance(texts, Sequence) else config.length
-        step = config.batch * config.accumulate * process()[1] * window
-        return {
-            "held_out": {
-                "tokens": held_out.count,
-                "sources": [origin.taken.as_json() for origin in held_out.origins],
-                "perplexity": [
-                    [int(row["step"]) * step, row["perplexity"]]
-                    for row in losses
-                    if "perplexity" in row
-                ],
-            }
-        }
 
     def target(self, sizes: list[LayerSize]) -> float | None:
         """The share of blocks to be active that ``active`` asks for; None where it asks nothing.
@@ -263,17 +200,11 @@ class DSMoE(DenseMethod[DSMoEConfig]):
 
     def _layer(self, size: LayerSize, top_k: int, seeded: torch.Generator) -> CarvedLayer:
         config, blocks = self.config, self.config.experts
-        gate: JSON
-        if config.variant == "top-k":
-            gate = {"scale": config.top_k_scale}
-        else:
-            gate = {
-                "tau": config.tau,
-                "bias": config.gate_bias,
-                "force_one": config.force_one,
-                "through": config.variant != "no-straight-through",
-                "piecewise": config.variant != "no-piecewise",
-            }
+        gate: JSON = {
+            "tau": config.tau,
+            "through": config.variant != "no-straight-through",
+            "piecewise": config.variant != "no-piecewise",
+        }
         return CarvedLayer(
             order_M=torch.arange(size.width),
             backbone=0,
@@ -281,5 +212,5 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             top_k=top_k,
             routing="softmax" if config.variant == "top-k" else "threshold",
             router_RD=0.02 * torch.randn(blocks, size.hidden, generator=seeded),
-            gate=gate,
+            gate={"scale": config.top_k_scale} if config.variant == "top-k" else gate,
         )

@@ -12,17 +12,18 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.data.training import foretold_tokens, training_text
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Config, Model
+from moesaic.foreign import JSON, Config, Model
 from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.fingerprint import of_model
 from moesaic.io.layout import PLAN, placed
 from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Outline, Told
+from moesaic.methods.learning import learn
 from moesaic.methods.sft.config import TRAINED, TuneConfig
 from moesaic.methods.sft.gates import factors, outside
 from moesaic.methods.sft.parameters import trainable
-from moesaic.objectives import Distillation, Schedule
+from moesaic.objectives import Distillation
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
@@ -51,8 +52,6 @@ class Tuning(Method[TuneConfig, Arch]):
         Raises:
             MoesaicError: the request cannot be met.
         """
-        from moesaic.train import train  # imports the trainer, which a dry run does without
-
         config, args = self.config, job.args
         given = config.data if args.text is None else args.text
         examples = training_text(
@@ -65,7 +64,7 @@ class Tuning(Method[TuneConfig, Arch]):
             config=job.original.config,
         )
         live = job.live()
-        request = job.request({"config": asdict(config)})
+        request: JSON = {}
         teacher = args.teacher
         if teacher is not None:
             request["teacher"] = of_model(teacher)
@@ -81,18 +80,18 @@ class Tuning(Method[TuneConfig, Arch]):
             plan = args.plan if args.plan is not None else _plan(job)
             tuned, chosen = live, trainable(live, job.arch, config.what, plan)
             g = factors(job.arch, live.config, plan) if config.what in ("condensed", "all") else g
+            request |= {"outside": sorted(g)} if g else {}
         count = sum(p.numel() for p in chosen.values())
         with outside(tuned, job.arch, g):
-            losses = train(
+            losses = learn(
+                job,
+                config,
                 tuned,
+                chosen,
                 examples,
-                Schedule.of(config),
                 args.progress,
-                trainable=chosen,
-                request=request | ({"outside": sorted(g)} if g else {}),
                 objective=None if teacher is None else Distillation(teacher),
-                device=job.device,
-                track=args.track,
+                request=request,
             )
         if config.what == "lora":
             live = tuned.merge_and_unload()

@@ -12,6 +12,7 @@ from moesaic.data.training import Examples, training_text
 from moesaic.errors import MoesaicError
 from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.methods.base import Decision, DenseMethod, Outline, Told
+from moesaic.methods.learning import learn, spent
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.more.method import MoRE
 from moesaic.methods.tomoe.config import ToMoEConfig
@@ -27,7 +28,6 @@ from moesaic.methods.tomoe.decision import (
 from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
 from moesaic.methods.tomoe.student import Student, StudentLoss, layer_shapes
 from moesaic.methods.words import carved, number, some
-from moesaic.objectives import Schedule
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord
@@ -56,8 +56,6 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         Raises:
             MoesaicError: the request cannot be met.
         """
-        from moesaic.train import train  # imports the trainer, which a dry run does without
-
         args = job.args
         for name in args.compare:
             self.config.compared(name)
@@ -69,16 +67,15 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         student = Student(live, job.arch, config)
         learning = student.learning
         examples = _examples(job, config)
-        losses = train(
+        losses = learn(
+            job,
+            config,
             student,
+            learning,
             examples,
-            Schedule.of(config),
             args.progress and args.progress / "training",
-            trainable=learning,
-            request=job.request({"config": asdict(config), "calibration": job.tokens.fingerprint}),
             objective=StudentLoss(config.seed),
-            device=job.device,
-            track=args.track,
+            request={"calibration": job.tokens.fingerprint},
         )
         head_logits = student.head_logits(job.tokens)
         student.to("cpu")
@@ -137,15 +134,13 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         threshold = threshold_for(layers, config.active)
         plans, _ = decide(masking, layers, job.arch.attention, threshold)
         count = parameters(masking)
-        batch = config.batch * config.length
         return Outline(
             Plan(config.name, job.base, dict(plans), asdict(config)),
             exact=False,
             passes=1.0,
             trained=count,
             added=count,
-            tokens=config.steps * config.accumulate * batch,
-            batch=batch,
+            **spent(config, config.length),
             taught=True,
             whole=True,
         )
@@ -207,12 +202,11 @@ def _copied(layers: Mapping[int, Learned], plans: Mapping[int, OverlappingLayer]
 def _examples(job: Job[Arch], config: ToMoEConfig) -> Examples:
     """All of the calibration text, prompts included, in windows to learn from."""
     args = job.args
-    given = args.calibration.source if args.text is None else args.text
-    length = config.length or config.window
+    source = args.calibration.source if args.text is None else args.text
     return training_text(
-        given,
-        job.tokenizer_for(given),
-        length,
+        source,
+        job.tokenizer_for(source),
+        config.length,
         steps=config.steps,
         seed=config.seed,
         config=job.original.config,

@@ -1,0 +1,72 @@
+"""What methods that train share: the call of the one loop, and what it takes, told beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from moesaic.config import MethodConfig
+from moesaic.data.training import Examples
+from moesaic.foreign import JSON, Values
+from moesaic.objectives import Objective, Schedule
+from moesaic.observation.job import Job
+
+
+def spent(config: MethodConfig, length: int) -> JSON:
+    """Fields of an :class:`~moesaic.methods.base.Outline`: all tokens, and those of a batch.
+
+    Args:
+        config: with a schedule of so many steps.
+        length: tokens of a text.
+    """
+    schedule = Schedule.of(config)
+    batch = schedule.batch * length
+    return {"tokens": (schedule.steps or 0) * schedule.accumulate * batch, "batch": batch}
+
+
+def learn(
+    job: Job[Any],
+    config: MethodConfig,
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    examples: Examples,
+    folder: Path | None,
+    *,
+    objective: Objective | None = None,
+    request: Values | None = None,
+) -> list[dict[str, float]]:
+    """Train some of a model's parameters in place, by a method's own schedule.
+
+    Args:
+        job: the model, and where it is trained.
+        config: the method's, schedule included.
+        model: live.
+        trainable: the parameters that train, by name.
+        examples: what is trained on.
+        folder: for checkpoints; None keeps none.
+        objective: what to minimise instead of the model's own next-token loss.
+        request: what identifies the run beside model and config.
+
+    Returns:
+        the figures of every step, as :func:`moesaic.train.train` has them.
+
+    Raises:
+        MoesaicError: nothing is left to train, or the folder holds another run.
+    """
+    from moesaic.train import train  # imports the trainer, which a dry run does without
+
+    return train(
+        model,
+        examples,
+        Schedule.of(config),
+        folder,
+        trainable=trainable,
+        request=job.request({"config": asdict(config), **(request or {})}),
+        objective=objective,
+        device=job.device,
+        track=job.args.track,
+    )
