@@ -76,7 +76,7 @@ def main() -> None:
         stats = observe_experts(site)
         observed = time.perf_counter()
         case = Case(stats, site.view.routing, site.index, method.config)
-        ((ours, analysis),) = method.decide(case, [args.keep]).values()
+        ((ours, analysis),) = method.choose(case, [args.keep]).values()
         done = time.perf_counter()
         theirs, loss = every_subset(site, args.keep)
         ended = time.perf_counter()

@@ -18,7 +18,7 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.cli import app
 from moesaic.hub import native_config
 from moesaic.layers.fewer import FewerLayer
-from moesaic.methods.lexi.method import allotted
+from moesaic.methods.lexi.method import FewerExperts
 from moesaic.metrics.size import model_size
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
@@ -102,6 +102,12 @@ def test_a_layers_loss_is_what_its_output_moves_by(moe_type, tokens):
         assert found == sorted(found, reverse=True)
         chosen = result.plan.layers[site.index].top_k
         assert result.analyses[site.index]["relative_loss"] == found[chosen - 1]
+
+
+def allotted(losses, config):
+    """Each layer's number of experts a token, by layer what 1, 2, ... lose."""
+    by_number = {i: dict(enumerate(row, 1)) for i, row in losses.items()}
+    return dict(FewerExperts(config).allocate(by_number))
 
 
 @pytest.mark.parametrize("seed", range(6))

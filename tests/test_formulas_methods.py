@@ -17,7 +17,6 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.errors import MoesaicError
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods import clustering
-from moesaic.methods.beyond.recovery import recover
 from moesaic.methods.budget import LayerSize, split_for_share, split_for_target
 from moesaic.methods.cdmoe.divergence import cosine, js, kl
 from moesaic.methods.cdmoe.experts import tail_exponent
@@ -25,11 +24,12 @@ from moesaic.methods.channels.thresholds import Scores
 from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_embedding
 from moesaic.methods.more.formulas import petals_of, prototypes
 from moesaic.methods.naee.search import every_set, exhaustive
+from moesaic.methods.refit import recover
 from moesaic.methods.sft.gates import factors
-from moesaic.methods.slim.choice import Products
 from moesaic.methods.slim.scores import SCORES, Neurons
 from moesaic.metrics.size import model_size
 from moesaic.observation.job import Finished, Job
+from moesaic.observation.neurons import Products
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.surgery import base_shape

@@ -33,7 +33,7 @@ from moesaic import (
 from moesaic.io import fingerprint
 from moesaic.io.checkpoint import Checkpoint
 from moesaic.io.source import resolve
-from moesaic.observation.experts import merge_files
+from moesaic.observation.files import merge_files
 from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.recipe import Calibration, Recipe
@@ -199,7 +199,7 @@ def test_observation_of_other_weights_is_not_resumed(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("moesaic.methods.naee.observing.join", stop)
+        patch.setattr("moesaic.observation.files.join", stop)
         with pytest.raises(KeyboardInterrupt):
             moesaic.observe(pair[0], tmp_path / "x.st", calibration=tokens)
     with pytest.raises(MoesaicError, match="another request"):

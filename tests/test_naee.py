@@ -20,7 +20,6 @@ from moesaic.data.text import calibration_tokens, split_evenly
 from moesaic.layers.base import PADDING, same
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.criteria import CRITERIA
-from moesaic.methods.naee.observed import observed
 from moesaic.methods.naee.reconstruction import reconstruction_losses
 from moesaic.methods.naee.search import (
     allocate,
@@ -32,14 +31,14 @@ from moesaic.methods.naee.search import (
     subsets,
 )
 from moesaic.observation.experts import (
-    StatsFile,
     evenly,
-    merge_files,
     observe_experts,
+    observed,
     packed,
     sample_share,
     unpacked,
 )
+from moesaic.observation.files import StatsFile, merge_files
 from moesaic.observation.stream import LayerStream
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Calibration, Recipe

@@ -30,10 +30,10 @@ from moesaic.layers.base import same
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.slim.choice import losses, uneven
-from moesaic.methods.slim.curvature import curvatures
 from moesaic.methods.slim.scores import OWN, SCORES
 from moesaic.methods.slim.surgeon import removal_costs
 from moesaic.metrics.size import model_size
+from moesaic.observation.curvature import curvatures
 from moesaic.observation.job import Job
 from moesaic.observation.neurons import observe_neurons, watching, weight_stats
 

@@ -20,10 +20,10 @@ from moesaic.exports import export
 from moesaic.fitting.search import fit
 from moesaic.foreign import Model
 from moesaic.methods import methods_of
-from moesaic.methods.naee.observing import observe
 from moesaic.metrics.bench import bench
 from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.measure import generate, inspect
+from moesaic.observation.files import observe
 from moesaic.pipeline import apply, convert, run_recipe
 from moesaic.recipe import step_config
 from moesaic.result import Result

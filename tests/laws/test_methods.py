@@ -29,7 +29,7 @@ from moesaic.layers.base import same
 from moesaic.methods import METHODS, VERBS, implementation
 from moesaic.methods.base import Method
 from moesaic.metrics.size import model_size
-from moesaic.observation.experts import StatsFile
+from moesaic.observation.files import StatsFile
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, step_config
 from moesaic.registry import imported

@@ -319,6 +319,7 @@ class DenseFFN:
         return self.act(F.linear(x_TD, self.gate_MD, self.gate_bias_M)) * up_TM
 
     count: ClassVar[int] = 1
+    top_k: ClassVar[int] = 1
     """The whole block, seen as one expert that every token runs."""
 
     def weights_of(self, i: int) -> tuple[Tensor, ...]:

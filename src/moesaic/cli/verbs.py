@@ -160,7 +160,7 @@ def observe(
     from moesaic.cli.bars import bars
     from moesaic.distributed import process
     from moesaic.estimates import notice_of_observing
-    from moesaic.observation.experts import StatsFile, merge_files
+    from moesaic.observation.files import StatsFile, merge_files
 
     if merge:
         merge_files(merge, stats)

@@ -34,11 +34,11 @@ from moesaic.io.layout import OWN, RECORD, own
 from moesaic.io.outputs import alone, discard, searched, whole_file, whole_folder
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
-from moesaic.methods.naee.observing import observe
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.measure import environment
 from moesaic.metrics.measure import fit as has_room
 from moesaic.metrics.score import Score, scores_beside
+from moesaic.observation.files import observe
 from moesaic.pipeline import convert, run_recipe
 from moesaic.plan import Progress
 from moesaic.recipe import Recipe, check_run

@@ -11,6 +11,7 @@ from moesaic.config import MethodConfig
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config
 from moesaic.layers.skipping import SkippingLayer
+from moesaic.observation.job import Job
 from moesaic.surgery import headers_of
 
 
@@ -41,6 +42,18 @@ def unskipped(config: Config) -> MoEArch:
     if any(h["kind"] == SkippingLayer.kind for stack in headers_of(config).values() for h in stack):
         raise MoesaicError("This model skips already; start from the one it was made from.")
     return moe_arch(config)
+
+
+def routed_layers(job: Job[MoEArch]) -> list[int]:
+    """The decoder layers that route.
+
+    Raises:
+        MoesaicError: there is none.
+    """
+    layers = job.arch.moe_layers(job.shape)
+    if not layers:
+        raise MoesaicError("No layer of this model routes.")
+    return layers
 
 
 def least_experts(arch: MoEArch, top_k: int, config: Config) -> int:

@@ -9,35 +9,26 @@ Shape suffixes: T tokens, E experts, D hidden size, P = E (E + 1) / 2 packed pai
 
 from __future__ import annotations
 
-import json
-import shutil
-import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial, reduce
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from moesaic.arch.mixture import MoEFFN
+from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.routing import RoutingFunction
+from moesaic.data.text import Tokens
+from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
-from moesaic.io.fingerprint import of_files
-from moesaic.io.headers import header_of
-from moesaic.io.outputs import alone, whole_file
+from moesaic.observation.job import Job
 from moesaic.observation.neurons import NeuronStats, square_sums, weight_stats
 from moesaic.observation.stream import Site
-from moesaic.plan import differing
 
-FORMAT = 3
-"""Version of statistics files; others are refused."""
 PARTS = ("weights", "outputs", "pairs", "gram", "neurons")
 """What may be observed beside the router: ``spread_E``; ``norm_E``, ``square_E`` and ``gated_E``;
 ``pair_EE``; ``gram_SP`` with ``cross_SE`` and ``delta_S``; ``neurons``. What was not is empty."""
+EMPTY = torch.empty(0, dtype=torch.float64)
 BLOCK_BYTES = 128 << 20
 """Expert outputs held at a time."""
 
@@ -75,6 +66,27 @@ class ExpertStats:
     delta_S: Tensor
     """float64: |delta|^2; empty without."""
     neurons: NeuronStats
+
+    @classmethod
+    def none(cls, experts: int) -> ExpertStats:
+        """Nothing observed."""
+        return cls(
+            calls_E=torch.zeros(experts, dtype=torch.int64),
+            gate_E=torch.zeros(experts, dtype=torch.float64),
+            norm_E=EMPTY,
+            square_E=EMPTY,
+            gated_E=EMPTY,
+            pair_EE=EMPTY.view(0, 0),
+            spread_E=EMPTY,
+            bias_E=EMPTY.float(),
+            batch_T=torch.zeros(0, dtype=torch.int64),
+            logits_TE=torch.zeros(0, experts),
+            sampled_T=torch.zeros(0, dtype=torch.bool),
+            gram_SP=torch.empty(0, experts * (experts + 1) // 2),
+            cross_SE=EMPTY.view(0, 1).expand(0, experts),
+            delta_S=EMPTY,
+            neurons=NeuronStats.none(),
+        )
 
     @property
     def tokens(self) -> int:
@@ -229,9 +241,6 @@ def observe_experts(
     return merged
 
 
-EMPTY = torch.empty(0, dtype=torch.float64)
-
-
 class _Observer:
     """One layer's experts, observed batch by batch."""
 
@@ -246,21 +255,14 @@ class _Observer:
         w_TE = routing.weights(logits_TE)
         calls_E = (w_TE != 0).sum(0).cpu()
         sampled_T = evenly(len(x_TD), self.share).to(x_TD.device)
-        stats = ExpertStats(
+        stats = replace(
+            ExpertStats.none(view.count),
             calls_E=calls_E,
             gate_E=w_TE.double().sum(0).cpu(),
-            norm_E=EMPTY,
-            square_E=EMPTY,
-            gated_E=EMPTY,
-            pair_EE=EMPTY.view(0, 0),
-            spread_E=EMPTY,
             bias_E=EMPTY.float() if routing.bias_E is None else routing.bias_E.float().cpu(),
             batch_T=torch.full((len(x_TD),), number),
             logits_TE=logits_TE.cpu(),
             sampled_T=sampled_T.cpu(),
-            gram_SP=torch.empty(0, view.count * (view.count + 1) // 2),
-            cross_SE=EMPTY.view(0, 1).expand(0, view.count),
-            delta_S=EMPTY,
             neurons=self.of_weights,
         )
         if {"pairs", "neurons"} & set(self.parts) or sampled_T.any():
@@ -356,138 +358,38 @@ def _sizes(square_NX: Tensor, w_NX: Tensor) -> Tensor:
     return torch.stack([norm_NX.sum(0), square_NX.sum(0), (w_NX.double() * norm_NX).sum(0)])
 
 
-# --- one file ------------------------------------------------------------------------------------
+def observed(
+    site: Site[MoEFFN],
+    tokens: Tokens,
+    numbers: Sequence[int],
+    gram_bytes: int,
+    parts: Collection[str] = PARTS,
+) -> ExpertStats:
+    """A layer's statistics over the tokens of all processes, the same in each.
 
-
-class StatsFile:
-    """Statistics of a whole model in one safetensors file; read one layer at a time.
-
-    Raises:
-        MoesaicError: it does not exist, is not such a file, or is of another version's format.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.is_file():
-            raise MoesaicError(f"No statistics at {path}; moesaic observe MODEL {path} makes them.")
-        try:
-            header_of(path)
-            with safe_open(path, framework="pt") as opened:
-                header: JSON = json.loads((opened.metadata() or {})["moesaic"])
-        except (MoesaicError, SafetensorError, KeyError, ValueError) as error:
-            raise MoesaicError(f"{path} is not a file of moesaic observe: {error}") from error
-        version = header.pop("format", None)
-        if version != FORMAT:
-            raise MoesaicError(
-                f"{path} has statistics of format {version or 1}; this version reads and writes "
-                f"format {FORMAT}. Observe the model again."
-            )
-        self.header: JSON = header
-        """``base``, ``dtype``, ``layers``, ``calibration``, ``tokens`` and ``gram``."""
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of the statistics themselves."""
-        return of_files([self.path])
-
-    @property
-    def layers(self) -> list[int]:
-        """The decoder layers that were observed."""
-        return list(self.header["layers"])
-
-    def layer(self, index: int) -> ExpertStats:
-        """One layer's statistics.
-
-        Raises:
-            MoesaicError: they are not whole.
-        """
-        try:
-            with safe_open(self.path, framework="pt") as opened:
-                start = f"{index}."
-                names = [n.removeprefix(start) for n in opened.keys() if n.startswith(start)]
-                read = {n: opened.get_tensor(start + n).clone() for n in names}
-            stats = ExpertStats.of_tensors(read)
-            stats.check()
-        except (SafetensorError, TypeError, KeyError, ValueError) as error:
-            raise MoesaicError(
-                f"{self.path}: the statistics of layer {index} are damaged: {error}. "
-                "Observe the model again."
-            ) from error
-        return stats
-
-
-def save_layer(stats: ExpertStats, folder: Path, index: int, header: JSON) -> None:
-    """Keep one layer's statistics on disk; they are there whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = layer_file(folder, index)
-    with whole_file(file) as partial:
-        save_file(stats.tensors(), partial, metadata=_metadata(header))
-
-
-def _metadata(header: JSON) -> dict[str, str]:
-    return {"moesaic": json.dumps({"format": FORMAT, **header})}
-
-
-def layer_file(folder: Path, index: int) -> Path:
-    """The file that keeps one layer's statistics until all are there."""
-    return folder / f"stats-{index:04d}.safetensors"
-
-
-def join(parts: Mapping[int, Path], out: Path, header: JSON) -> None:
-    """Join layers' files into one, byte by byte: nothing is held in memory."""
-    index: JSON = {"__metadata__": _metadata(header)}
-    start = 0
-    spans: list[tuple[Path, int]] = []
-    for layer, path in parts.items():
-        with path.open("rb") as file:
-            size = struct.unpack("<Q", file.read(8))[0]
-            part = json.loads(file.read(size))
-        part.pop("__metadata__", None)
-        for name, entry in part.items():
-            begin, end = entry["data_offsets"]
-            moved = [start + begin, start + end]
-            index[f"{layer}.{name}"] = {**entry, "data_offsets": moved}
-        spans.append((path, 8 + size))
-        start += path.stat().st_size - 8 - size
-    text = json.dumps(index).encode()
-    text += b" " * (-len(text) % 8)
-    with whole_file(out) as partial, partial.open("wb") as joined:
-        joined.write(struct.pack("<Q", len(text)) + text)
-        for path, skip in spans:
-            with path.open("rb") as file:
-                file.seek(skip)
-                shutil.copyfileobj(file, joined, 16 << 20)
-
-
-def merge_files(paths: Sequence[Path], out: Path) -> None:
-    """One statistics file from several of the same model, made on different tokens.
+    Args:
+        site: the layer, and this process's share of the tokens.
+        tokens: those of all processes.
+        numbers: of the batches in this process's share.
+        gram_bytes: memory for the layer's Gram matrices; 0 for none.
+        parts: what is wanted, of :data:`PARTS`.
 
     Raises:
-        MoesaicError: they are of different models.
+        MoesaicError: not even one token's Gram matrix fits.
     """
-    files = [StatsFile(path) for path in paths]
-    first = files[0].header
-    for file in files:
-        same = {"base": file.header["base"], "layers": file.layers, "dtype": file.header["dtype"]}
-        other = [*differing(same, {name: first[name] for name in same})]
-        if other:
-            raise MoesaicError(
-                f"{file.path} and {paths[0]} are of different models and cannot be merged: "
-                f"{other[0]}."
-            )
-    header = {**first, "calibration": "+".join(f.header["calibration"] for f in files)}
-    with alone(out), TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
-        folder = Path(place)
-        for index in files[0].layers:
-            save_layer(ExpertStats.merged(_renumbered(files, index)), folder, index, header)
-        join({i: layer_file(folder, i) for i in files[0].layers}, out, header)
+    share = sample_share(tokens.count, site.view.count, gram_bytes)
+    stats = ExpertStats.merged(gathered(observe_experts(site, numbers, share, parts)))
+    if gram_bytes and not stats.sampled_T.any():
+        raise MoesaicError(
+            f"gram_mb {gram_bytes / 2**20:.3g} is too small for {stats.experts} experts and "
+            f"{stats.tokens:,} tokens: no token's Gram matrix is kept. Raise gram_mb."
+        )
+    return stats
 
 
-def _renumbered(files: Sequence[StatsFile], index: int) -> Iterator[ExpertStats]:
-    """A layer of each file; batches keep apart."""
-    first = 0
-    for file in files:
-        stats = file.layer(index)
-        stats.batch_T = stats.batch_T + first
-        first = int(stats.batch_T.max()) + 1 if stats.tokens else first
-        yield stats
+def routing_of(job: Job[MoEArch], layer: int, stats: ExpertStats) -> RoutingFunction:
+    """A layer's routing function, ready to decide over recorded logits."""
+    routing = job.arch.mixture(job.layers[layer]).routing
+    if routing.bias_E is not None:
+        routing.bias_E = stats.bias_E
+    return routing

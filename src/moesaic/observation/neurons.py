@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moesaic.arch.dense import Arch, DenseFFN
 from moesaic.arch.mixture import MoEFFN
+from moesaic.distributed import gathered
 from moesaic.io.caller import forward_replaced
 from moesaic.observation.stream import Site
 
@@ -206,6 +207,26 @@ def watching(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@dataclass(frozen=True)
+class Products:
+    """What the scores that look at pairs of neurons need of a layer, float64."""
+
+    gram_EMM: Tensor
+    down_EDM: Tensor
+    shared_SS: Tensor
+    shared_DS: Tensor
+
+    @classmethod
+    def of(cls, site: Site[Any], shared_out: bool) -> Products:
+        """Of a layer's tokens; of those of all processes, where they were shared out."""
+        parts = gathered(grams(site)) if shared_out else [grams(site)]
+        gram_EMM, shared_SS = (torch.stack(p).sum(0) for p in zip(*parts, strict=True))
+        view, ffn = site.view, site.view.shared_ffn
+        downs = [view.weights_of(i)[-1].detach().double().cpu() for i in range(view.count)]
+        shared_DS = downs[0][:, :0] if ffn is None else ffn.down_DM.detach().double().cpu()
+        return cls(gram_EMM, torch.stack(downs), shared_SS, shared_DS)
 
 
 @torch.no_grad()

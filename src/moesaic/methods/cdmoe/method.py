@@ -23,11 +23,11 @@ from moesaic.layers.condensed import NO_FFN, NONE_K, CondensedLayer
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Told
-from moesaic.methods.beyond.recovery import recover, settled
 from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
 from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch, Replaced
 from moesaic.methods.cdmoe.size import Footprint
 from moesaic.methods.mixtures import credited, listed, original, span
+from moesaic.methods.refit import recover, settled
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Plan

@@ -23,7 +23,6 @@ combine weights, Delta^2 is the sum over tokens of (w(k) - w(K))^T G (w(k) - w(K
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 import torch
 
@@ -31,21 +30,18 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
+from moesaic.layers.base import LayerPlan
 from moesaic.layers.fewer import FewerLayer
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Method, Outline, Told
+from moesaic.methods.base import Decision, Told
+from moesaic.methods.layered import Case, LayerMethod
 from moesaic.methods.lexi.config import LExIConfig
-from moesaic.methods.mixtures import span, unskipped
-from moesaic.methods.naee.observed import from_file, observed, routing_of
+from moesaic.methods.mixtures import routed_layers, span, unskipped
 from moesaic.methods.naee.reconstruction import ELEMENTS, output_norm, squared_errors
 from moesaic.methods.naee.search import allocate
-from moesaic.observation.experts import ExpertStats, gram_room, unpacked
+from moesaic.observation.experts import ExpertStats, routing_of, unpacked
 from moesaic.observation.job import Job
-from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord
-
-SEEN = "losses"
-"""The name under which a layer's losses are kept."""
 
 
 def losses(stats: ExpertStats, routing: RoutingFunction, top_k: int) -> list[float]:
@@ -73,133 +69,81 @@ def losses(stats: ExpertStats, routing: RoutingFunction, top_k: int) -> list[flo
     return [x**0.5 / size if size else 0.0 for x in squared_K.clamp(min=0).tolist()]
 
 
-def allotted(found: Mapping[int, Sequence[float]], config: LExIConfig) -> dict[int, int]:
-    """Each layer's number of experts a token.
+class FewerExperts(LayerMethod[LExIConfig, MoEArch, int]):
+    """Lets a token run fewer experts, as many in every layer or as each layer needs.
 
-    Args:
-        found: by layer :func:`losses`.
-        config: the mean that is asked for, or the loss.
-
-    >>> found = {0: [0.9, 0.0], 1: [0.2, 0.0]}
-    >>> allotted(found, LExIConfig(experts_per_token=1.5))
-    {0: 2, 1: 1}
-    >>> allotted(found, LExIConfig(layer_loss=0.2)), allotted(found, LExIConfig(layer_loss=1))
-    ({0: 2, 1: 1}, {0: 1, 1: 1})
+    Sizes are numbers of experts a token.
     """
-    mean = config.experts_per_token
-    if mean is None:
-        within = {
-            i: [k for k, x in enumerate(row, 1) if x <= config.layer_loss]
-            for i, row in found.items()
-        }
-        return {i: within[i][0] for i in found}
-    by_number = {i: dict(enumerate(row, 1)) for i, row in found.items()}
-    return allocate(by_number, mean * len(found))
-
-
-class FewerExperts(Method[LExIConfig, MoEArch]):
-    """Lets a token run fewer experts, as many in every layer or as each layer needs."""
 
     ratio = "active"
+    words = "Trying fewer experts"
 
     def find(self, config: Config) -> MoEArch:
         return unskipped(config)
 
-    def numbers(self, job: Job[MoEArch]) -> dict[int, int]:
-        """Experts that a token runs now, by layer that routes.
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return () if self.config.uniform else ("router", "gram")
 
-        Raises:
-            MoesaicError: no layer routes, its routers know one number, or the request is above it.
-        """
+    @property
+    def gram_bytes(self) -> int:
+        return 0 if self.config.uniform else self.config.gram_mb << 20
+
+    def sizes(self, job: Job[MoEArch]) -> dict[int, Sequence[int]]:
         arch, wanted = job.arch, self.config.experts_per_token
-        found = {i: arch.mixture(job.layers[i]).top_k for i in arch.moe_layers(job.shape)}
-        if not found:
-            raise MoesaicError("No layer of this model routes.")
+        tops = {i: arch.mixture(job.layers[i]).top_k for i in routed_layers(job)}
         if arch.chosen is None:
             raise MoesaicError(
-                f"A router of {arch.model_type} runs {span(found.values())} experts a token, "
+                f"A router of {arch.model_type} runs {span(tops.values())} experts a token, "
                 "whatever its config says."
             )
-        least = min(found.values())
-        most = least if self.config.uniform else sum(found.values()) / len(found)
+        least = min(tops.values())
+        most = least if self.config.uniform else sum(tops.values()) / len(tops)
         if wanted is not None and wanted > most:
             raise MoesaicError(
                 f"experts_per_token {wanted:g} is out of reach: a token runs "
-                f"{span(found.values())} experts now; from 1 to {most:g} works."
+                f"{span(tops.values())} experts now; from 1 to {most:g} works."
             )
-        return found
+        if wanted is not None and self.config.uniform:
+            return {i: [int(wanted)] for i in tops}
+        return {i: range(1, top_k + 1) for i, top_k in tops.items()}
 
-    def run(self, job: Job[MoEArch]) -> Decision:
-        config, tops = self.config, self.numbers(job)
-        if config.experts_per_token is not None and config.uniform:
-            chosen = dict.fromkeys(tops, int(config.experts_per_token))
-            seen: dict[int, JSON] = {i: {} for i in tops}
-            return self._decision(job, tops, chosen, seen, "")
-        stats = job.args.calibration.stats
-        file = from_file(job, stats, needs_gram=True) if stats else None
-        fingerprint = job.tokens.fingerprint if file is None else str(file.header["calibration"])
-        known = "" if file is None else file.fingerprint
-        request = {"config": asdict(config), "stats": known, "calibration": fingerprint}
-        finished = job.finished(request)
-
-        def see(i: int, stats: ExpertStats) -> None:
-            found = losses(stats, routing_of(job, i, stats), tops[i])
-            finished.add(SEEN, i, FewerLayer(tops[i], tops[i]), {"losses": found})
-
-        missing = [i for i in tops if (SEEN, i) not in finished]
-        if file is not None:
-            for i in job.track(missing, "Deciding layers", len(tops)):
-                see(i, file.layer(i))
-        elif missing:
-            share, numbers = job.share
-            stream = job.stream(tops, job.arch.mixture, share)
-            for site in job.track(stream, "Trying fewer experts", len(tops)):
-                if site.index in missing:
-                    gram_bytes = config.gram_mb << 20
-                    see(site.index, observed(site, job.tokens, numbers, gram_bytes, ("gram",)))
-        seen = {i: dict(finished[SEEN, i][1]) for i in tops}
-        chosen = allotted({i: x["losses"] for i, x in seen.items()}, config)
-        for i, number in chosen.items():
-            seen[i]["relative_loss"] = seen[i]["losses"][number - 1]
-        return self._decision(job, tops, chosen, seen, fingerprint)
-
-    def _decision(
-        self,
-        job: Job[MoEArch],
-        tops: Mapping[int, int],
-        chosen: Mapping[int, int],
-        seen: Mapping[int, JSON],
-        fingerprint: str,
-    ) -> Decision:
-        layers = {i: FewerLayer(number, tops[i]) for i, number in chosen.items()}
-        plan = Plan(self.config.name, job.base, layers, asdict(self.config), fingerprint)
-        skipped = {i: 1 - number / tops[i] for i, number in chosen.items()}
-        told = {
-            i: {**seen[i], "calls_per_token": n, "skipped": skipped[i]} for i, n in chosen.items()
+    def decide(
+        self, case: Case[MoEArch], sizes: Sequence[int]
+    ) -> dict[int, tuple[LayerPlan, JSON]]:
+        top_k: int = case.view.top_k
+        seen: JSON = {}
+        if case.stats is not None and case.stats.experts is not None:
+            stats = case.stats.experts
+            seen["losses"] = losses(stats, routing_of(case.job, case.index, stats), top_k)
+        off = seen.get("losses", [1 - k / top_k for k in range(1, top_k + 1)])
+        lost = {k: {} if self.config.uniform else {"relative_loss": off[k - 1]} for k in sizes}
+        return {
+            k: (
+                FewerLayer(k, top_k),
+                {**seen, **lost[k], "calls_per_token": k, "skipped": 1 - k / top_k},
+            )
+            for k in sizes
         }
-        return Decision(plan, told)
 
-    def outline(self, job: Job[MoEArch]) -> Outline:
-        """Layers of equal losses; where no number is asked for all stay as they are."""
-        config, tops = self.config, self.numbers(job)
-        if config.uniform and config.experts_per_token is not None:
-            chosen = dict.fromkeys(tops, int(config.experts_per_token))
-        else:
-            evenly = {i: [1 - k / top_k for k in range(1, top_k + 1)] for i, top_k in tops.items()}
-            chosen = allotted(evenly, config)
-        decided = self._decision(job, tops, chosen, {i: {} for i in tops}, "")
-        assert decided.plan is not None
+    def allocate(self, losses: Mapping[int, Mapping[int, float]]) -> Mapping[int, int]:
+        """Each layer's number of experts a token: the mean that is asked for, or the loss.
+
+        >>> losses = {0: {1: 0.9, 2: 0.0}, 1: {1: 0.2, 2: 0.0}}
+        >>> dict(FewerExperts(LExIConfig(experts_per_token=1.5)).allocate(losses))
+        {0: 2, 1: 1}
+        >>> dict(FewerExperts(LExIConfig(layer_loss=0.2)).allocate(losses))
+        {0: 2, 1: 1}
+        """
+        config, mean = self.config, self.config.experts_per_token
         if config.uniform:
-            return Outline(decided.plan, passes=0.0)
-        view = job.arch.mixture(job.layers[next(iter(tops))])
-        one = sum(w.numel() for w in view.weights_of(0))
-        pairs = view.count * (view.count + 1) // 2 * len(view.weights_of(0)[-1])
-        return Outline(
-            decided.plan,
-            exact=False,  # which layers run fewer follows from text
-            work=2.0 * len(tops) * ((view.count - view.top_k) * one + pairs),
-            held=min(config.gram_mb << 20, gram_room(job.planned_tokens, view.count)),
-        )
+            return super().allocate(losses)
+        if mean is not None:
+            return allocate(losses, mean * len(losses))
+        return {
+            i: next(k for k, loss in of_layer.items() if loss <= config.layer_loss)
+            for i, of_layer in losses.items()
+        }
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
         told = {i: seen["calls_per_token"] for i, seen in decision.analyses.items()}

@@ -171,7 +171,7 @@ OWN = (
         "random choice",
         "a seeded draw",
         NAEE,
-        score=lambda c: random_scores(c.stats.experts, c.layer, c.config.seed),
+        score=lambda c: random_scores(c.routing.count, c.layer, c.config.seed),
         needs=(),
         observes=False,
     ),

@@ -20,26 +20,24 @@ Where we depart from the paper:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
 from moesaic.arch.mixture import MoEArch
-from moesaic.arch.routing import RoutingFunction
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
+from moesaic.layers.base import LayerPlan
 from moesaic.layers.skipping import SkippingLayer
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Method, Outline, Told
-from moesaic.methods.mixtures import unskipped
+from moesaic.methods.base import Decision, Told
+from moesaic.methods.layered import Case, LayerMethod
+from moesaic.methods.mixtures import routed_layers, unskipped
 from moesaic.methods.naee.config import SkipConfig
-from moesaic.methods.naee.observed import from_file, observed, routing_of
 from moesaic.methods.words import percent
 from moesaic.nn import survivors
-from moesaic.observation.experts import ExpertStats
+from moesaic.observation.experts import routing_of
 from moesaic.observation.job import Job
-from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord
 
 
@@ -93,46 +91,67 @@ def quantile(values_T: Tensor, q: float) -> float:
     return torch.lerp(ranked_T[low], ranked_T[high], place - low).item()
 
 
-class Skipper(Method[SkipConfig, MoEArch]):
+class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
     """Lets the routers of a mixture of experts skip, token by token, experts that weigh little.
 
-    Beta is calibrated on the model that is given: prune first, then skip.
+    Beta is calibrated on the model that is given: prune first, then skip. Sizes are betas that were
+    asked for, or None for one that is calibrated.
     """
 
     ratio = "active"
+    words = "Calibrating layers"
+    needs = ("router",)
 
     def find(self, config: Config) -> MoEArch:
         return unskipped(config)
 
+    def sizes(self, job: Job[MoEArch]) -> dict[int, list[float | None]]:
+        wanted = routed_layers(job)
+        betas = self.config.betas
+        if len(betas) == 1:
+            betas = betas * len(wanted)
+        if betas and len(betas) != len(wanted):
+            raise MoesaicError(
+                f"betas: {len(betas)} numbers for {len(wanted)} layers that route; give one for "
+                "each, or one for all."
+            )
+        for i in wanted:
+            self.rule(job.arch.mixture(job.layers[i]).top_k)
+        return {i: [beta] for i, beta in zip(wanted, betas or [None] * len(wanted), strict=True)}
+
     def decide(
-        self, stats: ExpertStats, routing: RoutingFunction, top_k: int, given: float | None = None
+        self, case: Case[MoEArch], sizes: Sequence[float | None]
+    ) -> dict[float | None, tuple[LayerPlan, JSON]]:
+        top_k: int = case.view.top_k
+        if case.stats is None or case.stats.experts is None:
+            return {beta: (SkippingLayer(0.5, self.rule(top_k)), {}) for beta in sizes}
+        stats = case.stats.experts
+        routing = routing_of(case.job, case.index, stats)
+        weights_TK = routing.weights(stats.logits_TE).topk(top_k, dim=-1).values.double()
+        return {beta: self.calibrated(weights_TK, beta) for beta in sizes}
+
+    def calibrated(
+        self, weights_TK: Tensor, given: float | None = None
     ) -> tuple[SkippingLayer, JSON]:
         """A layer's beta, and how much it skips of the calibration tokens.
 
         Args:
-            stats: of the layer.
-            routing: its routing function.
-            top_k: experts that a token runs.
+            weights_TK: combine weights of the experts that tokens run, in falling order.
             given: its beta, where that was asked for.
 
         Returns:
             the layer's plan, and ``calls_per_token`` and ``skipped``, the share of calls.
-
-        Raises:
-            MoesaicError: the request cannot be met.
         """
-        config = self.config
-        kind = self.rule(top_k)
-        weights_TK = routing.weights(stats.logits_TE).topk(top_k, dim=-1).values.double()
+        config, top_k = self.config, weights_TK.shape[1]
+        rule = self.rule(top_k)
         if given is not None:
             beta = given
         elif config.calls is not None:
-            beta = beta_for_calls(weights_TK, config.calls, kind)
+            beta = beta_for_calls(weights_TK, config.calls, rule)
         else:
-            beta = quantile(ratios(weights_TK, kind), config.quantile)
-        calls = mean_calls(weights_TK, beta, kind)
-        analysis = {"calls_per_token": calls, "skipped": 1 - calls / top_k}
-        return SkippingLayer(beta, kind), analysis
+            beta = quantile(ratios(weights_TK, rule), config.quantile)
+        calls = mean_calls(weights_TK, beta, rule)
+        return SkippingLayer(beta, rule), {"calls_per_token": calls, "skipped": 1 - calls / top_k}
 
     def rule(self, top_k: int) -> str:
         """The rule of a layer: ``top2`` or ``tail``.
@@ -152,73 +171,6 @@ class Skipper(Method[SkipConfig, MoEArch]):
         if config.calls is not None and config.calls > top_k:
             raise MoesaicError(f"calls {config.calls:g}: a token runs {top_k} experts now.")
         return kind
-
-    def given(self, layers: Sequence[int]) -> dict[int, float]:
-        """The betas that were asked for, by layer; empty where they are calibrated.
-
-        Args:
-            layers: those that route.
-
-        Raises:
-            MoesaicError: there are more or fewer of them than layers.
-        """
-        betas = self.config.betas
-        if len(betas) == 1:
-            betas = betas * len(layers)
-        if betas and len(betas) != len(layers):
-            raise MoesaicError(
-                f"betas: {len(betas)} numbers for {len(layers)} layers that route; give one for "
-                "each, or one for all."
-            )
-        return dict(zip(layers, betas, strict=False))
-
-    def _wanted(self, job: Job[MoEArch]) -> list[int]:
-        """The layers that route.
-
-        Raises:
-            MoesaicError: there is none.
-        """
-        wanted = job.arch.moe_layers(job.shape)
-        if not wanted:
-            raise MoesaicError("No layer of this model routes.")
-        return wanted
-
-    def run(self, job: Job[MoEArch]) -> Decision:
-        wanted = self._wanted(job)
-        betas = self.given(wanted)
-        stats = job.args.calibration.stats
-        file = from_file(job, stats, needs_gram=False) if stats else None
-        fingerprint = job.tokens.fingerprint if file is None else str(file.header["calibration"])
-        options = asdict(self.config)
-        known = "" if file is None else file.fingerprint
-        finished = job.finished({"config": options, "stats": known, "calibration": fingerprint})
-
-        def decide(i: int, seen: ExpertStats) -> None:
-            view = job.arch.mixture(job.layers[i])
-            routing = routing_of(job, i, seen)
-            finished.add("result", i, *self.decide(seen, routing, view.top_k, betas.get(i)))
-
-        missing = [i for i in wanted if ("result", i) not in finished]
-        if file is not None:
-            for i in missing:
-                decide(i, file.layer(i))
-        elif missing:
-            share, numbers = job.share
-            stream = job.stream(wanted, job.arch.mixture, share)
-            for site in job.track(stream, "Calibrating layers", len(wanted)):
-                if site.index in missing:
-                    decide(site.index, observed(site, job.tokens, numbers, 0, ()))
-        layers = {i: finished["result", i][0] for i in wanted}
-        plan = Plan(self.config.name, job.base, layers, options, fingerprint)
-        return Decision(plan, {i: finished["result", i][1] for i in wanted})
-
-    def outline(self, job: Job[MoEArch]) -> Outline:
-        """Every router skips by some beta."""
-        wanted = self._wanted(job)
-        self.given(wanted)
-        rules = {i: self.rule(job.arch.mixture(job.layers[i]).top_k) for i in wanted}
-        layers = {i: SkippingLayer(0.5, rule) for i, rule in rules.items()}
-        return Outline(Plan(self.config.name, job.base, layers, asdict(self.config)))
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
         shares = [seen["skipped"] for seen in decision.analyses.values()]

@@ -7,7 +7,6 @@ size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,56 +14,43 @@ from torch import Tensor
 
 from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
-from moesaic.distributed import gathered
 from moesaic.layers.base import PADDING
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.neurons import filled_up
 from moesaic.methods.naee.search import best_scores
 from moesaic.methods.slim.scores import Neurons
-from moesaic.observation.neurons import NeuronStats, grams
+from moesaic.observation.layers import LayerStats
 from moesaic.observation.stream import Site
 
 
-@dataclass(frozen=True)
-class Products:
-    """What the scores that look at pairs of neurons need of a layer, float64."""
-
-    gram_EMM: Tensor
-    down_EDM: Tensor
-    shared_SS: Tensor
-    shared_DS: Tensor
-
-    @classmethod
-    def of(cls, site: Site[Any], shared_out: bool) -> Products:
-        """Of a layer's tokens; of those of all processes, where they were shared out."""
-        parts = gathered(grams(site)) if shared_out else [grams(site)]
-        gram_EMM, shared_SS = (torch.stack(p).sum(0) for p in zip(*parts, strict=True))
-        view, ffn = site.view, site.view.shared_ffn
-        downs = [view.weights_of(i)[-1].detach().double().cpu() for i in range(view.count)]
-        shared_DS = downs[0][:, :0] if ffn is None else ffn.down_DM.detach().double().cpu()
-        return cls(gram_EMM, torch.stack(downs), shared_SS, shared_DS)
-
-
-def neurons_of(
-    stats: NeuronStats, curvature: Tensor | None, seed: int, products: Products | None = None
-) -> Neurons:
+def neurons_of(stats: LayerStats, seed: int) -> Neurons:
     """The neurons of the routed experts (E, M)."""
-    neurons = Neurons(stats.energy_EM, stats.reach_EM, stats.size_EM, curvature, seed)
-    if products is None:
-        return neurons
-    return replace(neurons, gram=products.gram_EMM, down=products.down_EDM)
+    seen, curved, products = stats.neurons, stats.curvature, stats.products
+    assert seen is not None
+    return Neurons(
+        seen.energy_EM,
+        seen.reach_EM,
+        seen.size_EM,
+        None if curved is None else curved.routed_EM,
+        seed,
+        None if products is None else products.gram_EMM,
+        None if products is None else products.down_EDM,
+    )
 
 
-def shared_neurons(
-    stats: NeuronStats, curvature: Tensor | None, seed: int, products: Products | None = None
-) -> Neurons:
+def shared_neurons(stats: LayerStats, seed: int) -> Neurons:
     """The neurons of the shared path, as one expert's (1, S)."""
-    own = (stats.shared_energy_S, stats.shared_reach_S, stats.shared_size_S)
-    energy, reach, size = (t[None] for t in own)
-    neurons = Neurons(energy, reach, size, None if curvature is None else curvature[None], seed)
-    if products is None:
-        return neurons
-    return replace(neurons, gram=products.shared_SS[None], down=products.shared_DS[None])
+    seen, curved, products = stats.neurons, stats.curvature, stats.products
+    assert seen is not None
+    return Neurons(
+        seen.shared_energy_S[None],
+        seen.shared_reach_S[None],
+        seen.shared_size_S[None],
+        None if curved is None else curved.shared_S[None],
+        seed,
+        None if products is None else products.shared_SS[None],
+        None if products is None else products.shared_DS[None],
+    )
 
 
 def ranked(score_EM: Tensor, reach_EM: Tensor) -> Tensor:

@@ -18,11 +18,6 @@ PAIRS_BYTES = 2 << 30
 """Memory of a layer's inner products of neurons, up to which they are looked at unasked."""
 
 
-def pairs_bytes(experts: int, width: int) -> int:
-    """Memory of the inner products of all neurons of each expert of a layer, in float64."""
-    return 8 * experts * width**2
-
-
 @dataclass(frozen=True)
 class SlimConfig(MethodConfig):
     """Options of slimming. The defaults are what measures best; ``paper`` is CAMERA's pruning."""
@@ -86,7 +81,9 @@ class SlimConfig(MethodConfig):
 
     @classmethod
     def ladders(cls, model: Shape) -> Iterator[Ladder[SlimConfig]]:
-        pairs = model.experts and pairs_bytes(model.experts, model.width) <= PAIRS_BYTES
+        from moesaic.observation.layers import neuron_pairs  # torch is here by now
+
+        pairs = model.experts and neuron_pairs(model.experts, model.width) <= PAIRS_BYTES
         score = BEST if pairs else "energy"
 
         def ladder(name: str, shares: tuple[float, ...], **options: Any) -> Ladder[SlimConfig]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,6 @@ from torch import Tensor
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
-from moesaic.data.text import Tokens
-from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
 from moesaic.layers.base import LayerPlan
@@ -38,13 +36,11 @@ from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.neurons import filled_up
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Method, Outline, Told
-from moesaic.methods.beyond.recovery import recover, settled
+from moesaic.methods.base import Decision, Told
+from moesaic.methods.layered import Case, LayerMethod
 from moesaic.methods.mixtures import least_experts, span
-from moesaic.methods.naee.observed import NO_TEXT, from_file
 from moesaic.methods.naee.search import allocate
 from moesaic.methods.slim.choice import (
-    Products,
     Shape,
     candidates,
     choose,
@@ -56,24 +52,16 @@ from moesaic.methods.slim.choice import (
     shared_neurons,
     uneven,
 )
-from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig, pairs_bytes
-from moesaic.methods.slim.curvature import Curvature, curvatures
+from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig
+from moesaic.methods.slim.scores import SCORES
 from moesaic.methods.slim.widths import ROW, width_for
-from moesaic.observation.job import Finished, Job
-from moesaic.observation.neurons import (
-    NeuronStats,
-    no_stats,
-    observe_neurons,
-    watching,
-    weight_stats,
-)
-from moesaic.observation.stream import Site
+from moesaic.observation.job import Job
+from moesaic.observation.layers import LayerStats, neuron_pairs
+from moesaic.observation.neurons import no_stats
 from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord
 from moesaic.surgery import headers_of
 
-RESULT = "result"
-"""The name of what was asked for, beside its comparisons."""
 WIDTHS = 12
 """The most widths of a layer that ``spread`` tries."""
 
@@ -87,6 +75,10 @@ class Size:
     """Of each expert; rounded up where they differ."""
     neurons: int
     """Of all experts together."""
+    before: int
+    """Neurons that each expert had."""
+    step: int
+    """What widths are a multiple of."""
     shared: int = 0
     """Neurons of the shared path that stay."""
     room: int = 0
@@ -94,15 +86,13 @@ class Size:
     dense: bool = False
     """It is a dense FFN, seen as one expert."""
 
-    def key(self, name: str) -> str:
-        """The name under which a layer of this size is kept."""
-        return f"{name}-{self.count}-{self.neurons}"
 
-
-class Slimmer(Method[SlimConfig, Arch]):
+class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     """Takes neurons out of every expert, or of every dense FFN."""
 
     ratio = "stored"
+    varies = "score"
+    words = "Slimming layers"
 
     def find(self, config: Config) -> Arch:
         """The architecture of a dense model or of a mixture, the latter converted or not.
@@ -121,19 +111,18 @@ class Slimmer(Method[SlimConfig, Arch]):
         return arch
 
     def settle(self, job: Job[Arch]) -> Iterator[str]:
-        score, why_not = self.config.score, ""
-        if score is None:
+        if self.config.score is None:
             score, why_not = self._score(job)
-        refit, why_no_refit = settled(job, self.config.refit)
-        self.config = replace(self.config, score=score, refit=refit)
-        yield from filter(None, [why_not, why_no_refit])
+            self.config = replace(self.config, score=score)
+            yield from filter(None, [why_not])
+        yield from super().settle(job)
 
     def _score(self, job: Job[Arch]) -> tuple[str, str]:
         """The best score that can be afforded, and a sentence where it is not the best of all."""
         if job.args.calibration.stats:
             return "energy", "Statistics hold no pairs of neurons: they are scored by energy."
         views = [job.arch.view(job.layers[i]) for i in _layers(job)]
-        pairs = max(pairs_bytes(view.count, view.width) for view in views)
+        pairs = max(neuron_pairs(view.count, view.width) for view in views)
         if pairs > PAIRS_BYTES:
             return "energy", (
                 f"Neurons are scored by energy: {BEST}, which loses less, would hold "
@@ -141,56 +130,77 @@ class Slimmer(Method[SlimConfig, Arch]):
             )
         return BEST, ""
 
+    @property
+    def needs(self) -> set[str]:
+        """Statistics of neurons; the tokens themselves where several sizes are compared on them."""
+        config, score = self.config, self.config.chosen
+        wanted = {
+            "sizes": True,
+            "energy": score.observes,
+            "shared": score.observes and config.shared is not None,
+            "products": score.gram,
+            "curvature": score.gradients,
+            "tokens": config.measures,
+        }
+        return {name for name, need in wanted.items() if need}
+
     # --- sizes -----------------------------------------------------------------------------------
 
-    def sizes(self, job: Job[Arch]) -> tuple[dict[int, list[Size]], int]:
-        """The sizes that each layer may get, and what their widths are a multiple of.
-
-        Raises:
-            MoesaicError: the request cannot be met.
-        """
-        config, multiple = self.config, self._multiple(job)
+    def sizes(self, job: Job[Arch]) -> dict[int, list[Size]]:
+        config = self.config
         views = {i: job.arch.view(job.layers[i]) for i in _layers(job)}
-        if not any(job.base.experts) and (config.experts != "all" or config.shared is not None):
+        mixture = any(job.base.experts)
+        if not mixture and (config.experts != "all" or config.shared is not None):
             option = "experts" if config.experts != "all" else "shared"
             raise MoesaicError(
                 f"{job.arch.model_type} is dense: it has no {option}. Leave {option} out; keep is "
                 "the share of each FFN's neurons that stays."
             )
+        multiple = self._multiple(job)
         if config.uneven:
             self._check_uneven(views)
         dtype = job.dtype or next(job.shape.parameters()).dtype
-        grouped = any(job.base.experts) and not config.uneven
-        row = ROW // dtype.itemsize if grouped else 1
-        found: dict[int, list[Size]] = {}
-        steps = set()
+        row = ROW // dtype.itemsize if mixture and not config.uneven else 1
+        sizes: dict[int, list[Size]] = {}
         for i, view in views.items():
-            budget = config.keep * view.count * view.width
-            options = []
-            for count in self._counts(job, i, view.count, view.width):
-                if config.uneven:
-                    options.append(self._uneven_size(view.count, view.width, multiple or 1))
-                    steps.add(multiple or 1)
+            if config.uneven:
+                options = [self._uneven_size(view.count, view.width, multiple or 1)]
+            else:
+                options = self._even_sizes(job, i, multiple, row)
+            if config.spread == "sensitivity":  # the result is no engine's own, so none is asked
+                options = self._spread(options[0], multiple or row)
+            sizes[i] = [self._with_shared(job.arch, view, size) for size in options]
+        return sizes
+
+    def _even_sizes(self, job: Job[Arch], layer: int, multiple: int | None, row: int) -> list[Size]:
+        """The sizes of a layer whose experts are equally wide, by number of experts.
+
+        Args:
+            job: the model.
+            layer: its number.
+            multiple: what widths are a multiple of; None for what meets the target.
+            row: the least multiple.
+
+        Raises:
+            MoesaicError: none meets the budget.
+        """
+        config, view = self.config, job.arch.view(job.layers[layer])
+        sizes = []
+        for count in self._counts(job, layer, view.count, view.width):
+            target = config.keep * view.count * view.width / count
+            try:
+                width, step = width_for(view.width, target, multiple, "keep", row)
+            except MoesaicError:
+                if config.experts == "auto":
                     continue
-                try:
-                    target = budget / count
-                    width, step = width_for(view.width, target, multiple, "keep", row)
-                except MoesaicError:
-                    if config.experts == "auto":
-                        continue
-                    raise
-                options.append(Size(count, width, count * width))
-                steps.add(step)
-            if not options:
-                raise MoesaicError(
-                    f"experts auto: no number of experts meets keep {config.keep:g} with multiple "
-                    f"{multiple}. Another keep or multiple would."
-                )
-            if config.spread == "sensitivity":
-                steps = {multiple or row}  # the result is no engine's own, so none is asked
-                options = self._spread(view.count, view.width, options[0], min(steps))
-            found[i] = [self._with_shared(job.arch, view, size) for size in options]
-        return found, min(steps)
+                raise
+            sizes.append(Size(count, width, count * width, view.width, step))
+        if not sizes:
+            raise MoesaicError(
+                f"experts auto: no number of experts meets keep {config.keep:g} with multiple "
+                f"{multiple}. Another keep or multiple would."
+            )
+        return sizes
 
     def _multiple(self, job: Job[Arch]) -> int | None:
         """What widths must be a multiple of; None where anything is right.
@@ -262,17 +272,17 @@ class Slimmer(Method[SlimConfig, Arch]):
                 f"keep {self.config.keep:g} is out of reach: uneven leaves each of {count} experts "
                 f"{step} of {width} neurons at least; from {step / width:.4g} on it works."
             )
-        return Size(count, -(-min(neurons, most) // count), min(neurons, most))
+        neurons = min(neurons, most)
+        return Size(count, -(-neurons // count), neurons, width, step)
 
-    def _spread(self, count: int, width: int, middle: Size, step: int) -> list[Size]:
+    def _spread(self, middle: Size, step: int) -> list[Size]:
         """The sizes that a layer may get where they differ, about evenly spread.
 
         Args:
-            count: experts.
-            width: neurons that each had.
             middle: the size that it had if all were alike.
             step: widths are a multiple of it.
         """
+        count, width = middle.count, middle.before
         stride = step * max(1, round(width * 0.75 / WIDTHS / step))
         at = middle.neurons // count
         below = range(at, max(step, at // 3) - 1, -stride)
@@ -280,7 +290,7 @@ class Slimmer(Method[SlimConfig, Arch]):
         beyond = middle.neurons - at * count  # of experts that differ in width
         most = width // step * step * count
         sizes = [min(w * count + beyond, most) for w in widths]
-        return [Size(count, -(-n // count), n) for n in sizes]
+        return [Size(count, -(-n // count), n, width, step) for n in sizes]
 
     def _with_shared(self, arch: Arch, view: Any, size: Size) -> Size:
         """The size with what becomes of the shared path."""
@@ -299,14 +309,24 @@ class Slimmer(Method[SlimConfig, Arch]):
 
     # --- one layer -------------------------------------------------------------------------------
 
-    def decide(
-        self,
-        stats: NeuronStats,
-        layer: int,
-        size: Size,
-        groups: int = 1,
-        curvature: Curvature | None = None,
-        products: Products | None = None,
+    def decide(self, case: Case[Arch], sizes: Sequence[Size]) -> dict[Size, tuple[LayerPlan, JSON]]:
+        view, stats = case.view, case.stats
+        if stats is None or stats.neurons is None:
+            shared = getattr(view, "shared_width", 0)
+            stats = LayerStats(neurons=no_stats(view.count, view.width, shared))
+        arch, config = case.job.arch, case.job.shape.config
+        groups = arch.group_count(config) if isinstance(arch, MoEArch) else 1
+        blind = case.stats is None
+        made = {size: self.choose(stats, case.index, size, groups, blind) for size in sizes}
+        if self.config.measures and case.site is not None:
+            shapes = [_shape(layer) for layer, _ in made.values()]
+            exact = losses(case.site, shapes)
+            for (_, analysis), loss in zip(made.values(), exact, strict=True):
+                analysis["relative_loss"] = loss
+        return made
+
+    def choose(
+        self, stats: LayerStats, layer: int, size: Size, groups: int = 1, blind: bool = False
     ) -> tuple[LayerPlan, JSON]:
         """The neurons of a layer that stay.
 
@@ -315,221 +335,61 @@ class Slimmer(Method[SlimConfig, Arch]):
             layer: its number.
             size: the experts that stay, and their width.
             groups: router groups, which lose equally many experts.
-            curvature: of its neurons, where the score needs gradients.
-            products: of its neurons, where the score looks at pairs.
+            blind: at random, whatever the score is.
 
         Returns:
             the plan, and ``calls``, and of scores that look at tokens ``relative_loss``: the share
             of all squared scores that goes.
         """
-        config, score = self.config, self.config.chosen
+        config, own, seen = self.config, self.config.chosen, stats.neurons
+        assert seen is not None
+        score = SCORES["random"] if blind else own
         seed = config.seed * 10_007 + layer
-        neurons = neurons_of(stats, curvature.routed_EM if curvature else None, seed, products)
+        neurons = neurons_of(stats, seed)
         score_EM = score.score(neurons)
         kept, neurons_NW = choose(score_EM, size.count, size.width, neurons.reach, groups)
         if config.uneven:
             neurons_NW = uneven(score_EM, size.neurons, neurons.reach, config.multiple or 1)
         analysis: JSON = {}
-        if score.observes:
+        if own.observes or blind:
             lost = share_lost(score_EM, kept, neurons_NW)
-            analysis = {"relative_loss": lost, "calls": stats.calls_E.tolist()}
-        before = stats.energy_EM.shape[1]
+            analysis = {"relative_loss": lost, "calls": seen.calls_E.tolist()}
         if size.dense:
             return narrowest(score_EM[0], size.width), analysis
-        shared_S: Tensor | None = None
+        order_S: Tensor | None = None
         if size.room:
-            curved = curvature.shared_S if curvature else None
-            beside = shared_neurons(stats, curved, seed + 1, products)
+            beside = shared_neurons(stats, seed + 1)
             order_1S = highest(score.score(beside), size.shared, beside.reach)
-            shared_S = filled_up(order_1S[0], size.room)
-        slim = SlimmedLayer(kept, neurons_NW, before, shared_S=shared_S, uneven=config.uneven)
-        return slim, analysis
+            order_S = filled_up(order_1S[0], size.room)
+        return SlimmedLayer(
+            kept, neurons_NW, size.before, shared_S=order_S, uneven=config.uneven
+        ), analysis
 
     # --- a model ---------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def run(self, job: Job[Arch]) -> Decision:
-        """Observe the layers once, and decide.
+    def tag(self, size: Size) -> str:
+        return f"{size.count}-{size.neurons}"
 
-        Raises:
-            MoesaicError: the request cannot be met.
-        """
-        config, args = self.config, job.args
-        compare, stats_path = args.compare, args.calibration.stats
-        slimmers = {n: Slimmer(replace(config, score=n)) for n in compare if config.compared(n)}
-        slimmers[RESULT] = self
-        scores = [slimmer.config.chosen for slimmer in slimmers.values()]
-        sizes, step = self.sizes(job)
-        reads = (
-            bool(config.refit)
-            or config.measures
-            or any(score.gradients or score.gram for score in scores)
-        )
-        blind = not reads and not any(score.observes for score in scores)
-        file = self._file(job, scores) if stats_path else None
-        if file is not None and not reads:
-            fingerprint = str(file.header["calibration"])
-        else:
-            fingerprint = "" if blind else job.tokens.fingerprint
-        finished = job.finished(
-            {
-                "config": asdict(config),
-                "compare": list(compare),
-                "stats": "" if file is None else file.fingerprint,
-                "calibration": fingerprint,
-            }
-        )
-        groups = job.arch.group_count(job.shape.config) if isinstance(job.arch, MoEArch) else 1
-        missing = [
-            i
-            for i, options in sizes.items()
-            if any((size.key(n), i) not in finished for n in slimmers for size in options)
-        ]
-        curved: Mapping[int, Curvature] = {}
-        if missing and any(score.gradients for score in scores):
-            curved = curvatures(job, list(sizes))
-
-        def decide(i: int, stats: NeuronStats, site: Site[Any] | None) -> None:
-            products = None
-            if site is not None and any(score.gram for score in scores):
-                products = Products.of(site, shared_out=not config.measures)
-            for name, slimmer in slimmers.items():
-                made = [
-                    slimmer.decide(stats, i, size, groups, curved.get(i), products)
-                    for size in sizes[i]
-                ]
-                if config.measures:
-                    assert site is not None
-                    exact = losses(site, [_shape(layer) for layer, _ in made])
-                    for (_, analysis), loss in zip(made, exact, strict=True):
-                        analysis["relative_loss"] = loss
-                for size, (layer, analysis) in zip(sizes[i], made, strict=True):
-                    finished.add(size.key(name), i, layer, analysis)
-
-        if file is not None:
-            for i in args.track(missing, "Deciding layers", len(sizes)):
-                decide(i, file.layer(i).neurons, None)
-        elif missing:
-            pairs = any(score.gram for score in scores)
-            if config.measures or pairs or config.shared is not None:
-                observed = self._seen(job, list(sizes), gather=not config.measures)
-            else:
-                observed = _passing(job, list(sizes), NO_TEXT if blind else job.share[0])
-            for i, stats, site in args.track(observed, "Slimming layers", len(sizes)):
-                if i in missing:
-                    decide(i, stats, site)
-        chosen = {name: self._chosen(name, sizes, finished) for name in slimmers}
-        plans = {
-            name: Plan(
-                config.name,
-                job.base,
-                {i: finished[size.key(name), i][0] for i, size in chosen[name].items()},
-                asdict(slimmer.config),
-                fingerprint,
-            )
-            for name, slimmer in slimmers.items()
-        }
-        analyses = {i: finished[s.key(RESULT), i][1] for i, s in chosen[RESULT].items()}
-        if config.refit:
-            plans, found = recover(job, plans, finished)
-            analyses = {i: {**seen, "refit": found[i]} for i, seen in analyses.items()}
-        summary: JSON = {"multiple": step, "loss": self._loss_in_words()}
-        if config.experts == "auto":
-            summary["tried"] = self._tried(sizes, finished)
-        return Decision(plans.pop(RESULT), analyses, plans, summary)
-
-    @torch.no_grad()
-    def outline(self, job: Job[Arch]) -> Outline:
-        """Neurons at random, of the widths that the result gets; the mean where layers differ."""
-        config = self.config
-        sizes, _ = self.sizes(job)
-        groups = job.arch.group_count(job.shape.config) if isinstance(job.arch, MoEArch) else 1
-        blind = Slimmer(replace(config, score="random"))
-        layers, held, work = {}, 0, 0.0
-        for i, options in sizes.items():
-            view = job.arch.view(job.layers[i])
-            whole = config.keep * view.count * view.width
-            size = min(options, key=lambda size: abs(size.neurons - whole))
-            stats = no_stats(view.count, view.width, getattr(view, "shared_width", 0))
-            layers[i], _ = blind.decide(stats, i, size, groups)
-            held = max(held, pairs_bytes(view.count, view.width))
-            turns = 16.0 * view.count * view.width**3  # in float64, as the products that precede it
-            work += 4.0 * getattr(view, "top_k", 1) * view.width**2 + turns / job.planned_tokens
-        return Outline(
-            Plan(config.name, job.base, layers, asdict(config)),
-            exact=not config.measures,
-            passes=config.chosen.observes
-            + 2 * bool(config.refit)
-            + 2.0 * config.chosen.gradients
-            + 3.0 * config.measures,
-            work=work * config.chosen.gram,
-            held=held * config.chosen.gram,
-            whole=config.chosen.gradients,
-        )
-
-    def _seen(self, job: Job[Arch], layers: list[int], gather: bool) -> Iterator[Observed]:
-        """Each layer's statistics and its tokens, of which more can be asked."""
-        share = job.share[0] if gather else job.tokens
-        for site in job.stream(layers, job.arch.view, share):
-            stats = observe_neurons(site)
-            yield site.index, NeuronStats.merged(gathered(stats)) if gather else stats, site
-
-    def _file(self, job: Job[Arch], scores: Sequence[Any]) -> Any:
-        """The statistics that were observed before.
-
-        Raises:
-            MoesaicError: they cannot serve this request.
-        """
-        if not isinstance(job.arch, MoEArch):
-            raise MoesaicError("stats are of mixtures; a dense model is observed as it is slimmed.")
-        if self.config.measures:
-            raise MoesaicError(
-                "experts auto and spread sensitivity measure losses on tokens: they need the "
-                "model, and cannot decide from stats."
-            )
-        blocked = [score.name for score in scores if score.gradients or score.gram]
-        if blocked:
-            raise MoesaicError(
-                f"stats hold neither gradients nor pairs of neurons: score {blocked[0]!r} needs "
-                "the model. energy decides from stats."
-            )
-        mixture = cast("Job[MoEArch]", job)
-        return from_file(mixture, job.args.calibration.stats, needs_gram=False)
-
-    def _chosen(
-        self, name: str, sizes: Mapping[int, list[Size]], finished: Finished
-    ) -> dict[int, Size]:
-        """The size that each layer gets."""
-        config = self.config
-        if config.spread == "sensitivity":
-            curves = {
-                i: {s.neurons: _loss(finished, s.key(name), i) for s in options}
-                for i, options in sizes.items()
-            }
-            whole = sum(o[0].count * _before(finished, o[0].key(name), i) for i, o in sizes.items())
-            spent = allocate(curves, config.keep * whole)
-            by_cost = {i: {s.neurons: s for s in options} for i, options in sizes.items()}
-            return {i: by_cost[i][cost] for i, cost in spent.items()}
-        if config.experts != "auto":
-            return {i: options[0] for i, options in sizes.items()}
-        totals = self._tried(sizes, finished, name)
+    def allocate(self, losses: Mapping[int, Mapping[Size, float]]) -> Mapping[int, Size]:
+        """The widths of least squared loss; or the number of experts that every layer can keep."""
+        if self.config.spread == "sensitivity":
+            firsts = [next(iter(of_layer)) for of_layer in losses.values()]
+            whole = sum(size.count * size.before for size in firsts)
+            curves = {i: {s.neurons: x for s, x in of.items()} for i, of in losses.items()}
+            spent = allocate(curves, self.config.keep * whole)
+            return {i: next(s for s in losses[i] if s.neurons == n) for i, n in spent.items()}
+        if self.config.experts != "auto":
+            return super().allocate(losses)
+        totals = _by_count(losses)
         best = min(totals, key=lambda count: totals[count])
-        return {i: next(s for s in o if str(s.count) == best) for i, o in sizes.items()}
+        return {i: next(s for s in of if s.count == best) for i, of in losses.items()}
 
-    def _tried(
-        self, sizes: Mapping[int, list[Size]], finished: Finished, name: str = RESULT
-    ) -> dict[str, float]:
-        """By number of experts that every layer can keep, the summed squared loss of all layers."""
-        every = set.intersection(*({s.count for s in options} for options in sizes.values()))
-        return {
-            str(count): sum(
-                _loss(finished, s.key(name), i) ** 2
-                for i, options in sizes.items()
-                for s in options
-                if s.count == count
-            )
-            for count in sorted(every, reverse=True)
-        }
+    def summary(self, job: Job[Arch], losses: Mapping[int, Mapping[Size, float]]) -> JSON:
+        step = min(size.step for of_layer in losses.values() for size in of_layer)
+        told: JSON = {"multiple": step, "loss": self._loss_in_words()}
+        if self.config.experts == "auto":
+            told["tried"] = {str(count): loss for count, loss in _by_count(losses).items()}
+        return told
 
     def _loss_in_words(self) -> str:
         if self.config.measures:
@@ -580,29 +440,13 @@ class Slimmer(Method[SlimConfig, Arch]):
         return Told(title, told, {"layers": [_laid_open(x, decision.plan) for x in layers]})
 
 
-Observed = tuple[int, NeuronStats, Site[Any] | None]
-"""A layer's number, its statistics, and its tokens where they were kept."""
-
-
-def _passing(job: Job[Arch], layers: list[int], tokens: Tokens) -> Iterator[Observed]:
-    """Each layer's statistics, taken in while the tokens pass through it: one forward pass.
-
-    Those of the shared path are left out.
-    """
-    stream = job.stream(layers, job.arch.view, tokens)
-    states, kwargs = stream.record()
-    try:
-        for block in stream.blocks(kwargs, max(layers) + 1):
-            if block.index not in layers:
-                block.run(states)
-                continue
-            view = job.arch.view(block.layer)
-            stats, ffn = weight_stats(view), job.arch.ffn_of(block.layer)
-            with watching(view, ffn, job.arch, stats, stream.masks()):
-                block.run(states)
-            yield block.index, NeuronStats.merged(gathered(stats)), None
-    finally:
-        states.clear()
+def _by_count(losses: Mapping[int, Mapping[Size, float]]) -> dict[int, float]:
+    """By number of experts that every layer can keep, the summed squared loss of all layers."""
+    every = set.intersection(*({s.count for s in of_layer} for of_layer in losses.values()))
+    return {
+        count: sum(x**2 for of in losses.values() for s, x in of.items() if s.count == count)
+        for count in sorted(every, reverse=True)
+    }
 
 
 def _layers(job: Job[Arch]) -> list[int]:
@@ -633,14 +477,3 @@ def _shape(layer: LayerPlan) -> Shape:
         return torch.zeros(1, dtype=torch.int64), layer.order_W[None]
     assert isinstance(layer, SlimmedLayer)
     return layer.kept_E, layer.neurons_EW
-
-
-def _loss(finished: Finished, key: str, layer: int) -> float:
-    loss: float = finished[key, layer][1]["relative_loss"]
-    return loss
-
-
-def _before(finished: Finished, key: str, layer: int) -> int:
-    """The neurons that each expert of a decided layer had."""
-    before: int = finished[key, layer][0].header()["before"]
-    return before

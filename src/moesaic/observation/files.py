@@ -1,0 +1,268 @@
+"""A mixture of experts observed once, for any number of decisions: the file of ``observe``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from moesaic.arch.lookup import moe_arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.config import RunArgs, takes_options
+from moesaic.data.source import read_by
+from moesaic.distributed import process
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Model
+from moesaic.io.caller import leaves_untouched
+from moesaic.io.fingerprint import of_files
+from moesaic.io.headers import header_of
+from moesaic.io.outputs import alone, check_file, discard, unfinished, whole_file
+from moesaic.observation.experts import ExpertStats, observed
+from moesaic.observation.job import Job
+from moesaic.plan import BaseShape, differing
+
+FORMAT = 3
+"""Version of statistics files; others are refused."""
+
+
+@takes_options()
+@leaves_untouched
+def observe(
+    model: Model | str | Path,
+    out: str | Path,
+    *,
+    gram_mb: int = 256,
+    overwrite: bool = False,
+    resume: bool = False,
+    **options: Any,
+) -> Path:
+    """Observe a mixture of experts once; ``prune`` and ``skip`` then decide without the model.
+
+    The file serves every criterion and size of ``prune``, and ``skip``. Files of the same model on
+    different tokens merge (:func:`merge_files`).
+
+    Args:
+        model: a loaded PreTrainedModel, or a name.
+        out: the file to write.
+        gram_mb: MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with
+            them.
+        overwrite: replace ``out`` if it exists.
+        resume: continue an unfinished run of the same.
+        options: of :meth:`moesaic.config.RunArgs.of`: calibration, samples, device and so on.
+
+    Returns:
+        the file.
+
+    Raises:
+        MoesaicError: the request cannot be met.
+    """
+    out, args = Path(out).expanduser(), RunArgs.of(model, **options)
+    names = [model] if isinstance(model, str | Path) else []
+    check_file(out, overwrite, [*names, *read_by(args.calibration)])
+    with alone(out) if process()[0] == 0 else nullcontext():
+        return _observe(args, out, gram_mb, overwrite, resume)
+
+
+def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bool) -> Path:
+    job = Job(args, moe_arch)
+    layers = job.arch.moe_layers(job.shape)
+    request: JSON = {
+        **job.request({"base": plain(job.base)}),
+        "layers": layers,
+        "calibration": job.tokens.fingerprint,
+        "tokens": job.tokens.count,
+        "gram": gram_mb,
+    }
+    folder = unfinished(out)
+    if folder.exists() and not resume:
+        if not overwrite:
+            raise MoesaicError(
+                f"{folder} holds an unfinished run: continue it with resume=True, or start "
+                "anew with overwrite=True."
+            )
+        discard(folder)
+    done = [i for i in layers if layer_file(folder, i).exists()]
+    for i in done:
+        other = [*differing(StatsFile(layer_file(folder, i)).header, request)]
+        if other:
+            raise MoesaicError(f"{folder} holds layers of another request: {other[0]}.")
+    if len(done) < len(layers):
+        share, numbers = job.share
+        stream = job.stream(layers, job.arch.mixture, share)
+        for site in job.track(stream, "Observing layers", len(layers)):
+            if site.index in done:
+                continue
+            stats = observed(site, job.tokens, numbers, gram_mb << 20)
+            if process()[0] == 0:
+                save_layer(stats, folder, site.index, request)
+    if process()[0] == 0:
+        join({i: layer_file(folder, i) for i in layers}, out, request)
+        discard(folder)
+    return out
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+def from_file(job: Job[MoEArch], path: str | Path, needs_gram: bool) -> StatsFile:
+    """A statistics file of this model.
+
+    Raises:
+        MoesaicError: it is of another model, or lacks what is needed.
+    """
+    file = StatsFile(Path(path))
+    other = [*differing({"base": file.header["base"]}, {"base": plain(job.base)})]
+    if other:
+        raise MoesaicError(f"{path} was observed on another model than this: {other[0]}.")
+    if needs_gram and not file.header["gram"]:
+        raise MoesaicError(f"{path} holds no Gram matrices, which reconstruction needs.")
+    return file
+
+
+def plain(base: BaseShape) -> JSON:
+    """A base's shape as JSON reads it back."""
+    shape: JSON = json.loads(json.dumps(asdict(base)))
+    return shape
+
+
+class StatsFile:
+    """Statistics of a whole model in one safetensors file; read one layer at a time.
+
+    Raises:
+        MoesaicError: it does not exist, is not such a file, or is of another version's format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_file():
+            raise MoesaicError(f"No statistics at {path}; moesaic observe MODEL {path} makes them.")
+        try:
+            header_of(path)
+            with safe_open(path, framework="pt") as opened:
+                header: JSON = json.loads((opened.metadata() or {})["moesaic"])
+        except (MoesaicError, SafetensorError, KeyError, ValueError) as error:
+            raise MoesaicError(f"{path} is not a file of moesaic observe: {error}") from error
+        version = header.pop("format", None)
+        if version != FORMAT:
+            raise MoesaicError(
+                f"{path} has statistics of format {version or 1}; this version reads and writes "
+                f"format {FORMAT}. Observe the model again."
+            )
+        self.header: JSON = header
+        """``base``, ``dtype``, ``layers``, ``calibration``, ``tokens`` and ``gram``."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the statistics themselves."""
+        return of_files([self.path])
+
+    @property
+    def layers(self) -> list[int]:
+        """The decoder layers that were observed."""
+        return list(self.header["layers"])
+
+    def layer(self, index: int) -> ExpertStats:
+        """One layer's statistics.
+
+        Raises:
+            MoesaicError: they are not whole.
+        """
+        try:
+            with safe_open(self.path, framework="pt") as opened:
+                start = f"{index}."
+                names = [n.removeprefix(start) for n in opened.keys() if n.startswith(start)]
+                read = {n: opened.get_tensor(start + n).clone() for n in names}
+            stats = ExpertStats.of_tensors(read)
+            stats.check()
+        except (SafetensorError, TypeError, KeyError, ValueError) as error:
+            raise MoesaicError(
+                f"{self.path}: the statistics of layer {index} are damaged: {error}. "
+                "Observe the model again."
+            ) from error
+        return stats
+
+
+def save_layer(stats: ExpertStats, folder: Path, index: int, header: JSON) -> None:
+    """Keep one layer's statistics on disk; they are there whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = layer_file(folder, index)
+    with whole_file(file) as partial:
+        save_file(stats.tensors(), partial, metadata=_metadata(header))
+
+
+def _metadata(header: JSON) -> dict[str, str]:
+    return {"moesaic": json.dumps({"format": FORMAT, **header})}
+
+
+def layer_file(folder: Path, index: int) -> Path:
+    """The file that keeps one layer's statistics until all are there."""
+    return folder / f"stats-{index:04d}.safetensors"
+
+
+def join(parts: Mapping[int, Path], out: Path, header: JSON) -> None:
+    """Join layers' files into one, byte by byte: nothing is held in memory."""
+    index: JSON = {"__metadata__": _metadata(header)}
+    start = 0
+    spans: list[tuple[Path, int]] = []
+    for layer, path in parts.items():
+        with path.open("rb") as file:
+            size = struct.unpack("<Q", file.read(8))[0]
+            part = json.loads(file.read(size))
+        part.pop("__metadata__", None)
+        for name, entry in part.items():
+            begin, end = entry["data_offsets"]
+            moved = [start + begin, start + end]
+            index[f"{layer}.{name}"] = {**entry, "data_offsets": moved}
+        spans.append((path, 8 + size))
+        start += path.stat().st_size - 8 - size
+    text = json.dumps(index).encode()
+    text += b" " * (-len(text) % 8)
+    with whole_file(out) as partial, partial.open("wb") as joined:
+        joined.write(struct.pack("<Q", len(text)) + text)
+        for path, skip in spans:
+            with path.open("rb") as file:
+                file.seek(skip)
+                shutil.copyfileobj(file, joined, 16 << 20)
+
+
+def merge_files(paths: Sequence[Path], out: Path) -> None:
+    """One statistics file from several of the same model, made on different tokens.
+
+    Raises:
+        MoesaicError: they are of different models.
+    """
+    files = [StatsFile(path) for path in paths]
+    first = files[0].header
+    for file in files:
+        same = {"base": file.header["base"], "layers": file.layers, "dtype": file.header["dtype"]}
+        other = [*differing(same, {name: first[name] for name in same})]
+        if other:
+            raise MoesaicError(
+                f"{file.path} and {paths[0]} are of different models and cannot be merged: "
+                f"{other[0]}."
+            )
+    header = {**first, "calibration": "+".join(f.header["calibration"] for f in files)}
+    with alone(out), TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
+        folder = Path(place)
+        for index in files[0].layers:
+            save_layer(ExpertStats.merged(_renumbered(files, index)), folder, index, header)
+        join({i: layer_file(folder, i) for i in files[0].layers}, out, header)
+
+
+def _renumbered(files: Sequence[StatsFile], index: int) -> Iterator[ExpertStats]:
+    """A layer of each file; batches keep apart."""
+    first = 0
+    for file in files:
+        stats = file.layer(index)
+        stats.batch_T = stats.batch_T + first
+        first = int(stats.batch_T.max()) + 1 if stats.tokens else first
+        yield stats

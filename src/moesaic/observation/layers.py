@@ -1,0 +1,214 @@
+"""What decisions need of each layer, observed once: from the model, or from a file of ``observe``.
+
+A method says by names what it needs (:data:`NEEDS`), and nothing else is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moesaic.arch.dense import Arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.data.text import Tokens
+from moesaic.distributed import gathered
+from moesaic.errors import MoesaicError
+from moesaic.observation.curvature import Curvature, curvatures
+from moesaic.observation.experts import PARTS, ExpertStats, observed
+from moesaic.observation.files import from_file
+from moesaic.observation.job import Job
+from moesaic.observation.neurons import (
+    NeuronStats,
+    Products,
+    observe_neurons,
+    watching,
+    weight_stats,
+)
+from moesaic.observation.stream import Site
+
+MODEL = {"products": "pairs of neurons", "curvature": "gradients", "tokens": "tokens"}
+"""What no file of ``observe`` holds, in words."""
+NEEDS = frozenset({"router", *PARTS, "sizes", "energy", "shared", *MODEL})
+"""Of a mixture: ``router`` and :data:`~moesaic.observation.experts.PARTS`. Of the neurons of any
+model: ``sizes`` of their weights, ``energy``, that of the ``shared`` path too, ``products`` and
+``curvature``; ``tokens`` for the layer's tokens themselves, all of them in every process."""
+OF_EXPERTS = frozenset({"router", *PARTS})
+OF_WEIGHTS = frozenset({"weights", "sizes"})
+"""What no text is needed for."""
+NO_TEXT = Tokens(torch.zeros(1, 1, dtype=torch.int64))
+"""Passed through the model where its weights say everything."""
+
+
+@dataclass
+class LayerStats:
+    """What was observed of one layer; None what nobody needs."""
+
+    experts: ExpertStats | None = None
+    neurons: NeuronStats | None = None
+    products: Products | None = None
+    curvature: Curvature | None = None
+
+
+Observed = tuple[int, LayerStats, Site[Any] | None]
+"""A layer's number, its statistics, and its tokens where they are at hand."""
+
+
+class Observation:
+    """Where the statistics of a run come from.
+
+    Args:
+        job: the model, and the calibration tokens or the file of statistics.
+        needs: of :data:`NEEDS`.
+        gram_bytes: memory for the Gram matrices of one layer's experts.
+
+    Raises:
+        MoesaicError: the file is of another model, or lacks what is needed.
+    """
+
+    def __init__(self, job: Job[Any], needs: Collection[str], gram_bytes: int = 0) -> None:
+        self.job, self.needs, self.gram_bytes = job, frozenset(needs), gram_bytes
+        path = job.args.calibration.stats
+        self._file = self._opened(path) if path and self.needs else None
+        self.reads_text = self._file is None and bool(self.needs - OF_WEIGHTS)
+
+    def _opened(self, path: str) -> Any:
+        if not isinstance(self.job.arch, MoEArch):
+            raise MoesaicError("stats are of mixtures; leave stats out for a dense model.")
+        lacking = [words for name, words in MODEL.items() if name in self.needs]
+        if lacking:
+            raise MoesaicError(
+                f"stats hold no {' and no '.join(lacking)}: these options need the model, and "
+                "cannot decide from stats."
+            )
+        return from_file(self.job, path, needs_gram="gram" in self.needs)
+
+    @property
+    def file(self) -> str:
+        """The fingerprint of the file; empty without one."""
+        return "" if self._file is None else str(self._file.fingerprint)
+
+    @property
+    def calibration(self) -> str:
+        """The fingerprint of the text that is decided by; empty where none is."""
+        if self._file is not None:
+            return str(self._file.header["calibration"])
+        return self.job.tokens.fingerprint if self.reads_text else ""
+
+    def layers(self, wanted: Sequence[int], follow: bool = False) -> Iterator[Observed]:
+        """Layers in turn, observed on the tokens of all processes.
+
+        Args:
+            wanted: their numbers, rising.
+            follow: as of :class:`~moesaic.observation.stream.LayerStream`.
+        """
+        if self._file is not None:
+            for i in wanted:
+                stats = self._file.layer(i)
+                yield i, LayerStats(stats, stats.neurons), None
+        elif self.needs & OF_EXPERTS:
+            yield from self._experts(wanted, follow)
+        elif self.needs & {"shared", "products", "tokens"}:
+            yield from self._sites(wanted)
+        elif self.needs:
+            yield from self._passing(wanted)
+        else:
+            yield from ((i, LayerStats(), None) for i in wanted)
+
+    @property
+    def _tokens(self) -> tuple[Tokens, Tokens, Sequence[int]]:
+        """All tokens, those of this process, and the numbers of its batches."""
+        if not self.reads_text:
+            return NO_TEXT, NO_TEXT, [0]
+        return self.job.tokens, *self.job.share
+
+    def _experts(self, wanted: Sequence[int], follow: bool) -> Iterator[Observed]:
+        every, share, numbers = self._tokens
+        for site in self.job.stream(wanted, self.job.arch.mixture, share, follow=follow):
+            stats = observed(site, every, numbers, self.gram_bytes, self.needs)
+            yield site.index, LayerStats(stats, stats.neurons), site
+
+    def _sites(self, wanted: Sequence[int]) -> Iterator[Observed]:
+        """Layers whose tokens are at hand; of several processes each sees all where asked for."""
+        curved, whole = self._curved(wanted), "tokens" in self.needs
+        tokens = self.job.tokens if whole else self.job.share[0]
+        for site in self.job.stream(wanted, self.job.arch.view, tokens):
+            i, stats = site.index, observe_neurons(site)
+            if not whole:
+                stats = NeuronStats.merged(gathered(stats))
+            products = Products.of(site, not whole) if "products" in self.needs else None
+            yield i, LayerStats(None, stats, products, curved.get(i)), site
+
+    def _passing(self, wanted: Sequence[int]) -> Iterator[Observed]:
+        """Statistics taken in while the tokens pass through: one pass; no shared path's."""
+        curved, arch = self._curved(wanted), self.job.arch
+        stream = self.job.stream(wanted, arch.view, self._tokens[1])
+        states, kwargs = stream.record()
+        try:
+            for block in stream.blocks(kwargs, max(wanted) + 1):
+                i = block.index
+                if i not in wanted:
+                    block.run(states)
+                    continue
+                view = arch.view(block.layer)
+                stats, ffn = weight_stats(view), arch.ffn_of(block.layer)
+                with watching(view, ffn, arch, stats, stream.masks()):
+                    block.run(states)
+                merged = NeuronStats.merged(gathered(stats))
+                yield i, LayerStats(None, merged, None, curved.get(i)), None
+        finally:
+            states.clear()
+
+    def _curved(self, wanted: Sequence[int]) -> Mapping[int, Curvature]:
+        return curvatures(self.job, wanted) if "curvature" in self.needs else {}
+
+
+# --- what it takes --------------------------------------------------------------------------------
+
+
+def neuron_pairs(experts: int, width: int) -> int:
+    """Bytes of the inner products of all neurons of each expert of a layer, in float64."""
+    return 8 * experts * width**2
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What observing takes; see :class:`~moesaic.methods.base.Outline`."""
+
+    passes: float
+    work: float
+    held: int
+    whole: bool
+
+
+def cost_of(
+    needs: Collection[str], job: Job[Any], layers: Sequence[int], gram_bytes: int = 0
+) -> Cost:
+    """What observing some layers takes; read from their shapes.
+
+    Args:
+        needs: of :data:`NEEDS`.
+        job: the model and the tokens that were asked for.
+        layers: their numbers.
+        gram_bytes: memory for the Gram matrices of one layer's experts.
+    """
+    arch: Arch = job.arch
+    views = [arch.view(job.layers[i]) for i in layers]
+    passes = float(bool(set(needs) - OF_WEIGHTS))
+    passes += 2.0 * ("curvature" in needs) + 3.0 * ("tokens" in needs)
+    work, held = 0.0, 0
+    for view in views:
+        if set(needs) & set(PARTS) - OF_WEIGHTS:
+            pairs = view.count * (view.count + 1) // 2 * len(view.weights_of(0)[-1])
+            one = sum(w.numel() for w in view.weights_of(0))
+            work += 2.0 * ((view.count - view.top_k) * one + pairs * ("gram" in needs))
+        if "products" in needs:  # and what scoring by them takes, in float64 as they are
+            turns = 16.0 * view.count * view.width**3
+            work += 4.0 * view.top_k * view.width**2 + turns / job.planned_tokens
+            held = max(held, neuron_pairs(view.count, view.width))
+        if "gram" in needs:
+            room = job.planned_tokens * view.count * (view.count + 1) // 2 * 4
+            held = max(held, min(gram_bytes, room))
+    return Cost(passes, work, held, "curvature" in needs)
