@@ -9,11 +9,13 @@ A table stands between two comments, the first of which names what it lists:
 
 Names are those of METHODS, or of a dataclass of moesaic.config such as Calibration. ``own`` leaves
 out what goes beyond the paper, ``beyond`` lists nothing else; of several methods the table says
-whose each option is. ``criteria`` lists the criteria of prune, ``scores`` the scores of slim.
+whose each option is. ``criteria`` lists the criteria of prune, ``scores`` the scores of slim;
+``engine vllm`` what vLLM made of every verb's results, by benchmarks/engines.json.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import Field, fields
@@ -59,6 +61,8 @@ def listed(page: str) -> set[str]:
 def table(names: str) -> str:
     """The table that a comment asks for, in Markdown."""
     asked = names.split()
+    if asked[0] == "engine":
+        return engine(asked[1])
     if names in LISTS:
         word, entries = LISTS[names]
         told = ((f"`{name}`", entries[name].help, entries[name].paper) for name in entries)
@@ -67,6 +71,42 @@ def table(names: str) -> str:
     methods = [name for name in asked if name not in ENTRIES]
     lines = [("option", "of", "default", "meaning"), *rows(methods, wanted)]
     return markdown(lines if len(methods) > 1 else [(o, d, m) for o, _, d, m in lines])
+
+
+def engine(name: str) -> str:
+    """What an engine makes of every verb's result of every model: a table, and reasons below it."""
+    record = json.loads((ROOT / "benchmarks/engines.json").read_text("utf-8"))
+    reasons: list[str] = []
+    tables = ""
+    for dense in (False, True):
+        models = {
+            model: {verb: cells.get(name, "") for verb, cells in verbs.items()}
+            for model, verbs in record["outcomes"].items()
+            if any(verb.startswith("carve") for verb in verbs) == dense
+        }
+        verbs = sorted({verb for cells in models.values() for verb in cells})
+        lines = [("", *(f"`{verb}`" for verb in verbs))]
+        for model, cells in models.items():
+            told = (outcome(name, model, cells.get(verb, ""), reasons) for verb in verbs)
+            lines.append((model, *told))
+        tables += markdown(lines) + "\n"
+    version = f"{record['versions'][name]}:\n\n"
+    return version + tables + "".join(f"{i}. {why}\n" for i, why in enumerate(reasons, 1))
+
+
+def outcome(engine: str, model: str, said: str, reasons: list[str]) -> str:
+    """A cell: yes, no with the number of the reason, or nothing."""
+    kind, _, why = said.partition(": ")
+    if kind in ("", "same"):
+        return {"same": "yes"}.get(kind, "")
+    if kind == "refused" and engine != "transformers":
+        return "–"
+    architecture = model.partition(" ")[0]
+    why = why.replace(f"moesaic_{architecture}", "moesaic_<base>").replace(architecture, "it")
+    why = {"refused": "Refused: ", "lacks": "Lacks "}.get(kind, "") + cell(why)
+    if why not in reasons:
+        reasons.append(why)
+    return f"no ({reasons.index(why) + 1})"
 
 
 def markdown(lines: Sequence[tuple[str, ...]]) -> str:

@@ -30,7 +30,7 @@ from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation, MethodConfig, RunArgs, parse_dtype
 from moesaic.data.text import SAMPLES
 from moesaic.data.training import foretold_tokens
-from moesaic.exports.engines import limits
+from moesaic.exports.engines import ENGINES, limits
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import INDEX_NAME, shape_of
@@ -316,8 +316,7 @@ def loads_in(config: Config) -> dict[str, list[str]]:
     told = [KINDS[header["kind"]].obstacle(header) for stack in stacks for header in stack]
     reasons = list(dict.fromkeys(reason for reason in told if reason))
     lacks = reasons or [f"{config.model_type}: export it --to native first"]
-    engines = ("vllm", "sglang", "llama.cpp")
-    return {"transformers": ["needs this package"], **dict.fromkeys(engines, lacks)}
+    return {"transformers": ["needs this package"], **dict.fromkeys(ENGINES, lacks)}
 
 
 # --- a model -------------------------------------------------------------------------------------

@@ -102,7 +102,6 @@ REFUSED = {
     "prune --padding": (*PLAIN, "qwen2_moe", "qwen3_moe"),
     "condense": (*PLAIN, "gpt_oss"),
     "condense --keep attention": (*PLAIN, "gpt_oss"),
-    "condense --keep nothing": ("gpt_oss",),
 }
 """By verb, the models of which there is no native result."""
 

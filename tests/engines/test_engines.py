@@ -125,6 +125,7 @@ class Trial:
     def write(self, file: Path) -> None:
         """Add what was found to what other sessions found."""
         record = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        record["made_by"] = "make test-vllm test-mlx test-llamacpp"
         record["versions"] = {**record.get("versions", {}), **self.versions}
         cells = record.setdefault("outcomes", {})
         for engine, model, verb in self.wanted:
