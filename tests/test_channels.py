@@ -140,9 +140,9 @@ def test_a_product_is_rounded_as_torch_rounds():
 
 
 def test_threads_are_torchs_own_and_where_it_has_others_one_does_it_all(monkeypatch):
-    from moesaic.nn.kernels import threads
+    from moesaic.nn.kernels import cpu
 
-    run = threads._torch_threads()
+    run = cpu._torch_threads()
     assert run is not None or sys.platform != "linux"
     calls = []
     monkeypatch.setattr(kernels, "APART", 0)
@@ -150,7 +150,7 @@ def test_threads_are_torchs_own_and_where_it_has_others_one_does_it_all(monkeypa
     torch.set_num_threads(2)
     try:
         for way in (run and (lambda *given: calls.append(given[2]) or run(*given)), None):
-            monkeypatch.setattr(threads, "_torch_threads", lambda way=way: way)
+            monkeypatch.setattr(cpu, "_torch_threads", lambda way=way: way)
             found = kernels.Product(rows, None, 20, 0.0)(x)
             torch.testing.assert_close(found, x @ rows)
     finally:

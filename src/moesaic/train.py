@@ -45,9 +45,9 @@ from moesaic.objectives import Objective, Schedule, checkpointing, collate, pred
 from moesaic.plan import Progress
 
 TRAINED_NAME, STATE_NAME = "trained.safetensors", "objective.json"
-NOT_KEPT = ("epoch", "grad_norm")
-NOT_DRAWN = (*NOT_KEPT, "learning_rate")
-DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
+_NOT_KEPT = ("epoch", "grad_norm")
+_NOT_DRAWN = (*_NOT_KEPT, "learning_rate")
+_DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
 
 
 class _Loop(Trainer):  # type: ignore[misc]
@@ -223,7 +223,7 @@ class _Bar(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         if not logs or "loss" not in logs or not state.is_world_process_zero:
             return
-        self._figures = Figures({k: v for k, v in logs.items() if k not in NOT_DRAWN})
+        self._figures = Figures({k: v for k, v in logs.items() if k not in _NOT_DRAWN})
         if self._passing is None:
             left = range(state.global_step, state.max_steps + 1)
             items = (self._figures for _ in left)
@@ -314,7 +314,7 @@ def train(
         gradient_accumulation_steps=schedule.accumulate,
         learning_rate=schedule.lr,
         warmup_steps=schedule.warmup,
-        lr_scheduler_type=DECAYS[schedule.decay],
+        lr_scheduler_type=_DECAYS[schedule.decay],
         weight_decay=schedule.weight_decay,
         max_grad_norm=schedule.clip,
         seed=schedule.seed,
@@ -349,7 +349,7 @@ def train(
     for parameter, before in zip(wide, types, strict=True):
         parameter.data = parameter.data.to(before)
     return [
-        {k: v for k, v in log.items() if k not in NOT_KEPT}
+        {k: v for k, v in log.items() if k not in _NOT_KEPT}
         for log in loop.state.log_history
         if "loss" in log
     ]

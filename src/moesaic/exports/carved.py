@@ -27,7 +27,7 @@ from moesaic.foreign import JSON, Config, Values
 from moesaic.io.checkpoint import Checkpoint, Writer, skeleton
 from moesaic.io.source import Source
 
-SHARED_SETTINGS = (
+_SHARED_SETTINGS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range",
     "rms_norm_eps", "use_cache", "tie_word_embeddings", "attention_dropout", "pad_token_id",
@@ -55,7 +55,7 @@ def as_experts(
         MoesaicError: none does; the message says what each lacks.
     """
     config = base_config(source.config, arch)
-    widths = source_widths(source)
+    widths = _source_widths(source)
     known = [t for t in TARGETS if not target or t.model_type == target]
     if not known:
         raise MoesaicError(
@@ -103,7 +103,7 @@ def _lacks(target: Target, config: Config, sizes: Sizes) -> str | None:
 
 
 def _shared_settings(config: Config) -> JSON:
-    found = {k: getattr(config, k) for k in SHARED_SETTINGS if hasattr(config, k)}
+    found = {k: getattr(config, k) for k in _SHARED_SETTINGS if hasattr(config, k)}
     return copy.deepcopy(found)
 
 
@@ -131,7 +131,7 @@ def _costs(
     }
 
 
-def source_widths(source: Source) -> list[int]:
+def _source_widths(source: Source) -> list[int]:
     """The FFN width of every layer, as stored."""
     model = skeleton(source.config)
     arch = base_arch(source.config)
@@ -141,7 +141,7 @@ def source_widths(source: Source) -> list[int]:
     ]
 
 
-def read_ffn(
+def _read_ffn(
     checkpoint: Checkpoint, prefix: str, names: FFNNames
 ) -> tuple[DenseFFN, Tensor | None]:
     """A dense or carved layer's FFN on disk as three matrices, and its router rows if any."""
@@ -164,7 +164,7 @@ def _write_carved(
         if not any(name.startswith(prefix) for prefix in blocks):
             writer.add(name, checkpoint.tensor(name))
     for prefix, index in blocks.items():
-        ffn, router_RD = read_ffn(checkpoint, prefix, arch.ffn)
+        ffn, router_RD = _read_ffn(checkpoint, prefix, arch.ffn)
         header, start = headers[index], arch.layer_prefix(index)
         layer = Layer(
             ffn,
@@ -183,7 +183,7 @@ def _write_carved(
 
 def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None]) -> Export:
     """Static pruning and the like: one intermediate size, filled up with zeros."""
-    widths = source_widths(source)
+    widths = _source_widths(source)
     width = max(widths)
     config = base_config(source.config, arch)
     config.intermediate_size = width
@@ -195,8 +195,8 @@ def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None]) -> Ex
             if not name.startswith(blocks):
                 writer.add(name, checkpoint.tensor(name))
         for prefix in blocks:
-            ffn, _ = read_ffn(checkpoint, prefix, arch.ffn)
-            for name, tensor in ffn_tensors(filled(ffn, width), arch.ffn).items():
+            ffn, _ = _read_ffn(checkpoint, prefix, arch.ffn)
+            for name, tensor in _ffn_tensors(filled(ffn, width), arch.ffn).items():
                 writer.add(prefix + name, tensor)
         writer.close()
 
@@ -204,8 +204,8 @@ def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None]) -> Ex
     return Export(config, write, {"active_neurons": neurons, "stored_neurons": neurons})
 
 
-def ffn_tensors(ffn: DenseFFN, names: FFNNames) -> dict[str, Tensor]:
-    """A block under its architecture's own names; the inverse of :func:`read_ffn`."""
+def _ffn_tensors(ffn: DenseFFN, names: FFNNames) -> dict[str, Tensor]:
+    """A block under its architecture's own names; the inverse of :func:`_read_ffn`."""
     kinds = {
         "weight": (ffn.gate_MD, ffn.up_MD, ffn.down_DM),
         "bias": (ffn.gate_bias_M, ffn.up_bias_M, ffn.down_bias_D),

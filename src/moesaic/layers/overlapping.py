@@ -23,7 +23,7 @@ from moesaic.nn.heads import PartialAttention
 from moesaic.nn.overlapping import OverlappingFFN
 
 EMBED, SHIFT, SCALE, OFFSET, PROJECT = "embed", "shift", "scale", "offset", "project"
-HEAD_ROUTER = (EMBED, SHIFT, SCALE, OFFSET, PROJECT)
+_HEAD_ROUTER = (EMBED, SHIFT, SCALE, OFFSET, PROJECT)
 """Tensors of the router over head dimensions, in the order in which they are used."""
 ROUTER, PARTIAL = "router", "partial"
 MOST = 64
@@ -48,7 +48,7 @@ class OverlappingLayer(LayerPlan):
     rows: dict[str, Tensor] = field(default_factory=dict)
     """int64: rows that stay, by attention projection; its other outputs are zero."""
     head_router: dict[str, Tensor] = field(default_factory=dict)
-    """float32: by the names of HEAD_ROUTER: (E, D), (E,), (E,), (E,), (A, E)."""
+    """float32: by the names of _HEAD_ROUTER: (E, D), (E,), (E,), (E,), (A, E)."""
     head_top_k: int = 0
     """Dimensions of a head that a token uses of values and outputs; 0 for all."""
     noise: bool = False
@@ -57,7 +57,7 @@ class OverlappingLayer(LayerPlan):
     def __post_init__(self) -> None:
         if (self.experts_NW is None) != (self.router_ND is None):
             raise ValueError("experts and their router come together")
-        if set(self.head_router) != (set(HEAD_ROUTER) if self.head_top_k else set()):
+        if set(self.head_router) != (set(_HEAD_ROUTER) if self.head_top_k else set()):
             raise ValueError("head_top_k and a router of head dimensions come together")
 
     def header(self) -> JSON:

@@ -49,7 +49,7 @@ EXPERTS = ("gate_up_proj", "down_proj")
 """The tensors that hold all experts' projections."""
 
 
-class Tally:
+class _Tally:
     """The share of a projection's channels that tokens read, counted while it is measured."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class ChannelLinear(nn.Linear):
 
     cut: Cut
     phase: Phase
-    tallies: Mapping[str, Tally]
+    tallies: Mapping[str, _Tally]
     product: Product | None
     scale: Tensor | None
     """(I): channels are ranked by |x| times this; None for ones."""
@@ -134,7 +134,7 @@ class ChannelExperts:
 
     cuts: Mapping[str, Cut]
     phase: Phase
-    tallies: Mapping[str, Tally]
+    tallies: Mapping[str, _Tally]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not self.phase.skips:
@@ -219,7 +219,7 @@ def _make_linear(linear: Any, cut: Cut, phase: Phase, scaled: bool) -> None:
     if type(linear) is not nn.Linear:
         raise TypeError(f"{type(linear).__name__} is no linear projection")
     linear.__class__ = ChannelLinear
-    vars(linear).update(cut=cut, phase=phase, tallies={"weight": Tally()}, product=None)
+    vars(linear).update(cut=cut, phase=phase, tallies={"weight": _Tally()}, product=None)
     _buffer(linear, "scale", (linear.in_features,) if scaled else None)
 
 
@@ -228,7 +228,7 @@ def _make_experts(experts: Any, name: str, cut: Cut, phase: Phase, scaled: bool)
         base = type(experts)
         experts.__class__ = type(f"Channel{base.__name__}", (ChannelExperts, base), {})
         experts.cuts = dict.fromkeys(EXPERTS, WHOLE)
-        experts.tallies = {name: Tally() for name in EXPERTS}
+        experts.tallies = {name: _Tally() for name in EXPERTS}
         experts.phase = phase
     experts.cuts[name] = cut
     weight = getattr(experts, name)

@@ -27,7 +27,7 @@ def spread(x: Tensor, kept: Tensor, size: int) -> Tensor:
     return x.new_zeros(*x.shape[:-1], size).index_copy(-1, kept, x)
 
 
-def over_heads(x: Tensor, mask: Tensor, start: int = 0) -> Tensor:
+def _over_heads(x: Tensor, mask: Tensor, start: int = 0) -> Tensor:
     """x (..., heads times A) with the same mask (..., A) over each head from ``start`` on."""
     rest = x[..., start:]
     masked = rest.unflatten(-1, (-1, mask.shape[-1])) * mask.unsqueeze(-2)
@@ -134,10 +134,10 @@ class PartialAttention(nn.Module):
         if rows is not None:
             out = spread(out, rows, self.sizes[name])
         if self.mask is not None and name == self.names.v:
-            out = over_heads(out, self.mask, self.value_start)
+            out = _over_heads(out, self.mask, self.value_start)
         return out
 
     def _reads(self, projection: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         if self.mask is None or id(projection) not in self._watched:
             return args
-        return (over_heads(args[0], self.mask),)
+        return (_over_heads(args[0], self.mask),)

@@ -212,7 +212,7 @@ class SoftmaxRouter(nn.Module):
 WEIGHING: dict[str, type[nn.Module]] = {"threshold": ThresholdRouter, "softmax": SoftmaxRouter}
 
 
-FORMER = ("bias", "force_one")
+_FORMER = ("bias", "force_one")
 """Options that earlier versions wrote down; :mod:`moesaic.layers.carved` refuses those that act."""
 
 
@@ -221,6 +221,6 @@ def make_router(
 ) -> nn.Module:
     """The router of that name, its weights not set; ``gate``: options of one that weighs."""
     if routing in WEIGHING:
-        acting = {name: value for name, value in (gate or {}).items() if name not in FORMER}
+        acting = {name: value for name, value in (gate or {}).items() if name not in _FORMER}
         return WEIGHING[routing](hidden_size, experts, top_k, **acting)
     return Router(hidden_size, experts, top_k, routing)

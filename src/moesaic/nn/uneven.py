@@ -18,7 +18,7 @@ UP_ROWS, DOWN_ROWS = "gate_up_rows", "down_rows"
 """Of each expert in turn gates, then ups (2 R, D); and columns of the down projection (R, D)."""
 
 
-class UnevenExperts:
+class _UnevenExperts:
     """Mixed into the class of a layer's experts: each is as wide as it is."""
 
     slices: Sequence[tuple[int, int]]
@@ -80,7 +80,7 @@ def make_uneven(experts: Any, widths: Sequence[int]) -> None:
         experts.register_parameter(name, nn.Parameter(new, requires_grad=like.requires_grad))
     del experts.gate_up_proj, experts.down_proj
     experts.num_experts = len(widths)
-    experts.__class__ = type(f"Uneven{base.__name__}", (UnevenExperts, base), {})
+    experts.__class__ = type(f"Uneven{base.__name__}", (_UnevenExperts, base), {})
 
 
 def flat(gate_up_EWD: Tensor, down_EDW: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,9 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.ladder import FINEST, Ladder, Shape, shares_of
 
-Where = Literal["all", "ffn"]
-Choice = Literal["top-k", "threshold"]
-Shares = Literal["uniform", "greedy"]
+_Where = Literal["all", "ffn"]
+_Choice = Literal["top-k", "threshold"]
+_Shares = Literal["uniform", "greedy"]
 
 WINA = (
     "Chen et al., WINA: Weight Informed Neuron Activation for Accelerating Large Language Model "
@@ -21,20 +21,13 @@ WINA = (
 )
 TEAL = "Liu et al., Training-Free Activation Sparsity in Large Language Models, ICLR 2025"
 
-ACTIVE = (
-    "Target active ratio: the share of the projections' parameters that a token reads at decoding, "
-    "of those that it runs in MODEL."
-)
-WHERE = "Projections that skip: all of them, or those of the feed-forward networks (ffn)."
-LAYERS = "Layers: all, last-half, uniform, early-middle, or numbers such as 4,5,6."
-CHOICE = (
+_CHOICE = (
     "A token reads as many channels as any other (top-k), or those above a calibrated threshold."
 )
-SHARES = (
+_SHARES = (
     "uniform: the same share of every projection; greedy: within each layer more of those where "
     "less is lost by it."
 )
-STEPS = "Steps of the greedy search in each layer."
 
 
 @dataclass(frozen=True)
@@ -47,12 +40,20 @@ class ChannelsConfig(MethodConfig):
     score: ClassVar[str]
     """One of :data:`moesaic.layers.channels.SCORES`."""
 
-    active: float = option(0.8, ACTIVE)
-    where: Where = option("all", WHERE)
-    layers: str | tuple[int, ...] = option("all", LAYERS)
-    choice: Choice = option("top-k", CHOICE)
-    shares: Shares = option("uniform", SHARES)
-    steps: int = option(16, STEPS, minimum=1, seldom=True)
+    active: float = option(
+        0.8,
+        "Target active ratio: the share of the projections' parameters that a token reads at "
+        "decoding, of those that it runs in MODEL.",
+    )
+    where: _Where = option(
+        "all", "Projections that skip: all of them, or those of the feed-forward networks (ffn)."
+    )
+    layers: str | tuple[int, ...] = option(
+        "all", "Layers: all, last-half, uniform, early-middle, or numbers such as 4,5,6."
+    )
+    choice: _Choice = option("top-k", _CHOICE)
+    shares: _Shares = option("uniform", _SHARES)
+    steps: int = option(16, "Steps of the greedy search in each layer.", minimum=1, seldom=True)
     gradients: bool = option(
         False,
         "Rank channels by |x| times the size of the loss's gradient, and let one threshold for the "
@@ -97,7 +98,7 @@ class WINAConfig(ChannelsConfig):
         "paper": {"choice": "top-k", "shares": "greedy", "gradients": False},
     }
 
-    choice: Choice = option("top-k", CHOICE, beyond="calibrated thresholds")
+    choice: _Choice = option("top-k", _CHOICE, beyond="calibrated thresholds")
 
     @classmethod
     def ladders(cls, model: Shape) -> Iterator[Ladder[WINAConfig]]:
@@ -116,5 +117,5 @@ class TEALConfig(ChannelsConfig):
     score: ClassVar[str] = "size"
     bundles: ClassVar[dict[str, JSON]] = {"paper": {"choice": "threshold", "shares": "greedy"}}
 
-    choice: Choice = option("threshold", CHOICE)
-    shares: Shares = option("greedy", SHARES)
+    choice: _Choice = option("threshold", _CHOICE)
+    shares: _Shares = option("greedy", _SHARES)

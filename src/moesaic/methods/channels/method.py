@@ -319,7 +319,7 @@ class Layer:
             def error(trial: Mapping[str, float]) -> float:
                 for p in parts:
                     cut = cut_of(p, trial[p.path], scores[p.path], config.choice)
-                    set_cut(twin, p.path, cut)
+                    _set_cut(twin, p.path, cut)
                 (output,) = self._first_output(twin)
                 return float((output - target).double().square().sum())
 
@@ -343,7 +343,7 @@ class Layer:
         return [flat if mask is None else flat[mask.flatten().to(flat.device)]]
 
 
-def set_cut(layer: nn.Module, path: str, cut: Cut) -> None:
+def _set_cut(layer: nn.Module, path: str, cut: Cut) -> None:
     """Let one projection of a live layer read other channels."""
     owner_path, _, leaf = path.rpartition(".")
     owner: Any = layer.get_submodule(owner_path)

@@ -15,7 +15,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse
 from moesaic.nn.channels import EXPERTS
 
-OURS = "moesaic."
+_OURS = "moesaic."
 """Modules of these packages have forms of their own, and are left as they are."""
 
 
@@ -54,7 +54,7 @@ def projections(layer: nn.Module, arch: Arch, use: LayerUse, where: str) -> list
     if isinstance(arch, MoEArch) and arch.is_moe(layer):
         view = arch.mixture(layer)
         path = f"{arch.ffn_path}.{arch.experts}"
-        if not type(view.experts).__module__.startswith(OURS):
+        if not type(view.experts).__module__.startswith(_OURS):
             for name in EXPERTS:
                 weight = getattr(view.experts, name)
                 inputs, outputs = weight.shape[1:] if arch.transposed else weight.mT.shape[1:]
@@ -70,7 +70,7 @@ def projections(layer: nn.Module, arch: Arch, use: LayerUse, where: str) -> list
 def _own(layer: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """A part's modules by name, if it is of the base's own classes."""
     names = {name for name, _ in layer.named_modules()}
-    if path in names and not type(layer.get_submodule(path)).__module__.startswith(OURS):
+    if path in names and not type(layer.get_submodule(path)).__module__.startswith(_OURS):
         yield from layer.get_submodule(path).named_modules()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 K = TypeVar("K", bound=Hashable)
 
-OCTAVES = (-40, 24)
+_OCTAVES = (-40, 24)
 """Scores below 2 to the first power count as nothing, those above the second as equal."""
 
 BINS = 64
@@ -25,12 +25,12 @@ class Scores:
     """Scores of one projection's channels, counted by their logarithm."""
 
     def __init__(self) -> None:
-        low, high = OCTAVES
+        low, high = _OCTAVES
         self.counts = torch.zeros((high - low) * BINS, dtype=torch.int64)
 
     def add(self, score_SI: Tensor) -> None:
         """Count some scores; none is negative."""
-        low = OCTAVES[0]
+        low = _OCTAVES[0]
         bins = (score_SI.float().log2().sub(low).mul(BINS)).floor()
         bins = bins.clamp(0, len(self.counts) - 1).long().flatten().cpu()
         self.counts += torch.bincount(bins, minlength=len(self.counts))
@@ -51,7 +51,7 @@ class Scores:
         inside = float(self.counts[max(place - 1, 0)])
         left = float(above[place]) if place < len(above) else 0.0
         part = 1 - (wanted - left) / inside if inside else 1.0  # of the bin before, gone as well
-        exponent = OCTAVES[0] + (max(place - 1, 0) + part) / BINS
+        exponent = _OCTAVES[0] + (max(place - 1, 0) + part) / BINS
         return 2.0**exponent
 
     def share(self, threshold: float) -> float:
@@ -65,7 +65,7 @@ class Scores:
         total = float(self.counts.sum())
         if threshold <= 0 or not total:
             return 1.0
-        place = (math.log2(threshold) - OCTAVES[0]) * BINS
+        place = (math.log2(threshold) - _OCTAVES[0]) * BINS
         first = min(max(int(place), 0), len(self.counts) - 1)
         part = min(max(place - first, 0.0), 1.0)
         above = float(self.counts[first + 1 :].sum()) + (1 - part) * float(self.counts[first])
@@ -93,7 +93,7 @@ def one_threshold(
         the threshold of every projection.
     """
     total = sum(weights.values())
-    low, high = float(OCTAVES[0]), float(OCTAVES[1])
+    low, high = float(_OCTAVES[0]), float(_OCTAVES[1])
     for _ in range(50):
         middle = (low + high) / 2
         read = sum(

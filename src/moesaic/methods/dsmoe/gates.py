@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.objectives import Objective, next_token_loss, predicting
 
-SWIFT = 10.0
+_SWIFT = 10.0
 """The controller's proportional gain, relative to the integral one: steps it looks back on."""
 
 
@@ -147,6 +147,6 @@ class SparseObjective(Objective):
         if self.target is not None:
             gain, excess = self.config.gain, figures["active_blocks"] - self.target
             total = self.state["sum"] + gain * excess
-            weight = self.config.sparsity + total + SWIFT * gain * excess
+            weight = self.config.sparsity + total + _SWIFT * gain * excess
             self.state = {"lambda": weight, "sum": total}
         return {"lambda": used}

@@ -24,7 +24,7 @@ FAST: JSON = {
     "router": "ridge",
     "refit": True,
 }
-PAPER: JSON = {
+_PAPER: JSON = {
     "experts": 4,
     "top_k": 1,
     "layers": "last-half",
@@ -33,7 +33,7 @@ PAPER: JSON = {
     "refit": False,
 }
 """Clusters as large as they come, which Sec. 2.2 does not make equal."""
-UNFITTED = ("static", "backbone", "random")
+_UNFITTED = ("static", "backbone", "random")
 """Variants in which nothing is routed, or at random."""
 
 
@@ -55,7 +55,7 @@ class MoREConfig(MethodConfig):
         "random": "random routing",
         "naive": "petals without a backbone",
     }
-    bundles: ClassVar[dict[str, JSON]] = {"fast": FAST, "paper": PAPER}
+    bundles: ClassVar[dict[str, JSON]] = {"fast": FAST, "paper": _PAPER}
     unit: ClassVar[str] = "petal"
 
     active: float = option(
@@ -163,5 +163,5 @@ class MoREConfig(MethodConfig):
     @property
     def beyond(self) -> tuple[str, ...]:
         """The options' additions to the paper's method; a router without effect is left out."""
-        fitted = self.variant not in UNFITTED
+        fitted = self.variant not in _UNFITTED
         return tuple(words for words in super().beyond if fitted or words != "fitted router")

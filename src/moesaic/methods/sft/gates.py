@@ -22,7 +22,7 @@ from moesaic.layers.condensed import CondensedLayer
 from moesaic.plan import Plan
 
 
-def fixed_weights(layer: CondensedLayer, shared: int, expert: int) -> Tensor:
+def _fixed_weights(layer: CondensedLayer, shared: int, expert: int) -> Tensor:
     """The factor of every neuron of a condensed layer (M,), float32.
 
     Args:
@@ -51,7 +51,7 @@ def factors(arch: Arch, config: Config, plan: Plan | None) -> dict[int, Tensor]:
             expert = plan.base.widths[i]
             if not plan.base.experts_of(i):
                 continue  # it was dense, and is only filled up
-            g_M = fixed_weights(layer, arch.shared_width_in(config, expert), expert)
+            g_M = _fixed_weights(layer, arch.shared_width_in(config, expert), expert)
             if (g_M != 1).any():
                 found[i] = g_M
     return found

@@ -28,7 +28,7 @@ from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 
-TOKENS = 300_000
+_TOKENS = 300_000
 """Tokens that are counted with beforehand where the text, which says how many, is not here."""
 KL = "KL divergence from the teacher"
 
@@ -121,7 +121,7 @@ class Tuning(Method[TuneConfig, Arch]):
         else:
             chosen = trainable(model, job.arch, config.what, _plan(job))
             count = sum(p.numel() for p in chosen.values())
-        told = foretold_tokens(config.data) or TOKENS
+        told = foretold_tokens(config.data) or _TOKENS
         texts = round(config.epochs * told / config.length)
         if config.steps is not None:
             texts = config.steps * config.batch * config.accumulate

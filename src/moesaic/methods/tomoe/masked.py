@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from moesaic.arch.dense import Arch
 from moesaic.methods.tomoe.masks import MaskingModules
 
-Inputs = tuple[Tensor, ...]
+_Inputs = tuple[Tensor, ...]
 
 
 class Masked:
@@ -56,17 +56,17 @@ class Masked:
     def _hook(self, index: int, layer: nn.Module, arch: Arch) -> None:
         attention, ffn, names = arch.attention_of(layer), arch.ffn_of(layer), arch.attention
 
-        def see_attention(_: nn.Module, args: Inputs, kwargs: dict[str, Tensor]) -> None:
+        def see_attention(_: nn.Module, args: _Inputs, kwargs: dict[str, Tensor]) -> None:
             if self.on:
                 x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
                 self._attention[index] = self.masker.attention(index, x)
 
-        def see_ffn(_: nn.Module, args: Inputs) -> None:
+        def see_ffn(_: nn.Module, args: _Inputs) -> None:
             if self.on:
                 self._ffn[index] = self.masker.ffn(index, args[0])
 
-        def written(parts: str) -> Callable[[nn.Module, Inputs, Tensor], Tensor]:
-            def hook(_: nn.Module, args: Inputs, out: Tensor) -> Tensor:
+        def written(parts: str) -> Callable[[nn.Module, _Inputs, Tensor], Tensor]:
+            def hook(_: nn.Module, args: _Inputs, out: Tensor) -> Tensor:
                 masks = self._attention[index] if self.on else {}
                 if not masks:
                     return out
@@ -80,14 +80,14 @@ class Masked:
 
         def read(
             mask_of: Callable[[], Tensor | None],
-        ) -> Callable[[nn.Module, Inputs], Inputs]:
-            def hook(_: nn.Module, args: Inputs) -> Inputs:
+        ) -> Callable[[nn.Module, _Inputs], _Inputs]:
+            def hook(_: nn.Module, args: _Inputs) -> _Inputs:
                 mask = mask_of() if self.on else None
                 return args if mask is None else (args[0] * mask.to(args[0].dtype),)
 
             return hook
 
-        def masked(_: nn.Module, args: Inputs, out: Tensor) -> Tensor:
+        def masked(_: nn.Module, args: _Inputs, out: Tensor) -> Tensor:
             mask = self._ffn[index] if self.on else None
             if mask is None:
                 return out

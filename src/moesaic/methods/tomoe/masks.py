@@ -149,7 +149,7 @@ class Hypernetwork(nn.Module):
         return embeddings
 
 
-class ProjD(nn.Module):
+class _ProjD(nn.Module):
     """Proj_D: LayerNorm, GELU, Linear, from the embedding to one logit a dimension (Tab. 8)."""
 
     def __init__(self, width: int) -> None:
@@ -162,21 +162,21 @@ class ProjD(nn.Module):
         return logits
 
 
-class MLPModules(nn.Module):
+class _MLPModules(nn.Module):
     """Router and Proj_D of one FFN."""
 
     def __init__(self, hidden_size: int, width: int, experts: int) -> None:
         super().__init__()
         self.router = nn.Linear(hidden_size, experts, bias=False)
-        self.proj_d = ProjD(width)
+        self.proj_d = _ProjD(width)
 
 
-class MHAModules(nn.Module):
+class _MHAModules(nn.Module):
     """Proj_D and Proj_E of one attention."""
 
     def __init__(self, hidden_size: int, width: int) -> None:
         super().__init__()
-        self.proj_d = ProjD(width)
+        self.proj_d = _ProjD(width)
         self.proj_e = nn.Linear(hidden_size, EMBEDDING, bias=False)
 
 
@@ -214,9 +214,11 @@ class MaskingModules(nn.Module):
         super().__init__()
         self.config, self.shapes = config, shapes
         self.hypernetwork = Hypernetwork(2 * len(shapes), config.experts)
-        self.mlp = nn.ModuleList(MLPModules(s.hidden_size, s.width, config.experts) for s in shapes)
+        self.mlp = nn.ModuleList(
+            _MLPModules(s.hidden_size, s.width, config.experts) for s in shapes
+        )
         self.mha = nn.ModuleList(
-            MHAModules(s.hidden_size, s.heads.size + s.heads.free)
+            _MHAModules(s.hidden_size, s.heads.size + s.heads.free)
             for s in shapes
             if config.attention != "none"
         )
@@ -227,11 +229,11 @@ class MaskingModules(nn.Module):
         self.kept: dict[int, list[Tensor]] | None = None
         self.seen: dict[tuple[int, str], dict[str, Tensor]] = {}
 
-    def mlp_modules(self, index: int) -> MLPModules:
-        return cast(MLPModules, self.mlp[index])
+    def mlp_modules(self, index: int) -> _MLPModules:
+        return cast(_MLPModules, self.mlp[index])
 
-    def mha_modules(self, index: int) -> MHAModules:
-        return cast(MHAModules, self.mha[index])
+    def mha_modules(self, index: int) -> _MHAModules:
+        return cast(_MHAModules, self.mha[index])
 
     def begin(self, valid_BL: Tensor, noise: bool) -> None:
         """Before a forward pass: which tokens are real, and whether masks are tossed."""

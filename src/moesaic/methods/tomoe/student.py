@@ -15,9 +15,9 @@ from moesaic.methods.tomoe.masked import Masked
 from moesaic.methods.tomoe.masks import LayerShape, MaskingModules
 from moesaic.objectives import Objective, checkpointing, distillation_loss, predicting
 
-KEPT_TOKENS = 8192
+_KEPT_TOKENS = 8192
 """Calibration tokens, at most, of which logits are kept."""
-Terms = dict[str, Tensor | dict[str, Tensor]]
+_Terms = dict[str, Tensor | dict[str, Tensor]]
 
 
 def layer_shapes(model: Model, arch: Arch) -> list[LayerShape]:
@@ -92,7 +92,7 @@ class Student(nn.Module):
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
-    ) -> Terms:
+    ) -> _Terms:
         """The loss of Eq. 10.
 
         Returns:
@@ -118,7 +118,7 @@ class Student(nn.Module):
             mask = batch.attention_mask
             self.logits(batch.input_ids.to(device), None if mask is None else mask.to(device))
             kept = next(iter(self.masking.kept.values()), [])
-            if sum(len(x) for x in kept) >= KEPT_TOKENS:
+            if sum(len(x) for x in kept) >= _KEPT_TOKENS:
                 break
         parts, self.masking.kept = self.masking.kept, None
         return {i: torch.cat(logits).cpu() for i, logits in parts.items()}

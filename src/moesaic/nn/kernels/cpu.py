@@ -1,7 +1,8 @@
 """Products of few tokens with chosen rows of a matrix, at a cost of the rows that are chosen.
 
 Compiled by numba on first use and kept in its cache. Tensors are given by address, so that a call
-costs about a microsecond: a small product takes little longer.
+costs about a microsecond: a small product takes little longer. Torch's own threads share the parts
+of a call: a second pool would wait for cores on which torch's threads still wait, busy, for work.
 
 Shape suffixes: T tokens, G matrices, I inputs (channels), O outputs, N chosen rows.
 """
@@ -10,29 +11,41 @@ Shape suffixes: T tokens, G matrices, I inputs (channels), O outputs, N chosen r
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from array import array
+from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, cfunc, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.unsafe.ndarray import to_fixed_tuple
 
-from moesaic.nn.kernels.threads import Shared, at, numbers, part
-
-OPTIONS: Any = {"fastmath": {"contract", "reassoc", "nsz"}, "nogil": True, "error_model": "numpy"}
+_OPTIONS: Any = {"fastmath": {"contract", "reassoc", "nsz"}, "nogil": True, "error_model": "numpy"}
 
 
-def compiled(**more: Any) -> Callable[[Any], Any]:
-    """``njit`` that keeps its results on disk where there is a place for them."""
+@intrinsic
+def _at(typing, address):
+    """An address as a pointer."""
 
-    def decorate(function: Any) -> Any:
-        try:
-            return njit(cache=True, **OPTIONS, **more)(function)
-        except RuntimeError:  # no folder that can be written to
-            return njit(**OPTIONS, **more)(function)
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
-    return decorate
+    return types.voidptr(address), generate
+
+
+@intrinsic
+def _claimed(typing, pointer, count):
+    """The number that stands there, before ``count`` is added to it; at once for all threads."""
+
+    def generate(context, builder, signature, arguments):
+        place = builder.bitcast(arguments[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", place, arguments[1], "monotonic")
+
+    return types.int64(types.voidptr, types.int64), generate
 
 
 @intrinsic
@@ -75,7 +88,7 @@ def _wide(value):
     return _float(np.uint32(value) << np.uint32(16))
 
 
-@compiled()
+@njit(**_OPTIONS)
 def choose(x_I, scale_I, keep, threshold, bits_I, chosen_N, value_N):
     """The channels with the ``keep`` highest scores |x| * scale, or with scores above a threshold.
 
@@ -136,7 +149,7 @@ def choose(x_I, scale_I, keep, threshold, bits_I, chosen_N, value_N):
     return count
 
 
-AHEAD = 12
+_AHEAD = 12
 """Cache lines of a row that are fetched while those before it are added: a row is short, and over
 before the processor sees by itself that it is read in order."""
 
@@ -159,10 +172,10 @@ def _fetch(typing, address):
 def _adding(widen, size):
     """The function that adds rows of one type, ``size`` bytes a number, eight at a time."""
 
-    @njit(inline="never", **OPTIONS)
+    @njit(inline="never", **_OPTIONS)
     def add(rows, rows_IO, chosen_N, value_N, count, start, stop, sum_O):
         width, stride = stop - start, size * rows_IO.shape[1]
-        near = min(size * width, 64 * AHEAD)
+        near = min(size * width, 64 * _AHEAD)
         n = 0
         while n + 8 <= count:
             for m in range(n + 8, min(n + 16, count)):
@@ -197,31 +210,31 @@ _add = _adding(_same, 4)
 _add_half = _adding(_wide, 2)
 
 
-@njit(**OPTIONS)
+@njit(**_OPTIONS)
 def _read(x, half, x_I):
     """Numbers at an address, float32 or bfloat16, as float32."""
     inputs = x_I.shape[0]
     if half:
-        half_I = carray(at(x), (inputs,), np.uint16)
+        half_I = carray(_at(x), (inputs,), np.uint16)
         for i in range(inputs):
             x_I[i] = _wide(half_I[i])
     else:
-        x_I[:] = carray(at(x), (inputs,), np.float32)
+        x_I[:] = carray(_at(x), (inputs,), np.float32)
 
 
-@njit(**OPTIONS)
+@njit(**_OPTIONS)
 def _write(sum_O, half, out):
     """Float32 numbers put at an address, as float32 or rounded to bfloat16."""
     outputs = sum_O.shape[0]
     if half:
-        half_O = carray(at(out), (outputs,), np.uint16)
+        half_O = carray(_at(out), (outputs,), np.uint16)
         for o in range(outputs):
             half_O[o] = _narrow(sum_O[o])
     else:
-        carray(at(out), (outputs,), np.float32)[:] = sum_O
+        carray(_at(out), (outputs,), np.float32)[:] = sum_O
 
 
-@njit(**OPTIONS)
+@njit(**_OPTIONS)
 def _sums(
     x, group, out, tokens, narrow, scale, rows, inputs, outputs, apart, keep, threshold, half,
     start, stop,
@@ -232,34 +245,81 @@ def _sums(
     size, number = 2 if narrow else 4, np.int64(0)
     for t in range(tokens):
         if group:
-            number = carray(at(group + 8 * t), (1,), np.int64)[0]
+            number = carray(_at(group + 8 * t), (1,), np.int64)[0]
         many = inputs if scale else 0
-        scale_I = carray(at(scale + 4 * number * many), (many,), np.float32)
+        scale_I = carray(_at(scale + 4 * number * many), (many,), np.float32)
         _read(x + size * t * inputs, narrow, x_I)
         count = choose(x_I, scale_I, keep, _float(threshold), bits_I, chosen_N, value_N)
         sum_O[:] = 0
         if half:
             own = rows + 2 * number * inputs * apart
-            halves = carray(at(own), (inputs, apart), np.uint16)
+            halves = carray(_at(own), (inputs, apart), np.uint16)
             _add_half(own, halves, chosen_N, value_N, count, start, stop, sum_O)
         else:
             own = rows + 4 * number * inputs * apart
-            whole = carray(at(own), (inputs, apart), np.float32)
+            whole = carray(_at(own), (inputs, apart), np.float32)
             _add(own, whole, chosen_N, value_N, count, start, stop, sum_O)
         _write(sum_O, narrow, out + size * (t * outputs + start))
 
 
-@Shared
-def sums(given):
+# --- a call, its parts shared --------------------------------------------------------------------
+
+_HEAD, _GIVEN = 3, 13
+"""Numbers before a call's arguments: the next output, all outputs, and those of a part; and its
+arguments."""
+
+
+def _parts(call):
+    """Do one part of the outputs after another, until none is left."""
+    numbers = carray(call, (_HEAD + _GIVEN,), np.int64)
+    given = to_fixed_tuple(numbers[_HEAD:], _GIVEN)
+    outputs, step = numbers[1], numbers[2]
+    start = _claimed(call, step)
+    while start < outputs:
+        _sums(*given, start, min(start + step, outputs))
+        start = _claimed(call, step)
+
+
+@cache
+def _compiled() -> tuple[Any, Any]:
+    """The loop as ctypes calls it, and what holds its code; on disk where there is a place."""
+    signature, options = types.void(types.voidptr), {"error_model": "numpy"}
+    try:
+        made = cfunc(signature, cache=True, **options)(_parts)
+    except RuntimeError:  # no folder that can be written to
+        made = cfunc(signature, **options)(_parts)
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(made.address), made
+
+
+@cache
+def _torch_threads() -> Any:
+    """OpenMP's own entry, in the library that torch has loaded; None where it has another."""
+    try:
+        run = ctypes.CDLL(torch._C.__file__).GOMP_parallel
+    except (AttributeError, OSError):
+        return None
+    run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    run.restype = None
+    return run
+
+
+def sums(*given: int, size: int, step: int = 0) -> None:
     """out[t] = sum over token t's chosen channels i of x[t, i] rows[group[t], i]; parts of outputs.
 
-    Given are x, group, out, tokens, narrow, scale, rows, inputs, outputs, apart, keep, threshold
-    and half. Five are addresses: x (T, I) and out (T, O) float32, or bfloat16 where ``narrow``;
-    group (T) int64, or 0 for the first; scale (G, I) float32, or 0 for ones; rows (G, I, O)
-    float32, or bfloat16 where ``half``, so many numbers ``apart``. The threshold is a float32's
-    bits.
+    Args:
+        given: x, group, out, tokens, narrow, scale, rows, inputs, outputs, apart, keep, threshold
+            and half. Five are addresses: x (T, I) and out (T, O) float32, or bfloat16 where
+            ``narrow``; group (T) int64, or 0 for the first; scale (G, I) float32, or 0 for ones;
+            rows (G, I, O) float32, or bfloat16 where ``half``, so many numbers ``apart``. The
+            threshold is a float32's bits.
+        size: outputs.
+        step: outputs of a part, which one thread does; 0 for one part.
     """
-    start, stop = part(given)
-    while start < stop:
-        _sums(*numbers(given, 13), start, stop)
-        start, stop = part(given)
+    call, made = _compiled()
+    held = array("q", (0, size, step or size, *given))
+    place, _ = held.buffer_info()
+    run = _torch_threads() if 0 < step < size else None
+    if run is None:
+        call(place)
+    else:
+        run(made.address, place, torch.get_num_threads(), 0)
