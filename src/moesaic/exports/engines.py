@@ -25,14 +25,8 @@ def limits(config: Config, ep: int = 1) -> dict[str, list[str]]:
 
 
 def _experts(config: Config) -> int:
-    return next(
-        (
-            n
-            for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-            if (n := getattr(config, name, None))
-        ),
-        0,
-    )
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return next((n for name in names if (n := getattr(config, name, None))), 0)
 
 
 def _activation(config: Config) -> Iterator[str]:
@@ -98,47 +92,74 @@ def _sglang(config: Config, ep: int) -> Iterator[str]:
 
 def _llamacpp(config: Config, ep: int) -> Iterator[str]:
     """ggml-org/llama.cpp: src/models/*.cpp, src/llama-hparams.h, conversion/*.py."""
-    kind, count = config.model_type, _experts(config)
-    if kind == "phi" and config.intermediate_size != 4 * config.hidden_size:
-        yield "a narrower FFN: its Phi converter writes four times the hidden size"
-    if not count:
-        return
-    yield from _activation(config)
+    count = _experts(config)
+    if count:
+        yield from _activation(config)
     if count > 1024:
         yield f"{count} experts: LLAMA_MAX_EXPERTS is 1024"
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None) or 0
     if chosen > 20:  # two nodes each; graphs have room for eight a tensor
         yield f"{chosen} experts a token: its graphs have no room for more than about 20"
-    if kind in ("granitemoe", "granitemoeshared"):
-        yield from _granite_attention(config)
-    if kind == "phimoe":
-        yield "PhiMoE under the name that transformers gives it"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if kind == "glm4_moe" and rope.get("rope_type", "default") == "llama3":
-        yield "llama3 rotary scaling: its GLM4-MoE converter writes no frequency factors"
-    if getattr(config, "mlp_only_layers", None):
+    if count and getattr(config, "mlp_only_layers", None):
         yield "dense layers between routed ones: its loader wants experts in every layer"
-    normed = {"qwen2_moe": False, "qwen3_moe": True, "olmoe": False}.get(kind)
-    if normed is not None and config.norm_topk_prob != normed:
+    if config.model_type in _LLAMACPP:
+        yield from _LLAMACPP[config.model_type](config)
+
+
+def _llamacpp_phi(config: Config) -> Iterator[str]:
+    if config.intermediate_size != 4 * config.hidden_size:
+        yield "a narrower FFN: its Phi converter writes four times the hidden size"
+
+
+def _llamacpp_phimoe(config: Config) -> Iterator[str]:
+    yield "PhiMoE under the name that transformers gives it"
+
+
+def _llamacpp_glm(config: Config) -> Iterator[str]:
+    if (config.rope_parameters or {}).get("rope_type") == "llama3":
+        yield "llama3 rotary scaling: its GLM4-MoE converter writes no frequency factors"
+
+
+def _llamacpp_normed(config: Config) -> Iterator[str]:
+    kind, normed = config.model_type, config.model_type == "qwen3_moe"
+    if config.norm_topk_prob != normed:
         yield f"norm_topk_prob={config.norm_topk_prob}: its {kind} knows only {normed}"
-    if kind == "deepseek_v2" and (config.n_group or 1) > 1:
+
+
+def _llamacpp_deepseek(config: Config) -> Iterator[str]:
+    layers = config.num_hidden_layers
+    if config.model_type == "deepseek_v2" and (config.n_group or 1) > 1:
         yield "groups scored by their best expert: it adds the two best, as DeepSeek-V3 does"
-    if kind in ("deepseek_v2", "deepseek_v3"):
-        layers = config.num_hidden_layers
-        lite = layers in (26, 27) or (layers, config.vocab_size) == (48, 128256)
-        if lite != (config.q_lora_rank is None):
-            yield f"q_lora_rank={config.q_lora_rank} at {layers} layers, which tell it Lite models"
-    if kind == "gpt_oss" and any(
-        (attention == "sliding_attention") != (i % 2 == 0)
-        for i, attention in enumerate(config.layer_types)
-    ):
+    lite = layers in (26, 27) or (layers, config.vocab_size) == (48, 128256)
+    if lite != (config.q_lora_rank is None):
+        yield f"q_lora_rank={config.q_lora_rank} at {layers} layers, which tell it Lite models"
+
+
+def _llamacpp_gpt_oss(config: Config) -> Iterator[str]:
+    sliding = [attention == "sliding_attention" for attention in config.layer_types]
+    if sliding != [i % 2 == 0 for i in range(len(sliding))]:
         yield "other than every second layer's attention sliding, from the first on"
-    if kind == "ernie4_5_moe" and config.moe_num_shared_experts:
-        wanted = config.intermediate_size // config.num_key_value_heads
-        if config.moe_intermediate_size * config.moe_num_shared_experts != wanted:
-            yield f"a shared expert that is not {wanted} wide: dense width / key-value heads"
 
 
+def _llamacpp_ernie(config: Config) -> Iterator[str]:
+    wanted = config.intermediate_size // config.num_key_value_heads
+    width = config.moe_intermediate_size * (config.moe_num_shared_experts or 0)
+    if width not in (0, wanted):
+        yield f"a shared expert that is not {wanted} wide: dense width / key-value heads"
+
+
+_LLAMACPP: dict[str, Callable[[Config], Iterator[str]]] = {
+    "phi": _llamacpp_phi,
+    "granitemoe": _granite_attention,
+    "granitemoeshared": _granite_attention,
+    "phimoe": _llamacpp_phimoe,
+    "glm4_moe": _llamacpp_glm,
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _llamacpp_normed),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _llamacpp_deepseek),
+    "gpt_oss": _llamacpp_gpt_oss,
+    "ernie4_5_moe": _llamacpp_ernie,
+}
+"""What its classes of single architectures lack."""
 ENGINES: dict[str, Callable[[Config, int], Iterator[str]]] = {
     "vllm": _vllm,
     "mlx-lm": _mlx,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -14,7 +15,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.errors import MoesaicError
 from moesaic.exports.form import Export, base_config
 from moesaic.exports.targets import Header, aligned
-from moesaic.foreign import JSON, Config
+from moesaic.foreign import JSON, Config, Values
 from moesaic.io.checkpoint import Writer, shape_of
 from moesaic.io.naming import Naming
 from moesaic.io.source import Source
@@ -43,121 +44,164 @@ def reduced(
     Raises:
         MoesaicError: its own architecture cannot hold it.
     """
-    config = base_config(source.config, arch)
-    shape = base_shape(shape_of(source.config), arch)
-    gone = {i for i, stack in stacks.items() if any(KINDS[h["kind"]].removes(h) for h in stack)}
-    stay = [i for i in range(len(shape.widths)) if i not in gone]
-    numbers = {old: new for new, old in enumerate(stay)}
-    counts = {i: count for i, count in enumerate(shape.experts) if count}
-    dense = {i: shape.widths[i] for i in stay if i not in counts}
-    costs: JSON = {}
-    plans: dict[int, PrunedLayer] = {}
-    if counts:
-        plans = _filled(arch, source, counts, config, costs)
-        most = max(counts.values())
-        groups = arch.group_count(config)
-        count = next(
-            n for n in range(most, 2 * most * ep * groups) if not n % ep and not n % groups
-        )
+    made = _Reduced(source, arch, stacks)
+    if made.counts:
+        made.widen()
+        made.fill_up(ep)
+    made.drop()
+    config = made.holding()
+    return Export(config, made.write, made.costs)
+
+
+class _Reduced:
+    """A reduced mixture on its way into its architecture, which has one size for all layers.
+
+    Args:
+        source: the reduced model.
+        arch: its architecture.
+        stacks: headers by converted layer.
+    """
+
+    def __init__(
+        self, source: Source, arch: MoEArch, stacks: Mapping[int, Sequence[Header]]
+    ) -> None:
+        self.source, self.arch = source, arch
+        self.config = base_config(source.config, arch)
+        model = shape_of(source.config)
+        self.layers = arch.layers(model)
+        self.shape = base_shape(model, arch)
+        gone = {i for i, stack in stacks.items() if any(KINDS[h["kind"]].removes(h) for h in stack)}
+        stay = [i for i in range(len(self.shape.widths)) if i not in gone]
+        self.numbers = {old: new for new, old in enumerate(stay)}
+        """The new number of each layer that stays."""
+        self.counts = {i: count for i, count in enumerate(self.shape.experts) if count}
+        """Experts of the layers that route."""
+        self.dense = {i: self.shape.widths[i] for i in stay if i not in self.counts}
+        self.condensed = stacks.keys() - gone - self.counts.keys()
+        self.width = max(self.dense.values(), default=0) or ALIGNED  # Layer Drop leaves no neuron
+        self.narrow = [i for i, n in self.dense.items() if n < self.width and self.condensed]
+        """Dense layers that are filled up to the width of the widest."""
+        self.plans: dict[int, PrunedLayer] = {}
+        self.costs: JSON = {}
+
+    def _configure(self, changes: Values) -> None:
+        for name, value in changes.items():
+            setattr(self.config, name, value)
+
+    def widen(self) -> None:
+        """Fill experts and shared paths of several widths up with neurons that are zero."""
+        arch, views = self.arch, {i: self.arch.mixture(self.layers[i]) for i in self.counts}
+        wide = max(view.width for view in views.values())
+        room = arch.shared_room(max(view.shared_width for view in views.values()), wide)
+        self._configure(arch.with_width(wide))
+        self._configure((arch.with_shared(room, wide) if room else None) or {})
+        for i, view in views.items():
+            if (view.width, view.shared_width) != (wide, room):
+                order_W = neurons.filled_up(torch.arange(view.width), wide)
+                order_S = neurons.filled_up(torch.arange(view.shared_width), room) if room else None
+                self.plans[i] = SlimmedLayer(
+                    torch.arange(view.count),
+                    order_W.repeat(view.count, 1),
+                    view.width,
+                    shared_S=order_S,
+                )
+        if self.plans:
+            before = sum(view.count * view.width for view in views.values())
+            self.costs["expert_neurons"] = [before, sum(self.counts.values()) * wide]
+
+    def fill_up(self, ep: int) -> None:
+        """Give all layers that route one number of experts, with ones that are never chosen.
+
+        Raises:
+            MoesaicError: the router cannot leave an expert out.
+        """
+        counts, groups = self.counts, self.arch.group_count(self.config)
+        unit = math.lcm(ep, groups)
+        count = unit * -(-max(counts.values()) // unit)
         if set(counts.values()) != {count}:
-            if arch.never is None:
+            if self.arch.never is None:
                 raise MoesaicError(
                     f"Its layers have {_spread(counts.values())} experts and would need {count}: "
-                    f"{arch.model_type} has no router that never chooses an expert. "
+                    f"{self.arch.model_type} has no router that never chooses an expert. "
                     "Prune to one legal count."
                 )
             for i, n in counts.items():
-                plans[i] = plans.get(i, PrunedLayer(torch.arange(n))).padded(count, groups)
-        setattr(config, arch.count, count)
-        costs["experts"] = [sum(counts.values()), count * len(counts)]
-    condensed = stacks.keys() - gone - counts.keys()
-    width = max(dense.values(), default=0) or ALIGNED  # Layer Drop leaves no neuron at all
-    narrow = [i for i, n in dense.items() if n < width] if condensed else []
-    if gone:
-        shorten(config, stay)
-    if condensed or (gone and arch.dense_layers):
-        mix = arch.dense_at(config, {numbers[i] for i in dense})
-        if mix is None:
-            raise MoesaicError(
-                f"{arch.model_type} cannot have just these dense layers: {_spread(dense)}; "
-                "condense other candidates."
-            )
-        for name, value in mix.items():
-            setattr(config, name, value)
-    layers = arch.layers(shape_of(source.config))
-    made = [sizes(shaped(layers[i], arch, plans[i]) if i in plans else layers[i]) for i in stay]
-    for i in narrow:
-        own = made[numbers[i]]
-        own |= {n: widened(n, s, width) for n, s in own.items() if n.startswith(arch.ffn_path)}
-    configs = [config]
-    if condensed:
-        costs["dense_neurons"] = [sum(dense.values()), width * len(dense)]
-        configs = [copy.deepcopy(config) for _ in arch.dense_sizes(config)]
-        for trial, name in zip(configs, arch.dense_sizes(config), strict=True):
-            setattr(trial, name, width)
-    held = [c for c in configs if [*map(sizes, arch.layers(shape_of(c)))] == made]
-    if not held:
-        raise MoesaicError(
-            f"The class of {arch.model_type} has no layers of these sizes: "
-            f"{_spread(dense.values())} neurons where they are dense, and experts as they are."
-        )
-    config = held[0]
-    plan = Plan("export", shape, plans)
+                plan = self.plans.get(i, PrunedLayer(torch.arange(n)))
+                self.plans[i] = plan.padded(count, groups)
+        self._configure({self.arch.count: count})
+        self.costs["experts"] = [sum(counts.values()), count * len(counts)]
 
-    def write(writer: Writer) -> None:
-        names = Naming(source.checkpoint, arch.model_type).in_memory
+    def drop(self) -> None:
+        """Leave out layers that are gone, and say which of the others are dense.
+
+        Raises:
+            MoesaicError: the architecture cannot have these.
+        """
+        gone = len(self.numbers) < len(self.shape.widths)
+        if gone:
+            shorten(self.config, [*self.numbers])
+        if self.condensed or (gone and self.arch.dense_layers):
+            mix = self.arch.dense_at(self.config, {self.numbers[i] for i in self.dense})
+            if mix is None:
+                raise MoesaicError(
+                    f"{self.arch.model_type} cannot have just these dense layers: "
+                    f"{_spread(self.dense)}; condense other candidates."
+                )
+            self._configure(mix)
+
+    def holding(self) -> Config:
+        """The config whose layers are of these sizes: of several that give the dense width.
+
+        Raises:
+            MoesaicError: none is.
+        """
+        configs = [self.config]
+        if self.condensed:
+            self.costs["dense_neurons"] = [
+                sum(self.dense.values()),
+                self.width * len(self.dense),
+            ]
+            configs = [copy.deepcopy(self.config) for _ in self.arch.dense_sizes(self.config)]
+            for trial, name in zip(configs, self.arch.dense_sizes(self.config), strict=True):
+                setattr(trial, name, self.width)
+        made = [self._sizes(i) for i in self.numbers]
+        for config in configs:
+            if [*map(sizes, self.arch.layers(shape_of(config)))] == made:
+                return config
+        raise MoesaicError(
+            f"The class of {self.arch.model_type} has no layers of these sizes: "
+            f"{_spread(self.dense.values())} neurons where they are dense, and experts as they are."
+        )
+
+    def _sizes(self, index: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of a layer's tensors by name, as written."""
+        layer = self.layers[index]
+        if index in self.plans:
+            layer = shaped(layer, self.arch, self.plans[index])
+        path = self.arch.ffn_path if index in self.narrow else None
+        return {
+            name: widened(name, shape, self.width) if path and name.startswith(path) else shape
+            for name, shape in sizes(layer).items()
+        }
+
+    def write(self, writer: Writer) -> None:
+        """Write the model, layers numbered anew and filled up."""
+        names = Naming(self.source.checkpoint, self.arch.model_type).in_memory
         starts = {
             disk.partition(f".{number[1]}.")[0] + "."
             for disk, name in names.items()
-            if (number := re.match(rf"{re.escape(arch.layers_path)}\.(\d+)\.", name))
+            if (number := re.match(rf"{re.escape(self.arch.layers_path)}\.(\d+)\.", name))
         }
-        fitting = Fitting(writer, starts, arch.ffn_path, numbers, narrow, width)
-        stays = kept(shape_of(source.config), along=False, beside=not source.beside)
-        rewrite(source.checkpoint, arch, plan, fitting, stays)
-
-    return Export(config, write, costs)
+        ffn = self.arch.ffn_path
+        fitting = Fitting(writer, starts, ffn, self.numbers, self.narrow, self.width)
+        stays = kept(shape_of(self.source.config), along=False, beside=not self.source.beside)
+        plan = Plan("export", self.shape, self.plans)
+        rewrite(self.source.checkpoint, self.arch, plan, fitting, stays)
 
 
 def widened(name: str, shape: tuple[int, ...], width: int) -> tuple[int, ...]:
     """The shape of a dense FFN's matrix as :class:`Fitting` fills it up."""
     return (shape[0], width) if name.endswith(DOWN) else (width, *shape[1:])
-
-
-def _filled(
-    arch: MoEArch, source: Source, counts: Mapping[int, int], config: Config, costs: JSON
-) -> dict[int, PrunedLayer]:
-    """Experts and shared paths of several widths filled up to one with neurons that are zero.
-
-    Args:
-        arch: the architecture.
-        source: the reduced model.
-        counts: experts by layer.
-        config: gets the widths.
-        costs: gets the neurons before and after, where any are added.
-    """
-    layers = arch.layers(shape_of(source.config))
-    views = {i: arch.mixture(layers[i]) for i in counts}
-    wide = max(view.width for view in views.values())
-    path = max(view.shared_width for view in views.values())
-    room = arch.shared_room(path, wide)
-    changes = {**arch.with_width(wide), **((arch.with_shared(room, wide) if room else None) or {})}
-    for name, value in changes.items():
-        setattr(config, name, value)
-    plans: dict[int, PrunedLayer] = {}
-    for i, view in views.items():
-        if (view.width, view.shared_width) != (wide, room):
-            order_W = neurons.filled_up(torch.arange(view.width), wide)
-            order_S = neurons.filled_up(torch.arange(view.shared_width), room) if room else None
-            plans[i] = SlimmedLayer(
-                torch.arange(view.count),
-                order_W.repeat(view.count, 1),
-                view.width,
-                shared_S=order_S,
-            )
-    if plans:
-        before = sum(view.count * view.width for view in views.values())
-        costs["expert_neurons"] = [before, sum(counts.values()) * wide]
-    return plans
 
 
 def _spread(values: Iterable[int]) -> str:
