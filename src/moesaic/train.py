@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -268,33 +269,57 @@ def train(
     Raises:
         MoesaicError: nothing is left to train, or the folder holds another run.
     """
-    if folder is None:
-        with TemporaryDirectory(prefix="moesaic-") as scratch:
-            return train(
-                model,
-                examples,
-                schedule,
-                Path(scratch),
-                trainable=trainable,
-                request=request,
-                objective=objective,
-                device=device,
-                track=track,
-            )
-    dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     if not trainable:
         raise MoesaicError("Nothing is left to train.")
-    asked = {
-        **(request or {}),
-        "schedule": asdict(schedule),
-        "texts": of_examples(examples),
-        "trained": sorted(trainable),
-    }
-    run = Progress(folder, asked)
-    run.check()
-    wait_for_all()  # nobody writes before all have looked
-    if process()[0] == 0:
-        run.begin()
+    with ExitStack() as meanwhile:
+        if folder is None:
+            folder = Path(meanwhile.enter_context(TemporaryDirectory(prefix="moesaic-")))
+        asked = {
+            **(request or {}),
+            "schedule": asdict(schedule),
+            "texts": of_examples(examples),
+            "trained": sorted(trainable),
+        }
+        run = Progress(folder, asked)
+        run.check()
+        wait_for_all()  # nobody writes before all have looked
+        if process()[0] == 0:
+            run.begin()
+        half = meanwhile.enter_context(_learning(model, trainable, device))
+        if schedule.recompute:
+            checkpointing(model, "enable")({"use_reentrant": False})
+            meanwhile.callback(checkpointing(model, "disable"))
+        bar = _Bar(track)
+        loop = _Loop(
+            model=model,
+            args=_arguments(schedule, folder, device, half),
+            train_dataset=examples,
+            data_collator=collate,
+            callbacks=[bar],
+        )
+        loop.objective = objective
+        loop.remove_callback(PrinterCallback)
+        shape = _Shape(model)
+        loop.finish(last_checkpoint(folder))
+        shape.restore()
+        bar.close()
+    return [
+        {k: v for k, v in log.items() if k not in _NOT_KEPT}
+        for log in loop.state.log_history
+        if "loss" in log
+    ]
+
+
+@contextmanager
+def _learning(
+    model: nn.Module, trainable: Mapping[str, nn.Parameter], device: str
+) -> Iterator[bool]:
+    """Inside, these parameters learn, in float32, and no others.
+
+    Yields:
+        whether the rest computes in bfloat16.
+    """
+    dtype: torch.dtype = model.dtype  # type: ignore[assignment]
     model.requires_grad_(False)
     in_own_type = has_products(dtype, device)
     wide = list((trainable if in_own_type else dict(model.named_parameters())).values())
@@ -303,9 +328,14 @@ def train(
         parameter.data = parameter.data.float()
     for parameter in trainable.values():
         parameter.requires_grad_(True)
-    if schedule.recompute:
-        checkpointing(model, "enable")({"use_reentrant": False})
-    arguments = _Arguments(
+    yield in_own_type and dtype == torch.bfloat16
+    for parameter, before in zip(wide, types, strict=True):
+        parameter.data = parameter.data.to(before)
+
+
+def _arguments(schedule: Schedule, folder: Path, device: str, half: bool) -> _Arguments:
+    """A schedule as the Trainer has it."""
+    return _Arguments(
         place=device,
         output_dir=str(folder),
         max_steps=schedule.steps or -1,
@@ -319,7 +349,7 @@ def train(
         max_grad_norm=schedule.clip,
         seed=schedule.seed,
         data_seed=schedule.seed,
-        bf16=in_own_type and dtype == torch.bfloat16,
+        bf16=half,
         use_cpu=device == "cpu",
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -330,26 +360,3 @@ def train(
         remove_unused_columns=False,
         dataloader_pin_memory=device != "cpu",
     )
-    bar = _Bar(track)
-    loop = _Loop(
-        model=model,
-        args=arguments,
-        train_dataset=examples,
-        data_collator=collate,
-        callbacks=[bar],
-    )
-    loop.objective = objective
-    loop.remove_callback(PrinterCallback)
-    shape = _Shape(model)
-    loop.finish(last_checkpoint(folder))
-    shape.restore()
-    bar.close()
-    if schedule.recompute:
-        checkpointing(model, "disable")()
-    for parameter, before in zip(wide, types, strict=True):
-        parameter.data = parameter.data.to(before)
-    return [
-        {k: v for k, v in log.items() if k not in _NOT_KEPT}
-        for log in loop.state.log_history
-        if "loss" in log
-    ]

@@ -18,6 +18,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Sizes, State, check_numbers, former
 from moesaic.layers.carved import CarvedLayer
+from moesaic.layers.neurons import of_mlp
 from moesaic.nn.carved import CarvedFFN, carved_like, projections_like
 from moesaic.nn.heads import PartialAttention
 from moesaic.nn.overlapping import OverlappingFFN
@@ -128,8 +129,11 @@ class OverlappingLayer(LayerPlan):
         }
         if self.experts_NW is not None and self.router_ND is not None:
             tensors[f"{ffn}{ROUTER}.weight"] = self.router_ND
-            if self.materialized:
-                tensors |= _copied(self.experts_NW.flatten().to(device), arch, tensors)
+            if self.materialized:  # every expert's neurons one after another
+                for stored, name in state.stored(ffn):
+                    leaf = name.removeprefix(ffn)
+                    order = self.experts_NW.flatten()
+                    tensors[stored] = of_mlp(arch.ffn, leaf, tensors[stored], order)
             else:
                 tensors[f"{ffn}experts"] = self.experts_NW
         for name, tensor in tensors.items():
@@ -231,25 +235,6 @@ def _check_norm(arch: Arch, state: State, projection: str, rows: Tensor) -> None
             f"{projection} of {arch.model_type} cannot lose rows: {norm} takes the mean over "
             f"{span} of them."
         )
-
-
-def _copied(order: Tensor, arch: Arch, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The FFN's tensors with every expert's neurons one after another."""
-    names, copied = arch.ffn, {}
-    for name in names.projections:
-        for part in ("weight", "bias"):
-            full = f"{arch.ffn_path}.{name}.{part}"
-            if full not in tensors or (name == names.down and part == "bias"):
-                continue
-            tensor = tensors[full]
-            if name == names.down:
-                copied[full] = tensor.index_select(1, order)
-            elif names.fused:
-                both = torch.cat([order, order + tensor.shape[0] // 2])
-                copied[full] = tensor.index_select(0, both)
-            else:
-                copied[full] = tensor.index_select(0, order)
-    return copied
 
 
 def _ffn_like(ffn: nn.Module, arch: Arch, header: Header) -> CarvedFFN:

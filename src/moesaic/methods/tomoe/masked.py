@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,6 @@ from torch.utils.hooks import RemovableHandle
 
 from moesaic.arch.dense import Arch
 from moesaic.methods.tomoe.masks import MaskingModules
-
-_Inputs = tuple[Tensor, ...]
 
 
 class Masked:
@@ -31,13 +30,10 @@ class Masked:
         self, model: nn.Module, arch: Arch, masker: MaskingModules, projections: bool = False
     ) -> None:
         self.on = True
-        self.projections = projections
-        self._handles: list[RemovableHandle] = []
         self.masker = masker
-        self._attention: dict[int, Mapping[str, Tensor]] = {}
-        self._ffn: dict[int, Tensor | None] = {}
+        self._handles: list[RemovableHandle] = []
         for i, layer in enumerate(arch.layers(model)):
-            self._hook(i, layer, arch)
+            self._handles += _LayerMasks(self, i).watch(layer, arch, projections)
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -53,64 +49,70 @@ class Masked:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, index: int, layer: nn.Module, arch: Arch) -> None:
+
+class _LayerMasks:
+    """The masks of one layer, made when its attention and its FFN are entered."""
+
+    def __init__(self, masked: Masked, index: int) -> None:
+        self.masked, self.index = masked, index
+        self.heads: Mapping[str, Tensor] = {}
+        """By part of attention: q, k, v and o."""
+        self.neurons: Tensor | None = None
+
+    def __deepcopy__(self, memo: object) -> _LayerMasks:
+        """A copy of the model has the same masks: hooks go along."""
+        return self
+
+    def watch(self, layer: nn.Module, arch: Arch, projections: bool) -> list[RemovableHandle]:
+        """Hook a layer's parts."""
         attention, ffn, names = arch.attention_of(layer), arch.ffn_of(layer), arch.attention
-
-        def see_attention(_: nn.Module, args: _Inputs, kwargs: dict[str, Tensor]) -> None:
-            if self.on:
-                x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-                self._attention[index] = self.masker.attention(index, x)
-
-        def see_ffn(_: nn.Module, args: _Inputs) -> None:
-            if self.on:
-                self._ffn[index] = self.masker.ffn(index, args[0])
-
-        def written(parts: str) -> Callable[[nn.Module, _Inputs, Tensor], Tensor]:
-            def hook(_: nn.Module, args: _Inputs, out: Tensor) -> Tensor:
-                masks = self._attention[index] if self.on else {}
-                if not masks:
-                    return out
-                pieces = out.split([masks[p].shape[-1] for p in parts], -1)
-                masked = [
-                    piece * masks[p].to(out.dtype) for p, piece in zip(parts, pieces, strict=True)
-                ]
-                return torch.cat(masked, -1) if len(masked) > 1 else masked[0]
-
-            return hook
-
-        def read(
-            mask_of: Callable[[], Tensor | None],
-        ) -> Callable[[nn.Module, _Inputs], _Inputs]:
-            def hook(_: nn.Module, args: _Inputs) -> _Inputs:
-                mask = mask_of() if self.on else None
-                return args if mask is None else (args[0] * mask.to(args[0].dtype),)
-
-            return hook
-
-        def masked(_: nn.Module, args: _Inputs, out: Tensor) -> Tensor:
-            mask = self._ffn[index] if self.on else None
-            if mask is None:
-                return out
-            whole = torch.cat([mask, mask], -1) if arch.ffn.fused else mask
-            return out * whole.to(out.dtype)
-
-        projections: dict[str, str] = {}
-        for part, name in (("q", names.q), ("k", names.k), ("v", names.v)):
-            projections[name] = projections.get(name, "") + part
-        o, down = getattr(attention, names.o), getattr(ffn, arch.ffn.down)
-        self._handles += [
-            attention.register_forward_pre_hook(see_attention, with_kwargs=True),
-            *(
-                getattr(attention, name).register_forward_hook(written(parts))
-                for name, parts in projections.items()
-            ),
-            o.register_forward_pre_hook(read(lambda: self._attention[index].get("o"))),
-            ffn.register_forward_pre_hook(see_ffn),
-            down.register_forward_pre_hook(read(lambda: self._ffn[index])),
+        handles = [
+            attention.register_forward_pre_hook(self._enter_attention, with_kwargs=True),
+            ffn.register_forward_pre_hook(self._enter_ffn),
         ]
-        if self.projections:
-            self._handles += [
-                getattr(ffn, name).register_forward_hook(masked)
-                for name in arch.ffn.projections
-                if name != arch.ffn.down
-            ]
+        parts: dict[str, str] = {}
+        for part, name in (("q", names.q), ("k", names.k), ("v", names.v)):
+            parts[name] = parts.get(name, "") + part
+        for name, written in parts.items():
+            hook = partial(self._written, written)
+            handles.append(getattr(attention, name).register_forward_hook(hook))
+        handles.append(getattr(attention, names.o).register_forward_pre_hook(self._read_heads))
+        for name in arch.ffn.projections:
+            module = getattr(ffn, name)
+            if name == arch.ffn.down:
+                handles.append(module.register_forward_pre_hook(self._read_neurons))
+            elif projections:
+                repeats = 2 if arch.ffn.fused else 1
+                hook = partial(self._written_neurons, repeats)
+                handles.append(module.register_forward_hook(hook))
+        return handles
+
+    def _enter_attention(
+        self, _: nn.Module, args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]
+    ) -> None:
+        x = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        self.heads = self.masked.masker.attention(self.index, x) if self.masked.on else {}
+
+    def _enter_ffn(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self.neurons = self.masked.masker.ffn(self.index, args[0]) if self.masked.on else None
+
+    def _written(self, parts: str, _: nn.Module, args: object, out: Tensor) -> Tensor:
+        if not self.heads:
+            return out
+        pieces = out.split([self.heads[part].shape[-1] for part in parts], -1)
+        masked = [
+            piece * self.heads[part].to(out.dtype)
+            for part, piece in zip(parts, pieces, strict=True)
+        ]
+        return torch.cat(masked, -1) if len(masked) > 1 else masked[0]
+
+    def _read_heads(self, _: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (args[0] * self.heads["o"].to(args[0].dtype),) if self.heads else args
+
+    def _read_neurons(self, _: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return args if self.neurons is None else (args[0] * self.neurons.to(args[0].dtype),)
+
+    def _written_neurons(self, repeats: int, _: nn.Module, args: object, out: Tensor) -> Tensor:
+        if self.neurons is None:
+            return out
+        return out * torch.cat([self.neurons] * repeats, -1).to(out.dtype)
