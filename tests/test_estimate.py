@@ -60,8 +60,8 @@ CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
     ("tiny-shared-moe", [("condense", {"layers": 2, "shared_gate": "mean"})]),
     ("tiny-moe", [("condense", {"layers": 1, "keep": "shared+routed"})]),
     ("tiny-moe", [("condense", {"memory": 16_000_000, "keep": "nothing"})]),
-    ("tiny-dense", [("carve", {"variant": "static", "bias": True})]),
-    ("tiny-dense", [("carve", {"layers": "all", "experts": 5, "router": "backbone"})]),
+    ("tiny-dense", [("carve", {"variant": "static", "refit": True})]),
+    ("tiny-dense", [("carve", {"layers": "all", "experts": 5, "router": "ridge"})]),
     (
         "tiny-shared-moe",
         [("prune", {"keep": 12, "criterion": "frequency"}), ("slim", {"keep": 0.5})],

@@ -271,7 +271,7 @@ def test_measured_ratio_counts_routed_tokens(llama_folder, tokenizer):
             for batch in tokens.batches(1024):
                 result.model(batch.input_ids)
         handle.remove()
-        chosen = ffn.router(torch.cat(seen)).flatten()
+        chosen = ffn.router(torch.cat(seen)).argmax(dim=-1)
         width = ffn.backbone + torch.tensor(ffn.petals)[chosen].float().mean().item()
         assert found.routing[i].active_width == pytest.approx(width)
         assert sum(found.routing[i].counts) == 640
