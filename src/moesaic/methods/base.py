@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, TypeVar
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import dense_arch
@@ -19,6 +19,7 @@ from moesaic.record import Figure, LayerRecord, strongest
 
 C = TypeVar("C", bound=MethodConfig)
 A = TypeVar("A", bound=Arch)
+M = TypeVar("M", bound="Method[Any, Any]")
 
 
 @dataclass
@@ -96,8 +97,23 @@ class Method(ABC, Generic[C, A]):
     ratio: str = "stored"
     """What says most of its results; see :class:`moesaic.record.Step`."""
 
+    varies: ClassVar[str] = "variant"
+    """The option that comparisons differ in."""
+
     def __init__(self, config: C) -> None:
         self.config = config
+
+    def compared(self: M, names: Iterable[str]) -> dict[str, M]:
+        """The same method by other options, by the comparison's name.
+
+        Raises:
+            MoesaicError: there is no such comparison.
+        """
+        made = {}
+        for name in names:
+            self.config.compared(name)
+            made[name] = type(self)(replace(self.config, **{self.varies: name}))
+        return made
 
     @abstractmethod
     def find(self, config: Config) -> A:

@@ -54,8 +54,6 @@ class Case(Generic[A]):
 class LayerMethod(Method[C, A], Generic[C, A, S]):
     """Decides on one layer after the other."""
 
-    varies: ClassVar[str] = ""
-    """The option that comparisons differ in."""
     words: ClassVar[str] = "Deciding layers"
     """For the progress bar."""
 
@@ -141,7 +139,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
     @torch.no_grad()
     def run(self, job: Job[A]) -> Decision:
         config, sizes = self.config, self.sizes(job)
-        methods = self._compared(job) | {RESULT: self}
+        methods = self.compared(job.args.compare) | {RESULT: self}
         self.check(job)
         needs = {name for method in methods.values() for name in method.needs}
         gram_bytes = max(method.gram_bytes for method in methods.values())
@@ -171,14 +169,6 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             plans, found = recover(job, plans, finished, propagate=follow)
             analyses = {i: {**seen, "refit": found[i]} for i, seen in analyses.items()}
         return Decision(plans.pop(RESULT), analyses, plans, self.summary(job, losses))
-
-    def _compared(self, job: Job[A]) -> dict[str, LayerMethod[C, A, S]]:
-        """The same method by other options, by the comparison's name."""
-        made: dict[str, LayerMethod[C, A, S]] = {}
-        for name in job.args.compare:
-            self.config.compared(name)
-            made[name] = type(self)(replace(self.config, **{self.varies: name}))
-        return made
 
     def _decide(
         self,

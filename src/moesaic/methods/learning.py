@@ -1,16 +1,17 @@
-"""What methods that train share: the call of the one loop, and what it takes, told beforehand."""
+"""What methods that train share: their text, one call of the one loop, and what that takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from moesaic.config import MethodConfig
-from moesaic.data.training import Examples
+from moesaic.data.text import Tokens
+from moesaic.data.training import Examples, training_text
 from moesaic.foreign import JSON, Values
 from moesaic.objectives import Objective, Schedule
 from moesaic.observation.job import Job
@@ -26,6 +27,29 @@ def spent(config: MethodConfig, length: int) -> JSON:
     schedule = Schedule.of(config)
     batch = schedule.batch * length
     return {"tokens": (schedule.steps or 0) * schedule.accumulate * batch, "batch": batch}
+
+
+def examples_of(
+    job: Job[Any], config: MethodConfig, text: str | Sequence[Any] | Tokens | Tensor, **how: bool
+) -> Examples:
+    """Text to train on, in windows or rows as :func:`~moesaic.data.training.training_text` has it.
+
+    Args:
+        job: the model, whose tokenizer and vocabulary count.
+        config: with ``length``, ``steps`` and ``seed``.
+        text: its source, or itself.
+        how: ``answers`` and ``stream`` of that function.
+    """
+    options: Any = config
+    return training_text(
+        text,
+        job.tokenizer_for(text),
+        options.length,
+        steps=options.steps,
+        seed=options.seed,
+        config=job.original.config,
+        **how,
+    )
 
 
 def learn(

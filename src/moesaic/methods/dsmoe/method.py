@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 import torch
@@ -12,7 +12,6 @@ from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.config import chosen_layers
 from moesaic.data.text import Tokens
-from moesaic.data.training import Examples, training_text
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
 from moesaic.layers.carved import CarvedLayer
@@ -20,7 +19,7 @@ from moesaic.methods.base import Decision, DenseMethod, Outline, Told
 from moesaic.methods.budget import LayerSize, active_ratio, ffn_share, layer_sizes
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective
-from moesaic.methods.learning import learn, spent
+from moesaic.methods.learning import examples_of, learn, spent
 from moesaic.methods.words import carved, number, some
 from moesaic.observation.job import Job
 from moesaic.plan import Plan
@@ -50,16 +49,16 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             MoesaicError: the request cannot be met.
         """
         config, args = self.config, job.args
-        variants = {"": self}
-        for name in args.compare:
-            config.compared(name)
-            variants[name] = DSMoE(replace(config, variant=name))  # type: ignore[arg-type]
+        variants = {"": self, **self.compared(args.compare)}
         sizes = layer_sizes(job.shape, job.arch)
         plans = {
             name: Plan(config.name, job.base, dict(method.start(sizes)), asdict(method.config))
             for name, method in variants.items()
         }
-        texts = self._texts(job)
+        text = args.calibration.source if args.text is None else args.text
+        if not isinstance(text, Tokens | torch.Tensor):
+            text = config.data or text
+        texts = examples_of(job, config, text, stream=True)
 
         def trained(name: str) -> tuple[Model, list[dict[str, float]]]:
             folder = args.progress and args.progress / name
@@ -136,22 +135,6 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         if config.variant == "no-piecewise":
             return f"{gates}; in training, this threshold was left out"
         return gates
-
-    def _texts(self, job: Job[Arch]) -> Examples:
-        """The text to train on, as it streams in, or whole where it is at hand as tokens."""
-        config, args = self.config, job.args
-        given = args.calibration.source if args.text is None else args.text
-        if not isinstance(given, Tokens | torch.Tensor):
-            given = config.data or given
-        return training_text(
-            given,
-            job.tokenizer_for(given),
-            config.length,
-            steps=config.steps,
-            seed=config.seed,
-            stream=True,
-            config=job.original.config,
-        )
 
     def target(self, sizes: list[LayerSize]) -> float | None:
         """The share of blocks to be active that ``active`` asks for; None where it asks nothing.

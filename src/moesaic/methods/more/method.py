@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
@@ -64,10 +64,7 @@ class MoRE(DenseMethod[MoREConfig]):
             MoesaicError: the request cannot be met.
         """
         config, compare = self.config, job.args.compare
-        variants = {"result": self}
-        for name in compare:
-            config.compared(name)
-            variants[name] = MoRE(replace(config, variant=name))  # type: ignore[arg-type]
+        variants = {"result": self, **self.compared(compare)}
         sizes = layer_sizes(job.shape, job.arch)
         budgets = {name: method.choose(sizes) for name, method in variants.items()}
         wanted = budgets["result"]

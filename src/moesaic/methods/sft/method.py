@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
-from moesaic.data.training import foretold_tokens, training_text
+from moesaic.data.training import foretold_tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.arithmetic import sizes_in, working_type
@@ -19,7 +19,7 @@ from moesaic.io.fingerprint import of_model
 from moesaic.io.layout import PLAN, placed
 from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Outline, Told
-from moesaic.methods.learning import learn
+from moesaic.methods.learning import examples_of, learn
 from moesaic.methods.sft.config import TRAINED, TuneConfig
 from moesaic.methods.sft.gates import factors, outside
 from moesaic.methods.sft.parameters import trainable
@@ -53,16 +53,8 @@ class Tuning(Method[TuneConfig, Arch]):
             MoesaicError: the request cannot be met.
         """
         config, args = self.config, job.args
-        given = config.data if args.text is None else args.text
-        examples = training_text(
-            given,
-            job.tokenizer_for(given),
-            config.length,
-            steps=config.steps,
-            seed=config.seed,
-            answers=True,
-            config=job.original.config,
-        )
+        text = config.data if args.text is None else args.text
+        examples = examples_of(job, config, text, answers=True)
         live = job.live()
         request: JSON = {}
         teacher = args.teacher

@@ -8,11 +8,10 @@ from dataclasses import asdict, replace
 import torch
 
 from moesaic.arch.dense import Arch
-from moesaic.data.training import Examples, training_text
 from moesaic.errors import MoesaicError
 from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.methods.base import Decision, DenseMethod, Outline, Told
-from moesaic.methods.learning import learn, spent
+from moesaic.methods.learning import examples_of, learn, spent
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.more.method import MoRE
 from moesaic.methods.tomoe.config import ToMoEConfig
@@ -66,7 +65,8 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         config = self.config
         student = Student(live, job.arch, config)
         learning = student.learning
-        examples = _examples(job, config)
+        text = args.calibration.source if args.text is None else args.text
+        examples = examples_of(job, config, text)
         losses = learn(
             job,
             config,
@@ -197,17 +197,3 @@ def _copied(layers: Mapping[int, Learned], plans: Mapping[int, OverlappingLayer]
     """FFN weights that materialised experts hold beyond the dense model's."""
     shares = {i: sum(p.header()["petals"]) / layers[i].shape.width for i, p in plans.items()}
     return round(sum(layers[i].shape.ffn * (share - 1) for i, share in shares.items()))
-
-
-def _examples(job: Job[Arch], config: ToMoEConfig) -> Examples:
-    """All of the calibration text, prompts included, in windows to learn from."""
-    args = job.args
-    source = args.calibration.source if args.text is None else args.text
-    return training_text(
-        source,
-        job.tokenizer_for(source),
-        config.length,
-        steps=config.steps,
-        seed=config.seed,
-        config=job.original.config,
-    )
