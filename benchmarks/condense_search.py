@@ -27,7 +27,7 @@ from moesaic.layers.base import LayerPlan
 from moesaic.layers.condensed import CondensedLayer
 from moesaic.methods.cdmoe.divergence import js
 from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch
-from moesaic.metrics.measure import environment
+from moesaic.metrics.machine import environment
 from moesaic.observation.stream import LayerStream, Spill
 from moesaic.plan import Plan
 from moesaic.surgery import applied

@@ -32,11 +32,10 @@ from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.io.packaged import packaged_file
 from moesaic.io.source import resolve
 from moesaic.methods import METHODS
-from moesaic.metrics.divergence import Beside, beside
 from moesaic.metrics.forward import Pass, Whole
 from moesaic.metrics.llamacpp import Engine
-from moesaic.metrics.measure import environment, speed_json
-from moesaic.metrics.score import Score, scores_beside
+from moesaic.metrics.machine import environment
+from moesaic.metrics.score import Quality, Score, qualities, scores
 from moesaic.metrics.size import model_size
 from moesaic.metrics.speed import Runner, against, interleaved, one_round
 
@@ -145,15 +144,15 @@ def measure(record: dict[str, Any], work: Path, data: str, tokens: int) -> None:
         for text, where in windows.items():
             if "perplexity" in row.get(text, {}):
                 continue
-            found: Beside | Score
+            found: Quality | Score
             if name in FILES:
                 file: Any = InLlamaCpp(work / f"{name}.gguf")
-                found = beside(file, dense, where)
-                row[text] = {"perplexity": found.result.perplexity, "active_ratio": 1.0}
+                found = qualities([file, dense], where)[0]
+                row[text] = {"perplexity": found.perplexity, "active_ratio": 1.0}
             else:
                 folder = MODEL if name == DENSE else str(work / name)
                 model = Whole(resolve(folder).load("cpu", torch.float32).eval())
-                found, _ = scores_beside(model, dense, where)
+                found = scores([model, dense], where)[0]
                 row[text] = {"perplexity": found.perplexity, "active_ratio": found.active_ratio}
                 row[text]["of_prompts"] = of_prompts(model.shape, where)
             row[text] |= {"kl": found.kl, "top1_agreement": found.top1_agreement}
@@ -186,7 +185,7 @@ def time(record: dict[str, Any], work: Path, rounds: int) -> None:
     for name, speed in speeds.items():
         model = models.get(name, models[DENSE])
         ideal = whole / model_size(model).active_parameters
-        measured = {**speed_json(speed), **against(speed, speeds[DENSE], ideal)}
+        measured = {**speed.as_json(), **against(speed, speeds[DENSE], ideal)}
         record["rows"][name]["speed"] = measured
     record["speeds"] = {
         **{"rounds": rounds, "load_before": load, "load_after": os.getloadavg()},

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from moesaic.foreign import Model
 from moesaic.hub import save_live
 from moesaic.io.source import resolve
-from moesaic.metrics.measure import environment, speed_json
+from moesaic.metrics.machine import environment
 from moesaic.metrics.speed import against, compare_speed
 
 OUT = Path(__file__).with_suffix(".json")
@@ -55,7 +55,7 @@ def main(names: Sequence[str] | None = None) -> None:
             torch.set_num_threads(threads)
             speeds = compare_speed(models, prompt, 16, given.rounds)
             rows = {
-                name: {**speed_json(speed), **against(speed, speeds[COPIED], 1.0)}
+                name: {**speed.as_json(), **against(speed, speeds[COPIED], 1.0)}
                 for name, speed in speeds.items()
             }
             found[f"threads {threads}"] = {"load": load, "rows": rows}

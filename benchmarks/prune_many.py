@@ -23,7 +23,7 @@ from moesaic import Tokens
 from moesaic.arch.lookup import moe_arch
 from moesaic.methods.naee.reconstruction import reconstruction_losses
 from moesaic.methods.naee.search import Found, Losses, greedy, refined
-from moesaic.metrics.measure import environment
+from moesaic.metrics.machine import environment
 from moesaic.observation.experts import ExpertStats, observe_experts
 from moesaic.observation.stream import LayerStream
 

@@ -24,7 +24,7 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
 from moesaic.methods.naee.criteria import Case
 from moesaic.methods.naee.pruning import Pruner
-from moesaic.metrics.measure import environment
+from moesaic.metrics.machine import environment
 from moesaic.observation.experts import observe_experts
 from moesaic.observation.stream import LayerStream, Site
 

@@ -158,7 +158,6 @@ def timed(rows: Sequence[Row], speed: Mapping[str, Any], work: Path) -> dict[str
     import torch
 
     from moesaic.io.source import resolve
-    from moesaic.metrics.measure import speed_json
     from moesaic.metrics.size import model_size
     from moesaic.metrics.speed import against, compare_speed
 
@@ -173,7 +172,7 @@ def timed(rows: Sequence[Row], speed: Mapping[str, Any], work: Path) -> dict[str
     whole = model_size(models["original"]).active_parameters
     return {
         name: {
-            **speed_json(found),
+            **found.as_json(),
             **against(found, speeds["original"], whole / model_size(model).active_parameters),
         }
         for (name, model), found in zip(models.items(), speeds.values(), strict=True)
@@ -183,7 +182,7 @@ def timed(rows: Sequence[Row], speed: Mapping[str, Any], work: Path) -> dict[str
 def circumstances(file: Path, words: Sequence[str]) -> dict[str, Any]:
     """What every result carries: the command that makes it, versions and machine."""
     from moesaic import __version__
-    from moesaic.metrics.measure import environment
+    from moesaic.metrics.machine import environment
 
     head = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.metrics.measure import environment
+from moesaic.metrics.machine import environment
 from moesaic.nn.kernels import rows_of
 
 SHAPES = ((1536, 576), (576, 1536), (576, 576), (8192, 2048), (2048, 8192), (2048, 2048))

@@ -24,9 +24,10 @@ from moesaic.io.source import Source, resolve
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.metrics.bench import bench
+from moesaic.metrics.evaluate import ROOM, measured_text
 from moesaic.metrics.forward import Whole
-from moesaic.metrics.measure import ROOM, measure
-from moesaic.metrics.memory import free_bytes
+from moesaic.metrics.machine import free_bytes
+from moesaic.metrics.measure import Measurement
 from moesaic.nn import CarvedFFN
 from moesaic.nn.overlapping import OverlappingFFN
 from moesaic.objectives import Schedule
@@ -493,11 +494,12 @@ def test_measuring_holds_both_models_only_if_there_is_room(
     result = moesaic.carve("tiny-dense", samples=4)
     result.save(tmp_path / "out")
     held = Held(monkeypatch)
-    monkeypatch.setattr("moesaic.metrics.measure.free_bytes", lambda _: free)
+    monkeypatch.setattr("moesaic.metrics.evaluate.free_bytes", lambda _: free)
     monkeypatch.setattr("moesaic.metrics.measure.peak_memory", lambda *_: 1)
     compared = {"again": lambda: original.load()}
     settings = Evaluation(max_tokens=512, new_tokens=2, rounds=1)
-    measured = measure(tmp_path / "out", original, compared, settings)
+    text = measured_text(original, settings)
+    measured = Measurement(tmp_path / "out", original, settings, text).figures(compared)
     assert held.most == room
     assert measured["scores"]["result"]["kl"] > 0
     assert measured["evaluation"].get("layer_by_layer", False) is (room < 2)
@@ -514,8 +516,8 @@ def test_bench_holds_both_models_only_if_there_is_room(
     free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch)
-    monkeypatch.setattr("moesaic.metrics.measure.free_bytes", lambda _: free)
-    monkeypatch.setattr("moesaic.metrics.measure.peak_memory", lambda *_: 1)
+    monkeypatch.setattr("moesaic.metrics.evaluate.free_bytes", lambda _: free)
+    monkeypatch.setattr("moesaic.metrics.bench.peak_memory", lambda *_: 1)
     models = {"model": "tiny-moe", "against": "tiny-dense"}
     found = bench(models, length=16, new_tokens=2, rounds=1)
     assert held.most == (2 if free > 1 << 30 else 1)

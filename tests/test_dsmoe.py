@@ -29,7 +29,7 @@ from moesaic.layers.carved import CarvedLayer
 from moesaic.methods.budget import LayerSize, layer_sizes
 from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
 from moesaic.methods.dsmoe.method import DSMoE
-from moesaic.metrics.measure import sweep
+from moesaic.metrics.evaluate import sweep
 from moesaic.metrics.score import score
 from moesaic.nn import CarvedFFN
 from moesaic.recipe import parse_recipe

@@ -45,7 +45,7 @@ from moesaic.io.checkpoint import TYPES, align
 from moesaic.io.source import resolve
 from moesaic.io.weightless import header_bytes
 from moesaic.methods.clustering import LIBRARIES
-from moesaic.metrics.divergence import _compared
+from moesaic.metrics.score import _compared
 from moesaic.metrics.size import model_size
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import Recipe, step_config

@@ -18,10 +18,9 @@ from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.io.source import resolve
 from moesaic.metrics import evaluate as evaluating
 from moesaic.metrics import tasks as tasking
-from moesaic.metrics.divergence import kl
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generations
-from moesaic.metrics.score import score, scores_beside
+from moesaic.metrics.score import kl, score, scores
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import parse_recipe
 from moesaic.report import numbers, tables
@@ -179,7 +178,7 @@ def test_kl_is_the_sum_over_the_vocabulary():
 
 def test_divergence_agrees_with_a_plain_loop(llama_folder, other_folder, padded):
     runs = [Whole(resolve(str(f)).load()) for f in (other_folder, llama_folder)]
-    found, original = scores_beside(*runs, padded)
+    found, original = scores(runs, padded)
     total = agreed = count = 0
     for ids, mask in zip(padded.input_ids, padded.attention_mask, strict=True):
         row = ids[mask][None]
@@ -193,7 +192,7 @@ def test_divergence_agrees_with_a_plain_loop(llama_folder, other_folder, padded)
     assert found.top1_agreement == pytest.approx(agreed / count)
     assert found.perplexity == score(runs[0], padded).perplexity
     assert original.perplexity == score(runs[1], padded).perplexity
-    same, _ = scores_beside(runs[0], runs[0], padded)
+    same, _ = scores([runs[0], runs[0]], padded)
     assert (same.kl, same.top1_agreement) == (0, 1)
 
 
@@ -279,9 +278,9 @@ def test_layer_by_layer_is_the_whole_model_bitwise(kind, request, questions, tok
 def test_divergence_layer_by_layer_is_bitwise(llama_folder, carved_folder, tokenizer):
     tokens = evaluation_tokens("", tokenizer, 48, 2048 + 512)
     sources = [resolve(str(f)) for f in (carved_folder, llama_folder)]
-    whole = scores_beside(*(Whole(s.load()) for s in sources), tokens)
-    assert scores_beside(*(Layerwise(s) for s in sources), tokens) == whole
-    assert scores_beside(Whole(sources[0].load()), Layerwise(sources[1]), tokens) == whole
+    whole = scores([Whole(s.load()) for s in sources], tokens)
+    assert scores([Layerwise(s) for s in sources], tokens) == whole
+    assert scores([Whole(sources[0].load()), Layerwise(sources[1])], tokens) == whole
     assert whole[0].kl > 0
 
 
@@ -302,13 +301,13 @@ def test_what_is_kept_passes_the_layers_once(llama_folder, carved_folder, padded
     """Comparison after comparison beside one original."""
     original = Layerwise(resolve(str(llama_folder)), keep=True)
     ours = Whole(resolve(str(carved_folder)).load())
-    first = scores_beside(ours, original, padded)
+    first = scores([ours, original], padded)
     with monkeypatch.context() as patch:
         patch.setattr("moesaic.metrics.forward.LayerStream.from_disk", None)
-        assert scores_beside(ours, original, padded) == first
+        assert scores([ours, original], padded) == first
     other = Tokens(padded.input_ids.flip(0))
     alone = Layerwise(resolve(str(llama_folder)))
-    assert scores_beside(ours, original, other) == scores_beside(ours, alone, other)
+    assert scores([ours, original], other) == scores([ours, alone], other)
 
 
 def test_what_does_not_fit_is_read_layer_by_layer(
@@ -317,7 +316,7 @@ def test_what_does_not_fit_is_read_layer_by_layer(
     options = {"length": 32, "max_tokens": 640, "tasks": str(questions)}
     names = {"model": str(carved_folder), "against": str(llama_folder)}
     whole = moesaic.evaluate(**names, **options)
-    monkeypatch.setattr(evaluating, "fit", lambda *_: False)
+    monkeypatch.setattr(evaluating, "have_room", lambda *_: False)
     monkeypatch.setattr(evaluating.Source, "load", None)
     assert moesaic.evaluate(**names, **options) == whole
     with pytest.raises(MoesaicError, match="generations needs"):
@@ -437,7 +436,7 @@ def test_unknown_tasks_and_absent_data(llama_folder, tmp_path, monkeypatch):
     quick = {"length": 32, "max_tokens": 64}
     unknown = "tasks 'arc_eazy' is no task of lm-eval; perhaps arc_"
     with monkeypatch.context() as patched:  # before anything is computed
-        patched.setattr("moesaic.metrics.evaluate.runners", None)
+        patched.setattr("moesaic.metrics.evaluate.scored", None)
         with pytest.raises(MoesaicError, match=unknown):
             moesaic.evaluate(str(llama_folder), tasks="arc_eazy", **quick)
         patched.setattr("moesaic.pipeline.convert", None)

@@ -18,7 +18,7 @@ from moesaic.data.text import Tokens
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.sft.config import TuneConfig
-from moesaic.metrics.memory import free_bytes
+from moesaic.metrics.machine import free_bytes
 from moesaic.observation.stream import Spill
 
 pytestmark = [

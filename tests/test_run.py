@@ -161,7 +161,7 @@ def test_nothing_that_takes_long_is_done_without_a_line_of_progress(
 
         monkeypatch.setattr(place, name, watched)
 
-    for name in ("generate", "colour_samples", "activity", "memory"):
+    for name in ("generate", "colour_samples", "activity", "peak_memory"):
         watch(measuring, name)
     watch(Source, "load")
     measured = Evaluation(**MEASURED, rounds=1)

@@ -41,7 +41,7 @@ from moesaic.data.text import (
 from moesaic.data.training import Texts, training_examples, training_text
 from moesaic.errors import MoesaicError
 from moesaic.metrics.evaluate import evaluate
-from moesaic.metrics.perplexity import perplexity
+from moesaic.metrics.score import score
 from moesaic.recipe import check_run, load_recipe, parse_recipe
 from moesaic.surgery import apply_plan
 
@@ -452,10 +452,10 @@ def test_a_mix_is_measured_source_by_source(tokenizer: Any, tmp_path: Path) -> N
         "code": evaluation_tokens("code", tokenizer, 16, 160),
     }
     assert torch.equal(mix.input_ids, torch.cat([t.input_ids for t in alone.values()]))
-    together = perplexity(model, mix)
+    together = score(model, mix)
     logs = 0.0
     for name, tokens in alone.items():
-        found = perplexity(model, tokens)
+        found = score(model, tokens)
         assert together.sources[name] == pytest.approx((found.perplexity, found.tokens))
         logs += math.log(found.perplexity) * found.tokens
     assert together.perplexity == pytest.approx(math.exp(logs / together.tokens))
@@ -560,20 +560,20 @@ def test_padding_is_neither_seen_nor_scored_nor_counted(padded: Tokens) -> None:
     assert padded.attention_mask is not None
     logs, scored, counts = 0.0, 0, torch.zeros(2, 3, dtype=torch.int64)
     for ids, mask in zip(padded.input_ids, padded.attention_mask, strict=True):
-        one = perplexity(model, Tokens(ids[mask][None]))
+        one = score(model, Tokens(ids[mask][None]))
         logs += math.log(one.perplexity) * one.tokens
         scored += one.tokens
         counts = counts + torch.tensor([r.counts for r in one.routing.values()])
-    found = perplexity(model, padded)
+    found = score(model, padded)
     assert found.tokens == scored == padded.count - 6
     assert found.perplexity == pytest.approx(math.exp(logs / scored), rel=1e-5)
     assert torch.equal(torch.tensor([r.counts for r in found.routing.values()]), counts)
     assert all(r.tokens == padded.count for r in found.routing.values())
     left = Tokens(padded.input_ids.flip(1), padded.attention_mask.flip(1))
-    assert perplexity(model, left).tokens == scored
+    assert score(model, left).tokens == scored
     nothing = Tokens(padded.input_ids[:, :1])
     with pytest.raises(MoesaicError, match="no token behind another"):
-        perplexity(model, nothing)
+        score(model, nothing)
 
 
 def test_options_hold_for_token_files(tmp_path: Path) -> None:

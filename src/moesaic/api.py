@@ -22,7 +22,8 @@ from moesaic.foreign import Model
 from moesaic.methods import methods_of
 from moesaic.metrics.bench import bench
 from moesaic.metrics.evaluate import evaluate
-from moesaic.metrics.measure import generate, inspect
+from moesaic.metrics.generations import generate
+from moesaic.metrics.size import inspect
 from moesaic.observation.files import observe
 from moesaic.pipeline import apply, convert, run_recipe
 from moesaic.recipe import step_config

@@ -42,9 +42,9 @@ from moesaic.layers.base import KINDS
 from moesaic.methods import implementation
 from moesaic.methods.base import Method, Outline
 from moesaic.methods.naee.config import PruneConfig
+from moesaic.metrics.evaluate import ROOM
 from moesaic.metrics.forward import BATCH
-from moesaic.metrics.measure import ROOM
-from moesaic.metrics.memory import free_bytes
+from moesaic.metrics.machine import free_bytes
 from moesaic.metrics.size import Size, model_size
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe

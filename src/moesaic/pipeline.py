@@ -16,7 +16,6 @@ import torch
 from moesaic import report
 from moesaic.config import MethodConfig, RunArgs, parse_dtype
 from moesaic.data.questions import wanted_tasks
-from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, own_device, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, Values, at_home, silent
@@ -36,7 +35,9 @@ from moesaic.io.source import Source, from_hub, resolve
 from moesaic.log import Log
 from moesaic.methods import VERBS, implementation
 from moesaic.methods.base import Method
-from moesaic.metrics.measure import beside_original, environment, measure, measured_text
+from moesaic.metrics.evaluate import measured_text
+from moesaic.metrics.machine import environment
+from moesaic.metrics.measure import Measurement
 from moesaic.metrics.tasks import check_tasks
 from moesaic.nn.kernels import fast
 from moesaic.observation.job import Job
@@ -137,6 +138,7 @@ def run_recipe(
         MoesaicError: the request cannot be met; nothing is left at ``recipe.out``.
     """
     check_run(recipe, overwrite=overwrite, resume=resume)
+    wait_for_all()  # all have found the place free before the first one takes it
     log, first = log or Log(track), process()[0] == 0
     with alone(Path(recipe.out)) if first else nullcontext(), log.listening():
         return _run(recipe, overwrite, resume, found or {}, more, log, checked)
@@ -151,54 +153,69 @@ def _run(
     log: Log,
     checked: Callable[[Recipe], None] | None,
 ) -> Record | None:
-    tokens: Tokens | None = None
-    if (asked := recipe.evaluation) is not None:  # what is wrong with it is said before any work
-        check_tasks(wanted_tasks(asked.tasks, asked.shots, asked.limit))
-        tokens = measured_text(resolve(recipe.model), asked)
+    settings, text = recipe.evaluation, None
+    if settings is not None:  # what is wrong with it is said before any work
+        check_tasks(wanted_tasks(settings.tasks, settings.shots, settings.limit))
+        text = measured_text(resolve(recipe.model), settings)
     if checked is not None and process()[0] == 0:
         checked(recipe)
     work = unfinished(recipe.out)
     if not resume and process()[0] == 0:
         Progress(work, {}).discard()
     wait_for_all()
-    settings = recipe.evaluation
-    known: Record | None = None
-    model, last = recipe.model, len(recipe.steps) - 1
-    for i, config in enumerate(recipe.steps):
-        compare = settings.compare if settings and i == last else ()
-        name = f"step-{i}"
-        progress = work if i == last else work / f"{name}.layers"
-        with log.stage(config.verb):
-            result = convert(config, _args(recipe, model, compare, progress, log.track))
-        if i < last:
-            known = _record(recipe, result, known)
-            model = str(work / name)  # on disk until the run is done
-            if process()[0] == 0:
-                _keep(result, Path(model))
-            wait_for_all()
-    where: JSON = {"device": recipe.device, "dtype": parse_dtype(recipe.dtype)}
+    result, known = _converted(recipe, work, log)
+
+    def measurement(folder: Path) -> Measurement:
+        """Made in all processes, which share the text."""
+        assert settings is not None
+        assert text is not None
+        return Measurement(
+            folder,
+            resolve(recipe.model),
+            settings,
+            text,
+            device=recipe.device,
+            dtype=parse_dtype(recipe.dtype),
+            track=log.track,
+        )
+
     if process()[0] != 0:
         if settings is not None:
-            written = Path(gathered("")[0])
-            beside_original(written, resolve(recipe.model), settings, **where, tokens=tokens)
+            measurement(Path(gathered("")[0]))
         return None
     with whole_folder(Path(recipe.out), overwrite) as folder:
         with log.stage("write"):
             result.write(folder)
-        original = resolve(recipe.model)
-        stored = {"original": original, "result": Source("result", folder)}
+        stored = {"original": resolve(recipe.model), "result": Source("result", folder)}
         measured: JSON = {"files": {n: s.checkpoint.nbytes() for n, s in stored.items()}}
         if settings is not None:
             gathered(str(folder))  # the others wait until it is whole
             with log.stage("measure"):
-                shown: JSON = {"track": log.track, "tokens": tokens}
-                measured |= measure(folder, original, result.builders, settings, **where, **shown)
+                measured |= measurement(folder).figures(result.builders)
         further = more(folder) if more is not None else {}
         record = _record(recipe, result, known, {**measured, **found, **further})
         record.log = log.as_json()
         describe(record, recipe, folder)
     Progress(work, {}).discard()
     return record
+
+
+def _converted(recipe: Recipe, work: Path, log: Log) -> tuple[Result, Record | None]:
+    """The result of a recipe's last step, and what is known of the steps before it."""
+    settings, known = recipe.evaluation, None
+    model, last = recipe.model, len(recipe.steps) - 1
+    for i, config in enumerate(recipe.steps):
+        compare = settings.compare if settings and i == last else ()
+        progress = work if i == last else work / f"step-{i}.layers"
+        with log.stage(config.verb):
+            result = convert(config, _args(recipe, model, compare, progress, log.track))
+        if i < last:
+            known = _record(recipe, result, known)
+            model = str(work / f"step-{i}")  # on disk until the run is done
+            if process()[0] == 0:
+                _keep(result, Path(model))
+            wait_for_all()
+    return result, known
 
 
 def _keep(result: Result, folder: Path) -> None:

@@ -73,9 +73,9 @@ def evaluate(
     from moesaic.foreign import silent
 
     if taus:
-        from moesaic.metrics import measure
+        from moesaic.metrics.evaluate import sweep
 
-        points = measure.sweep(model, taus, **settings, track=bars)
+        points = sweep(model, taus, **settings, track=bars)
         if draw:
             write_drawing(draw, report.sweep(points, f"{model}, by threshold"))
         emit(as_json, {"sweep": points}, columns({f"tau {p['tau']:g}": p for p in points}))
@@ -142,9 +142,9 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
     check_name(model)
     from rich.table import Table
 
-    from moesaic.metrics import measure
+    from moesaic.metrics.size import inspect
 
-    figures = measure.inspect(model)
+    figures = inspect(model)
     table = Table(title=f"{model}: {figures['model_type']}", title_justify="left")
     for name in ("layer", "kind", "width", "active", "experts", "top-k"):
         table.add_column(name, justify="left" if name == "kind" else "right")
@@ -176,10 +176,10 @@ def generate(
     where = place(given)
     from moesaic.cli.bars import console
     from moesaic.io.source import resolve
-    from moesaic.metrics import measure
+    from moesaic.metrics.generations import generate
 
     source = resolve(model)
-    text = measure.generate(source.load(**where), source.tokenizer, prompt, new_tokens, chat)
+    text = generate(source.load(**where), source.tokenizer, prompt, new_tokens, chat)
     if as_json:
         emit(True, {"prompt": prompt, "text": text}, None)
     else:

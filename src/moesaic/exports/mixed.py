@@ -31,9 +31,9 @@ from moesaic.errors import MoesaicError
 from moesaic.exports.quantiser import tensors_of
 from moesaic.foreign import Model, Track, silent
 from moesaic.io.source import Source, resolve
-from moesaic.metrics.divergence import beside
 from moesaic.metrics.forward import Layerwise, Whole
-from moesaic.metrics.memory import free_bytes
+from moesaic.metrics.machine import free_bytes
+from moesaic.metrics.score import qualities
 
 WINDOWS = 8
 """Of the text by which groups are measured."""
@@ -128,7 +128,7 @@ def chosen(
         file.unlink()
         for g, name in enumerate(track(own, f"Rounding to {known[c]}", len(own))):
             with _exchanged(own[name], theirs[name]):
-                loss_GC[g, c] = beside(Whole(model), reference, tokens).kl
+                loss_GC[g, c] = qualities([Whole(model), reference], tokens)[0].kl
     place_G = least(loss_GC, bytes_GC, budget - fixed)
     of = {name: known[c] for name, c in zip(own, place_G, strict=True)}
     return {name: of[group(name, layers)] for name in every}

@@ -34,10 +34,10 @@ from moesaic.io.layout import OWN, RECORD, own
 from moesaic.io.outputs import alone, discard, searched, whole_file, whole_folder
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
+from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Whole
-from moesaic.metrics.measure import environment
-from moesaic.metrics.measure import fit as has_room
-from moesaic.metrics.score import Score, scores_beside
+from moesaic.metrics.machine import environment
+from moesaic.metrics.score import Score, scores
 from moesaic.observation.files import observe
 from moesaic.pipeline import convert, run_recipe
 from moesaic.plan import Progress
@@ -252,13 +252,13 @@ class Search:
         give_back()  # of the candidate before
         tokens = self.texts[1]
         with self._opened(self._made(candidate.steps)) as made:
-            room = has_room((made,), self.recipe.device, self.dtype)
+            room = have_room((made,), self.recipe.device, self.dtype)
             run = (
                 Whole.of(made, self.recipe.device, self.dtype)
                 if room
                 else Layerwise(made, self.recipe.device, self.dtype)
             )
-            score = figures(*scores_beside(run, self._reference, tokens))
+            score = figures(*scores([run, self._reference], tokens))
             if self.files:
                 score["memory"] = Path(made.name).stat().st_size
         with whole_file(file) as partial:
@@ -357,7 +357,7 @@ class Search:
             place = self.recipe.device, self.dtype
             with self.files.opened(file) as read:
                 run = Whole.of(read, *place)
-                said |= figures(*scores_beside(run, Layerwise(self.source, *place), tokens))
+                said |= figures(*scores([run, Layerwise(self.source, *place)], tokens))
         return {"gguf": said}
 
     # --- the search ------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,10 +19,10 @@ from moesaic.foreign import JSON, Model, Track, silent
 from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import Source, resolve
+from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.llamacpp import Engine, gguf_parameters
-from moesaic.metrics.measure import fit, memory, speed_json
 from moesaic.metrics.size import model_size
-from moesaic.metrics.speed import Speed, against, interleaved, peak_memory, timed
+from moesaic.metrics.speed import Speed, against, compare_speed, interleaved, peak_memory
 
 
 def bench(
@@ -47,7 +46,7 @@ def bench(
         options: fields of :class:`~moesaic.config.Bench`.
 
     Returns:
-        by column the keys of :func:`~moesaic.metrics.measure.speed_json`, ``peak_memory_bytes``,
+        by column the keys of :meth:`moesaic.metrics.speed.Speed.as_json`, ``peak_memory_bytes``,
         ``active_parameters`` and ``file_bytes``; under ``ratio`` those of
         :func:`moesaic.metrics.speed.against`.
 
@@ -59,7 +58,7 @@ def bench(
         speeds, figures = _llamacpp(models, asked, track)
     else:
         speeds, figures = _transformers(models, asked, device, dtype, track)
-    found = {name: {**speed_json(speeds[name]), **figures[name]} for name in models}
+    found = {name: {**speeds[name].as_json(), **figures[name]} for name in models}
     if {"model", "against"} <= speeds.keys():
         theirs, ours = (figures[name]["active_parameters"] for name in ("against", "model"))
         found["ratio"] = against(speeds["model"], speeds["against"], theirs / ours)
@@ -80,13 +79,20 @@ def _transformers(
     sources = {name: resolve(model) for name, model in models.items()}
     length = _length(asked, sources.values())
     types = {name: working_type(source.config, dtype, device) for name, source in sources.items()}
-    loaders = {name: partial(s.load, device, types[name]) for name, s in sources.items()}
-    together = fit(sources.values(), device, dtype)
-    speeds = timed(loaders, together, _prompt(sources, length), new_tokens, rounds, track)
+    prompt = _prompt(sources, length)
+    together = have_room(sources.values(), device, dtype)
+    speeds: dict[str, Speed] = {}
+    for names in [[*sources]] if together else [[name] for name in sources]:
+        loading = track(names, "Loading models", len(names))
+        live = {name: sources[name].load(device, types[name]) for name in loading}
+        speeds |= compare_speed(live, prompt, new_tokens, rounds, track)
+        live.clear()
     active = {name: _active(shape_of(source.config)) for name, source in sources.items()}
     return speeds, {
         name: {
-            "peak_memory_bytes": memory(source, length, new_tokens, device, types[name]),
+            "peak_memory_bytes": peak_memory(
+                source.folder, length, new_tokens, device, types[name]
+            ),
             "active_parameters": active[name],
             "file_bytes": source.checkpoint.nbytes(),
         }
@@ -140,7 +146,7 @@ def _llamacpp(models: Mapping[str, str], asked: Bench, track: Track) -> Found:
             speeds = interleaved(engines, prompt, new_tokens, rounds, track)
         return speeds, {
             name: {
-                "peak_memory_bytes": peak_memory(file, length, new_tokens, "cpu", "auto"),
+                "peak_memory_bytes": peak_memory(file, length, new_tokens, "cpu", None),
                 "active_parameters": gguf_parameters(file)[1],
                 "file_bytes": file.stat().st_size,
             }

@@ -1,27 +1,38 @@
-"""Everything that ``eval`` measures of a model, and of another beside it."""
+"""Everything that is measured of a model, and of another beside it: one way for every command."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from moesaic.config import Evaluation
+from moesaic.config import Evaluation, text_fields
+from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
+from moesaic.data.reader import Taken
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
-from moesaic.distributed import own_device, process
+from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Model, Tokenizer, Track, silent
+from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, give_back, silent
+from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.caller import leaves_untouched, taken
-from moesaic.io.source import Source
-from moesaic.metrics.divergence import check_vocabularies
+from moesaic.io.checkpoint import shape_of
+from moesaic.io.headers import mapping_of
+from moesaic.io.layout import RECORD, placed
+from moesaic.io.source import Source, resolve
+from moesaic.methods import METHODS
 from moesaic.metrics.forward import Layerwise, Runner, Whole
-from moesaic.metrics.generations import generations as continued
-from moesaic.metrics.measure import check_unseen, fit
-from moesaic.metrics.score import Score, score, scores_beside
+from moesaic.metrics.generations import generations as repeated
+from moesaic.metrics.machine import free_bytes
+from moesaic.metrics.score import Score, check_vocabularies, score, scores
 from moesaic.metrics.tasks import check_tasks, measure_tasks, recovery_ratio, with_recovery
+from moesaic.nn import ThresholdRouter
+from moesaic.record import Record
+
+ROOM = 1.25
+"""Memory that models take when they run, over that of their weights."""
 
 
 @leaves_untouched
@@ -66,100 +77,270 @@ def evaluate(
     Raises:
         MoesaicError: there is no such model, text or task, or the models cannot be compared.
     """
-    wanted = wanted_tasks(tasks, shots, limit)
-    check_tasks(wanted)
-    shared, device = process()[1] > 1, own_device(device)
-    found = [taken(m) for m in ([model] if against is None else [model, against])]
-    first = found[0]
-    asked = bool(wanted or generations or needs_tokenizer(data))
-    if tokenizer is None and isinstance(first, Source) and asked:
-        tokenizer = first.tokenizer
-    if asked and len(found) > 1 and isinstance(found[1], Source) and tokenizer is not None:
-        check_vocabularies(tokenizer, found[1].tokenizer)
-    if (wanted or generations) and tokenizer is None:
-        raise MoesaicError("tasks and generations of a loaded model need tokenizer=.")
-    data = Tokens(data) if isinstance(data, torch.Tensor) else data
-    if isinstance(data, Tokens):
-        tokens = data
-    else:
-        if tokenizer is None and needs_tokenizer(data):
-            raise MoesaicError("Text to measure on needs a tokenizer: pass tokenizer=, or Tokens.")
-        tokens = evaluation_tokens(data, tokenizer, length, max_tokens, first.config)
-    for each in found:
+    check_tasks(wanted_tasks(tasks, shots, limit))
+    settings = Evaluation(
+        length=length,
+        max_tokens=max_tokens,
+        tasks=tasks,
+        limit=limit,
+        shots=shots,
+        generations=generations,
+        stream=stream,
+    )
+    models = {"model": taken(model)}
+    if against is not None:
+        models["original"] = taken(against)
+    tokenizer = _tokenizer(models, data, settings, tokenizer)
+    tokens = _tokens(models["model"], data, tokenizer, settings)
+    for each in models.values():
         tokens.check(each.config)
         if isinstance(each, Source):
             check_unseen(each, tokens, data)
-    runs = runners(found, stream, device, dtype, track)
-    if generations:
-        for run in runs:
-            check_room(run, device, dtype)
-    if len(runs) == 1:
-        scores = [score(runs[0], tokens, track, shared)]
-    else:
-        scores = [*scores_beside(runs[0], runs[1], tokens, track, shared)]
-    if wanted:
-        assert tokenizer is not None
-        told = [measure_tasks(run, tokenizer, wanted, limit, track, shared) for run in runs]
-        recovery = recovery_ratio(told[0], told[1]) if len(told) > 1 else None
-        told[0] = with_recovery(told[0], told[1]) if len(told) > 1 else told[0]
-        scores = [replace(s, tasks=t) for s, t in zip(scores, told, strict=True)]
-        scores[0] = replace(scores[0], recovery=recovery)
+    found = scored(models, tokens, tokenizer, settings, device=device, dtype=dtype, track=track)
     if generations:
         assert tokenizer is not None
-        said = [continued(live(run, device, dtype), tokenizer, track=track) for run in runs]
-        scores = [replace(s, generations=g) for s, g in zip(scores, said, strict=True)]
-    return scores[0] if len(scores) == 1 else replace(scores[0], against=scores[1])
+        for name in models:
+            said = repeated(found.model(name), tokenizer, track=track)
+            found.scores[name] = replace(found.scores[name], generations=said)
+    return replace(found.scores["model"], against=found.scores.get("original"))
 
 
-def runners(
-    models: Sequence[Source | Model],
-    stream: bool,
-    device: str,
-    dtype: torch.dtype | None,
+@dataclass
+class Scored:
+    """Models, opened and measured on the same text and the same questions."""
+
+    tokens: Tokens
+    scores: dict[str, Score]
+    runs: dict[str, Runner]
+    """The models, loaded or to be read layer by layer."""
+    together: bool
+    """There was room for all of them."""
+    device: str
+    dtype: torch.dtype | None
+
+    def model(self, name: str) -> Model:
+        """One of the models, loaded."""
+        run = self.runs[name]
+        return self._whole(run).shape if isinstance(run, Layerwise) else run.shape
+
+    def _whole(self, run: Layerwise) -> Whole:
+        return Whole.of(run.source, self.device, self.dtype)
+
+
+def scored(
+    models: Mapping[str, Source | Model],
+    tokens: Tokens,
+    tokenizer: Tokenizer | None,
+    settings: Evaluation,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
     track: Track = silent,
-) -> list[Runner]:
-    """Models as runners: loaded if there is room for all of them, else read layer by layer.
+) -> Scored:
+    """Open one model, or two of which the first is compared with the second, and score them.
+
+    Several processes share the batches; all of them call this.
 
     Args:
-        models: loaded, or on disk.
-        stream: read those on disk layer by layer in any case.
-        device: where to compute.
-        dtype: floating-point type of those on disk; None for their own.
+        models: by name; loaded, or on disk. The first is compared with ``original``.
+        tokens: the windows of text.
+        tokenizer: for tasks.
+        settings: tasks, and whether models are read layer by layer in any case.
+        device: where those on disk compute.
+        dtype: their floating-point type; None for their own.
         track: shows progress.
 
     Raises:
-        MoesaicError: a loaded model cannot be read layer by layer.
+        MoesaicError: a loaded model cannot be read layer by layer, or there is no room to generate.
     """
-    sources = [model for model in models if isinstance(model, Source)]
-    if stream and len(sources) < len(models):
+    give_back()  # of deciding, before models are loaded
+    device, shared = own_device(device), process()[1] > 1
+    sources = [model for model in models.values() if isinstance(model, Source)]
+    if settings.stream and len(sources) < len(models):
         raise MoesaicError("stream reads models from disk: pass their names or folders.")
-    layerwise = stream or not fit(sources, device, dtype)
-    shown = track(models, "Loading models", len(models)) if sources else models
-    return [_runner(model, layerwise, device, dtype) for model in shown]
+    together = all(gathered(have_room(sources, device, dtype)))
+    if settings.generations and not together:
+        _check_generations(sources, device, dtype)
+    whole = together and not settings.stream
+
+    def opened(model: Source | Model) -> Runner:
+        if not isinstance(model, Source):
+            return Whole(model)
+        return Whole.of(model, device, dtype) if whole else Layerwise(model, device, dtype)
+
+    shown = track(models.items(), "Loading models", len(models)) if sources else models.items()
+    runs = {name: opened(model) for name, model in shown}
+    found = dict(zip(runs, scores([*runs.values()], tokens, track, shared), strict=True))
+    if wanted := wanted_tasks(settings.tasks, settings.shots, settings.limit):
+        assert tokenizer is not None
+        told = {
+            name: measure_tasks(run, tokenizer, wanted, settings.limit, named(track, name), shared)
+            for name, run in runs.items()
+        }
+        found = {name: with_tasks(found[name], told[name], told.get("original")) for name in told}
+    return Scored(tokens, found, runs, together, device, dtype)
 
 
-def _runner(
-    model: Source | Model, layerwise: bool, device: str, dtype: torch.dtype | None
-) -> Runner:
-    if not isinstance(model, Source):
-        return Whole(model)
-    return Layerwise(model, device, dtype) if layerwise else Whole.of(model, device, dtype)
+def with_tasks(of: Score, tasks: dict[str, JSON], original: Mapping[str, Values] | None) -> Score:
+    """A score with its tasks' figures, beside the original's where they are not its own."""
+    if original is None or tasks is original:
+        return replace(of, tasks=tasks)
+    recovery = recovery_ratio(tasks, original)
+    return replace(of, tasks=with_recovery(tasks, original), recovery=recovery)
 
 
-def check_room(run: Runner, device: str, dtype: torch.dtype | None) -> None:
-    """Refuse to generate with a model that there is no room for.
+def named(track: Track, name: str) -> Track:
+    """Progress whose labels say of which model."""
+    return lambda items, label, total=None: track(items, f"{label}, {name}", total)
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def measured_text(source: Source, settings: Evaluation) -> tuple[Tokens, Tokenizer | None]:
+    """The windows that a model, and what is made of it, are measured on; its tokenizer.
+
+    The tokenizer is None where the model has none, and nothing that is asked for needs one.
 
     Raises:
-        MoesaicError: says what would work.
+        MoesaicError: there is no such text, too little of it, or it is not for the model.
     """
-    if isinstance(run, Layerwise) and not fit([run.source], device, dtype):
-        raise MoesaicError(
-            f"generations needs {run.source.name} in memory, and it does not fit; leave it out, "
-            "or give a narrower dtype."
-        )
+    try:
+        tokenizer: Tokenizer | None = source.tokenizer
+    except MoesaicError:
+        if needs_tokenizer(settings.data) or settings.tasks or settings.generations:
+            raise
+        tokenizer = None
+    tokens = _tokens(source, settings.data, tokenizer, settings)
+    check_unseen(source, tokens, settings.data)
+    return tokens, tokenizer
 
 
-def live(run: Runner, device: str, dtype: torch.dtype | None) -> Model:
-    """A runner's model, loaded."""
-    run = Whole.of(run.source, device, dtype) if isinstance(run, Layerwise) else run
-    return run.shape
+def _tokens(
+    model: Source | Model, data: object, tokenizer: Tokenizer | None, settings: Evaluation
+) -> Tokens:
+    if isinstance(data, Tokens | torch.Tensor):
+        return data if isinstance(data, Tokens) else Tokens(data)
+    if tokenizer is None and needs_tokenizer(data):
+        raise MoesaicError("Text to measure on needs a tokenizer: pass tokenizer=, or Tokens.")
+    assert isinstance(data, str | Sequence)
+    return evaluation_tokens(data, tokenizer, settings.length, settings.max_tokens, model.config)
+
+
+def _tokenizer(
+    models: Mapping[str, Source | Model],
+    data: object,
+    settings: Evaluation,
+    tokenizer: Tokenizer | None,
+) -> Tokenizer | None:
+    """The tokenizer that text, tasks and generations take; None where they need none.
+
+    Raises:
+        MoesaicError: there is none, or a token is not the same to both models.
+    """
+    generated = bool(settings.tasks or settings.generations)
+    if not generated and not needs_tokenizer(data):
+        return tokenizer
+    first, original = models["model"], models.get("original")
+    if tokenizer is None and isinstance(first, Source):
+        tokenizer = first.tokenizer
+    if isinstance(original, Source) and tokenizer is not None:
+        check_vocabularies(tokenizer, original.tokenizer)
+    if generated and tokenizer is None:
+        raise MoesaicError("tasks and generations of a loaded model need tokenizer=.")
+    return tokenizer
+
+
+def check_unseen(source: Source, tokens: Tokens, data: object) -> None:
+    """Refuse to measure a result of ours on rows that it was calibrated or trained on.
+
+    Args:
+        source: any model; only results of ours say what text made them.
+        tokens: the text to measure on.
+        data: its name, where it has one.
+
+    Raises:
+        MoesaicError: some row is in both.
+    """
+    file = placed(source.folder, RECORD)
+    if not file.is_file():
+        return
+    try:
+        record = Record.from_json(mapping_of(file))
+        used = [Taken.of(told) for told in record.calibration.get("sources", ())]
+        steps = [(METHODS[f"{step.verb}.{step.method}"], step.config) for step in record.steps]
+        trained = [step[name] for of, step in steps for name in text_fields(of) if step.get(name)]
+    except (ValueError, TypeError, AttributeError, KeyError, MoesaicError):
+        return  # it is another version's, or damaged
+    for theirs in (origin.taken for origin in tokens.origins):
+        if not theirs.nobodys and any(theirs.meets(ours) for ours in used):
+            raise MoesaicError(
+                f"{theirs.source} is to be measured on, and {source.name} was calibrated on rows "
+                "of it. Measure on another text, split or slice."
+            )
+    if isinstance(data, str):
+        check_apart(trained, data)
+
+
+# --- room ----------------------------------------------------------------------------------------
+
+
+def have_room(sources: Collection[Source], device: str, dtype: torch.dtype | None) -> bool:
+    """Whether a device has room for all of these models at once."""
+    types = ((source.config, working_type(source.config, dtype, device)) for source in sources)
+    need = sum(sum(sizes_in(shape_of(config), held)) for config, held in types)
+    return ROOM * need <= free_bytes(device)
+
+
+def _check_generations(sources: Collection[Source], device: str, dtype: torch.dtype | None) -> None:
+    for source in sources:
+        if not have_room([source], device, dtype):
+            raise MoesaicError(
+                f"generations needs {source.name} in memory, and it does not fit; leave it out, or "
+                "give a narrower dtype."
+            )
+
+
+# --- thresholds ----------------------------------------------------------------------------------
+
+
+def sweep(
+    model: str,
+    taus: Sequence[float],
+    *,
+    data: str = "",
+    length: int | None = Evaluation.length,
+    max_tokens: int | None = Evaluation.max_tokens,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    track: Track = silent,
+) -> list[JSON]:
+    """Perplexity and active ratio of a model at several thresholds of its gates (DSMoE, App. A).
+
+    Args:
+        model: a name for :func:`moesaic.io.source.resolve`.
+        taus: the thresholds.
+        data: as for :func:`evaluate`; so are the further arguments.
+
+    Returns:
+        for each threshold a dict of ``tau`` and the keys of
+        :meth:`moesaic.metrics.score.Score.as_json`.
+
+    Raises:
+        MoesaicError: the model's routers have no threshold.
+    """
+    source = resolve(model)
+    live = Whole.of(source, device, dtype).shape
+    gates = [m for m in live.modules() if isinstance(m, ThresholdRouter)]
+    if not gates:
+        raise MoesaicError(f"{model} has no gates with a threshold; tau is for results of dsmoe.")
+    if not taus or not all(0 <= tau < 1 for tau in taus):
+        raise MoesaicError("tau takes thresholds of at least 0, below 1, such as 0.3,0.5,0.7.")
+    settings = Evaluation(data=data, length=length, max_tokens=max_tokens)
+    tokens, _ = measured_text(source, settings)
+    points = []
+    for tau in track(taus, "Thresholds", len(taus)):
+        for gate in gates:
+            gate.tau = tau
+        points.append({"tau": tau, **score(live, tokens).as_json()})
+    return points

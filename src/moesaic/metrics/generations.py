@@ -11,7 +11,9 @@ from statistics import fmean
 
 import torch
 
+from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Tokenizer, Track, silent
+from moesaic.io.caller import leaves_untouched
 
 PROMPTS = (
     "The old lighthouse keeper climbed the stairs one last time and",
@@ -129,3 +131,42 @@ def _continued(
 def _until(tokens: list[int], stops: set[int]) -> list[int]:
     """Tokens before the first that ends the text."""
     return tokens[: next((i for i, t in enumerate(tokens) if t in stops), len(tokens))]
+
+
+@leaves_untouched
+@torch.inference_mode()
+def generate(
+    model: Model, tokenizer: Tokenizer, prompt: str, new_tokens: int = 64, chat: bool = False
+) -> str:
+    """The greedy continuation of a prompt.
+
+    Args:
+        model: a live model.
+        tokenizer: its own.
+        prompt: text to continue.
+        new_tokens: tokens to add at most.
+        chat: put the prompt as a user's turn into the tokenizer's chat template.
+
+    Raises:
+        MoesaicError: the prompt is empty.
+    """
+    if chat:
+        turns = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    ids = inputs["input_ids"].to(model.device)
+    if ids.numel() == 0:
+        raise MoesaicError("The prompt is empty.")
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        pad_token_id=padding,
+    )
+    text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return text

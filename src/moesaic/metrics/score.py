@@ -1,18 +1,55 @@
-"""A model's score: quality, size and routing of one text, measured together."""
+"""A model's score: how well it predicts a text, how it routed it, and how large it is.
+
+Of two models the logits are compared at every token, over the whole vocabulary: nothing is cut off
+or rounded. Of a model that is read from disk only the last layer's outputs and the head are held
+meanwhile (see :class:`moesaic.metrics.forward.Layerwise`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from moesaic.data.text import Tokens
-from moesaic.foreign import JSON, Model, Track, Values, silent
-from moesaic.metrics.divergence import beside
-from moesaic.metrics.forward import Runner, runner
-from moesaic.metrics.perplexity import Quality, perplexity
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, silent
+from moesaic.metrics.forward import (
+    BATCH,
+    Layerwise,
+    Runner,
+    all_routing,
+    all_shares,
+    own_share,
+    runner,
+)
 from moesaic.metrics.routing import Routing
-from moesaic.metrics.size import Size, model_size
+from moesaic.metrics.size import model_size
 from moesaic.nn.phase import set_mode
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well a model predicts a text, and how it routed its tokens."""
+
+    perplexity: float
+    tokens: int
+    """Tokens that were scored."""
+    routing: dict[int, Routing]
+    """By decoder layer; empty for a model whose layers do not route."""
+    sources: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Of a mix, each source's perplexity and scored tokens; empty for a single text."""
+    kl: float | None = None
+    """Mean of KL(original || this model) over the scored tokens, in nats a token; None where it was
+    compared with nothing."""
+    top1_agreement: float | None = None
+    """Share of tokens at which original and this model think the same next one most probable."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +71,11 @@ class Score:
     routing: dict[int, Routing] = field(repr=False)
     """By decoder layer."""
     sources: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Of a mix, each source's perplexity and tokens."""
+    """As :attr:`Quality.sources`."""
     kl: float | None = None
-    """KL(original || this model) in nats a token; None where it was compared with nothing."""
+    """As :attr:`Quality.kl`."""
     top1_agreement: float | None = None
-    """Share of tokens at which original and this model think the same next one most probable."""
+    """As :attr:`Quality.top1_agreement`."""
     tasks: Mapping[str, Values] = field(default_factory=dict)
     """By task, the keys of :func:`moesaic.metrics.tasks.measure_tasks`; ``recovery`` beside them
     where it was compared."""
@@ -76,53 +113,200 @@ class Score:
         return figures
 
 
-def score(
-    model: Model | Runner, tokens: Tokens, track: Track = silent, shared: bool = False
-) -> Score:
-    """Measure a model on a text.
+def score(model: Model | Runner, tokens: Tokens) -> Score:
+    """Measure one model on a text; see :func:`scores`.
 
     Args:
         model: loaded, or a :class:`~moesaic.metrics.forward.Runner`.
         tokens: the windows.
+    """
+    return scores([runner(model)], tokens)[0]
+
+
+def scores(
+    runs: Sequence[Runner], tokens: Tokens, track: Track = silent, shared: bool = False
+) -> list[Score]:
+    """Measure one model on a text, or two of which the first is compared with the second.
+
+    The arguments are those of :func:`qualities`.
+    """
+    with ExitStack() as modes:
+        for run in runs:  # channels: what is read is counted
+            modes.enter_context(set_mode(run.shape, "always"))
+        found = qualities(runs, tokens, track, shared)
+        sizes = [model_size(run.shape, q.routing) for run, q in zip(runs, found, strict=True)]
+    return [
+        Score(
+            perplexity=quality.perplexity,
+            tokens=quality.tokens,
+            total_parameters=size.total_parameters,
+            active_parameters=size.active_parameters,
+            active_ratio=size.active_ratio,
+            nominal_active_ratio=model_size(run.shape).active_ratio,
+            router_parameters=size.router_parameters,
+            total_bytes=size.total_bytes,
+            routing=quality.routing,
+            sources=quality.sources,
+            kl=quality.kl,
+            top1_agreement=quality.top1_agreement,
+        )
+        for run, quality, size in zip(runs, found, sizes, strict=True)
+    ]
+
+
+@torch.no_grad()
+def qualities(
+    runs: Sequence[Runner], tokens: Tokens, track: Track = silent, shared: bool = False
+) -> list[Quality]:
+    """How well one model predicts a text, or two, of which the first is compared with the second.
+
+    Perplexity is exp of the mean next-token loss over windows; the first token of each is not
+    scored, nor padding or what stands behind it. A model that skips channels at decoding is
+    measured with every token as at decoding. Each model runs once.
+
+    Args:
+        runs: one model, or a result and its original, which has the same vocabulary.
+        tokens: the windows.
         track: shows progress.
         shared: several processes share the batches, and all of them call this.
+
+    Raises:
+        MoesaicError: logits are not finite, no token can be scored, or vocabularies differ.
     """
-    run = runner(model)
-    with set_mode(run.shape, "always"):  # channels: what is read is counted
-        quality = perplexity(run, tokens, track, shared)
-        measured = model_size(run.shape, quality.routing)
-    return _score(run, quality, measured)
-
-
-def scores_beside(
-    model: Runner, original: Runner, tokens: Tokens, track: Track = silent, shared: bool = False
-) -> tuple[Score, Score]:
-    """Measure a model and what it is compared with; see :func:`score`.
-
-    Returns:
-        the model's score, with divergence and agreement, and the original's.
-    """
-    with set_mode(model.shape, "always"), set_mode(original.shape, "always"):
-        found = beside(model, original, tokens, track, shared)
-        sizes = [
-            model_size(run.shape, quality.routing)
-            for run, quality in ((model, found.result), (original, found.original))
-        ]
-    own = _score(model, found.result, sizes[0], kl=found.kl, top1_agreement=found.top1_agreement)
-    return own, _score(original, found.original, sizes[1])
-
-
-def _score(run: Runner, quality: Quality, measured: Size, **compared: float) -> Score:
-    return Score(
-        perplexity=quality.perplexity,
-        tokens=quality.tokens,
-        total_parameters=measured.total_parameters,
-        active_parameters=measured.active_parameters,
-        active_ratio=measured.active_ratio,
-        nominal_active_ratio=model_size(run.shape).active_ratio,
-        router_parameters=measured.router_parameters,
-        total_bytes=measured.total_bytes,
-        routing=quality.routing,
-        sources=quality.sources,
-        **compared,  # type: ignore[arg-type]
+    batches = own_share(list(tokens.batches(BATCH)), shared)
+    ours, *others = runs
+    # the original's layers first: then nothing of it but its states is kept
+    # (a whole model runs in step with the other, whose bar is drawn)
+    passes = [
+        run.run(batches, track if isinstance(run, Layerwise) else silent, "Original")
+        for run in others
+    ]
+    passes = [ours.run(batches, track), *passes]
+    losses = [_Losses() for _ in passes]
+    sums: list[Tensor] = []
+    for parts in zip(*(passed.logits for passed in passes), strict=True):
+        batch = parts[0][1]
+        logits = [of for of, _ in parts]
+        predicted = [of.shape[-1] for of in logits]
+        if len({*predicted}) > 1:
+            raise MoesaicError(
+                f"against: the original predicts {predicted[1]:,} tokens, the model "
+                f"{predicted[0]:,}; measure each by itself."
+            )
+        for added, of in zip(losses, logits, strict=True):
+            added.add(of, batch)
+        for theirs in logits[1:]:
+            sums.append(_compared(theirs, logits[0].to(theirs.device), batch))
+    own, *compared = (
+        added.quality(tokens, passed.routing, shared)
+        for added, passed in zip(losses, passes, strict=True)
     )
+    if others:
+        total_2 = torch.stack(all_shares(sums, shared)).sum(0)
+        divergence, agreement = (total_2 / own.tokens).tolist()
+        own = replace(own, kl=divergence, top1_agreement=agreement)
+    return [own, *compared]
+
+
+class _Losses:
+    """Next-token losses, added up by window."""
+
+    def __init__(self) -> None:
+        self.sums: list[Tensor] = []
+        self.counts: list[Tensor] = []
+
+    def add(self, logits: Tensor, batch: Tokens) -> None:
+        """Score a batch.
+
+        Args:
+            logits: (B, L, V), of the model.
+            batch: its tokens; padding is not scored, nor anything behind padding.
+        """
+        ids = batch.input_ids.to(logits.device)
+        given = logits[:, :-1].float()
+        loss = F.cross_entropy(given.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        loss_BL = loss.view(len(ids), -1).double()
+        scored_BL = _scored(batch).to(logits.device)
+        self.sums.append(loss_BL.masked_fill(~scored_BL, 0).sum(1).cpu())
+        self.counts.append(scored_BL.sum(1).cpu())
+
+    def quality(self, tokens: Tokens, routing: dict[int, Routing], shared: bool) -> Quality:
+        """The mean over all windows, of all processes where they share them."""
+        sum_N = torch.cat(all_shares(self.sums, shared))
+        count_N = torch.cat(all_shares(self.counts, shared))
+        if not count_N.any():
+            raise MoesaicError("The text has no token behind another one to score.")
+        if not sum_N.isfinite().all():
+            raise MoesaicError("The model's logits are not finite on this text; try dtype float32.")
+        by_source = _by_source(tokens, sum_N, count_N)
+        return Quality(*_mean(sum_N, count_N), all_routing(routing, shared), by_source)
+
+
+def _scored(batch: Tokens) -> Tensor:
+    """Which next tokens are scored, bool (B, L - 1): those behind a real token, and real."""
+    mask = batch.attention_mask
+    if mask is None:
+        return torch.ones_like(batch.input_ids[:, 1:], dtype=torch.bool)
+    return mask[:, 1:] & mask[:, :-1]
+
+
+def _mean(sum_N: Tensor, count_N: Tensor) -> tuple[float, int]:
+    """Perplexity, and the tokens that it is of."""
+    count = int(count_N.sum())
+    return math.exp(sum_N.sum().item() / max(1, count)), count
+
+
+def _by_source(tokens: Tokens, sum_N: Tensor, count_N: Tensor) -> dict[str, tuple[float, int]]:
+    if len(tokens.origins) < 2:
+        return {}
+    ends = [0]
+    for origin in tokens.origins:
+        ends.append(ends[-1] + origin.windows)
+    names = (origin.taken.source or "shipped" for origin in tokens.origins)
+    return {
+        name: _mean(sum_N[start:stop], count_N[start:stop])
+        for name, (start, stop) in zip(names, pairwise(ends), strict=True)
+    }
+
+
+def _compared(theirs: Tensor, ours: Tensor, batch: Tokens) -> Tensor:
+    """Sums over the scored tokens of the divergence and of the agreement, float64 (2)."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for p_LV, q_LV, scored_L in zip(theirs, ours, _scored(batch), strict=True):
+        chosen = scored_L.to(theirs.device)
+        p, q = (x[:-1][chosen].float() for x in (p_LV, q_LV))
+        agreed = (p.argmax(-1) == q.argmax(-1)).double()
+        total += torch.stack([kl(p, q).sum(), agreed.sum()]).cpu()
+    return total
+
+
+def kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
+    """KL(p || q) of each token in nats (T), float64.
+
+    Args:
+        p_TV: logits of the one distribution.
+        q_TV: logits of the other.
+    """
+    log_p, log_q = p_TV.log_softmax(-1), q_TV.log_softmax(-1)
+    # what p never predicts adds nothing, even where q never does either
+    difference = (log_p - log_q).masked_fill(log_p == -torch.inf, 0)
+    return (log_p.exp() * difference).double().sum(-1)
+
+
+def check_vocabularies(model: Tokenizer, original: Tokenizer) -> None:
+    """Refuse to compare models token by token to which a token is not the same.
+
+    Both get the same tokens, so that nothing else need agree: one file's reader may cut text
+    otherwise than another's, as of GGUF files, and a vocabulary may be filled up with more.
+
+    Raises:
+        MoesaicError: a number stands for two tokens.
+    """
+    ours, theirs = ({i: token for token, i in of.get_vocab().items()} for of in (model, original))
+    other = [i for i in sorted(ours.keys() & theirs.keys()) if ours[i] != theirs[i]]
+    if other or not ours.keys() & theirs.keys():
+        first = f": {other[0]} is {ours[other[0]]!r}, there {theirs[other[0]]!r}" if other else ""
+        raise MoesaicError(
+            f"against: its vocabulary differs from the model's{first}. Their predictions cannot be "
+            "compared token by token; measure each by itself."
+        )

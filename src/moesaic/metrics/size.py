@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
-from moesaic.foreign import Model
+from moesaic.foreign import JSON, Model
 from moesaic.io.arithmetic import sizes_in
+from moesaic.io.checkpoint import shape_of
+from moesaic.io.source import resolve
 from moesaic.metrics.routing import Routing
 from moesaic.surgery import layer_uses
 
@@ -52,3 +54,35 @@ def model_size(model: Model, routing: Mapping[int, Routing] | None = None) -> Si
         total_bytes=sum(sizes_in(model)),
         layers=tuple(layers),
     )
+
+
+def inspect(model: str) -> JSON:
+    """The parts of a checkpoint, read from its config alone.
+
+    Returns:
+        ``model_type``, ``layers`` (of each ``kind``, ``experts``, ``top_k``, ``width`` and
+        ``active_width``), ``total_parameters``, ``active_parameters``, ``active_ratio`` and
+        ``router_parameters``.
+
+    Raises:
+        MoesaicError: there is no such model, or its architecture is unknown.
+    """
+    source = resolve(model)
+    size = model_size(shape_of(source.config))
+    return {
+        "model_type": source.config.model_type,
+        "layers": [
+            {
+                "kind": use.kind,
+                "experts": use.experts,
+                "top_k": use.top_k,
+                "width": use.width,
+                "active_width": use.active_width,
+            }
+            for use in size.layers
+        ],
+        "total_parameters": size.total_parameters,
+        "active_parameters": size.active_parameters,
+        "active_ratio": size.active_ratio,
+        "router_parameters": size.router_parameters,
+    }

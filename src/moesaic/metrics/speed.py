@@ -42,6 +42,22 @@ class Speed:
     first_token: Timing
     """Seconds from prompt to first new token."""
 
+    def as_json(self) -> JSON:
+        """Medians under the names that programs rely on, and the spread.
+
+        Returns:
+            ``prefill_tokens_per_second``, ``decode_tokens_per_second`` and ``first_token_seconds``,
+            and the range of each: ``prefill_spread``, ``decode_spread``, ``first_token_spread``.
+        """
+        return {
+            "prefill_tokens_per_second": self.prefill.median,
+            "prefill_spread": list(self.prefill.spread),
+            "decode_tokens_per_second": self.decode.median,
+            "decode_spread": list(self.decode.spread),
+            "first_token_seconds": self.first_token.median,
+            "first_token_spread": list(self.first_token.spread),
+        }
+
 
 def _clock(device: torch.device) -> float:
     if device.type == "cuda":
@@ -66,33 +82,6 @@ def one_round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[floa
 
 Runner = Callable[[torch.Tensor, int], tuple[float, float]]
 """Takes a prompt and a number of new tokens, returns the seconds of each part."""
-
-
-def timed(
-    loaders: Mapping[str, Callable[[], Model]],
-    together: bool,
-    prompt: torch.Tensor,
-    new_tokens: int = 32,
-    rounds: int = 5,
-    track: Track = silent,
-) -> dict[str, Speed]:
-    """Load models and time them; see :func:`interleaved`.
-
-    Args:
-        loaders: by name.
-        together: all are held at once and timed in turn; else one is held at a time.
-        prompt: int64 (1, L).
-        new_tokens: greedy decoding steps a round.
-        rounds: counted rounds.
-        track: shows progress.
-    """
-    groups = [list(loaders)] if together else [[name] for name in loaders]
-    found: dict[str, Speed] = {}
-    for names in groups:
-        models = {name: loaders[name]() for name in track(names, "Loading models", len(names))}
-        found |= compare_speed(models, prompt, new_tokens, rounds, track)
-        models.clear()
-    return found
 
 
 def compare_speed(
@@ -167,19 +156,22 @@ def against(ours: Speed, theirs: Speed, ideal: float) -> dict[str, JSON]:
     return found
 
 
-def peak_memory(folder: Path, length: int, new_tokens: int, device: str, dtype: str) -> int:
-    """Bytes at the peak of loading a checkpoint, one prompt and some decoding.
+def peak_memory(
+    model: Path, length: int, new_tokens: int, device: str, dtype: torch.dtype | None
+) -> int:
+    """Bytes at the peak of loading a checkpoint or a GGUF file, one prompt and some decoding.
 
     Measured in a fresh process: its resident set, or the accelerator's allocations.
 
     Raises:
         MoesaicError: the process did not finish.
     """
-    request = json.dumps([str(folder), length, new_tokens, device, dtype])
+    name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+    request = json.dumps([str(model), length, new_tokens, device, name])
     run = subprocess.run(
-        [sys.executable, "-m", "moesaic.metrics.memory", request], capture_output=True, text=True
+        [sys.executable, "-m", "moesaic.metrics.machine", request], capture_output=True, text=True
     )
     if run.returncode:
         last = run.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise MoesaicError(f"Measuring the memory of {folder} failed: {last[0]}")
+        raise MoesaicError(f"Measuring the memory of {model} failed: {last[0]}")
     return int(run.stdout.strip().splitlines()[-1])

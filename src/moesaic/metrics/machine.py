@@ -1,14 +1,19 @@
-"""A process of its own: load a checkpoint, read a prompt, decode, print the peak in bytes."""
+"""The machine that measures, and its memory.
+
+As a process of its own: load a checkpoint, read a prompt, decode, print the peak in bytes.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import platform
 import resource
 import sys
 from pathlib import Path
 
 import torch
+
+from moesaic.foreign import JSON
 
 
 def main(request: str) -> None:
@@ -55,10 +60,35 @@ def peak_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def forget_peak() -> None:
-    """Let :func:`peak_resident` start anew from now (Linux; elsewhere it stays)."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+def environment(device: str = "cpu") -> JSON:
+    """Versions and machine, for every figure that is kept.
+
+    Returns:
+        ``python``, ``torch``, ``transformers``, ``machine``, ``processor``, ``vectors`` (the
+        widest instructions that torch uses), ``threads``, ``device``.
+    """
+    import transformers
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+        "processor": _processor(),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(
+            line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")
+        )
+    except (OSError, StopIteration):
+        return platform.processor()
 
 
 if __name__ == "__main__":
