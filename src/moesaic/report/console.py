@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +14,8 @@ from moesaic.report.read import part
 
 TONES = {"worse": "yellow", "unsure": "dim"}
 """Styles of figures, by :attr:`moesaic.report.tables.Cell.tone`."""
+ACROSS = 2
+"""Continuations beside each other."""
 
 
 def terminal(record: Record) -> RenderableType:
@@ -35,10 +33,18 @@ def terminal(record: Record) -> RenderableType:
         parts.append(Padding(said, (0, 1, 1, 1)))
     generated = dict(part(record.measured, "generation"))
     prompt = generated.pop("prompt", None)
-    if generated:
-        if prompt:
-            parts.append(Text.assemble(" ", (numbers.printable(str(prompt)), "bold")))
-        parts.append(Beside([(name, str(generated[name])) for name in read.names(generated)]))
+    if generated and prompt:
+        parts.append(Text.assemble(" ", (numbers.printable(str(prompt)), "bold")))
+    names = read.names(generated)
+    for start in range(0, len(names), ACROSS):
+        beside = names[start : start + ACROSS]
+        table = Table(box=box.ROUNDED, border_style="dim", expand=True)
+        for name in beside:
+            style = "bold cyan" if name == "result" else ""
+            table.add_column(Text(name), header_style=style, ratio=1)
+        written = (numbers.printable(str(generated[name])).strip() for name in beside)
+        table.add_row(*(Text(text or "(nothing)") for text in written))
+        parts.append(table)
     return Group(*parts)
 
 
@@ -66,38 +72,3 @@ def _cell(cell: tables.Cell) -> Text:
             style="not bold" if cell.tone else "dim not bold",
         )
     return text
-
-
-@dataclass
-class Beside:
-    """Texts in panels, as many beside each other as can be read."""
-
-    texts: Sequence[tuple[str, str]]
-    least: int = 34
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Lay the panels out for a width."""
-        across = max(1, min(len(self.texts), options.max_width // self.least, 3))
-        for start in range(0, len(self.texts), across):
-            row = self.texts[start : start + across]
-            grid = Table.grid(expand=True, padding=(0, 0))
-            for _ in range(across):
-                grid.add_column(ratio=1)
-            tallest = max(
-                len(console.render_lines(p, options.update(width=options.max_width // across)))
-                for p in map(_panel, row)
-            )
-            grid.add_row(*(_panel(pair, tallest) for pair in row))
-            yield grid
-
-
-def _panel(pair: tuple[str, str], height: int | None = None) -> Panel:
-    name, text = pair
-    return Panel(
-        Text(numbers.printable(text).strip() or "(nothing)"),
-        title=Text(name, style="bold cyan" if name == "result" else ""),
-        title_align="left",
-        box=box.ROUNDED,
-        border_style="dim",
-        height=height,
-    )

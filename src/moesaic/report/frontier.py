@@ -6,7 +6,7 @@ One for each original and text: models that were made of others say nothing of e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -35,8 +35,10 @@ class Axis:
     """What it is asked for by."""
     name: str
     form: Format
-    value: Callable[[Record, str], float | None]
-    """Of a record's model, by its name in ``scores``."""
+    path: tuple[str, ...]
+    """Where it stands in a record, ``*`` for the model's name; without one it is the result's."""
+    own: float | None = None
+    """Of the original, where the figure is one beside the original's."""
     sign: int = 1
     """1 where less is better, -1 where more is."""
 
@@ -46,49 +48,35 @@ class Axis:
         relative = ", relative to the original" if self.name.endswith("speed") else ""
         return f"{self.name}{relative} ({'less' if self.sign > 0 else 'more'} is better)"
 
-
-def _score(key: str, own: float | None = None) -> Callable[[Record, str], float | None]:
-    """A score; one that compares with the original is ``own`` for the original itself."""
-
-    def value(record: Record, name: str) -> float | None:
-        scores = part(record.measured, "scores")
-        compared = any(figure(scores, other, key) is not None for other in scores)
-        return (
-            own
-            if own is not None and name == "original" and compared
-            else figure(scores, name, key)
-        )
-
-    return value
+    def value(self, record: Record, name: str) -> float | None:
+        """The figure of a record's model; None where it was not measured."""
+        every = part(record.measured, "scores")
+        if name == "original" and self.own is not None:
+            known = (self.value(record, other) for other in every if other != "original")
+            return self.own if any(value is not None for value in known) else None
+        if "*" not in self.path and name != "result":
+            return None
+        return figure(record.measured, *(name if key == "*" else key for key in self.path))
 
 
-def _speed(what: str) -> Callable[[Record, str], float | None]:
-    def value(record: Record, name: str) -> float | None:
-        ratio = figure(record.measured, "speed_ratio", what)
-        return {"original": 1.0, "result": ratio}.get(name) if ratio else None
-
-    return value
+def _score(key: str) -> tuple[str, ...]:
+    return "scores", "*", key
 
 
 SAVED = (
-    Axis("disk", "bytes on disk", numbers.memory, lambda r, n: read.size(r, n, "on disk")),
-    Axis("bytes", "bytes in memory", numbers.memory, lambda r, n: read.size(r, n, "in memory")),
+    Axis("disk", "bytes on disk", numbers.memory, ("files", "*")),
+    Axis("bytes", "bytes in memory", numbers.memory, _score("total_bytes")),
     Axis("active", "active parameters", numbers.count, _score("active_parameters")),
-    Axis("decode", "decode speed", numbers.times, _speed("decode"), -1),
-    Axis("prefill", "prefill speed", numbers.times, _speed("prefill"), -1),
-    Axis(
-        "memory",
-        "peak memory",
-        numbers.memory,
-        lambda r, n: figure(r.measured, "speed", n, "peak_memory_bytes"),
-    ),
+    Axis("decode", "decode speed", numbers.times, ("speed_ratio", "decode"), 1.0, -1),
+    Axis("prefill", "prefill speed", numbers.times, ("speed_ratio", "prefill"), 1.0, -1),
+    Axis("memory", "peak memory", numbers.memory, ("speed", "*", "peak_memory_bytes")),
 )
 """What a model may save: the horizontal axes."""
 LOST = (
     Axis("perplexity", "perplexity", numbers.perplexity, _score("perplexity")),
-    Axis("kl", "KL from the original", numbers.share, _score("kl", 0.0)),
-    Axis("agreement", "top-1 agreement", tenths, _score("top1_agreement", 1.0), -1),
-    Axis("tasks", "tasks, of the original", tenths, _score("recovery", 1.0), -1),
+    Axis("kl", "KL from the original", numbers.share, _score("kl"), 0.0),
+    Axis("agreement", "top-1 agreement", tenths, _score("top1_agreement"), 1.0, -1),
+    Axis("tasks", "tasks, of the original", tenths, _score("recovery"), 1.0, -1),
 )
 """What a model may lose: the vertical axes."""
 AXES = (*SAVED, *LOST)
@@ -121,8 +109,7 @@ class Frontier:
     lost: list[str]
     """Names of the vertical axes."""
     drawn: Markup
-    first: Markup
-    """The first choice of axes alone, for a picture that is not switched."""
+    """Every choice of axes, the first one shown."""
     kinds: list[str]
     """Comparisons that are drawn."""
 
@@ -246,19 +233,12 @@ def _frontier(
     marks = [
         _mark(p, shared, [places[n] for _, places in plots], numbered) for n, p in enumerate(models)
     ]
-    of_first = plots[0][1]
-    alone = [
-        _mark(p, shared, [of_first[n]], numbered)
-        for n, p in enumerate(models)
-        if of_first[n] is not None
-    ]
     label = f"Models made of {model} by what they lose and what they save"
     return Frontier(
         model=model,
         saved=[AXES[k].name for k in across],
         lost=[AXES[k].name for k in rising],
         drawn=svg([*pictures, *marks], *SIZE, label, role="group"),
-        first=Markup("".join([pictures[0], *alone])),
         kinds=shared,
     )
 
@@ -367,7 +347,7 @@ def _mark(point: Point, shared: Sequence[str], places: Sequence[Place], numbered
 
 # --- a search ------------------------------------------------------------------------------------
 
-MEMORY = Axis("memory", "memory of the weights", numbers.memory, lambda r, n: None)
+MEMORY = Axis("memory", "memory of the weights", numbers.memory, ())
 KL = LOST[1]
 
 

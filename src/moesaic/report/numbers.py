@@ -3,35 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
+P = ParamSpec("P")
 NONE = "–"
 NBSP = "\u00a0"
 
 
-def perplexity(value: float | None) -> str:
+def _any(
+    write: Callable[Concatenate[float, P], str],
+) -> Callable[Concatenate[float | None, P], str]:
+    """A way to write finite numbers, for all others and for what is missing, too."""
+
+    @wraps(write)
+    def written(value: float | None, /, *args: P.args, **options: P.kwargs) -> str:
+        if value is None:
+            return NONE
+        if math.isnan(value):
+            return "not a number"
+        if math.isinf(value):
+            return "∞" if value > 0 else "-∞"
+        return write(value, *args, **options)
+
+    return written
+
+
+@_any
+def perplexity(value: float) -> str:
     """Two decimals, fewer as it grows.
 
     >>> [perplexity(v) for v in (12.7856, 412.06, 30_412.4, 4.2e9, float("inf"), None)]
     ['12.79', '412.1', '30,412', '4.2e+09', '∞', '–']
     """
-    if (odd := _odd(value)) is not None:
-        return odd
-    assert value is not None
     if value >= 1e6:
         return f"{value:.1e}"
     return f"{value:,.{2 if value < 100 else 1 if value < 1000 else 0}f}"
 
 
-def count(value: float | None) -> str:
+@_any
+def count(value: float) -> str:
     """Counts to four digits: exact below ten thousand.
 
     >>> [count(v) for v in (0, 8176, 34_560, 134_515_008, 8_030_261_248)]
     ['0', '8,176', '34.6k', '134.5M', '8.03B']
     """
-    if (odd := _odd(value)) is not None:
-        return odd
-    assert value is not None
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= size and value >= 10_000:
             scaled = value / size
@@ -39,95 +56,87 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}"
 
 
-def percent(share: float | None, digits: int = 0) -> str:
+@_any
+def percent(share: float, digits: int = 0) -> str:
     """A share in percent.
 
     >>> percent(0.80004, 1).replace(NBSP, " "), percent(None)
     ('80.0 %', '–')
     """
-    odd = _odd(share)
-    return odd if odd is not None else f"{100 * (share or 0):.{digits}f}{NBSP}%"
+    return f"{100 * share:.{digits}f}{NBSP}%"
 
 
-def share(value: float | None) -> str:
+@_any
+def share(value: float) -> str:
     """A loss relative to something, to two digits where it is small.
 
     >>> share(0.2286), share(0.00012), share(1.5)
     ('0.229', '0.00012', '1.500')
     """
-    odd = _odd(value)
-    return odd if odd is not None else f"{value:.3f}" if (value or 0) >= 0.001 else f"{value:.2g}"
+    return f"{value:.3f}" if value >= 0.001 else f"{value:.2g}"
 
 
-def number(value: float | None, form: str) -> str:
+@_any
+def number(value: float, form: str) -> str:
     """A number by a format specification of Python; of a share, its percent sign stands apart.
 
     >>> number(0.1234, ".1%").replace(NBSP, " "), number(1234.5, ",.0f"), number(None, ".3g")
     ('12.3 %', '1,234', '–')
     """
-    odd = _odd(value)
-    return odd if odd is not None else format(value, form).replace("%", f"{NBSP}%")
+    return format(value, form).replace("%", f"{NBSP}%")
 
 
-def times(ratio: float | None) -> str:
+@_any
+def times(ratio: float) -> str:
     """A ratio.
 
     >>> times(1.2744)
     '1.27×'
     """
-    odd = _odd(ratio)
-    return odd if odd is not None else f"{ratio:.2f}×"
+    return f"{ratio:.2f}×"
 
 
-def rate(value: float | None) -> str:
+@_any
+def rate(value: float) -> str:
     """A speed to three digits.
 
     >>> [rate(v) for v in (1031.18, 24.75, 3.456)]
     ['1,031', '24.8', '3.46']
     """
-    if (odd := _odd(value)) is not None:
-        return odd
-    assert value is not None
     return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
-def duration(seconds: float | None) -> str:
+@_any
+def duration(seconds: float) -> str:
     """Seconds, or milliseconds below one.
 
     >>> [duration(s).replace(NBSP, " ") for s in (0.4969, 0.0042, 12.3)]
     ['497 ms', '4.2 ms', '12.30 s']
     """
-    if (odd := _odd(seconds)) is not None:
-        return odd
-    assert seconds is not None
     if seconds >= 1:
         return f"{seconds:.2f}{NBSP}s"
     return f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f}{NBSP}ms"
 
 
-def span(seconds: float | None) -> str:
+@_any
+def span(seconds: float) -> str:
     """A long time, in the unit that suits.
 
     >>> [span(s).replace(NBSP, " ") for s in (74.6, 845, 18_700, 1_900_000)]
     ['75 s', '14 min', '5.2 h', '22 days']
     """
-    if (odd := _odd(seconds)) is not None:
-        return odd
-    assert seconds is not None
     units = ((172_800, 86_400, "days"), (7200, 3600, "h"), (90, 60, "min"), (0, 1, "s"))
     unit, name = next((unit, name) for least, unit, name in units if seconds >= least)
     return f"{seconds / unit:.{unit == 3600:d}f}{NBSP}{name}"
 
 
-def memory(size: float | None) -> str:
+@_any
+def memory(size: float) -> str:
     """Bytes, in binary units, to three digits.
 
     >>> [memory(v).replace(NBSP, " ") for v in (4_195_250_176, 734_003_200, 7_261_056)]
     ['3.91 GiB', '700 MiB', '6.92 MiB']
     """
-    if (odd := _odd(size)) is not None:
-        return odd
-    assert size is not None
     gib = size / 2**30
     return f"{rate(gib)}{NBSP}GiB" if gib >= 1 else f"{rate(size / 2**20)}{NBSP}MiB"
 
@@ -185,12 +194,3 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )
-
-
-def _odd(value: float | None) -> str | None:
-    """How a value is written that is no finite number."""
-    if value is None:
-        return NONE
-    if math.isnan(value):
-        return "not a number"
-    return ("∞" if value > 0 else "-∞") if math.isinf(value) else None

@@ -58,7 +58,7 @@ def frontier_picture(records: Sequence[Record], first: Sequence[str] = ()) -> st
     body, top = [], 0
     for of in drawn:
         many = [draw.text(edge + 70, top + 24, of.model, "head")] if len(drawn) > 1 else []
-        body += [*many, draw.moved(edge + 70, top + edge + 8, of.first)]
+        body += [*many, draw.moved(edge + 70, top + edge + 8, [of.drawn])]
         top += tall
     rows = [
         row
