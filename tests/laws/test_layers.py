@@ -32,7 +32,7 @@ from moesaic import MoesaicError
 from moesaic.arch.lookup import base_arch
 from moesaic.io.source import resolve
 from moesaic.layers.base import KINDS, LayerPlan, same
-from moesaic.layers.channels import ChannelsLayer
+from moesaic.layers.channels import ChannelsLayer, Cut
 from moesaic.layers.condensed import NO_FFN
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.layers.fewer import FewerLayer
@@ -43,7 +43,6 @@ from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.skipping import SkippingLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.size import model_size
-from moesaic.nn.channels import Cut
 from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.record import WEIGHTS
