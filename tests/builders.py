@@ -467,4 +467,4 @@ WAYS = {
 def force(monkeypatch: Any, way: str) -> None:
     """Run several experts that way, whatever is faster."""
     for name, value in WAYS[way].items():
-        monkeypatch.setattr(f"moesaic.nn.carved.{name}", value)
+        monkeypatch.setattr(f"moesaic.nn.carved_ffn.{name}", value)

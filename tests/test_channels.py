@@ -31,7 +31,7 @@ from moesaic.methods.channels.thresholds import Scores, one_threshold
 from moesaic.metrics.score import score
 from moesaic.metrics.size import model_size
 from moesaic.nn import kernels
-from moesaic.nn.channels import ChannelExperts, ChannelLinear, Cut
+from moesaic.nn.channel_linear import ChannelExperts, ChannelLinear, Cut
 from moesaic.nn.phase import Phase, set_mode
 from moesaic.surgery import applied
 
@@ -78,7 +78,7 @@ WAYS = ["numba", "masked"]
 def way(request, monkeypatch):
     """Products by numba and, as of many rows and under gradients, dense and masked."""
     if request.param == "masked":
-        monkeypatch.setattr("moesaic.nn.channels.here", lambda *_: False)
+        monkeypatch.setattr("moesaic.nn.channel_linear.here", lambda *_: False)
     return request.param
 
 
@@ -416,7 +416,7 @@ def test_a_compiled_step_is_the_same():
 def test_nothing_waits_for_the_host_where_masks_decide(make, monkeypatch):
     """Away from CPU no step asks for a value: tensors without values do, and CUDA graphs could."""
     monkeypatch.setattr("moesaic.nn.phase.reads_rows", lambda *_: True)
-    monkeypatch.setattr("moesaic.nn.channels.here", lambda *_: False)
+    monkeypatch.setattr("moesaic.nn.channel_linear.here", lambda *_: False)
     skips = skipping(make(), active=0.7).to("meta")
     layer = skips.model.layers[0]
     x = torch.empty(2, 1, 32, device="meta")

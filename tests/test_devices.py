@@ -29,7 +29,7 @@ from moesaic.metrics.forward import Whole
 from moesaic.metrics.machine import free_bytes
 from moesaic.metrics.measure import Measurement
 from moesaic.nn import CarvedFFN
-from moesaic.nn.overlapping import OverlappingFFN
+from moesaic.nn.overlapping_ffn import OverlappingFFN
 from moesaic.objectives import Schedule
 from moesaic.observation.experts import observe_experts
 from moesaic.observation.job import Job

@@ -23,8 +23,8 @@ from moesaic.layers.recovery import Balance, recovered
 from moesaic.layers.regression import HELD_OUT, STRENGTHS, Ridge
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.metrics.size import model_size
-from moesaic.nn.channels import Cut
-from moesaic.nn.skipping import make_skipping, skip
+from moesaic.nn.channel_linear import Cut
+from moesaic.nn.skipping_router import make_skipping, skip
 from moesaic.observation.stream import LayerStream
 
 ATTENTION = 2 * 32 * 32 + 2 * 32 * 16

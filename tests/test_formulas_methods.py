@@ -25,7 +25,7 @@ from moesaic.methods.clustering import affinity_degree, cluster, fill, spectral_
 from moesaic.methods.more.formulas import petals_of, prototypes
 from moesaic.methods.naee.search import every_set, exhaustive
 from moesaic.methods.refit import recover
-from moesaic.methods.sft.gates import factors
+from moesaic.methods.sft.factors import factors
 from moesaic.methods.slim.scores import SCORES, Neurons
 from moesaic.metrics.size import model_size
 from moesaic.observation.job import Finished, Job

@@ -14,7 +14,7 @@ import moesaic
 from moesaic import CondenseConfig, MoesaicError, MoREConfig, Tokens, TuneConfig
 from moesaic.arch.lookup import moe_arch
 from moesaic.data.training import training_examples
-from moesaic.methods.sft.gates import factors, outside
+from moesaic.methods.sft.factors import factors, outside
 from moesaic.nn.phase import set_mode
 from moesaic.objectives import collate, distillation_loss
 from moesaic.pipeline import run_recipe

@@ -15,7 +15,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
 from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
-from moesaic.exports.carved import as_experts, narrowed
+from moesaic.exports.as_experts import as_experts, narrowed
 from moesaic.exports.engines import limits
 from moesaic.exports.form import Export, run_script
 from moesaic.exports.mixtures import reduced

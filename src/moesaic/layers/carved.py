@@ -29,7 +29,7 @@ from moesaic.layers.base import (
 )
 from moesaic.layers.neurons import of_mlp
 from moesaic.layers.recovery import refitted_down
-from moesaic.nn.carved import CarvedFFN, carved_like
+from moesaic.nn.carved_ffn import CarvedFFN, carved_like
 from moesaic.nn.routers import CHOOSING, WEIGHING, Router, by_neuron
 
 PROMPTS = ("petals", "dense")

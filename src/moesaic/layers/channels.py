@@ -16,7 +16,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Sizes, State
-from moesaic.nn.channels import Cut, make_channels, measured_share
+from moesaic.nn.channel_linear import Cut, make_channels, measured_share
 
 SCORES = ("size", "norm", "given")
 """Channels are ranked by |x|, by |x| times the norm of their column, or by |x| times a factor that

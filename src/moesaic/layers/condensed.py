@@ -21,7 +21,7 @@ from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State, check_numbers
 from moesaic.layers.recovery import Balance
 from moesaic.layers.state import LiveState
-from moesaic.nn.condensed import CondensedFFN, Nothing
+from moesaic.nn.condensed_ffn import CondensedFFN, Nothing
 
 Part = tuple[Tensor, Tensor, Tensor, float]
 """gate (M, D), up (M, D), down (D, M), and the factor of its output."""

@@ -13,7 +13,7 @@ from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State
 from moesaic.layers.condensed import hidden_reader
-from moesaic.nn.condensed import PassThrough
+from moesaic.nn.condensed_ffn import PassThrough
 
 
 def attributes(layer: nn.Module) -> JSON:

@@ -19,9 +19,9 @@ from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Sizes, State, check_numbers, former
 from moesaic.layers.carved import CarvedLayer
 from moesaic.layers.neurons import of_mlp
-from moesaic.nn.carved import CarvedFFN, carved_like, projections_like
+from moesaic.nn.carved_ffn import CarvedFFN, carved_like, projections_like
 from moesaic.nn.heads import PartialAttention
-from moesaic.nn.overlapping import OverlappingFFN
+from moesaic.nn.overlapping_ffn import OverlappingFFN
 
 EMBED, SHIFT, SCALE, OFFSET, PROJECT = "embed", "shift", "scale", "offset", "project"
 _HEAD_ROUTER = (EMBED, SHIFT, SCALE, OFFSET, PROJECT)

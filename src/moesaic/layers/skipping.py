@@ -11,7 +11,7 @@ from torch import nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.layers.base import Description, Header, RoutingPlan, Sizes
-from moesaic.nn.skipping import RULES, make_skipping
+from moesaic.nn.skipping_router import RULES, make_skipping
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from moesaic.methods.channels.gradients import gradient_sizes
 from moesaic.methods.channels.projections import Projection, projections, watched
 from moesaic.methods.channels.thresholds import Scores, one_threshold, shares_for
 from moesaic.methods.words import percent, some
-from moesaic.nn.channels import WHOLE, Cut
+from moesaic.nn.channel_linear import WHOLE, Cut
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import Block, Spill
 from moesaic.plan import Plan

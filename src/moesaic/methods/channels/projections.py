@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse
-from moesaic.nn.channels import EXPERTS
+from moesaic.nn.channel_linear import EXPERTS
 
 _OURS = "moesaic."
 """Modules of these packages have forms of their own, and are left as they are."""

@@ -43,7 +43,7 @@ from moesaic.methods.more.formulas import (
 )
 from moesaic.methods.slim.choice import narrowest
 from moesaic.methods.words import carved, number, some
-from moesaic.nn.carved import NARROW
+from moesaic.nn.carved_ffn import NARROW
 from moesaic.observation.job import Job
 from moesaic.observation.shared import each_layer
 from moesaic.observation.stream import Site

@@ -21,7 +21,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.learning import examples_of, learn
 from moesaic.methods.sft.config import TRAINED, TuneConfig
-from moesaic.methods.sft.gates import factors, outside
+from moesaic.methods.sft.factors import factors, outside
 from moesaic.methods.sft.parameters import trainable
 from moesaic.objectives import Distillation
 from moesaic.observation.job import Job

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import DenseFFN, FFNNames
-from moesaic.nn.carved import CarvedFFN
+from moesaic.nn.carved_ffn import CarvedFFN
 
 FORMS = ("moe", "pseudo")
 
