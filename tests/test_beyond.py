@@ -422,15 +422,6 @@ def test_a_top_k_that_is_solved_for_meets_the_target(active, experts, width):
         assert backbone == pytest.approx(2 / 3, abs=0.1)
 
 
-def test_what_is_not_asked_for_changes_nothing(tokens):
-    """The published method holds no weights of its own, and its router's rows have norm one."""
-    plan = moesaic.carve(tiny_model("llama"), MoREConfig(), calibration=tokens).plan
-    for layer in plan.layers.values():
-        assert set(layer.tensors()) == {"order", "router"}
-        assert layer.routing == "cosine"
-        torch.testing.assert_close(layer.router_RD.norm(dim=1), torch.ones(4))
-
-
 # --- pruned and condensed ------------------------------------------------------------------------
 
 

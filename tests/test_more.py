@@ -126,20 +126,6 @@ def test_importance_is_equation_7(tokens):
         assert found[j].item() == pytest.approx(up + down, rel=1e-6)
 
 
-def test_merged_statistics_are_those_of_all_tokens(tokens):
-    from moesaic.data.text import Tokens
-
-    _, _, whole = observed(tokens, tokens_per_batch=24)
-    _, _, first = observed(Tokens(tokens.input_ids[:2]), tokens_per_batch=24)
-    _, _, second = observed(Tokens(tokens.input_ids[2:]), tokens_per_batch=24)
-    merged = first.merge(second)
-    assert merged.tokens == whole.tokens
-    assert torch.equal(merged.coactivation_MM, whole.coactivation_MM)
-    torch.testing.assert_close(merged.h_square_M, whole.h_square_M)
-    for share, seen in whole.covered.items():
-        assert torch.equal(merged.covered[share], seen)
-
-
 @pytest.mark.parametrize("balanced", [True, False])
 def test_planted_coactivation_is_recovered(balanced):
     """Channels that fire in three separate groups are found again, in a shuffled order."""

@@ -264,11 +264,6 @@ class Heads:
         """
         return 0 if self.norm else self.rotary // 2 + self.size - self.rotary
 
-    @property
-    def joined(self) -> bool:
-        """One norm spans all heads of queries: none of them can go."""
-        return self.norm > self.size
-
     def paired(self, chosen: Tensor) -> Tensor:
         """A choice among free dimensions (..., free), laid out for all of a head (..., size).
 

@@ -120,18 +120,6 @@ class MoREStats:
     covered: dict[float, Tensor]
     """For each share of COVERAGE, the channels that were ever among a token's largest."""
 
-    def merge(self, other: MoREStats) -> MoREStats:
-        """The statistics of both token sets together."""
-        return MoREStats(
-            self.tokens + other.tokens,
-            self.x_square_D + other.x_square_D,
-            self.h_square_M + other.h_square_M,
-            self.h_size_M + other.h_size_M,
-            self.frequency_M + other.frequency_M,
-            self.coactivation_MM + other.coactivation_MM,
-            {share: seen | other.covered[share] for share, seen in self.covered.items()},
-        )
-
 
 # --- Petals: spectral clustering of the residual co-activation -----------------------------------
 
