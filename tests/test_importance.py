@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from moesaic import Tokens
 from moesaic.arch.lookup import base_arch
-from moesaic.exports.importance import Squares, importance
+from moesaic.exports.importance import importance, means
 from moesaic.io.source import resolve
+from moesaic.observation.tap import Squares
 
 
 def named(module: str) -> str | None:
@@ -56,8 +57,8 @@ def test_means_of_squares_of_a_layer_at_a_time_are_those_of_the_whole(
         inputs, hidden = [], []
         for e in range(view.count):
             x_ND = x_TD[[e in chosen for chosen in chosen_TK.tolist()]]
-            for means, x in ((inputs, x_ND), (hidden, view.hidden(e, x_ND))):
-                means.append((x.double() ** 2).mean(0) if len(x) else torch.ones(x.shape[1]))
+            for rows, x in ((inputs, x_ND), (hidden, view.hidden(e, x_ND))):
+                rows.append((x.double() ** 2).mean(0) if len(x) else torch.ones(x.shape[1]))
         wanted[f"blk.{i}.ffn_gate_exps.weight"] = torch.cat(inputs).float()
         wanted[f"blk.{i}.ffn_up_exps.weight"] = torch.cat(inputs).float()
         wanted[f"blk.{i}.ffn_down_exps.weight"] = torch.cat(hidden).float()
@@ -70,4 +71,4 @@ def test_an_expert_that_no_token_reached_weighs_its_inputs_alike() -> None:
     squares = Squares()
     squares.add("a", torch.tensor([[1.0, 2.0], [3.0, 0.0]]), 1, 2)
     squares.add("a", torch.tensor([[2.0, 1.0]]), 1, 2)
-    assert squares.means()["a"].tolist() == pytest.approx([1, 1, 14 / 3, 5 / 3])
+    assert means(squares)["a"].tolist() == pytest.approx([1, 1, 14 / 3, 5 / 3])

@@ -8,8 +8,7 @@ Shape suffixes: T tokens, D hidden size, E routed experts, I inputs of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,40 +20,11 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.foreign import Track, silent
 from moesaic.io.source import Source
-from moesaic.observation.neurons import square_sums
 from moesaic.observation.stream import LayerStream
+from moesaic.observation.tap import Event, Squares, tapped
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 """llama.cpp's names of the routed experts' stacked matrices."""
-
-
-class Squares:
-    """Sums of squares of what enters the matrices of a model, by llama.cpp's names of these."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.counts: dict[str, Tensor] = {}
-
-    def add(self, name: str, x_TI: Tensor, expert: int = 0, experts: int = 1) -> None:
-        """Take the inputs of a matrix, or of one of several stacked ones, in."""
-        if name not in self.sums:
-            self.sums[name] = torch.zeros(experts, x_TI.shape[-1], dtype=torch.float64)
-            self.counts[name] = torch.zeros(experts, dtype=torch.float64)
-        x_TI = x_TI.flatten(0, -2)
-        self.sums[name][expert] += square_sums(x_TI.float()).cpu()
-        self.counts[name][expert] += len(x_TI)
-
-    def means(self) -> dict[str, Tensor]:
-        """E[x_i^2], float32, the experts one after the other (E I,).
-
-        An expert that no token reached has ones: all of its inputs weigh the same.
-        """
-        found = {}
-        for name, sum_EI in self.sums.items():
-            count_E1 = self.counts[name][:, None]
-            mean_EI = torch.where(count_E1 > 0, sum_EI / count_E1.clamp(min=1), 1.0)
-            found[name] = mean_EI.flatten().float()
-        return found
 
 
 @torch.no_grad()
@@ -79,46 +49,43 @@ def importance(
     hidden, kwargs = stream.record()
     squares = Squares()
     for block in track(stream.blocks(kwargs), "Importance", stream.count):
-        with _listening(block.layer, block.index, arch, named, squares):
+        names = dict(_names(block.layer, block.index, arch, named))
+        count = arch.experts_in(block.layer)
+        seen = partial(_take, squares, names, count)
+        with tapped(block.layer, arch, names, seen):
             block.run(hidden)
     hidden.clear()
-    return squares.means()
+    return means(squares)
 
 
-@contextmanager
-def _listening(
-    layer: nn.Module,
-    index: int,
-    arch: Arch,
-    named: Callable[[str], str | None],
-    squares: Squares,
-) -> Iterator[None]:
-    """While the context lasts, what enters a layer's matrices is summed."""
+def means(squares: Squares) -> dict[str, Tensor]:
+    """E[x_i^2], float32, the experts one after the other (E I,).
 
-    def enters(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        squares.add(name, args[0])
+    An expert that no token reached has ones: all of its inputs weigh the same.
+    """
+    of_each = {name: squares.mean(name) for name in squares.sums}
+    return {
+        name: torch.where(squares.counts[name][:, None] > 0, mean_EI, 1.0).flatten().float()
+        for name, mean_EI in of_each.items()
+    }
 
-    def routed(arch: MoEArch, block: nn.Module, args: tuple[Tensor, ...]) -> None:
-        view = arch.mixture(layer)
-        x_TD = args[0].flatten(0, -2)
-        w_TE = view.combine_weights(x_TD)
-        for e in range(view.count):
-            x_ND = x_TD[w_TE[:, e] != 0]
-            inputs = (x_ND, x_ND, view.hidden(e, x_ND))
-            for name, x in zip(EXPERTS, inputs, strict=True):
-                squares.add(f"blk.{index}.{name}.weight", x, e, view.count)
 
-    handles = []
+def _take(squares: Squares, names: Mapping[str, Sequence[str]], experts: int, event: Event) -> None:
+    for name in names[event.path]:
+        count = 1 if event.expert is None else experts
+        squares.add(name, event.x_NI.float(), event.expert, count)
+
+
+def _names(
+    layer: nn.Module, index: int, arch: Arch, named: Callable[[str], str | None]
+) -> Iterator[tuple[str, Sequence[str]]]:
+    """The matrices of a layer by their path in it, each with llama.cpp's names of its parts."""
     for path, module in layer.named_modules():
-        place = f"{arch.layer_prefix(index)}{path}"
-        name = named(place) if isinstance(module, nn.Linear) else None
+        name = named(f"{arch.layer_prefix(index)}{path}") if isinstance(module, nn.Linear) else None
         if name is not None:
-            handles.append(module.register_forward_pre_hook(partial(enters, f"{name}.weight")))
+            yield path, [f"{name}.weight"]
     if isinstance(arch, MoEArch) and arch.is_moe(layer):
-        block = arch.mixture(layer).block
-        handles.append(block.register_forward_pre_hook(partial(routed, arch)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        up, down = arch.mixture(layer).matrices
+        stacked = [f"blk.{index}.{name}.weight" for name in EXPERTS]
+        yield f"{arch.ffn_path}.{arch.experts}.{up}", stacked[:2]
+        yield f"{arch.ffn_path}.{arch.experts}.{down}", stacked[2:]

@@ -22,8 +22,9 @@ from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
 from moesaic.observation.job import Job
-from moesaic.observation.neurons import NeuronStats, square_sums, weight_stats
+from moesaic.observation.neurons import NeuronStats, weight_stats
 from moesaic.observation.stream import Site
+from moesaic.observation.tap import square_sums
 
 PARTS = ("weights", "outputs", "pairs", "gram", "neurons")
 """What may be observed beside the router: ``spread_E``; ``norm_E``, ``square_E`` and ``gated_E``;

@@ -6,7 +6,7 @@ A method says by names what it needs (:data:`NEEDS`), and nothing else is comput
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -144,7 +144,8 @@ class Observation:
     def _passing(self, wanted: Sequence[int]) -> Iterator[Observed]:
         """Statistics taken in while the tokens pass through: one pass; no shared path's."""
         curved, arch = self._curved(wanted), self.job.arch
-        stream = self.job.stream(wanted, arch.view, self._tokens[1])
+        tokens = self._tokens[1]
+        stream = self.job.stream(wanted, arch.view, tokens)
         states, kwargs = stream.record()
         try:
             for block in stream.blocks(kwargs, max(wanted) + 1):
@@ -152,9 +153,8 @@ class Observation:
                 if i not in wanted:
                     block.run(states)
                     continue
-                view = arch.view(block.layer)
-                stats, ffn = weight_stats(view), arch.ffn_of(block.layer)
-                with watching(view, ffn, arch, stats, stream.masks()):
+                stats = replace(weight_stats(arch.view(block.layer)), tokens=tokens.count)
+                with watching(block.layer, arch, stats, stream.masks()):
                     block.run(states)
                 merged = NeuronStats.merged(gathered(stats))
                 yield i, LayerStats(None, merged, None, curved.get(i)), None

@@ -9,20 +9,19 @@ Shape suffixes: T tokens, E experts, M neurons of one, S neurons of the shared p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from moesaic.arch.dense import Arch, DenseFFN
-from moesaic.arch.mixture import MoEFFN
+from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.distributed import gathered
-from moesaic.io.caller import forward_replaced
 from moesaic.observation.stream import Site
+from moesaic.observation.tap import Event, square_sums, tapped
 
 Masks = Iterator[Tensor | None]
 
@@ -93,11 +92,6 @@ def norms(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return reach_M.sqrt().cpu(), size_M.sqrt().cpu()
 
 
-def square_sums(h_NM: Tensor) -> Tensor:
-    """Sums of squares over tokens, (N, M) to (M,), float64 on the CPU."""
-    return h_NM.square().sum(0, dtype=torch.float64).cpu()
-
-
 def weight_stats(view: DenseFFN | MoEFFN) -> NeuronStats:
     """The statistics of no tokens: sizes of weights, and sums that are zero."""
     # in two pieces: small ones would lie between what norms take, and hold its room
@@ -147,66 +141,29 @@ def observe_neurons(site: Site[Any]) -> NeuronStats:
 
 
 @contextmanager
-def watching(
-    view: DenseFFN | MoEFFN, ffn: nn.Module, arch: Arch, stats: NeuronStats, masks: Masks
-) -> Iterator[None]:
-    """Inside, ``stats`` take in every token that passes through a layer: nothing is run twice.
+def watching(layer: nn.Module, arch: Arch, stats: NeuronStats, masks: Masks) -> Iterator[None]:
+    """Inside, ``stats`` take in what passes through a layer: nothing is run twice.
+
+    The shared path's neurons are left out, and so is the number of tokens.
 
     Args:
-        view: the layer's.
-        ffn: its module.
-        arch: the architecture.
+        layer: the decoder layer.
+        arch: its architecture.
         stats: sums are added to them.
         masks: by batch the tokens that count (B, L); None for all.
     """
-    handles: list[RemovableHandle] = []
-    now: list[Tensor | None] = []
+    routed = isinstance(arch, MoEArch) and arch.is_moe(layer)
+    inside = f"{arch.experts}.down_proj" if isinstance(arch, MoEArch) and routed else arch.ffn.down
 
-    def entering(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        mask = next(masks)
-        now[:] = [None if mask is None else mask.flatten().to(args[0].device)]
-        stats.tokens += args[0].shape[:-1].numel() if mask is None else int(mask.sum())
+    def seen(event: Event) -> None:
+        h_NM = event.x_NI.float()
+        if event.weights_N1 is not None:
+            h_NM = h_NM * event.weights_N1.float()
+        stats.calls_E[event.expert or 0] += len(h_NM)
+        stats.energy_EM[event.expert or 0] += square_sums(h_NM)
 
-    def counted(h: Tensor) -> Tensor:
-        h_TM = h.flatten(0, -2).float()
-        return h_TM if now[0] is None else h_TM[now[0]]
-
-    def dense(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        stats.energy_EM[0] += square_sums(counted(args[0]))
-        stats.calls_E[0] = stats.tokens
-
-    def routed(x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        assert isinstance(view, MoEFFN)
-        shape, x_TD = x_TD.shape, x_TD.flatten(0, -2)
-        y_TD = torch.zeros_like(x_TD)
-        order = chosen_TK.flatten().argsort(stable=True)
-        counts = chosen_TK.flatten().bincount(minlength=view.count)[: view.count].tolist()
-        for i, at in enumerate(order[: sum(counts)].split(counts)):
-            if not len(at):
-                continue
-            rows = at // chosen_TK.shape[1]
-            w_N1 = weights_TK.flatten()[at, None]
-            h_NM = view.hidden(i, x_TD[rows])
-            y_TD.index_add_(0, rows, (view.written(i, h_NM) * w_N1).to(y_TD.dtype))
-            seen_NM = h_NM.float() * w_N1.float()
-            if now[0] is not None:
-                seen_NM = seen_NM[now[0][rows]]
-            stats.calls_E[i] += len(seen_NM)
-            stats.energy_EM[i] += square_sums(seen_NM)
-        return y_TD.view(shape)
-
-    handles.append(ffn.register_forward_pre_hook(entering))
-    replaced: AbstractContextManager[None] = nullcontext()
-    if isinstance(view, MoEFFN):
-        replaced = forward_replaced(view.experts, routed)
-    else:
-        handles.append(getattr(ffn, arch.ffn.down).register_forward_pre_hook(dense))
-    try:
-        with replaced:
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with tapped(layer, arch, [f"{arch.ffn_path}.{inside}"], seen, masks, instead=True):
+        yield
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,13 @@ from moesaic.layers.channels import ChannelsLayer, column_norms
 from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.channels.config import ChannelsConfig
 from moesaic.methods.channels.gradients import gradient_sizes
-from moesaic.methods.channels.projections import Projection, projections, watched
+from moesaic.methods.channels.projections import Projection, projections
 from moesaic.methods.channels.thresholds import Scores, one_threshold, shares_for
 from moesaic.methods.words import percent, some
 from moesaic.nn.channel_linear import WHOLE, Cut
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import Block, Spill
+from moesaic.observation.tap import Event, tapped
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.surgery import applied, headers_of, layer_uses
@@ -275,25 +276,18 @@ class Layer:
     ) -> dict[str, Scores]:
         """The scores of each projection's channels on all calibration tokens."""
         scores = {p.path: Scores() for p in parts}
-        mask: Tensor | None = None
 
-        def seen(path: str, x_SI: Tensor, token_S: Tensor | None, expert_S: Tensor | None) -> None:
-            if mask is not None:  # padding does not count
-                real_T = mask.flatten().to(x_SI.device).bool()
-                real_S = real_T if token_S is None else real_T[token_S]
-                x_SI = x_SI[real_S]
-                expert_S = None if expert_S is None else expert_S[real_S]
-            factor = factors[path]
-            score_SI = x_SI.abs().float()
+        def seen(event: Event) -> None:
+            factor, score_NI = factors[event.path], event.x_NI.abs().float()
             if factor is not None:
-                factor = factor.to(x_SI.device)
-                score_SI = score_SI * (factor if expert_S is None else factor[expert_S])
-            scores[path].add(score_SI)
+                factor_I = factor if event.expert is None else factor[event.expert]
+                score_NI = score_NI * factor_I.to(score_NI.device)
+            scores[event.path].add(score_NI)
 
-        with watched(self.block.layer, self.arch, parts, seen):
-            outputs = self.block.outputs(self.states)
-            for mask in self.masks:  # noqa: B007 - of the batch that runs next; seen() looks at it
-                next(outputs)
+        layer = self.block.layer
+        with tapped(layer, self.arch, [*scores], seen, iter(self.masks), instead=True):
+            for _ in self.block.outputs(self.states):
+                pass
         return scores
 
     def greedy(

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
@@ -85,62 +82,3 @@ def _named(layer: nn.Module, path: str, names: Collection[str]) -> list[Projecti
 def _linear(path: str, module: nn.Linear, attention: bool) -> Projection:
     size = module.weight.numel()
     return Projection(path, module.in_features, module.out_features, float(size), attention)
-
-
-Seen = Callable[[str, Tensor, Tensor | None, Tensor | None], None]
-"""Takes a projection's path, its inputs (S, I), and of experts each one's token (S) and expert (S);
-None where every token is there once."""
-
-
-@contextmanager
-def watched(
-    layer: nn.Module, arch: Arch, wanted: Collection[Projection], seen: Seen
-) -> Iterator[None]:
-    """Show what goes into a layer's projections while it runs.
-
-    Args:
-        layer: the decoder layer, live.
-        arch: its architecture.
-        wanted: projections of this layer.
-        seen: called once a projection and a batch.
-    """
-    handles = []
-    experts = [p.path for p in wanted if p.experts]
-    for projection in wanted:
-        if not projection.experts:
-            module = layer.get_submodule(projection.path)
-            handles.append(module.register_forward_pre_hook(_linear_hook(projection.path, seen)))
-    if experts:
-        owner = layer.get_submodule(experts[0].rpartition(".")[0])
-        handles.append(owner.register_forward_pre_hook(_experts_hook(layer, arch, experts, seen)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _linear_hook(path: str, seen: Seen) -> Callable[[nn.Module, Any], None]:
-    return lambda module, args: seen(path, args[0].flatten(0, -2), None, None)
-
-
-def _experts_hook(
-    layer: nn.Module, arch: Arch, paths: list[str], seen: Seen
-) -> Callable[[nn.Module, Any], None]:
-    assert isinstance(arch, MoEArch)
-    view = arch.mixture(layer)
-    by_leaf: Mapping[str, str] = {path.rpartition(".")[2]: path for path in paths}
-
-    def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        x_TD, chosen_TK = args[0].flatten(0, -2), args[1]
-        for number in range(view.count):
-            token = (chosen_TK == number).any(-1).nonzero().flatten()
-            if not len(token):
-                continue
-            expert_S = torch.full_like(token, number)
-            if "gate_up_proj" in by_leaf:
-                seen(by_leaf["gate_up_proj"], x_TD[token], token, expert_S)
-            if "down_proj" in by_leaf:
-                seen(by_leaf["down_proj"], view.hidden(number, x_TD[token]), token, expert_S)
-
-    return before

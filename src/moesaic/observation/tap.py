@@ -1,0 +1,185 @@
+"""The one eye: what enters the projections of a layer, or the gradient there, as tokens pass.
+
+Shape suffixes: T tokens of a batch, N of them, I inputs, E experts, D hidden size, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.arch.dense import Arch
+from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.io.caller import forward_replaced
+
+
+@dataclass(frozen=True)
+class Event:
+    """A batch at one projection; of a tensor that holds all experts, at one of them."""
+
+    path: str
+    """Of the projection in the decoder layer; of experts that of their tensor."""
+    x_NI: Tensor
+    """What enters it, or the gradient of the loss with respect to that; padding left out."""
+    expert: int | None = None
+    weights_N1: Tensor | None = None
+    """An expert's combine weights."""
+
+
+Seen = Callable[[Event], None]
+
+
+@contextmanager
+def tapped(
+    layer: nn.Module,
+    arch: Arch,
+    paths: Collection[str],
+    seen: Seen,
+    masks: Iterator[Tensor | None] | None = None,
+    *,
+    gradients: bool = False,
+    instead: bool = False,
+) -> Iterator[None]:
+    """Show what enters a layer's projections while it runs.
+
+    Args:
+        layer: the decoder layer, live.
+        arch: its architecture.
+        paths: of projections in the layer; of routed experts those of their tensors.
+        seen: called once a projection and a batch, of experts once for each that runs.
+        masks: by batch the tokens that count (B, L); None for all.
+        gradients: show the gradient with respect to what each projection alone takes in, once the
+            loss goes backward.
+        instead: experts run one by one, here, instead of being run again beside: not their own
+            kernel's rounding, and half of the work.
+    """
+    real: list[Tensor | None] = [None]
+
+    def entering(_: nn.Module, args: object) -> None:
+        mask = None if masks is None else next(masks)
+        real[0] = None if mask is None else mask.flatten().bool()
+
+    def linear(path: str) -> Callable[..., None]:
+        def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            seen(Event(path, _counted(args[0].flatten(0, -2), real[0])))
+
+        def after(module: Any, args: object, out: Tensor) -> None:
+            weight_OI, of_batch = module.weight.detach(), real[0]
+            out.register_hook(
+                lambda g: seen(Event(path, _counted(g.flatten(0, -2) @ weight_OI, of_batch)))
+            )
+
+        return after if gradients else before
+
+    with ExitStack() as hooks:
+        hooks.callback(layer.register_forward_pre_hook(entering).remove)
+        tensors, view = {}, None
+        if isinstance(arch, MoEArch) and arch.is_moe(layer):
+            view = arch.mixture(layer)
+            block = f"{arch.ffn_path}.{arch.experts}."
+            tensors = {p.removeprefix(block): p for p in paths if p.startswith(block)}
+        for path in {*paths} - {*tensors.values()}:
+            module = layer.get_submodule(path)
+            register = module.register_forward_hook if gradients else None
+            hook = linear(path)
+            handle = register(hook) if register else module.register_forward_pre_hook(hook)
+            hooks.callback(handle.remove)
+        if view is not None and tensors:
+            experts = _Experts(view, tensors, seen, real, gradients)
+            if instead or gradients:
+                hooks.enter_context(forward_replaced(view.experts, experts.forward))
+            else:
+                handle = view.experts.register_forward_pre_hook(experts.beside)
+                hooks.callback(handle.remove)
+        yield
+
+
+def _counted(x_TI: Tensor, real_T: Tensor | None) -> Tensor:
+    return x_TI if real_T is None else x_TI[real_T.to(x_TI.device)]
+
+
+@dataclass
+class _Experts:
+    """The experts of a layer, one after the other."""
+
+    view: MoEFFN
+    tensors: Mapping[str, str]
+    """By the name of a tensor that holds all experts' projections, its path in the layer."""
+    seen: Seen
+    real: list[Tensor | None]
+    """Of the batch at hand the tokens that count (T,)."""
+    gradients: bool
+
+    def each(
+        self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Each expert that runs: its number, its tokens' rows, their weights (N, 1), and h."""
+        for i in range(self.view.count):
+            rows, place_N = (chosen_TK == i).nonzero(as_tuple=True)
+            if not len(rows):
+                continue
+            x_NI, weights_N1 = x_TD[rows], weights_TK[rows, place_N, None]
+            h_NI = self.view.hidden(i, x_NI)
+            up, down = self.view.matrices
+            for name, taken_NI in ((up, x_NI), (down, h_NI)):
+                if name in self.tensors:
+                    self._show(self.tensors[name], i, rows, taken_NI, weights_N1)
+            yield i, rows, weights_N1, h_NI
+
+    def _show(self, path: str, i: int, rows: Tensor, x_NI: Tensor, weights_N1: Tensor) -> None:
+        real_N = None if self.real[0] is None else self.real[0].to(rows.device)[rows]
+
+        def show(shown_NI: Tensor) -> None:
+            counted_N1 = _counted(weights_N1, real_N)
+            self.seen(Event(path, _counted(shown_NI, real_N), i, counted_N1))
+
+        if self.gradients:
+            x_NI.register_hook(show)
+        else:
+            show(x_NI)
+
+    def beside(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Before the experts' own forward."""
+        for _made in self.each(args[0].flatten(0, -2), *args[1:3]):
+            pass
+
+    def forward(self, x: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Instead of the experts' own forward."""
+        x_TD = x.flatten(0, -2)
+        y_TD = torch.zeros_like(x_TD)
+        for i, rows, weights_N1, h_NI in self.each(x_TD, chosen_TK, weights_TK):
+            written_ND = self.view.written(i, h_NI) * weights_N1
+            y_TD.index_add_(0, rows, written_ND.to(y_TD.dtype))
+        return y_TD.view_as(x)
+
+
+class Squares:
+    """Sums of squares over tokens, by any key: (E, I), one row where there are no experts."""
+
+    def __init__(self) -> None:
+        self.sums: dict[Any, Tensor] = {}
+        """float64 (E, I), on the CPU."""
+        self.counts: dict[Any, Tensor] = {}
+        """int64 (E,): tokens."""
+
+    def add(self, key: object, x_NI: Tensor, expert: int | None = None, experts: int = 1) -> None:
+        """Take tokens in; products are made in their own type."""
+        if key not in self.sums:
+            self.sums[key] = torch.zeros(experts, x_NI.shape[-1], dtype=torch.float64)
+            self.counts[key] = torch.zeros(experts, dtype=torch.int64)
+        self.sums[key][expert or 0] += square_sums(x_NI)
+        self.counts[key][expert or 0] += len(x_NI)
+
+    def mean(self, key: object) -> Tensor:
+        """Of each row over its own tokens (E, I); 0 where there were none."""
+        return self.sums[key] / self.counts[key].clamp(min=1)[:, None]
+
+
+def square_sums(h_NM: Tensor) -> Tensor:
+    """Sums of squares over tokens, (N, M) to (M,), float64 on the CPU."""
+    return h_NM.square().sum(0, dtype=torch.float64).cpu()
