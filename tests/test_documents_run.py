@@ -136,7 +136,7 @@ def provide(given: list[str], folder: Path, made: Path) -> None:
     """Put what a command reads, and no command of the page has made, into the folder."""
     name, *words = given
     mixture = name == "skip" or "tiny-moe" in given
-    result = "gated" if "--tau" in given else "pruned" if mixture else "carved"
+    result = "pruned" if mixture else "carved"
     result = "condensed" if name == "tune" else result
     # results that it reads: all of report's words, the plan's folder, else the first word
     read = {"report": words, "apply": words[1:2]}.get(name, words[:1])

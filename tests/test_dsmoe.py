@@ -15,12 +15,10 @@ from builders import VOCAB, WAYS, force, masked, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import moesaic
 from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
 from moesaic.arch.lookup import dense_arch
-from moesaic.cli import app
 from moesaic.data.packing import PackedText
 from moesaic.hub import convert_class
 from moesaic.io.source import resolve
@@ -29,7 +27,6 @@ from moesaic.layers.carved import CarvedLayer
 from moesaic.methods.budget import LayerSize, layer_sizes
 from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
 from moesaic.methods.dsmoe.method import DSMoE
-from moesaic.metrics.evaluate import sweep
 from moesaic.metrics.score import score
 from moesaic.nn import CarvedFFN
 from moesaic.recipe import parse_recipe
@@ -519,11 +516,3 @@ def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path
     assert "Active experts" in page
     assert "share of blocks active" in page
     assert "whose gates are above 0.5" in (tmp_path / "out" / "README.md").read_text()
-    asked = f"eval {tmp_path}/out --tau 0.4,0.5,0.6 --draw {tmp_path}/s.svg --json"
-    shown = CliRunner().invoke(app, [*asked.split(), "--length", "32", "--max-tokens", "128"])
-    points = json.loads(shown.stdout)["sweep"]
-    ratios = [point["active_ratio"] for point in points]
-    assert ratios == sorted(ratios, reverse=True)
-    assert "τ 0.5" in (tmp_path / "s.svg").read_text()
-    with pytest.raises(MoesaicError, match="no gates"):
-        sweep(str(llama_folder), [0.5])

@@ -408,7 +408,6 @@ WRONG = [
     (["--shots", "1"], "--shots 1 is of tasks; name some, such as --tasks arc_easy"),
     (["--limit", "3"], "--limit 3 is of tasks"),
     (["--tasks", "FEW", "--limit", "0"], "--limit 0 must be at least 1"),
-    (["--tau", "0.5", "--tasks", "FEW"], "--tau sweeps"),
 ]
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, numbers, option
+from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, option
 from moesaic.cli.shared import columns, emit, register, tell
 from moesaic.config import Bench, Evaluation, check_device, parse_dtype
 from moesaic.data.questions import wanted_tasks
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.io.names import check_name
-from moesaic.io.outputs import check_drawing, write_drawing
 from moesaic.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -40,47 +38,20 @@ def place(given: JSON) -> JSON:
 def evaluate(
     model: Model,
     against: Original = None,
-    tau: Annotated[
-        str,
-        typer.Option(
-            metavar="NUMBERS", help="Thresholds of the gates to measure at, such as 0.3,0.5,0.7."
-        ),
-    ] = "",
-    draw: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="With --tau: draw what was measured.")
-    ] = None,
     as_json: AsJson = False,
     **given: Value,
 ) -> None:
     """Perplexity, size and active ratio on routed tokens; tasks; beside another model."""
-    if draw and not tau:
-        raise MoesaicError("draw takes a sweep over thresholds; give them with --tau.")
-    if draw:
-        check_drawing(draw, ".svg")
-    taus = numbers(tau) if tau else []
-    others = [name for name in ("tasks", "generations", "stream") if given.get(name)]
-    if taus and (against or others):
-        raise MoesaicError("tau sweeps the perplexity of one model: leave the rest out.")
     for name in (model, against or model):
         check_name(name)
     where = place(given)
     asked = Evaluation(**given)  # before anything slow is imported
     wanted_tasks(asked.tasks, asked.shots, asked.limit)
     settings = {**given, **where}
-    from moesaic import report
     from moesaic.cli.bars import bars
     from moesaic.distributed import process
-    from moesaic.foreign import silent
-
-    if taus:
-        from moesaic.metrics.evaluate import sweep
-
-        points = sweep(model, taus, **settings, track=bars)
-        if draw:
-            write_drawing(draw, report.sweep(points, f"{model}, by threshold"))
-        emit(as_json, {"sweep": points}, columns({f"tau {p['tau']:g}": p for p in points}))
-        return
     from moesaic.estimates import notice_of_scoring
+    from moesaic.foreign import silent
     from moesaic.metrics.evaluate import evaluate
 
     track = silent if process()[0] else bars

@@ -238,21 +238,6 @@ def pairs(given: Sequence[str] | None) -> JSON:
     return found
 
 
-def numbers(text: str) -> list[float]:
-    """Numbers between commas.
-
-    >>> numbers("0.3,0.5")
-    [0.3, 0.5]
-
-    Raises:
-        MoesaicError: there is something else between them.
-    """
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise MoesaicError(f"{text!r} is not a list of numbers such as 0.3,0.5.") from None
-
-
 # --- messages ------------------------------------------------------------------------------------
 
 MENTIONS = re.compile(

@@ -21,14 +21,13 @@ from moesaic.io.caller import leaves_untouched, taken
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.headers import mapping_of
 from moesaic.io.layout import RECORD, placed
-from moesaic.io.source import Source, resolve
+from moesaic.io.source import Source
 from moesaic.methods import METHODS
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.generations import generations as repeated
 from moesaic.metrics.machine import free_bytes
-from moesaic.metrics.score import Score, check_vocabularies, score, scores
+from moesaic.metrics.score import Score, check_vocabularies, scores
 from moesaic.metrics.tasks import check_tasks, measure_tasks, recovery_ratio, with_recovery
-from moesaic.nn import ThresholdRouter
 from moesaic.record import Record
 
 ROOM = 1.25
@@ -299,48 +298,3 @@ def _check_generations(sources: Collection[Source], device: str, dtype: torch.dt
                 f"generations needs {source.name} in memory, and it does not fit; leave it out, or "
                 "give a narrower dtype."
             )
-
-
-# --- thresholds ----------------------------------------------------------------------------------
-
-
-def sweep(
-    model: str,
-    taus: Sequence[float],
-    *,
-    data: str = "",
-    length: int | None = Evaluation.length,
-    max_tokens: int | None = Evaluation.max_tokens,
-    device: str = "cpu",
-    dtype: torch.dtype | None = None,
-    track: Track = silent,
-) -> list[JSON]:
-    """Perplexity and active ratio of a model at several thresholds of its gates (DSMoE, App. A).
-
-    Args:
-        model: a name for :func:`moesaic.io.source.resolve`.
-        taus: the thresholds.
-        data: as for :func:`evaluate`; so are the further arguments.
-
-    Returns:
-        for each threshold a dict of ``tau`` and the keys of
-        :meth:`moesaic.metrics.score.Score.as_json`.
-
-    Raises:
-        MoesaicError: the model's routers have no threshold.
-    """
-    source = resolve(model)
-    live = Whole.of(source, device, dtype).shape
-    gates = [m for m in live.modules() if isinstance(m, ThresholdRouter)]
-    if not gates:
-        raise MoesaicError(f"{model} has no gates with a threshold; tau is for results of dsmoe.")
-    if not taus or not all(0 <= tau < 1 for tau in taus):
-        raise MoesaicError("tau takes thresholds of at least 0, below 1, such as 0.3,0.5,0.7.")
-    settings = Evaluation(data=data, length=length, max_tokens=max_tokens)
-    tokens, _ = measured_text(source, settings)
-    points = []
-    for tau in track(taus, "Thresholds", len(taus)):
-        for gate in gates:
-            gate.tau = tau
-        points.append({"tau": tau, **score(live, tokens).as_json()})
-    return points

@@ -7,7 +7,7 @@ was done stands in the record. What was not measured is left out.
 from moesaic.report.card import model_card
 from moesaic.report.console import terminal
 from moesaic.report.page import html
-from moesaic.report.picture import frontier_picture, picture, sweep
+from moesaic.report.picture import frontier_picture, picture
 from moesaic.report.read import title
 from moesaic.report.words import speed_words
 
@@ -18,7 +18,6 @@ __all__ = [
     "overlap",
     "picture",
     "speed_words",
-    "sweep",
     "terminal",
     "title",
 ]

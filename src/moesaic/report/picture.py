@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from markupsafe import escape
 
-from moesaic.foreign import Values
-from moesaic.record import Lines, Record, Series
+from moesaic.record import Record
 from moesaic.report import draw, numbers, read
 from moesaic.report.frontier import frontiers
 from moesaic.report.read import figure
@@ -105,24 +104,6 @@ def alone(width: int, height: int, title: str, body: Sequence[str]) -> str:
         f'<style>{STYLE}</style><rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" '
         f'rx="10" fill="#fcfbf8" stroke="#dedbd2"/>{"".join(body)}</svg>\n'
     )
-
-
-def sweep(points: Sequence[Values], title: str) -> str:
-    """Perplexity against measured active ratio as one SVG file, a point a threshold.
-
-    Args:
-        points: tau, active_ratio and perplexity of each.
-        title: what was measured.
-    """
-    ranked = sorted(points, key=lambda p: p["active_ratio"])
-    series = Series(
-        "",
-        tuple((100 * p["active_ratio"], p["perplexity"]) for p in ranked),
-        tuple(f"τ {p['tau']:g}" for p in ranked),
-    )
-    of = Lines(section="", title=title, series=(series,), x="active ratio, percent", y="perplexity")
-    body = [draw.text(28, 36, title), draw.moved(28, 58, draw.lines(of, 520, 320)[0])]
-    return alone(580, 400, title, body)
 
 
 def _title(said: str, left: float) -> list[str]:
