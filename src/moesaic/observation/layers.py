@@ -36,6 +36,7 @@ NEEDS = frozenset({"router", *PARTS, "sizes", "energy", "shared", *MODEL})
 model: ``sizes`` of their weights, ``energy``, that of the ``shared`` path too, ``products`` and
 ``curvature``; ``tokens`` for the layer's tokens themselves, all of them in every process."""
 OF_EXPERTS = frozenset({"router", *PARTS})
+OF_NEURONS = frozenset({"sizes", "energy", "shared"})
 OF_WEIGHTS = frozenset({"weights", "sizes"})
 """What no text is needed for."""
 NO_TEXT = Tokens(torch.zeros(1, 1, dtype=torch.int64))
@@ -135,9 +136,10 @@ class Observation:
         curved, whole = self._curved(wanted), "tokens" in self.needs
         tokens = self.job.tokens if whole else self.job.share[0]
         for site in self.job.stream(wanted, self.job.arch.view, tokens):
-            i, stats = site.index, observe_neurons(site)
-            if not whole:
-                stats = NeuronStats.merged(gathered(stats))
+            i, stats = site.index, None
+            if self.needs & OF_NEURONS:
+                own = observe_neurons(site)
+                stats = own if whole else NeuronStats.merged(gathered(own))
             products = Products.of(site, not whole) if "products" in self.needs else None
             yield i, LayerStats(None, stats, products, curved.get(i)), site
 
