@@ -1,7 +1,8 @@
 """Adding things from another package, as ARCHITECTURE.md says, and using them by command.
 
-A toy package on the path adds a carving method in 2 files, a criterion in 1, a layer kind in 2,
-an architecture in 1 and a verb in 2. Nothing of Moesaic is changed for it.
+A toy package on the path adds a carving method in 2 files, with a statistic of its own and told
+beforehand, a criterion in 1, a layer kind in 2, an architecture in 1 and a verb in 2. Nothing of
+Moesaic is changed for it.
 """
 
 from __future__ import annotations
@@ -39,33 +40,39 @@ class HalvesConfig(MethodConfig):
     share: float = option(0.5, "The share of the neurons that stays.", minimum=0)
 ''',
     "toys/halves/method.py": '''
-"""Halves: the first neurons stay."""
-
-from dataclasses import asdict
+"""Halves: the neurons stay whose mean over the tokens is the largest."""
 
 import torch
 
 from moesaic.arch.lookup import dense_arch
 from moesaic.layers.carved import CarvedLayer
-from moesaic.methods.base import Decision, Method, Told
-from moesaic.plan import Plan
+from moesaic.methods.base import Told
+from moesaic.methods.layered import LayerMethod
 
 
-class Halves(Method):
-    """Keeps the first neurons of every layer."""
+class Halves(LayerMethod):
+    """Keeps some neurons of every layer, by a statistic of its own."""
 
     kind = "split"
+    needs = ("tokens",)
 
     def find(self, config):
         return dense_arch(config)
 
-    def run(self, job):
-        kept = [round(width * self.config.share) for width in job.base.widths]
-        layers = {i: CarvedLayer(torch.arange(n), n) for i, n in enumerate(kept)}
-        return Decision(Plan(self.config.name, job.base, layers, asdict(self.config)))
+    def sizes(self, job):
+        return {i: [round(n * self.config.share)] for i, n in enumerate(job.base.widths)}
+
+    def decide(self, case, sizes):
+        mean_M = torch.zeros(case.view.width)
+        if case.site is not None:
+            sum_M = sum(h_TM.abs().sum(0) for _, h_TM in case.site.activations())
+            mean_M = sum_M / case.site.tokens
+        order_M = mean_M.argsort(descending=True, stable=True)
+        told = {"least": mean_M.min().item()}
+        return {n: (CarvedLayer(order_M[:n].sort().values, n), told) for n in sizes}
 
     def tell(self, layers, decision, active):
-        return Told(f"cut by {self.config.label}", "Every layer keeps its first neurons.")
+        return Told(f"cut by {self.config.label}", "Every layer keeps its loudest neurons.")
 ''',
 }
 CRITERION = {
@@ -291,13 +298,15 @@ def done(package, tmp_path_factory):
     brief = ["--max-tokens", "256", "-o", "rounds=0", "-o", "new_tokens=2", "--json"]
     text = ["--samples", "8", "--length", "32"]
     once = ["--no-refit", *text]
+    beforehand = ["--dry-run", "--json"]
     commands = [
-        ["carve", "tiny-dense", "halves", "--method", "halves", "--share", "0.75", *brief],
+        ["carve", "tiny-dense", "halves", "--method", "halves", "--share", "0.75", *text, *brief],
         ["prune", "tiny-moe", "quietest", "--keep", "6", "--criterion", "quietest", *once, *brief],
         ["carve", "seed", "carved-seed", "--method", "more", "--layers", "all", *text, *brief],
         ["dampen", "tiny-dense", "dampen", "--factor", "0.5", *brief],
         ["apply", "tiny-dense", "dampen", "applied"],
         ["inspect", "dampen", "--json"],
+        ["carve", "tiny-dense", "none", "--method", "halves", "--share", "0.75", *beforehand],
         ["--help"],
         ["carve", "--method", "halves", "--help"],
         ["dampen", "--help-all"],
@@ -333,7 +342,7 @@ def test_the_architecture_is_not_in_our_table():
 
 
 CARDS = {
-    "halves": ("cut by Halves", "Every layer keeps its first neurons", "Half a Network"),
+    "halves": ("cut by Halves", "Every layer keeps its loudest neurons", "Half a Network"),
     "quietest": ("pruned by quietness to 6 of 8 experts", "Let the Quiet Ones Stay"),
     "carved-seed": ("MoRE",),
     "dampen": ("dampened", "The outputs of its FFNs are scaled"),
@@ -364,6 +373,16 @@ def test_a_new_layer_kind_is_what_it_says(done):
     assert json.loads(said[3])["factor"] == 0.5
     inspected = json.loads(said[5])
     assert inspected["layers"]
+
+
+def test_what_it_makes_is_told_beforehand(done):
+    """Nothing of it is a method's own: the outline is its ``decide`` on shapes alone."""
+    folder, said, _ = done
+    told = json.loads(said[6])["estimate"]
+    record = json.loads((folder / "halves" / "moesaic/result.json").read_text())
+    assert told["output_parameters"] == record["scores"]["result"]["total_parameters"]
+    assert not (folder / "none").exists()
+    assert all(layer["analysis"]["least"] > 0 for layer in record["layers"])
 
 
 def test_the_command_line_knows_them(done):
