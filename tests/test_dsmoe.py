@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import moesaic
 from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
 from moesaic.arch.lookup import dense_arch
-from moesaic.data.packing import PackedText
+from moesaic.data.training import PackedText
 from moesaic.hub import convert_class
 from moesaic.io.source import resolve
 from moesaic.layers.base import same

@@ -27,7 +27,6 @@ from moesaic.cli.shared import columns
 from moesaic.config import Calibration, RunArgs
 from moesaic.data import mixes, reader
 from moesaic.data.mixes import MIXES, Mix, check_apart, sources_of
-from moesaic.data.packing import PackedText
 from moesaic.data.reader import open_rows
 from moesaic.data.rows import ALPACA, ALPACA_INPUT, SCHEMAS, asked, text_of
 from moesaic.data.source import TextSource, text_sources
@@ -38,7 +37,7 @@ from moesaic.data.text import (
     evaluation_tokens,
     load_texts,
 )
-from moesaic.data.training import Texts, training_examples, training_text
+from moesaic.data.training import PackedText, Texts, training_examples, training_text
 from moesaic.errors import MoesaicError
 from moesaic.metrics.evaluate import evaluate
 from moesaic.metrics.score import score

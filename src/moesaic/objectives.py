@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.config import MethodConfig
-from moesaic.data.packing import Example
 from moesaic.data.text import IGNORED
+from moesaic.data.training import Example
 from moesaic.foreign import Model
 
 

@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from moesaic.data.packing import Example
+from moesaic.data.training import Example
 from moesaic.distributed import process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Figures, Track, Values, silent

@@ -106,6 +106,10 @@ class Candidate:
         return float(self.score["kl"]) if self.score else math.inf
 
 
+Tried = tuple[Form, float, Candidate]
+"""A form, the share that it was tried at, and what came of it."""
+
+
 class Search:
     """Finds the recipe that loses least within a budget.
 
@@ -398,18 +402,7 @@ class Search:
             return None
         careful = [make(share) for form, share in found for make in form.careful]
         self._foretell([form.quick(share) for form, share in found], careful)
-        tried = []
-        for form, most in self.track(found, "Trying candidates", len(found)):
-            for share in self._from(form, most):
-                candidate = self._try(form.name, form.quick(share), "rough", config)
-                if candidate is not None:
-                    tried.append((form, share, candidate))
-                    break
-        tried.sort(key=lambda t: t[2].kl)
-        singles = [t for t in tried if len(t[2].steps) == 1]
-        few = [t for t in tried[: config.confirm] if t[2].kl <= FAR * tried[0][2].kl]
-        # nothing is chosen without the best single steps beside it
-        few += [t for t in singles if t not in few and t[2].kl <= CLOSE * singles[0][2].kl]
+        few = self._worth_care(self._tried_quickly(found, config), config)
         fine = [
             (_called(form, share, make(share)), make(share))
             for form, share, _ in few
@@ -421,8 +414,25 @@ class Search:
             self._try(name, steps, "refined", config)
             for name, steps in self.track(fine, "Refining", len(fine))
         ]
-        kept = [t[2] for t in few] + [candidate for candidate in refined if candidate]
-        return min(kept, key=lambda c: c.kl, default=None)
+        kept = [candidate for *_, candidate in few] + [one for one in refined if one]
+        return min(kept, key=lambda candidate: candidate.kl, default=None)
+
+    def _tried_quickly(self, found: Sequence[tuple[Form, float]], config: FitConfig) -> list[Tried]:
+        """Every form at its largest size as it is quickly made, those that lose least first."""
+        tried = []
+        for form, most in self.track(found, "Trying candidates", len(found)):
+            for share in self._from(form, most):
+                candidate = self._try(form.name, form.quick(share), "rough", config)
+                if candidate is not None:
+                    tried.append((form, share, candidate))
+                    break
+        return sorted(tried, key=lambda t: t[2].kl)
+
+    def _worth_care(self, tried: Sequence[Tried], config: FitConfig) -> list[Tried]:
+        """Those that may come out best: the first, and single steps near the best single one."""
+        few = [t for t in tried[: config.confirm] if t[2].kl <= FAR * tried[0][2].kl]
+        singles = [t for t in tried if len(t[2].steps) == 1]
+        return few + [t for t in singles if t not in few and t[2].kl <= CLOSE * singles[0][2].kl]
 
     def _foretell(self, rough: Sequence[Steps], careful: Sequence[Steps]) -> None:
         """Tell what it takes to try some forms, and then to refine as many as may be refined."""
