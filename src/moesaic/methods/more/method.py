@@ -44,7 +44,7 @@ from moesaic.methods.more.formulas import (
 from moesaic.methods.slim.choice import narrowest
 from moesaic.methods.words import carved, number, some
 from moesaic.nn.carved_ffn import NARROW
-from moesaic.observation.job import Job
+from moesaic.observation.job import Finished, Job
 from moesaic.observation.shared import each_layer
 from moesaic.observation.stream import Site
 from moesaic.plan import Plan
@@ -76,21 +76,7 @@ class MoRE(DenseMethod[MoREConfig]):
                 "calibration": job.tokens.fingerprint,
             }
         )
-        missing = {i: [name for name in variants if (name, i) not in finished] for i in wanted}
-
-        def carved(site: Site[DenseFFN]) -> dict[str, tuple[LayerPlan, JSON]]:
-            stats = self.observe(site)
-            analysis, layers = self.analyse(stats), {}
-            for name in missing[site.index]:
-                layer, more = variants[name].carve(stats, site, budgets[name][site.index])
-                layers[name] = (layer, analysis | more)
-            return layers
-
-        left = [i for i in wanted if missing[i]]
-        if left:
-            for i, made in each_layer(job, left, job.arch.dense, carved, "Carving layers"):
-                for name, (layer, analysis) in made.items():
-                    finished.add(name, i, layer, analysis)
+        self._decide_missing(job, variants, budgets, finished)
         plans = {
             name: Plan(
                 config.name,
@@ -107,6 +93,34 @@ class MoRE(DenseMethod[MoREConfig]):
             comparisons=plans,
             summary={"active": ratio} if config.share or config.multiple else {},
         )
+
+    def _decide_missing(
+        self,
+        job: Job[Arch],
+        variants: Mapping[str, MoRE],
+        budgets: Mapping[str, Mapping[int, Split]],
+        finished: Finished,
+    ) -> None:
+        """Observe each layer that some variant has not decided on, and decide."""
+        missing = {
+            i: names
+            for i in budgets["result"]
+            if (names := [name for name in variants if (name, i) not in finished])
+        }
+
+        def carved(site: Site[DenseFFN]) -> dict[str, tuple[LayerPlan, JSON]]:
+            stats = self.observe(site)
+            analysis, layers = self.analyse(stats), {}
+            for name in missing[site.index]:
+                layer, more = variants[name].carve(stats, site, budgets[name][site.index])
+                layers[name] = (layer, analysis | more)
+            return layers
+
+        if not missing:
+            return
+        for i, made in each_layer(job, [*missing], job.arch.dense, carved, "Carving layers"):
+            for name, (layer, analysis) in made.items():
+                finished.add(name, i, layer, analysis)
 
     def outline(self, job: Job[Arch]) -> Outline:
         """Neurons in their old order, divided as they will be."""
