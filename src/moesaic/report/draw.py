@@ -6,13 +6,13 @@ All sizes are in CSS pixels at natural size, so that text stays as large as the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from markupsafe import Markup, escape
 
-from moesaic.record import Bars, Figure, Heat, Lines, Row
+from moesaic.record import Bars, Figure, Heat, Lines, Row, Series
 from moesaic.report.numbers import number, percent, perplexity, ranges, share
 
 OKABE_ITO = (
@@ -25,8 +25,6 @@ FEW = 400
 """Cells of one drawing up to which each has a tooltip of its own."""
 LEVELS = 20
 """Shades that many cells are drawn in."""
-MOST = 400
-"""Points of a line that are drawn; a longer one is thinned."""
 DOTS = 48
 """Points up to which each is marked, with a tooltip."""
 COLOURS = 4
@@ -198,40 +196,50 @@ def lines(of: Lines, width: float = 0.0, height: float = 220.0) -> Drawing:
     series = [s for s in of.series if s.points]
     named = len(series) > 1
     width = width or (430.0 if named else 344.0)
-    top, foot = 22.0, 36.0
     right = 22.0 + (max(len(s.name) for s in series) * 6.1 if named else 0)
     points = [point for s in series for point in s.points]
-    plane = Plane(points, (0.0, top, width - right, height - foot), of.log)
+    plane = Plane(points, (0.0, 22.0, width - right, height - 36.0), of.log)
     plane.left = 14.0 + 6.2 * max((len(f"{y:,.4g}") for y in plane.levels()), default=0)
-    whole = all(x.is_integer() for x, _ in points)
     across = [x for x in ticks(plane.low, plane.high, 5) if plane.low <= x <= plane.high]
+    if all(x.is_integer() for x, _ in points):
+        across = [x for x in across if float(x).is_integer()]
     out = [text(0, 10, f"{of.y}{', logarithmic' if plane.log else ''}", "quiet")]
-    out += plane.axes([x for x in across if not whole or float(x).is_integer()], "{:g}".format)
+    out += plane.axes(across, "{:g}".format)
     out.append(text((plane.left + plane.right) / 2, height - 3, of.x, "quiet", "middle"))
-    ends = []
     for n, s in enumerate(series):
-        colour = f"s{n % COLOURS}"
-        step = -(-len(s.points) // MOST)
-        thick = " strong" if s.name and s.name == of.strong else " dash" if n >= COLOURS else ""
-        out.append(line((plane.at(*p) for p in s.points[::step]), f"series {colour}{thick}"))
-        for x, y in s.points if len(s.points) <= DOTS else ():
-            tip = f"{s.name + ', ' if s.name else ''}{of.x} {x:g}: {number(y, of.form)}"
-            a, b = plane.at(x, y)
-            out.append(
-                f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6" class="dot {colour}">'
-                f"<title>{escape(tip)}</title></circle>"
-            )
-        for point, note in zip(s.points, s.notes, strict=False):
-            a, b = plane.at(*point)
-            out.append(text(a, b - 8, note, "quiet", "middle"))
-        ends.append((plane.at(*s.points[-1])[1] + 4, s.name, n % COLOURS))
+        out += _line(of, s, n, plane)
     if named:
-        floor = height - foot + 4
-        for y, name, n in sorted(ends, reverse=True):  # each clear of the one below
-            floor = min(y, floor)
-            out.append(text(width - right + 7, floor, name, f"end s{n}"))
-            floor -= 13
+        out += _names(series, plane, width - right + 7)
     return out, width, height
+
+
+def _line(of: Lines, series: Series, n: int, plane: Plane) -> list[str]:
+    """One line, a tooltip at each point of few."""
+    colour = f"s{n % COLOURS}"
+    strong = series.name and series.name == of.strong
+    thick = " strong" if strong else " dash" if n >= COLOURS else ""
+    places = [plane.at(*point) for point in series.points]
+    out = [line(places, f"series {colour}{thick}")]
+    name = f"{series.name}, " if series.name else ""
+    for (x, y), (a, b) in zip(series.points, places, strict=True):
+        if len(places) <= DOTS:
+            tip = escape(f"{name}{of.x} {x:g}: {number(y, of.form)}")
+            dot = f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6" class="dot {colour}">'
+            out.append(f"{dot}<title>{tip}</title></circle>")
+    for (a, b), note in zip(places, series.notes, strict=False):
+        out.append(text(a, b - 8, note, "quiet", "middle"))
+    return out
+
+
+def _names(series: Sequence[Series], plane: Plane, x: float) -> list[str]:
+    """The name of each line at its end, clear of the one below."""
+    ends = [(plane.at(*s.points[-1])[1] + 4, s.name, n) for n, s in enumerate(series)]
+    out, floor = [], plane.bottom + 4
+    for y, name, n in sorted(ends, reverse=True):
+        floor = min(y, floor)
+        out.append(text(x, floor, name, f"end s{n % COLOURS}"))
+        floor -= 13
+    return out
 
 
 # --- bars ----------------------------------------------------------------------------------------
@@ -290,15 +298,21 @@ def perplexities(
 
 
 def maps(of: Heat, row: float = ROW, cell: float = 0.0) -> Drawing:
-    """The map of a figure, or several side by side."""
+    """The map of a figure, or several side by side.
+
+    Args:
+        of: the figure.
+        row: height of a row.
+        cell: width of a column; 0 for what fits.
+    """
     panels = [(panel, list(rows)) for panel, rows in groupby(of.rows, lambda r: r.panel)]
     if len(panels) == 1:
-        return heat(of, of.rows, row, cell, of.column)
+        return _Map(of, of.rows, row, cell).drawn(of.column)
     across = min(ACROSS, len(panels))
     cell = min(20.0, max(3.0, (600 / across - 44) / len(of.columns)))
     out, widths, heights = [], [], []
     for n, (panel, rows) in enumerate(panels):
-        body, width, height = heat(of, rows, cell, cell, panel)
+        body, width, height = _Map(of, rows, cell, cell).drawn(panel)
         x, y = (width + 4) * (n % across), (height + 10) * (n // across)
         out.append(moved(x, y, body))
         widths.append(x + width)
@@ -317,11 +331,10 @@ class _Cell:
     strength: float
     tip: str
     kind: str
-    crossed: bool
 
     @property
     def cross(self) -> list[tuple[float, float]]:
-        """From corner to corner."""
+        """From corner to corner, of what is gone."""
         right, bottom = self.x + self.width, self.y + self.height
         return [(self.x + 1, bottom - 1), (right - 1, self.y + 1)]
 
@@ -331,76 +344,99 @@ class _Cell:
         return self.kind, round(LEVELS * self.strength)
 
 
-def heat(of: Heat, rows: Sequence[Row], row: float, cell: float, head: str) -> Drawing:
-    """One map.
+class _Map:
+    """One map, and where its parts stand.
 
     Args:
         of: the figure.
-        rows: those that belong to this map, from the top.
+        rows: those of this map, from the top.
         row: height of a row.
         cell: width of a column; 0 for what fits.
-        head: written above.
     """
-    cell = cell or min(40.0, max(7.0, 320 / max(1, len(of.columns))))
-    left, top, bar = max(30.0, 12 + 6.2 * max(len(r.label) for r in rows)), 30.0, 62.0
-    right = left + len(of.columns) * cell + 14
-    gap = 2.0 if cell >= 14 and row >= 10 else 1.0 if cell >= 6 else 0.5
-    darkest = max((v for r in rows for v in r.values if v is not None), default=0.0)
-    widest = max((r.bar for r in rows if r.bar is not None), default=0.0) or 1.0
-    out = [text(left, 10, head, "quiet"), text(right, 10, of.side, "quiet")]
-    for k in range(0, len(of.columns), math.ceil(22 / cell)):
-        place = (left + (k + 0.5) * cell - gap / 2, top - 5)
-        out.append(text(*place, of.columns[k], "quiet", "middle"))
-    shaded, notes = [], []
-    for n, r in enumerate(rows):
-        y = top + n * row
-        base = y + row / 2 + 3
-        if n % math.ceil(10 / row) == 0:
-            out.append(text(left - 8, base, r.label, "quiet", "end"))
-        note = r.note if r.bar is None else share(r.bar)
-        notes.append(note)
-        cells = []
+
+    top, bar = 30.0, 62.0
+    """Where rows begin, and the length of the longest bar."""
+
+    def __init__(self, of: Heat, rows: Sequence[Row], row: float, cell: float) -> None:
+        self.of, self.rows, self.row = of, rows, row
+        self.cell = cell or min(40.0, max(7.0, 320 / max(1, len(of.columns))))
+        self.left = max(30.0, 12 + 6.2 * max(len(r.label) for r in rows))
+        self.right = self.left + len(of.columns) * self.cell + 14
+        self.gap = 2.0 if self.cell >= 14 and row >= 10 else 1.0 if self.cell >= 6 else 0.5
+        values = [v for r in rows for v in r.values if v is not None]
+        self.darkest = max(values, default=0.0) or 1.0
+        barred = [r.bar for r in rows if r.bar is not None]
+        self.widest = max(barred, default=0.0) or 1.0
+        beside = [] if barred else [len(_note(r)) for r in rows]
+        width = 6.2 * max([len(of.side), *beside])
+        self.room = max(self.bar + 44 if barred else 0.0, width)
+
+    def drawn(self, head: str) -> Drawing:
+        """The map under a heading."""
+        cells = [[*self._cells(n, r)] for n, r in enumerate(self.rows)]
+        out = _shaded([(self._row_tip(r), of) for r, of in zip(self.rows, cells, strict=True)])
+        out += [text(self.left, 10, head, "quiet"), text(self.right, 10, self.of.side, "quiet")]
+        for k in range(0, len(self.of.columns), math.ceil(22 / self.cell)):
+            x = self.left + (k + 0.5) * self.cell - self.gap / 2
+            out.append(text(x, self.top - 5, self.of.columns[k], "quiet", "middle"))
+        for n, r in enumerate(self.rows):
+            out += self._beside(n, r)
+        width = self.right + (self.room or -8)
+        return out, width, self.top + len(self.rows) * self.row
+
+    def _cells(self, n: int, r: Row) -> Iterator[_Cell]:
         for k, value in enumerate(r.values):
-            gone, outlined = k in (r.gone or ()), k in r.outlined
+            outlined = k in r.outlined
             if value is None and r.gone is None and not outlined:
                 continue
-            x = left + k * cell
-            depth = 0.6 if value is None else value / (r.darkest or darkest or 1.0)
-            strength = min(1.0, 0.05 + 0.75 * max(0.0, depth))
-            kind = "gone" if gone else "heat kept" if outlined else "heat"
-            tip = _tip(of, r, k)
-            cells.append(_Cell(x, y, cell - gap, row - gap, strength, tip, kind, gone))
-            if of.written and value is not None and cell >= 26 and row >= 13:
-                inside = number(value, of.written)
-                out.append(text(x + (cell - gap) / 2, base, inside, "cell", "middle"))
-        shaded.append((_row_tip(of, r, note), cells))
-        x = right
+            depth = 0.6 if value is None else max(0.0, value) / (r.darkest or self.darkest)
+            kind = "gone" if k in (r.gone or ()) else "heat kept" if outlined else "heat"
+            yield _Cell(
+                self.left + k * self.cell,
+                self.top + n * self.row,
+                self.cell - self.gap,
+                self.row - self.gap,
+                min(1.0, 0.05 + 0.75 * depth),
+                self._tip(r, k),
+                kind,
+            )
+
+    def _beside(self, n: int, r: Row) -> Iterator[str]:
+        """What is written into the cells of a row, and left and right of it."""
+        y, x, note = self.top + n * self.row, self.right, _note(r)
+        base = y + self.row / 2 + 3
+        if n % math.ceil(10 / self.row) == 0:
+            yield text(self.left - 8, base, r.label, "quiet", "end")
         if r.bar is not None:
-            long = bar * r.bar / widest
-            out.append(rect(x, y + row * 0.28, long, row * 0.36, "bar result", tip=note))
+            long = self.bar * r.bar / self.widest
+            yield rect(x, y + self.row * 0.28, long, self.row * 0.36, "bar result", tip=note)
             x += long + 5
-        if note and row >= 13:
-            out.append(text(x, base, note, "quiet"))
-    barred = bar + 44 if any(r.bar is not None for r in rows) else 0.0
-    written = max(len(note) for note in (of.side, *notes))
-    room = max(barred, 6.2 * (len(of.side) if barred else written))
-    return _shaded(shaded) + out, right + room - (0 if room else 8), top + len(rows) * row
+        if self.row < 13:
+            return
+        if note:
+            yield text(x, base, note, "quiet")
+        for k, value in enumerate(r.values if self.of.written and self.cell >= 26 else ()):
+            if value is not None:
+                place = (self.left + k * self.cell + (self.cell - self.gap) / 2, base)
+                yield text(*place, number(value, self.of.written), "cell", "middle")
+
+    def _tip(self, r: Row, k: int) -> str:
+        """The tooltip of one cell: ``layer 3, expert 5: 12.5 % of calls, dropped``."""
+        of, value, panel = self.of, r.values[k], f"{r.panel}, " if r.panel else ""
+        written = "" if value is None else f": {number(value, of.form)} {of.of}".rstrip()
+        fate = "" if r.gone is None else ", dropped" if k in r.gone else ", kept"
+        return f"{panel}{of.row} {r.label}, {of.column} {of.columns[k]}{written}{fate}"
+
+    def _row_tip(self, r: Row) -> str:
+        """The tooltip of a row whose cells have none."""
+        fate = "" if r.gone is None else f"dropped {ranges(r.gone)}" if r.gone else "all stay"
+        known = ", ".join(filter(None, (r.panel, f"{self.of.row} {r.label}")))
+        return ": ".join(filter(None, (known, fate or _note(r))))
 
 
-def _tip(of: Heat, row: Row, k: int) -> str:
-    """The tooltip of one cell: ``layer 3, expert 5: 12.5 % of calls, dropped``."""
-    value, panel = row.values[k], f"{row.panel}, " if row.panel else ""
-    written = "" if value is None else f": {number(value, of.form)}"
-    fate = "" if row.gone is None else ", dropped" if k in row.gone else ", kept"
-    unit = f" {of.of}" if written and of.of else ""
-    return f"{panel}{of.row} {row.label}, {of.column} {of.columns[k]}{written}{unit}{fate}"
-
-
-def _row_tip(of: Heat, row: Row, note: str) -> str:
-    """The tooltip of a row whose cells have none."""
-    fate = "" if row.gone is None else f"dropped {ranges(row.gone)}" if row.gone else "all stay"
-    known = ", ".join(filter(None, (row.panel, f"{of.row} {row.label}")))
-    return ": ".join(filter(None, (known, fate or note)))
+def _note(row: Row) -> str:
+    """What is written at the right of a row: its bar's figure where it has one."""
+    return row.note if row.bar is None else share(row.bar)
 
 
 def _shaded(rows: Sequence[tuple[str, Sequence[_Cell]]]) -> list[str]:
@@ -414,7 +450,7 @@ def _shaded(rows: Sequence[tuple[str, Sequence[_Cell]]]) -> list[str]:
         for cell in (cell for _, cells in rows for cell in cells):
             place = (cell.x, cell.y, cell.width, cell.height)
             out.append(rect(*place, cell.kind, cell.strength, cell.tip))
-            out += [line(cell.cross, "cross")] if cell.crossed else []
+            out += [line(cell.cross, "cross")] if cell.kind == "gone" else []
         return out
     for tip, cells in rows:
         out.append(f"<g><title>{escape(tip)}</title>")
@@ -424,7 +460,7 @@ def _shaded(rows: Sequence[tuple[str, Sequence[_Cell]]]) -> list[str]:
                 f"M{c.x:.4g} {c.y:.4g}h{c.width:.3g}v{c.height:.3g}h-{c.width:.3g}z" for c in alike
             )
             out.append(f'<path class="{kind}" fill-opacity="{level / LEVELS:g}" d="{path}"/>')
-        crosses = [c.cross for c in cells if c.crossed]
+        crosses = [c.cross for c in cells if c.kind == "gone"]
         path = "".join(f"M{a:.4g} {b:.4g}L{c:.4g} {d:.4g}" for (a, b), (c, d) in crosses)
         out.append(f'<path class="cross" d="{path}"/></g>' if path else "</g>")
     return out
