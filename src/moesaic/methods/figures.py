@@ -141,29 +141,37 @@ def trained(training: Values) -> list[Figure]:
         training: ``what`` was trained, the ``losses`` logged at each step, their ``labels``,
             ``trained_parameters`` and ``total_parameters``.
     """
-    logs, labels = training.get("losses") or (), training.get("labels") or {}
-    curves, constant = [], []
-    for name in dict.fromkeys(key for log in logs for key in log if key != "step"):
-        curve = series("", [(log.get("step"), log.get(name)) for log in logs])
-        label = str(labels.get(name, name.replace("_", " ")))
+    curves = _curves(training.get("losses") or ())
+    labels = {name: name.replace("_", " ") for name in curves} | (training.get("labels") or {})
+    drawn, constant = [], []
+    for name, curve in curves.items():
         if len(curve.points) > 1 and len({y for _, y in curve.points}) == 1:
-            constant.append(f"{label} {curve.points[0][1]:g}")
-        elif curve.points:
-            curves.append((label, curve))
-    said = f"Of the batch of each step. Trained: {training.get('what') or 'weights'}."
+            constant.append(f"{labels[name]} {curve.points[0][1]:g}")
+        else:
+            drawn.append((str(labels[name]), curve))
+    caption = f"Of the batch of each step. Trained: {training.get('what') or 'weights'}."
     if share := training.get("trained_parameters"):
         whole = training.get("total_parameters")
-        said += f" {share:,}{f' of {whole:,}' if whole else ''} parameters."
-    said += f" Constant: {', '.join(constant)}." if constant else ""
+        caption += f" {share:,}{f' of {whole:,}' if whole else ''} parameters."
+    caption += f" Constant: {', '.join(constant)}." if constant else ""
     return [
         Lines(
             section="Training",
             title="Training by step." if n == 0 else f"{label[:1].upper()}{label[1:]}.",
-            caption=said if n == 0 else "",
+            caption=caption if n == 0 else "",
             series=(curve,),
             x="step",
             y=label,
             log=False,
         )
-        for n, (label, curve) in enumerate(curves)
+        for n, (label, curve) in enumerate(drawn)
     ]
+
+
+def _curves(logs: Sequence[Values]) -> dict[str, Series]:
+    """What was logged, by name, over the steps."""
+    names = dict.fromkeys(name for log in logs for name in log if name != "step")
+    curves = {
+        name: series("", [(log.get("step"), log.get(name)) for log in logs]) for name in names
+    }
+    return {name: curve for name, curve in curves.items() if curve.points}

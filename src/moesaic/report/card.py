@@ -91,35 +91,42 @@ def _loading(record: Record, repo: str) -> str:
 
 
 def _measured(record: Record) -> list[str]:
+    """What was measured: a list, tables, and on what."""
     told = []
     for change in words.changes(record):
         figure = ", ".join(filter(None, (change.figure, change.told)))
         told.append(f"{change.what[:1].upper()}{change.what[1:]}: {figure}. {change.why}".strip())
     told += [sentence.text for sentence in words.summary(record)]
-    told += [f"Warning of the run: {said}" for said in read.warnings(record)[1]]
-    parts = ["\n".join(f"- {_inline(text)}" for text in told)]
-    parts += map(_table, tables(record))
-    parts = [p for p in parts if p]
-    if parts:
-        parts.insert(0, "## What it costs and what it brings")
-    settings, machine = part(record.measured, "evaluation"), record.environment
-    on = settings.get("data")
-    notes = []
-    if on and part(record.measured, "scores"):
-        text = "text that ships with Moesaic" if on == "shipped" else _inline(str(on))
-        kind = settings.get("computed_in")
-        precision = f", computed in {_inline(str(kind))}" if kind else ""
-        notes.append(f"Perplexity on {text}, in windows of {settings['length']}{precision}.")
-    if part(record.measured, "speed") and machine:
-        known = [machine.get("processor"), machine.get("device")]
-        where = " · ".join(_inline(str(m)) for m in known if m)
-        notes.append(
-            f"Speed on {where}, {machine.get('threads', 'some')} threads, torch "
-            f"{machine.get('torch', numbers.NONE)}; medians, with the least and the greatest round."
-        )
-        if not read.interleaved(record):
-            notes.append("Timed one after the other: there was room for one model at a time.")
-    return [*parts, " ".join(notes)] if notes else parts
+    told += [f"Warning of the run: {warning}" for warning in read.warnings(record)[1]]
+    whole = ["\n".join(f"- {_inline(text)}" for text in told), *map(_table, tables(record))]
+    parts = [p for p in whole if p]
+    head = ["## What it costs and what it brings"] if parts else []
+    return [*head, *parts, " ".join([*_text(record), *_machine(record)])]
+
+
+def _text(record: Record) -> list[str]:
+    """What perplexity was measured on."""
+    settings = part(record.measured, "evaluation")
+    data, kind = settings.get("data"), settings.get("computed_in")
+    if not data or not part(record.measured, "scores"):
+        return []
+    text = "text that ships with Moesaic" if data == "shipped" else _inline(str(data))
+    precision = f", computed in {_inline(str(kind))}" if kind else ""
+    return [f"Perplexity on {text}, in windows of {settings['length']}{precision}."]
+
+
+def _machine(record: Record) -> list[str]:
+    """What speed was measured on."""
+    machine = record.environment
+    if not machine or not part(record.measured, "speed"):
+        return []
+    where = [_inline(str(machine[key])) for key in ("processor", "device") if machine.get(key)]
+    speed = (
+        f"Speed on {' · '.join(where)}, {machine.get('threads', 'some')} threads, torch "
+        f"{machine.get('torch', numbers.NONE)}; medians, with the least and the greatest round."
+    )
+    alone = "Timed one after the other: there was room for one model at a time."
+    return [speed] if read.interleaved(record) else [speed, alone]
 
 
 def _table(table: Table) -> str:

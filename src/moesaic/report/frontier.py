@@ -218,26 +218,24 @@ def _frontier(
     telling = [k for k, column in enumerate(columns) if _tells(column)]
     # those that were asked for come first, then those that most models have
     telling.sort(key=lambda k: (AXES[k].key not in first, columns[k].count(None)))
-    across = [k for k in telling if k < len(SAVED)]
-    rising = [k for k in telling if k >= len(SAVED)]
+    axes = [(AXES[k], columns[k]) for k in telling]
+    across = [of for of in axes if of[0] in SAVED]
+    rising = [of for of in axes if of[0] in LOST]
     if not across or not rising:
         return None
-    plots = [
-        _plot((AXES[x], columns[x]), (AXES[y], columns[y]), models) for y in rising for x in across
-    ]
+    plots = [_plot(x, y, models) for y in rising for x in across]
     pictures = [
         f'<g class="plot"{_HIDDEN if n else ""}>{drawn}</g>' for n, (drawn, _) in enumerate(plots)
     ]
-    kinds = list(dict.fromkeys(p.kind for p in models))
-    shared = [k for k in kinds if k not in ("original", "result")]
+    shared = list(dict.fromkeys(p.kind for p in models if p.kind not in ("original", "result")))
     marks = [
         _mark(p, shared, [places[n] for _, places in plots], numbered) for n, p in enumerate(models)
     ]
     label = f"Models made of {model} by what they lose and what they save"
     return Frontier(
         model=model,
-        saved=[AXES[k].name for k in across],
-        lost=[AXES[k].name for k in rising],
+        saved=[axis.name for axis, _ in across],
+        lost=[axis.name for axis, _ in rising],
         drawn=svg([*pictures, *marks], *SIZE, label, role="group"),
         kinds=shared,
     )
@@ -249,14 +247,14 @@ def _tells(column: Sequence[float | None]) -> bool:
     return len(known) > 1 and max(known) - min(known) > APART * max(map(abs, known))
 
 
+Along = tuple[Axis, list[float | None]]
+"""An axis, and where each model is along it."""
 Place = tuple[float, float, bool] | None
 """Where a point lies on a picture and whether it is on the frontier; None where it is not there."""
 _HIDDEN = ' style="display:none"'
 
 
-def _plot(
-    x: tuple[Axis, list[float | None]], y: tuple[Axis, list[float | None]], models: Sequence[Point]
-) -> tuple[str, list[Place]]:
+def _plot(x: Along, y: Along, models: Sequence[Point]) -> tuple[str, list[Place]]:
     """Axes and frontier of one choice of axes, and where each point lies."""
     known = {
         n: (a, b)

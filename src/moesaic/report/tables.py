@@ -69,26 +69,29 @@ def score_table(record: Record) -> Table:
     """
     scores = part(record.measured, "scores")
     columns = read.names(scores)
-    values = {key: [figure(scores, name, key) for name in columns] for _, key, _ in SCORES}
-    carved = read.by_projections(record)
-    shares = [[tenths(v) for v in values[key]] for key in ("active_ratio", "nominal_active_ratio")]
-    shown = {
-        "active_ratio": carved,
-        "nominal_active_ratio": carved and shares[0] != shares[1],
-        "router_parameters": any(values["router_parameters"]),
-    }
-    rows = [
-        (label, [cell(form, value) for value in values[key]])
+    rows = {
+        key: (label, [cell(form, figure(scores, name, key)) for name in columns])
         for label, key, form in SCORES
-        if shown.get(key, True) and any(value is not None for value in values[key])
-    ]
-    files = [read.size(record, name, "on disk") for name in columns]
-    if any(files):
-        rows.append(("files on disk", [cell(numbers.memory, value) for value in files]))
-    ratios = [read.stored_ratio(record, name) for name in columns]
-    if not carved and any(ratio not in (None, 1.0) for ratio in ratios):
-        rows.append(("stored, of the original", [cell(tenths, ratio) for ratio in ratios]))
-    return Table(columns, rows)
+    }
+    active, nominal = (rows[key][1] for key in ("active_ratio", "nominal_active_ratio"))
+    carved = read.by_projections(record)
+    if not carved:
+        del rows["active_ratio"]
+    if not carved or [c.text for c in active] == [c.text for c in nominal]:
+        del rows["nominal_active_ratio"]
+    if not any(c.value for c in rows["router_parameters"][1]):
+        del rows["router_parameters"]
+    files = [cell(numbers.memory, read.size(record, name, "on disk")) for name in columns]
+    stored = [cell(tenths, read.stored_ratio(record, name)) for name in columns]
+    every = [*rows.values(), ("files on disk", files)]
+    if not carved and any(c.value not in (None, 1.0) for c in stored):
+        every.append(("stored, of the original", stored))
+    return Table(columns, [(label, cells) for label, cells in every if _known(cells)])
+
+
+def _known(cells: Sequence[Cell]) -> bool:
+    """Whether a row says anything."""
+    return any(cell.value is not None for cell in cells)
 
 
 HEADLINES = ("acc_norm", "acc", "exact_match", "f1")
@@ -100,32 +103,30 @@ def task_table(record: Record) -> Table:
     original's; below them their means. No rows if no task was measured."""
     scores = part(record.measured, "scores")
     columns = [name for name in read.names(scores) if part(scores, name, "tasks")]
-    compared = {"result", "original"} <= {*columns}
-
-    def recovery(values: Sequence[float | None]) -> list[Cell]:
-        if not compared:
-            return []
-        ours, theirs = (values[columns.index(name)] for name in ("result", "original"))
-        return [cell(tenths, ours / theirs if ours is not None and theirs else None)]
-
-    rows, every = [], []
-    for task in dict.fromkeys(t for name in columns for t in part(scores, name, "tasks")):
-        results = [part(scores, name, "tasks", task) for name in columns]
-        metric = next((m for m in HEADLINES if any(m in of for of in results)), "")
-        error = "stderr" if metric == "acc" else f"{metric}_stderr"
-        values = [figure(of, metric) for of in results]
-        errors = [figure(of, error) for of in results]
-        cells = [
-            Cell(tenths(value), "" if e is None else f"± {100 * e:.1f}", value=value)
-            for value, e in zip(values, errors, strict=True)
-        ]
-        every.append(values)
-        rows.append((f"{task}, {metric.replace('_', ' ')}", [*cells, *recovery(values)]))
-    whole = [[v for v in values if v is not None] for values in every if None not in values]
+    tasks = dict.fromkeys(task for name in columns for task in part(scores, name, "tasks"))
+    rows = [_task(task, [part(scores, name, "tasks", task) for name in columns]) for task in tasks]
+    values = [[c.value for c in cells if c.value is not None] for _, cells in rows]
+    whole = [of for of in values if len(of) == len(columns)]
     if len(whole) > 1:
         means = [sum(column) / len(whole) for column in zip(*whole, strict=True)]
-        rows.append(("mean", [*(cell(tenths, mean) for mean in means), *recovery(means)]))
-    return Table([*columns, "recovery"] if compared else columns, rows)
+        rows.append(("mean", [cell(tenths, mean) for mean in means]))
+    if not {"result", "original"} <= {*columns}:
+        return Table(columns, rows)
+    for _, cells in rows:
+        ours, theirs = (cells[columns.index(name)].value for name in ("result", "original"))
+        cells.append(cell(tenths, ours / theirs if ours is not None and theirs else None))
+    return Table([*columns, "recovery"], rows)
+
+
+def _task(task: str, results: Sequence[Values]) -> tuple[str, list[Cell]]:
+    """A task's row: of each model's figures the headline and its standard error."""
+    metric = next((m for m in HEADLINES if any(m in of for of in results)), "")
+    error = "stderr" if metric == "acc" else f"{metric}_stderr"
+    cells = []
+    for of in results:
+        value, e = figure(of, metric), figure(of, error)
+        cells.append(Cell(tenths(value), "" if e is None else f"± {100 * e:.1f}", value=value))
+    return f"{task}, {metric.replace('_', ' ')}", cells
 
 
 LOOPS = (("looping", "end in a loop"), ("repetition", "4-grams said before"))
@@ -163,16 +164,14 @@ def speed_table(record: Record) -> Table:
     ratios = bool(part(record.measured, "speed_ratio"))
     rows = []
     for label, key, what, form in SPEEDS:
-        values = [figure(speeds, name, key) for name in columns]
-        if all(value is None for value in values):
-            continue
-        spreads = [_pair(speeds, name, f"{what}_spread") for name in columns]
+        values = {name: figure(speeds, name, key) for name in columns}
+        spreads = {name: _pair(speeds, name, f"{what}_spread") or () for name in columns}
         cells = [
-            Cell(form(v), "–".join(map(numbers.rate, s or ())), value=v)
-            for v, s in zip(values, spreads, strict=True)
+            Cell(form(value), "–".join(map(numbers.rate, spreads[name])), value=value)
+            for name, value in values.items()
         ]
         beside = [ratio_cell(record, what) if what else Cell("")] if ratios else []
-        rows.append((label, [*cells, *beside]))
+        rows += [(label, [*cells, *beside])] if _known(cells) else []
     return Table([*columns, "ratio"] if ratios else columns, rows)
 
 
