@@ -88,21 +88,23 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
             "Quantised checkpoints are not exported; results of prune and slim are native as "
             "they are. Make the result with a dtype to export it."
         )
-    arch = base_arch(config)
-    stacks = headers_of(config)
+    arch, stacks = base_arch(config), headers_of(config)
     for header in (header for stack in stacks.values() for header in stack):
         obstacle = KINDS[header["kind"]].obstacle(header)
         if obstacle is not None:
             raise MoesaicError(obstacle)
-    if isinstance(arch, MoEArch):
-        if target and target != arch.model_type:
-            raise MoesaicError(f"A {arch.model_type} stays a {arch.model_type}, not a {target}.")
-        return reduced(source, arch, stacks, ep)
     layers = [stacks[i][-1] if i in stacks else None for i in range(config.num_hidden_layers)]
-    if any(header and header.get("petals") for header in layers):
+    routed = isinstance(arch, MoEArch)
+    if not routed and any(header and header.get("petals") for header in layers):
         return as_experts(source, arch, layers, target, ep)
-    if target and target != arch.model_type:
-        raise MoesaicError(f"Without experts it is exported as {arch.model_type}, not {target}.")
+    if target not in ("", arch.model_type):
+        raise MoesaicError(
+            f"A {arch.model_type} stays a {arch.model_type}, not a {target}."
+            if routed
+            else f"Without experts it is exported as {arch.model_type}, not {target}."
+        )
+    if isinstance(arch, MoEArch):
+        return reduced(source, arch, stacks, ep)
     return narrowed(source, arch, layers)
 
 

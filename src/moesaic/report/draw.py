@@ -200,9 +200,8 @@ def lines(of: Lines, width: float = 0.0, height: float = 220.0) -> Drawing:
     points = [point for s in series for point in s.points]
     plane = Plane(points, (0.0, 22.0, width - right, height - 36.0), of.log)
     plane.left = 14.0 + 6.2 * max((len(f"{y:,.4g}") for y in plane.levels()), default=0)
-    across = [x for x in ticks(plane.low, plane.high, 5) if plane.low <= x <= plane.high]
-    if all(x.is_integer() for x, _ in points):
-        across = [x for x in across if float(x).is_integer()]
+    whole = all(x.is_integer() for x, _ in points)
+    across = [x for x in ticks(plane.low, plane.high, 5) if not whole or float(x).is_integer()]
     out = [text(0, 10, f"{of.y}{', logarithmic' if plane.log else ''}", "quiet")]
     out += plane.axes(across, "{:g}".format)
     out.append(text((plane.left + plane.right) / 2, height - 3, of.x, "quiet", "middle"))

@@ -211,14 +211,7 @@ def _frontier(
     model: str, models: Sequence[Point], first: Sequence[str], numbered: bool
 ) -> Frontier | None:
     """The picture of some models; None where no two axes tell them apart."""
-    columns = [
-        [v if v is not None and math.isfinite(v) else None for v in column]
-        for column in zip(*(p.figures for p in models), strict=True)
-    ]
-    telling = [k for k, column in enumerate(columns) if _tells(column)]
-    # those that were asked for come first, then those that most models have
-    telling.sort(key=lambda k: (AXES[k].key not in first, columns[k].count(None)))
-    axes = [(AXES[k], columns[k]) for k in telling]
+    axes = _axes(models, first)
     across = [of for of in axes if of[0] in SAVED]
     rising = [of for of in axes if of[0] in LOST]
     if not across or not rising:
@@ -241,17 +234,23 @@ def _frontier(
     )
 
 
-def _tells(column: Sequence[float | None]) -> bool:
-    """Whether models differ along an axis."""
-    known = [v for v in column if v is not None]
-    return len(known) > 1 and max(known) - min(known) > APART * max(map(abs, known))
-
-
 Along = tuple[Axis, list[float | None]]
 """An axis, and where each model is along it."""
 Place = tuple[float, float, bool] | None
 """Where a point lies on a picture and whether it is on the frontier; None where it is not there."""
 _HIDDEN = ' style="display:none"'
+
+
+def _axes(models: Sequence[Point], first: Sequence[str]) -> list[Along]:
+    """The axes along which models differ: first those that were asked for, then those that most
+    models have."""
+    axes = []
+    for axis, column in zip(AXES, zip(*(p.figures for p in models), strict=True), strict=True):
+        values = [v if v is not None and math.isfinite(v) else None for v in column]
+        known = [v for v in values if v is not None]
+        if len(known) > 1 and max(known) - min(known) > APART * max(map(abs, known)):
+            axes.append((axis, values))
+    return sorted(axes, key=lambda of: (of[0].key not in first, of[1].count(None)))
 
 
 def _plot(x: Along, y: Along, models: Sequence[Point]) -> tuple[str, list[Place]]:

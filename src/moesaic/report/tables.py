@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -73,20 +73,26 @@ def score_table(record: Record) -> Table:
         key: (label, [cell(form, figure(scores, name, key)) for name in columns])
         for label, key, form in SCORES
     }
-    active, nominal = (rows[key][1] for key in ("active_ratio", "nominal_active_ratio"))
-    carved = read.by_projections(record)
-    if not carved:
-        del rows["active_ratio"]
-    if not carved or [c.text for c in active] == [c.text for c in nominal]:
-        del rows["nominal_active_ratio"]
-    if not any(c.value for c in rows["router_parameters"][1]):
-        del rows["router_parameters"]
     files = [cell(numbers.memory, read.size(record, name, "on disk")) for name in columns]
     stored = [cell(tenths, read.stored_ratio(record, name)) for name in columns]
-    every = [*rows.values(), ("files on disk", files)]
-    if not carved and any(c.value not in (None, 1.0) for c in stored):
-        every.append(("stored, of the original", stored))
-    return Table(columns, [(label, cells) for label, cells in every if _known(cells)])
+    rows["files"] = "files on disk", files
+    rows["stored"] = "stored, of the original", stored
+    for key in _idle({key: cells for key, (_, cells) in rows.items()}, read.by_projections(record)):
+        del rows[key]
+    return Table(columns, [(label, cells) for label, cells in rows.values() if _known(cells)])
+
+
+def _idle(rows: Mapping[str, Sequence[Cell]], carved: bool) -> set[str]:
+    """Rows that say nothing of a result that is dense layers made experts, or of any other."""
+    idle = set() if any(c.value for c in rows["router_parameters"]) else {"router_parameters"}
+    if not carved:
+        return idle | {"active_ratio", "nominal_active_ratio"} | _alike(rows["stored"])
+    active, nominal = ([c.text for c in rows[k]] for k in ("active_ratio", "nominal_active_ratio"))
+    return idle | {"stored"} | ({"nominal_active_ratio"} if active == nominal else set())
+
+
+def _alike(stored: Sequence[Cell]) -> set[str]:
+    return {"stored"} if all(c.value in (None, 1.0) for c in stored) else set()
 
 
 def _known(cells: Sequence[Cell]) -> bool:
@@ -114,8 +120,12 @@ def task_table(record: Record) -> Table:
         return Table(columns, rows)
     for _, cells in rows:
         ours, theirs = (cells[columns.index(name)].value for name in ("result", "original"))
-        cells.append(cell(tenths, ours / theirs if ours is not None and theirs else None))
+        cells.append(_recovery(ours, theirs))
     return Table([*columns, "recovery"], rows)
+
+
+def _recovery(ours: float | None, theirs: float | None) -> Cell:
+    return cell(tenths, ours / theirs if ours is not None and theirs else None)
 
 
 def _task(task: str, results: Sequence[Values]) -> tuple[str, list[Cell]]:
