@@ -17,61 +17,27 @@ BETWEEN = "\n\n"
 """Between an example and what follows it."""
 FIELDS = '{"question": "...", "choices": ["...", "..."], "answer": 0}'
 
+
+def _listed(tasks: str) -> list[tuple[str, int]]:
+    """Names of tasks, each with its shots, 0 where it has none.
+
+    >>> _listed("boolq mmlu=5")
+    [('boolq', 0), ('mmlu', 5)]
+    """
+    parts = (task.partition("=") for task in tasks.split())
+    return [(name, int(shots or 0)) for name, _, shots in parts]
+
+
 PRESETS: Mapping[str, Sequence[tuple[str, int]]] = {
-    "naee": [
-        ("arc_challenge", 0),
-        ("arc_easy", 0),
-        ("boolq", 0),
-        ("hellaswag", 0),
-        ("mmlu", 0),
-        ("openbookqa", 0),
-        ("rte", 0),
-        ("winogrande", 0),
-    ],
-    "cd-moe": [
-        ("arc_challenge", 0),
-        ("boolq", 0),
-        ("hellaswag", 0),
-        ("mmlu", 0),
-        ("openbookqa", 0),
-        ("piqa", 0),
-        ("rte", 0),
-        ("winogrande", 0),
-    ],
-    "more": [
-        ("winogrande", 0),
-        ("arc_easy", 0),
-        ("arc_challenge", 0),
-        ("sciq", 0),
-        ("mmlu", 5),
-    ],
-    "tomoe": [
-        ("arc_easy", 0),
-        ("arc_challenge", 0),
-        ("piqa", 0),
-        ("winogrande", 0),
-        ("hellaswag", 0),
-    ],
-    "tomoe-moe": [
-        ("boolq", 32),
-        ("sciq", 0),
-        ("piqa", 0),
-        ("winogrande", 5),
-        ("arc_challenge", 25),
-        ("hellaswag", 10),
-    ],
-    "dsmoe": [
-        ("hellaswag", 0),
-        ("lambada_openai", 0),
-        ("social_iqa", 0),
-        ("piqa", 0),
-        ("storycloze_2016", 0),
-        ("winogrande", 0),
-        ("triviaqa", 5),
-        ("webqs", 5),
-        ("gsm8k", 5),
-        ("nq_open", 5),
-    ],
+    "naee": _listed("arc_challenge arc_easy boolq hellaswag mmlu openbookqa rte winogrande"),
+    "cd-moe": _listed("arc_challenge boolq hellaswag mmlu openbookqa piqa rte winogrande"),
+    "more": _listed("winogrande arc_easy arc_challenge sciq mmlu=5"),
+    "tomoe": _listed("arc_easy arc_challenge piqa winogrande hellaswag"),
+    "tomoe-moe": _listed("boolq=32 sciq piqa winogrande=5 arc_challenge=25 hellaswag=10"),
+    "dsmoe": _listed(
+        "hellaswag lambada_openai social_iqa piqa storycloze_2016 winogrande "
+        "triviaqa=5 webqs=5 gsm8k=5 nq_open=5"
+    ),
 }
 """Tasks of lm-eval and their shots, by the paper that prints them; ``tomoe-moe`` is the list of
 ToMoE's comparison with mixtures made by others (its Table 5)."""
