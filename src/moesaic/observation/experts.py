@@ -9,8 +9,8 @@ Shape suffixes: T tokens, E experts, D hidden size, P = E (E + 1) / 2 packed pai
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial, reduce
 
 import torch
@@ -122,18 +122,18 @@ class ExpertStats:
         batch_S = [s.batch_T[s.sampled_T] for s in (self, other)]
         order_S = torch.cat(batch_S).argsort(stable=True)
         merged = {}
-        for field in fields(self):
-            a, b = getattr(self, field.name), getattr(other, field.name)
-            if field.name in ("spread_E", "bias_E"):
-                merged[field.name] = a
-            elif field.name == "neurons":
-                merged[field.name] = a.merge(b)
-            elif field.name.endswith(("_E", "_EE")) and not field.name.startswith("cross"):
-                merged[field.name] = a + b
+        for of in fields(self):
+            a, b = getattr(self, of.name), getattr(other, of.name)
+            if of.name in ("spread_E", "bias_E"):
+                merged[of.name] = a
+            elif of.name == "neurons":
+                merged[of.name] = a.merge(b)
+            elif of.name.endswith(("_E", "_EE")) and not of.name.startswith("cross"):
+                merged[of.name] = a + b
             else:
                 both = torch.cat([a, b])
-                by = order_T if field.name.endswith(("_T", "_TE")) else order_S
-                merged[field.name] = both[by] if len(both) else both
+                by = order_T if of.name.endswith(("_T", "_TE")) else order_S
+                merged[of.name] = both[by] if len(both) else both
         return ExpertStats(**merged)
 
     @classmethod
@@ -290,63 +290,99 @@ class _Observer:
         sampled_T: Tensor,
     ) -> None:
         """Outputs of several experts of a token side by side, block by block."""
-        view, count = self.view, self.view.count
-        wanted = {part: part in self.parts for part in PARTS}
-        sums_3E = torch.zeros(3, count, dtype=torch.float64)
-        pair_EE = torch.zeros(count, count, dtype=torch.float64)
+        parts, routed_TE = set(self.parts), w_TE != 0
         energy_EM = torch.zeros_like(self.of_weights.energy_EM)
-        routed_TE = w_TE != 0
-        delta_TD = None
-        if target_TD is not None and sampled_T.any():
-            delta_TD = target_TD.double() - view.output(x_TD).double()
 
-        def seen(block: Tensor, i: int, rows: Tensor, h_NM: Tensor) -> None:
+        def seen(tokens: Tensor, i: int, rows: Tensor, h_NM: Tensor) -> None:
             """Sums over the tokens that are routed to expert i; the others' weights are zero."""
-            energy_EM[i] += square_sums(h_NM.float() * w_TE[block[rows], i, None])
+            if "neurons" in parts:
+                energy_EM[i] += square_sums(h_NM.float() * w_TE[tokens[rows], i, None])
 
         ran_TE = sampled_T[:, None].expand_as(routed_TE)
-        if wanted["outputs"] or wanted["pairs"] or wanted["neurons"]:
+        if parts & {"outputs", "pairs", "neurons"}:
             ran_TE = ran_TE | routed_TE
-        grams, crosses = [], []
-        rows = max(1, BLOCK_BYTES // (count * x_TD.shape[1] * x_TD.element_size()))
-        for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
-            told = partial(seen, block) if wanted["neurons"] else lambda *_: None
-            f_BED = view.outputs(x_TD[block], ran_TE[block], told)
-            for part in torch.arange(len(block), device=x_TD.device).split(max(1, rows // 8)):
-                f, at = f_BED[part].double(), block[part]
-                w_PE, chosen = w_TE[at].double(), sampled_T[at]
-                if wanted["outputs"]:
-                    square_PE = f.square().sum(2) * routed_TE[at]
-                    sums_3E += _sizes(square_PE, w_PE).cpu()
-                if wanted["pairs"]:
-                    weighted_PED = f * w_PE[:, :, None]
-                    pair_EE += torch.einsum("pid,pjd->ij", weighted_PED, weighted_PED).cpu()
-                if chosen.any():
-                    f = f[chosen]
-                    grams.append(packed((f @ f.transpose(1, 2)).float()).cpu())
-                    if delta_TD is not None:
-                        delta = delta_TD[at[chosen]]
-                        cross = (f @ delta.unsqueeze(-1)).squeeze(-1)
-                        crosses.append((cross.cpu(), delta.square().sum(-1).cpu()))
-        if wanted["outputs"]:
-            stats.norm_E, stats.square_E, stats.gated_E = (sum_E.clone() for sum_E in sums_3E)
-        if wanted["pairs"]:
-            stats.pair_EE = pair_EE
-        if grams:
-            stats.gram_SP = torch.cat(grams)
-        if crosses:
-            stats.cross_SE = torch.cat([cross for cross, _ in crosses])
-            stats.delta_S = torch.cat([delta for _, delta in crosses])
-        if wanted["neurons"]:
+        sums = _OutputSums.none(self.view.count)
+        delta_TD = None
+        if target_TD is not None and sampled_T.any():
+            delta_TD = target_TD.double() - self.view.output(x_TD).double()
+        for at, f_PED in self._outputs(x_TD, ran_TE, seen):
+            chosen = sampled_T[at]
+            if "outputs" in parts:
+                sums.add_sizes(f_PED, w_TE[at].double(), routed_TE[at])
+            if "pairs" in parts:
+                sums.add_pairs(f_PED, w_TE[at].double())
+            if chosen.any():
+                sums.add_grams(f_PED[chosen], None if delta_TD is None else delta_TD[at[chosen]])
+        sums.fill(stats, parts)
+        if "neurons" in parts:
             stats.neurons = replace(
                 self.of_weights,
                 tokens=len(x_TD),
                 calls_E=stats.calls_E.clone(),  # a file holds no tensor twice
                 energy_EM=energy_EM,
             )
-            h_TS = view.shared_weighted(x_TD)
+            h_TS = self.view.shared_weighted(x_TD)
             if h_TS is not None:
                 stats.neurons.shared_energy_S = square_sums(h_TS)
+
+    def _outputs(
+        self, x_TD: Tensor, ran_TE: Tensor, seen: Callable[[Tensor, int, Tensor, Tensor], None]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Experts' outputs, as many tokens at a time as there is room for.
+
+        Args:
+            x_TD: a batch.
+            ran_TE: the experts that are run for a token.
+            seen: is shown each expert's number, tokens, their rows among these, and h.
+
+        Yields:
+            tokens (P,), and what every expert makes of each (P, E, D), float64.
+        """
+        rows = max(1, BLOCK_BYTES // (self.view.count * x_TD.shape[1] * x_TD.element_size()))
+        for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
+            f_BED = self.view.outputs(x_TD[block], ran_TE[block], partial(seen, block))
+            for part in torch.arange(len(block), device=x_TD.device).split(max(1, rows // 8)):
+                yield block[part], f_BED[part].double()
+
+
+@dataclass
+class _OutputSums:
+    """What is summed, or kept, of experts' outputs."""
+
+    size_3E: Tensor
+    pair_EE: Tensor
+    grams: list[Tensor] = field(default_factory=list)
+    crosses: list[Tensor] = field(default_factory=list)
+    deltas: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def none(cls, experts: int) -> _OutputSums:
+        zeros_3E = torch.zeros(3, experts, dtype=torch.float64)
+        return cls(zeros_3E, torch.zeros(experts, experts, dtype=torch.float64))
+
+    def add_sizes(self, f_PED: Tensor, w_PE: Tensor, routed_PE: Tensor) -> None:
+        self.size_3E += _sizes(f_PED.square().sum(2) * routed_PE, w_PE).cpu()
+
+    def add_pairs(self, f_PED: Tensor, w_PE: Tensor) -> None:
+        weighted_PED = f_PED * w_PE[:, :, None]
+        self.pair_EE += torch.einsum("pid,pjd->ij", weighted_PED, weighted_PED).cpu()
+
+    def add_grams(self, f_SED: Tensor, delta_SD: Tensor | None) -> None:
+        self.grams.append(packed((f_SED @ f_SED.transpose(1, 2)).float()).cpu())
+        if delta_SD is not None:
+            self.crosses.append((f_SED @ delta_SD.unsqueeze(-1)).squeeze(-1).cpu())
+            self.deltas.append(delta_SD.square().sum(-1).cpu())
+
+    def fill(self, stats: ExpertStats, parts: Collection[str]) -> None:
+        """Put what was asked for into the statistics of a batch."""
+        if "outputs" in parts:
+            stats.norm_E, stats.square_E, stats.gated_E = (sum_E.clone() for sum_E in self.size_3E)
+        if "pairs" in parts:
+            stats.pair_EE = self.pair_EE
+        if self.grams:
+            stats.gram_SP = torch.cat(self.grams)
+        if self.crosses:
+            stats.cross_SE, stats.delta_S = torch.cat(self.crosses), torch.cat(self.deltas)
 
 
 def _sizes(square_NX: Tensor, w_NX: Tensor) -> Tensor:
