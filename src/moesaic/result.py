@@ -242,24 +242,12 @@ class Result:
         shape = self.shape
         before = {} if earlier is None else {layer.index: layer for layer in earlier.layers}
         uses = model_size(shape).layers
-        layers = [self._layer(i, use, before.get(i)) for i, use in enumerate(uses)]
-        own = [self._layer(i, use, None) for i, use in enumerate(uses)]
+        own = [self._layer(i, use) for i, use in enumerate(uses)]
+        layers = [self._after(layer, before.get(layer.index)) for layer in own]
         step = replace(
             self._step(layers, measured or {}),
             figures=tuple(self.method.figures(own, self.decision)),
         )
-        measured, calibration = measured or {}, calibration or {}
-        fingerprint = self.plan.calibration if self.plan is not None else ""
-        if fingerprint:
-            used = {**calibration, "fingerprint": fingerprint}
-            used["length"] = used.get("length") or self.method.config.window
-            if "tokens" in vars(self.job):  # statistics from a file bring no text
-                tokens = self.job.tokens
-                used["samples"], used["length"] = tokens.input_ids.shape
-                if tokens.origins:
-                    used["sources"] = [origin.as_json() for origin in tokens.origins]
-        else:
-            used = {} if earlier is None else dict(earlier.calibration)
         model_type = str(shape.config.model_type)
         return Record(
             model=model,
@@ -269,10 +257,24 @@ class Result:
             steps=[*(earlier.steps if earlier else ()), step],
             layers=layers,
             moesaic=__version__,
-            calibration=used,
+            calibration=self._calibration(calibration or {}, earlier),
             environment=environment or {},
-            measured=measured,
+            measured=measured or {},
         )
+
+    def _calibration(self, settings: Values, earlier: Record | None) -> Values:
+        """The text that decided, or that of the steps before where this one read none."""
+        fingerprint = self.plan.calibration if self.plan is not None else ""
+        if not fingerprint:
+            return {} if earlier is None else dict(earlier.calibration)
+        used = {**settings, "fingerprint": fingerprint}
+        used["length"] = used.get("length") or self.method.config.window
+        if "tokens" in vars(self.job):  # statistics from a file bring no text
+            tokens = self.job.tokens
+            used["samples"], used["length"] = tokens.input_ids.shape
+            if tokens.origins:
+                used["sources"] = [origin.as_json() for origin in tokens.origins]
+        return used
 
     # --- shown -----------------------------------------------------------------------------------
 
@@ -366,15 +368,9 @@ class Result:
             return "along", "are reduced as the last layer is"
         return "kept", "stay as they are"
 
-    def _layer(self, index: int, use: LayerUse, before: LayerRecord | None) -> LayerRecord:
-        """One layer in words; what earlier steps said of it still holds while it routes."""
+    def _layer(self, index: int, use: LayerUse) -> LayerRecord:
+        """One layer in words, as this step made it."""
         plan, base = self.plan, self.job.base
-        planned = None if plan is None else plan.layers.get(index)
-        analysis = self.decision.analyses.get(index, {})
-        weights = [before.weights] if before else []
-        if self.decision.trained is not None:
-            trained = self.decision.summary.get("training", {}).get("layers")
-            weights += ["trained"] if trained is None or index in trained else []
         routed = base.experts[index] if base.experts else 0
         one = routed and use.experts
         layer = LayerRecord(
@@ -385,32 +381,45 @@ class Result:
             active_width=use.active_width,
             experts=use.experts,
             top_k=use.top_k,
-            analysis=analysis,
+            analysis=self.decision.analyses.get(index, {}),
         )
-        if planned is not None:
+        if plan is not None and index in plan.layers:
+            planned = plan.layers[index]
             said = planned.describe(routed)
-            weights.append(planned.weights)
             layer = replace(
                 layer,
                 kind=planned.kind,
                 told=said.told,
+                weights=planned.weights,
                 shape=said.shape,
                 parts=said.parts,
                 width_before=base.widths[index],
                 experts_before=routed,
             )
-        if before is not None and (planned is None or (before.changed and use.experts)):
-            layer = replace(
-                layer,
-                kind=before.kind if planned is None else layer.kind,
-                told=before.told if planned is None else f"{before.told}; {layer.told}",
-                width_before=before.width_before,
-                experts_before=before.experts_before or layer.experts_before,
-                parts=layer.parts or before.parts,
-                shape={**before.shape, **layer.shape},
-                analysis={**before.analysis, **analysis},
-            )
-        return replace(layer, weights=strongest(weights))
+        trained = self.decision.summary.get("training", {}).get("layers")
+        if self.decision.trained is not None and (trained is None or index in trained):
+            layer = replace(layer, weights="trained")
+        return layer
+
+    def _after(self, layer: LayerRecord, before: LayerRecord | None) -> LayerRecord:
+        """A layer with what earlier steps said of it, which still holds while it routes."""
+        if before is None:
+            return layer
+        planned = self.plan is not None and layer.index in self.plan.layers
+        weights = strongest([before.weights, layer.weights])
+        if planned and not (before.changed and layer.experts):
+            return replace(layer, weights=weights)
+        return replace(
+            layer,
+            kind=layer.kind if planned else before.kind,
+            told=f"{before.told}; {layer.told}" if planned else before.told,
+            weights=weights,
+            width_before=before.width_before,
+            experts_before=before.experts_before or layer.experts_before,
+            parts=layer.parts or before.parts,
+            shape={**before.shape, **layer.shape},
+            analysis={**before.analysis, **layer.analysis},
+        )
 
 
 def check_weights(plan: Plan, source: Source) -> None:
