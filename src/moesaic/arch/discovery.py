@@ -113,6 +113,11 @@ def mlp_names(module: nn.Module) -> FFNNames | None:
         return None
     if [*module.parameters(recurse=False)] or not 2 <= len(linears) <= 3:
         return None
+    return _projections(linears, act)
+
+
+def _projections(linears: dict[str, nn.Linear], act: str) -> FFNNames | None:
+    """Which of two or three linear modules is which, by their shapes; None where none fits."""
     down = _down(linears)
     if down is None:
         return None
@@ -195,9 +200,8 @@ def _experts_paths(layer: nn.Module) -> list[str]:
     return [path for path, m in layer.named_modules() if hasattr(m, "has_post_expert_norm")]
 
 
-def _mixture(
-    name: str, path: str, layers: Sequence[nn.Module], routed: Sequence[nn.Module], config: Config
-) -> MoEArch:
+def _experts_place(name: str, routed: Sequence[nn.Module]) -> tuple[str, str]:
+    """The path of the block that holds the experts in every routed layer, and their name in it."""
     places = {tuple(_experts_paths(layer)) for layer in routed}
     if len(places) != 1 or len(*places) != 1:
         raise Unknown(f"{name}: its layers have experts at several places: {sorted(places)}.")
@@ -207,8 +211,16 @@ def _mixture(
         raise Unknown(
             f"{name}: its experts stand in the decoder layer itself, not in a block of their own."
         )
+    return block_path, leaf
+
+
+def _mixture(
+    name: str, path: str, layers: Sequence[nn.Module], routed: Sequence[nn.Module], config: Config
+) -> MoEArch:
+    block_path, leaf = _experts_place(name, routed)
     layer = routed[0]
-    block, experts = layer.get_submodule(block_path), layer.get_submodule(place)
+    block = layer.get_submodule(block_path)
+    experts = block.get_submodule(leaf)
     if experts.has_post_expert_norm:
         raise Unknown(f"{name}: a norm is behind every expert.")
     down: Tensor = experts.get_parameter("down_proj")
@@ -216,11 +228,7 @@ def _mixture(
     parts = _router(name, block, leaf, count)
     for other in routed:
         _check_router(name, other.get_submodule(block_path), parts)
-    inside, outside = _mlps(block), _mlps(layer)
-    if len(inside) + len(outside) > 1:
-        raise Unknown(
-            f"{name}: several MLPs are beside its experts: {', '.join([*inside, *outside])}."
-        )
+    inside, outside = _mlps_beside(name, block, layer)
     gate = _shared_gate(block)
     after = _norm(block)
     known = {leaf, parts.router, *inside, *filter(None, [gate, after])}
@@ -254,14 +262,31 @@ def _mixture(
     at, attention = _attention(layer)
     arch = replace(arch, attention=attention, attention_path=at)
     if shared or beside:
-        mlp = layer.get_submodule(arch.shared_at or "")
-        path_width = int(getattr(mlp, arch.shared_names.down).in_features)
-        size = _key(said, path_width, ("shared", "size"))
-        times = (k for k in _keys(said, ("shared",), ("size",)) if said[k] * width == path_width)
-        many = None if size else next(times, None)
-        tied = 0 if size or many or path_width % width else path_width // width
-        arch = replace(arch, shared_size=size, shared_count=many, shared_times=tied)
+        arch = _sizing_shared(arch, layer, said, width)
     return _asked(arch, block, said, count)
+
+
+def _mlps_beside(
+    name: str, block: nn.Module, layer: nn.Module
+) -> tuple[dict[str, FFNNames], dict[str, FFNNames]]:
+    """The plain MLP beside the experts, in their block or in the layer: one at most."""
+    inside, outside = _mlps(block), _mlps(layer)
+    if len(inside) + len(outside) > 1:
+        raise Unknown(
+            f"{name}: several MLPs are beside its experts: {', '.join([*inside, *outside])}."
+        )
+    return inside, outside
+
+
+def _sizing_shared(arch: MoEArch, layer: nn.Module, config: JSON, width: int) -> MoEArch:
+    """With what says how wide the shared path is: a size, a count of experts, or their width."""
+    mlp = layer.get_submodule(arch.shared_at or "")
+    path_width = int(getattr(mlp, arch.shared_names.down).in_features)
+    size = _key(config, path_width, ("shared", "size"))
+    times = (k for k in _keys(config, ("shared",), ("size",)) if config[k] * width == path_width)
+    many = None if size else next(times, None)
+    tied = 0 if size or many or path_width % width else path_width // width
+    return replace(arch, shared_size=size, shared_count=many, shared_times=tied)
 
 
 def _router(name: str, block: nn.Module, experts: str, count: int) -> RouterParts:
