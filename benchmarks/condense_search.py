@@ -37,7 +37,7 @@ from moesaic.surgery import applied
 def experts(model: Any, tokens: Any) -> tuple[dict[str, float], bool]:
     arch = moe_arch(model.config)
     stream = LayerStream(model, arch, tokens, view=arch.mixture)
-    search = ExpertSearch(CondenseConfig(layers=1, keep="shared+routed"), stream, arch)
+    search = ExpertSearch(CondenseConfig(count=1, keep="shared+routed"), stream, arch)
     seconds = {"cached": 0.0, "full_forwards": 0.0}
     equal = True
     hidden, kwargs = stream.record()
@@ -88,7 +88,7 @@ def by_forwards(
 def layers(model: Any, tokens: Any, count: int) -> tuple[dict[str, float], bool]:
     arch = moe_arch(model.config)
     result = condense(
-        model, CondenseConfig(layers=len(arch.moe_layers(model)), refit=False), calibration=tokens
+        model, CondenseConfig(count=len(arch.moe_layers(model)), refit=False), calibration=tokens
     )
     assert result.plan is not None
     base = result.plan.base

@@ -20,21 +20,21 @@ KEEPS = ("0.75", "0.5", "0.25")
 PLAIN = "--score energy --no-refit"
 LABELS = {
     "slim": "slim surgeon, refit",
-    "slim --uneven": "slim uneven surgeon, refit",
-    "slim --uneven --spread sensitivity": "slim uneven spread surgeon, refit",
+    "slim --allocate experts": "slim uneven surgeon, refit",
+    "slim --allocate layers+experts": "slim uneven spread surgeon, refit",
     "slim --score energy": "slim energy, refit",
     f"slim {PLAIN}": "slim energy",
     "slim --recipe paper": "slim uneven",
     "slim --score heapr --no-refit": "slim heapr",
     "slim --score random --no-refit": "slim random",
-    f"slim --spread sensitivity {PLAIN}": "slim spread",
+    f"slim --allocate layers {PLAIN}": "slim spread",
     f"slim --experts auto {PLAIN}": "slim experts auto",
     "prune": "prune reconstruction, refit",
-    "prune --criterion weighted-ean": "prune weighted-ean, refit",
-    "prune --criterion reap": "prune reap, refit",
+    "prune --score weighted-ean": "prune weighted-ean, refit",
+    "prune --score reap": "prune reap, refit",
     "prune --recipe paper": "prune reconstruction",
     **{
-        f"prune --criterion {name} --no-refit": f"prune {name}"
+        f"prune --score {name} --no-refit": f"prune {name}"
         for name in (
             *("weighted-ean", "reap", "frequency", "pairwise", "gate"),
             *("ean", "man", "msan", "aimer", "random"),
@@ -44,8 +44,8 @@ LABELS = {
 }
 """By the command, the name in slim.json."""
 DRAWN = {
-    "slim --uneven --spread sensitivity": ("#cc79a7", "uneven, spread"),
-    "slim --uneven": ("#0072b2", "uneven"),
+    "slim --allocate layers+experts": ("#cc79a7", "uneven, spread"),
+    "slim --allocate experts": ("#0072b2", "uneven"),
     "slim": ("#56b4e9", "slim"),
     f"slim {PLAIN}": ("#009e73", "by energy, no refit"),
     "prune --recipe paper": ("#d55e00", "prune, no refit"),
@@ -200,14 +200,14 @@ def picture(panels: Sequence[tuple[Mapping[str, Any], str]]) -> str:
 
 
 SHOWN = {
-    "slim --uneven --spread sensitivity": "no: widths differ",
-    "slim --uneven": "no: widths differ",
+    "slim --allocate layers+experts": "no: widths differ",
+    "slim --allocate experts": "no: widths differ",
     "slim": "yes",
     "slim --recipe paper": "no: widths differ",
     "prune": "yes",
-    "prune --criterion reap": "yes",
+    "prune --score reap": "yes",
     "prune --recipe paper": "yes",
-    "prune --criterion frequency --no-refit": "yes",
+    "prune --score frequency --no-refit": "yes",
 }
 """README's rows, and whether a result is of the original's own architecture."""
 PAPERS = {"slim --recipe paper": " (CAMERA)", "prune --recipe paper": " (NAEE)"}

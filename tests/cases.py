@@ -28,7 +28,7 @@ QUICK: dict[str, Any] = {"steps": 3, "batch": 2, "lr": 1e-2, "save_every": 1, "l
 OWN: dict[str, dict[str, Any]] = {
     "carve.tomoe": {"active": 0.7, "experts": 3, "head_bias": 3.0},
     "carve.dsmoe": {"experts": 4, "active": 0.8},
-    "skip.lexi": {"experts_per_token": 1.5},
+    "skip.lexi": {"top_k": 1.5},
     "tune.sft": {"what": "condensed"},
 }
 """Settings that tiny models need."""
@@ -51,7 +51,7 @@ def config_of(key: str, **options: Any) -> MethodConfig:
     return METHODS[key](**{**quick, **OWN.get(key, {}), **options})
 
 
-DECISIVE = ("variant", "criterion", "keep", "what")
+DECISIVE = ("carve.variant", "prune.score", "condense.keep", "tune.what")
 """Options whose values are methods of their own."""
 
 
@@ -65,7 +65,7 @@ def variants(key: str) -> Iterator[MethodConfig]:
     yield config
     for of in fields(config):
         default, values = getattr(config, of.name), choices(type(config), of.name)
-        if about(of).beyond or of.name in DECISIVE:
+        if about(of).beyond or f"{config.verb}.{of.name}" in DECISIVE:
             others = (not default,) if isinstance(default, bool) else values
             for value in (v for v in others if v != default):
                 alone = {of.name: value}

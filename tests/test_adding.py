@@ -301,7 +301,7 @@ def done(package, tmp_path_factory):
     beforehand = ["--dry-run", "--json"]
     commands = [
         ["carve", "tiny-dense", "halves", "--method", "halves", "--share", "0.75", *text, *brief],
-        ["prune", "tiny-moe", "quietest", "--keep", "6", "--criterion", "quietest", *once, *brief],
+        ["prune", "tiny-moe", "quietest", "--keep", "6", "--score", "quietest", *once, *brief],
         ["carve", "seed", "carved-seed", "--method", "more", "--layers", "all", *text, *brief],
         ["dampen", "tiny-dense", "dampen", "--factor", "0.5", *brief],
         ["apply", "tiny-dense", "dampen", "applied"],

@@ -449,7 +449,7 @@ def test_pruned_experts_are_refitted(model_type, tokens, tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     options = {"calibration": tokens}
-    config = {"keep": 4, "criterion": "frequency"}
+    config = {"keep": 4, "score": "frequency"}
     plain = moesaic.prune(model, PruneConfig(**config, refit=False), **options)
     refit = moesaic.prune(str(tmp_path / "base"), PruneConfig(**config, refit=True), **options)
     index = max(plain.plan.layers)
@@ -464,7 +464,7 @@ def test_pruned_experts_are_refitted(model_type, tokens, tokenizer, tmp_path):
     assert torch.equal(loaded(input_ids=ids).logits, refit.model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("config", [PruneConfig(keep=4), CondenseConfig(layers=1)])
+@pytest.mark.parametrize("config", [PruneConfig(keep=4), CondenseConfig(count=1)])
 def test_mixtures_are_refitted_unless_told_otherwise(config, tokens):
     model = tiny_moe("qwen2_moe")
     for refit in (None, False):
@@ -493,7 +493,7 @@ def test_a_layer_without_ffn_has_nothing_to_refit():
 
 
 def test_progressive_prune_refits_on_what_is_passed_on(tokens):
-    config = PruneConfig(keep=4, criterion="frequency", progressive=True, refit=True)
+    config = PruneConfig(keep=4, score="frequency", progressive=True, refit=True)
     result = moesaic.prune(tiny_moe("mixtral"), config, calibration=tokens)
     found = [result.analyses[i]["refit"] for i in result.plan.layers]
     assert all(0 < seen["recovered"] <= 1 for seen in found)

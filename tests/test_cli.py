@@ -216,6 +216,15 @@ def test_observe_prune_skip(command, moe_folder, tmp_path):
     assert code == 0
 
 
+def test_former_flags_work_unseen_and_say_so(command, moe_folder, tmp_path, caplog):
+    line = ["prune", moe_folder, tmp_path / "out", "--keep", 6.5, "--dry-run", "--json"]
+    code, printed, err = command(*line, "--criterion", "reap", "--non-uniform")
+    assert code == 0, err
+    assert "criterion is called score now" in caplog.text
+    assert printed == command(*line, "--score", "reap", "--allocate", "layers")[1]
+    assert "--criterion" not in command("prune", "--help-all")[1]
+
+
 def test_condense_then_tune(command, moe_folder, tmp_path):
     quick = [*TEXT, "--samples", "4", "--length", "32", "--no-eval", "--json"]
     small, tuned = tmp_path / "small", tmp_path / "tuned"
@@ -258,12 +267,12 @@ AT_ONCE = [
     (["carve", "MODEL", "DONE"], "exists. Choose another name, or pass --overwrite"),
     (["carve", "/nowhere", "OUT"], "No model folder"),
     (["prune", "MODEL", "OUT"], "Missing option '--keep'"),
-    (["prune", "MODEL", "OUT", "--keep", "6", "--criterion", "magic"], "--criterion 'magic'"),
+    (["prune", "MODEL", "OUT", "--keep", "6", "--score", "magic"], "--score 'magic'"),
     (["prune", "MODEL", "OUT", "--keep", "6", "-o", "keeep=3"], "mean 'keep'?"),
-    (["prune", "MODEL", "OUT", "--keep", "6", "--criterion", "reapp"], "Did you mean 'reap'?"),
+    (["prune", "MODEL", "OUT", "--keep", "6", "--score", "reapp"], "Did you mean 'reap'?"),
     (["carve", "MODEL", "OUT", "--method", "wna"], "Did you mean 'wina'?"),
     (["carve", "smolm2", "OUT"], "Did you mean 'smollm2'?"),
-    (["prune", "MODEL", "OUT", "--keep", "5.5"], "--non-uniform"),
+    (["prune", "MODEL", "OUT", "--keep", "5.5"], "--allocate layers"),
     (["condense", "MODEL", "OUT", "--memory", "much"], "not a number of bytes"),
     (["condense", "MODEL", "OUT", "--candidates", "a,b"], "--candidates: Input should be"),
     (["observe", "/nowhere", "OUT"], "No model folder"),
@@ -557,7 +566,7 @@ def test_python_m_moesaic_is_the_command():
     assert (done.returncode, done.stdout.strip()) == (0, __version__)
 
 
-@pytest.mark.parametrize(("words", "at"), [("moesaic pru", 1), ("moesaic prune m out --crit", 4)])
+@pytest.mark.parametrize(("words", "at"), [("moesaic pru", 1), ("moesaic prune m out --sco", 4)])
 def test_shells_complete_commands_and_options(words, at):
     asked = {"_MOESAIC_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(at)}
     code = "import sys; sys.argv = ['moesaic']; from moesaic import cli; cli.main()"
@@ -565,7 +574,7 @@ def test_shells_complete_commands_and_options(words, at):
         [sys.executable, "-c", code],
         capture_output=True, text=True, check=False, env={**os.environ, **asked},
     )  # fmt: skip
-    assert done.stdout.split() == ["prune" if at == 1 else "--criterion"], done.stderr
+    assert done.stdout.split() == ["prune" if at == 1 else "--score"], done.stderr
 
 
 def test_version(command):

@@ -63,7 +63,7 @@ def searched(
     """Each layer's plan and analysis, without the choice of layers."""
     arch = moe_arch(model.config)
     stream = LayerStream(model, arch, tokens, view=arch.mixture)
-    search = ExpertSearch(CondenseConfig(layers=1, **options), stream, arch)
+    search = ExpertSearch(CondenseConfig(count=1, **options), stream, arch)
     found = {}
     with torch.no_grad():
         hidden, kwargs = stream.record()
@@ -258,7 +258,7 @@ def test_layer_search_is_the_search_by_full_forwards(
 ) -> None:
     model = tiny_moe(model_type, num_hidden_layers=4)
     reference = last_hidden(model, padded)
-    result = condense(model, CondenseConfig(layers=2), calibration=padded)
+    result = condense(model, CondenseConfig(count=2), calibration=padded)
     routed = moe_arch(model.config).moe_layers(model)
     chosen: list[int] = []
     for step in result.summary["search"]:
@@ -274,7 +274,7 @@ def test_layer_search_is_the_search_by_full_forwards(
     assert result.summary["layers"] == chosen
     model.save_pretrained(tmp_path / "model")
     disk = condense(
-        tmp_path / "model", CondenseConfig(layers=2), calibration=padded, tokenizer=object()
+        tmp_path / "model", CondenseConfig(count=2), calibration=padded, tokenizer=object()
     )
     assert disk.summary == result.summary
 
@@ -284,7 +284,7 @@ def test_rankings_and_metrics(tokens: Tokens) -> None:
     _, found = searched(model, tokens)
 
     def order(**options: Any) -> list[int]:
-        result = condense(model, CondenseConfig(layers=4, **options), calibration=tokens)
+        result = condense(model, CondenseConfig(count=4, **options), calibration=tokens)
         return result.summary["layers"]
 
     local = {i: f["divergence"]["shared"] for i, f in found.items()}
@@ -303,7 +303,7 @@ def test_rankings_and_metrics(tokens: Tokens) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_perplexity_as_the_metric(tied: bool, padded: Tokens, tmp_path: Path) -> None:
     model = tiny_moe("granitemoeshared", tie_word_embeddings=tied, logits_scaling=2.0)
-    config = CondenseConfig(layers=1, metric="ppl", refit=False)
+    config = CondenseConfig(count=1, metric="ppl", refit=False)
     result = condense(model, config, calibration=padded)
 
     @torch.no_grad()
@@ -338,7 +338,7 @@ def test_files_live_and_from_disk_are_one_and_weigh_what_was_predicted(
 ) -> None:
     model = tiny_moe(model_type)
     model.save_pretrained(tmp_path / "model")
-    config = CondenseConfig(layers=1, keep=keep)
+    config = CondenseConfig(count=1, keep=keep)
     live = condense(model, config, calibration=tokens)
     disk = condense(tmp_path / "model", config, calibration=tokens, tokenizer=object())
     disk.save(tmp_path / "disk")
@@ -368,7 +368,7 @@ def test_what_he_et_al_call_layer_drop_leaves_the_attention() -> None:
 @pytest.mark.parametrize("model_type", ["mixtral", "deepseek_v2"])
 def test_generation_with_a_cache_is_that_without(model_type: str, tokens: Tokens) -> None:
     model = tiny_moe(model_type, num_hidden_layers=4)
-    config = CondenseConfig(layers=2, keep="nothing", candidates=(1, 2))
+    config = CondenseConfig(count=2, keep="nothing", candidates=(1, 2))
     dropped = condense(model, config, calibration=tokens).model
     ids = tokens.input_ids[:2, :6]
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -378,7 +378,7 @@ def test_generation_with_a_cache_is_that_without(model_type: str, tokens: Tokens
 
 def test_nothing_condensed_is_the_model_itself(tokens: Tokens) -> None:
     model = tiny_moe("qwen2_moe")
-    result = condense(model, CondenseConfig(layers=0), calibration=tokens)
+    result = condense(model, CondenseConfig(count=0), calibration=tokens)
     assert result.plan.layers == {}
     assert type(result.model) is type(model)
     assert torch.equal(result.model(tokens.input_ids).logits, model(tokens.input_ids).logits)
@@ -400,7 +400,7 @@ def test_the_architecture_itself_holds_the_mix_where_it_can(
     model_type: str, options: Any, changes: Any, tokens: Tokens, tmp_path: Path
 ) -> None:
     model = tiny_moe(model_type, **changes)
-    config = CondenseConfig(layers=1, refit=False, **options)
+    config = CondenseConfig(count=1, refit=False, **options)
     model.save_pretrained(tmp_path / "model")
     result = condense(tmp_path / "model", config, calibration=tokens, tokenizer=object())
     result.save(tmp_path / "out")
@@ -434,8 +434,8 @@ def test_targets_in_bytes_and_active_parameters(tokens: Tokens) -> None:
         assert memory["result"] == 4 * parameters
         return len(result.summary["layers"]), (memory["result"], active["result"])
 
-    one, (bytes_1, active_1) = sizes(layers=1)
-    two, (bytes_2, active_2) = sizes(layers=2)
+    one, (bytes_1, active_1) = sizes(count=1)
+    two, (bytes_2, active_2) = sizes(count=2)
     assert (one, two) == (1, 2)
     assert bytes_2 < bytes_1
     assert active_2 < active_1
@@ -449,9 +449,9 @@ def test_targets_in_bytes_and_active_parameters(tokens: Tokens) -> None:
 
 def test_a_sweep_is_the_starts_of_one_search(tokens: Tokens) -> None:
     model = tiny_moe("deepseek_v2", num_hidden_layers=5)
-    result = condense(model, CondenseConfig(layers=3), calibration=tokens, compare=["1", "2"])
+    result = condense(model, CondenseConfig(count=3), calibration=tokens, compare=["1", "2"])
     for name in ("1", "2"):
-        alone = condense(model, CondenseConfig(layers=int(name)), calibration=tokens)
+        alone = condense(model, CondenseConfig(count=int(name)), calibration=tokens)
         plan = result.comparisons[name]
         assert plan.layers.keys() == alone.plan.layers.keys()
         assert all(same(plan.layers[i], alone.plan.layers[i]) for i in plan.layers)
@@ -463,13 +463,13 @@ def test_a_sweep_is_the_starts_of_one_search(tokens: Tokens) -> None:
 @pytest.mark.parametrize(
     ("model_type", "options", "message"),
     [
-        ("mixtral", {"layers": 1}, "no shared experts"),
-        ("deepseek_v2", {"layers": 9}, "2 layers can be condensed"),
-        ("deepseek_v2", {"layers": 1, "candidates": (0,)}, "not layers that route"),
-        ("deepseek_v2", {"layers": 1, "keep": "shared+routed", "experts": 99}, "has 8"),
+        ("mixtral", {"count": 1}, "no shared experts"),
+        ("deepseek_v2", {"count": 9}, "2 layers can be condensed"),
+        ("deepseek_v2", {"count": 1, "candidates": (0,)}, "not layers that route"),
+        ("deepseek_v2", {"count": 1, "keep": "shared+routed", "experts": 99}, "has 8"),
         (
             "gpt_oss",
-            {"layers": 1, "keep": "shared+routed"},
+            {"count": 1, "keep": "shared+routed"},
             "its experts have biases. keep=attention or nothing works",
         ),
         ("deepseek_v2", {"memory": 10}, "out of reach"),
@@ -485,11 +485,11 @@ def test_requests_that_cannot_be_met(
 @pytest.mark.parametrize(
     "options",
     [
-        {"layers": 1, "memory": 5},
-        {"layers": -1},
-        {"layers": 1, "keep": "some"},
-        {"layers": 1, "metric": "mse"},
-        {"layers": 1, "experts": 2},
+        {"count": 1, "memory": 5},
+        {"count": -1},
+        {"count": 1, "keep": "some"},
+        {"count": 1, "metric": "mse"},
+        {"count": 1, "experts": 2},
     ],
 )
 def test_options_that_make_no_sense(options: Any) -> None:
@@ -499,7 +499,7 @@ def test_options_that_make_no_sense(options: Any) -> None:
 
 def test_a_dense_model_is_refused(tokens: Tokens) -> None:
     with pytest.raises(MoesaicError, match="no routed experts"):
-        condense(tiny_model("llama"), CondenseConfig(layers=1), calibration=tokens)
+        condense(tiny_model("llama"), CondenseConfig(count=1), calibration=tokens)
 
 
 def test_a_recipe_condenses_and_says_what_it_did(tmp_path: Path, tokenizer: Any) -> None:

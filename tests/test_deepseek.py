@@ -126,7 +126,7 @@ def test_no_code_of_the_checkpoint_is_run(tokens: Tokens, tmp_path: Path) -> Non
     out = moesaic.prune(folder, config, calibration=tokens, tokenizer=object()).save(tmp_path / "p")
     pruned = loaded(out)
     assert (type(pruned).__name__, pruned.config.n_routed_experts) == ("DeepseekForCausalLM", 5)
-    first = CondenseConfig(layers=1, candidates=(1,))
+    first = CondenseConfig(count=1, candidates=(1,))
     condensed = moesaic.condense(folder, first, calibration=tokens, tokenizer=object())
     model = loaded(condensed.save(tmp_path / "c"))
     assert model.config.first_k_dense_replace == 2, "its own class holds that"

@@ -541,10 +541,10 @@ def test_some_tests_are_for_gpus() -> None:
         lambda tokens: moesaic.carve(tiny_model("llama"), text=tokens),
         lambda tokens: moesaic.skip(tiny_moe("mixtral"), text=tokens),
         lambda tokens: moesaic.condense(
-            tiny_moe("qwen2_moe"), CondenseConfig(layers=2), text=tokens
+            tiny_moe("qwen2_moe"), CondenseConfig(count=2), text=tokens
         ),
         lambda tokens: moesaic.prune(
-            tiny_moe("mixtral"), PruneConfig(keep=5, uniform=False), text=tokens
+            tiny_moe("mixtral"), PruneConfig(keep=5, allocate="layers"), text=tokens
         ),
     ],
     ids=["carved", "skipping", "condensed", "pruned unevenly"],

@@ -134,7 +134,7 @@ def test_documents_have_commands_of_every_verb() -> None:
         "carve smollm2 out --method nobody",
         "carve smollm2 out -o nobody=1",
         "carve smollm2",
-        "prune MODEL OUT --keep 6 --criterion nobody",
+        "prune MODEL OUT --keep 6 --score nobody",
         "run recipes/nobody.yaml",
         "eval out --nobody",
     ],
@@ -411,7 +411,7 @@ def test_choosing_says_what_the_tables_say(benchmarks: Any) -> None:
         ]
         assert " and ".join(both) in page, name
     record = json.loads((ROOT / "benchmarks/slim.json").read_text("utf-8"))
-    for command in ("slim", "prune", "slim --uneven"):
+    for command in ("slim", "prune", "slim --allocate experts"):
         drawn = slim_table.draws(record["results"], "tiny-shared-moe", "0.5", command).values()
         assert f"{mean(f['ships']['perplexity'] for f in drawn):.2f}" in page, command
 

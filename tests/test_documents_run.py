@@ -54,7 +54,7 @@ def cheap(given: list[str]) -> list[str]:
     name, *rest = given
     stands = {**STANDS, **FEWER, "MODEL": MODELS.get(name, "tiny-moe"), "cuda": "cpu"}
     words = [stands.get(word, word) for word in rest]
-    if name == "condense" and "--layers" in words:
+    if name == "condense" and "--count" in words:
         words[words.index("--layers") + 1] = "2"
     trains = name == "tune" or {"dsmoe", "tomoe"} & {*words}
     words += LESS.get(name, LESS["carve"] if name in VERBS and name != "observe" else "").split()
@@ -78,10 +78,10 @@ def smaller(recipe: str, overrides: list[str]) -> list[str]:
             given += [f"{place}.data=text.jsonl"] * hasattr(step, "data")
         if step.verb == "tune" and getattr(step, "what", "") == "routers":
             given.append(f"{place}.teacher={MODELS.get(verb, 'tiny-moe')}")
-        if getattr(step, "experts_per_token", None):
-            given.append(f"{place}.experts_per_token=1")
+        if step.name == "lexi":
+            given.append(f"{place}.top_k=1")
         if step.verb == "condense":
-            given.append(f"{place}.layers=2")
+            given.append(f"{place}.count=2")
     given += ["calibration.source=''", "calibration.samples=4", "calibration.length=64"]
     if asked.evaluation is not None:
         given += ["evaluation.data=''", "evaluation.length=128", "evaluation.max_tokens=1024"]
@@ -96,7 +96,7 @@ GIVEN = {
     "carved": f"carve tiny-dense carved --experts 4 {QUICK}",
     "gated": f"carve tiny-dense gated --method dsmoe -o steps=2 {QUICK}",
     "pruned": f"prune tiny-moe pruned --keep 6 {QUICK}",
-    "condensed": f"condense tiny-shared-moe condensed --layers 2 {QUICK}",
+    "condensed": f"condense tiny-shared-moe condensed --count 2 {QUICK}",
     "base.gguf": "export tiny-moe base.gguf --to gguf --type q8_0",
 }
 """How results are made that commands of pages take as given."""

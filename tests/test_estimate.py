@@ -53,18 +53,18 @@ from moesaic.report.numbers import memory
 
 FAST = Machine(operations=1e12, call=0.0, bytes=1e12, started=1.0, resident=1000)
 CASES: list[tuple[str, list[tuple[str, dict[str, Any]]]]] = [
-    ("tiny-shared-moe", [("prune", {"keep": 9.5, "uniform": False, "criterion": "frequency"})]),
+    ("tiny-shared-moe", [("prune", {"keep": 9.5, "allocate": "layers", "score": "frequency"})]),
     ("tiny-shared-moe", [("slim", {"keep": 0.5, "shared": 0.5, "refit": True})]),
-    ("tiny-shared-moe", [("slim", {"keep": 0.5, "uneven": True})]),
+    ("tiny-shared-moe", [("slim", {"keep": 0.5, "allocate": "experts"})]),
     ("tiny-dense", [("slim", {"keep": 0.5})]),
-    ("tiny-shared-moe", [("condense", {"layers": 2, "shared_gate": "mean"})]),
-    ("tiny-moe", [("condense", {"layers": 1, "keep": "shared+routed"})]),
+    ("tiny-shared-moe", [("condense", {"count": 2, "shared_gate": "mean"})]),
+    ("tiny-moe", [("condense", {"count": 1, "keep": "shared+routed"})]),
     ("tiny-moe", [("condense", {"memory": 16_000_000, "keep": "nothing"})]),
     ("tiny-dense", [("carve", {"variant": "static", "refit": True})]),
     ("tiny-dense", [("carve", {"layers": "all", "experts": 5, "router": "ridge"})]),
     (
         "tiny-shared-moe",
-        [("prune", {"keep": 12, "criterion": "frequency"}), ("slim", {"keep": 0.5})],
+        [("prune", {"keep": 12, "score": "frequency"}), ("slim", {"keep": 0.5})],
     ),
 ]
 
@@ -92,7 +92,7 @@ def test_what_comes_out_is_what_was_told(model: str, steps: Any, tmp_path: Path)
 
 def test_later_steps_know_what_earlier_ones_made() -> None:
     """Tuning what was condensed asks for its plan; only those layers learn."""
-    condense, tune = ("condense", {"layers": 2}), ("tune", {"what": "condensed", "steps": 3})
+    condense, tune = ("condense", {"count": 2}), ("tune", {"what": "condensed", "steps": 3})
     before = estimate(recipe_of("tiny-shared-moe", "out", condense), FAST)
     after = estimate(recipe_of("tiny-shared-moe", "out", condense, tune), FAST)
     assert after.output_parameters == before.output_parameters

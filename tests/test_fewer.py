@@ -31,7 +31,7 @@ def four(moe_type="qwen3_moe", **changes):
 
 
 def by_layer(mean):
-    return LExIConfig(experts_per_token=mean, by_layer=True)
+    return LExIConfig(top_k=mean, allocate="layers")
 
 
 def top_ks(model):
@@ -51,10 +51,10 @@ def numbers(result):
 def test_one_number_is_a_field_of_the_config(moe_type, tokens, tmp_path):
     """The result is the model that its architecture makes of that field, and loads natively."""
     model = tiny_moe(moe_type)
-    result = moesaic.skip(model, LExIConfig(experts_per_token=1))
+    result = moesaic.skip(model, LExIConfig(top_k=1))
     result.save(tmp_path / "live")
     model.save_pretrained(tmp_path / "base")
-    moesaic.skip(str(tmp_path / "base"), LExIConfig(experts_per_token=1)).save(tmp_path / "disk")
+    moesaic.skip(str(tmp_path / "base"), LExIConfig(top_k=1)).save(tmp_path / "disk")
     wanted = tiny_moe(moe_type, top_k=1)
     wanted.load_state_dict(model.state_dict())
     for name in ("live", "disk"):
@@ -70,7 +70,7 @@ def test_one_number_is_a_field_of_the_config(moe_type, tokens, tmp_path):
 
 def test_as_many_as_before_changes_nothing(tokens):
     model = four()
-    for config in (LExIConfig(experts_per_token=4), by_layer(4), LExIConfig(layer_loss=0)):
+    for config in (LExIConfig(top_k=4), by_layer(4), LExIConfig(layer_loss=0)):
         result = moesaic.skip(model, config, calibration=tokens)
         assert result.model.config.to_dict() == model.config.to_dict()
         assert torch.equal(logits(result.model, tokens), logits(model, tokens))
@@ -130,7 +130,7 @@ def test_no_other_numbers_of_that_mean_lose_less(seed):
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_a_mean_is_never_exceeded_and_always_changes_something(mean, layers):
     found = {i: [0.9, 0.5, 0.2, 0.0] for i in range(layers)}
-    total = sum(allotted(found, LExIConfig(experts_per_token=mean)).values())
+    total = sum(allotted(found, LExIConfig(top_k=mean)).values())
     assert mean * layers - 1 < total <= mean * layers
     assert total < 4 * layers
 
@@ -145,7 +145,7 @@ def test_a_loss_for_each_layer():
 def test_layers_differ_saved_and_loaded(tokens, tmp_path):
     """A model whose routers were told by hand is the same one."""
     model = four()
-    result = moesaic.skip(model, LExIConfig(experts_per_token=2.34), calibration=tokens)
+    result = moesaic.skip(model, LExIConfig(top_k=2.34), calibration=tokens)
     found = numbers(result)
     assert sum(found) == 7
     twin = copy.deepcopy(model)
@@ -160,7 +160,7 @@ def test_layers_differ_saved_and_loaded(tokens, tmp_path):
     record = result.told
     assert [layer.top_k for layer in record.layers] == found
     assert record.output()["experts_per_token"] == found
-    one = moesaic.skip(again, LExIConfig(experts_per_token=1))
+    one = moesaic.skip(again, LExIConfig(top_k=1))
     assert top_ks(one.model) == [1, 1, 1]
     assert [len(stack) for stack in headers_of(one.model.config).values()] == [2, 2, 2]
 
@@ -197,11 +197,11 @@ def test_statistics_and_other_steps(tokens, tmp_path):
     a = moesaic.skip(model, by_layer(2), stats=tmp_path / "stats")
     b = moesaic.skip(model, by_layer(2), calibration=tokens)
     assert numbers(a) == numbers(b)
-    fewer = moesaic.skip(model, LExIConfig(experts_per_token=3)).model
+    fewer = moesaic.skip(model, LExIConfig(top_k=3)).model
     skipping = moesaic.skip(fewer, SkipConfig(calls=2), calibration=tokens)
     assert skipping.analyses[0]["calls_per_token"] == pytest.approx(2, abs=0.05)
     with pytest.raises(MoesaicError, match="skips already"):
-        moesaic.skip(skipping.model, LExIConfig(experts_per_token=1))
+        moesaic.skip(skipping.model, LExIConfig(top_k=1))
 
 
 # --- asked for -----------------------------------------------------------------------------------
@@ -210,11 +210,11 @@ def test_statistics_and_other_steps(tokens, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"experts_per_token": 3}, "runs 2 experts now; from 1 to 2 works"),
-        ({"experts_per_token": 2.5}, "from 1 to 2 works"),
-        ({"experts_per_token": 0.5}, "at least 1"),
-        ({"by_layer": True}, "needs experts_per_token"),
-        ({"experts_per_token": 1, "layer_loss": 0.2}, "leave layer_loss out"),
+        ({"top_k": 3}, "runs 2 experts now; from 1 to 2 works"),
+        ({"top_k": 2.5}, "from 1 to 2 works"),
+        ({"top_k": 0.5}, "at least 1"),
+        ({"allocate": "layers"}, "needs top_k"),
+        ({"top_k": 1, "layer_loss": 0.2}, "leave layer_loss out"),
     ],
 )
 def test_what_cannot_be_done_is_said(options, message, tokens):
@@ -225,22 +225,22 @@ def test_what_cannot_be_done_is_said(options, message, tokens):
 def test_a_router_that_knows_one_number_is_said(tokens):
     """phimoe's mixes two experts."""
     with pytest.raises(MoesaicError, match="runs 2 experts a token, whatever"):
-        moesaic.skip(tiny_moe("phimoe"), LExIConfig(experts_per_token=1), calibration=tokens)
+        moesaic.skip(tiny_moe("phimoe"), LExIConfig(top_k=1), calibration=tokens)
 
 
 def test_the_method_is_the_one_that_has_the_option():
-    assert isinstance(step_config("skip", {"experts_per_token": 1.5}), LExIConfig)
+    assert isinstance(step_config("skip", {"top_k": 1.5}), LExIConfig)
     assert isinstance(step_config("skip", {}), SkipConfig)
     assert isinstance(step_config("skip", {"calls": 1.5}), SkipConfig)
     with pytest.raises(MoesaicError, match="is not an option"):
-        step_config("skip", {"method": "naee", "experts_per_token": 1.5})
+        step_config("skip", {"method": "naee", "top_k": 1.5})
     with pytest.raises(MoesaicError, match="is not an option"):
-        step_config("skip", {"calls": 1.5, "experts_per_token": 1.5})
+        step_config("skip", {"calls": 1.5, "top_k": 1.5})
 
 
 def test_the_command(tmp_path):
     """From a folder with its native config; a wrong request is one message."""
-    given = ["skip", "tiny-shared-moe", str(tmp_path / "out"), "--experts-per-token", "2"]
+    given = ["skip", "tiny-shared-moe", str(tmp_path / "out"), "--top-k", "2"]
     run = CliRunner().invoke(app, [*given, "--no-eval", "--json"], catch_exceptions=False)
     assert run.exit_code == 0, run.stderr
     record = json.loads(run.stdout)
@@ -249,7 +249,7 @@ def test_the_command(tmp_path):
     assert record["steps"][0]["title"] == "2 of 4 experts a token"
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["num_experts_per_tok"] == 2
-    for wrong, said in ((["--experts-per-token", "9"], "4 works"), (["--by-layer"], "needs")):
+    for wrong, said in ((["--top-k", "9"], "4 works"), (["--allocate", "layers"], "needs")):
         run = CliRunner().invoke(app, ["skip", "tiny-shared-moe", str(tmp_path / "x"), *wrong])
         assert run.exit_code != 0
         assert said in str(run.exception)

@@ -47,7 +47,7 @@ def recipe_of(out: Path, model: str = "tiny-moe", samples: int = 4) -> Recipe:
 def few(*_: Any) -> list[Form]:
     """Three forms that are quick to make."""
     return [
-        Form("prune", (0.5, 0.75), lambda s: (PruneConfig(keep=8 * s, criterion="reap"),)),
+        Form("prune", (0.5, 0.75), lambda s: (PruneConfig(keep=8 * s, score="reap"),)),
         Form("slim", (0.25, 0.5, 1.0), lambda s: (SlimConfig(keep=s),)),
         Form("random", (0.25, 0.5, 1.0), lambda s: (SlimConfig(keep=s, score="random"),)),
     ]
@@ -202,7 +202,7 @@ def test_a_file_larger_than_told_gives_way_to_a_smaller_one(
         last = ExportArgs(to="gguf", type="q8_0")
         return [
             Form("none", (1.0,), lambda _: (last,)),
-            Form("prune", shares, lambda s: (PruneConfig(keep=int(8 * s), criterion="reap"), last)),
+            Form("prune", shares, lambda s: (PruneConfig(keep=int(8 * s), score="reap"), last)),
         ]
 
     monkeypatch.setattr(search, "forms", forms)
@@ -236,7 +236,7 @@ def test_the_original_alone_may_be_best(tmp_path: Path, monkeypatch: pytest.Monk
         last = ExportArgs(to="gguf", type="q8_0")
         return [
             Form("none", (1.0,), lambda _: (last,)),
-            Form("prune", (0.5,), lambda _: (PruneConfig(keep=4, criterion="reap"), last)),
+            Form("prune", (0.5,), lambda _: (PruneConfig(keep=4, score="reap"), last)),
         ]
 
     monkeypatch.setattr(search, "forms", forms)
@@ -332,7 +332,7 @@ def test_text_is_divided_and_too_little_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = Form("shared", (0.5,), lambda _: (CondenseConfig(layers=1, keep="shared"),))
+    shared = Form("shared", (0.5,), lambda _: (CondenseConfig(count=1, keep="shared"),))
     monkeypatch.setattr(search, "forms", lambda *_: [*few(), shared])
     out, budget = tmp_path / "out", int(0.8 * ORIGINAL.bytes)
     lines: list[str] = []
@@ -472,7 +472,7 @@ def test_seconds_are_those_of_statistics_steps_and_measuring_counted_once(
     statistics = seconds(six) - measured  # decided from them, and written at no cost
     assert statistics > 0
     assert seconds(six, five) == pytest.approx(seconds(six) + seconds(five) - statistics)
-    near, thin = CondenseConfig(layers=3, keep="attention"), SlimConfig(keep=0.5)
+    near, thin = CondenseConfig(count=3, keep="attention"), SlimConfig(keep=0.5)
     measured = seconds((near,), (near, thin)) - seconds((near, thin))
     quick = replace(near, layer_search="cosine")
     greedy, cosine = (seconds((config,)) - measured for config in (near, quick))

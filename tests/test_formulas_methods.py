@@ -196,7 +196,7 @@ def test_a_target_out_of_reach_says_how_low_it_can_go() -> None:
 @pytest.mark.parametrize("keep", ["shared", "nothing"])
 def test_what_condensing_leaves_is_counted_as_in_the_result(tokens: Tokens, keep: str) -> None:
     model = tiny_moe("qwen2_moe")
-    result = condense(model, CondenseConfig(layers=1, keep=keep), calibration=tokens)
+    result = condense(model, CondenseConfig(count=1, keep=keep), calibration=tokens)
     for key, of in (("original", model), ("result", result.model)):
         size = model_size(of)
         assert result.summary["active_parameters"][key] == size.active_parameters

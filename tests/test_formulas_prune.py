@@ -112,7 +112,7 @@ def test_scores_are_their_definitions(name: str, moe_type: str, rows: int) -> No
 def test_those_of_the_highest_scores_stay(name: str) -> None:
     _, done, (model, spread) = observed("qwen2_moe", 6)
     wanted = [DEFINITIONS[name](e, done, spread) for e in range(EXPERTS)]
-    config = PruneConfig(keep=5, criterion=name)
+    config = PruneConfig(keep=5, score=name)
     layer = moesaic.prune(model, config, calibration=tokens_of(6)).plan.layers[0]
     lowest = sorted(sorted(range(EXPERTS), key=lambda e: wanted[e])[3:])
     assert layer.kept == lowest  # type: ignore[attr-defined]
@@ -157,7 +157,7 @@ def test_random_scores_follow_seed_and_layer_alone() -> None:
     assert score is not None
 
     def drawn(seed: int, layer: int) -> list[float]:
-        config = PruneConfig(keep=5, criterion="random", seed=seed)
+        config = PruneConfig(keep=5, score="random", seed=seed)
         routing: RoutingFunction = case.routing
         return score(Case(case.stats, routing, layer, config)).tolist()
 

@@ -263,7 +263,7 @@ VERBS = {
     "qwen2_moe": {
         "slim": ["{out}", "--keep", "0.5", "--refit", *TEXT],
         "skip": ["{out}", *TEXT],
-        "condense": ["{out}", "--layers", "1", *TEXT],
+        "condense": ["{out}", "--count", "1", *TEXT],
         "observe": ["{out}", *TEXT[:-1]],
         "tune": [
             "{out}",

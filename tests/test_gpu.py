@@ -56,7 +56,7 @@ def test_carved_models_compute_the_same(device: str, tokens: Tokens) -> None:
 
 @pytest.mark.usefixtures("spilling")
 def test_condensing_with_everything_spilled(device: str, tokens: Tokens) -> None:
-    config = CondenseConfig(layers=2)
+    config = CondenseConfig(count=2)
     expected = moesaic.condense(tiny_moe("qwen2_moe"), config, text=tokens)
     found = moesaic.condense(tiny_moe("qwen2_moe").to(device), config, text=tokens)
     for i, seen in expected.analyses.items():

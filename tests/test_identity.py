@@ -145,7 +145,7 @@ def pair(tmp_path: Path) -> tuple[str, str]:
 VERBS: dict[str, tuple[Callable[..., Any], Any]] = {
     "prune": (moesaic.prune, PruneConfig(keep=5)),
     "skip": (moesaic.skip, SkipConfig()),
-    "condense": (moesaic.condense, CondenseConfig(layers=1)),
+    "condense": (moesaic.condense, CondenseConfig(count=1)),
 }
 
 

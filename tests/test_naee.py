@@ -295,14 +295,12 @@ def test_every_criterion_prunes_and_says_which(tokens):
     model = tiny_moe("mixtral")
     results = {}
     for criterion in CRITERIA:
-        config = PruneConfig(keep=5, criterion=criterion)
+        config = PruneConfig(keep=5, score=criterion)
         result = moesaic.prune(model, config, calibration=tokens)
         assert all(len(k) == 5 for k in kept(result).values())
         results[criterion] = str(kept(result))
     assert len(set(results.values())) > 5, results
-    by_frequency = moesaic.prune(
-        model, PruneConfig(keep=5, criterion="frequency"), calibration=tokens
-    )
+    by_frequency = moesaic.prune(model, PruneConfig(keep=5, score="frequency"), calibration=tokens)
     calls = by_frequency.analyses[0]["calls"]
     assert sum(calls) == 2 * tokens.count
     assert kept(by_frequency)[0] == sorted(sorted(range(8), key=lambda e: calls[e])[3:])
@@ -313,7 +311,7 @@ def test_compared_criteria_are_those_alone(tokens):
     others = ("frequency", "random", "reap")
     result = moesaic.prune(model, PruneConfig(keep=5), calibration=tokens, compare=others)
     for name in others:
-        alone = moesaic.prune(model, PruneConfig(keep=5, criterion=name), calibration=tokens)
+        alone = moesaic.prune(model, PruneConfig(keep=5, score=name), calibration=tokens)
         pairs = zip(
             alone.plan.layers.values(), result.comparisons[name].layers.values(), strict=True
         )
@@ -322,7 +320,7 @@ def test_compared_criteria_are_those_alone(tokens):
 
 def test_random_follows_the_seed(tokens):
     def run(seed):
-        config = PruneConfig(keep=4, criterion="random", seed=seed)
+        config = PruneConfig(keep=4, score="random", seed=seed)
         return kept(moesaic.prune(tiny_moe("mixtral"), config, calibration=tokens))
 
     assert run(1) == run(1) != run(2)
@@ -334,7 +332,7 @@ def test_optimum_is_at_most_every_other_criterions_loss(tokens):
     for site in sites(model, tokens):
         _, losses = brute_force(site, 4)
         for criterion in ("random", "frequency", "reap", "pairwise"):
-            config = PruneConfig(keep=4, criterion=criterion)
+            config = PruneConfig(keep=4, score=criterion)
             other = moesaic.prune(model, config, calibration=tokens)
             loss = losses[tuple(kept(other)[site.index])]
             assert best.analyses[site.index]["loss"] <= loss * (1 + 1e-5)
@@ -366,11 +364,11 @@ def test_stats_decide_as_the_model_does(moe_type, tokens, tmp_path, monkeypatch)
     direct = {}
     for keep in (4, 6):
         for criterion in CRITERIA:
-            config = PruneConfig(keep=keep, criterion=criterion)
+            config = PruneConfig(keep=keep, score=criterion)
             direct[keep, criterion] = moesaic.prune(model, config, calibration=tokens)
     monkeypatch.setattr(LayerStream, "__iter__", lambda self: pytest.fail("the model was run"))
     for (keep, criterion), wanted in direct.items():
-        config = PruneConfig(keep=keep, criterion=criterion)
+        config = PruneConfig(keep=keep, score=criterion)
         found = moesaic.prune(model, config, stats=tmp_path / "stats")
         assert kept(found) == kept(wanted)
         for i, analysis in found.analyses.items():
@@ -416,7 +414,7 @@ def test_foreign_or_poor_statistics_are_refused(tokens, tmp_path):
         moesaic.prune(olmoe, PruneConfig(keep=6), stats=tmp_path / "stats")
     with pytest.raises(MoesaicError, match="no Gram matrices"):
         moesaic.prune(mixtral, PruneConfig(keep=6), stats=tmp_path / "stats")
-    config = PruneConfig(keep=6, criterion="reap")
+    config = PruneConfig(keep=6, score="reap")
     assert moesaic.prune(mixtral, config, stats=tmp_path / "stats").plan.layers
     with pytest.raises(MoesaicError, match="must see the model"):
         moesaic.prune(mixtral, PruneConfig(progressive=True), stats=tmp_path / "stats")
@@ -494,7 +492,7 @@ def test_allocation_is_the_best_of_all(curves, data):
 
 @torch.no_grad()
 def test_counts_that_differ_load_as_moesaic(mixtral_folder, tokens, tmp_path):
-    config = PruneConfig(keep=4.67, uniform=False)
+    config = PruneConfig(keep=4.67, allocate="layers")
     result = moesaic.prune(mixtral_folder, config, calibration=tokens)
     counts = [len(k) for k in kept(result).values()]
     assert sum(counts) == 14
@@ -521,10 +519,10 @@ def test_padding_is_native_and_never_chosen(moe_type, groups, tokens, tmp_path):
     keep = 5 if moe_type == "gpt_oss" or groups > 1 else 5.5
     changes = {} if moe_type == "gpt_oss" else {"n_group": groups, "topk_group": 1}
     model = tiny_moe(moe_type, **changes)
-    plain = PruneConfig(keep=keep, uniform=False)
+    plain = PruneConfig(keep=keep, allocate="layers")
     differs = moesaic.prune(model, plain, calibration=tokens)
     padded = moesaic.prune(
-        model, PruneConfig(keep=keep, uniform=False, padding=True), calibration=tokens
+        model, PruneConfig(keep=keep, allocate="layers", padding=True), calibration=tokens
     )
     counts = {len(k) for k in kept(differs).values()}
     assert len(counts) > 1
@@ -573,14 +571,14 @@ def test_too_little_memory_for_any_gram_matrix_is_refused(tokens, tmp_path):
         ("mixtral", {"keep": 1}, "needs at least 2"),
         ("mixtral", {"keep": 9}, "has 8 experts"),
         ("mixtral", {"keep": 5.5}, "not a whole number"),
-        ("mixtral", {"criterion": "magic"}, "criterion 'magic' is none of reconstruction"),
+        ("mixtral", {"score": "magic"}, "score 'magic' is none of reconstruction"),
         ("deepseek_v3", {"keep": 5}, "not a multiple of the 2 router groups"),
         ("deepseek_v3", {"keep": 2}, "needs at least 4"),
-        ("mixtral", {"uniform": False, "padding": True}, "router with a bias"),
-        ("ernie4_5_moe", {"uniform": False, "padding": True}, "router with a bias"),
-        ("mixtral", {"padding": True}, "needs uniform=False"),
-        ("mixtral", {"uniform": False, "criterion": "random"}, "no loss by which"),
-        ("mixtral", {"uniform": False, "progressive": True}, "drop|needs all"),
+        ("mixtral", {"allocate": "layers", "padding": True}, "router with a bias"),
+        ("ernie4_5_moe", {"allocate": "layers", "padding": True}, "router with a bias"),
+        ("mixtral", {"padding": True}, "needs allocate=layers"),
+        ("mixtral", {"allocate": "layers", "score": "random"}, "no loss by which"),
+        ("mixtral", {"allocate": "layers", "progressive": True}, "drop|needs all"),
         ("llama", {}, "no routed experts"),
     ],
 )

@@ -50,7 +50,7 @@ def further(folder, model_type):
 @pytest.mark.parametrize("model_type", LAYOUTS)
 def test_pruned_along_with_the_last_layers_choice(model_type, tokens, tmp_path):
     base = published(model_type, tmp_path / "base")
-    config = PruneConfig(keep=6, criterion="frequency", refit=True)
+    config = PruneConfig(keep=6, score="frequency", refit=True)
     result = moesaic.prune(str(base), config, calibration=tokens)
     out = result.save(tmp_path / "out")
     kept = result.plan.layers[2].kept
@@ -72,7 +72,7 @@ def test_pruned_along_with_the_last_layers_choice(model_type, tokens, tmp_path):
     step = result.record(str(base), str(out)).steps[-1]
     assert step.summary["along"] == {"num_nextn_predict_layers": 1}
     assert "are reduced as the last layer is" in step.told
-    again = moesaic.prune(str(out), PruneConfig(keep=4, criterion="frequency"), calibration=tokens)
+    again = moesaic.prune(str(out), PruneConfig(keep=4, score="frequency"), calibration=tokens)
     again.save(tmp_path / "again")
     downs = [name for name in further(tmp_path / "again", model_type) if "s.3.down_proj" in name]
     assert len(downs) == 1

@@ -206,7 +206,7 @@ def test_a_criterion_pays_for_what_it_reads(
 ) -> None:
     """Only reconstruction and pairwise see experts' outputs side by side; some see none at all."""
     moesaic.prune(
-        tiny_moe("mixtral"), PruneConfig(keep=4, criterion=criterion, refit=False), text=tokens
+        tiny_moe("mixtral"), PruneConfig(keep=4, score=criterion, refit=False), text=tokens
     )
     beside = criterion in ("reconstruction", "pairwise")
     alone = criterion in ("ean", "weighted-ean", "man", "msan", "reap")
@@ -262,7 +262,7 @@ def test_live_and_from_a_file_of_everything_decide_alike(
 ) -> None:
     model = tiny_moe("mixtral")
     file = moesaic.observe(model, tmp_path / "all.stats", text=tokens)
-    config = PruneConfig(keep=4, criterion=criterion)
+    config = PruneConfig(keep=4, score=criterion)
     live = moesaic.prune(model, config, text=tokens)
     filed = moesaic.prune(model, config, text=tokens, stats=str(file))
     for i, layer in live.plan.layers.items():

@@ -480,7 +480,7 @@ def test_a_whole_run_reads_layer_by_layer(fp8, tmp_path):
     source.load().save_pretrained(tmp_path / "plain")
     found = {}
     for name, folder in (("fp8", fp8), ("plain", tmp_path / "plain")):
-        config = PruneConfig(keep=6, criterion="frequency")
+        config = PruneConfig(keep=6, score="frequency")
         result = verb("prune", str(folder), config, calibration=Tokens(drawn_ids()))
         result.save(tmp_path / f"{name}-out")
         found[name] = [result.plan.layers[i].kept for i in sorted(result.plan.layers)]

@@ -34,7 +34,7 @@ def pruned(**parts):
         title="pruned by REAP to 6 of 8 experts",
         told="6 of 8 experts stay in every layer that routes.",
         paper="Some Authors, On Experts, 2026",
-        config={"keep": 6.0, "criterion": "reap"},
+        config={"keep": 6.0, "score": "reap"},
         variants={"frequency": "frequency"},
         ratio="stored",
     )
@@ -107,7 +107,7 @@ def condensed():
             for i in (1, 2)
         ),
     ]
-    config = CondenseConfig(layers=2, keep="shared+routed", metric="js")
+    config = CondenseConfig(count=2, keep="shared+routed", metric="js")
     step = with_figures(step, config, layers, {"layers": [2, 1], "search": search})
     record = mixture(step, layers)
     record.measured["scores"]["1"] = score(44.0, 0.5, total=900, active=500)

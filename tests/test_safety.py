@@ -28,7 +28,7 @@ from moesaic.methods.naee.config import PruneConfig
 
 Command = Callable[..., tuple[int, str, str]]
 SRC = Path(moesaic.__file__).parent
-PRUNE = ("--keep", 6, "--criterion", "aimer", "--no-eval", "--overwrite")
+PRUNE = ("--keep", 6, "--score", "aimer", "--no-eval", "--overwrite")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -87,7 +87,7 @@ def test_out_never_holds_a_text_or_statistics_that_are_read(
         line = ("prune", moe_folder, out, "--keep", 6, option, out / "t.txt", "--overwrite")
         code, _, err = command(*line)
         assert (code, "and is read" in err) == (2, True), err
-    again = moesaic.prune(str(out), PruneConfig(keep=5, criterion="aimer"))
+    again = moesaic.prune(str(out), PruneConfig(keep=5, score="aimer"))
     with pytest.raises(MoesaicError, match="and is read"):
         again.save(out, overwrite=True)
     assert (out / "t.txt").exists()
@@ -343,7 +343,7 @@ def test_a_result_names_no_code_that_it_has_not(theirs: Path, tmp_path: Path) ->
     (theirs / "evil.py").write_text(EVIL.format("ran"))
     (theirs / "tokenizer_evil.py").write_text("")
     edited(theirs, "config.json", auto_map={"AutoConfig": "evil.C"})
-    result = moesaic.prune(str(theirs), PruneConfig(keep=6, criterion="aimer"))
+    result = moesaic.prune(str(theirs), PruneConfig(keep=6, score="aimer"))
     out = result.save(tmp_path / "out")
     assert "auto_map" not in json.loads((out / "config.json").read_text())
     assert not [*out.rglob("*.py")]
@@ -411,7 +411,7 @@ def test_links_within_a_model_and_of_the_hubs_cache_are_followed(
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     (tmp_path / "link").symlink_to(snapshot)
     for folder in (theirs, snapshot, tmp_path / "link"):
-        result = moesaic.prune(str(folder), PruneConfig(keep=6, criterion="aimer"))
+        result = moesaic.prune(str(folder), PruneConfig(keep=6, score="aimer"))
         out = result.save(tmp_path / f"of-{folder.name}")
         assert (out / "tokenizer.json").read_bytes() == (moe_folder / "tokenizer.json").read_bytes()
         assert not any(path.is_symlink() for path in out.rglob("*"))
@@ -433,7 +433,7 @@ def test_a_plan_takes_no_experts_that_are_not_there(
     moe_folder: Path, tmp_path: Path, kept: list[int]
 ) -> None:
     """24 MB of padding became 400 GB of copies; a number below 0 a model that nothing loads."""
-    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, criterion="aimer")).plan
+    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, score="aimer")).plan
     assert plan is not None
     layers = {i: PrunedLayer(torch.tensor(kept)) for i in plan.layers}
     (tmp_path / "plan").mkdir()
@@ -446,7 +446,7 @@ def test_a_plan_takes_no_experts_that_are_not_there(
 def test_a_plan_that_names_no_weights_is_said(
     moe_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, criterion="aimer")).plan
+    plan = moesaic.prune(str(moe_folder), PruneConfig(keep=6, score="aimer")).plan
     assert plan is not None
     (tmp_path / "plan").mkdir()
     replace(plan, base=replace(plan.base, weights="")).save(tmp_path / "plan")

@@ -130,7 +130,7 @@ def done(*words: str) -> Any:
     return json.loads(result.stdout)
 
 
-PRUNE = ("prune", "tiny-moe", "--keep", "6", "--criterion", "random", "--no-eval")
+PRUNE = ("prune", "tiny-moe", "--keep", "6", "--score", "random", "--no-eval")
 
 
 def test_a_plan_is_pushed_and_rebuilt(hub: dict[str, dict[str, bytes]], tmp_path: Path) -> None:

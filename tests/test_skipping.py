@@ -202,7 +202,7 @@ def test_pruning_and_skipping_combine_with_beta_of_the_pruned_model(tokens, toke
 
 @torch.no_grad()
 def test_unequal_counts_can_skip_too(tokens, tmp_path):
-    config = PruneConfig(keep=4.67, uniform=False)
+    config = PruneConfig(keep=4.67, allocate="layers")
     pruned = moesaic.prune(tiny_moe("mixtral"), config, calibration=tokens).model
     counts = [layer.mlp.experts.num_experts for layer in pruned.model.layers]
     assert len(set(counts)) > 1

@@ -290,7 +290,7 @@ def test_every_score_decides(score, tokens):
         ("qwen2_moe", {"experts": "4"}),
         ("gpt_oss", {"experts": "4"}),
         ("deepseek_v3", {"experts": "4"}),
-        ("mixtral", {"uneven": True}),
+        ("mixtral", {"allocate": "experts"}),
         ("llama", {}),
     ],
 )
@@ -355,10 +355,10 @@ def shape_of(layer):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "options"),
-    [("mixtral", {}), ("mixtral", {"uneven": True}), ("llama", {})],
+    ("model_type", "experts"),
+    [("mixtral", False), ("mixtral", True), ("llama", False)],
 )
-def test_widths_spread_by_what_layers_lose(model_type, options, tokens, tmp_path):
+def test_widths_spread_by_what_layers_lose(model_type, experts, tokens, tmp_path):
     """The budget is met, the result is moesaic_<base>, and no uniform width loses less."""
     model = any_model(model_type)
     with torch.no_grad():  # a layer that does little, and one that does much
@@ -366,7 +366,8 @@ def test_widths_spread_by_what_layers_lose(model_type, options, tokens, tmp_path
             for name, weight in model.model.layers[layer].named_parameters():
                 if "down_proj" in name:
                     weight *= factor
-    spread = slimmed(model, tokens, keep=0.5, spread="sensitivity", **options)
+    by_layer, evenly = ("layers+experts", "experts") if experts else ("layers", "uniform")
+    spread = slimmed(model, tokens, keep=0.5, allocate=by_layer)
     neurons = [(shape_of(x)[1] >= 0).sum().item() for x in spread.plan.layers.values()]
     whole = 8 * 16 if model_type == "mixtral" else 64
     assert sum(neurons) <= 0.5 * whole * len(neurons)
@@ -379,7 +380,7 @@ def test_widths_spread_by_what_layers_lose(model_type, options, tokens, tmp_path
         pairs = result.plan.layers.items()
         return sum(losses(site_of(model, tokens, i), [shape_of(x)])[0] ** 2 for i, x in pairs)
 
-    assert lost(spread) < lost(slimmed(model, tokens, keep=0.5, **options))
+    assert lost(spread) < lost(slimmed(model, tokens, keep=0.5, allocate=evenly))
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "glm4_moe", "ernie4_5_moe"])
@@ -424,7 +425,7 @@ def test_widths_that_differ_are_exported_filled_up(model_type, tokens, tmp_path)
 def test_experts_of_different_widths_compute_what_their_neurons_do(model_type, tokens, tmp_path):
     """The highest scores of all experts stay; stored without zeros, from memory and from disk."""
     model = any_model(model_type)
-    result = slimmed(model, tokens, keep=0.5, uneven=True)
+    result = slimmed(model, tokens, keep=0.5, allocate="experts")
     again = loaded(result.save(tmp_path / "out"))
     assert again.config.model_type == f"moesaic_{model_type}"
     masked, arch = copy.deepcopy(model), base_arch(model.config)
@@ -453,7 +454,7 @@ def test_experts_of_different_widths_compute_what_their_neurons_do(model_type, t
     torch.testing.assert_close(logits(again, tokens), logits(masked, tokens), rtol=1e-4, atol=1e-4)
     assert torch.equal(logits(again, tokens), logits(result.model, tokens))
     model.save_pretrained(tmp_path / "base", max_shard_size="60KB")
-    config = {"keep": 0.5, "uneven": True, "refit": True}
+    config = {"keep": 0.5, "allocate": "experts", "refit": True}
     live = slimmed(model, tokens, **config)
     slimmed(str(tmp_path / "base"), tokens, **config).save(tmp_path / "disk")
     from_disk = loaded(tmp_path / "disk")
@@ -482,19 +483,17 @@ def test_experts_rows_are_wide_enough_for_grouped_products(tokens):
 @pytest.mark.parametrize(("options", "neurons"), [({}, 90), ({"multiple": 4}, 88)])
 def test_experts_of_different_widths_use_all_of_the_budget(options, neurons, tokens):
     """0.7 of 8 x 16 neurons are 89.6; equal widths would be 11, or 12."""
-    for spread in ("uniform", "sensitivity"):
-        plan = slimmed(
-            tiny_moe("qwen2_moe"), tokens, keep=0.7, uneven=True, spread=spread, **options
-        ).plan
+    for allocate in ("experts", "layers+experts"):
+        plan = slimmed(tiny_moe("qwen2_moe"), tokens, keep=0.7, allocate=allocate, **options).plan
         every = [sum(layer.widths) for layer in plan.layers.values()]
         budget, step = 0.7 * 8 * 16 * len(every), options.get("multiple", 1)
         assert budget - step * len(every) < sum(every) <= budget + step * len(every) / 2
-        assert spread == "sensitivity" or {*every} == {neurons}
+        assert allocate == "layers+experts" or {*every} == {neurons}
 
 
 def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
     model = tiny_moe("qwen2_moe")
-    result = slimmed(model, tokens, keep=0.5, uneven=True, multiple=4, score="surgeon")
+    result = slimmed(model, tokens, keep=0.5, allocate="experts", multiple=4, score="surgeon")
     layers = result.plan.layers
     assert {w % 4 for layer in layers.values() for w in layer.widths} == {0}
     assert all(sum(layer.widths) == 64 for layer in layers.values())
@@ -549,7 +548,9 @@ def unreached(layer=1, expert=0):
     return model
 
 
-@pytest.mark.parametrize("options", [{"score": "energy"}, {"score": "heapr"}, {"uneven": True}])
+@pytest.mark.parametrize(
+    "options", [{"score": "energy"}, {"score": "heapr"}, {"allocate": "experts"}]
+)
 def test_neurons_that_no_token_reached_go_by_their_reach(options, tokens):
     layer = slimmed(unreached(), tokens, keep=0.5, **options).plan.layers[1]
     kept = layer.neurons_of(0, 16).tolist()
@@ -623,11 +624,11 @@ def test_refit_brings_the_output_nearer_on_tokens_it_never_saw(model_type, padde
         ("deepseek_v3", {"keep": 0.5, "experts": "5"}, "multiple of 2 router groups"),
         ("llama", {"keep": 0.5, "experts": "4"}, "dense: it has no experts"),
         ("llama", {"keep": 0.5, "shared": 0.5}, "dense: it has no shared"),
-        ("llama", {"keep": 0.5, "uneven": True}, "a dense model has none"),
+        ("llama", {"keep": 0.5, "allocate": "experts"}, "a dense model has none"),
         (
             "gpt_oss",
-            {"keep": 0.5, "uneven": True},
-            "uneven is impossible for gpt_oss: its experts have biases",
+            {"keep": 0.5, "allocate": "experts"},
+            "allocate=experts is impossible for gpt_oss: its experts have biases",
         ),
     ],
 )
@@ -643,8 +644,8 @@ def test_what_cannot_be_met_says_what_can(model_type, options, told, tokens):
         {"keep": 1.5},
         {"shared": 0},
         {"experts": "many"},
-        {"experts": "auto", "spread": "sensitivity"},
-        {"uneven": True, "experts": "4"},
+        {"experts": "auto", "allocate": "layers"},
+        {"allocate": "experts", "experts": "4"},
         {"score": "luck"},
     ],
 )

@@ -31,7 +31,7 @@ COMMANDS = [
     ["carve", "tiny-dense", "{existing}"],
     ["prune", "tiny-moe", "out", "--keep", "5", "--padding"],
     ["prune", "tiny-moe", "out"],
-    ["condense", "tiny-moe", "out", "--layers", "2", "--active", "100"],
+    ["condense", "tiny-moe", "out", "--count", "2", "--active", "100"],
     ["skip", "tiny-moe", "out", "--quantile", "7"],
     ["tune", "tiny-moe", "out", "--what", "routers"],
     ["fit", "--help"],

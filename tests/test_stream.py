@@ -181,9 +181,9 @@ def test_models_that_ask_for_router_logits_are_scored_and_measured(
     name = str(tmp_path / "model")
     for verb, config in (
         (moesaic.slim, SlimConfig(keep=0.5, score="heapr")),
-        (moesaic.condense, CondenseConfig(layers=1, metric="ppl", keep="attention")),
+        (moesaic.condense, CondenseConfig(count=1, metric="ppl", keep="attention")),
         (moesaic.carve, WINAConfig(active=0.8, gradients=True, gradient_tokens=48)),
-        (moesaic.prune, PruneConfig(keep=5.5, uniform=False)),
+        (moesaic.prune, PruneConfig(keep=5.5, allocate="layers")),
     ):
         out = tmp_path / verb.__name__
         verb(name, config, calibration=tokens).save(out)

@@ -37,7 +37,7 @@ def losses_of(result: Any) -> list[dict[str, float]]:
 
 def condensed_model(model_type: str, tokens: Tokens, keep: str = "shared+routed") -> Any:
     return moesaic.condense(
-        tiny_moe(model_type), CondenseConfig(layers=1, keep=keep), calibration=tokens
+        tiny_moe(model_type), CondenseConfig(count=1, keep=keep), calibration=tokens
     )
 
 
@@ -72,7 +72,7 @@ def test_a_step_is_that_of_the_experts_without_their_weights(decay: float, token
     given = moesaic.condense(
         tiny_moe("qwen2_moe"),
         CondenseConfig(
-            layers=1, keep="shared+routed", shared_gate="mean", candidates=(2,), refit=False
+            count=1, keep="shared+routed", shared_gate="mean", candidates=(2,), refit=False
         ),
         calibration=tokens,
     )
@@ -148,7 +148,7 @@ def test_layer_drop_trains_its_attention_alone(tokens: Tokens) -> None:
 
 def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:
     model = tiny_moe("deepseek_v2", intermediate_size=64)
-    result = moesaic.condense(model, CondenseConfig(layers=1, candidates=(1,)), calibration=tokens)
+    result = moesaic.condense(model, CondenseConfig(count=1, candidates=(1,)), calibration=tokens)
     assert result.plan.layers[1].width == 64
     tuned = moesaic.tune(
         result.model, TuneConfig(steps=3, lr=1e-2), text=rows(), plan=result.plan
@@ -161,7 +161,7 @@ def test_zeros_that_fill_a_width_up_stay_zeros(tokens: Tokens) -> None:
 
 def test_condensed_layers_learn_from_a_teacher(tokens: Tokens) -> None:
     original = tiny_moe("qwen2_moe")
-    given = moesaic.condense(original, CondenseConfig(layers=1), calibration=tokens)
+    given = moesaic.condense(original, CondenseConfig(count=1), calibration=tokens)
     ids = torch.tensor([row["input_ids"] for row in rows()])
 
     def apart(model: Any) -> float:

@@ -6,6 +6,7 @@ Nothing here imports torch, so that a wrong request is answered at once.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -29,7 +30,7 @@ from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
 from moesaic.data.source import read_by, spelled
 from moesaic.errors import MoesaicError, meant
-from moesaic.foreign import JSON, at_home
+from moesaic.foreign import JSON, Values, at_home
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished
 from moesaic.methods import VERBS, methods_of
@@ -157,7 +158,11 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     methods = methods_of(verb)
     if not isinstance(options, dict):
         raise MoesaicError(f"{where}: expected options such as 'method: ...', got {options!r:.60}.")
-    options = dict(options)
+    former = [(name, of) for m in methods.values() for name, of in m.former.items()]
+    for name, of in dict(former).items():
+        if name in options:
+            logging.getLogger(__name__).warning("%s: %s is called %s now.", where, name, of.name)
+    options = renewed(verb, options)
     method = method_of(verb, options)
     if method not in methods:
         listed = ", ".join(methods)
@@ -171,6 +176,13 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     if bundle is not None:
         options = {**_bundle(verb, method, bundle, where), **options}
     return checked(config, plain_values(config, options), where)
+
+
+def renewed(verb: str, options: Values) -> JSON:
+    """The options of a verb by the names that they have now."""
+    for config in methods_of(verb).values():
+        options = config.renewed(options)
+    return dict(options)
 
 
 def method_of(verb: str, options: JSON) -> str:

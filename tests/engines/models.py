@@ -72,13 +72,13 @@ PRUNED, SLIMMED = PruneConfig(keep=6), SlimConfig(keep=0.5)
 VERBS: dict[str, MethodConfig] = {
     "prune": PRUNED,
     "prune --no-refit": PruneConfig(keep=6, refit=False),
-    "prune --padding": PruneConfig(keep=6, uniform=False, padding=True),
+    "prune --padding": PruneConfig(keep=6, allocate="layers", padding=True),
     "slim": SLIMMED,
     "slim --no-refit": SlimConfig(keep=0.5, refit=False),
     "condense": CondenseConfig(keep="shared+routed", shared_gate="mean", candidates=(1,)),
     "condense --keep attention": CondenseConfig(keep="attention", candidates=(1,)),
     "condense --keep nothing": CondenseConfig(keep="nothing", candidates=(1,)),
-    "skip --experts-per-token 1": LExIConfig(experts_per_token=1),
+    "skip --top-k 1": LExIConfig(top_k=1),
 }
 DENSE_VERBS: dict[str, MethodConfig] = {
     "carve --method more": MoREConfig(active=0.75, layers="all"),

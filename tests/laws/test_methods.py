@@ -129,10 +129,10 @@ PAPERS = {
     "carve.dsmoe": {"steps": 305_176, "batch": 32, "length": 1024, "lr": 2e-5, "sparsity": 1.0},
     "carve.wina": {"choice": "top-k", "shares": "greedy", "gradients": False, "where": "all"},
     "carve.teal": {"choice": "threshold", "shares": "greedy", "gradients": False, "where": "all"},
-    "prune.naee": {"criterion": "reconstruction", "refit": False, "progressive": False},
-    "slim.neurons": {"score": "energy", "uneven": True, "spread": "uniform", "refit": False},
+    "prune.naee": {"score": "reconstruction", "refit": False, "progressive": False},
+    "slim.neurons": {"score": "energy", "allocate": "experts", "refit": False},
     "skip.naee": {"quantile": 0.5, "rule": "auto", "betas": ()},
-    "skip.lexi": {"by_layer": True},
+    "skip.lexi": {"allocate": "layers"},
     "condense.cd-moe": {
         **{"metric": "js", "expert_search": "greedy", "layer_search": "greedy"},
         **{"keep": "shared", "refit": False},
@@ -148,7 +148,7 @@ def test_the_recipe_paper_is_its_papers_own_setting(key):
     verb, _, name = key.partition(".")
     asked = {"method": name, "recipe": "paper"}
     if name == "lexi":
-        asked["experts_per_token"] = 3
+        asked["top_k"] = 3
     paper = step_config(verb, asked)
     assert {option: getattr(paper, option) for option in PAPERS[key]} == PAPERS[key]
     for bundle in ({}, *METHODS[key].bundles.values()):

@@ -246,7 +246,7 @@ def test_criteria_by_hand(seen):
     """Frequency, gate, EAN and REAP from the experts' module itself, one expert at a time."""
     names = ("frequency", "gate", "ean", "reap")
     made = {
-        name: seen.refused("prune", PruneConfig(keep=6, criterion=name, refit=False), set())
+        name: seen.refused("prune", PruneConfig(keep=6, score=name, refit=False), set())
         for name in names
     }
     for i in seen.layers:
@@ -270,7 +270,7 @@ def test_criteria_by_hand(seen):
             torch.testing.assert_close(score, score_E, rtol=2e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"uniform": False}])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"allocate": "layers"}])
 def test_a_refit_never_raises_the_error_of_pruning(options, seen):
     plain, refit = (
         seen.refused("prune", PruneConfig(keep=4, refit=r, **options), set()) for r in (False, True)
@@ -291,9 +291,9 @@ def check_refit(seen, plain, refit, options):
 
 def test_prune_by_counts_that_differ(seen):
     padding = seen.arch.never is None
-    config = PruneConfig(keep=4.5, uniform=False, padding=not padding, refit=False)
+    config = PruneConfig(keep=4.5, allocate="layers", padding=not padding, refit=False)
     if padding:
-        seen.refused("prune", PruneConfig(keep=5.5, uniform=False, padding=True), True)
+        seen.refused("prune", PruneConfig(keep=5.5, allocate="layers", padding=True), True)
     result = seen.refused("prune", config, set())
     seen.check(result.plan.layers, result.model)
 
@@ -314,16 +314,16 @@ def test_slim_by_every_score(seen):
 @pytest.mark.parametrize(
     "options",
     [
-        {"uneven": True},
-        {"uneven": True, "spread": "sensitivity"},
-        {"spread": "sensitivity"},
+        {"allocate": "experts"},
+        {"allocate": "layers+experts"},
+        {"allocate": "layers"},
         {"experts": "auto", "keep": 0.75},
         {"experts": "6", "shared": 0.5},
     ],
-    ids=["uneven", "uneven spread", "spread", "auto", "shared"],
+    ids=["experts", "layers+experts", "layers", "auto", "shared"],
 )
 def test_slim_by_every_allocation(options, seen):
-    why = BIASED | TURNED | UNGATED if "uneven" in options else set()
+    why = BIASED | TURNED | UNGATED if "experts" in options.get("allocate", "") else set()
     result = seen.refused(
         "slim", SlimConfig(**{"keep": 0.5, "score": "energy", "refit": False, **options}), why
     )
@@ -349,7 +349,7 @@ def test_condense(keep, seen):
         "nothing": HANDING_ON,
     }.get(keep, set())
     last = seen.layers[-1]
-    config = CondenseConfig(layers=1, keep=keep, candidates=(last,), refit=False)
+    config = CondenseConfig(count=1, keep=keep, candidates=(last,), refit=False)
     result = seen.refused("condense", config, why)
     if result is None:
         return
@@ -374,7 +374,7 @@ def test_skip(seen):
     result = seen.refused("skip", SkipConfig(), set())
     seen.check(result.plan.layers, result.model)
     for mean in (1.0, 1.5):
-        config = LExIConfig(experts_per_token=mean, by_layer=mean != 1)
+        config = LExIConfig(top_k=mean, by_layer=mean != 1)
         fewer = seen.refused("skip", config, ONE_NUMBER)
         if fewer is not None and len(seen.layers) > 1:
             seen.check(fewer.plan.layers, fewer.model)
@@ -389,11 +389,11 @@ MACHINE = Machine(1e9, 1e-5, 1e9, 1.0, 1)
 @pytest.mark.parametrize(
     ("verb", "options"),
     [
-        ("prune", {"keep": 4.5, "uniform": False, "refit": False}),
-        ("slim", {"keep": 0.5, "spread": "sensitivity", "score": "energy", "refit": False}),
-        ("condense", {"layers": 1, "keep": "attention"}),
-        ("condense", {"layers": 1, "keep": "nothing"}),
-        ("condense", {"layers": 1, "keep": "shared", "shared_gate": "mean"}),
+        ("prune", {"keep": 4.5, "allocate": "layers", "refit": False}),
+        ("slim", {"keep": 0.5, "allocate": "layers", "score": "energy", "refit": False}),
+        ("condense", {"count": 1, "keep": "attention"}),
+        ("condense", {"count": 1, "keep": "nothing"}),
+        ("condense", {"count": 1, "keep": "shared", "shared_gate": "mean"}),
     ],
     ids=["prune", "slim", "attention", "nothing", "shared"],
 )

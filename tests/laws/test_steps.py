@@ -17,12 +17,12 @@ from moesaic.surgery import headers_of
 
 SECOND = {
     "prune.naee": {"keep": 4},
-    "skip.lexi": {"experts_per_token": 1},
+    "skip.lexi": {"top_k": 1},
     "tune.sft": {"what": "all"},
 }
 """Settings of a second step that do something after any first."""
 FIRST_TOO = {
-    "prune.naee, counts differ": ("prune.naee", {"uniform": False, "keep": 5.5}),
+    "prune.naee, counts differ": ("prune.naee", {"allocate": "layers", "keep": 5.5}),
     "prune.naee, refitted": ("prune.naee", {"refit": True}),
     "condense.cd-moe, layers gone": ("condense.cd-moe", {"keep": "nothing"}),
     "condense.cd-moe, native": ("condense.cd-moe", {"shared_gate": "mean"}),

@@ -175,7 +175,7 @@ def test_comparisons_are_named_as_what_they_are(key, compare, place, tmp_path):
     """Never by the name of the method that they are compared with."""
     config = next(iter(variants(key)))
     if key == "condense.cd-moe":
-        config = replace(config, layers=2)
+        config = replace(config, count=2)
     start = place / f"{key}-start"
     if not start.exists():
         make_start(key, start)

@@ -77,6 +77,8 @@ class Option:
     """Its help of each method that has it; empty for an option of the command itself."""
     common: bool = False
     """It means the same for all verbs, and ``--help-all`` alone tells of it."""
+    hidden: bool = False
+    """No help text tells of it."""
 
     @property
     def parameter(self) -> inspect.Parameter:
@@ -88,6 +90,7 @@ class Option:
             help=self.help,
             metavar=self.metavar or words.get(self.kind, "TEXT"),
             show_default=False,
+            hidden=self.hidden,
         )
         default = inspect.Parameter.empty if self.required else None
         annotation: object = Annotated[kind if self.required else kind | None, info]
@@ -255,9 +258,9 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
         message: such as ``keep 9 is out of reach``.
         flags: by field, ``--keep``, ``--padding/--no-padding`` or, of a seldom one, ``-o alpha``.
 
-    >>> flags = {"keep": "--keep", "uniform": "--uniform/--non-uniform", "gram_mb": "-o gram_mb"}
-    >>> in_flags("keep 5.5 is no whole number; pass uniform=False.", flags)
-    '--keep 5.5 is no whole number; pass --non-uniform.'
+    >>> flags = {"keep": "--keep", "refit": "--refit/--no-refit", "gram_mb": "-o gram_mb"}
+    >>> in_flags("keep 5.5 is no whole number; pass refit=False.", flags)
+    '--keep 5.5 is no whole number; pass --no-refit.'
     >>> in_flags("gram_mb 0 leaves keep out; more gram_mb=9, experts keep 3.", flags)
     '-o gram_mb=0 leaves keep out; more -o gram_mb=9, experts keep 3.'
     >>> in_flags("prune.keep: Input should be a number.", flags)

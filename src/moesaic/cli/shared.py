@@ -67,7 +67,9 @@ class Brief(TyperCommand):
                 continue
             parameter.help = option.methods.get(method, option.help)
             common = option.common and ALL not in asked
-            parameter.hidden = common or bool(option.methods and method not in option.methods)
+            parameter.hidden = (
+                option.hidden or common or bool(option.methods and method not in option.methods)
+            )
             left_out += [option.flag.split()[0].partition("/")[0]] if common else []
         more = []
         if left_out:

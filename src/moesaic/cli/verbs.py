@@ -32,7 +32,7 @@ from moesaic.config import Calibration, Evaluation, Verb, about, check_device, p
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_file
 from moesaic.methods import VERBS, methods_of
-from moesaic.recipe import Recipe, checked, method_of, step_config
+from moesaic.recipe import Recipe, checked, method_of, renewed, step_config
 
 SELDOM = tuple(of.name for of in fields(Evaluation) if about(of).seldom)
 
@@ -72,7 +72,12 @@ def verb_options(verb: Verb) -> list[Option]:
     if data != "--data":
         evaluation[0] = replace(evaluation[0], name="eval_data")
     common = [*calibration, *evaluation, DEVICE, DTYPE]
-    return [*first, *own, *rest, *(replace(o, common=True) for o in common)]
+    former = {name: of for config in methods.values() for name, of in config.former.items()}
+    hidden = [
+        Option(name, of.flag, bool if of.switch else str, f"--{of.name} now.", hidden=True)
+        for name, of in former.items()
+    ]
+    return [*first, *own, *rest, *(replace(o, common=True) for o in common), *hidden]
 
 
 def command(verb: Verb, names: Collection[str]) -> Callable[..., None]:
@@ -111,7 +116,7 @@ def command(verb: Verb, names: Collection[str]) -> Callable[..., None]:
             )
             if key in given
         }
-        chosen = methods.get(method_of(verb.name, given))
+        chosen = methods.get(method_of(verb.name, renewed(verb.name, given)))
         own = {of.name for of in fields(chosen)} if chosen else set()
         measured |= {key: extra.pop(key) for key in SELDOM if key in extra and key not in own}
         if "seed" in calibration and "seed" in own:

@@ -49,7 +49,7 @@ class FewerLayer(RoutingPlan):
     def obstacle(cls, header: Header) -> str | None:
         return (
             "Its layers run different numbers of experts a token: give all of them one "
-            "(skip --experts-per-token N)."
+            "(skip --top-k N)."
         )
 
     def native(self) -> JSON | None:

@@ -180,7 +180,7 @@ class SlimmedLayer(PrunedLayer):
     def obstacle(cls, header: Header) -> str | None:
         if "widths" not in header:
             return super().obstacle(header)
-        return "Experts of different widths have no native form: slim without uneven."
+        return "Experts of different widths have no native form: slim with allocate=uniform."
 
     def along(self) -> SlimmedLayer:
         return replace(self, down_E=None, shared_DS=None)

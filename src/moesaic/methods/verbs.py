@@ -27,7 +27,7 @@ SLIM = Verb(
 CONDENSE = Verb(
     "condense",
     "Turn some layers of a mixture of experts into small dense layers.",
-    "moesaic condense tiny-shared-moe out --layers 2",
+    "moesaic condense tiny-shared-moe out --count 2",
     compares="with this many of the layers condensed",
 )
 SKIP = Verb(

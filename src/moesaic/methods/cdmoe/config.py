@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-from moesaic.config import MethodConfig, option, seed_option
+from moesaic.config import Former, MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.ladder import Ladder, Rung, Shape
@@ -37,7 +37,7 @@ SEARCHED = 8
 class CondenseConfig(MethodConfig):
     """Options of condensing. The defaults are the paper's but for the refit; see ``bundles``.
 
-    One of ``layers``, ``memory`` and ``active`` says when to stop; one layer where none does.
+    One of ``count``, ``memory`` and ``active`` says when to stop; one layer where none does.
     """
 
     verb = "condense"
@@ -54,9 +54,10 @@ class CondenseConfig(MethodConfig):
             "refit": False,
         },
     }
+    former: ClassVar[Mapping[str, Former]] = {"layers": Former("count", "--layers")}
     window = 512
 
-    layers: int | None = option(
+    count: int | None = option(
         None, "Layers to condense; 1 where memory and active are not given either.", minimum=0
     )
     memory: int | None = option(
@@ -103,15 +104,15 @@ class CondenseConfig(MethodConfig):
     seed: int = seed_option("Seed of random choices.", seldom=True)
 
     def __post_init__(self) -> None:
-        if self.layers is None and self.memory is None and self.active is None:
-            object.__setattr__(self, "layers", 1)
+        if self.count is None and self.memory is None and self.active is None:
+            object.__setattr__(self, "count", 1)
         if self.refit is None and self.keep in WITHOUT_FFN:
             object.__setattr__(self, "refit", False)
         super().__post_init__()
 
     def check(self) -> None:
-        if sum(target is not None for target in (self.layers, self.memory, self.active)) != 1:
-            raise MoesaicError("layers, memory and active say when to stop: give one of them.")
+        if sum(target is not None for target in (self.count, self.memory, self.active)) != 1:
+            raise MoesaicError("count, memory and active say when to stop: give one of them.")
         if self.refit and self.keep in WITHOUT_FFN:
             raise MoesaicError(f"keep={self.keep} leaves nothing of the FFN: leave refit out.")
         if self.experts is not None and self.keep != "shared+routed":
@@ -135,7 +136,7 @@ class CondenseConfig(MethodConfig):
             careful = partial(cls, **options, refit=kind == "shared")
 
             def of_share(share: float, make: Callable[..., CondenseConfig]) -> CondenseConfig:
-                return make(layers=round((1 - share) * model.layers))
+                return make(count=round((1 - share) * model.layers))
 
             yield Ladder(
                 f"condense to {kind}",
@@ -143,7 +144,7 @@ class CondenseConfig(MethodConfig):
                 partial(of_share, make=quick),
                 partial(of_share, make=careful) if kind == "shared" else None,
                 [
-                    Rung(f"condense {n} to {kind}", quick(layers=n), careful(layers=n))
+                    Rung(f"condense {n} to {kind}", quick(count=n), careful(count=n))
                     for n in sorted(parts - {model.layers})
                 ],
             )

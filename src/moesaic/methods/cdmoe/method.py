@@ -183,7 +183,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
             yield i, {int(j): loss for j, loss in finished[name, i][1]["losses"].items()}
         search = LayerSearch(stream, job.arch, plans, config.metric)
         found = search.order(config.layer_search, self._scores(plans, finished), done)
-        total = len(plans) if config.layers is None else config.layers
+        total = len(plans) if config.count is None else config.count
         try:
             for i, losses in job.track(found, "Choosing layers", total):
                 name = f"round-{len(done):04d}"
@@ -409,9 +409,9 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
             )
         if config.experts is not None and config.experts > view.count:
             raise MoesaicError(f"experts {config.experts}: layer {i} has {view.count}.")
-    if config.layers is not None and config.layers > len(candidates):
+    if config.count is not None and config.count > len(candidates):
         raise MoesaicError(
-            f"layers {config.layers} is out of reach: {len(candidates)} layers can be condensed."
+            f"count {config.count} is out of reach: {len(candidates)} layers can be condensed."
         )
     return candidates
 
@@ -440,8 +440,8 @@ def _enough(
     """Whether the layers chosen so far meet the request."""
 
     def enough(chosen: Sequence[int]) -> bool:
-        if config.layers is not None:
-            return len(chosen) >= config.layers
+        if config.count is not None:
+            return len(chosen) >= config.count
         memory, active = size.of(finish(chosen))
         if config.memory is not None:
             return memory <= config.memory

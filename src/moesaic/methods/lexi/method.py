@@ -90,7 +90,7 @@ class FewerExperts(LayerMethod[LExIConfig, MoEArch, int]):
         return 0 if self.config.uniform else self.config.gram_mb << 20
 
     def sizes(self, job: Job[MoEArch]) -> dict[int, Sequence[int]]:
-        arch, wanted = job.arch, self.config.experts_per_token
+        arch, wanted = job.arch, self.config.top_k
         tops = {i: arch.mixture(job.layers[i]).top_k for i in routed_layers(job)}
         if arch.chosen is None:
             raise MoesaicError(
@@ -101,7 +101,7 @@ class FewerExperts(LayerMethod[LExIConfig, MoEArch, int]):
         most = least if self.config.uniform else sum(tops.values()) / len(tops)
         if wanted is not None and wanted > most:
             raise MoesaicError(
-                f"experts_per_token {wanted:g} is out of reach: a token runs "
+                f"top_k {wanted:g} is out of reach: a token runs "
                 f"{span(tops.values())} experts now; from 1 to {most:g} works."
             )
         if wanted is not None and self.config.uniform:
@@ -130,12 +130,12 @@ class FewerExperts(LayerMethod[LExIConfig, MoEArch, int]):
         """Each layer's number of experts a token: the mean that is asked for, or the loss.
 
         >>> losses = {0: {1: 0.9, 2: 0.0}, 1: {1: 0.2, 2: 0.0}}
-        >>> dict(FewerExperts(LExIConfig(experts_per_token=1.5)).allocate(losses))
+        >>> dict(FewerExperts(LExIConfig(top_k=1.5)).allocate(losses))
         {0: 2, 1: 1}
         >>> dict(FewerExperts(LExIConfig(layer_loss=0.2)).allocate(losses))
         {0: 2, 1: 1}
         """
-        config, mean = self.config, self.config.experts_per_token
+        config, mean = self.config, self.config.top_k
         if config.uniform:
             return super().allocate(losses)
         if mean is not None:

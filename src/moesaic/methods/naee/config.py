@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moesaic.config import MethodConfig, option, seed_option
+from moesaic.config import Former, MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.ladder import FINEST, Ladder, Rung, Shape, shares_of
@@ -39,7 +39,13 @@ class PruneConfig(MethodConfig):
     variants: ClassVar[Mapping[str, str]] = Compared()
     bundles: ClassVar[Mapping[str, Values]] = {
         "best": {},
-        "paper": {"criterion": "reconstruction", "refit": False},
+        "paper": {"score": "reconstruction", "refit": False},
+    }
+    former: ClassVar[Mapping[str, Former]] = {
+        "criterion": Former("score", "--criterion"),
+        "uniform": Former(
+            "allocate", "--uniform/--non-uniform", {"true": "uniform", "false": "layers"}
+        ),
     }
 
     keep: float = option(
@@ -48,16 +54,16 @@ class PruneConfig(MethodConfig):
         minimum=1,
         required=True,
     )
-    criterion: str = option(
+    score: str = option(
         "reconstruction", "How it is decided which experts stay.", choices=tuple(CRITERIA)
     )
     progressive: bool = option(
         False, "Each layer sees the tokens as the layers pruned before it pass them on."
     )
-    uniform: bool = option(
-        True,
-        "Equally many experts in every layer. Without, the result is moesaic_<base>.",
-        flag="--uniform/--non-uniform",
+    allocate: Literal["uniform", "layers"] = option(
+        "uniform",
+        "uniform: equally many experts in every layer; layers: more where more would be lost. The "
+        "result is then moesaic_<base>.",
         beyond="counts that differ by layer",
     )
     padding: bool = option(
@@ -110,14 +116,19 @@ class PruneConfig(MethodConfig):
             yield Ladder(
                 "prune spread",
                 shares_of(total, model.layers * model.fewest, max(1, total // FINEST)),
-                lambda share: cls(keep=share * model.experts, uniform=False, refit=False),
-                lambda share: cls(keep=share * model.experts, uniform=False, refit=True),
+                lambda share: cls(keep=share * model.experts, allocate="layers", refit=False),
+                lambda share: cls(keep=share * model.experts, allocate="layers", refit=True),
             )
 
     @property
     def chosen(self) -> Criterion:
         """The criterion itself."""
-        return CRITERIA[self.criterion]
+        return CRITERIA[self.score]
+
+    @property
+    def uniform(self) -> bool:
+        """Every layer keeps equally many experts."""
+        return self.allocate == "uniform"
 
     @property
     def decides_from_stats(self) -> bool:
@@ -137,21 +148,21 @@ class PruneConfig(MethodConfig):
         return self.gram_mb << 20 if self.chosen.gram else 0
 
     def check(self) -> None:
-        criterion, by = self.chosen, f"criterion {self.criterion!r}"
+        criterion, by = self.chosen, f"score {self.score!r}"
         if self.uniform and self.keep != int(self.keep):
             raise MoesaicError(
-                f"keep {self.keep:g} is not a whole number; a mean needs uniform=False."
+                f"keep {self.keep:g} is not a whole number; a mean needs allocate=layers."
             )
         if self.padding and self.uniform:
-            raise MoesaicError("padding fills unequal counts up: it needs uniform=False.")
+            raise MoesaicError("padding fills unequal counts up: it needs allocate=layers.")
         if not self.uniform and not criterion.observes:
             raise MoesaicError(
-                f"{by} gives no loss by which layers could be compared; uniform=False needs "
+                f"{by} gives no loss by which layers could be compared; allocate=layers needs "
                 "another."
             )
         if not self.uniform and self.progressive:
             raise MoesaicError(
-                "progressive decides a layer before the next is seen; uniform=False needs all."
+                "progressive decides a layer before the next is seen; allocate=layers needs all."
             )
         if self.progressive and not criterion.observes:
             raise MoesaicError(f"{by} sees no tokens: progressive changes nothing.")

@@ -63,7 +63,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     """Takes experts out of every layer that routes; sizes are numbers of experts."""
 
     ratio = "stored"
-    varies = "criterion"
+    varies = "score"
     words = "Pruning layers"
 
     def find(self, config: Config) -> MoEArch:
@@ -209,7 +209,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     ) -> tuple[PrunedLayer, JSON]:
         if len(score_E) != stats.experts:
             raise ValueError(
-                f"criterion {self.config.criterion!r} gives {len(score_E)} scores for "
+                f"criterion {self.config.score!r} gives {len(score_E)} scores for "
                 f"{stats.experts} experts; does its needs name what it reads?"
             )
         kept_E = best_scores(score_E, r, groups)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from moesaic.config import MethodConfig, option, seed_option
+from moesaic.config import Former, MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.ladder import FINEST, Ladder, Shape, shares_of
@@ -30,7 +30,11 @@ class SlimConfig(MethodConfig):
     variants: ClassVar[Mapping[str, str]] = Compared()
     bundles: ClassVar[Mapping[str, Values]] = {
         "best": {},
-        "paper": {"score": "energy", "uneven": True, "refit": False},
+        "paper": {"score": "energy", "allocate": "experts", "refit": False},
+    }
+    former: ClassVar[Mapping[str, Former]] = {
+        "spread": Former("allocate", "--spread", {"sensitivity": "layers", "uniform": None}),
+        "uneven": Former("allocate", "--uneven", {"true": "experts", "false": None}),
     }
 
     keep: float = option(
@@ -66,16 +70,11 @@ class SlimConfig(MethodConfig):
         flag="--refit/--no-refit",
         beyond="refitted down projections",
     )
-    spread: Literal["uniform", "sensitivity"] = option(
+    allocate: Literal["uniform", "layers", "experts", "layers+experts"] = option(
         "uniform",
-        "uniform: all layers equally wide; sensitivity: wider where more would be lost. The result "
-        "is then moesaic_<base>.",
-        beyond="widths spread by sensitivity",
-    )
-    uneven: bool = option(
-        False,
-        "Experts of a layer differ in width: the neurons of the highest scores stay, whichever "
-        "expert they are of. The result is then moesaic_<base>.",
+        "uniform: all experts equally wide; layers: wider in layers where more would be lost; "
+        "experts: those of a layer differ, for the neurons of the highest scores stay, whichever "
+        "expert they are of; or both. The result is then moesaic_<base>.",
     )
     seed: int = seed_option("Seed of random choice.", seldom=True)
 
@@ -99,14 +98,24 @@ class SlimConfig(MethodConfig):
         best, shares, options = "slim", model.widths, dict[str, Any]()
         if model.uneven:
             one_each = -(-FINEST // model.width)
-            shares, options = shares_of(FINEST, one_each), {"uneven": True, "multiple": 1}
+            shares, options = shares_of(FINEST, one_each), {"allocate": "experts", "multiple": 1}
             yield ladder("slim uneven", shares, **options)
-            best, options = f"{best} uneven, spread", {**options, "spread": "sensitivity"}
+            best, options = f"{best} uneven, spread", {**options, "allocate": "layers+experts"}
         if model.shared:
             half = ladder(f"{best} shared", shares, shared=0.5, **options)
             yield replace(half, fills=False)
         if model.uneven:
             yield ladder(best, shares, **options)
+
+    @property
+    def uneven(self) -> bool:
+        """Experts of a layer differ in width."""
+        return "experts" in self.allocate
+
+    @property
+    def by_layer(self) -> bool:
+        """Layers differ in width, by what each would lose."""
+        return "layers" in self.allocate
 
     @property
     def chosen(self) -> Score:
@@ -127,6 +136,11 @@ class SlimConfig(MethodConfig):
         return self.chosen.title
 
     @property
+    def beyond(self) -> tuple[str, ...]:
+        widths = ("widths spread by sensitivity",) if self.by_layer else ()
+        return (*super().beyond, *widths)
+
+    @property
     def count(self) -> int | None:
         """Routed experts that stay; None where no number was asked for."""
         return int(self.experts) if self.experts.isdecimal() else None
@@ -134,7 +148,7 @@ class SlimConfig(MethodConfig):
     @property
     def measures(self) -> bool:
         """Losses of several shapes are compared on the calibration tokens."""
-        return self.experts == "auto" or self.spread == "sensitivity"
+        return self.experts == "auto" or self.by_layer
 
     def check(self) -> None:
         for name in ("keep", "shared"):
@@ -145,9 +159,10 @@ class SlimConfig(MethodConfig):
             raise MoesaicError(f"experts {self.experts!r} is none of all, auto, or a number.")
         if self.uneven and self.experts != "all":
             raise MoesaicError(
-                "uneven shares the budget out among all experts of a layer: leave experts out."
+                f"allocate={self.allocate} shares the budget out among all experts of a layer: "
+                "leave experts out."
             )
-        if self.experts == "auto" and self.spread == "sensitivity":
+        if self.experts == "auto" and self.by_layer:
             raise MoesaicError(
-                "experts auto and spread sensitivity both share one budget out; choose one."
+                "experts auto and allocate=layers both share one budget out; choose one."
             )

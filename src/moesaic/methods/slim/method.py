@@ -8,13 +8,14 @@ Where we depart from the scores' papers:
 
 - CAMERA and HEAPr rank the neurons of a layer, or of the model, together, and experts come out of
   different widths, which no architecture holds: zeros are stored. Here experts are of one width;
-  where they are ``uneven`` a layer's neurons are ranked together, and no zeros are stored.
+  where ``allocate`` names ``experts`` a layer's neurons are ranked together, and no zeros are
+  stored.
 - CAMERA mixes the sum of squares with the largest square (alpha); here it is the sum alone.
 - HEAPr's curvature is that of each expert's own tokens.
 
 One budget may be spent on both: N experts stay, each as wide as the rest allows. ``auto`` takes
 the N whose layers' routed output changes least on the calibration tokens, measured exactly, the
-router deciding as it will; ``spread`` does so for widths that differ by layer.
+router deciding as it will; ``layers`` does so for widths that differ by layer.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from moesaic.record import Figure, LayerRecord
 from moesaic.surgery import headers_of
 
 WIDTHS = 12
-"""The most widths of a layer that ``spread`` tries."""
+"""The most widths of a layer that are tried."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
                 options = [self._uneven_size(view.count, view.width, multiple or 1)]
             else:
                 options = self._even_sizes(job, i, multiple, row)
-            if config.spread == "sensitivity":  # the result is no engine's own, so none is asked
+            if config.by_layer:  # the result is no engine's own, so none is asked
                 options = self._spread(options[0], multiple or row)
             sizes[i] = [self._with_shared(job.arch, view, size) for size in options]
         return sizes
@@ -224,10 +225,14 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         """
         first = next(iter(views.values()))
         if not isinstance(first, MoEFFN):
-            raise MoesaicError("uneven is of a mixture's experts: a dense model has none.")
+            raise MoesaicError(
+                f"allocate={self.config.allocate} is of a mixture's experts: a dense model has "
+                "none."
+            )
         if first.odd:
             raise MoesaicError(
-                f"uneven is impossible for {first.arch.model_type}: {first.odd}. Leave uneven out."
+                f"allocate={self.config.allocate} is impossible for {first.arch.model_type}: "
+                f"{first.odd}. Leave it out."
             )
 
     def _counts(self, job: Job[Arch], layer: int, count: int, width: int) -> list[int]:
@@ -266,11 +271,12 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         least, most = count * step, width // step * step * count
         blocks = self.config.keep * count * width / step
         # where layers share one budget none may round up
-        neurons = int(blocks if self.config.spread == "sensitivity" else round(blocks)) * step
+        neurons = int(blocks if self.config.by_layer else round(blocks)) * step
         if not least <= min(neurons, most):
             raise MoesaicError(
-                f"keep {self.config.keep:g} is out of reach: uneven leaves each of {count} experts "
-                f"{step} of {width} neurons at least; from {step / width:.4g} on it works."
+                f"keep {self.config.keep:g} is out of reach: allocate=experts leaves each of "
+                f"{count} experts {step} of {width} neurons at least; from {step / width:.4g} on "
+                "it works."
             )
         neurons = min(neurons, most)
         return Size(count, -(-neurons // count), neurons, width, step)
@@ -302,7 +308,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         shared = whole
         if config.shared is not None:
             shared, _ = width_for(whole, config.shared * whole, config.multiple, "shared")
-        native = config.spread == "uniform" and not config.uneven
+        native = config.allocate == "uniform"
         room = arch.shared_room(shared, size.width) if native else shared
         alone = shared == room == whole and (arch.shared_size or not native)
         return size if alone else replace(size, shared=shared, room=room)
@@ -372,7 +378,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
     def allocate(self, losses: Mapping[int, Mapping[Size, float]]) -> Mapping[int, Size]:
         """The widths of least squared loss; or the number of experts that every layer can keep."""
-        if self.config.spread == "sensitivity":
+        if self.config.by_layer:
             firsts = [next(iter(of_layer)) for of_layer in losses.values()]
             whole = sum(size.count * size.before for size in firsts)
             curves = {i: {s.neurons: x for s, x in of.items()} for i, of in losses.items()}
