@@ -374,7 +374,7 @@ def test_skip(seen):
     result = seen.refused("skip", SkipConfig(), set())
     seen.check(result.plan.layers, result.model)
     for mean in (1.0, 1.5):
-        config = LExIConfig(top_k=mean, by_layer=mean != 1)
+        config = LExIConfig(top_k=mean, allocate="uniform" if mean == 1 else "layers")
         fewer = seen.refused("skip", config, ONE_NUMBER)
         if fewer is not None and len(seen.layers) > 1:
             seen.check(fewer.plan.layers, fewer.model)
