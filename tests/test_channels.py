@@ -24,7 +24,7 @@ from moesaic.layers.base import same
 from moesaic.layers.channels import ChannelsLayer, column_norms
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.channels.config import TEALConfig, WINAConfig
-from moesaic.methods.channels.gradients import gradient_sizes
+from moesaic.methods.channels.gradients import _size, gradient_sizes
 from moesaic.methods.channels.method import Layer, cut_of, top
 from moesaic.methods.channels.projections import Projection, projections
 from moesaic.methods.channels.thresholds import Scores, one_threshold
@@ -33,6 +33,7 @@ from moesaic.metrics.size import model_size
 from moesaic.nn import kernels
 from moesaic.nn.channel_linear import ChannelExperts, ChannelLinear, Cut
 from moesaic.nn.phase import Phase, set_mode
+from moesaic.observation.tap import Squares
 from moesaic.surgery import applied
 
 
@@ -601,14 +602,11 @@ def test_gradient_sizes_of_experts_are_means_over_their_own_tokens(model_type, p
 
 
 def test_an_expert_that_no_token_runs_weighs_its_channels_as_the_others_do():
-    from moesaic.methods.channels.gradients import Sums
-
-    sums = Sums()
-    sums.calls["key"] = torch.tensor([1, 0, 4])
-    sums.add_expert("key", 3, 0, torch.tensor([1.0, 9.0]))
-    sums.add_expert("key", 3, 2, torch.tensor([12.0, 4.0]))
+    squares, key = Squares(), (0, "mlp.experts.down_proj")
+    squares.add(key, torch.tensor([[1.0, 3.0]]), 0, 3)
+    squares.add(key, torch.tensor([[12.0, 4.0], [0, 0], [0, 0], [0, 0]]).sqrt(), 2, 3)
     expected = torch.tensor([[1.0, 9.0], [2.0, 5.0], [3.0, 1.0]]).sqrt()
-    torch.testing.assert_close(sums.size("key"), expected)
+    torch.testing.assert_close(_size(squares, key, True).float(), expected)
 
 
 def test_gradients_lead_to_mixtures_that_skip(way, tmp_path):

@@ -90,7 +90,7 @@ def narrow_layer(i: int, **options: Any) -> NarrowedLayer:
 def uneven_layer() -> SlimmedLayer:
     widths = (3, 8, 1, 8, 5, 2, 7, 6)
     rows = [filled_up(some_neurons(16, w, i), 8) for i, w in enumerate(widths)]
-    return SlimmedLayer(torch.arange(8), torch.stack(rows), 16, allocate="experts")
+    return SlimmedLayer(torch.arange(8), torch.stack(rows), 16, uneven=True)
 
 
 def slim_layer(kept: Any, **options: Any) -> SlimmedLayer:
