@@ -216,12 +216,19 @@ def test_observe_prune_skip(command, moe_folder, tmp_path):
     assert code == 0
 
 
+def shape_of(estimate):
+    """What a dry run tells of the result, whatever the machine's memory holds meanwhile."""
+    told = json.loads(estimate)["estimate"]
+    return told["output_parameters"], told["output_bytes"]
+
+
 def test_former_flags_work_unseen_and_say_so(command, moe_folder, tmp_path, caplog):
     line = ["prune", moe_folder, tmp_path / "out", "--keep", 6.5, "--dry-run", "--json"]
     code, printed, err = command(*line, "--criterion", "reap", "--non-uniform")
     assert code == 0, err
     assert "criterion is called score now" in caplog.text
-    assert printed == command(*line, "--score", "reap", "--allocate", "layers")[1]
+    now = command(*line, "--score", "reap", "--allocate", "layers")[1]
+    assert shape_of(printed) == shape_of(now)
     assert "--criterion" not in command("prune", "--help-all")[1]
 
 

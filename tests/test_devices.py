@@ -363,9 +363,9 @@ def test_experts_are_observed_on_another_device(tokens: Any) -> None:
 @pytest.mark.usefixtures("spilling")
 @pytest.mark.parametrize("search", ["greedy", "global-rank", "ppl"])
 def test_condensing_on_another_device(search: str, tokens: Any) -> None:
-    options: dict[str, Any] = {"layers": 2, "layer_search": search}
+    options: dict[str, Any] = {"count": 2, "layer_search": search}
     if search == "ppl":
-        options = {"layers": 2, "metric": "ppl"}
+        options = {"count": 2, "metric": "ppl"}
 
     def decided(model: Any) -> Any:
         result = moesaic.condense(model, CondenseConfig(**options), text=tokens, inplace=True)
