@@ -502,7 +502,7 @@ def test_progressive_prune_refits_on_what_is_passed_on(tokens):
 @pytest.mark.parametrize("model_type", ["qwen2_moe", "deepseek_v3", "granitemoeshared", "mixtral"])
 def test_condensed_layers_are_refitted(model_type, tokens, tmp_path):
     model = tiny_moe(model_type)
-    config = {"layers": 1, "keep": "shared+routed", "experts": 2, "layer_search": "rank"}
+    config = {"count": 1, "keep": "shared+routed", "experts": 2, "layer_search": "rank"}
     plain = moesaic.condense(model, CondenseConfig(**config, refit=False), calibration=tokens)
     refit = moesaic.condense(model, CondenseConfig(**config, refit=True), calibration=tokens)
     (index,) = (i for i, seen in refit.analyses.items() if "refit" in seen)

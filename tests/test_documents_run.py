@@ -55,7 +55,7 @@ def cheap(given: list[str]) -> list[str]:
     stands = {**STANDS, **FEWER, "MODEL": MODELS.get(name, "tiny-moe"), "cuda": "cpu"}
     words = [stands.get(word, word) for word in rest]
     if name == "condense" and "--count" in words:
-        words[words.index("--layers") + 1] = "2"
+        words[words.index("--count") + 1] = "2"
     trains = name == "tune" or {"dsmoe", "tomoe"} & {*words}
     words += LESS.get(name, LESS["carve"] if name in VERBS and name != "observe" else "").split()
     words += ["-o", "steps=2"] if trains else []

@@ -93,13 +93,6 @@ USES = {
             active_attention=1 - (32 * 16 + 32 * 32) * (1 - 2 / 8) / (ATTENTION - 24 * 32),
         ),
     ),
-    "whole heads": (
-        OverlappingLayer(rows={"v_proj": torch.arange(8)}, columns=torch.arange(16)),
-        LayerUse(
-            "overlapping", 64, 64, ATTENTION - 8 * 32 - 16 * 32, 64 * NEURON,
-            dropped=8 * 32 + 16 * 32,
-        ),
-    ),
     "channels": (
         ChannelsLayer(
             {

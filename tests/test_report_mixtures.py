@@ -87,7 +87,7 @@ def condensed():
         label="CD-MoE-SR",
         title="2 of 3 layers condensed, CD-MoE-SR",
         told="Layers 1–2 are small dense layers.",
-        config={"layers": 2, "keep": "shared+routed", "metric": "js"},
+        config={"count": 2, "keep": "shared+routed", "metric": "js"},
         ratio="stored",
     )
     search = [
