@@ -20,6 +20,7 @@ from moesaic.config import (
     STRICT,
     Calibration,
     Evaluation,
+    Former,
     MethodConfig,
     about,
     check_device,
@@ -158,8 +159,7 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     methods = methods_of(verb)
     if not isinstance(options, dict):
         raise MoesaicError(f"{where}: expected options such as 'method: ...', got {options!r:.60}.")
-    former = [(name, of) for m in methods.values() for name, of in m.former.items()]
-    for name, of in dict(former).items():
+    for name, of in former_options(verb).items():
         if name in options:
             logging.getLogger(__name__).warning("%s: %s is called %s now.", where, name, of.name)
     options = renewed(verb, options)
@@ -176,6 +176,11 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     if bundle is not None:
         options = {**_bundle(verb, method, bundle, where), **options}
     return checked(config, plain_values(config, options), where)
+
+
+def former_options(verb: str) -> dict[str, Former]:
+    """Options of a verb's methods by the names that they had."""
+    return {name: of for config in methods_of(verb).values() for name, of in config.former.items()}
 
 
 def renewed(verb: str, options: Values) -> JSON:

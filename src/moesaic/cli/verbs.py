@@ -32,7 +32,7 @@ from moesaic.config import Calibration, Evaluation, Verb, about, check_device, p
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_file
 from moesaic.methods import VERBS, methods_of
-from moesaic.recipe import Recipe, checked, method_of, renewed, step_config
+from moesaic.recipe import Recipe, checked, former_options, method_of, renewed, step_config
 
 SELDOM = tuple(of.name for of in fields(Evaluation) if about(of).seldom)
 
@@ -72,10 +72,9 @@ def verb_options(verb: Verb) -> list[Option]:
     if data != "--data":
         evaluation[0] = replace(evaluation[0], name="eval_data")
     common = [*calibration, *evaluation, DEVICE, DTYPE]
-    former = {name: of for config in methods.values() for name, of in config.former.items()}
     hidden = [
         Option(name, of.flag, bool if of.switch else str, f"--{of.name} now.", hidden=True)
-        for name, of in former.items()
+        for name, of in former_options(verb.name).items()
     ]
     return [*first, *own, *rest, *(replace(o, common=True) for o in common), *hidden]
 

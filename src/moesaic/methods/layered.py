@@ -134,7 +134,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
 
     def _option(self, name: str) -> Any:
         """An option that some configs have."""
-        return vars(self.config).get(name, False)
+        return getattr(self.config, name, False)
 
     @torch.no_grad()
     def run(self, job: Job[A]) -> Decision:

@@ -17,7 +17,7 @@ from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
 from moesaic.observation.curvature import Curvature, curvatures
-from moesaic.observation.experts import PARTS, ExpertStats, observed
+from moesaic.observation.experts import PARTS, ExpertStats, gram_room, observed
 from moesaic.observation.files import from_file
 from moesaic.observation.job import Job
 from moesaic.observation.neurons import (
@@ -211,6 +211,5 @@ def cost_of(
             work += 4.0 * view.top_k * view.width**2 + turns / job.planned_tokens
             held = max(held, neuron_pairs(view.count, view.width))
         if "gram" in needs:
-            room = job.planned_tokens * view.count * (view.count + 1) // 2 * 4
-            held = max(held, min(gram_bytes, room))
+            held = max(held, min(gram_bytes, gram_room(job.planned_tokens, view.count)))
     return Cost(passes, work, held, "curvature" in needs)
