@@ -23,9 +23,10 @@ from moesaic.data.text import Tokens
 from moesaic.layers.base import same
 from moesaic.layers.channels import ChannelsLayer, column_norms
 from moesaic.layers.pruned import PrunedLayer
+from moesaic.methods.channels import method
 from moesaic.methods.channels.config import TEALConfig, WINAConfig
 from moesaic.methods.channels.gradients import _size, gradient_sizes
-from moesaic.methods.channels.method import Layer, cut_of, top
+from moesaic.methods.channels.method import cut_of, top
 from moesaic.methods.channels.projections import Projection, projections
 from moesaic.methods.channels.thresholds import Scores, one_threshold
 from moesaic.metrics.score import score
@@ -33,6 +34,7 @@ from moesaic.metrics.size import model_size
 from moesaic.nn import kernels
 from moesaic.nn.channel_linear import ChannelExperts, ChannelLinear, Cut
 from moesaic.nn.phase import Phase, set_mode
+from moesaic.observation.stream import LayerStream
 from moesaic.observation.tap import Squares
 from moesaic.surgery import applied
 
@@ -540,7 +542,8 @@ def test_gradient_sizes_are_those_of_a_perturbed_input():
     wanted = {i: [Projection(path, 32, 64, 1.0, False)]}
     tokens = many_tokens()
     tokens = type(tokens)(ids)
-    (found,) = gradient_sizes(model, arch, wanted, tokens, lambda items, *_: items).values()
+    stream = LayerStream(model, arch, tokens, view=arch.ffn_of)
+    (found,) = gradient_sizes(stream, wanted, lambda items, *_: items).values()
     module = model.model.layers[i].mlp.up_proj
 
     @torch.no_grad()
@@ -574,7 +577,8 @@ def test_gradient_sizes_of_experts_are_means_over_their_own_tokens(model_type, p
     path = f"{arch.ffn_path}.{arch.experts}"
     sizes = {"gate_up_proj": 32, "down_proj": view.width}
     wanted = {i: [Projection(f"{path}.{n}", s, 1, 1.0, False, True) for n, s in sizes.items()]}
-    found = gradient_sizes(model, arch, wanted, padded, lambda items, *_: items)
+    stream = LayerStream(model, arch, padded, view=arch.ffn_of)
+    found = gradient_sizes(stream, wanted, lambda items, *_: items)
     zeros = {n: torch.zeros(8, mask.numel(), s, requires_grad=True) for n, s in sizes.items()}
     ran = torch.zeros(8, mask.numel(), dtype=torch.bool)
 
@@ -656,13 +660,13 @@ def test_a_resumed_run_decides_what_is_missing_alone(options, tmp_path, monkeypa
     run = {"calibration": many_tokens(), "progress": folder}
     first = moesaic.carve(model, config, **run).plan
     (folder / "layer-0002-result.safetensors").unlink()
-    weighed, scored = [], Layer.scored
+    weighed, own = [], method.scored
 
-    def watched(self, *arguments):
-        weighed.append(self.block.index)
-        return scored(self, *arguments)
+    def watched(turn, *arguments):
+        weighed.append(turn.block.index)
+        return own(turn, *arguments)
 
-    monkeypatch.setattr(Layer, "scored", watched)
+    monkeypatch.setattr(method, "scored", watched)
     monkeypatch.setattr("moesaic.methods.channels.method.gradient_sizes", None)
     again = moesaic.carve(model, config, **run).plan
     assert weighed == ([0, 1, 2, 3] if options.get("gradients") else [2])
@@ -826,7 +830,6 @@ def test_cuts_are_as_near_as_whole_channels_come():
     scores = Scores()
     scores.add(torch.tensor([1.0, 2.0, 4.0, 8.0]))
     assert cut_of(p, 0.5, scores, "threshold").keep < 0
-    assert Layer.__doc__
 
 
 def test_a_saved_model_is_mapped_from_whole_cache_lines(tmp_path):

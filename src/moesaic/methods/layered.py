@@ -228,5 +228,4 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             passes=cost.passes + refit,
             work=cost.work + self.work(job, sizes),
             held=cost.held,
-            whole=cost.whole,
         )

@@ -4,30 +4,27 @@ With g_t the gradient of the loss at a layer's output, the loss of leaving neuro
 is to second order half the sum over tokens of (w_t h_tj)^2 times the mean of (g_t . d_j)^2 over the
 tokens that expert i runs: the diagonal of d^T G d, G being the mean of g g^T. No matrix is formed.
 
-One layer's weights are in memory at a time: the tokens go forward once, what enters every layer is
-kept (on disk above a limit), and the gradient goes back layer by layer, each run again.
-
 Shape suffixes: T tokens, E experts, M neurons of one, S of the shared path, D hidden size, B
 windows, L tokens of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from moesaic.arch.dense import Arch
-from moesaic.data.text import IGNORED, Tokens
 from moesaic.distributed import gathered
-from moesaic.objectives import next_token_loss
+from moesaic.observation.backward import backward
 from moesaic.observation.job import Job
-from moesaic.observation.stream import Block, LayerStream, Spill, valid
+from moesaic.observation.stream import Block, valid
+from moesaic.observation.tap import Masks
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,6 @@ def _squares(g_ND: Tensor, down_DM: Tensor) -> Tensor:
     return (g_ND @ down_DM.float()).square().sum(0, dtype=torch.float64).cpu()
 
 
-@torch.no_grad()
 def curvatures(job: Job[Arch], layers: Sequence[int]) -> dict[int, Curvature]:
     """The curvature of some layers' neurons, by layer.
 
@@ -93,101 +89,34 @@ def curvatures(job: Job[Arch], layers: Sequence[int]) -> dict[int, Curvature]:
         layers: the layers that are slimmed.
     """
     stream = job.stream(layers, job.arch.view, job.share[0])
-    states, kwargs = stream.record()
-    entering: list[Spill] = []
-    handed: list[list[Any]] = []
-    gradients = Spill(1 << 30)
-    found: dict[int, Curvature] = {}
-    try:
-        for block in stream.blocks(kwargs):
-            entering.append(_kept(states))
-            handed.append(block.handed(states))
-            block.run(states)
-        for gradient in _of_head(stream, states):
-            gradients.append(gradient)
-        order = range(stream.count - 1, min(layers) - 1, -1)
-        steps = job.track(stream.blocks(kwargs, order=order), "Gradients", len(order))
-        for block in steps:
-            view = job.arch.view(block.layer) if block.index in layers else None
-            sums = None if view is None else _Sums.of(view)
-            masks = stream.masks()
-            for b, before in enumerate(entering[block.index]):
-                given, mask = handed[block.index][b], next(masks)
-                with _watched(job.arch, block, sums is not None) as seen:
-                    gradients.replace(b, _through(block, b, before, given, gradients[b], seen))
-                if sums is not None:
-                    sums.add(view, *(valid(t, mask) for t in seen))
-            if sums is not None:
-                found[block.index] = sums.mean()
-    finally:
-        for spill in (states, gradients, *entering):
-            spill.clear()
-    return found
+    sums: dict[int, _Sums] = {}
 
+    def watch(block: Block) -> AbstractContextManager[None]:
+        view = job.arch.view(block.layer)
+        sums[block.index] = _Sums.of(view)
+        return _watched(job.arch, block, partial(sums[block.index].add, view), stream.masks())
 
-def _kept(states: Spill) -> Spill:
-    copied = Spill(1 << 30)
-    for tensor in states:
-        copied.append(tensor.clone())
-    return copied
-
-
-def _of_head(stream: LayerStream[Any], states: Spill) -> Iterator[Tensor]:
-    """Batches of the summed next-token loss's gradient at the last layer's output (B, L, D)."""
-    leaves = [last.detach().requires_grad_() for last in states]
-    heads = stream.heads(leaves, logits=True, gradients=True)
-    for leaf, (logits, batch) in zip(leaves, heads, strict=True):
-        with torch.enable_grad():
-            loss = next_token_loss(logits, _labels(batch).to(logits.device))
-            (gradient,) = torch.autograd.grad(loss, leaf)
-        yield gradient
-
-
-def _labels(batch: Tokens) -> Tensor:
-    ids, mask = batch.input_ids, batch.attention_mask
-    return ids if mask is None else ids.masked_fill(~mask.bool(), IGNORED)
+    return {i: sums[i].mean() for i in backward(stream, layers, watch, job.track)}
 
 
 @contextmanager
-def _watched(arch: Arch, block: Block, wanted: bool) -> Iterator[list[Tensor]]:
-    """Inside, a wanted layer's FFN leaves its input and what its parts add up to in a list."""
-    seen: list[Tensor] = []
-    handles: list[RemovableHandle] = []
-    if wanted:  # some layers have no FFN
-        ffn = arch.ffn_of(block.layer)
-        handles.append(ffn.register_forward_pre_hook(lambda _, args: seen.append(args[0])))
-        handles.append(arch.watch(ffn, seen.append))
+def _watched(
+    arch: Arch, block: Block, seen: Callable[[Tensor, Tensor], None], masks: Masks
+) -> Iterator[None]:
+    """Inside, what enters the layer's FFN, and the gradient at what its parts add up to."""
+    entered: list[Tensor] = []
+
+    def after(y: Tensor) -> None:
+        x, mask = entered.pop(), next(masks)
+        y.register_hook(lambda g: seen(valid(x.detach(), mask), valid(g, mask)))
+
+    ffn = arch.ffn_of(block.layer)
+    handles = (
+        ffn.register_forward_pre_hook(lambda _, args: entered.append(args[0])),
+        arch.watch(ffn, after),
+    )
     try:
-        yield seen
+        yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _through(
-    block: Block,
-    batch: int,
-    before: Tensor,
-    handed: object,
-    gradient: Tensor,
-    seen: list[Tensor],
-) -> Tensor:
-    """One batch back through one layer.
-
-    Args:
-        block: the layer.
-        batch: the batch's number.
-        before: what enters the layer (B, L, D).
-        handed: what the layer before hands on beside it.
-        gradient: of the loss at what leaves it (B, L, D).
-        seen: the FFN's input and output, in whose place the gradient at the output comes.
-
-    Returns:
-        the gradient at ``before``.
-    """
-    with torch.enable_grad():
-        leaf = before.detach().requires_grad_()
-        after = block.output(batch, leaf, handed)
-        back, *at_output = torch.autograd.grad(after, (leaf, *seen[1:]), gradient.to(after.device))
-    seen[:] = [*(x.detach() for x in seen[:1]), *at_output]
-    return back

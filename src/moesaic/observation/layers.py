@@ -16,6 +16,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered
 from moesaic.errors import MoesaicError
+from moesaic.observation.backward import BACK, kept_for_backward
 from moesaic.observation.curvature import Curvature, curvatures
 from moesaic.observation.experts import PARTS, ExpertStats, gram_room, observed
 from moesaic.observation.files import from_file
@@ -147,21 +148,13 @@ class Observation:
         """Statistics taken in while the tokens pass through: one pass; no shared path's."""
         curved, arch = self._curved(wanted), self.job.arch
         tokens = self._tokens[1]
-        stream = self.job.stream(wanted, arch.view, tokens)
-        states, kwargs = stream.record()
-        try:
-            for block in stream.blocks(kwargs, max(wanted) + 1):
-                i = block.index
-                if i not in wanted:
-                    block.run(states)
-                    continue
-                stats = replace(weight_stats(arch.view(block.layer)), tokens=tokens.count)
-                with watching(block.layer, arch, stats, stream.masks()):
-                    block.run(states)
-                merged = NeuronStats.merged(gathered(stats))
-                yield i, LayerStats(None, merged, None, curved.get(i)), None
-        finally:
-            states.clear()
+        for turn in self.job.stream(wanted, arch.view, tokens).turns():
+            i, layer = turn.block.index, turn.block.layer
+            stats = replace(weight_stats(arch.view(layer)), tokens=tokens.count)
+            with watching(layer, arch, stats, iter(turn.masks)):
+                turn.run()
+            merged = NeuronStats.merged(gathered(stats))
+            yield i, LayerStats(None, merged, None, curved.get(i)), None
 
     def _curved(self, wanted: Sequence[int]) -> Mapping[int, Curvature]:
         return curvatures(self.job, wanted) if "curvature" in self.needs else {}
@@ -182,7 +175,6 @@ class Cost:
     passes: float
     work: float
     held: int
-    whole: bool
 
 
 def cost_of(
@@ -199,8 +191,8 @@ def cost_of(
     arch: Arch = job.arch
     views = [arch.view(job.layers[i]) for i in layers]
     passes = float(bool(set(needs) - OF_WEIGHTS))
-    passes += 2.0 * ("curvature" in needs) + 3.0 * ("tokens" in needs)
-    work, held = 0.0, 0
+    passes += BACK * ("curvature" in needs) + 3.0 * ("tokens" in needs)
+    work, held = 0.0, kept_for_backward(job, job.planned_tokens) * ("curvature" in needs)
     for view in views:
         if set(needs) & set(PARTS) - OF_WEIGHTS:
             pairs = view.count * (view.count + 1) // 2 * len(view.weights_of(0)[-1])
@@ -212,4 +204,4 @@ def cost_of(
             held = max(held, neuron_pairs(view.count, view.width))
         if "gram" in needs:
             held = max(held, min(gram_bytes, gram_room(job.planned_tokens, view.count)))
-    return Cost(passes, work, held, "curvature" in needs)
+    return Cost(passes, work, held)

@@ -21,9 +21,7 @@ from moesaic.arch.dense import Arch, DenseFFN
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.distributed import gathered
 from moesaic.observation.stream import Site
-from moesaic.observation.tap import Event, square_sums, tapped
-
-Masks = Iterator[Tensor | None]
+from moesaic.observation.tap import Event, Masks, square_sums, tapped
 
 
 @dataclass

@@ -225,6 +225,24 @@ class Block:
             states.replace(b, after)
 
 
+@dataclass
+class Turn:
+    """A layer whose turn it is, and the hidden states in front of it."""
+
+    block: Block
+    states: Spill
+    """One entry a batch (B, L, D)."""
+    masks: Sequence[Tensor | None]
+    """By batch; False on padding."""
+    passed: bool = False
+    """The states are behind the layer."""
+
+    def run(self) -> None:
+        """Pass every batch through the layer; what watches it meanwhile sees each once."""
+        self.block.run(self.states)
+        self.passed = True
+
+
 class LayerStream(Generic[V]):
     """Iterating yields a :class:`Site` for each wanted layer, in order.
 
@@ -384,6 +402,21 @@ class LayerStream(Generic[V]):
             for spill in (hidden, followed, inputs, targets):
                 if spill is not None:
                     spill.clear()
+
+    @torch.no_grad()
+    def turns(self) -> Iterator[Turn]:
+        """The wanted layers, each open, before any batch has passed it."""
+        states, kwargs = self.record()
+        masks, last = [*self.masks()], max(self.layers)
+        try:
+            for block in self.blocks(kwargs, last + 1):
+                turn = Turn(block, states, masks)
+                if block.index in self.layers:
+                    yield turn
+                if block.index < last and not turn.passed:
+                    turn.run()
+        finally:
+            states.clear()
 
     def blocks(
         self,

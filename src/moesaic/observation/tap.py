@@ -32,6 +32,8 @@ class Event:
 
 
 Seen = Callable[[Event], None]
+Masks = Iterator[Tensor | None]
+"""By batch the tokens that count (B, L); None for all."""
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def tapped(
     arch: Arch,
     paths: Collection[str],
     seen: Seen,
-    masks: Iterator[Tensor | None] | None = None,
+    masks: Masks | None = None,
     *,
     gradients: bool = False,
     instead: bool = False,

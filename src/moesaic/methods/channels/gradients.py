@@ -12,17 +12,16 @@ Shape suffixes: T tokens, I inputs (channels), O outputs, E experts, N tokens of
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moesaic.arch.dense import Arch
-from moesaic.data.text import Tokens
-from moesaic.foreign import Model, Track, logits_alone
+from moesaic.foreign import Track
 from moesaic.methods.channels.projections import Projection
+from moesaic.observation.backward import backward
+from moesaic.observation.stream import Block, LayerStream
 from moesaic.observation.tap import Event, Squares, tapped
 
 Key = tuple[int, str]
@@ -30,11 +29,7 @@ Key = tuple[int, str]
 
 
 def gradient_sizes(
-    model: Model,
-    arch: Arch,
-    wanted: Mapping[int, Collection[Projection]],
-    tokens: Tokens,
-    track: Track,
+    stream: LayerStream[Any], wanted: Mapping[int, Collection[Projection]], track: Track
 ) -> dict[Key, Tensor]:
     """The root mean square of the loss's gradient by channel, float32: (I), of experts (E, I).
 
@@ -42,27 +37,21 @@ def gradient_sizes(
     of everything after it. An expert that runs for none of the tokens has the mean of the others.
 
     Args:
-        model: live.
-        arch: its architecture.
+        stream: the model, and the tokens; padding is left out of the loss.
         wanted: projections by decoder layer.
-        tokens: padding is left out of the loss.
         track: shows progress.
     """
-    squares = Squares()
-    batches = list(tokens.batches(1024))
-    with ExitStack() as taps:
-        for i, projections in wanted.items():
-            layer = arch.layers(model)[i]
-            seen = partial(_take, squares, i, arch.experts_in(layer))
-            masks = iter([batch.attention_mask for batch in batches])
-            paths = [p.path for p in projections]
-            taps.enter_context(tapped(layer, arch, paths, seen, masks, gradients=True))
-        for batch in track(batches, "Gradients", len(batches)):
-            _backward(model, batch)
+    squares, arch = Squares(), stream.arch
+
+    def watch(block: Block) -> AbstractContextManager[None]:
+        seen = partial(_take, squares, block.index, arch.experts_in(block.layer))
+        paths = [p.path for p in wanted[block.index]]
+        return tapped(block.layer, arch, paths, seen, stream.masks(), gradients=True)
+
     return {
         (i, p.path): _size(squares, (i, p.path), p.experts).float()
-        for i, projections in wanted.items()
-        for p in projections
+        for i in backward(stream, wanted, watch, track)
+        for p in wanted[i]
     }
 
 
@@ -78,21 +67,3 @@ def _size(squares: Squares, key: Key, experts: bool) -> Tensor:
         return mean_EI[0].sqrt()
     mean_EI[calls_E == 0] = mean_EI[calls_E > 0].mean(0)
     return mean_EI.sqrt()
-
-
-def _backward(model: Model, batch: Tokens) -> None:
-    """Run one batch forward and backward; parameters collect nothing."""
-    embedding = model.get_input_embeddings()
-    ids = batch.input_ids.to(embedding.weight.device)
-    mask = None if batch.attention_mask is None else batch.attention_mask.to(ids.device)
-    with torch.no_grad():
-        states = embedding(ids)
-    states = states.detach().requires_grad_()
-    with torch.enable_grad():
-        options = {"use_cache": False, **logits_alone(model.config)}
-        logits = model(inputs_embeds=states, attention_mask=mask, **options).logits
-        wanted = ids[:, 1:] if mask is None else ids[:, 1:].masked_fill(~mask[:, 1:].bool(), -100)
-        loss = F.cross_entropy(
-            logits[:, :-1].float().flatten(0, 1), wanted.flatten(), reduction="sum"
-        )
-        torch.autograd.backward(loss, inputs=[states])

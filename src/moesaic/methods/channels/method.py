@@ -40,8 +40,9 @@ from moesaic.methods.channels.projections import Projection, projections
 from moesaic.methods.channels.thresholds import Scores, one_threshold, shares_for
 from moesaic.methods.words import percent, some
 from moesaic.nn.channel_linear import WHOLE, Cut
+from moesaic.observation.backward import BACK, kept_for_backward
 from moesaic.observation.job import Finished, Job
-from moesaic.observation.stream import Block, Spill
+from moesaic.observation.stream import Block, Turn, valid
 from moesaic.observation.tap import Event, tapped
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord
@@ -49,8 +50,9 @@ from moesaic.surgery import applied, headers_of, layer_uses
 
 Wanted = Mapping[int, Sequence[Projection]]
 
-BATCH = 512
-"""Tokens of a calibration batch; the greedy search looks at the first."""
+BATCH, BACKWARD_BATCH = 512, 1024
+"""Tokens of a calibration batch, of which the greedy search looks at the first, and of a batch that
+gradients are taken on."""
 
 
 class Channels(Method[ChannelsConfig, Arch]):
@@ -121,11 +123,16 @@ class Channels(Method[ChannelsConfig, Arch]):
         if config.shares == "greedy" and not config.gradients:
             tried = config.steps * max(map(len, wanted.values()))
             passes += tried * BATCH / max(BATCH, job.planned_tokens)
+        held = 0
+        if config.gradients:
+            tokens = min(config.gradient_tokens, job.planned_tokens)
+            passes += BACK * tokens / job.planned_tokens
+            held = kept_for_backward(job, tokens)
         return Outline(
             Plan(config.name, job.base, layers, asdict(config)),
             exact=config.shares == "uniform" and not config.gradients,
-            passes=passes + 3.0 * config.gradients,
-            whole=config.gradients,
+            passes=passes,
+            held=held,
         )
 
     def choose(self, job: Job[Arch], uses: Sequence[LayerUse]) -> Wanted:
@@ -180,15 +187,18 @@ class Channels(Method[ChannelsConfig, Arch]):
                 yield i, ChannelsLayer({p.path: top(p, share) for p in parts}, config.score)
             return
         missing = [i for i in wanted if ("result", i) not in finished]
-        for layer in self._layers(job, missing):
-            parts = wanted[layer.block.index]
-            factors = {p.path: self._factor(layer.block.layer, p, job.arch) for p in parts}
-            scores = layer.scored(parts, factors)
+        for turn in self._turns(job, missing):
+            i, layer = turn.block.index, turn.block.layer
+            parts = wanted[i]
+            factors = {p.path: self._factor(layer, p, job.arch) for p in parts}
+            first = turn.states[0].clone()
+            scores = scored(turn, job.arch, factors)
             shares = {p.path: share for p in parts}
             if config.shares == "greedy":
-                shares = layer.greedy(parts, scores, share, config)
+                search = GreedySearch(turn.block, first, turn.masks[0], job.arch, config)
+                shares = search.shares(parts, scores, share)
             cuts = {p.path: cut_of(p, shares[p.path], scores[p.path], config.choice) for p in parts}
-            yield layer.block.index, ChannelsLayer(cuts, config.score)
+            yield i, ChannelsLayer(cuts, config.score)
 
     def _by_gradients(
         self, job: Job[Arch], wanted: Wanted, share: float, finished: Finished
@@ -196,18 +206,17 @@ class Channels(Method[ChannelsConfig, Arch]):
         """One threshold for the whole model, on scores by the sizes of gradients."""
         if not all(("gradients", i) in finished for i in wanted):  # kept, to resume from
             few = Tokens(*_first(job.tokens, self.config.gradient_tokens))
-            sizes = gradient_sizes(job.live(inplace=True), job.arch, wanted, few, job.track)
+            stream = job.stream([*wanted], job.arch.ffn_of, few, tokens_per_batch=BACKWARD_BATCH)
+            sizes = gradient_sizes(stream, wanted, job.track)
             for i, parts in wanted.items():
                 by_path = {p.path: sizes[i, p.path] for p in parts}
                 cuts = dict.fromkeys(by_path, WHOLE)
                 finished.add("gradients", i, ChannelsLayer(cuts, "given", by_path), {})
         factors = {i: cast(ChannelsLayer, finished["gradients", i][0]).factors for i in wanted}
         scores = {
-            (layer.block.index, path): of
-            for layer in self._layers(job, wanted)
-            for path, of in layer.scored(
-                wanted[layer.block.index], factors[layer.block.index]
-            ).items()
+            (turn.block.index, path): of
+            for turn in self._turns(job, wanted)
+            for path, of in scored(turn, job.arch, factors[turn.block.index]).items()
         }
         every = {(i, p.path): p for i, parts in wanted.items() for p in parts}
         thresholds = one_threshold(
@@ -230,20 +239,9 @@ class Channels(Method[ChannelsConfig, Arch]):
         weight = layer.get_parameter(p.path if p.experts else f"{p.path}.weight")
         return column_norms(weight, p.experts and isinstance(arch, MoEArch) and arch.transposed)
 
-    def _layers(self, job: Job[Arch], wanted: Collection[int]) -> Iterator[Layer]:
-        """Every layer that is wanted, live, with the states that reach it."""
-        last = max(wanted)
-        stream = job.stream([*wanted], job.arch.ffn_of, tokens_per_batch=BATCH)
-        states, kwargs = stream.record()
-        masks = list(stream.masks())
-        try:
-            blocks = stream.blocks(kwargs, last + 1)
-            for block in job.track(blocks, "Weighing channels", last + 1):
-                if block.index in wanted:
-                    yield Layer(block, states, masks, job.arch)
-                block.run(states)
-        finally:
-            states.clear()
+    def _turns(self, job: Job[Arch], wanted: Collection[int]) -> Iterator[Turn]:
+        stream = job.stream(wanted, job.arch.ffn_of, tokens_per_batch=BATCH)
+        return iter(job.track(stream.turns(), "Weighing channels", len(wanted)))
 
     # --- said of it ------------------------------------------------------------------------------
 
@@ -261,61 +259,61 @@ class Channels(Method[ChannelsConfig, Arch]):
         return Told(title, told)
 
 
+def scored(turn: Turn, arch: Arch, factors: Mapping[str, Tensor | None]) -> dict[str, Scores]:
+    """The scores of each projection's channels on all calibration tokens, which pass the layer.
+
+    Args:
+        turn: the layer.
+        arch: its architecture.
+        factors: by projection what |x| is multiplied by; None for nothing.
+    """
+    scores = {path: Scores() for path in factors}
+
+    def seen(event: Event) -> None:
+        factor, score_NI = factors[event.path], event.x_NI.abs().float()
+        if factor is not None:
+            factor_I = factor if event.expert is None else factor[event.expert]
+            score_NI = score_NI * factor_I.to(score_NI.device)
+        scores[event.path].add(score_NI)
+
+    with tapped(turn.block.layer, arch, [*scores], seen, iter(turn.masks), instead=True):
+        turn.run()
+    return scores
+
+
 @dataclass(frozen=True)
-class Layer:
-    """One decoder layer whose turn it is, and the states that reach it."""
+class GreedySearch:
+    """TEAL's Alg. 1: the shares of a layer's projections, by the layer's output."""
 
     block: Block
-    states: Spill
-    masks: Sequence[Tensor | None]
-    """By batch; False on padding."""
+    before: Tensor
+    """A batch of what enters the layer (B, L, D)."""
+    mask: Tensor | None
+    """False on padding."""
     arch: Arch
+    config: ChannelsConfig
 
-    def scored(
-        self, parts: Collection[Projection], factors: Mapping[str, Tensor | None]
-    ) -> dict[str, Scores]:
-        """The scores of each projection's channels on all calibration tokens."""
-        scores = {p.path: Scores() for p in parts}
-
-        def seen(event: Event) -> None:
-            factor, score_NI = factors[event.path], event.x_NI.abs().float()
-            if factor is not None:
-                factor_I = factor if event.expert is None else factor[event.expert]
-                score_NI = score_NI * factor_I.to(score_NI.device)
-            scores[event.path].add(score_NI)
-
-        layer = self.block.layer
-        with tapped(layer, self.arch, [*scores], seen, iter(self.masks), instead=True):
-            for _ in self.block.outputs(self.states):
-                pass
-        return scores
-
-    def greedy(
-        self,
-        parts: Sequence[Projection],
-        scores: Mapping[str, Scores],
-        share: float,
-        config: ChannelsConfig,
+    def shares(
+        self, parts: Sequence[Projection], scores: Mapping[str, Scores], share: float
     ) -> dict[str, float]:
-        """The share of each projection, by TEAL's Alg. 1.
+        """The share of each projection that a token reads.
 
         Each step takes the same number of weights away, fewer where a projection has no more left,
         from the projection where the layer's output changes least for what is saved.
         """
-        total = sum(p.run for p in parts)
+        config, total = self.config, sum(p.run for p in parts)
         step = (1 - share) * total / config.steps
         shares = {p.path: 1.0 for p in parts}
         left, now = (1 - share) * total, 0.0
         plan = ChannelsLayer({p.path: Cut(1.0, threshold=0.0) for p in parts}, config.score)
-        (target,) = self._first_output(None)
+        target = self._output(self.block.layer)
         with applied(self.block.layer, self.arch, plan) as twin:
 
             def error(trial: Mapping[str, float]) -> float:
                 for p in parts:
                     cut = cut_of(p, trial[p.path], scores[p.path], config.choice)
                     _set_cut(twin, p.path, cut)
-                (output,) = self._first_output(twin)
-                return float((output - target).double().square().sum())
+                return float((self._output(twin) - target).double().square().sum())
 
             while left > 1e-6 * total:
                 trials = []
@@ -330,11 +328,9 @@ class Layer:
                 left -= taken
         return shares
 
-    def _first_output(self, twin: nn.Module | None) -> list[Tensor]:
-        mask = self.masks[0]
-        (output,) = self.block.outputs([next(iter(self.states))], twin)
-        flat = output.flatten(0, -2)
-        return [flat if mask is None else flat[mask.flatten().to(flat.device)]]
+    def _output(self, layer: nn.Module) -> Tensor:
+        (output,) = self.block.outputs([self.before], layer)
+        return valid(output, self.mask)
 
 
 def _set_cut(layer: nn.Module, path: str, cut: Cut) -> None:

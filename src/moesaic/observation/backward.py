@@ -1,0 +1,102 @@
+"""The one way back: the loss's gradient, carried through the layers from the last to the first.
+
+One layer's weights are in memory at a time: the tokens go forward once, what enters every layer is
+kept (on disk above a limit), and the gradient goes back layer by layer, each run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesaic.data.text import IGNORED, Tokens
+from moesaic.foreign import Track
+from moesaic.objectives import next_token_loss
+from moesaic.observation.job import Job
+from moesaic.observation.stream import Block, LayerStream, Spill
+
+LIMIT = 1 << 30
+"""Bytes of what enters the layers that are kept in memory."""
+BACK = 4.0
+"""What all of it takes, in passes forward: one of them, one again, and backward as much as two."""
+Watch = Callable[[Block], AbstractContextManager[object]]
+
+
+@torch.no_grad()
+def backward(
+    stream: LayerStream[Any], layers: Collection[int], watch: Watch, track: Track
+) -> Iterator[int]:
+    """Carry the gradient of the summed next-token loss back through the layers.
+
+    Args:
+        stream: the model, and the tokens; padding is left out of the loss.
+        layers: the layers that are watched; those before the first of them are not run again.
+        watch: of a layer, open: entered while every batch in turn runs forward and then backward.
+        track: shows progress.
+
+    Yields:
+        the number of a watched layer that all batches have passed, while it is open.
+    """
+    states, kwargs = stream.record()
+    batches = len(states)
+    entering, gradients = Spill(LIMIT), Spill(LIMIT)
+    handed: list[list[Any]] = []
+    try:
+        for block in stream.blocks(kwargs):
+            for before in states:
+                entering.append(before.clone())
+            handed.append(block.handed(states))
+            block.run(states)
+        for gradient in _of_head(stream, states):
+            gradients.append(gradient)
+        order = range(stream.count - 1, min(layers) - 1, -1)
+        for block in track(stream.blocks(kwargs, order=order), "Gradients", len(order)):
+            i = block.index
+            if i not in layers:
+                _through(block, entering, handed[i], gradients, batches)
+                continue
+            with watch(block):
+                _through(block, entering, handed[i], gradients, batches)
+            yield i
+    finally:
+        for spill in (states, gradients, entering):
+            spill.clear()
+
+
+def _through(
+    block: Block, entering: Spill, handed: list[Any], gradients: Spill, batches: int
+) -> None:
+    """Every batch back through one layer; ``gradients`` become those at what enters it."""
+    for b in range(batches):
+        with torch.enable_grad():
+            leaf = entering[block.index * batches + b].detach().requires_grad_()
+            after = block.output(b, leaf, handed[b])
+            (gradient,) = torch.autograd.grad(after, leaf, gradients[b].to(after.device))
+        gradients.replace(b, gradient)
+
+
+def _of_head(stream: LayerStream[Any], states: Spill) -> Iterator[Tensor]:
+    """Batches of the loss's gradient at the last layer's output (B, L, D)."""
+    leaves = [last.detach().requires_grad_() for last in states]
+    heads = stream.heads(leaves, logits=True, gradients=True)
+    for leaf, (logits, batch) in zip(leaves, heads, strict=True):
+        with torch.enable_grad():
+            loss = next_token_loss(logits, _labels(batch).to(logits.device))
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        yield gradient
+
+
+def _labels(batch: Tokens) -> Tensor:
+    ids, mask = batch.input_ids, batch.attention_mask
+    return ids if mask is None else ids.masked_fill(~mask.bool(), IGNORED)
+
+
+def kept_for_backward(job: Job[Any], tokens: int) -> int:
+    """Bytes of what enters the layers for so many tokens, as far as they stay in memory."""
+    weight = job.shape.get_input_embeddings().weight
+    item = (job.working_type or weight.dtype).itemsize
+    return int(min(LIMIT, len(job.layers) * tokens * weight.shape[1] * item))
