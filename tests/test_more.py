@@ -227,7 +227,7 @@ def test_sunflower(tokens, config):
     """Experts meet in the backbone only, and together they are all neurons."""
     site, method, stats = observed(tokens, config)
     sizes = [LayerSize(1000, 64 * 96, 64)] * 4
-    plan = method.decide(stats, site, method.choose(sizes)[2])
+    plan = method.carved(stats, site, method.choose(sizes)[2])
     ends = np.cumsum([plan.backbone, *plan.petals])
     order = plan.order_M.tolist()
     core = set(order[: plan.backbone])
@@ -248,7 +248,7 @@ def test_same_seed_same_plan(tokens):
     plans = []
     for _ in range(2):
         site, method, stats = observed(tokens)
-        plans.append(method.decide(stats, site, method.choose([LayerSize(1000, 6144, 64)] * 4)[2]))
+        plans.append(method.carved(stats, site, method.choose([LayerSize(1000, 6144, 64)] * 4)[2]))
     assert same(*plans)
 
 
@@ -258,7 +258,7 @@ def test_variants_share_backbone_and_budget(tokens):
     plans = {}
     for variant in ("full", "backbone", "random", "static", "naive"):
         method = MoRE(MoREConfig(variant=variant))
-        plans[variant] = method.decide(stats, site, method.choose(sizes)[2])
+        plans[variant] = method.carved(stats, site, method.choose(sizes)[2])
     full = plans["full"]
     assert torch.equal(plans["random"].order_M, full.order_M)
     assert plans["random"].routing == "random"

@@ -1,9 +1,10 @@
 """Methods that decide layer by layer: one run and one outline for all of them.
 
-A method says what layers may become (``sizes``), what statistics it ``needs``, what it would make
-of a layer at each size (``decide``), and where a budget goes (``allocate``). Everything else is
-here: the model or a file of statistics, layers that were decided before, several processes,
-comparisons, the refit, and what can be told beforehand, by the same ``decide``.
+A method says what layers may become (``sizes``), what statistics it ``needs`` or makes itself
+(``observe``), what it would make of a layer at each size (``decide``), and where a budget goes
+(``allocate``). Everything else is here: the model or a file of statistics, layers that were decided
+before, several processes, comparisons, the refit, and what can be told beforehand, by the same
+``decide``.
 """
 
 from __future__ import annotations
@@ -20,9 +21,17 @@ from torch import nn
 from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.methods.base import A, C, Decision, Method, Outline
-from moesaic.methods.refit import recover, settled
+from moesaic.methods.refit import of, recover, settled
 from moesaic.observation.job import Finished, Job
-from moesaic.observation.layers import Cost, LayerStats, Observation, cost_of
+from moesaic.observation.layers import (
+    Cost,
+    LayerStats,
+    Observation,
+    Observed,
+    cost_of,
+    shows_tokens,
+)
+from moesaic.observation.shared import each_layer
 from moesaic.observation.stream import Site
 from moesaic.plan import Plan
 
@@ -44,6 +53,8 @@ class Case(Generic[A]):
     """What was observed; None where nothing is known but the layer's shape."""
     site: Site[Any] | None = None
     """The layer and its tokens, where ``needs`` asked for them."""
+    own: Any = None
+    """What the method's ``observe`` made of them."""
 
     @property
     def view(self) -> Any:
@@ -76,6 +87,9 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
     def gram_bytes(self) -> int:
         """Memory for the Gram matrices of one layer's experts."""
         return 0
+
+    def observe(self, site: Site[Any]) -> Any:
+        """A statistic of the method's own, from a layer's tokens; the same for all comparisons."""
 
     @abstractmethod
     def decide(self, case: Case[A], sizes: Sequence[S]) -> Made[S]:
@@ -119,9 +133,14 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """Of options that are ``progressive``: inside, a layer passes on what it became makes."""
         raise NotImplementedError
 
-    def work(self, job: Job[A], sizes: Mapping[int, Sequence[S]]) -> float:
-        """Operations that deciding takes beside observing, per calibration token."""
-        return 0.0
+    def cost(self, job: Job[A], sizes: Mapping[int, Sequence[S]]) -> Cost:
+        """What deciding takes beside observing what it ``needs``."""
+        return Cost()
+
+    @property
+    def final(self) -> bool:
+        """What is decided of a layer of one size is what the plan holds: ``finish`` leaves it."""
+        return True
 
     # --- the run ---------------------------------------------------------------------------------
 
@@ -138,8 +157,10 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
 
     @torch.no_grad()
     def run(self, job: Job[A]) -> Decision:
-        config, sizes = self.config, self.sizes(job)
-        methods = self.compared(job.args.compare) | {RESULT: self}
+        config = self.config
+        methods: Mapping[str, LayerMethod[C, A, S]]
+        methods = {RESULT: self, **self.compared(job.args.compare)}
+        sizes = {name: method.sizes(job) for name, method in methods.items()}
         self.check(job)
         needs = {name for method in methods.values() for name in method.needs}
         gram_bytes = max(method.gram_bytes for method in methods.values())
@@ -153,51 +174,72 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         }
         finished = job.finished(request)
         self._decide(job, methods, sizes, observation, finished)
-        plans, losses, analyses = {}, {}, {}
+        plans, analyses, losses = {}, {}, {}
         for name, method in methods.items():
-            losses = {
+            losses[name] = {
                 i: {s: method._loss(finished, name, s, i) for s in options}
-                for i, options in sizes.items()
+                for i, options in sizes[name].items()
             }
-            chosen = method.allocate(losses)
+            chosen = method.allocate(losses[name])
             made = {i: finished[method._key(name, s), i] for i, s in chosen.items()}
             layers = method.finish(job, {i: layer for i, (layer, _) in made.items()})
             plans[name] = Plan(config.name, job.base, layers, asdict(method.config), calibration)
-            analyses = {i: seen for i, (_, seen) in made.items()}  # RESULT is the last
+            analyses[name] = {i: seen for i, (_, seen) in made.items()}
+        own = analyses[RESULT]
         if refit:
             follow = bool(self._option("progressive"))
             plans, found = recover(job, plans, finished, propagate=follow)
-            analyses = {i: {**seen, "refit": found[i]} for i, seen in analyses.items()}
-        return Decision(plans.pop(RESULT), analyses, plans, self.summary(job, losses))
+            own = {i: {**seen, "refit": found[i]} for i, seen in own.items()}
+        return Decision(plans.pop(RESULT), own, plans, self.summary(job, losses[RESULT]))
 
     def _decide(
         self,
         job: Job[A],
         methods: Mapping[str, LayerMethod[C, A, S]],
-        sizes: Mapping[int, Sequence[S]],
+        sizes: Mapping[str, Mapping[int, Sequence[S]]],
         observation: Observation,
         finished: Finished,
     ) -> None:
         """Decide on every layer that is not finished, for all comparisons and sizes."""
-        missing = {
-            i
-            for i, options in sizes.items()
-            for name, method in methods.items()
-            if any((method._key(name, size), i) not in finished for size in options)
-        }
+        missing: dict[int, list[str]] = {}
+        for name, method in methods.items():
+            for i, options in sizes[name].items():
+                if any((method._key(name, size), i) not in finished for size in options):
+                    missing.setdefault(i, []).append(name)
         if not missing:
             return
         follow = bool(self._option("progressive"))
-        seen = observation.layers(sorted(sizes if follow else missing), follow)
-        for i, stats, site in job.track(seen, self.words, len(sizes if follow else missing)):
-            if i in missing:
-                case = Case(i, job, stats, site)
-                for name, method in methods.items():
-                    for size, (layer, analysis) in method.decide(case, sizes[i]).items():
-                        finished.add(method._key(name, size), i, layer, analysis)
+
+        def decided(observed: Observed) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
+            i, stats, site = observed
+            found: dict[str, tuple[LayerPlan, JSON]] = {}
+            case = Case(i, job, stats, site, None if site is None else self.observe(site))
+            for name in missing.get(i, ()):
+                method, options = methods[name], sizes[name][i]
+                for size, made in method.decide(case, options).items():
+                    found[method._key(name, size)] = made
+                    if method._at_once(job, observation.needs, options):
+                        assert site is not None
+                        found[of(name)] = made[0].refit(site)
             if follow and site is not None:
-                layer, _ = finished[self._key(RESULT, sizes[i][0]), i]
+                key = self._key(RESULT, sizes[RESULT][i][0])
+                layer, _ = found[key] if key in found else finished[key, i]
                 site.change = self.passing_on(site, layer)
+            return i, found
+
+        def source(layers: Sequence[int]) -> Iterator[Observed]:
+            return observation.layers(layers, follow)
+
+        wanted = sorted(sizes[RESULT] if follow else missing)
+        shared = observation.whole and not follow
+        for i, found in each_layer(job, wanted, source, decided, self.words, shared=shared):
+            for name, (layer, analysis) in found.items():
+                finished.add(name, i, layer, analysis)
+
+    def _at_once(self, job: Job[A], needs: Collection[str], options: Sequence[S]) -> bool:
+        """Whether a layer is refitted as it is decided, on the tokens that are at hand."""
+        alone = len(options) == 1 and self.final and not self._option("progressive")
+        return bool(self._option("refit")) and alone and shows_tokens(job, needs)
 
     def _key(self, name: str, size: S) -> str:
         """The name under which a layer of a size is kept."""
@@ -220,12 +262,16 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         }
         chosen = self.allocate(losses)
         layers = self.finish(job, {i: made[i][size][0] for i, size in chosen.items()})
-        cost: Cost = cost_of(self.needs, job, list(sizes), self.gram_bytes)
-        refit = bool(self._option("refit")) * (2 + bool(self._option("progressive")))
+        cost = cost_of(self.needs, job, list(sizes), self.gram_bytes) + self.cost(job, sizes)
+        refit = 0.0
+        if self._option("refit"):
+            at_once = all(self._at_once(job, self.needs, of) for of in sizes.values())
+            refit = (1.0 if at_once else 2.0) + bool(self._option("progressive"))
         return Outline(
             Plan(self.config.name, job.base, layers, asdict(self.config)),
             exact=all(len(options) == 1 for options in sizes.values()),
             passes=cost.passes + refit,
-            work=cost.work + self.work(job, sizes),
+            work=cost.work,
             held=cost.held,
+            libraries=cost.libraries,
         )

@@ -1,12 +1,12 @@
 """Plans of mixtures recovered in closed form.
 
-One more pass over the layers: how many experts stay, or which layers are condensed, is known only
-after all were looked at. Carved layers are refitted as they are decided.
+One more pass over the layers where what becomes of one is known only after all were looked at: how
+many experts stay, or which layers are condensed. Others are refitted as they are decided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,19 +67,20 @@ def recover(
         for i in layers
     }
 
-    def refitted(site: Site[Any]) -> dict[str, tuple[LayerPlan, JSON]]:
+    def refitted(site: Site[Any]) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
         i = site.index
         found = {name: plans[name].layers[i].refit(site) for name in missing[i]}
         if propagate:
             layer = found["result"] if "result" in found else finished[of("result"), i]
             site.change = applied(site.layer, job.arch, layer[0])
-        return found
+        return i, found
+
+    def source(wanted: Sequence[int]) -> Iterable[Site[Any]]:
+        return job.stream(wanted, job.arch.view, follow=propagate)
 
     if any(missing.values()):
         wanted = layers if propagate else [i for i in layers if missing[i]]
-        done = each_layer(
-            job, wanted, job.arch.view, refitted, "Refitting layers", follow=propagate
-        )
+        done = each_layer(job, wanted, source, refitted, "Refitting layers", shared=not propagate)
         for i, found in done:
             for name, (layer, said) in found.items():
                 finished.add(of(name), i, layer, said)

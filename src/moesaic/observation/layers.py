@@ -14,7 +14,7 @@ import torch
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
-from moesaic.distributed import gathered
+from moesaic.distributed import gathered, process
 from moesaic.errors import MoesaicError
 from moesaic.observation.backward import BACK, kept_for_backward
 from moesaic.observation.curvature import Curvature, curvatures
@@ -86,6 +86,11 @@ class Observation:
                 "cannot decide from stats."
             )
         return from_file(self.job, path, needs_gram="gram" in self.needs)
+
+    @property
+    def whole(self) -> bool:
+        """Every process sees all tokens of a layer, so that layers can be shared among them."""
+        return self._file is None and "tokens" in self.needs and "curvature" not in self.needs
 
     @property
     def file(self) -> str:
@@ -160,6 +165,13 @@ class Observation:
         return curvatures(self.job, wanted) if "curvature" in self.needs else {}
 
 
+def shows_tokens(job: Job[Any], needs: Collection[str]) -> bool:
+    """Whether layers come with all their tokens, as one more pass would show them."""
+    sites = {*OF_EXPERTS, "shared", "products", "tokens"} & set(needs)
+    apart = "tokens" not in sites and process()[1] > 1
+    return bool(sites - OF_WEIGHTS) and not apart and not job.args.calibration.stats
+
+
 # --- what it takes --------------------------------------------------------------------------------
 
 
@@ -170,11 +182,20 @@ def neuron_pairs(experts: int, width: int) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """What observing takes; see :class:`~moesaic.methods.base.Outline`."""
+    """What observing or deciding takes; see :class:`~moesaic.methods.base.Outline`."""
 
-    passes: float
-    work: float
-    held: int
+    passes: float = 0.0
+    work: float = 0.0
+    held: int = 0
+    libraries: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.passes + other.passes,
+            self.work + other.work,
+            max(self.held, other.held),
+            self.libraries + other.libraries,
+        )
 
 
 def cost_of(
@@ -191,7 +212,7 @@ def cost_of(
     arch: Arch = job.arch
     views = [arch.view(job.layers[i]) for i in layers]
     passes = float(bool(set(needs) - OF_WEIGHTS))
-    passes += BACK * ("curvature" in needs) + 3.0 * ("tokens" in needs)
+    passes += BACK * ("curvature" in needs)
     work, held = 0.0, kept_for_backward(job, job.planned_tokens) * ("curvature" in needs)
     for view in views:
         if set(needs) & set(PARTS) - OF_WEIGHTS:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
-
-from torch import nn
 
 from moesaic.distributed import gathered, process
 from moesaic.observation.job import Job
-from moesaic.observation.stream import Site
 
 V = TypeVar("V")
 T = TypeVar("T")
@@ -18,36 +15,29 @@ T = TypeVar("T")
 def each_layer(
     job: Job[Any],
     layers: Sequence[int],
-    view: Callable[[nn.Module], V],
-    work: Callable[[Site[V]], T],
+    source: Callable[[Sequence[int]], Iterable[V]],
+    work: Callable[[V], T],
     words: str,
     *,
-    follow: bool = False,
-) -> Iterator[tuple[int, T]]:
-    """Work on layers, each with all tokens; of several processes each works on its own layers.
-
-    All pass the tokens through the layers, and all get everything: what one process would get,
-    bit for bit.
+    shared: bool = True,
+) -> Iterator[T]:
+    """Work on layers; of several processes each works on its own, and all get everything.
 
     Args:
-        job: the model and its tokens.
+        job: shows progress.
         layers: their numbers.
-        view: what ``work`` sees of a layer.
-        work: given the layer's site.
+        source: opens some of them, one after the other; with all tokens, where they are shared.
+        work: what is made of one.
         words: for the progress bar.
-        follow: as of :class:`~moesaic.observation.stream.LayerStream`; every layer then needs what
-            was made of those before it, so that each process works on all.
-
-    Yields:
-        a layer's number, and what came of it.
+        shared: where not, every process works on all: each layer needs what was made of those
+            before it, or processes share the tokens.
     """
-    number, world = (0, 1) if follow else process()
+    number, world = process() if shared else (0, 1)
     mine = sorted(layers)[number::world]
-    stream = job.stream(mine, view, follow=follow) if mine else ()
-    sites = iter(job.track(stream, words, len(mine)))
+    items = iter(job.track(source(mine) if mine else (), words, len(mine)))
     for _ in range(-(-len(layers) // world)):
-        site = next(sites, None)
-        own = None if site is None else (site.index, work(site))
-        yield from (made for made in ([own] if follow else gathered(own)) if made is not None)
-    for _ in sites:  # lets the stream end
+        own = [work(item) for item in (next(items, None),) if item is not None]
+        for made in gathered(own) if shared else [own]:
+            yield from made
+    for _ in items:  # lets the source end
         pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.carved import CarvedLayer
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, DenseMethod, Outline, Told
+from moesaic.methods.base import Decision, DenseMethod, Told
 from moesaic.methods.budget import (
     LayerSize,
     Split,
@@ -27,6 +26,7 @@ from moesaic.methods.budget import (
     split_for_target,
 )
 from moesaic.methods.clustering import LIBRARIES
+from moesaic.methods.layered import Case, LayerMethod
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.more.formulas import (
     COVERAGE,
@@ -44,108 +44,59 @@ from moesaic.methods.more.formulas import (
 from moesaic.methods.slim.choice import narrowest
 from moesaic.methods.words import carved, number, some
 from moesaic.nn.carved_ffn import NARROW
-from moesaic.observation.job import Finished, Job
-from moesaic.observation.shared import each_layer
+from moesaic.observation.job import Job
+from moesaic.observation.layers import Cost
 from moesaic.observation.stream import Site
-from moesaic.plan import Plan
 from moesaic.record import Figure, Heat, LayerRecord, Row
 
 
-class MoRE(DenseMethod[MoREConfig]):
+class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
     """Carves a dense model without training it."""
 
     ratio = "projections"
+    words = "Carving layers"
+    needs = ("tokens",)
 
-    @torch.no_grad()
-    def run(self, job: Job[Arch]) -> Decision:
-        """Observe each layer once, and let the method and its comparisons decide on it.
+    def sizes(self, job: Job[Arch]) -> dict[int, list[Split]]:
+        return {i: [split] for i, split in self.choose(layer_sizes(job.shape, job.arch)).items()}
 
-        Raises:
-            MoesaicError: the request cannot be met.
-        """
-        config, compare = self.config, job.args.compare
-        variants = {"result": self, **self.compared(compare)}
-        sizes = layer_sizes(job.shape, job.arch)
-        budgets = {name: method.choose(sizes) for name, method in variants.items()}
-        wanted = budgets["result"]
-        ratio = active_ratio(sizes, {i: split.active_width for i, split in wanted.items()})
-        finished = job.finished(
-            {
-                "config": asdict(config),
-                "compare": list(compare),
-                "calibration": job.tokens.fingerprint,
-            }
-        )
-        self._decide_missing(job, variants, budgets, finished)
-        plans = {
-            name: Plan(
-                config.name,
-                job.base,
-                {i: finished[name, i][0] for i in wanted},
-                asdict(method.config),
-                job.tokens.fingerprint,
-            )
-            for name, method in variants.items()
-        }
-        return Decision(
-            plans.pop("result"),
-            analyses={i: finished["result", i][1] for i in wanted},
-            comparisons=plans,
-            summary={"active": ratio} if config.share or config.multiple else {},
+    def tag(self, size: Split) -> str:
+        return f"{size.backbone}-{size.experts}x{size.petal}"
+
+    def decide(
+        self, case: Case[Arch], sizes: Sequence[Split]
+    ) -> dict[Split, tuple[LayerPlan, JSON]]:
+        (split,) = sizes
+        if case.site is None:
+            return {split: (self._outlined(case.view.width, case.view.up_MD.shape[1], split), {})}
+        return {split: (self.carved(case.own, case.site, split), self.analyse(case.own))}
+
+    def summary(self, job: Job[Arch], losses: Mapping[int, Mapping[Split, float]]) -> JSON:
+        if not self.config.share and not self.config.multiple:
+            return {}
+        widths = {i: next(iter(of_layer)).active_width for i, of_layer in losses.items()}
+        return {"active": active_ratio(layer_sizes(job.shape, job.arch), widths)}
+
+    def cost(self, job: Job[Arch], sizes: Mapping[int, Sequence[Split]]) -> Cost:
+        """Neurons are compared in pairs; which petals they form is decided by a library."""
+        routes = self.config.variant not in ("static", "backbone")
+        pairs = sum(2.0 * job.base.widths[i] ** 2 for i in sizes)
+        return Cost(
+            work=pairs * (self.config.activation_ratio + 2 * self.config.refit),
+            held=max(12 * job.base.widths[i] ** 2 for i in sizes),
+            libraries=LIBRARIES * routes,
         )
 
-    def _decide_missing(
-        self,
-        job: Job[Arch],
-        variants: Mapping[str, MoRE],
-        budgets: Mapping[str, Mapping[int, Split]],
-        finished: Finished,
-    ) -> None:
-        """Observe each layer that some variant has not decided on, and decide."""
-        missing = {
-            i: names
-            for i in budgets["result"]
-            if (names := [name for name in variants if (name, i) not in finished])
-        }
-
-        def carved(site: Site[DenseFFN]) -> dict[str, tuple[LayerPlan, JSON]]:
-            stats = self.observe(site)
-            analysis, layers = self.analyse(stats), {}
-            for name in missing[site.index]:
-                layer, more = variants[name].carve(stats, site, budgets[name][site.index])
-                layers[name] = (layer, analysis | more)
-            return layers
-
-        if not missing:
-            return
-        for i, made in each_layer(job, [*missing], job.arch.dense, carved, "Carving layers"):
-            for name, (layer, analysis) in made.items():
-                finished.add(name, i, layer, analysis)
-
-    def outline(self, job: Job[Arch]) -> Outline:
-        """Neurons in their old order, divided as they will be."""
-        config = self.config
-        sizes = layer_sizes(job.shape, job.arch)
-        wanted = self.choose(sizes)
-        layers = {i: self._outlined(sizes[i], split) for i, split in wanted.items()}
-        return Outline(
-            Plan(config.name, job.base, layers, asdict(config)),
-            work=sum(2.0 * sizes[i].width ** 2 for i in wanted)
-            * (config.activation_ratio + 2 * config.refit),
-            held=max(12 * sizes[i].width ** 2 for i in wanted),
-            libraries=LIBRARIES * any(isinstance(x, CarvedLayer) for x in layers.values()),
-        )
-
-    def _outlined(self, size: LayerSize, budget: Split) -> LayerPlan:
+    def _outlined(self, width: int, hidden: int, budget: Split) -> LayerPlan:
         """A layer of a budget, its neurons as they come."""
         if self.config.variant in ("static", "backbone"):
-            return self._narrowed(torch.arange(size.width, 0.0, -1), budget)
-        neurons = torch.arange(size.width)
+            return self._narrowed(torch.arange(width, 0.0, -1), budget)
+        neurons = torch.arange(width)
         if not budget.petal:
             return self._carved(neurons, [], budget.top_k, None)
-        backbone, rest = neurons.split([budget.backbone, size.width - budget.backbone])
+        backbone, rest = neurons.split([budget.backbone, width - budget.backbone])
         petals = [*rest.tensor_split(budget.experts)]
-        return self._carved(backbone, petals, budget.top_k, torch.zeros(len(petals), size.hidden))
+        return self._carved(backbone, petals, budget.top_k, torch.zeros(len(petals), hidden))
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         return [*super().figures(layers, decision), *_activated(layers)]
@@ -234,17 +185,7 @@ class MoRE(DenseMethod[MoREConfig]):
         mirror(stats.coactivation_MM)
         return stats
 
-    def carve(
-        self, stats: MoREStats, site: Site[DenseFFN], budget: Split
-    ) -> tuple[LayerPlan, JSON]:
-        """The layer's plan, refitted if that was asked for, and ``refit``: what that recovered."""
-        layer = self.decide(stats, site, budget)
-        if not self.config.refit:
-            return layer, {}
-        refit, errors = layer.refit(site)
-        return refit, {"refit": errors}
-
-    def decide(self, stats: MoREStats, site: Site[DenseFFN], budget: Split) -> LayerPlan:
+    def carved(self, stats: MoREStats, site: Site[DenseFFN], budget: Split) -> LayerPlan:
         """Backbone by importance, petals by co-activation, and a router; or a narrower FFN."""
         config, tokens = self.config, stats.tokens
         score_M = importance(site.view, stats.x_square_D / tokens, stats.h_square_M / tokens)

@@ -51,6 +51,7 @@ from moesaic.methods.naee.search import (
 )
 from moesaic.observation.experts import ExpertStats, routing_of, sample_share
 from moesaic.observation.job import Job
+from moesaic.observation.layers import Cost
 from moesaic.observation.stream import Site
 from moesaic.record import Figure, LayerRecord
 
@@ -247,10 +248,14 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         restricted: AbstractContextManager[None] = site.view.restricted(allowed_E)
         return restricted
 
-    def work(self, job: Job[MoEArch], sizes: Mapping[int, Sequence[int]]) -> float:
+    @property
+    def final(self) -> bool:
+        return not self.config.padding
+
+    def cost(self, job: Job[MoEArch], sizes: Mapping[int, Sequence[int]]) -> Cost:
         """Sets of experts are scored by every token whose Gram matrix is kept."""
         if not self.config.chosen.gram:
-            return 0.0
+            return Cost()
         groups = job.arch.group_count(job.shape.config)
         work = 0.0
         for i, options in sizes.items():
@@ -259,7 +264,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
             tokens = int(share * job.planned_tokens)
             sets = sum(self._scored_sets(view, r, groups, tokens) for r in options)
             work += share * sets * (REROUTED + RECOMBINED * view.count)
-        return work
+        return Cost(work=work)
 
     # --- words -----------------------------------------------------------------------------------
 

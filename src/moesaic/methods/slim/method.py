@@ -57,7 +57,7 @@ from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig
 from moesaic.methods.slim.scores import SCORES
 from moesaic.methods.slim.widths import ROW, width_for
 from moesaic.observation.job import Job
-from moesaic.observation.layers import LayerStats, neuron_pairs
+from moesaic.observation.layers import Cost, LayerStats, neuron_pairs
 from moesaic.observation.neurons import no_stats
 from moesaic.plan import Plan
 from moesaic.record import Figure, LayerRecord
@@ -312,6 +312,10 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         room = arch.shared_room(shared, size.width) if native else shared
         alone = shared == room == whole and (arch.shared_size or not native)
         return size if alone else replace(size, shared=shared, room=room)
+
+    def cost(self, job: Job[Arch], sizes: Mapping[int, Sequence[Size]]) -> Cost:
+        """Where sizes are compared, the experts run at each of them."""
+        return Cost(passes=3.0 * self.config.measures)
 
     # --- one layer -------------------------------------------------------------------------------
 
