@@ -36,7 +36,7 @@ WRONG = {
     "slim": ["tiny-moe out --keep 2", "tiny-moe"],
     "condense": ["tiny-dense out --count 2", "tiny-moe out --count 99"],
     "skip": ["tiny-dense out --quantile 0.5", "tiny-moe out --quantile 5"],
-    "observe": ["tiny-dense out"],
+    "observe": ["nowhere out", "tiny-moe out --gram-mb -1"],
     "tune": ["tiny-moe out --steps 0", "nowhere out"],
     "eval": ["nowhere", ""],
     "bench": ["nowhere", "tiny-moe --rounds 0"],

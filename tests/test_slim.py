@@ -21,6 +21,7 @@ from builders import (
     tiny_moe,
     weights,
 )
+from cases import many_tokens
 
 import moesaic
 from moesaic import MoesaicError, SlimConfig
@@ -692,3 +693,33 @@ def test_command_line(command, moe_folder, tmp_path):
     assert code == 2
     assert "--keep 0.4 is out of reach with multiple 8 of 16 neurons" in err
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("score", ["energy", "magnitude", "random"])
+def test_a_dense_model_is_slimmed_from_statistics_as_from_its_text(score, tmp_path):
+    model, tokens = any_model("llama"), many_tokens()
+    stats = moesaic.observe(model, tmp_path / "model.stats", calibration=tokens)
+    config = moesaic.SlimConfig(keep=0.5, score=score, refit=False)
+    told = moesaic.slim(model, config, calibration=moesaic.Calibration(stats=str(stats))).plan
+    seen = moesaic.slim(model, config, calibration=tokens).plan
+    for i, layer in seen.layers.items():
+        assert same(layer, told.layers[i])
+
+
+def test_pairs_of_neurons_are_not_in_statistics_of_a_dense_model(tmp_path):
+    model = any_model("llama")
+    stats = moesaic.observe(model, tmp_path / "model.stats", calibration=many_tokens())
+    with pytest.raises(moesaic.MoesaicError, match="no pairs of neurons"):
+        moesaic.slim(
+            model,
+            moesaic.SlimConfig(keep=0.5, score="surgeon"),
+            calibration=moesaic.Calibration(stats=str(stats)),
+        )
+
+
+def test_a_carved_model_is_not_observed(tmp_path):
+    carved = moesaic.carve(
+        any_model("llama"), moesaic.MoREConfig(active=0.8), calibration=many_tokens()
+    )
+    with pytest.raises(moesaic.MoesaicError, match="observe the original"):
+        moesaic.observe(carved.model, tmp_path / "model.stats", calibration=many_tokens())

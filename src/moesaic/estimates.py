@@ -25,7 +25,8 @@ from torch import nn
 
 from moesaic import __version__
 from moesaic.arch.dense import PREFIX, Arch
-from moesaic.arch.lookup import moe_arch
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse
 from moesaic.config import Evaluation, MethodConfig, RunArgs, parse_dtype
 from moesaic.data.text import SAMPLES
@@ -42,6 +43,7 @@ from moesaic.layers.base import KINDS
 from moesaic.methods import implementation
 from moesaic.methods.base import Method, Outline
 from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.evaluate import ROOM
 from moesaic.metrics.forward import BATCH
 from moesaic.metrics.machine import free_bytes
@@ -524,15 +526,18 @@ def scoring(
 
 
 def observing(source: Weightless, recipe: Recipe) -> list[Stage]:
-    """Statistics of a mixture's experts, which pruning by them looks at first.
+    """Statistics of experts and neurons, which other decisions look at.
 
     Args:
-        source: the mixture.
+        source: the model.
         recipe: text, device and type.
     """
-    model, arch = Built(source.config, None).model, moe_arch(source.config)
-    view = arch.mixture(arch.layers(model)[arch.moe_layers(model)[0]])
-    job, outline = outlined(source, PruneConfig(keep=view.count, refit=False), recipe)
+    model, arch = Built(source.config, None).model, base_arch(source.config)
+    step: MethodConfig = SlimConfig(keep=0.5, score="energy", refit=False)
+    if isinstance(arch, MoEArch):
+        view = arch.mixture(arch.layers(model)[arch.moe_layers(model)[0]])
+        step = PruneConfig(keep=view.count, refit=False)
+    job, outline = outlined(source, step, recipe)
     return making(job, outline, 0, decided=False)
 
 
@@ -541,7 +546,7 @@ def notice_of_observing(recipe: Recipe) -> str:
     """What observing is predicted to take, in a line; empty where that is no minute.
 
     Args:
-        recipe: the mixture, text, device and type; it has no steps.
+        recipe: the model, text, device and type; it has no steps.
     """
     if at_least(recipe) < QUICK:
         return ""

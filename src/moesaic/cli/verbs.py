@@ -152,7 +152,7 @@ def observe(
     as_json: AsJson = False,
     **given: Value,
 ) -> None:
-    """Observe a mixture of experts once; prune and skip then decide in seconds with --stats."""
+    """Observe a model once; prune, slim and skip then decide in seconds with --stats."""
     check_file(stats, overwrite, [model, *(merge or ())])
     if not merge:
         check_name(model)

@@ -1,4 +1,4 @@
-"""A mixture of experts observed once, for any number of decisions: the file of ``observe``."""
+"""A model observed once, for any number of decisions: the file of ``observe``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,19 +15,21 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from moesaic.arch.lookup import moe_arch
+from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import RunArgs, takes_options
 from moesaic.data.source import read_by
-from moesaic.distributed import process
+from moesaic.distributed import gathered, process
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Model
+from moesaic.foreign import JSON, Config, Model
 from moesaic.io.caller import leaves_untouched
 from moesaic.io.fingerprint import of_files
 from moesaic.io.headers import header_of
 from moesaic.io.outputs import alone, check_file, discard, unfinished, whole_file
 from moesaic.observation.experts import ExpertStats, observed
 from moesaic.observation.job import Job
+from moesaic.observation.neurons import NeuronStats, observe_neurons
 from moesaic.plan import BaseShape, differing
 
 FORMAT = 3
@@ -45,16 +47,17 @@ def observe(
     resume: bool = False,
     **options: Any,
 ) -> Path:
-    """Observe a mixture of experts once; ``prune`` and ``skip`` then decide without the model.
+    """Observe a model once; ``prune``, ``slim`` and ``skip`` then decide without running it.
 
-    The file serves every criterion and size of ``prune``, and ``skip``. Files of the same model on
-    different tokens merge (:func:`merge_files`).
+    The file serves every criterion and size of ``prune``, ``skip``, and the scores of ``slim`` that
+    look at single neurons; of a dense model these alone. Files of the same model on different
+    tokens merge (:func:`merge_files`).
 
     Args:
         model: a loaded PreTrainedModel, or a name.
         out: the file to write.
-        gram_mb: MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with
-            them.
+        gram_mb: MiB for the Gram matrices of one layer of experts; 0 leaves them out, and
+            reconstruction with them.
         overwrite: replace ``out`` if it exists.
         resume: continue an unfinished run of the same.
         options: of :meth:`moesaic.config.RunArgs.of`: calibration, samples, device and so on.
@@ -73,8 +76,8 @@ def observe(
 
 
 def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bool) -> Path:
-    job = Job(args, moe_arch)
-    layers = job.arch.moe_layers(job.shape)
+    job = Job(args, _observable)
+    layers = observed_layers(job)
     request: JSON = {
         **job.request({"base": plain(job.base)}),
         "layers": layers,
@@ -97,11 +100,15 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
             raise MoesaicError(f"{folder} holds layers of another request: {other[0]}.")
     if len(done) < len(layers):
         share, numbers = job.share
-        stream = job.stream(layers, job.arch.mixture, share)
+        stream = job.stream(layers, job.arch.view, share)
         for site in job.track(stream, "Observing layers", len(layers)):
             if site.index in done:
                 continue
-            stats = observed(site, job.tokens, numbers, gram_mb << 20)
+            if isinstance(job.arch, MoEArch):
+                stats = observed(site, job.tokens, numbers, gram_mb << 20)
+            else:
+                neurons = NeuronStats.merged(gathered(observe_neurons(site)))
+                stats = replace(ExpertStats.none(1), neurons=neurons)
             if process()[0] == 0:
                 save_layer(stats, folder, site.index, request)
     if process()[0] == 0:
@@ -110,10 +117,36 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
     return out
 
 
+def _observable(config: Config) -> Arch:
+    """The architecture of a dense model or of a mixture.
+
+    Raises:
+        MoesaicError: it is unknown, or a dense model that was carved.
+    """
+    arch = base_arch(config)
+    if config.model_type.startswith(PREFIX) and not isinstance(arch, MoEArch):
+        raise MoesaicError(f"{config.model_type} was carved already: observe the original.")
+    return arch
+
+
+def observed_layers(job: Job[Arch]) -> list[int]:
+    """The layers that are observed: those that route, or all of a dense model.
+
+    Raises:
+        MoesaicError: there is none.
+    """
+    if not any(job.base.experts):
+        return list(range(len(job.base.widths)))
+    found = sorted(job.base.routed)
+    if not found:
+        raise MoesaicError("No layer of this model routes.")
+    return found
+
+
 # --- the file -------------------------------------------------------------------------------------
 
 
-def from_file(job: Job[MoEArch], path: str | Path, needs_gram: bool) -> StatsFile:
+def from_file(job: Job[Arch], path: str | Path, needs_gram: bool) -> StatsFile:
     """A statistics file of this model.
 
     Raises:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from moesaic.arch.dense import Arch
-from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, process
 from moesaic.errors import MoesaicError
@@ -77,8 +76,6 @@ class Observation:
         self.reads_text = self._file is None and bool(self.needs - OF_WEIGHTS)
 
     def _opened(self, path: str) -> Any:
-        if not isinstance(self.job.arch, MoEArch):
-            raise MoesaicError("stats are of mixtures; leave stats out for a dense model.")
         lacking = [words for name, words in MODEL.items() if name in self.needs]
         if lacking:
             raise MoesaicError(

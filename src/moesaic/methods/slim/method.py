@@ -56,6 +56,7 @@ from moesaic.methods.slim.choice import (
 from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig
 from moesaic.methods.slim.scores import SCORES
 from moesaic.methods.slim.widths import ROW, width_for
+from moesaic.observation.files import observed_layers
 from moesaic.observation.job import Job
 from moesaic.observation.layers import Cost, LayerStats, neuron_pairs
 from moesaic.observation.neurons import no_stats
@@ -122,7 +123,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         """The best score that can be afforded, and a sentence where it is not the best of all."""
         if job.args.calibration.stats:
             return "energy", "Statistics hold no pairs of neurons: they are scored by energy."
-        views = [job.arch.view(job.layers[i]) for i in _layers(job)]
+        views = [job.arch.view(job.layers[i]) for i in observed_layers(job)]
         pairs = max(neuron_pairs(view.count, view.width) for view in views)
         if pairs > PAIRS_BYTES:
             return "energy", (
@@ -149,7 +150,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
     def sizes(self, job: Job[Arch]) -> dict[int, list[Size]]:
         config = self.config
-        views = {i: job.arch.view(job.layers[i]) for i in _layers(job)}
+        views = {i: job.arch.view(job.layers[i]) for i in observed_layers(job)}
         mixture = any(job.base.experts)
         if not mixture and (config.experts != "all" or config.shared is not None):
             option = "experts" if config.experts != "all" else "shared"
@@ -457,20 +458,6 @@ def _by_count(losses: Mapping[int, Mapping[Size, float]]) -> dict[int, float]:
         count: sum(x**2 for of in losses.values() for s, x in of.items() if s.count == count)
         for count in sorted(every, reverse=True)
     }
-
-
-def _layers(job: Job[Arch]) -> list[int]:
-    """The layers that are slimmed: those that route, or all of a dense model.
-
-    Raises:
-        MoesaicError: there is none.
-    """
-    if not any(job.base.experts):
-        return list(range(len(job.base.widths)))
-    found = sorted(job.base.routed)
-    if not found:
-        raise MoesaicError("No layer of this model routes.")
-    return found
 
 
 def _laid_open(layer: LayerRecord, plan: Plan) -> JSON:
