@@ -260,7 +260,7 @@ def test_condense_then_tune(command, moe_folder, tmp_path):
 
 AT_ONCE = [
     (["carve", "MODEL", "OUT", "--method", "magic"], "unknown method 'magic'; known: wina"),
-    (["carve", "MODEL", "OUT", "--variant", "best"], "--variant: Input should be"),
+    (["carve", "MODEL", "OUT", "--variant", "best"], "-o variant: Input should be"),
     (["carve", "MODEL", "OUT", "-o", "beta=1"], "carve.beta is not an option"),
     (["carve", "MODEL", "OUT", "-o", "beta"], "--option 'beta' is not key=value"),
     (["carve", "MODEL", "OUT", "-o", "alpha=2"], "-o alpha=2 must be"),
@@ -283,7 +283,7 @@ AT_ONCE = [
     (["carve", "smolm2", "OUT"], "Did you mean 'smollm2'?"),
     (["prune", "MODEL", "OUT", "--keep", "5.5"], "--allocate layers"),
     (["condense", "MODEL", "OUT", "--memory", "much"], "not a number of bytes"),
-    (["condense", "MODEL", "OUT", "--candidates", "a,b"], "--candidates: Input should be"),
+    (["condense", "MODEL", "OUT", "--candidates", "a,b"], "-o candidates: Input should be"),
     (["observe", "/nowhere", "OUT"], "No model folder"),
     (["observe", "MODEL", "DONE"], "is a folder"),
     (["eval", "MODEL", "--length", "1"], "--length 1"),
@@ -630,7 +630,8 @@ def test_an_option_of_several_methods_says_whose_it_is():
         size: int = option(8, "Blocks.")
         seldom: int = option(1, "Rare.", seldom=True)
 
-    size, own, on = of_methods({"one": One, "two": Two}, taken=())
+    size, own, on, rare = of_methods({"one": One, "two": Two}, taken=())
+    assert rare.hidden and not any(o.hidden for o in (size, own, on))
     assert size.help == "one: Petals. two: Blocks. Default: one 4, two 8."
     assert (own.flag, own.help) == ("--own", "one: A switch.")
     assert on.flag == "--on/--no-on"

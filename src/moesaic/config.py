@@ -60,7 +60,7 @@ class About:
     """The addition to the paper's method that this option makes, in a few words; empty for the
     paper's own options."""
     seldom: bool = False
-    """Left out of the command's own options; given as ``-o name=value`` and in recipes."""
+    """For a paper's table: help leaves it out; given as ``-o name=value`` and in recipes."""
     required: bool = False
     """The command line has no default for it; recipes and the library have."""
     parse: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -113,13 +113,13 @@ def option(config: type[DataclassInstance], name: str, *, flag: str = "", help: 
         flag: instead of the field's own.
         help: instead of the field's own.
     """
-    return _merged([("", config, _field(config, name))], flag, help)
+    return replace(_merged([("", config, _field(config, name))], flag, help), hidden=False)
 
 
 def of_methods(
     configs: Mapping[str, type[DataclassInstance]], taken: Iterable[str]
 ) -> list[Option]:
-    """The options of several methods' configs, each once; seldom ones are left out.
+    """The options of several methods' configs, each once; seldom ones are hidden.
 
     Args:
         configs: the dataclasses by the method's name.
@@ -128,7 +128,7 @@ def of_methods(
     found: dict[str, list[Place]] = {}
     for method, config in configs.items():
         for of in fields(config):
-            if not about(of).seldom and flag_of(of) not in taken:
+            if flag_of(of) not in taken:
                 found.setdefault(of.name, []).append((method, config, of))
     return [_merged(group, methods=len(configs)) for group in found.values()]
 
@@ -182,6 +182,7 @@ def _merged(
         commas,
         said.required,
         {place[0]: _help([place], 1) for place in group if place[0]},
+        hidden=all(about(of).seldom for _, _, of in group),
     )
 
 

@@ -67,8 +67,9 @@ class Brief(TyperCommand):
                 continue
             parameter.help = option.methods.get(method, option.help)
             common = option.common and ALL not in asked
+            seldom = option.hidden and (brief or not option.methods)
             parameter.hidden = (
-                option.hidden or common or bool(option.methods and method not in option.methods)
+                seldom or common or bool(option.methods and method not in option.methods)
             )
             left_out += [option.flag.split()[0].partition("/")[0]] if common else []
         more = []
@@ -112,7 +113,8 @@ def register(
     arguments = [p for p in own if _is_argument(p)]
     switches = [p for p in own if not _is_argument(p)]
     flags = {p.name: _flag(p) for p in switches}
-    flags |= {field: f"-o {field}" for field in seldom} | {o.name: o.flag for o in options}
+    flags |= {field: f"-o {field}" for field in seldom}
+    flags |= {o.name: o.flag for o in options if not o.hidden}
     read = {o.name: o for o in options}
 
     def command(**given: Value) -> None:

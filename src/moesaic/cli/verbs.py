@@ -47,7 +47,7 @@ def verb_options(verb: Verb) -> list[Option]:
     for method, config in methods.items():
         for name in config.bundles:
             bundles.setdefault(name, []).append(method)
-    taken = {o.flag for o in own}
+    taken = {o.flag for o in own if not o.hidden}
     data = "--eval-data" if "--data" in taken else "--data"
     first, rest = [], []
     if len(methods) > 1:
@@ -64,7 +64,7 @@ def verb_options(verb: Verb) -> list[Option]:
         told = f"Also measure {verb.compares}. Repeatable."
         rest.append(option(Evaluation, "compare", help=told))
     rest.append(
-        Option("option", "--option -o", list, "Any other option of the method.", "KEY=VALUE")
+        Option("option", "--option -o", list, "Any other, of --help-all.", "KEY=VALUE")
     )
     if verb.observes:
         rest.append(option(Calibration, "stats"))
@@ -76,7 +76,11 @@ def verb_options(verb: Verb) -> list[Option]:
         Option(name, of.flag, bool if of.switch else str, f"--{of.name} now.", hidden=True)
         for name, of in former_options(verb.name).items()
     ]
-    return [*first, *own, *rest, *(replace(o, common=True) for o in common), *hidden]
+    said = [*first, *(o for o in own if not o.hidden), *rest]
+    said += [replace(o, common=True) for o in common]
+    flags = {o.flag for o in said} | {"--resume", "--eval/--no-eval"}
+    seldom = [o for o in own if o.hidden and o.flag not in flags]
+    return [*said, *seldom, *hidden]
 
 
 def command(verb: Verb, names: Collection[str]) -> Callable[..., None]:

@@ -77,24 +77,36 @@ class CondenseConfig(MethodConfig):
         minimum=0,
     )
     metric: Literal["js", "kl", "ppl"] = option(
-        "js", "The measure of change; ppl is for the choice of layers, experts then go by js."
+        "js",
+        "The measure of change; ppl is for the choice of layers, experts then go by js.",
+        seldom=True,
     )
     expert_search: Literal["greedy", "random", "l1", "pl_alpha_hill"] = option(
-        "greedy", "How the experts that stay are chosen; greedy is the paper's Alg. 1."
+        "greedy",
+        "How the experts that stay are chosen; greedy is the paper's Alg. 1.",
+        seldom=True,
     )
     layer_search: Literal["greedy", "rank", "global-rank", "cosine", "random"] = option(
-        "greedy", "How layers are chosen; greedy is the paper's Alg. 2, cosine is of He et al."
+        "greedy",
+        "How layers are chosen; greedy is the paper's Alg. 2, cosine is of He et al.",
+        seldom=True,
     )
     candidates: tuple[int, ...] = option(
-        (), "Decoder layers to choose from, such as 1,2,3. Default: all that route."
+        (),
+        "Decoder layers to choose from, such as 1,2,3. Default: all that route.",
+        seldom=True,
     )
     shared_gate: Literal["token", "mean"] = option(
-        "token", "A gate on the shared path: token keeps it, mean fixes it at its mean."
+        "token",
+        "A gate on the shared path: token keeps it, mean fixes it at its mean.",
+        seldom=True,
     )
     padding: bool = option(
-        True, "Fill up with zeros to one width where the architecture itself can then hold it."
+        True,
+        "Fill up with zeros to one width where the architecture itself can then hold it.",
+        seldom=True,
     )
-    force: bool = option(False, "Keep the shared path even where there is none.")
+    force: bool = option(False, "Keep the shared path even where there is none.", seldom=True)
     refit: bool | None = option(
         None,
         "Solve for the dense layers' down projections anew. Default: where it can be done.",

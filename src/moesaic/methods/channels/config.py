@@ -46,20 +46,23 @@ class ChannelsConfig(MethodConfig):
         "decoding, of those that it runs in MODEL.",
     )
     where: _Where = option(
-        "all", "Projections that skip: all of them, or those of the feed-forward networks (ffn)."
+        "all",
+        "Projections that skip: all of them, or those of the feed-forward networks (ffn).",
+        seldom=True,
     )
     layers: str | tuple[int, ...] = option(
         "all", "Layers: all, last-half, uniform, early-middle, or numbers such as 4,5,6."
     )
-    choice: _Choice = option("top-k", _CHOICE)
-    shares: _Shares = option("uniform", _SHARES)
+    choice: _Choice = option("top-k", _CHOICE, seldom=True)
+    shares: _Shares = option("uniform", _SHARES, seldom=True)
     steps: int = option(16, "Steps of the greedy search in each layer.", minimum=1, seldom=True)
     gradients: bool = option(
         False,
         "Rank channels by |x| times the size of the loss's gradient, and let one threshold for the "
         "whole model decide how many each projection reads, in the mean (choice top-k) or token by "
-        "token (threshold). Holds the whole model.",
+        "token (threshold).",
         beyond="channels weighed by gradients",
+        seldom=True,
     )
     gradient_tokens: int = option(
         8192, "Calibration tokens that gradients are taken on.", minimum=1, seldom=True
@@ -98,7 +101,7 @@ class WINAConfig(ChannelsConfig):
         "paper": {"choice": "top-k", "shares": "greedy", "gradients": False},
     }
 
-    choice: _Choice = option("top-k", _CHOICE, beyond="calibrated thresholds")
+    choice: _Choice = option("top-k", _CHOICE, beyond="calibrated thresholds", seldom=True)
 
     @classmethod
     def ladders(cls, model: Shape) -> Iterator[Ladder[WINAConfig]]:
@@ -117,5 +120,5 @@ class TEALConfig(ChannelsConfig):
     score: ClassVar[str] = "size"
     bundles: ClassVar[dict[str, JSON]] = {"paper": {"choice": "threshold", "shares": "greedy"}}
 
-    choice: _Choice = option("threshold", _CHOICE)
-    shares: _Shares = option("greedy", _SHARES)
+    choice: _Choice = option("threshold", _CHOICE, seldom=True)
+    shares: _Shares = option("greedy", _SHARES, seldom=True)

@@ -45,6 +45,7 @@ class DSMoEConfig(MethodConfig):
         "full",
         "full; the paper's ablations no-straight-through (G for S in Eq. 11) and no-piecewise "
         "(Eq. 20); or top-k (LLaMA-MoE).",
+        seldom=True,
     )
     tau: float = option(0.5, "Threshold of the gates.", seldom=True)
     sparsity: float = option(1.0, "lambda: the weight of the sparsity loss.", seldom=True)

@@ -75,6 +75,7 @@ class MoREConfig(MethodConfig):
         "full",
         "full, or one of the paper's comparisons: backbone (no petals), random (random routing), "
         "naive (no backbone), static (pruned to the same active width).",
+        seldom=True,
     )
     share: float | None = option(
         None,
@@ -103,6 +104,7 @@ class MoREConfig(MethodConfig):
         "cosine",
         "cosine (the paper's), or fitted in closed form: ridge.",
         beyond="fitted router",
+        seldom=True,
     )
     prompts: Prompts = option(
         "auto",

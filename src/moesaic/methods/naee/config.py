@@ -58,7 +58,9 @@ class PruneConfig(MethodConfig):
         "reconstruction", "How it is decided which experts stay.", choices=tuple(CRITERIA)
     )
     progressive: bool = option(
-        False, "Each layer sees the tokens as the layers pruned before it pass them on."
+        False,
+        "Each layer sees the tokens as the layers pruned before it pass them on.",
+        seldom=True,
     )
     allocate: Literal["uniform", "layers"] = option(
         "uniform",
@@ -70,6 +72,7 @@ class PruneConfig(MethodConfig):
         False,
         "Fill unequal counts up with experts that are never chosen, so that the result is of the "
         "architecture's own class.",
+        seldom=True,
     )
     refit: bool | None = option(
         None,
@@ -202,11 +205,14 @@ class SkipConfig(MethodConfig):
         None, "The mean number of experts that a token should run, instead.", minimum=1
     )
     rule: Literal["auto", "top2", "tail"] = option(
-        "auto", "The rule of skipping; auto: top2 where a token runs two experts, else tail."
+        "auto",
+        "The rule of skipping; auto: top2 where a token runs two experts, else tail.",
+        seldom=True,
     )
     betas: tuple[float, ...] = option(
         (),
         "Beta of each layer that routes, given instead of calibrated; one number for all layers.",
+        seldom=True,
     )
 
     def check(self) -> None:

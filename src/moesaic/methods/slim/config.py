@@ -56,7 +56,9 @@ class SlimConfig(MethodConfig):
         beyond="fewer experts",
     )
     shared: float | None = option(
-        None, "The share of the shared path's neurons that stays. Default: all of them."
+        None,
+        "The share of the shared path's neurons that stays. Default: all of them.",
+        seldom=True,
     )
     multiple: int | None = option(
         None,
