@@ -631,7 +631,7 @@ def test_an_option_of_several_methods_says_whose_it_is():
         seldom: int = option(1, "Rare.", seldom=True)
 
     size, own, on, rare = of_methods({"one": One, "two": Two}, taken=())
-    assert rare.hidden and not any(o.hidden for o in (size, own, on))
+    assert [o.hidden for o in (size, own, on, rare)] == [False, False, False, True]
     assert size.help == "one: Petals. two: Blocks. Default: one 4, two 8."
     assert (own.flag, own.help) == ("--own", "one: A switch.")
     assert on.flag == "--on/--no-on"

@@ -15,7 +15,7 @@ import typer
 import wrapt
 
 from moesaic import __version__
-from moesaic.cli import fitting, measure, results, verbs
+from moesaic.cli import fitting, guide, measure, results, verbs
 from moesaic.cli.shared import app, fail
 from moesaic.errors import MoesaicError
 
@@ -30,7 +30,7 @@ REMEMBERED = {"LRU_CACHE_CAPACITY": "512", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "5
 of a mixture meet new numbers of tokens in each batch. The default is 1,024; prompts of a small
 mixture take a third longer with 256, and as long with 512."""
 
-for group in (verbs, fitting, measure, results):
+for group in (verbs, fitting, measure, results, guide):
     group.commands()
 
 

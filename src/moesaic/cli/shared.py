@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from moesaic.cli.options import Option, Value, in_flags
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.io.layout import OWN, PAGE
-from moesaic.io.names import check_repository
+from moesaic.io.names import check_repository, names_model
 from moesaic.io.outputs import unfinished
 from moesaic.recipe import Recipe, check_run
 
 if TYPE_CHECKING:
     from rich.table import Table
-    from typer._click import Context, HelpFormatter
+    from typer._click import Command, Context, HelpFormatter
 
     from moesaic.record import Record
 
@@ -34,9 +34,27 @@ RUNS = ("dry_run", "overwrite", "resume", "push", "push_plan", "as_json")
 LAST = (*RUNS, "evaluate", "merge", "tau", "draw")
 """Parameters of a command that follow the options made from dataclasses; its others lead."""
 
+GUIDE = "guide"
+"""The command behind ``moesaic MODEL``, without a verb."""
+
+
+class Guided(TyperGroup):
+    """Commands; a model in a command's place is looked at, and asked about."""
+
+    def resolve_command(
+        self, ctx: Context, args: list[str]
+    ) -> tuple[str | None, Command | None, list[str]]:
+        """The command that words are of, its name, and its own words."""
+        if args[0] not in self.commands and names_model(args[0]):
+            return GUIDE, self.commands[GUIDE], args
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
-    help="Rebuild pretrained language models out of experts.",
-    epilog="Example: moesaic prune tiny-moe out --keep 6",
+    cls=Guided,
+    help="Rebuild pretrained language models out of experts. `moesaic MODEL` asks what matters, "
+    "searches, and offers what to do with what it finds.",
+    epilog="Examples: moesaic tiny-moe, moesaic prune tiny-moe out --keep 6",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -93,6 +111,7 @@ def register(
     example: str,
     options: Sequence[Option] = (),
     seldom: Sequence[str] = (),
+    hidden: bool = False,
 ) -> None:
     """Make a command of a function.
 
@@ -103,6 +122,7 @@ def register(
         example: a command line that works.
         options: options made from dataclasses, which follow the function's own parameters.
         seldom: fields that ``-o`` takes.
+        hidden: it is not in the list of commands.
     """
     signature = inspect.signature(run, eval_str=True)
     own = [
@@ -138,6 +158,7 @@ def register(
     app.command(
         name,
         cls=cls,
+        hidden=hidden,
         short_help=re.split(r"[;:.](?!\w)", run.__doc__ or "")[0],
         epilog=f"Example: {example}",
         context_settings={"help_option_names": names},

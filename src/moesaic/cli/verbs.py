@@ -63,9 +63,7 @@ def verb_options(verb: Verb) -> list[Option]:
     if verb.compares:
         told = f"Also measure {verb.compares}. Repeatable."
         rest.append(option(Evaluation, "compare", help=told))
-    rest.append(
-        Option("option", "--option -o", list, "Any other, of --help-all.", "KEY=VALUE")
-    )
+    rest.append(Option("option", "--option -o", list, "Any other, of --help-all.", "KEY=VALUE"))
     if verb.observes:
         rest.append(option(Calibration, "stats"))
     evaluation = [option(Evaluation, "data", flag=data), option(Evaluation, "max_tokens")]

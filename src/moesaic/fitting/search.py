@@ -28,6 +28,7 @@ from moesaic.estimates import Built, in_words, notice
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.files import Files
 from moesaic.fitting.forms import Form, forms, guessed, largest, mixed
+from moesaic.fitting.rounding import baselines
 from moesaic.fitting.sizes import Costs, Steps, Weight, told
 from moesaic.foreign import JSON, Track, give_back, silent
 from moesaic.io.layout import OWN, RECORD, own
@@ -36,7 +37,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.log import Log
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Whole
-from moesaic.metrics.machine import environment
+from moesaic.metrics.machine import environment, free_bytes
 from moesaic.metrics.score import Score, scores
 from moesaic.observation.files import observe
 from moesaic.pipeline import convert, run_recipe
@@ -54,6 +55,7 @@ SIZES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """Shares of the original's bytes that are tried where only a loss is given."""
 HALVINGS = 2
 """Sizes that are tried between the smallest that keeps a loss and the next."""
+ACTIVE = "active_parameters"
 STATS, BEST = "observed.stats", "best.yaml"
 SMALLER = 2
 """Shares below the largest that are tried where a file came out larger than told."""
@@ -62,6 +64,8 @@ ROOM = 8
 CLOSE = 1.25
 """A single step is refined where it loses at most so many times what the best one does: refits
 were seen to take 15 to 21 % of the KL, so that another may come out ahead."""
+ALIKE = 1.03
+"""Sizes of which one is less than so many times the other are alike: that which loses less counts."""
 FAR = 2.0
 """No form is refined that loses more than so many times what the best one does."""
 
@@ -393,29 +397,68 @@ class Search:
 
     def _best(self, known: Sequence[Form], config: FitConfig) -> Candidate | None:
         """The best candidate within a budget of size; None where nothing fits."""
-        found: list[tuple[Form, float]] = []
-        for form in self.track(known, "Sizing candidates", len(known)):
-            share = self.share(form, config)
-            if share is not None:
-                found.append((form, share))
+        found = self._sized(known, config)
         if not found and not mixed(self.config):
             return None
-        careful = [make(share) for form, share in found for make in form.careful]
-        self._foretell([form.quick(share) for form, share in found], careful)
+        self._foretell(found)
+        return self._best_of(found, config)
+
+    def frontier(self, budgets: Sequence[FitConfig]) -> list[Candidate]:
+        """What one step alone makes of a model: the candidates that none beats, the largest first.
+
+        Args:
+            budgets: falling; every form is tried at the largest size that meets the first, and at
+                the others those that lose little more than the best one did.
+
+        Raises:
+            MoesaicError: nothing meets any of them; names what would.
+        """
+        _ = self.texts  # too little text is said at once
+        every = forms(self.source, self.config)
+        known = [form for form in every if len(form.quick(form.shares[-1])) == 1]
+        for budget in budgets:
+            found = self._sized(known, budget)
+            if not found:
+                continue
+            if not self._tried:  # each of the others takes less: fewer forms are left
+                self._foretell(found)
+            tried = self._tried_quickly(found, budget)
+            self._refined(self._worth_care(tried, budget), budget)
+            known = [form for form, _, c in tried if c.kl <= FAR * tried[0][2].kl] or known
+        if not self._tried:
+            raise MoesaicError(self._smallest(every))
+        return unbeaten(self._tried.values(), "memory" if budgets[0].memory else ACTIVE)
+
+    def baselines(self) -> list[JSON]:
+        """What rounding alone makes of the model; nothing where it does not fit into memory."""
+        if 2 * self.original.size.total_parameters * 4 > free_bytes("cpu"):
+            return []
+        return baselines(self.source, self._reference, self.texts[1], self.track)
+
+    def _sized(self, known: Sequence[Form], config: FitConfig) -> list[tuple[Form, float]]:
+        """The forms that meet a budget, each with its largest share that does."""
+        tracked = self.track(known, "Sizing candidates", len(known))
+        shares = ((form, self.share(form, config)) for form in tracked)
+        return [(form, share) for form, share in shares if share is not None]
+
+    def _best_of(self, found: Sequence[tuple[Form, float]], config: FitConfig) -> Candidate | None:
+        """The best of some forms at their sizes, those that may come out best refined."""
         few = self._worth_care(self._tried_quickly(found, config), config)
+        refined = self._refined(few, config)
+        kept = [candidate for *_, candidate in few] + refined
+        return min(kept, key=lambda candidate: candidate.kl, default=None)
+
+    def _refined(self, few: Sequence[Tried], config: FitConfig) -> list[Candidate]:
+        """Candidates made with more care; rounding alone, too, where no type is narrow enough."""
         fine = [
             (_called(form, share, make(share)), make(share))
             for form, share, _ in few
             for make in form.careful
         ]
-        # rounding alone, also where no single type is narrow enough
         fine += [(asked.called, (asked,)) for asked in mixed(self.config)]
-        refined = [
-            self._try(name, steps, "refined", config)
-            for name, steps in self.track(fine, "Refining", len(fine))
-        ]
-        kept = [candidate for *_, candidate in few] + [one for one in refined if one]
-        return min(kept, key=lambda candidate: candidate.kl, default=None)
+        tracked = self.track(fine, "Refining", len(fine))
+        made = (self._try(name, steps, "refined", config) for name, steps in tracked)
+        return [candidate for candidate in made if candidate]
 
     def _tried_quickly(self, found: Sequence[tuple[Form, float]], config: FitConfig) -> list[Tried]:
         """Every form at its largest size as it is quickly made, those that lose least first."""
@@ -434,8 +477,10 @@ class Search:
         singles = [t for t in tried if len(t[2].steps) == 1]
         return few + [t for t in singles if t not in few and t[2].kl <= CLOSE * singles[0][2].kl]
 
-    def _foretell(self, rough: Sequence[Steps], careful: Sequence[Steps]) -> None:
+    def _foretell(self, found: Sequence[tuple[Form, float]]) -> None:
         """Tell what it takes to try some forms, and then to refine as many as may be refined."""
+        rough = [form.quick(share) for form, share in found]
+        careful = [make(share) for form, share in found for make in form.careful]
         if self.tell is None or not rough:
             return
         seconds, peak = self.costs.predicted(rough)
@@ -543,6 +588,23 @@ def _called(form: Form, share: float, steps: Steps) -> str:
     return form.name
 
 
+def unbeaten(found: Iterable[Candidate], size: str) -> list[Candidate]:
+    """The candidates than which none is as small and loses as little, the largest first.
+
+    Args:
+        found: measured.
+        size: what is counted, ``memory`` or ``active_parameters``.
+    """
+    best: list[Candidate] = []
+    for one in sorted(found, key=lambda c: (getattr(c.weight, size), c.kl)):
+        if best and one.kl >= best[-1].kl:
+            continue
+        if best and getattr(one.weight, size) < ALIKE * getattr(best[-1].weight, size):
+            best.pop()
+        best.append(one)
+    return best[::-1]
+
+
 def figures(ours: Score, theirs: Score) -> JSON:
     """``perplexity``, ``loss``, ``kl`` and ``tokens`` of a candidate beside the original."""
     return {
@@ -612,6 +674,37 @@ def _fit(
     track: Track,
     tell: Callable[[str], None] | None,
 ) -> Record | None:
+    log = Log(track)
+    search = opened(recipe, config, overwrite=overwrite, resume=resume, track=log.track, tell=tell)
+    try:
+        with log.listening(), log.stage("search"):
+            chosen, tried = search.run()
+    except MoesaicError:
+        if not any(c.score for c in search._tried.values()):  # nothing that could be resumed
+            shutil.rmtree(search.work, ignore_errors=True)
+        raise
+    except KeyboardInterrupt:
+        search.leave_best(search.recipe)
+        raise
+    return carried_out(
+        search, chosen, tried, overwrite=overwrite, resume=resume, log=log, tell=tell
+    )
+
+
+def opened(
+    recipe: Recipe,
+    config: FitConfig,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    track: Track = silent,
+    tell: Callable[[str], None] | None = None,
+) -> Search:
+    """A search, begun or continued; the arguments are those of :func:`fit`.
+
+    Raises:
+        MoesaicError: an unfinished search is in the way.
+    """
     work = searched(recipe.out)
     if not resume:
         if work.exists() and not overwrite:
@@ -620,32 +713,48 @@ def _fit(
                 "with overwrite=True."
             )
         discard(work)
-    log = Log(track)
-    search = Search(recipe, config, work, log.track, tell)
-    recipe = search.recipe
+    search = Search(recipe, config, work, track, tell)
     request = {
         "weights": search.source.fingerprint,
-        "calibration": asdict(recipe.calibration),
+        "calibration": asdict(search.recipe.calibration),
         "windows": config.windows,
         "dtype": recipe.dtype,
     }
     Progress(work, request).begin()
-    try:
-        with log.listening(), log.stage("search"):
-            chosen, tried = search.run()
-    except MoesaicError:
-        if not any(c.score for c in search._tried.values()):  # nothing that could be resumed
-            shutil.rmtree(work, ignore_errors=True)
-        raise
-    except KeyboardInterrupt:
-        search.leave_best(recipe)
-        raise
+    return search
+
+
+def carried_out(
+    search: Search,
+    chosen: Candidate,
+    tried: Sequence[Candidate],
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    log: Log | None = None,
+    tell: Callable[[str], None] | None = None,
+    **more_found: object,
+) -> Record | None:
+    """Make and measure what was chosen; what the search kept on disk goes.
+
+    Args:
+        search: that chose it.
+        chosen: the candidate.
+        tried: all that were measured.
+        overwrite: replace the folder if it exists.
+        resume: continue an unfinished run.
+        log: one that was begun; by default a new one.
+        tell: shows what the run is predicted to take.
+        more_found: more that led to it, for the record.
+    """
+    recipe = search.recipe
     best = replace(recipe, steps=chosen.converted)
     refused = [{"form": form, "reason": reason} for form, reason in search.refused.items()]
     found: JSON = {
         "chosen": chosen.as_json(),
         "tried": [c.as_json() for c in tried],
         "refused": refused,
+        **more_found,
     }
 
     def more(folder: Path) -> JSON:
@@ -660,12 +769,13 @@ def _fit(
             resume=resume,
             found=found,
             more=more,
+            track=search.track,
             log=log,
             checked=None if tell is None else lambda recipe: tell(notice(recipe)),
         )
     else:
         record = rounded(best, search.source, found, more, overwrite)
-    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(search.work, ignore_errors=True)
     return record
 
 

@@ -20,6 +20,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("MOESAIC_CACHE", default))
 
 
+def names_model(word: str) -> bool:
+    """Whether a word can only be a model's name: that of one, a folder, a file or a hub id."""
+    shipped = word in SHIPPED or word in PACKAGED or word.endswith(".gguf")
+    hub = word.count("/") == 1 and not word.startswith(("-", ".", "/"))
+    return shipped or hub or Path(word).expanduser().is_dir()
+
+
 def check_name(name: str) -> None:
     """Refuse a model's name that can be none, without looking for the model on the hub.
 

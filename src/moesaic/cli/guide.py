@@ -1,0 +1,525 @@
+"""``moesaic MODEL``, without a verb: what it is, a search, and what to do with what it finds."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moesaic.cli.options import (
+    DEVICE,
+    DTYPE,
+    TEXT,
+    AsJson,
+    Model,
+    Option,
+    Overwrite,
+    Resume,
+    Value,
+    flag_of,
+    option,
+)
+from moesaic.cli.shared import GUIDE, app, check_push, emit, pushed, register, tell
+from moesaic.config import Calibration, Evaluation, MethodConfig, about
+from moesaic.errors import MoesaicError
+from moesaic.fitting.config import FitConfig
+from moesaic.foreign import JSON
+from moesaic.io.layout import OWN, PAGE
+from moesaic.recipe import Recipe, check_run, checked, plain_values
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from moesaic.fitting.search import Candidate, Search
+    from moesaic.record import Record
+
+SHARES = (0.8, 0.65, 0.5)
+"""Shares of the original that are tried beside a budget."""
+LOSS = 0.05
+"""The rise of perplexity that a result may have where nobody said anything."""
+ROOM = 0.8
+"""The share of the free memory that weights may take: running them takes the rest."""
+GOALS = ("fits in memory", "smallest within a loss", "fastest")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What matters, and the budgets that are tried for it."""
+
+    kind: str
+    """One of :data:`GOALS`."""
+    budgets: tuple[FitConfig, ...]
+    limit: float
+    """Bytes, or the rise of perplexity."""
+
+    @property
+    def size(self) -> str:
+        """What is to become smaller."""
+        return "active_parameters" if self.kind == GOALS[2] else "memory"
+
+    def best(self, points: Sequence[Candidate]) -> int:
+        """The number of the point that meets the goal best, from 1; 0 where none does."""
+
+        def loss(c: Candidate) -> float:
+            return float(c.score["loss"]) if c.score else 0.0
+
+        numbered = list(enumerate(points, 1))
+        if self.kind == GOALS[0]:
+            fit = [(c.kl, n) for n, c in numbered if c.weight.memory <= self.limit]
+        else:
+            sized = ((getattr(c.weight, self.size), n, loss(c)) for n, c in numbered)
+            fit = [(size, n) for size, n, lost in sized if lost <= self.limit]
+        return min(fit, default=(0.0, 0))[1]
+
+
+def guide(
+    model: Model,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="The folder to make. Default: MODEL-smaller."),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing: save the best that fits.")
+    ] = False,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
+    as_json: AsJson = False,
+    **given: Value,
+) -> None:
+    """Look at a model and this machine, search, show what is possible, and save what you pick."""
+    place = {name: given.pop(name) for name in ("device", "dtype") if name in given}
+    calibration = {name: given.pop(name) for name in TEXT if name in given}
+    measured = {name: given.pop(name) for name in ("data", "max_tokens") if name in given}
+    asked = checked(FitConfig, plain_values(FitConfig, given), "") if given else None
+    folder = out or Path(f"{Path(model).expanduser().resolve().stem}-smaller")
+    recipe = Recipe(
+        model=model,
+        out=str(folder),
+        steps=(),
+        calibration=checked(Calibration, calibration, ""),
+        evaluation=checked(Evaluation, measured, ""),
+        **place,
+    )
+    check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
+    from moesaic.cli.bars import bars, err_console
+    from moesaic.fitting.search import opened
+
+    ask = not yes and not as_json and sys.stdin.isatty()
+    situation = look(recipe)
+    for line in situation.lines:
+        err_console.print(line, markup=False, highlight=False)
+    goal = _goal(situation, asked, ask)
+    config = goal.budgets[0]
+    search = opened(recipe, config, overwrite=overwrite, resume=resume, track=bars, tell=tell)
+    try:
+        points = search.frontier(goal.budgets)
+        rounding = search.baselines() if goal.size == "memory" else []
+    except KeyboardInterrupt:
+        again = shlex.join(["moesaic", *sys.argv[1:]])
+        resumed = again if "--resume" in again else f"{again} --resume"
+        raise MoesaicError(f"Interrupted; nothing was saved. To go on: {resumed}") from None
+    err_console.print(drawn(points, rounding, goal, situation))
+    if told := better_rounded(points, rounding):
+        err_console.print(told)
+    best = goal.best(points)
+    chosen = best or len(points)
+    if not best:
+        err_console.print(f"None meets the goal; {chosen} comes nearest.")
+    session = Session(search, points, rounding, overwrite, resume)
+    if ask:
+        session.menu(chosen)
+        return
+    record = session.save(chosen, folder)
+    from moesaic import report
+
+    emit(
+        as_json,
+        {
+            "machine": situation.machine,
+            "frontier": [one.as_json() for one in points],
+            "rounding": rounding,
+            **record.output(),
+        },
+        report.terminal(record),
+    )
+
+
+# --- what there is -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A model on a machine."""
+
+    lines: tuple[str, ...]
+    """In words."""
+    bytes: int
+    """Of the model's weights."""
+    active: int
+    """Parameters that a token uses."""
+    free: int
+    """Bytes of memory that nothing holds."""
+    machine: JSON
+
+
+def look(recipe: Recipe) -> Situation:
+    """Read the model's headers and ask the machine."""
+    import torch
+
+    from moesaic.config import parse_dtype
+    from moesaic.estimates import Built
+    from moesaic.fitting.forms import forms
+    from moesaic.io.source import resolve
+    from moesaic.metrics.machine import environment, free_bytes
+    from moesaic.report.numbers import count, memory
+
+    source = resolve(recipe.model)
+    built = Built(source.config, parse_dtype(recipe.dtype))
+    size, free = built.size, free_bytes(recipe.device)
+    routed = [use for use in size.layers if use.experts]
+    what = f"{len(size.layers)} dense layers"
+    if routed:
+        first = routed[0]
+        what = (
+            f"{first.experts} experts in each of {len(routed)} layers, of which a token runs "
+            f"{first.top_k}"
+        )
+    fits = "fits" if built.bytes <= ROOM * free else "does not fit"
+    config = FitConfig(memory=built.bytes, active_parameters=size.active_parameters)
+    ways = [form.name for form in forms(source, config) if len(form.quick(form.shares[-1])) == 1]
+    machine = environment(recipe.device)
+    accelerators = torch.cuda.device_count()
+    name = machine["processor"] or machine["machine"]
+    told = f"{accelerators} accelerators" if accelerators else "no accelerator"
+    lines = (
+        f"{recipe.model}: {source.config.model_type}, {what}; {count(size.total_parameters)} "
+        f"parameters, {count(size.active_parameters)} of them a token.",
+        f"This machine: {name}, {machine['threads']} threads, {told}; {memory(free)} are free.",
+        f"Its weights take {memory(built.bytes)}: that {fits}.",
+        f"What can be tried: {', '.join(dict.fromkeys(ways))}.",
+    )
+    found = {**machine, "free_bytes": free, "weight_bytes": built.bytes}
+    return Situation(lines, built.bytes, size.active_parameters, free, found)
+
+
+def _goal(situation: Situation, asked: FitConfig | None, ask: bool) -> Goal:
+    """What matters: given, asked for, or by default what memory there is."""
+    kind, limit = GOALS[1], LOSS
+    if asked is not None and asked.memory is not None:
+        kind, limit = GOALS[0], float(asked.memory)
+    elif asked is not None and asked.max_loss is not None:
+        limit = asked.max_loss
+    elif situation.bytes > ROOM * situation.free:
+        kind, limit = GOALS[0], ROOM * situation.free
+    elif ask:
+        kind, limit = _asked(situation)
+    native = asked is not None and asked.native
+    return Goal(kind, tuple(_budgets(situation, kind, limit, native)), limit)
+
+
+def _asked(situation: Situation) -> tuple[str, float]:
+    from rich.prompt import IntPrompt, Prompt
+
+    from moesaic.config import parse_bytes
+    from moesaic.report.numbers import memory
+
+    listed = "  ".join(f"{n} {goal}" for n, goal in enumerate(GOALS, 1))
+    which = IntPrompt.ask(f"What matters?  {listed}\n", choices=["1", "2", "3"], default=1)
+    if which == 1:
+        default = memory(min(situation.free * ROOM, situation.bytes / 2))
+        while True:
+            told = Prompt.ask("The weights may take", default=default.replace("\u00a0", ""))
+            try:
+                return GOALS[0], float(parse_bytes(told))
+            except (MoesaicError, ValueError):
+                continue
+    return GOALS[which - 1], LOSS
+
+
+def _budgets(situation: Situation, kind: str, limit: float, native: bool) -> list[FitConfig]:
+    """The limit itself, where it is a size, and shares below it."""
+    if kind == GOALS[2]:
+        return [
+            FitConfig(active_parameters=int(share * situation.active), native=native, confirm=1)
+            for share in SHARES
+        ]
+    sizes = [share * situation.bytes for share in SHARES]
+    if kind == GOALS[0] and limit < situation.bytes:
+        sizes = [limit, *(size for size in sizes if size < 0.95 * limit)]
+    return [FitConfig(memory=int(size), native=native, confirm=1) for size in sizes]
+
+
+# --- what came of it -----------------------------------------------------------------------------
+
+
+def drawn(
+    points: Sequence[Candidate], rounding: Sequence[JSON], goal: Goal, situation: Situation
+) -> Value:
+    """The frontier as a picture in the terminal, and as a table."""
+    from rich.console import Group
+
+    from moesaic.report.console import plane
+    from moesaic.report.numbers import memory
+
+    unit = 1 if goal.size == "active_parameters" else 2**20
+    ours = [(getattr(c.weight, goal.size) / unit, c.kl, str(n)) for n, c in enumerate(points, 1)]
+    theirs = [(one["memory"] / unit, one["kl"], "·") for one in rounding]
+    name = "parameters a token uses" if unit == 1 else "MiB"
+    picture = plane([*theirs, *ours], f"KL from the original over {name}")
+    table = _table(points, rounding)
+    whole = memory(situation.bytes)
+    table.caption = f"The original takes {whole}. · is rounding alone, as llama.cpp's files are."
+    return Group(picture, table)
+
+
+def _table(points: Sequence[Candidate], rounding: Sequence[JSON]) -> Table:
+    from rich.table import Table
+
+    from moesaic.report.numbers import count, memory, share
+
+    table = Table(title="What no other candidate beats", title_justify="left")
+    for column in ("", "what", "native", "weights", "a token uses", "perplexity", "KL"):
+        table.add_column(column, justify="left" if column == "what" else "right")
+    for n, one in enumerate(points, 1):
+        score = one.score or {}
+        table.add_row(
+            str(n),
+            one.form,
+            "yes" if one.weight.native else "no",
+            memory(one.weight.memory),
+            count(one.weight.active_parameters),
+            _signed(score.get("loss", 0.0)),
+            share(one.kl),
+        )
+    for of in rounding:
+        told = (memory(of["memory"]), "", _signed(of["loss"]), share(of["kl"]))
+        table.add_row("·", of["form"], "GGUF", *told, style="dim")
+    return table
+
+
+def _signed(share: float) -> str:
+    """A change in percent.
+
+    >>> _signed(0.0512), _signed(-0.0001)
+    ('+5.1 %', '0.0 %')
+    """
+    return f"{share:+.1%}".replace("%", " %").replace("-0.0", "0.0").replace("+0.0", "0.0")
+
+
+def better_rounded(points: Sequence[Candidate], rounding: Sequence[JSON]) -> str:
+    """A sentence where rounding alone is as small as what was found, and loses less."""
+    ahead = [
+        of
+        for of in rounding
+        if all(of["kl"] < c.kl for c in points if c.weight.memory >= of["memory"])
+        and any(c.weight.memory >= of["memory"] for c in points)
+    ]
+    if not ahead:
+        return ""
+    type = ahead[-1]["form"].rpartition(" ")[2]
+    return (
+        f"Rounding alone to {type} is smaller than most of these, and loses less: where llama.cpp "
+        f"is to run it, take that (moesaic export MODEL FILE.gguf --to gguf --type {type}). What "
+        "is listed here is for engines that read safetensors, and can be rounded as well."
+    )
+
+
+def command_of(recipe: Recipe) -> str:
+    """The command that carries a recipe out again."""
+    if len(recipe.steps) != 1:
+        return shlex.join(["moesaic", "run", str(Path(recipe.out) / OWN / "recipe.yaml")])
+    (step,) = recipe.steps
+    words = ["moesaic", step.verb, recipe.model, recipe.out, *_flags(step)]
+    words += _flags(recipe.calibration)
+    for name in ("device", "dtype"):
+        value = getattr(recipe, name)
+        words += [f"--{name}", value] if value != getattr(Recipe, name) else []
+    return shlex.join(words)
+
+
+def _flags(config: MethodConfig | Calibration) -> list[str]:
+    """Options that are not as by default."""
+    words: list[str] = []
+    for of in fields(config):
+        value = getattr(config, of.name)
+        if value == of.default and not about(of).required:
+            continue
+        on, _, off = flag_of(of).partition("/")
+        if about(of).seldom:
+            words += ["-o", f"{of.name}={str(value).lower() if value in (True, False) else value}"]
+        elif value is True or value is False:
+            words.append(on if value else off or f"--no-{on.removeprefix('--')}")
+        else:
+            words += [on, str(value)]
+    return words
+
+
+# --- what to do with it --------------------------------------------------------------------------
+
+
+class Session:
+    """What came of a search, and what a user makes of it."""
+
+    def __init__(
+        self,
+        search: Search,
+        points: Sequence[Candidate],
+        rounding: Sequence[JSON],
+        overwrite: bool,
+        resume: bool,
+    ) -> None:
+        self.search, self.points, self.rounding = search, points, rounding
+        self.overwrite, self.resume = overwrite, resume
+        self.saved: dict[int, Path] = {}
+        """Folders of what was saved, by the point's number."""
+
+    def save(self, number: int, folder: Path) -> Record:
+        """Make, measure and save a point; says the command that would do it again."""
+        from moesaic.cli.bars import err_console
+        from moesaic.fitting.search import carried_out
+
+        chosen = self.points[number - 1]
+        self.search.recipe = replace(self.search.recipe, out=str(folder))
+        err_console.print(
+            f"$ {command_of(replace(self.search.recipe, steps=chosen.converted))}",
+            markup=False, soft_wrap=True, style="dim",
+        )  # fmt: skip
+        record = carried_out(
+            self.search,
+            chosen,
+            self.points,
+            overwrite=self.overwrite,
+            resume=self.resume,
+            tell=tell,
+            baselines=[*self.rounding],
+        )
+        assert record is not None
+        self.saved[number] = folder
+        err_console.print(f"Checkpoint in {folder}, report in {folder / OWN / PAGE}")
+        return record
+
+    def menu(self, number: int) -> None:
+        """Ask what to do with a point until nothing more is wanted."""
+        from rich.prompt import IntPrompt, Prompt
+
+        from moesaic.cli.bars import err_console
+
+        known = [str(n) for n in range(1, len(self.points) + 1)]
+        number = IntPrompt.ask("Which one", choices=known, default=number, console=err_console)
+        does: dict[str, tuple[str, Callable[[int], None]]] = {
+            "s": ("save", self._save),
+            "g": ("write GGUF", self._gguf),
+            "t": ("try it", self._try),
+            "e": ("evaluate", self._evaluate),
+            "o": ("open the page", self._open),
+            "u": ("upload", self._push),
+        }
+        told = "  ".join(f"[{key}] {name}" for key, (name, _) in does.items())
+        while True:
+            err_console.print(f"\n{number}: {told}  [p] another point  [q] quit")
+            key = Prompt.ask("Then", choices=[*does, "p", "q"], default="s", console=err_console)
+            if key == "q":
+                return
+            if key == "p":
+                number = IntPrompt.ask("Which one", choices=known, console=err_console)
+                continue
+            try:
+                does[key][1](number)
+            except MoesaicError as error:
+                err_console.print(f"Not done: {error}", style="yellow")
+
+    def _folder(self, number: int) -> Path:
+        """The folder of a point, which is saved first where it was not."""
+        if number not in self.saved:
+            self._save(number)
+        return self.saved[number]
+
+    def _save(self, number: int) -> None:
+        from moesaic import report
+        from moesaic.cli.bars import console
+
+        default = self.search.recipe.out
+        default = f"{default}-{number}" if self.saved else default
+        folder = Path(self._asked("Folder", default)).expanduser()
+        console.print(report.terminal(self.save(number, folder)))
+
+    def _gguf(self, number: int) -> None:
+
+        from moesaic.exports.llamacpp import find_converter
+
+        find_converter()  # or says how to get it
+        type = self._asked("Type", "q8_0")
+        folder = self._folder(number)
+        file = folder.with_name(f"{folder.name}-{type}.gguf")
+        self._does("export", folder, file, "--to", "gguf", "--type", type)
+
+    def _try(self, number: int) -> None:
+        from rich.table import Table
+
+        from moesaic.cli.bars import console
+        from moesaic.io.source import resolve
+        from moesaic.metrics.generations import generate
+        from moesaic.report.numbers import printable
+
+        folder, source = self._folder(number), self.search.source
+        models = {"original": source.load(), "result": resolve(str(folder)).load()}
+        chat = bool(getattr(source.tokenizer, "chat_template", None))
+        while True:
+            if not (prompt := self._asked("Prompt (empty: back)", "")):
+                return
+            table = Table(expand=True)
+            texts = []
+            for name, model in models.items():
+                table.add_column(name, ratio=1)
+                texts.append(printable(generate(model, source.tokenizer, prompt, 64, chat)))
+            table.add_row(*texts)
+            console.print(table)
+
+    def _evaluate(self, number: int) -> None:
+        folder, tasks = self._folder(number), self._asked("Tasks, with commas (empty: text)", "")
+        wanted = ["--tasks", tasks] if tasks else []
+        self._does("eval", folder, "--against", self.search.recipe.model, *wanted)
+
+    def _does(self, *words: object) -> None:
+        """Say a command, and carry it out."""
+        from moesaic.cli.bars import err_console
+
+        given = [str(word) for word in words]
+        err_console.print(f"$ {shlex.join(['moesaic', *given])}", style="dim", soft_wrap=True)
+        app(given, standalone_mode=False)
+
+    def _asked(self, what: str, default: str) -> str:
+        from rich.prompt import Prompt
+
+        from moesaic.cli.bars import err_console
+
+        return Prompt.ask(what, default=default, console=err_console)
+
+    def _open(self, number: int) -> None:
+        import webbrowser
+
+        from moesaic.cli.bars import err_console
+
+        page = (self._folder(number) / OWN / PAGE).resolve()
+        if not webbrowser.open(page.as_uri()):
+            err_console.print(f"No browser here. The page is {page}")
+
+    def _push(self, number: int) -> None:
+        repo = self._asked("Repository, such as you/name", "")
+        check_push(repo, plan_only=False)
+        pushed(str(self._folder(number)), repo, plan_only=False)
+
+
+def commands() -> None:
+    """Make the command."""
+    text = [option(Calibration, name) for name in TEXT]
+    evaluation = [option(Evaluation, name) for name in ("data", "max_tokens")]
+    common: list[Option] = [*text, *evaluation, DEVICE, DTYPE]
+    own = [option(FitConfig, name) for name in ("memory", "max_loss", "native")]
+    options = [*own, *(replace(o, common=True) for o in common)]
+    register(GUIDE, guide, "moesaic tiny-moe --memory 8MB --yes", options, hidden=True)

@@ -1,0 +1,85 @@
+"""Rounding alone: what a user would take instead of a smaller model, measured beside it.
+
+Matrices hold the values that a GGUF file of a plain type does, rounded by the gguf package itself,
+in blocks of 32 along a row; everything else, routers too, stays in float32 as in llama.cpp's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.data.text import Tokens
+from moesaic.foreign import JSON, Model, Track, silent
+from moesaic.io.source import Source
+from moesaic.metrics.forward import Runner, Whole
+from moesaic.metrics.score import scores
+
+TYPES = ("q8_0", "q5_0", "q4_0")
+"""Those that the gguf package makes, about as far apart as sizes are tried."""
+BLOCK = 32
+
+
+@torch.no_grad()
+def rounded(model: Model, type: str) -> int:
+    """Round a live model's matrices in place.
+
+    Args:
+        model: in float32.
+        type: one of :data:`TYPES`.
+
+    Returns:
+        bytes of the tensors of such a file.
+    """
+    from gguf import GGMLQuantizationType, quants
+
+    kind, arch = GGMLQuantizationType[type.upper()], base_arch(model.config)
+    left, turned = set[int](), set[int]()
+    for layer in arch.layers(model):
+        if isinstance(arch, MoEArch) and arch.is_moe(layer):
+            view = arch.mixture(layer)
+            left |= {id(p) for p in view.router.parameters()}
+            if arch.transposed:
+                turned |= {id(p) for p in view.experts.parameters()}
+    size = 0
+    for parameter in model.parameters():
+        matrix: Tensor = parameter.data
+        matrix = matrix.transpose(-1, -2) if id(parameter) in turned else matrix
+        if matrix.ndim < 2 or matrix.shape[-1] % BLOCK or id(parameter) in left:
+            size += 4 * matrix.numel()
+            continue
+        for part in matrix if matrix.ndim == 3 else [matrix]:
+            made = quants.quantize(part.contiguous().float().numpy(), kind)
+            size += int(made.nbytes)
+            part.copy_(torch.from_numpy(quants.dequantize(made, kind)))
+    return size
+
+
+def baselines(
+    source: Source, reference: Runner, tokens: Tokens, track: Track = silent
+) -> list[JSON]:
+    """A model rounded to each of :data:`TYPES`, compared with itself.
+
+    Args:
+        source: the model, which fits into memory in float32.
+        reference: the same model, not rounded.
+        tokens: what both are measured on.
+        track: shows progress.
+
+    Returns:
+        of each ``form``, ``memory`` in bytes, ``perplexity``, ``loss`` and ``kl``.
+    """
+    found: list[JSON] = []
+    types: Sequence[str] = TYPES
+    for type in track(types, "Rounding alone", len(types)):
+        run = Whole.of(source, dtype=torch.float32)
+        size = rounded(run.shape, type)
+        ours, theirs = scores([run, reference], tokens)
+        loss = ours.perplexity / theirs.perplexity - 1
+        told = {"perplexity": ours.perplexity, "loss": loss, "kl": ours.kl}
+        found.append({"form": f"rounded to {type}", "memory": size, **told})
+    return found
