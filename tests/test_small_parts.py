@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import typer
-from builders import tiny_moe
+from builders import tiny_model, tiny_moe
 from cases import many_tokens
 from rich.console import Console
 from torch import nn
@@ -27,6 +28,7 @@ from moesaic.io.fingerprint import of_examples
 from moesaic.io.outputs import check_inputs
 from moesaic.io.packaged import packaged_file
 from moesaic.io.trust import check_links, side_files
+from moesaic.io.weightless import foretold
 from moesaic.methods import VERBS
 from moesaic.observation import shared as sharing
 from moesaic.observation.job import Job
@@ -268,6 +270,45 @@ def test_examples_are_known_by_their_own_fingerprint():
 
     rows = [{"input_ids": [1, 2]}]
     assert of_examples(Stream(rows)) == "mine" != of_examples(rows)
+
+
+def test_a_model_in_the_place_of_a_command_is_looked_at(tmp_path):
+    (tmp_path / "model").mkdir()
+    yes = ["tiny-moe", "smollm2", "you/model", "x.gguf", "you/m.odel", str(tmp_path / "model")]
+    no = ["sculpt", "-v", "tiny-mo", "./nothing", "-o/x", ""]
+    assert [names.names_model(word) for word in [*yes, *no]] == [True] * 6 + [False] * 6
+
+
+def test_a_folder_is_foretold_by_what_it_holds(moe_folder, tmp_path):
+    assert foretold(str(moe_folder), tmp_path).folder == moe_folder
+    described, made = tmp_path / "described", tmp_path / "made"
+    described.mkdir()
+    made.mkdir()
+    config = tiny_model("gemma2").config
+    assert config.tie_word_embeddings
+    config.save_pretrained(described)
+    found = foretold(str(described), made)
+    assert found.folder == made
+    names_there = set(found.checkpoint.names())
+    assert "model.embed_tokens.weight" in names_there
+    assert "lm_head.weight" not in names_there
+
+
+def test_a_hub_model_is_foretold_by_its_headers(tmp_path, monkeypatch):
+    info = SimpleNamespace(shape=[2, 3], dtype="BF16")
+    files = {"model.safetensors": SimpleNamespace(tensors={"w": info})}
+    asked: list[Any] = []
+
+    class Hub:
+        def get_safetensors_metadata(self, name: str) -> Any:
+            return SimpleNamespace(files_metadata=files)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: asked.append(k))
+    found = foretold("you/model", tmp_path)
+    assert "*.json" in asked[0]["allow_patterns"]
+    assert not any(p.rpartition(".")[2] == "safetensors" for p in asked[0]["allow_patterns"])
+    assert {n: found.checkpoint.shape(n) for n in found.checkpoint.names()} == {"w": (2, 3)}
 
 
 def test_the_cache_is_where_the_user_has_caches(monkeypatch, tmp_path):

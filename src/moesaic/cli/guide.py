@@ -30,6 +30,7 @@ from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
 from moesaic.foreign import JSON
 from moesaic.io.layout import OWN, PAGE
+from moesaic.io.outputs import discard
 from moesaic.recipe import Recipe, check_run, checked, plain_values
 
 if TYPE_CHECKING:
@@ -114,10 +115,21 @@ def guide(
     for line in situation.lines:
         err_console.print(line, markup=False, highlight=False)
     goal = _goal(situation, asked, ask)
-    config = goal.budgets[0]
-    search = opened(recipe, config, overwrite=overwrite, resume=resume, track=bars, tell=tell)
+    search = opened(
+        recipe, goal.budgets[0], overwrite=overwrite, resume=resume, track=bars, tell=tell
+    )
+    points: list[Candidate] = []
     try:
-        points = search.frontier(goal.budgets)
+        while not points:
+            try:
+                search.config = goal.budgets[0]
+                points = search.frontier(goal.budgets)
+            except MoesaicError as error:
+                if not ask or asked is not None:
+                    discard(search.work)
+                    raise
+                err_console.print(f"Not possible: {error}", style="yellow")
+                goal = _goal(situation, asked, ask)
         rounding = search.baselines() if goal.size == "memory" else []
     except KeyboardInterrupt:
         again = shlex.join(["moesaic", *sys.argv[1:]])

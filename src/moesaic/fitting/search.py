@@ -65,7 +65,7 @@ CLOSE = 1.25
 """A single step is refined where it loses at most so many times what the best one does: refits
 were seen to take 15 to 21 % of the KL, so that another may come out ahead."""
 ALIKE = 1.03
-"""Sizes of which one is less than so many times the other are alike: that which loses less counts."""
+"""Sizes of which one is less than so many times the other are alike: what loses less counts."""
 FAR = 2.0
 """No form is refined that loses more than so many times what the best one does."""
 

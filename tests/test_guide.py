@@ -1,0 +1,259 @@
+"""``moesaic MODEL``: what it picks and says, and all of its menu, through a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moesaic import MoesaicError
+from moesaic.cli import guide
+from moesaic.cli.guide import GOALS, Goal
+from moesaic.config import Calibration
+from moesaic.fitting.config import FitConfig
+from moesaic.fitting.rounding import rounded
+from moesaic.fitting.search import Candidate, unbeaten
+from moesaic.fitting.sizes import Weight
+from moesaic.methods.slim.config import SlimConfig
+from moesaic.recipe import Recipe
+
+TEXT = ["--samples", "12", "--length", "24", "--max-tokens", "512"]
+
+
+def candidate(memory: int, kl: float, active: int = 100, loss: float = 0.0) -> Candidate:
+    weight = Weight(memory, memory, active, native=True, exact=True)
+    return Candidate(f"of {memory}", (SlimConfig(),), weight, {"kl": kl, "loss": loss})
+
+
+def test_of_all_candidates_those_stay_that_none_beats():
+    every = [candidate(100, 0.1), candidate(99, 0.3), candidate(90, 0.2), candidate(80, 0.25)]
+    every += [candidate(50, 0.9), candidate(50, 0.8), candidate(120, 0.1)]
+    assert [(c.weight.memory, c.kl) for c in unbeaten(every, "memory")] == [
+        (100, 0.1), (90, 0.2), (80, 0.25), (50, 0.8),
+    ]  # fmt: skip
+    alike = [candidate(100, 0.1), candidate(98, 0.2)]  # as small, and loses more
+    assert unbeaten(alike, "memory") == alike[:1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "best"),
+    [(GOALS[0], 95, 2), (GOALS[0], 10, 0), (GOALS[1], 0.05, 2), (GOALS[2], 0.2, 3)],
+)
+def test_the_best_is_what_the_goal_asks_for(kind, limit, best):
+    points = [
+        candidate(100, 0.1, 90, 0.01),
+        candidate(90, 0.2, 80, 0.04),
+        candidate(80, 0.3, 70, 0.2),
+    ]
+    assert Goal(kind, (FitConfig(memory=1),), limit).best(points) == best
+
+
+def test_rounding_is_named_where_it_is_better():
+    points = [candidate(100, 0.1), candidate(60, 0.5)]
+    ahead = {"form": "rounded to q8_0", "memory": 55, "kl": 0.01, "loss": 0.0}
+    assert "--type q8_0" in guide.better_rounded(points, [ahead])
+    assert not guide.better_rounded(points, [{**ahead, "kl": 0.2}])
+    assert not guide.better_rounded(points, [{**ahead, "memory": 200}])
+
+
+def test_the_command_that_does_it_again():
+    step = SlimConfig(keep=0.5, refit=False, shared=0.5)
+    recipe = Recipe("tiny-moe", "a b", (step,), Calibration(samples=7), device="cuda")
+    assert guide.command_of(recipe) == (
+        "moesaic slim tiny-moe 'a b' --keep 0.5 -o shared=0.5 --no-refit --samples 7 --device cuda"
+    )
+
+
+def test_matrices_are_rounded_as_the_gguf_package_does(moe_folder):
+    import torch
+    from gguf import GGMLQuantizationType, quants
+
+    from moesaic.io.source import resolve
+
+    plain, model = resolve(str(moe_folder)).load(), resolve(str(moe_folder)).load()
+    size = rounded(model, "q4_0")
+    before = dict(plain.named_parameters())
+    kept = changed = 0
+    for name, parameter in model.named_parameters():
+        whole = before[name].detach()
+        router = name.endswith("mlp.gate.weight")
+        if whole.ndim < 2 or whole.shape[-1] % 32 or router:
+            assert torch.equal(parameter, whole), name
+            kept += 4 * whole.numel()
+            continue
+        rows = whole.reshape(-1, whole.shape[-1]).numpy()
+        made = quants.quantize(rows, GGMLQuantizationType.Q4_0)
+        wanted = quants.dequantize(made, GGMLQuantizationType.Q4_0)
+        assert torch.equal(parameter.reshape(rows.shape), torch.from_numpy(wanted)), name
+        changed += made.nbytes
+    assert changed > 0
+    assert size == kept + changed
+
+
+def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moesaic", *words],
+        cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(moe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("guided")
+    done = run([str(moe_folder), "--memory", "180KB", "--yes", "--json", *TEXT], folder)
+    assert done.returncode == 0, done.stderr
+    return SimpleNamespace(folder=folder, said=done.stderr, found=json.loads(done.stdout))
+
+
+def test_without_a_terminal_the_best_that_fits_is_saved(saved, moe_folder):
+    found, out = saved.found, saved.folder / f"{moe_folder.name}-smaller"
+    assert {"machine", "frontier", "rounding", "out", "scores"} <= found.keys()
+    assert found["machine"]["free_bytes"] > 0
+    sizes = [one["memory"] for one in found["frontier"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert found["scores"]["result"]["total_bytes"] <= 180_000
+    assert (out / "model.safetensors").is_file()
+    assert [of["form"] for of in found["rounding"]][:1] == ["rounded to q8_0"]
+    assert not list(saved.folder.glob("*.search"))
+
+
+def test_it_says_what_the_model_is_and_the_command(saved, moe_folder):
+    said = " ".join(saved.said.split())
+    assert "experts in each of" in said
+    assert "This machine: " in said
+    assert "KL from the original over MiB" in said
+    assert "$ moesaic " in said
+    words = next(line for line in saved.said.splitlines() if line.startswith("$ moesaic")).split()
+    again = run([*words[2:4], "again", *words[5:], "--no-eval"], saved.folder)
+    assert again.returncode == 0, again.stderr
+    one, two = (
+        (saved.folder / name / "model.safetensors").read_bytes()
+        for name in (f"{moe_folder.name}-smaller", "again")
+    )
+    assert one == two
+
+
+class Terminal:
+    """A program in a terminal, and what is typed into it."""
+
+    def __init__(self, words: list[str], folder: Path) -> None:
+        self.process, self.text = pty.fork(), ""
+        pid, self.file = self.process
+        if pid == 0:
+            os.chdir(folder)
+            os.environ.update(COLUMNS="120", BROWSER="true", TERM="dumb")
+            os.execv(sys.executable, [sys.executable, "-m", "moesaic", *words])
+
+    def until(self, wanted: str, seconds: float = 240) -> str:
+        """What it says until that."""
+        end, said = time.monotonic() + seconds, ""
+        while wanted not in said and time.monotonic() < end:
+            if select.select([self.file], [], [], 1)[0]:
+                try:
+                    said += os.read(self.file, 4096).decode(errors="replace")
+                except OSError:
+                    break
+        self.text += said
+        assert wanted in said, self.text[-3000:]
+        return said
+
+    def type(self, words: str) -> None:
+        os.write(self.file, f"{words}\n".encode())
+
+    def end(self) -> int:
+        """Its exit code."""
+        while select.select([self.file], [], [], 30)[0]:
+            try:
+                if not os.read(self.file, 4096):
+                    break
+            except OSError:
+                break
+        return os.waitstatus_to_exitcode(os.waitpid(self.process[0], 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(pty, "fork"), reason="needs a terminal")
+def test_every_end_of_the_menu(moe_folder, tmp_path):
+    terminal = Terminal([str(moe_folder), *TEXT], tmp_path)
+    terminal.until("What matters?")
+    terminal.type("1")
+    terminal.until("The weights may take")
+    terminal.type("1KB")
+    assert "out of reach" in terminal.until("What matters?")
+    terminal.type("1")
+    terminal.until("The weights may take")
+    terminal.type("180KB")
+    terminal.until("Which one")
+    terminal.type("1")
+    assert "[s] save" in terminal.until("Then")
+    terminal.type("g")  # without llama.cpp it says how to get it, and goes on
+    assert "GGUF needs llama.cpp" in " ".join(terminal.until("Then").split())
+    terminal.type("s")
+    terminal.until("Folder")
+    terminal.type("mine")
+    said = terminal.until("Then")
+    assert "$ moesaic " in said
+    assert (tmp_path / "mine" / "config.json").is_file()
+    terminal.type("t")
+    terminal.until("Prompt")
+    terminal.type("the")
+    assert "original" in terminal.until("Prompt")
+    terminal.type("")
+    terminal.until("Then")
+    terminal.type("e")
+    terminal.until("Tasks")
+    terminal.type("")
+    assert "perplexity" in terminal.until("Then")
+    terminal.type("u")
+    terminal.until("Repository")
+    terminal.type("nowhere")
+    assert "Not done" in terminal.until("Then")
+    terminal.type("o")
+    terminal.until("Then")
+    terminal.type("q")
+    assert terminal.end() == 0
+
+
+@pytest.mark.skipif(not hasattr(pty, "fork"), reason="needs a terminal")
+def test_a_search_that_is_interrupted_says_how_to_go_on(moe_folder, tmp_path):
+    words = [str(moe_folder), "--memory", "180KB", "--out", "mine", *TEXT]
+    terminal = Terminal(words, tmp_path)
+    terminal.until("Trying candidates")
+    os.write(terminal.file, b"\x03")
+    said = " ".join(terminal.until("--resume").split())
+    assert "nothing was saved" in said
+    assert terminal.end() == 2
+    assert not (tmp_path / "mine").exists()
+    again = run([*words, "--yes", "--resume"], tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "mine" / "config.json").is_file()
+
+
+def test_wrong_goals_are_refused_before_anything_is_looked_at(command, tmp_path):
+    for words, said in [
+        (["tiny-moe", "--memory", "much"], "number of bytes"),
+        (["tiny-moe", "--max-loss", "-1"], "--max-loss"),
+        (["you/nothing", "--yes", "--device", "nowhere"], "device"),
+    ]:
+        code, _, err = command(*words, "--out", tmp_path / "out")
+        assert (code, said in err) == (2, True), err
+
+
+def test_a_budget_below_the_smallest_is_answered_with_the_smallest(moe_folder, tmp_path):
+    done = run([str(moe_folder), "--memory", "1KB", "--yes", *TEXT], tmp_path)
+    assert done.returncode == 2
+    assert "out of reach" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_names_what_went_wrong():
+    with pytest.raises(MoesaicError, match="Give a budget"):
+        FitConfig()
