@@ -94,10 +94,11 @@ def test_a_demo_that_was_killed_goes_on(command, llama_folder, moe_folder, tmp_p
     from moesaic.cli import results
 
     out = tmp_path / "demo"
-    carved = ("carve", {"method": "more", "layers": "all"})
-    halves = {"first": (str(llama_folder), *carved), "second": (str(moe_folder), "prune", KEEP)}
+    carved = ("carve", {"method": "more", "layers": "all"}, None)
+    pruned = ("prune", KEEP, None)
+    halves = {"first": (str(llama_folder), *carved), "second": (str(moe_folder), *pruned)}
     monkeypatch.setattr(results, "DEMO", halves)
-    monkeypatch.setattr(results, "SHOWN", (Calibration(pages("calibration"), 6, 24), None))
+    monkeypatch.setattr(results, "SHOWN", Calibration(pages("calibration"), 6, 24))
     wholly, done = pipeline.convert, []
 
     def dies(config, args):

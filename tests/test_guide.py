@@ -20,10 +20,10 @@ from moesaic.cli import guide
 from moesaic.cli.guide import GOALS, Goal
 from moesaic.config import Calibration
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.rounding import rounded
 from moesaic.fitting.search import Candidate, unbeaten
 from moesaic.fitting.sizes import Weight
 from moesaic.methods.slim.config import SlimConfig
+from moesaic.metrics.rounding import rounded
 from moesaic.recipe import Recipe
 
 TEXT = ["--samples", "12", "--length", "24", "--max-tokens", "512"]

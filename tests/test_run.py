@@ -37,15 +37,18 @@ from moesaic import (
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens, calibration_tokens, evaluation_tokens
 from moesaic.io.outputs import marked
-from moesaic.io.source import Source
+from moesaic.io.source import Source, resolve
 from moesaic.layers.base import same
 from moesaic.log import Log
 from moesaic.methods import VERBS, methods_of
 from moesaic.methods.more.method import MoRE
 from moesaic.metrics import measure as measuring
+from moesaic.metrics.rounding import rounded
 from moesaic.metrics.routing import routers
+from moesaic.metrics.score import score
 from moesaic.plan import Plan
 from moesaic.recipe import step_config
+from moesaic.report import frontier, words
 
 CONFIG = MoREConfig(active=0.8, layers="all")
 MEASURED = {"data": pages("evaluation"), "length": 64, "max_tokens": 512, "new_tokens": 4}
@@ -381,6 +384,28 @@ def test_steps_add_up_in_one_record(moe_folder, tmp_path):
     assert record.model == str(moe_folder)
     assert not record.native
     assert record.calibration["length"] == 32
+
+
+def test_rounding_alone_is_measured_beside_the_result(moe_folder, tmp_path):
+    """The original, its matrices rounded, scored as any other model; bytes are a file's."""
+    measured = Evaluation(**MEASURED, rounds=0, baselines=("q8_0", "q4_0"))
+    steps = (PruneConfig(keep=5, refit=False),)
+    changes = {"steps": steps, "evaluation": measured}
+    record = run_recipe(recipe(moe_folder, tmp_path / "out", **changes))
+    scores = record.measured["scores"]
+    assert [*scores] == ["original", "result", "q8_0", "q4_0"]
+    assert 0 < scores["q8_0"]["kl"] < scores["q4_0"]["kl"]
+    model = resolve(str(moe_folder)).load()
+    size = rounded(model, "q4_0")
+    tokenizer = resolve(str(moe_folder)).tokenizer
+    tokens = evaluation_tokens(measured.data, tokenizer, measured.length, measured.max_tokens)
+    again = score(model, tokens)
+    assert scores["q4_0"]["perplexity"] == again.perplexity
+    assert record.measured["files"]["q4_0"] == scores["q4_0"]["total_bytes"] == size
+    said = " ".join(sentence.text for sentence in words.summary(record))
+    assert "The original rounded to q8_0, " in said
+    names = [point.kind for point in frontier.points([record])[str(moe_folder.name)]]
+    assert {"q8_0", "q4_0"} <= set(names)
 
 
 def test_what_a_verb_cannot_take_is_refused(moe_folder, llama_folder, tmp_path):

@@ -362,6 +362,10 @@ class Calibration:
         check_options(self)
 
 
+ROUNDED = ("q8_0", "q5_0", "q4_0")
+"""GGUF's types that the gguf package itself rounds to, from 8.5 to 4.5 bits a weight."""
+
+
 @documented
 @dataclass(frozen=True)
 class Evaluation:
@@ -386,6 +390,12 @@ class Evaluation:
     )
     compare: tuple[str, ...] = option(
         (), "Also measure this variant, from the same statistics. Repeatable."
+    )
+    baselines: tuple[str, ...] = option(
+        (),
+        "Also measure the original rounded to this type, as a GGUF file of it is: q8_0, q5_0 or "
+        "q4_0. Repeatable.",
+        flag="--baseline",
     )
     rounds: int = option(
         3, "Rounds of the speed comparison; 0 leaves speed and memory out.", minimum=0, seldom=True
@@ -419,6 +429,9 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         check_options(self)
+        for name in self.baselines:
+            if name not in ROUNDED:
+                raise MoesaicError(f"baselines {name!r} is none of {', '.join(ROUNDED)}.")
 
 
 GgufType: TypeAlias = Literal[

@@ -25,7 +25,7 @@ from moesaic.cli.options import (
     option,
 )
 from moesaic.cli.shared import GUIDE, app, check_push, emit, pushed, register, tell
-from moesaic.config import Calibration, Evaluation, MethodConfig, about
+from moesaic.config import ROUNDED, Calibration, Evaluation, MethodConfig, about
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
 from moesaic.foreign import JSON
@@ -103,7 +103,7 @@ def guide(
         out=str(folder),
         steps=(),
         calibration=checked(Calibration, calibration, ""),
-        evaluation=checked(Evaluation, measured, ""),
+        evaluation=checked(Evaluation, dict[str, Value](baselines=ROUNDED) | measured, ""),
         **place,
     )
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
@@ -408,7 +408,7 @@ class Session:
             overwrite=self.overwrite,
             resume=self.resume,
             tell=tell,
-            baselines=[*self.rounding],
+            rounding=[*self.rounding],
         )
         assert record is not None
         self.saved[number] = folder

@@ -54,13 +54,17 @@ def run(
 
 
 FASTER: JSON = {"method": "wina", "active": 0.8, "gradients": True, "gradient_tokens": 2048}
-DEMO: Mapping[str, tuple[str, str, JSON]] = {
-    "dense": ("smollm2", "carve", FASTER),
-    "mixture": ("tiny-shared-moe", "slim", {"keep": 0.5, "score": "surgeon", "refit": True}),
-}
-"""By its folder, each half of the demonstration: the model, the verb, its options."""
-SHOWN = Calibration(samples=32), Evaluation(max_tokens=4096)
-"""Text of the demonstration, and how its halves are measured."""
+HALF: JSON = {"keep": 0.5, "score": "surgeon", "refit": True}
+DEMO: Mapping[str, tuple[str, str, JSON, Evaluation]] = {
+    "mixture": (
+        "tiny-shared-moe", "slim", HALF, Evaluation(max_tokens=4096, baselines=("q8_0", "q4_0")),
+    ),
+    "dense": ("smollm2", "carve", FASTER, Evaluation(max_tokens=4096, baselines=("q8_0",))),
+}  # fmt: skip
+"""By its folder, each half of the demonstration: the model, the verb, its options, and how it is
+measured, beside what a user would take instead."""
+SHOWN = Calibration(samples=32)
+"""Text of the demonstration."""
 
 
 def demo(
@@ -71,10 +75,10 @@ def demo(
     resume: Resume = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild a dense model (SmolLM2-135M) and a mixture; what each cost and brought."""
+    """Rebuild a mixture and a dense model (SmolLM2-135M); what each cost and brought."""
     halves = {
-        name: Recipe(model, str(out / name), (step_config(verb, options),), *SHOWN)
-        for name, (model, verb, options) in DEMO.items()
+        name: Recipe(model, str(out / name), (step_config(verb, options),), SHOWN, measured)
+        for name, (model, verb, options, measured) in DEMO.items()
     }
     known = {name: record_of(out / name) for name, r in halves.items() if resume and _is_whole(r)}
     left = {name: recipe for name, recipe in halves.items() if name not in known}

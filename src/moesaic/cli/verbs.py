@@ -67,6 +67,7 @@ def verb_options(verb: Verb) -> list[Option]:
     if verb.observes:
         rest.append(option(Calibration, "stats"))
     evaluation = [option(Evaluation, "data", flag=data), option(Evaluation, "max_tokens")]
+    evaluation.append(option(Evaluation, "baselines"))
     if data != "--data":
         evaluation[0] = replace(evaluation[0], name="eval_data")
     common = [*calibration, *evaluation, DEVICE, DTYPE]
@@ -114,6 +115,7 @@ def command(verb: Verb, names: Collection[str]) -> Callable[..., None]:
                 ("data" if "eval_data" not in names else "eval_data", "data"),
                 ("max_tokens", "max_tokens"),
                 ("compare", "compare"),
+                ("baselines", "baselines"),
             )
             if key in given
         }

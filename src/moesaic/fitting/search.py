@@ -28,7 +28,6 @@ from moesaic.estimates import Built, in_words, notice
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.files import Files
 from moesaic.fitting.forms import Form, forms, guessed, largest, mixed
-from moesaic.fitting.rounding import baselines
 from moesaic.fitting.sizes import Costs, Steps, Weight, told
 from moesaic.foreign import JSON, Track, give_back, silent
 from moesaic.io.layout import OWN, RECORD, own
@@ -38,6 +37,7 @@ from moesaic.log import Log
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.machine import environment, free_bytes
+from moesaic.metrics.rounding import baselines
 from moesaic.metrics.score import Score, scores
 from moesaic.observation.files import observe
 from moesaic.pipeline import convert, run_recipe

@@ -22,6 +22,7 @@ from moesaic.metrics.evaluate import Scored, have_room, named, scored, with_task
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.generations import generate
 from moesaic.metrics.generations import generations as repeated
+from moesaic.metrics.rounding import rounded
 from moesaic.metrics.routing import trace
 from moesaic.metrics.score import score, scores
 from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratio
@@ -73,6 +74,7 @@ class Measurement:
         self._scores = {name: self._scored.scores[name] for name in ("original", "result")}
         self._generation: dict[str, str] = {}
         self._more: JSON = {"samples": []}
+        self._sizes: dict[str, int] = {}
 
     def figures(self, comparisons: Mapping[str, Callable[[], Model]]) -> JSON:
         """All that is measured.
@@ -92,11 +94,13 @@ class Measurement:
             for group in [["original", "result"]] if together else [["original"], ["result"]]:
                 speeds |= self._of_loaded(group)
             self._compared(comparisons)
+            self._rounded()
         result = self._scores["result"]
         return {
             "evaluation": self._circumstances(),
             "files": {
-                name: self.sources[name].checkpoint.nbytes() for name in ("original", "result")
+                **{n: self.sources[n].checkpoint.nbytes() for n in ("original", "result")},
+                **self._sizes,
             },
             "scores": {name: of.as_json() for name, of in self._scores.items()},
             "routing": {str(i): routing.as_json() for i, routing in result.routing.items()},
@@ -154,6 +158,17 @@ class Measurement:
                 tasks = measure_tasks(run, self.tokenizer, wanted, settings.limit, shown)
                 self._scores[name] = with_tasks(self._scores[name], tasks, original.tasks)
             self._continue(name, run.shape)
+            del run  # before the next one comes
+
+    def _rounded(self) -> None:
+        """The original rounded to GGUF's types, one held at a time; bytes are those of a file."""
+        original, place = self.sources["original"], (self._scored.device, torch.float32)
+        reference = Layerwise(original, self._scored.device, self._scored.dtype, keep=True)
+        for type in self.settings.baselines:
+            run = Whole.of(original, *place)
+            self._sizes[type] = rounded(run.shape, type)
+            of = scores([run, reference], self.tokens, named(self.track, type))[0]
+            self._scores[type] = replace(of, total_bytes=self._sizes[type])
             del run  # before the next one comes
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import TypeVar
 
+from moesaic.config import ROUNDED
 from moesaic.foreign import Values
 from moesaic.record import Heat, LayerRecord, Record, Row, Step
 
@@ -71,7 +72,13 @@ def unit(record: Record) -> str:
 
 def variants(record: Record) -> dict[str, str]:
     """Comparisons in words, by name."""
-    return {name: told for step in record.steps for name, told in step.variants.items()}
+    told = {name: told for step in record.steps for name, told in step.variants.items()}
+    return told | {name: f"the original rounded to {name}" for name in rounded(record)}
+
+
+def rounded(record: Record) -> list[str]:
+    """The types that the original was rounded to, to be measured beside the result."""
+    return [name for name in comparisons(record) if name in ROUNDED]
 
 
 def interleaved(record: Record) -> bool:

@@ -254,7 +254,11 @@ def _comparisons(record: Record) -> list[Sentence]:
 
 
 def _where(record: Record, name: str) -> str:
-    """How much a comparison runs or stores beside the result."""
+    """How much a comparison runs or stores beside the result; what is rounded, in bytes."""
+    if name in read.rounded(record):
+        sizes = (read.size(record, of, "on disk") for of in (name, "result"))
+        theirs, ours = map(numbers.memory, sizes)
+        return f", {theirs} for {ours},"
     what, ratio = read.compared_ratio(record)
     theirs, ours = (numbers.percent(ratio(n), 1) for n in (name, "result"))
     if numbers.NONE in (theirs, ours):

@@ -6,21 +6,18 @@ in blocks of 32 along a row; everything else, routers too, stays in float32 as i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
+from moesaic.config import ROUNDED
 from moesaic.data.text import Tokens
 from moesaic.foreign import JSON, Model, Track, silent
 from moesaic.io.source import Source
 from moesaic.metrics.forward import Runner, Whole
 from moesaic.metrics.score import scores
 
-TYPES = ("q8_0", "q5_0", "q4_0")
-"""Those that the gguf package makes, about as far apart as sizes are tried."""
 BLOCK = 32
 
 
@@ -30,7 +27,7 @@ def rounded(model: Model, type: str) -> int:
 
     Args:
         model: in float32.
-        type: one of :data:`TYPES`.
+        type: one of :data:`~moesaic.config.ROUNDED`.
 
     Returns:
         bytes of the tensors of such a file.
@@ -53,7 +50,7 @@ def rounded(model: Model, type: str) -> int:
             size += 4 * matrix.numel()
             continue
         for part in matrix if matrix.ndim == 3 else [matrix]:
-            made = quants.quantize(part.contiguous().float().numpy(), kind)
+            made = quants.quantize(part.contiguous().float().cpu().numpy(), kind)
             size += int(made.nbytes)
             part.copy_(torch.from_numpy(quants.dequantize(made, kind)))
     return size
@@ -62,7 +59,7 @@ def rounded(model: Model, type: str) -> int:
 def baselines(
     source: Source, reference: Runner, tokens: Tokens, track: Track = silent
 ) -> list[JSON]:
-    """A model rounded to each of :data:`TYPES`, compared with itself.
+    """A model rounded to each of :data:`~moesaic.config.ROUNDED`, compared with itself.
 
     Args:
         source: the model, which fits into memory in float32.
@@ -74,8 +71,7 @@ def baselines(
         of each ``form``, ``memory`` in bytes, ``perplexity``, ``loss`` and ``kl``.
     """
     found: list[JSON] = []
-    types: Sequence[str] = TYPES
-    for type in track(types, "Rounding alone", len(types)):
+    for type in track(ROUNDED, "Rounding alone", len(ROUNDED)):
         run = Whole.of(source, dtype=torch.float32)
         size = rounded(run.shape, type)
         ours, theirs = scores([run, reference], tokens)
