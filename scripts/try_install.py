@@ -69,6 +69,7 @@ LESS = {
     "eval": "--max-tokens 512",
     "bench": "--rounds 3",
     "generate": "--new-tokens 8",
+    "tiny-moe": "--samples 8 --max-tokens 512",
 }
 """Options that let a command of the documents take less time."""
 LEFT_OUT = {

@@ -279,6 +279,51 @@ def test_layer_search_is_the_search_by_full_forwards(
     assert disk.summary == result.summary
 
 
+def test_a_lazy_search_tries_few_and_chooses_the_same(
+    tokens: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of twelve layers that matter unequally; a search that was stopped goes on as it would."""
+    model = tiny_moe("qwen2_moe", num_hidden_layers=12, mlp_only_layers=[], decoder_sparse_step=1)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.down_proj.mul_(8 * torch.rand(1, generator=draw).item())
+    tried: dict[str, list[int]] = {"greedy": [], "lazy": []}
+    found, losses = {}, LayerSearch.losses
+
+    def counted(self: LayerSearch, chosen: Any, candidates: Any) -> dict[int, float]:
+        tried[kind].append(len(candidates))
+        return losses(self, chosen, candidates)
+
+    monkeypatch.setattr(LayerSearch, "losses", counted)
+    for kind in ("greedy", "lazy"):
+        config = CondenseConfig(count=5, layer_search=kind, refit=False)
+        found[kind] = condense(model, config, calibration=tokens).summary
+    assert found["lazy"]["layers"] == found["greedy"]["layers"]
+    assert tried["greedy"] == [12, 11, 10, 9, 8]
+    assert tried["lazy"][:2] == [12, 4]
+    assert sum(tried["lazy"]) < 0.8 * sum(tried["greedy"])
+    for lazy, every in zip(found["lazy"]["search"], found["greedy"]["search"], strict=True):
+        assert lazy["losses"].items() <= every["losses"].items()
+
+    folder, rounds = tmp_path / "progress", 0
+
+    def stopped(self: LayerSearch, chosen: Any, candidates: Any) -> dict[int, float]:
+        nonlocal rounds
+        rounds += 1
+        if rounds == 3:
+            raise KeyboardInterrupt
+        return losses(self, chosen, candidates)
+
+    kind = "lazy"
+    run = {"calibration": tokens, "progress": folder}
+    monkeypatch.setattr(LayerSearch, "losses", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        condense(model, config, **run)
+    monkeypatch.setattr(LayerSearch, "losses", counted)
+    assert condense(model, config, **run).summary == found["lazy"]
+
+
 def test_rankings_and_metrics(tokens: Tokens) -> None:
     model = tiny_moe("deepseek_v2", num_hidden_layers=5)
     _, found = searched(model, tokens)

@@ -86,9 +86,10 @@ class CondenseConfig(MethodConfig):
         "How the experts that stay are chosen; greedy is the paper's Alg. 1.",
         seldom=True,
     )
-    layer_search: Literal["greedy", "rank", "global-rank", "cosine", "random"] = option(
-        "greedy",
-        "How layers are chosen; greedy is the paper's Alg. 2, cosine is of He et al.",
+    layer_search: Literal["lazy", "greedy", "rank", "global-rank", "cosine", "random"] = option(
+        "lazy",
+        "How layers are chosen; greedy is the paper's Alg. 2, which lazy follows but tries few "
+        "layers again; cosine is of He et al.",
         seldom=True,
     )
     candidates: tuple[int, ...] = option(

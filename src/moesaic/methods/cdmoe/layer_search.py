@@ -4,6 +4,10 @@ Alg. 2 adds the layer that moves the model's last hidden state least, after the 
 and again. One round is one pass over the layers: each candidate branches off at its own layer, and
 all branches go on together, so that a model read from disk is read once a round.
 
+``lazy`` tries fewer. What a candidate adds to the loss grows little from round to round, and seldom
+falls: in the order of what they added when they were last tried, candidates are tried anew, a few
+at a time, until none that is left added less then than the best of them does now.
+
 Comparisons (Tab. 7): ``rank`` orders layers by the divergence of the layer's own output,
 ``global-rank`` by the model's with that layer alone condensed. ``cosine`` is the rule of He et al.
 (2024) for Block Drop and Layer Drop: the module whose output is most like its input goes first.
@@ -43,6 +47,10 @@ from moesaic.surgery import applied
 Replaced: TypeAlias = CondensedLayer | DroppedLayer
 CHUNK_BYTES = 128 << 20
 """Expert outputs computed at a time."""
+BATCH = 4
+"""Candidates that a lazy search tries in one pass over the layers."""
+MARGIN = 0.7
+"""What a candidate adds may have fallen to so much of what it added, and is not missed."""
 
 
 class ExpertSearch:
@@ -244,6 +252,26 @@ def _mean(parts: Sequence[Tensor]) -> float:
 # --- Alg. 2 --------------------------------------------------------------------------------------
 
 
+class Added:
+    """What each candidate added to the model's loss when it was last tried."""
+
+    def __init__(self, done: Sequence[tuple[int, Mapping[int, float]]] = ()) -> None:
+        self.known: dict[int, float] = {}
+        self.loss = 0.0
+        """Of the model with all layers that were chosen."""
+        for i, losses in done:
+            self.note(i, losses)
+
+    def note(self, chosen: int, losses: Mapping[int, float]) -> None:
+        """A round: the layer that was chosen, and the losses of those that were tried."""
+        self.known |= {i: loss - self.loss for i, loss in losses.items()}
+        self.loss = losses[chosen]
+
+    def ranked(self, left: Sequence[int]) -> list[int]:
+        """The layers that are left, those that added least first."""
+        return sorted(left, key=lambda i: (self.known.get(i, 0.0), i))
+
+
 class LayerSearch:
     """Orders layers by what condensing them does to the model's output."""
 
@@ -319,27 +347,45 @@ class LayerSearch:
         self,
         search: str,
         scores: Mapping[int, float],
-        done: Sequence[int] = (),
+        done: Sequence[tuple[int, Mapping[int, float]]] = (),
     ) -> Iterator[tuple[int, dict[int, float]]]:
         """Layers in the order they should be condensed, each with the losses it was chosen by.
 
         Args:
-            search: greedy, global-rank, or another by ``scores``.
+            search: lazy, greedy, global-rank, or another by ``scores``.
             scores: of every layer; the lowest goes first.
-            done: layers that were chosen before, in order.
+            done: layers that were chosen before, in order, each with its losses.
         """
-        chosen = list(done)
+        chosen = [i for i, _ in done]
         left = [i for i in self.plans if i not in chosen]
         losses: dict[int, float] = dict(scores)
         if search == "global-rank" and left:
             losses = self.losses((), left)
+        added = Added(done)
         while left:
             if search == "greedy":
                 losses = self.losses(chosen, left)
-            best = min(left, key=lambda i: (losses[i], i))
-            yield best, {i: losses[i] for i in left}
+            elif search == "lazy":
+                losses = self._likeliest(chosen, left, added)
+            best = min(losses.keys() & left, key=lambda i: (losses[i], i))
+            found = {i: losses[i] for i in left if i in losses}
+            yield best, found
+            added.note(best, found)
             chosen.append(best)
             left.remove(best)
+
+    def _likeliest(
+        self, chosen: Sequence[int], left: Sequence[int], added: Added
+    ) -> dict[int, float]:
+        """The losses of as many candidates as have to be tried until the best is known."""
+        waiting, found = added.ranked(left), dict[int, float]()
+        while waiting:
+            some = waiting if not added.known else waiting[:BATCH]
+            waiting = waiting[len(some) :]
+            found |= self.losses(chosen, some)
+            if waiting and min(found.values()) - added.loss <= MARGIN * added.known[waiting[0]]:
+                break
+        return found
 
     def close(self) -> None:
         """Let go of what is kept on disk."""

@@ -24,7 +24,7 @@ from moesaic.layers.dropped import DroppedLayer
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
-from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch, Replaced
+from moesaic.methods.cdmoe.layer_search import BATCH, ExpertSearch, LayerSearch, Replaced
 from moesaic.methods.cdmoe.size import Footprint
 from moesaic.methods.mixtures import credited, listed, original, span
 from moesaic.methods.refit import recover, settled
@@ -62,8 +62,10 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         depth = len(job.base.widths)
         first, rest = candidates[: max(0, count - 1)], candidates[max(0, count - 1) :]
         others = {size.of(finish([*first, i])) for i in rest} if count else set()
-        greedy = config.layer_search == "greedy"
-        tried = sum(len(candidates) - n for n in range(count)) if greedy else 0
+        left = [len(candidates) - n for n in range(count)]  # in each round
+        if config.layer_search == "lazy":
+            left = [n if n == len(candidates) else min(n, BATCH) for n in left]
+        tried = sum(left) if config.layer_search in ("greedy", "lazy") else 0
         return Outline(
             Plan(config.name, job.base, finish(candidates[:count]), asdict(config)),
             exact=len(others) <= 1,
@@ -178,18 +180,18 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         """Layers in the order of choice, those of an unfinished run first."""
         config = self.config
         rounds = sorted((name, i) for name, i in finished.store if name.startswith("round"))
-        done = [i for _, i in rounds]
-        for name, i in rounds:
-            yield i, {int(j): loss for j, loss in finished[name, i][1]["losses"].items()}
+        done = [
+            (i, {int(j): loss for j, loss in finished[name, i][1]["losses"].items()})
+            for name, i in rounds
+        ]
+        yield from done
         search = LayerSearch(stream, job.arch, plans, config.metric)
         found = search.order(config.layer_search, self._scores(plans, finished), done)
         total = len(plans) if config.count is None else config.count
         try:
-            for i, losses in job.track(found, "Choosing layers", total):
-                name = f"round-{len(done):04d}"
+            for n, (i, losses) in enumerate(job.track(found, "Choosing layers", total), len(done)):
                 seen = {"losses": {str(j): x for j, x in losses.items()}}
-                finished.add(name, i, plans[i], seen)
-                done.append(i)
+                finished.add(f"round-{n:04d}", i, plans[i], seen)
                 yield i, losses
         finally:
             search.close()
