@@ -294,11 +294,11 @@ def test_resume_after_a_failure_gives_the_identical_plan(llama_folder, tmp_path,
     run_recipe(recipe(llama_folder, tmp_path / "whole", evaluation=None))
     plain = MoRE.decide
 
-    def breaks(self, stats, site, budget):
+    def breaks(self, case, sizes):
         """Fails at the third layer."""
-        if site.index == 2:
+        if case.index == 2:
             raise RuntimeError("power cut")
-        return plain(self, stats, site, budget)
+        return plain(self, case, sizes)
 
     monkeypatch.setattr(MoRE, "decide", breaks)
     broken = recipe(llama_folder, tmp_path / "out", evaluation=None)
