@@ -35,7 +35,7 @@ test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n auto
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -n auto --dist worksteal
 
 build/llamacpp/llama.cpp: scripts/setup_llamacpp.sh | $(VENV)/.dev
 	scripts/setup_llamacpp.sh $(VENV) build/llamacpp

@@ -26,7 +26,7 @@ from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.rounding import rounded
 from moesaic.recipe import Recipe
 
-TEXT = ["--samples", "12", "--length", "24", "--max-tokens", "512"]
+TEXT = ["--native", "--samples", "12", "--length", "24", "--max-tokens", "512"]
 
 
 def candidate(memory: int, kl: float, active: int = 100, loss: float = 0.0) -> Candidate:

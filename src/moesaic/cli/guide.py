@@ -96,6 +96,7 @@ def guide(
     place = {name: given.pop(name) for name in ("device", "dtype") if name in given}
     calibration = {name: given.pop(name) for name in TEXT if name in given}
     measured = {name: given.pop(name) for name in ("data", "max_tokens") if name in given}
+    native = bool(given.pop("native", False))
     asked = checked(FitConfig, plain_values(FitConfig, given), "") if given else None
     folder = out or Path(f"{Path(model).expanduser().resolve().stem}-smaller")
     recipe = Recipe(
@@ -114,7 +115,7 @@ def guide(
     situation = look(recipe)
     for line in situation.lines:
         err_console.print(line, markup=False, highlight=False)
-    goal = _goal(situation, asked, ask)
+    goal = _goal(situation, asked, native, ask)
     search = opened(
         recipe, goal.budgets[0], overwrite=overwrite, resume=resume, track=bars, tell=tell
     )
@@ -129,7 +130,7 @@ def guide(
                     discard(search.work)
                     raise
                 err_console.print(f"Not possible: {error}", style="yellow")
-                goal = _goal(situation, asked, ask)
+                goal = _goal(situation, asked, native, ask)
         rounding = search.baselines() if goal.size == "memory" else []
     except KeyboardInterrupt:
         again = shlex.join(["moesaic", *sys.argv[1:]])
@@ -219,7 +220,7 @@ def look(recipe: Recipe) -> Situation:
     return Situation(lines, built.bytes, size.active_parameters, free, found)
 
 
-def _goal(situation: Situation, asked: FitConfig | None, ask: bool) -> Goal:
+def _goal(situation: Situation, asked: FitConfig | None, native: bool, ask: bool) -> Goal:
     """What matters: given, asked for, or by default what memory there is."""
     kind, limit = GOALS[1], LOSS
     if asked is not None and asked.memory is not None:
@@ -230,7 +231,6 @@ def _goal(situation: Situation, asked: FitConfig | None, ask: bool) -> Goal:
         kind, limit = GOALS[0], ROOM * situation.free
     elif ask:
         kind, limit = _asked(situation)
-    native = asked is not None and asked.native
     return Goal(kind, tuple(_budgets(situation, kind, limit, native)), limit)
 
 
