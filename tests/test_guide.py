@@ -232,6 +232,7 @@ def test_every_end_of_the_menu(moe_folder, tmp_path):
     terminal.until("Then")
     terminal.type("q")
     assert terminal.end() == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_wrong_goals_are_refused_before_anything_is_looked_at(command, tmp_path):

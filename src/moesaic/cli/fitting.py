@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from pathlib import Path
 
 from moesaic.cli.options import (
     DEVICE,
@@ -22,6 +23,7 @@ from moesaic.cli.options import (
 from moesaic.cli.shared import check_push, emit, pushed, register, tell
 from moesaic.config import Calibration, Evaluation
 from moesaic.fitting.config import FitConfig
+from moesaic.foreign import JSON
 from moesaic.io.layout import OWN, PAGE
 from moesaic.recipe import Recipe, check_run, checked, plain_values
 
@@ -37,18 +39,8 @@ def fit(
     **given: Value,
 ) -> None:
     """Find the recipe that loses least within a budget, and carry it out."""
-    place = {name: given.pop(name) for name in ("device", "dtype") if name in given}
-    calibration = {name: given.pop(name) for name in TEXT if name in given}
-    measured = {name: given.pop(name) for name in ("data", "max_tokens") if name in given}
+    recipe = searched(model, out, given)
     config = checked(FitConfig, plain_values(FitConfig, given), "")
-    recipe = Recipe(
-        model=model,
-        out=str(out),
-        steps=(),
-        calibration=checked(Calibration, calibration, ""),
-        evaluation=checked(Evaluation, measured, ""),
-        **place,
-    )
     check_push(push, push_plan)
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
     from rich.console import Group
@@ -65,6 +57,37 @@ def fit(
     else:
         err_console.print(f"No step is worth it at that size. The file alone is in {out}.")
     emit(as_json, {**record.output(), **pushed(str(out), push, push_plan)}, shown)
+
+
+def searched(model: str, out: Path, given: JSON, **measured: Value) -> Recipe:
+    """What a search is asked for, without steps; what it reads is taken out of ``given``.
+
+    Args:
+        model: the original.
+        out: the folder to make.
+        given: options.
+        measured: of :class:`~moesaic.config.Evaluation`, where ``given`` does not say otherwise.
+    """
+    place = {name: given.pop(name) for name in ("device", "dtype") if name in given}
+    calibration = {name: given.pop(name) for name in TEXT if name in given}
+    measured |= {name: given.pop(name) for name in ("data", "max_tokens") if name in given}
+    return Recipe(
+        model=model,
+        out=str(out),
+        steps=(),
+        calibration=checked(Calibration, calibration, ""),
+        evaluation=checked(Evaluation, measured, ""),
+        **place,
+    )
+
+
+def options(*names: str) -> list[Option]:
+    """The options of a search: some of its own, text, measuring, and where to compute."""
+    text = [option(Calibration, name) for name in TEXT]
+    evaluation = [option(Evaluation, name) for name in ("data", "max_tokens")]
+    common: list[Option] = [*text, *evaluation, DEVICE, DTYPE]
+    own = [option(FitConfig, name) for name in names]
+    return [*own, *(replace(o, common=True) for o in common)]
 
 
 def tried(found: list[Value]) -> Value:
@@ -84,9 +107,5 @@ def tried(found: list[Value]) -> Value:
 
 def commands() -> None:
     """Make the command."""
-    text = [option(Calibration, name) for name in TEXT]
-    evaluation = [option(Evaluation, name) for name in ("data", "max_tokens")]
-    common: list[Option] = [*text, *evaluation, DEVICE, DTYPE]
-    own = [option(FitConfig, of.name) for of in fields(FitConfig)]
-    options = [*own, *(replace(o, common=True) for o in common)]
-    register("fit", fit, "moesaic fit tiny-moe out --memory 9MB", options)
+    every = options(*(of.name for of in fields(FitConfig)))
+    register("fit", fit, "moesaic fit tiny-moe out --memory 9MB", every)

@@ -11,21 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moesaic.cli.fitting import options, searched
 from moesaic.cli.options import (
-    DEVICE,
-    DTYPE,
-    TEXT,
     AsJson,
     Model,
-    Option,
     Overwrite,
     Resume,
     Value,
     flag_of,
-    option,
 )
 from moesaic.cli.shared import GUIDE, app, check_push, emit, pushed, register, tell
-from moesaic.config import ROUNDED, Calibration, Evaluation, MethodConfig, about
+from moesaic.config import ROUNDED, Calibration, MethodConfig, about
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
 from moesaic.foreign import JSON
@@ -93,20 +89,11 @@ def guide(
     **given: Value,
 ) -> None:
     """Look at a model and this machine, search, show what is possible, and save what you pick."""
-    place = {name: given.pop(name) for name in ("device", "dtype") if name in given}
-    calibration = {name: given.pop(name) for name in TEXT if name in given}
-    measured = {name: given.pop(name) for name in ("data", "max_tokens") if name in given}
+    called = Path(model).expanduser().resolve().name.removesuffix(".gguf")
+    folder = out or Path(f"{called}-smaller")
+    recipe = searched(model, folder, given, baselines=ROUNDED)
     native = bool(given.pop("native", False))
     asked = checked(FitConfig, plain_values(FitConfig, given), "") if given else None
-    folder = out or Path(f"{Path(model).expanduser().resolve().stem}-smaller")
-    recipe = Recipe(
-        model=model,
-        out=str(folder),
-        steps=(),
-        calibration=checked(Calibration, calibration, ""),
-        evaluation=checked(Evaluation, dict[str, Value](baselines=ROUNDED) | measured, ""),
-        **place,
-    )
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
     from moesaic.cli.bars import bars, err_console
     from moesaic.fitting.search import opened
@@ -436,6 +423,7 @@ class Session:
             err_console.print(f"\n{number}: {told}  [p] another point  [q] quit")
             key = Prompt.ask("Then", choices=[*does, "p", "q"], default="s", console=err_console)
             if key == "q":
+                discard(self.search.work)  # there is nothing to go on with
                 return
             if key == "p":
                 number = IntPrompt.ask("Which one", choices=known, console=err_console)
@@ -529,9 +517,5 @@ class Session:
 
 def commands() -> None:
     """Make the command."""
-    text = [option(Calibration, name) for name in TEXT]
-    evaluation = [option(Evaluation, name) for name in ("data", "max_tokens")]
-    common: list[Option] = [*text, *evaluation, DEVICE, DTYPE]
-    own = [option(FitConfig, name) for name in ("memory", "max_loss", "native")]
-    options = [*own, *(replace(o, common=True) for o in common)]
-    register(GUIDE, guide, "moesaic tiny-moe --memory 8MB --yes", options, hidden=True)
+    every = options("memory", "max_loss", "native")
+    register(GUIDE, guide, "moesaic tiny-moe --memory 8MB --yes", every, hidden=True)
