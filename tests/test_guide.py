@@ -239,6 +239,7 @@ def test_wrong_goals_are_refused_before_anything_is_looked_at(command, tmp_path)
     for words, said in [
         (["tiny-moe", "--memory", "much"], "number of bytes"),
         (["tiny-moe", "--max-loss", "-1"], "--max-loss"),
+        (["tiny-moe", "--memory", "8MB", "--max-loss", "0.1"], "two goals"),
         (["you/nothing", "--yes", "--device", "nowhere"], "device"),
     ]:
         code, _, err = command(*words, "--out", tmp_path / "out")

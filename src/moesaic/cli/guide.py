@@ -94,6 +94,8 @@ def guide(
     recipe = searched(model, folder, given, baselines=ROUNDED)
     native = bool(given.pop("native", False))
     asked = checked(FitConfig, plain_values(FitConfig, given), "") if given else None
+    if asked is not None and asked.memory is not None and asked.max_loss is not None:
+        raise MoesaicError("memory and max_loss are two goals: give one; moesaic fit takes both.")
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
     from moesaic.cli.bars import bars, err_console
     from moesaic.fitting.search import opened
@@ -126,10 +128,16 @@ def guide(
     err_console.print(drawn(points, rounding, goal, situation))
     if told := better_rounded(points, rounding):
         err_console.print(told)
-    best = goal.best(points)
-    chosen = best or len(points)
-    if not best:
-        err_console.print(f"None meets the goal; {chosen} comes nearest.")
+    chosen = goal.best(points)
+    if not chosen and not ask:
+        discard(search.work)
+        least = min(float(c.score["loss"]) for c in points if c.score)
+        raise MoesaicError(
+            f"max_loss {goal.limit:g} is out of reach: the best of these loses {least:.2g}."
+        )
+    if not chosen:
+        err_console.print(f"None loses as little as {goal.limit:.0%}; 1 loses least.")
+        chosen = 1
     session = Session(search, points, rounding, overwrite, resume)
     if ask:
         session.menu(chosen)
@@ -224,19 +232,22 @@ def _goal(situation: Situation, asked: FitConfig | None, native: bool, ask: bool
 def _asked(situation: Situation) -> tuple[str, float]:
     from rich.prompt import IntPrompt, Prompt
 
+    from moesaic.cli.bars import err_console
     from moesaic.config import parse_bytes
     from moesaic.report.numbers import memory
 
     listed = "  ".join(f"{n} {goal}" for n, goal in enumerate(GOALS, 1))
-    which = IntPrompt.ask(f"What matters?  {listed}\n", choices=["1", "2", "3"], default=1)
+    told = f"What matters?  {listed}\n"
+    which = IntPrompt.ask(told, choices=["1", "2", "3"], default=1, console=err_console)
     if which == 1:
         default = memory(min(situation.free * ROOM, situation.bytes / 2))
         while True:
-            told = Prompt.ask("The weights may take", default=default.replace("\u00a0", ""))
+            default = default.replace("\u00a0", "")
+            told = Prompt.ask("The weights may take", default=default, console=err_console)
             try:
                 return GOALS[0], float(parse_bytes(told))
-            except (MoesaicError, ValueError):
-                continue
+            except MoesaicError as error:
+                err_console.print(str(error), style="yellow")
     return GOALS[which - 1], LOSS
 
 
