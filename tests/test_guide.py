@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import subprocess
 import sys
 import time
@@ -15,13 +16,15 @@ from typing import Any
 
 import pytest
 
-from moesaic import MoesaicError
+from moesaic import MoesaicError, pipeline
 from moesaic.cli import guide
 from moesaic.cli.guide import GOALS, Goal
 from moesaic.config import Calibration
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.search import Candidate, unbeaten
 from moesaic.fitting.sizes import Weight
+from moesaic.ladder import Shape
+from moesaic.methods import METHODS
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.rounding import rounded
 from moesaic.recipe import Recipe
@@ -71,6 +74,26 @@ def test_the_command_that_does_it_again():
     assert guide.command_of(recipe) == (
         "moesaic slim tiny-moe 'a b' --keep 0.5 -o shared=0.5 --no-refit --samples 7 --device cuda"
     )
+
+
+@pytest.mark.parametrize("shape", [Shape(6, 96, 8, 8, 2, top_k=2, uneven=True), Shape(6, 96, 8)])
+def test_every_form_is_said_as_the_command_that_makes_it(shape, command, monkeypatch, tmp_path):
+    asked: list[Recipe] = []
+    monkeypatch.setattr(pipeline, "run_recipe", lambda recipe, **_: asked.append(recipe))
+    steps = [
+        make(ladder.shares[0])
+        for method in METHODS.values()
+        for ladder in method.ladders(shape)
+        for make in (ladder.quick, ladder.careful)
+        if make is not None
+    ]
+    assert len({type(step) for step in steps}) > 1
+    for step in steps:
+        recipe = Recipe("tiny-moe", str(tmp_path / "out"), (step,), Calibration(samples=7))
+        said = command(*shlex.split(guide.command_of(recipe))[1:], "--no-eval")
+        assert asked, said
+        again = asked.pop()
+        assert (again.steps, again.calibration) == (recipe.steps, recipe.calibration)
 
 
 def test_matrices_are_rounded_as_the_gguf_package_does(moe_folder):
@@ -246,6 +269,6 @@ def test_wrong_goals_are_refused_before_anything_is_looked_at(command, tmp_path)
         assert (code, said in err) == (2, True), err
 
 
-def test_an_error_names_what_went_wrong():
+def test_a_search_needs_a_budget():
     with pytest.raises(MoesaicError, match="Give a budget"):
         FitConfig()

@@ -534,8 +534,8 @@ def observing(source: Weightless, recipe: Recipe) -> list[Stage]:
     """
     model, arch = Built(source.config, None).model, base_arch(source.config)
     step: MethodConfig = SlimConfig(keep=0.5, score="energy", refit=False)
-    if isinstance(arch, MoEArch):
-        view = arch.mixture(arch.layers(model)[arch.moe_layers(model)[0]])
+    if routed := arch.moe_layers(model) if isinstance(arch, MoEArch) else ():
+        view = arch.view(arch.layers(model)[routed[0]])
         step = PruneConfig(keep=view.count, refit=False)
     job, outline = outlined(source, step, recipe)
     return making(job, outline, 0, decided=False)

@@ -66,6 +66,22 @@ def base_arch(config: Config) -> Arch:
         ) from error
 
 
+def uncarved_arch(config: Config, instead: str) -> Arch:
+    """The architecture of a dense model, or of a mixture, the latter converted or not.
+
+    Args:
+        config: the model's.
+        instead: the advice where it was carved.
+
+    Raises:
+        MoesaicError: it is unknown, or a dense model that was carved.
+    """
+    arch = base_arch(config)
+    if config.model_type.startswith(PREFIX) and not isinstance(arch, MoEArch):
+        raise MoesaicError(f"{config.model_type} was carved already: {instead}.")
+    return arch
+
+
 def plain_config(config: Config, base: str) -> Config:
     """The config of the model that a config's was made from, without weights' formats."""
     if config.model_type == base and getattr(config, "quantization_config", None) is None:

@@ -39,7 +39,7 @@ def fit(
     **given: Value,
 ) -> None:
     """Find the recipe that loses least within a budget, and carry it out."""
-    recipe = searched(model, out, given)
+    recipe = search_recipe(model, out, given)
     config = checked(FitConfig, plain_values(FitConfig, given), "")
     check_push(push, push_plan)
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
@@ -59,7 +59,7 @@ def fit(
     emit(as_json, {**record.output(), **pushed(str(out), push, push_plan)}, shown)
 
 
-def searched(model: str, out: Path, given: JSON, **measured: Value) -> Recipe:
+def search_recipe(model: str, out: Path, given: JSON, **measured: Value) -> Recipe:
     """What a search is asked for, without steps; what it reads is taken out of ``given``.
 
     Args:
@@ -81,7 +81,7 @@ def searched(model: str, out: Path, given: JSON, **measured: Value) -> Recipe:
     )
 
 
-def options(*names: str) -> list[Option]:
+def search_options(*names: str) -> list[Option]:
     """The options of a search: some of its own, text, measuring, and where to compute."""
     text = [option(Calibration, name) for name in TEXT]
     evaluation = [option(Evaluation, name) for name in ("data", "max_tokens")]
@@ -107,5 +107,5 @@ def tried(found: list[Value]) -> Value:
 
 def commands() -> None:
     """Make the command."""
-    every = options(*(of.name for of in fields(FitConfig)))
+    every = search_options(*(of.name for of in fields(FitConfig)))
     register("fit", fit, "moesaic fit tiny-moe out --memory 9MB", every)

@@ -6,12 +6,13 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from moesaic.cli.fitting import options, searched
+from moesaic.cli.fitting import search_options, search_recipe
 from moesaic.cli.options import (
     AsJson,
     Model,
@@ -26,7 +27,8 @@ from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
 from moesaic.foreign import JSON
 from moesaic.io.layout import OWN, PAGE
-from moesaic.io.outputs import discard
+from moesaic.io.outputs import alone, discard
+from moesaic.methods import methods_of
 from moesaic.recipe import Recipe, check_run, checked, plain_values
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ def guide(
     """Look at a model and this machine, search, show what is possible, and save what you pick."""
     called = Path(model).expanduser().resolve().name.removesuffix(".gguf")
     folder = out or Path(f"{called}-smaller")
-    recipe = searched(model, folder, given, baselines=ROUNDED)
+    recipe = search_recipe(model, folder, given, baselines=ROUNDED)
     native = bool(given.pop("native", False))
     asked = checked(FitConfig, plain_values(FitConfig, given), "") if given else None
     if asked is not None and asked.memory is not None and asked.max_loss is not None:
@@ -105,26 +107,13 @@ def guide(
     for line in situation.lines:
         err_console.print(line, markup=False, highlight=False)
     goal = _goal(situation, asked, native, ask)
-    search = opened(
-        recipe, goal.budgets[0], overwrite=overwrite, resume=resume, track=bars, tell=tell
-    )
-    points: list[Candidate] = []
-    try:
-        while not points:
-            try:
-                search.config = goal.budgets[0]
-                points = search.frontier(goal.budgets)
-            except MoesaicError as error:
-                if not ask or asked is not None:
-                    discard(search.work)
-                    raise
-                err_console.print(f"Not possible: {error}", style="yellow")
-                goal = _goal(situation, asked, native, ask)
+    asks_again = partial(_goal, situation, None, native, ask) if ask and asked is None else None
+    with alone(folder):
+        search = opened(
+            recipe, goal.budgets[0], overwrite=overwrite, resume=resume, track=bars, tell=tell
+        )
+        goal, points = explored(search, goal, asks_again)
         rounding = search.baselines() if goal.size == "memory" else []
-    except KeyboardInterrupt:
-        again = shlex.join(["moesaic", *sys.argv[1:]])
-        resumed = again if "--resume" in again else f"{again} --resume"
-        raise MoesaicError(f"Interrupted; nothing was saved. To go on: {resumed}") from None
     err_console.print(drawn(points, rounding, goal, situation))
     if told := better_rounded(points, rounding):
         err_console.print(told)
@@ -155,6 +144,37 @@ def guide(
         },
         report.terminal(record),
     )
+
+
+def explored(
+    search: Search, goal: Goal, asks_again: Callable[[], Goal] | None
+) -> tuple[Goal, list[Candidate]]:
+    """What a search finds for a goal, and the goal, which is asked for again where it cannot be.
+
+    Args:
+        search: of the model.
+        goal: what matters.
+        asks_again: asks what matters; None where nobody is asked.
+
+    Raises:
+        MoesaicError: nothing meets it, or the search was interrupted; says how to go on.
+    """
+    from moesaic.cli.bars import err_console
+
+    while True:
+        try:
+            search.config = goal.budgets[0]
+            return goal, search.frontier(goal.budgets)
+        except MoesaicError as error:
+            if asks_again is None:
+                discard(search.work)
+                raise
+            err_console.print(f"Not possible: {error}", style="yellow")
+            goal = asks_again()
+        except KeyboardInterrupt:
+            again = shlex.join(["moesaic", *sys.argv[1:]])
+            resumed = again if "--resume" in again else f"{again} --resume"
+            raise MoesaicError(f"Interrupted; nothing was saved. To go on: {resumed}") from None
 
 
 # --- what there is -------------------------------------------------------------------------------
@@ -199,7 +219,7 @@ def look(recipe: Recipe) -> Situation:
         )
     fits = "fits" if built.bytes <= ROOM * free else "does not fit"
     config = FitConfig(memory=built.bytes, active_parameters=size.active_parameters)
-    ways = [form.name for form in forms(source, config) if len(form.quick(form.shares[-1])) == 1]
+    ways = [form.name for form in forms(source, config) if form.single]
     machine = environment(recipe.device)
     accelerators = torch.cuda.device_count()
     name = machine["processor"] or machine["machine"]
@@ -225,11 +245,11 @@ def _goal(situation: Situation, asked: FitConfig | None, native: bool, ask: bool
     elif situation.bytes > ROOM * situation.free:
         kind, limit = GOALS[0], ROOM * situation.free
     elif ask:
-        kind, limit = _asked(situation)
+        kind, limit = _asked_goal(situation)
     return Goal(kind, tuple(_budgets(situation, kind, limit, native)), limit)
 
 
-def _asked(situation: Situation) -> tuple[str, float]:
+def _asked_goal(situation: Situation) -> tuple[str, float]:
     from rich.prompt import IntPrompt, Prompt
 
     from moesaic.cli.bars import err_console
@@ -344,8 +364,9 @@ def command_of(recipe: Recipe) -> str:
     if len(recipe.steps) != 1:
         return shlex.join(["moesaic", "run", str(Path(recipe.out) / OWN / "recipe.yaml")])
     (step,) = recipe.steps
-    words = ["moesaic", step.verb, recipe.model, recipe.out, *_flags(step)]
-    words += _flags(recipe.calibration)
+    words = ["moesaic", step.verb, recipe.model, recipe.out]
+    words += ["--method", step.name] if len(methods_of(step.verb)) > 1 else []
+    words += [*_flags(step), *_flags(recipe.calibration)]
     for name in ("device", "dtype"):
         value = getattr(recipe, name)
         words += [f"--{name}", value] if value != getattr(Recipe, name) else []
@@ -385,6 +406,7 @@ class Session:
     ) -> None:
         self.search, self.points, self.rounding = search, points, rounding
         self.overwrite, self.resume = overwrite, resume
+        self.out = search.recipe.out
         self.saved: dict[int, Path] = {}
         """Folders of what was saved, by the point's number."""
 
@@ -454,13 +476,11 @@ class Session:
         from moesaic import report
         from moesaic.cli.bars import console
 
-        default = self.search.recipe.out
-        default = f"{default}-{number}" if self.saved else default
+        default = f"{self.out}-{number}" if self.saved else self.out
         folder = Path(self._asked("Folder", default)).expanduser()
         console.print(report.terminal(self.save(number, folder)))
 
     def _gguf(self, number: int) -> None:
-
         from moesaic.exports.llamacpp import find_converter
 
         find_converter()  # or says how to get it
@@ -528,5 +548,5 @@ class Session:
 
 def commands() -> None:
     """Make the command."""
-    every = options("memory", "max_loss", "native")
+    every = search_options("memory", "max_loss", "native")
     register(GUIDE, guide, "moesaic tiny-moe --memory 8MB --yes", every, hidden=True)

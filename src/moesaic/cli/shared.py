@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ALL = "--help-all"
 RUNS = ("dry_run", "overwrite", "resume", "push", "push_plan", "as_json")
 """Options of every verb that are about the run; a brief help names them in a line."""
-LAST = (*RUNS, "evaluate", "merge", "tau", "draw")
+LAST = (*RUNS, "evaluate", "merge")
 """Parameters of a command that follow the options made from dataclasses; its others lead."""
 
 GUIDE = "guide"

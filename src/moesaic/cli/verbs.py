@@ -77,7 +77,7 @@ def verb_options(verb: Verb) -> list[Option]:
     ]
     said = [*first, *(o for o in own if not o.hidden), *rest]
     said += [replace(o, common=True) for o in common]
-    flags = {o.flag for o in said} | {"--resume", "--eval/--no-eval"}
+    flags = {o.flag for o in said}
     seldom = [o for o in own if o.hidden and o.flag not in flags]
     return [*said, *seldom, *hidden]
 

@@ -34,6 +34,11 @@ class Form:
     careful: Sequence[Callable[[float], Steps]] = ()
     """The same size, made with more care."""
 
+    @property
+    def single(self) -> bool:
+        """Its recipes are of one step."""
+        return len(self.quick(self.shares[-1])) == 1
+
 
 def forms(source: Source, config: FitConfig) -> list[Form]:
     """All forms of recipe that a model may be fitted by: ladders of methods, alone and in pairs.

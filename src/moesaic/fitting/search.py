@@ -20,7 +20,15 @@ from pathlib import Path
 
 import torch
 
-from moesaic.config import Calibration, ExportArgs, MethodConfig, RunArgs, in_unit, parse_dtype
+from moesaic.config import (
+    ROUNDED,
+    Calibration,
+    ExportArgs,
+    MethodConfig,
+    RunArgs,
+    in_unit,
+    parse_dtype,
+)
 from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, evaluation_tokens
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
@@ -36,8 +44,8 @@ from moesaic.io.source import Source, resolve
 from moesaic.log import Log
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Whole
-from moesaic.metrics.machine import environment, free_bytes
-from moesaic.metrics.rounding import baselines
+from moesaic.metrics.machine import environment
+from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.score import Score, scores
 from moesaic.observation.files import observe
 from moesaic.pipeline import convert, run_recipe
@@ -238,7 +246,7 @@ class Search:
         least, most = (self.costs.of(form.quick(shares[i])) for i in (0, -1))
         if least is None or not least.meets(config):
             return None
-        if len(form.quick(1.0)) > 1 and most is not None and most.meets(config):
+        if not form.single and most is not None and most.meets(config):
             return None  # there is room left: with less of the first step it is another form
         guess = None if most is None else guessed(shares, least, most, config)
         return largest(shares, fits, guess)
@@ -415,7 +423,7 @@ class Search:
         """
         _ = self.texts  # too little text is said at once
         every = forms(self.source, self.config)
-        known = [form for form in every if len(form.quick(form.shares[-1])) == 1]
+        known = [form for form in every if form.single]
         for budget in budgets:
             found = self._sized(known, budget)
             if not found:
@@ -430,10 +438,16 @@ class Search:
         return unbeaten(self._tried.values(), "memory" if budgets[0].memory else ACTIVE)
 
     def baselines(self) -> list[JSON]:
-        """What rounding alone makes of the model; nothing where it does not fit into memory."""
-        if 2 * self.original.size.total_parameters * 4 > free_bytes("cpu"):
+        """What rounding alone makes of the model; nothing where there is no room for it."""
+        device = self.recipe.device
+        if not have_room((self.source,), device, torch.float32):
             return []
-        return baselines(self.source, self._reference, self.texts[1], self.track)
+        types = self.track(ROUNDED, "Rounding alone", len(ROUNDED))
+        made = rounded_scores(self.source, self._reference, self.texts[1], types, device)
+        return [
+            {"form": f"rounded to {type}", "memory": ours.total_bytes, **figures(ours, theirs)}
+            for type, ours, theirs in made
+        ]
 
     def _sized(self, known: Sequence[Form], config: FitConfig) -> list[tuple[Form, float]]:
         """The forms that meet a budget, each with its largest share that does."""
@@ -663,32 +677,20 @@ def fit(
         raise MoesaicError("fit runs in one process; the recipe that it finds runs in several.")
     check_run(recipe, overwrite=overwrite, resume=resume)
     with alone(Path(recipe.out)):
-        return _fit(recipe, config, overwrite, resume, track, tell)
-
-
-def _fit(
-    recipe: Recipe,
-    config: FitConfig,
-    overwrite: bool,
-    resume: bool,
-    track: Track,
-    tell: Callable[[str], None] | None,
-) -> Record | None:
-    log = Log(track)
-    search = opened(recipe, config, overwrite=overwrite, resume=resume, track=log.track, tell=tell)
-    try:
-        with log.listening(), log.stage("search"):
-            chosen, tried = search.run()
-    except MoesaicError:
-        if not any(c.score for c in search._tried.values()):  # nothing that could be resumed
-            shutil.rmtree(search.work, ignore_errors=True)
-        raise
-    except KeyboardInterrupt:
-        search.leave_best(search.recipe)
-        raise
-    return carried_out(
-        search, chosen, tried, overwrite=overwrite, resume=resume, log=log, tell=tell
-    )
+        log = Log(track)
+        again = {"overwrite": overwrite, "resume": resume}
+        search = opened(recipe, config, **again, track=log.track, tell=tell)
+        try:
+            with log.listening(), log.stage("search"):
+                chosen, tried = search.run()
+        except MoesaicError:
+            if not any(c.score for c in search._tried.values()):  # nothing that could be resumed
+                shutil.rmtree(search.work, ignore_errors=True)
+            raise
+        except KeyboardInterrupt:
+            search.leave_best(search.recipe)
+            raise
+        return carried_out(search, chosen, tried, **again, log=log, tell=tell)
 
 
 def opened(

@@ -213,7 +213,8 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         def decided(observed: Observed) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
             i, stats, site = observed
             found: dict[str, tuple[LayerPlan, JSON]] = {}
-            case = Case(i, job, stats, site, None if site is None else self.observe(site))
+            own = self.observe(site) if site is not None and i in missing else None
+            case = Case(i, job, stats, site, own)
             for name in missing.get(i, ()):
                 method, options = methods[name], sizes[name][i]
                 for size, made in method.decide(case, options).items():

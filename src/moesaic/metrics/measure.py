@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -22,12 +24,14 @@ from moesaic.metrics.evaluate import Scored, have_room, named, scored, with_task
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.generations import generate
 from moesaic.metrics.generations import generations as repeated
-from moesaic.metrics.rounding import rounded
+from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.routing import trace
 from moesaic.metrics.score import score, scores
 from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratio
 from moesaic.metrics.tasks import measure_tasks
 from moesaic.nn import ThresholdRouter
+
+logger = logging.getLogger(__name__)
 
 NEW_TOKENS = 32
 """Tokens that speed is measured on, behind a prompt."""
@@ -147,12 +151,9 @@ class Measurement:
         self._scored.runs.clear()
         settings, original = self.settings, self._scores["original"]
         wanted = wanted_tasks(settings.tasks, settings.shots, settings.limit)
-        reference = Layerwise(
-            self.sources["original"], self._scored.device, self._scored.dtype, keep=True
-        )
         for name, build in comparisons.items():
             shown, run = named(self.track, name), Whole(build())
-            self._scores[name] = scores([run, reference], self.tokens, shown)[0]
+            self._scores[name] = scores([run, self._reference], self.tokens, shown)[0]
             if wanted:
                 assert self.tokenizer is not None
                 tasks = measure_tasks(run, self.tokenizer, wanted, settings.limit, shown)
@@ -161,15 +162,24 @@ class Measurement:
             del run  # before the next one comes
 
     def _rounded(self) -> None:
-        """The original rounded to GGUF's types, one held at a time; bytes are those of a file."""
-        original, place = self.sources["original"], (self._scored.device, torch.float32)
-        reference = Layerwise(original, self._scored.device, self._scored.dtype, keep=True)
-        for type in self.settings.baselines:
-            run = Whole.of(original, *place)
-            self._sizes[type] = rounded(run.shape, type)
-            of = scores([run, reference], self.tokens, named(self.track, type))[0]
-            self._scores[type] = replace(of, total_bytes=self._sizes[type])
-            del run  # before the next one comes
+        """The original rounded to GGUF's types, where there is room for it in float32."""
+        original, device = self.sources["original"], self._scored.device
+        if not self.settings.baselines:
+            return
+        if not have_room((original,), device, torch.float32):
+            logger.warning("There is no room for the original in float32: it is not rounded.")
+            return
+        made = rounded_scores(
+            original, self._reference, self.tokens, self.settings.baselines, device, self.track
+        )
+        for type, found, _ in made:
+            self._scores[type], self._sizes[type] = found, found.total_bytes
+
+    @cached_property
+    def _reference(self) -> Layerwise:
+        """The original, which is passed once for all that is compared with it."""
+        place = self._scored.device, self._scored.dtype
+        return Layerwise(self.sources["original"], *place, keep=True)
 
     @property
     def _prompt(self) -> torch.Tensor:

@@ -6,19 +6,23 @@ in blocks of 32 along a row; everything else, routers too, stays in float32 as i
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
-from moesaic.config import ROUNDED
 from moesaic.data.text import Tokens
-from moesaic.foreign import JSON, Model, Track, silent
+from moesaic.foreign import Model, Track, silent
 from moesaic.io.source import Source
+from moesaic.metrics.evaluate import named
 from moesaic.metrics.forward import Runner, Whole
-from moesaic.metrics.score import scores
+from moesaic.metrics.score import Score, scores
 
 BLOCK = 32
+"""Weights of a row that are rounded together."""
 
 
 @torch.no_grad()
@@ -56,26 +60,30 @@ def rounded(model: Model, type: str) -> int:
     return size
 
 
-def baselines(
-    source: Source, reference: Runner, tokens: Tokens, track: Track = silent
-) -> list[JSON]:
-    """A model rounded to each of :data:`~moesaic.config.ROUNDED`, compared with itself.
+def rounded_scores(
+    source: Source,
+    reference: Runner,
+    tokens: Tokens,
+    types: Iterable[str],
+    device: str = "cpu",
+    track: Track = silent,
+) -> Iterator[tuple[str, Score, Score]]:
+    """A model rounded to some types, one held at a time, compared with itself.
 
     Args:
-        source: the model, which fits into memory in float32.
+        source: the model, for which there is room in float32.
         reference: the same model, not rounded.
         tokens: what both are measured on.
+        types: of :data:`~moesaic.config.ROUNDED`.
+        device: where to compute.
         track: shows progress.
 
-    Returns:
-        of each ``form``, ``memory`` in bytes, ``perplexity``, ``loss`` and ``kl``.
+    Yields:
+        the type, what came of it, whose bytes are those of a file, and the reference's own figures.
     """
-    found: list[JSON] = []
-    for type in track(ROUNDED, "Rounding alone", len(ROUNDED)):
-        run = Whole.of(source, dtype=torch.float32)
+    for type in types:
+        run = Whole.of(source, device, torch.float32)
         size = rounded(run.shape, type)
-        ours, theirs = scores([run, reference], tokens)
-        loss = ours.perplexity / theirs.perplexity - 1
-        told = {"perplexity": ours.perplexity, "loss": loss, "kl": ours.kl}
-        found.append({"form": f"rounded to {type}", "memory": size, **told})
-    return found
+        ours, theirs = scores([run, reference], tokens, named(track, type))
+        yield type, replace(ours, total_bytes=size), theirs
+        del run, ours, theirs  # before the next one comes

@@ -7,7 +7,7 @@ kept (on disk above a limit), and the gradient goes back layer by layer, each ru
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -55,13 +55,11 @@ def backward(
             gradients.append(gradient)
         order = range(stream.count - 1, min(layers) - 1, -1)
         for block in track(stream.blocks(kwargs, order=order), "Gradients", len(order)):
-            i = block.index
-            if i not in layers:
+            i, watched = block.index, block.index in layers
+            with watch(block) if watched else nullcontext():
                 _through(block, entering, handed[i], gradients, batches)
-                continue
-            with watch(block):
-                _through(block, entering, handed[i], gradients, batches)
-            yield i
+            if watched:
+                yield i
     finally:
         for spill in (states, gradients, entering):
             spill.clear()

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,14 +16,14 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from moesaic.arch.dense import PREFIX, Arch
-from moesaic.arch.lookup import base_arch
-from moesaic.arch.mixture import MoEArch
+from moesaic.arch.dense import Arch
+from moesaic.arch.lookup import uncarved_arch
+from moesaic.arch.mixture import MoEFFN
 from moesaic.config import RunArgs, takes_options
 from moesaic.data.source import read_by
 from moesaic.distributed import gathered, process
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config, Model
+from moesaic.foreign import JSON, Model
 from moesaic.io.caller import leaves_untouched
 from moesaic.io.fingerprint import of_files
 from moesaic.io.headers import header_of
@@ -76,7 +77,7 @@ def observe(
 
 
 def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bool) -> Path:
-    job = Job(args, _observable)
+    job = Job(args, partial(uncarved_arch, instead="observe the original"))
     layers = observed_layers(job)
     request: JSON = {
         **job.request({"base": plain(job.base)}),
@@ -104,7 +105,7 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         for site in job.track(stream, "Observing layers", len(layers)):
             if site.index in done:
                 continue
-            if isinstance(job.arch, MoEArch):
+            if isinstance(site.view, MoEFFN):
                 stats = observed(site, job.tokens, numbers, gram_mb << 20)
             else:
                 neurons = NeuronStats.merged(gathered(observe_neurons(site)))
@@ -115,18 +116,6 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         join({i: layer_file(folder, i) for i in layers}, out, request)
         discard(folder)
     return out
-
-
-def _observable(config: Config) -> Arch:
-    """The architecture of a dense model or of a mixture.
-
-    Raises:
-        MoesaicError: it is unknown, or a dense model that was carved.
-    """
-    arch = base_arch(config)
-    if config.model_type.startswith(PREFIX) and not isinstance(arch, MoEArch):
-        raise MoesaicError(f"{config.model_type} was carved already: observe the original.")
-    return arch
 
 
 def observed_layers(job: Job[Arch]) -> list[int]:

@@ -210,7 +210,9 @@ def cost_of(
     views = [arch.view(job.layers[i]) for i in layers]
     passes = float(bool(set(needs) - OF_WEIGHTS))
     passes += BACK * ("curvature" in needs)
-    work, held = 0.0, kept_for_backward(job, job.planned_tokens) * ("curvature" in needs)
+    work, held = 0.0, 0
+    if "curvature" in needs:
+        held = kept_for_backward(job, job.planned_tokens)
     for view in views:
         if set(needs) & set(PARTS) - OF_WEIGHTS:
             pairs = view.count * (view.count + 1) // 2 * len(view.weights_of(0)[-1])

@@ -404,14 +404,19 @@ class LayerStream(Generic[V]):
                     spill.clear()
 
     @torch.no_grad()
-    def turns(self) -> Iterator[Turn]:
-        """The wanted layers, each open, before any batch has passed it."""
+    def turns(self, layers: Collection[int] | None = None) -> Iterator[Turn]:
+        """The wanted layers, each open, before any batch has passed it.
+
+        Args:
+            layers: those of them that are still wanted; None for all.
+        """
+        wanted = self.layers if layers is None else layers
         states, kwargs = self.record()
-        masks, last = [*self.masks()], max(self.layers)
+        masks, last = [*self.masks()], max(wanted)
         try:
             for block in self.blocks(kwargs, last + 1):
                 turn = Turn(block, states, masks)
-                if block.index in self.layers:
+                if block.index in wanted:
                     yield turn
                 if block.index < last and not turn.passed:
                     turn.run()

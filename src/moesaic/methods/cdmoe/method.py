@@ -26,7 +26,7 @@ from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
 from moesaic.methods.cdmoe.layer_search import BATCH, ExpertSearch, LayerSearch, Replaced
 from moesaic.methods.cdmoe.size import Footprint
-from moesaic.methods.mixtures import credited, listed, original, span
+from moesaic.methods.mixtures import credited, listed, original, routed_layers, span
 from moesaic.methods.refit import recover, settled
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import LayerStream
@@ -160,15 +160,9 @@ class Condenser(Method[CondenseConfig, MoEArch]):
             return
         search = ExpertSearch(self.config, stream, job.arch)
         with torch.no_grad():
-            hidden, kwargs = stream.record()
-            try:
-                blocks = stream.blocks(kwargs, max(missing) + 1)
-                for block in job.track(blocks, "Choosing experts", max(missing) + 1):
-                    if block.index in missing:
-                        finished.add("experts", block.index, *search.decide(block, hidden))
-                    block.run(hidden)
-            finally:
-                hidden.clear()
+            for turn in job.track(stream.turns(missing), "Choosing experts", len(missing)):
+                layer, found = search.decide(turn.block, turn.states)
+                finished.add("experts", turn.block.index, layer, found)
 
     def _in_order(
         self,
@@ -388,9 +382,7 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
         MoesaicError: the request cannot be met.
     """
     arch = job.arch
-    routed = arch.moe_layers(job.shape)
-    if not routed:
-        raise MoesaicError("No layer of this model routes.")
+    routed = routed_layers(job)
     unknown = set(config.candidates) - set(routed)
     if unknown:
         raise MoesaicError(

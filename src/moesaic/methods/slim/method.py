@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import PREFIX, Arch
-from moesaic.arch.lookup import base_arch
+from moesaic.arch.dense import Arch
+from moesaic.arch.lookup import uncarved_arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
@@ -102,9 +102,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         Raises:
             MoesaicError: it is unknown, or a dense model that was carved.
         """
-        arch = base_arch(config)
-        if config.model_type.startswith(PREFIX) and not isinstance(arch, MoEArch):
-            raise MoesaicError(f"{config.model_type} was carved already: slim the original.")
+        arch = uncarved_arch(config, "slim the original")
         stacks = headers_of(config).values()
         if any("widths" in header for stack in stacks for header in stack):
             raise MoesaicError(
