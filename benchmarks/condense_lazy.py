@@ -73,7 +73,7 @@ def compared(model: Any, tokens: Tokens, count: int, passed: Counted) -> dict[st
     plans = {i: cast(CondensedLayer, p) for i, p in plan.layers.items() if plan.base.experts[i]}
     found: dict[str, Any] = {"layers": every, "condensed": count}
     for kind in ("greedy", "lazy"):
-        search = LayerSearch(LayerStream(model, arch, tokens, view=arch.mixture), arch, plans)
+        search = LayerSearch(LayerStream(model, arch, tokens, view=arch.mixture), plans)
         before = passed.tokens
         steps = list(itertools.islice(search.order(kind, {}), count))
         search.close()

@@ -337,7 +337,7 @@ def test_rankings_and_metrics(tokens: Tokens) -> None:
     arch = moe_arch(model.config)
     stream = LayerStream(model, arch, tokens, view=arch.mixture)
     plans, _ = searched(model, tokens)
-    alone = LayerSearch(stream, arch, plans).losses((), list(plans))
+    alone = LayerSearch(stream, plans).losses((), list(plans))
     assert order(layer_search="global-rank") == sorted(alone, key=lambda i: alone[i])
     assert order(layer_search="greedy")[0] == min(alone, key=lambda i: alone[i])
     cosines = {i: f["cosine"]["attention"] for i, f in found.items()}

@@ -83,12 +83,13 @@ def _of_head(stream: LayerStream[Any], states: Spill) -> Iterator[Tensor]:
     heads = stream.heads(leaves, logits=True, gradients=True)
     for leaf, (logits, batch) in zip(leaves, heads, strict=True):
         with torch.enable_grad():
-            loss = next_token_loss(logits, _labels(batch).to(logits.device))
+            loss = next_token_loss(logits, labels_of(batch).to(logits.device))
             (gradient,) = torch.autograd.grad(loss, leaf)
         yield gradient
 
 
-def _labels(batch: Tokens) -> Tensor:
+def labels_of(batch: Tokens) -> Tensor:
+    """What is predicted (B, L): every token, and nothing of padding."""
     ids, mask = batch.input_ids, batch.attention_mask
     return ids if mask is None else ids.masked_fill(~mask.bool(), IGNORED)
 

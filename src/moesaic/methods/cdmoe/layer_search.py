@@ -16,7 +16,6 @@ Comparisons (Tab. 7): ``rank`` orders layers by the divergence of the layer's ow
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -41,6 +40,7 @@ from moesaic.methods.cdmoe.experts import (
     ranked_experts,
     weight_scores,
 )
+from moesaic.observation.branches import branches
 from moesaic.observation.stream import Block, LayerStream, Spill, valid
 from moesaic.surgery import applied
 
@@ -278,55 +278,30 @@ class LayerSearch:
     def __init__(
         self,
         stream: LayerStream[MoEFFN],
-        arch: MoEArch,
         plans: Mapping[int, Replaced],
         metric: str = "js",
     ) -> None:
         self.stream = stream
-        self.arch = arch
         self.plans = plans
         self.metric = metric
-        self._reference: list[Tensor] | Spill | None = None
+        self._reference: Spill | None = None
 
     @torch.no_grad()
     def losses(self, chosen: Collection[int], candidates: Collection[int]) -> dict[int, float]:
         """The model's loss with the chosen layers condensed, and each candidate as well."""
+        some = {i: self.plans[i] for i in chosen}
+        changes = [{**some, i: self.plans[i]} for i in candidates]
         if self._reference is None:
-            final = self._branches((), ())[None]
             self._reference = Spill(1 << 30)
+            (final,) = branches(self.stream, [{}])
             for part in self._judged(final):
                 self._reference.append(part)
             final.clear()
         found: dict[int, float] = {}
-        for i, final in self._branches(chosen, candidates).items():
-            if i is not None:
-                found[i] = self._loss(final)
+        for i, final in zip(candidates, branches(self.stream, changes), strict=True):
+            found[i] = self._loss(final)
             final.clear()
         return found
-
-    def _branches(
-        self, chosen: Collection[int], candidates: Collection[int]
-    ) -> dict[int | None, Spill]:
-        """The last layer's output for each candidate; without candidates, under None."""
-        hidden, kwargs = self.stream.record()
-        branches: dict[int | None, Spill] = {None: hidden}
-        last = max(candidates, default=self.stream.count)
-        for block in self.stream.blocks(kwargs):
-            i, born = block.index, None
-            if i in candidates:
-                born = Spill((4 << 30) // len(candidates))
-                with applied(block.layer, self.arch, self.plans[i]) as layer:
-                    block.branch(hidden, born, layer)
-            as_chosen = applied(block.layer, self.arch, self.plans[i]) if i in chosen else None
-            with as_chosen or nullcontext(block.layer) as layer:
-                for name, branch in branches.items():
-                    if name is not None or i < last:
-                        block.run(branch, layer)
-            if born is not None:
-                branches[i] = born
-        if candidates:
-            branches.pop(None).clear()
-        return branches
 
     def _judged(self, final: Spill) -> Iterator[Tensor]:
         """What is compared of each batch: (T, D) after the final norm, or (B,) perplexities."""
@@ -389,7 +364,7 @@ class LayerSearch:
 
     def close(self) -> None:
         """Let go of what is kept on disk."""
-        if isinstance(self._reference, Spill):
+        if self._reference is not None:
             self._reference.clear()
 
 

@@ -179,7 +179,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
             for name, i in rounds
         ]
         yield from done
-        search = LayerSearch(stream, job.arch, plans, config.metric)
+        search = LayerSearch(stream, plans, config.metric)
         found = search.order(config.layer_search, self._scores(plans, finished), done)
         total = len(plans) if config.count is None else config.count
         try:
