@@ -384,6 +384,35 @@ def test_widths_spread_by_what_layers_lose(model_type, experts, tokens, tmp_path
     assert lost(spread) < lost(slimmed(model, tokens, keep=0.5, allocate=evenly))
 
 
+@pytest.mark.parametrize("better", [0, 1])
+@pytest.mark.parametrize("experts", [False, True])
+def test_widths_by_layer_are_kept_only_where_equal_ones_lose_more(
+    experts, better, tokens, monkeypatch
+):
+    """On windows that decided nothing; what is kept is what the result says that it is."""
+    compared = []
+
+    def found(stream, changes, track=None):
+        compared.append((changes, sum(len(states) for states in stream.record()[0])))
+        return [float(n != better) for n in range(2)]
+
+    monkeypatch.setattr("moesaic.methods.layered.divergences", found)
+    by_layer, evenly = ("layers+experts", "experts") if experts else ("layers", "uniform")
+    result = slimmed(any_model("mixtral"), tokens, keep=0.5, allocate=by_layer, refit=True)
+    ((changes, windows),) = compared
+    assert windows == max(1, len(tokens.input_ids) // 8)
+    kept = changes[better]
+    assert all(same(kept[i], layer) for i, layer in result.plan.layers.items())
+    assert all(layer.down_E is not None for layer in kept.values())
+    assert result.plan.config["allocate"] == (evenly if better else by_layer)
+    assert len({int((shape_of(x)[1] >= 0).sum()) for x in changes[1].values()}) == 1
+    assert result.summary["compared"] == {"result": float(better), "equal widths": 1.0 - better}
+    told = "would lose more: KL 1 beside 0" if better == 0 else "were kept: KL 0 beside 1"
+    assert told in result.told.steps[0].told
+    if not experts:
+        assert result.model.config.model_type == ("mixtral" if better else "moesaic_mixtral")
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "glm4_moe", "ernie4_5_moe"])
 def test_a_shared_path_that_is_counted_in_experts_is_filled_up(model_type, tokens, tmp_path):
     """12 of 16 neurons an expert, and a shared path of 16: two of 12, the last 8 are zero."""

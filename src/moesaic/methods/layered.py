@@ -22,6 +22,7 @@ from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.methods.base import A, C, Decision, Method, Outline
 from moesaic.methods.refit import of, recover, settled
+from moesaic.observation.branches import divergences
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.layers import (
     Cost,
@@ -104,9 +105,26 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """The size that each layer gets.
 
         Args:
-            losses: by layer and size the ``relative_loss``; 0 where none was told.
+            losses: of :meth:`losses`.
         """
         return {i: next(iter(of_layer)) for i, of_layer in losses.items()}
+
+    def losses(self, job: Job[A], made: Mapping[int, Made[S]]) -> Mapping[int, Mapping[S, float]]:
+        """What :meth:`allocate` compares, by layer and size.
+
+        Args:
+            job: the model and the tokens that decide.
+            made: what each layer would become at each size, not refitted.
+        """
+        return {
+            i: {size: float(seen.get("relative_loss", 0.0)) for size, (_, seen) in of.items()}
+            for i, of in made.items()
+        }
+
+    def rivals(self) -> Mapping[str, LayerMethod[C, A, S]]:
+        """Plainer ways to spend the same budget, by name. Of all and its own the result is the one
+        that moves the model's output least, on windows that nothing was decided on."""
+        return {}
 
     def tag(self, size: S) -> str:
         """A size in the name of a file."""
@@ -159,7 +177,9 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
     def run(self, job: Job[A]) -> Decision:
         config = self.config
         methods: Mapping[str, LayerMethod[C, A, S]]
-        methods = {RESULT: self, **self.compared(job.args.compare)}
+        rivals = self.rivals()
+        held = job.held_back() if rivals else None
+        methods = {RESULT: self, **rivals, **self.compared(job.args.compare)}
         sizes = {name: method.sizes(job) for name, method in methods.items()}
         self.check(job)
         needs = {name for method in methods.values() for name in method.needs}
@@ -176,21 +196,34 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         self._decide(job, methods, sizes, observation, finished)
         plans, analyses, losses = {}, {}, {}
         for name, method in methods.items():
-            losses[name] = {
-                i: {s: method._loss(finished, name, s, i) for s in options}
+            made = {
+                i: {size: finished[method._key(name, size), i] for size in options}
                 for i, options in sizes[name].items()
             }
-            chosen = method.allocate(losses[name])
-            made = {i: finished[method._key(name, s), i] for i, s in chosen.items()}
-            layers = method.finish(job, {i: layer for i, (layer, _) in made.items()})
+            losses[name] = method.losses(job, made)
+            chosen = {i: made[i][size] for i, size in method.allocate(losses[name]).items()}
+            layers = method.finish(job, {i: layer for i, (layer, _) in chosen.items()})
             plans[name] = Plan(config.name, job.base, layers, asdict(method.config), calibration)
-            analyses[name] = {i: seen for i, (_, seen) in made.items()}
-        own = analyses[RESULT]
+            analyses[name] = {i: seen for i, (_, seen) in chosen.items()}
         if refit:
             follow = bool(self._option("progressive"))
             plans, found = recover(job, plans, finished, propagate=follow)
-            own = {i: {**seen, "refit": found[i]} for i, seen in own.items()}
-        return Decision(plans.pop(RESULT), own, plans, self.summary(job, losses[RESULT]))
+            for name, of_plan in found.items():
+                analyses[name] = {
+                    i: {**seen, "refit": of_plan[i]} for i, seen in analyses[name].items()
+                }
+        best, compared = RESULT, JSON()
+        if held is not None:
+            names = [RESULT, *rivals]
+            stream = job.stream(list(sizes[RESULT]), job.arch.view, held)
+            found_kl = divergences(stream, [plans[name].layers for name in names], job.track)
+            by_name = dict(zip(names, found_kl, strict=True))
+            best = min(names, key=lambda name: by_name[name])
+            self.config = methods[best].config
+            compared = {"compared": by_name}
+        summary = {**methods[best].summary(job, losses[best]), **compared}
+        others = {name: plans[name] for name in job.args.compare}
+        return Decision(plans[best], analyses[best], others, summary)
 
     def _decide(
         self,
@@ -246,10 +279,6 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """The name under which a layer of a size is kept."""
         return f"{name}-{self.tag(size)}"
 
-    def _loss(self, finished: Finished, name: str, size: S, layer: int) -> float:
-        loss: float = finished[self._key(name, size), layer][1].get("relative_loss", 0.0)
-        return loss
-
     # --- beforehand ------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -257,10 +286,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """What :meth:`decide` makes of layers of which nothing is known but their shapes."""
         sizes = self.sizes(job)
         made = {i: self.decide(Case(i, job, None), options) for i, options in sizes.items()}
-        losses = {
-            i: {size: seen.get("relative_loss", 0.0) for size, (_, seen) in of_layer.items()}
-            for i, of_layer in made.items()
-        }
+        losses = LayerMethod.losses(self, job, made)
         chosen = self.allocate(losses)
         layers = self.finish(job, {i: made[i][size][0] for i, size in chosen.items()})
         cost = cost_of(self.needs, job, list(sizes), self.gram_bytes) + self.cost(job, sizes)

@@ -39,7 +39,7 @@ def recover(
     finished: Finished,
     *,
     propagate: bool = False,
-) -> tuple[dict[str, Plan], dict[int, JSON]]:
+) -> tuple[dict[str, Plan], dict[str, dict[int, JSON]]]:
     """Refit every layer of some plans of one model; see :meth:`LayerPlan.refit`.
 
     Several processes share the layers, unless each layer needs those before it.
@@ -51,7 +51,7 @@ def recover(
         propagate: fit each layer on what the converted layers before it pass on; of one plan.
 
     Returns:
-        the plans, and by layer of "result" ``lost``, ``recovered`` and ``strength`` for the record.
+        the plans, and by plan and layer ``lost``, ``recovered`` and ``strength`` for the record.
 
     Raises:
         MoesaicError: layers of some plan's kind are not refitted.
@@ -88,7 +88,9 @@ def recover(
         name: replace(plan, layers={i: finished[of(name), i][0] for i in plan.layers})
         for name, plan in plans.items()
     }
-    return refit, {i: finished[of("result"), i][1] for i in plans["result"].layers}
+    return refit, {
+        name: {i: finished[of(name), i][1] for i in plan.layers} for name, plan in plans.items()
+    }
 
 
 def of(name: str) -> str:

@@ -40,6 +40,8 @@ from moesaic.surgery import base_shape, predicting_blocks
 
 A = TypeVar("A", bound=Arch)
 V = TypeVar("V")
+HELD_BACK = 8
+"""One of so many calibration windows compares decisions that the others made."""
 
 
 class Job(Generic[A]):
@@ -143,6 +145,19 @@ class Job(Generic[A]):
     def tokenizer_for(self, text: object) -> Tokenizer | None:
         """The tokenizer for a text; None for token ids, which need none."""
         return self.tokenizer if needs_tokenizer(text) else None
+
+    def held_back(self) -> Tokens:
+        """Take some of the calibration windows away, the last ones, to compare decisions on.
+
+        Returns:
+            one in :data:`HELD_BACK`; where there is but one window it stays, and is returned too.
+        """
+        every = self.tokens
+        count = len(every.input_ids)
+        kept = count - max(1, count // HELD_BACK)
+        if kept:
+            self.tokens = every.rows(slice(kept))
+        return every.rows(slice(kept, None))
 
     @property
     def planned_tokens(self) -> int:

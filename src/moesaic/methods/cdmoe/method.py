@@ -140,7 +140,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         made["result"] = plan(layers)
         if config.refit:
             made, found = recover(job, made, finished)
-            for i, seen in found.items():
+            for i, seen in found["result"].items():
                 if seen:
                     analyses[i] = {**analyses.get(i, {}), "refit": seen}
         return Decision(made.pop("result"), analyses, made, summary)

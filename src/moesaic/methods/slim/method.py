@@ -15,7 +15,8 @@ Where we depart from the scores' papers:
 
 One budget may be spent on both: N experts stay, each as wide as the rest allows. ``auto`` takes
 the N whose layers' routed output changes least on the calibration tokens, measured exactly, the
-router deciding as it will; ``layers`` does so for widths that differ by layer.
+router deciding as it will. ``layers`` gives layers widths of their own, by what narrowing each
+alone does to the model's output, unless equal widths do less on windows that decided nothing.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import uncarved_arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, Config
+from moesaic.foreign import JSON, Config, Values
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.neurons import filled_up
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Told
-from moesaic.methods.layered import Case, LayerMethod
+from moesaic.methods.layered import RESULT, Case, LayerMethod, Made
 from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.naee.search import allocate
 from moesaic.methods.slim.choice import (
@@ -56,8 +57,9 @@ from moesaic.methods.slim.choice import (
 from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig
 from moesaic.methods.slim.scores import SCORES
 from moesaic.methods.slim.widths import ROW, width_for
+from moesaic.observation.branches import divergences
 from moesaic.observation.files import observed_layers
-from moesaic.observation.job import Job
+from moesaic.observation.job import HELD_BACK, Job
 from moesaic.observation.layers import Cost, LayerStats, neuron_pairs
 from moesaic.observation.neurons import no_stats
 from moesaic.plan import Plan
@@ -66,6 +68,9 @@ from moesaic.surgery import headers_of
 
 WIDTHS = 12
 """The most widths of a layer that are tried."""
+WINDOWS = 8
+"""Of the calibration text, on which widths of single layers are tried."""
+EQUAL = "equal widths"
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,11 @@ class Size:
     """Places for them; what is left over holds zeros. 0 where the path is left alone."""
     dense: bool = False
     """It is a dense FFN, seen as one expert."""
+
+    @property
+    def whole(self) -> bool:
+        """No neuron goes."""
+        return self.neurons == self.count * self.before and not self.room
 
 
 class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
@@ -313,7 +323,12 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return size if alone else replace(size, shared=shared, room=room)
 
     def cost(self, job: Job[Arch], sizes: Mapping[int, Sequence[Size]]) -> Cost:
-        """Where sizes are compared, the experts run at each of them."""
+        """Where sizes are compared, the experts or the layers behind run at each of them."""
+        if self.config.by_layer:
+            windows = WINDOWS * self.config.window / max(1, job.planned_tokens)
+            tried = sum((len(job.layers) - i) * len(of) for i, of in sizes.items())
+            rivals = 2.0 / HELD_BACK + float(bool(self.config.refit))
+            return Cost(passes=windows * (1 + tried / len(job.layers)) + rivals)
         return Cost(passes=3.0 * self.config.measures)
 
     # --- one layer -------------------------------------------------------------------------------
@@ -326,22 +341,38 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         arch, config = case.job.arch, case.job.shape.config
         groups = arch.group_count(config) if isinstance(arch, MoEArch) else 1
         blind = case.stats is None
-        made = {size: self.choose(stats, case.index, size, groups, blind) for size in sizes}
-        if self.config.measures and case.site is not None:
+        score_EM = self._scored(stats, case.index, blind)
+        made = {s: self.choose(stats, case.index, score_EM, s, groups, blind) for s in sizes}
+        if self.config.experts == "auto" and case.site is not None:
             shapes = [_shape(layer) for layer, _ in made.values()]
             exact = losses(case.site, shapes)
             for (_, analysis), loss in zip(made.values(), exact, strict=True):
                 analysis["relative_loss"] = loss
         return made
 
+    def _scored(self, stats: LayerStats, layer: int, blind: bool) -> Tensor:
+        """Each neuron's score (E, M)."""
+        score = SCORES["random"] if blind else self.config.chosen
+        return score.score(neurons_of(stats, self._seed(layer)))
+
+    def _seed(self, layer: int) -> int:
+        return self.config.seed * 10_007 + layer
+
     def choose(
-        self, stats: LayerStats, layer: int, size: Size, groups: int = 1, blind: bool = False
+        self,
+        stats: LayerStats,
+        layer: int,
+        score_EM: Tensor,
+        size: Size,
+        groups: int = 1,
+        blind: bool = False,
     ) -> tuple[LayerPlan, JSON]:
         """The neurons of a layer that stay.
 
         Args:
             stats: what was observed of it.
             layer: its number.
+            score_EM: of its neurons.
             size: the experts that stay, and their width.
             groups: router groups, which lose equally many experts.
             blind: at random, whatever the score is.
@@ -352,13 +383,9 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         """
         config, own, seen = self.config, self.config.chosen, stats.neurons
         assert seen is not None
-        score = SCORES["random"] if blind else own
-        seed = config.seed * 10_007 + layer
-        neurons = neurons_of(stats, seed)
-        score_EM = score.score(neurons)
-        kept, neurons_NW = choose(score_EM, size.count, size.width, neurons.reach, groups)
+        kept, neurons_NW = choose(score_EM, size.count, size.width, seen.reach_EM, groups)
         if config.uneven:
-            neurons_NW = uneven(score_EM, size.neurons, neurons.reach, config.multiple or 1)
+            neurons_NW = uneven(score_EM, size.neurons, seen.reach_EM, config.multiple or 1)
         analysis: JSON = {}
         if own.observes or blind:
             lost = share_lost(score_EM, kept, neurons_NW)
@@ -367,7 +394,8 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             return narrowest(score_EM[0], size.width), analysis
         order_S: Tensor | None = None
         if size.room:
-            beside = shared_neurons(stats, seed + 1)
+            score = SCORES["random"] if blind else own
+            beside = shared_neurons(stats, self._seed(layer) + 1)
             order_1S = highest(score.score(beside), size.shared, beside.reach)
             order_S = filled_up(order_1S[0], size.room)
         return SlimmedLayer(
@@ -378,6 +406,25 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
     def tag(self, size: Size) -> str:
         return f"{size.count}-{size.neurons}"
+
+    def rivals(self) -> Mapping[str, Slimmer]:
+        """Equal widths by layer, in place of widths that differ."""
+        if not self.config.by_layer:
+            return {}
+        plain = replace(self.config, allocate="experts" if self.config.uneven else "uniform")
+        return {EQUAL: Slimmer(plain)}
+
+    def losses(
+        self, job: Job[Arch], made: Mapping[int, Made[Size]]
+    ) -> Mapping[int, Mapping[Size, float]]:
+        """Of widths that differ by layer the root of the KL that each alone brings."""
+        if not self.config.by_layer:
+            return super().losses(job, made)
+        tried = [(i, size) for i, of in made.items() for size in of if not size.whole]
+        stream = job.stream(list(made), job.arch.view, job.tokens.rows(slice(WINDOWS)))
+        changes = [{i: made[i][size][0]} for i, size in tried]
+        found = dict(zip(tried, divergences(stream, changes, job.track), strict=True))
+        return {i: {s: found.get((i, s), 0.0) ** 0.5 for s in of} for i, of in made.items()}
 
     def allocate(self, losses: Mapping[int, Mapping[Size, float]]) -> Mapping[int, Size]:
         """The widths of least squared loss; or the number of experts that every layer can keep."""
@@ -401,7 +448,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return told
 
     def _loss_in_words(self) -> str:
-        if self.config.measures:
+        if self.config.experts == "auto":
             return "the change of the experts’ output, relative to the residual stream"
         if not self.config.chosen.observes:
             return ""
@@ -439,6 +486,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         where = "each routed expert" if mixture else "each feed-forward network"
         told = f"{stay} of {before} neurons of {where} stay{differ}, chosen by {by}."
         told += " Experts of a layer differ in width." if differ else ""
+        told += _compared(decision.summary)
         fewer = [layer for layer in changed if "kept" in layer.shape]
         if fewer:
             kept = span([len(layer.shape["kept"]) for layer in fewer])
@@ -447,6 +495,16 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         if self.config.refit:
             told += " The down projections were then refitted."
         return Told(title, told, {"layers": [_laid_open(x, decision.plan) for x in layers]})
+
+
+def _compared(summary: Values) -> str:
+    """What became of widths that differ by layer, on windows that nothing was decided on."""
+    by_name = summary.get("compared")
+    if not by_name:
+        return ""
+    equal, own = by_name[EQUAL], by_name[RESULT]
+    kept = "were kept" if equal <= own else "would lose more"
+    return f" Equal widths {kept}: KL {equal:.3g} beside {own:.3g} on windows held back."
 
 
 def _by_count(losses: Mapping[int, Mapping[Size, float]]) -> dict[int, float]:
