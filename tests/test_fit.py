@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -23,10 +25,11 @@ from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
 from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Machine
+from moesaic.exports.mixed import Sensitivities
 from moesaic.fitting import search
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import Form, forms, guessed, largest
-from moesaic.fitting.search import Candidate, Search, _called, apart, fit
+from moesaic.fitting.search import Candidate, Search, apart, fit
 from moesaic.fitting.sizes import Costs, Weight, told
 from moesaic.io.source import Source, resolve
 from moesaic.ladder import Shape
@@ -162,23 +165,16 @@ def test_forms_that_end_in_a_file_are_native_and_of_whole_blocks() -> None:
 
 
 def test_of_several_types_layers_get_the_best_within_the_budget(tmp_path: Path) -> None:
-    """Where a form is made with care, beside its single type."""
-    mixed = {"export": {"to": "gguf", "memory": 9, "among": ("q8_0", "q4_k_m")}}
-    found = forms(resolve("tiny-moe"), FitConfig(memory=9, types=("q8_0", "q4_k_m")))
-    fine = {form.name: [told(make(0.5)) for make in form.careful] for form in found}
+    """A file of types by layer is as large as the budget, and takes a look at each of them."""
+    config = FitConfig(memory=9, types=("q8_0", "q4_k_m"))
+    fine = {
+        form.name: [told(make(0.5)) for make in form.careful]
+        for form in forms(resolve("tiny-moe"), config)
+    }
     assert fine["q8_0"] == fine["q4_k_m"] == []
     refit, narrow = {"method": "naee", "keep": 4, "refit": True}, {"to": "gguf", "type": "q8_0"}
-    assert fine["prune, q8_0"] == [
-        [{"prune": refit}, {"export": narrow}],
-        [{"prune": refit}, mixed],
-    ]
-    called = {
-        _called(form, 0.5, make(0.5))
-        for form in found
-        for make in form.careful
-        if form.name == "prune, q8_0"
-    }
-    assert called == {"prune, q8_0", "prune, mixed"}
+    assert fine["prune, q8_0"] == [[{"prune": refit}, {"export": narrow}]]
+    assert search.mixed(config) == (ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m")),)
     last = ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m"))
     costs = Costs(recipe_of(tmp_path / "out"), tmp_path, PlainFiles(resolve("tiny-moe")))
     weight, alone = costs.of((last,)), costs.of((ExportArgs(to="gguf", type="q8_0"),))
@@ -190,6 +186,80 @@ def test_of_several_types_layers_get_the_best_within_the_budget(tmp_path: Path) 
     assert one is not None
     assert many is not None
     assert len(many.making) - len(one.making) == 13 * 2 * len(many.measuring)
+
+
+def table(ffn: int = 100) -> Sensitivities:
+    """Attention is dear to round, the FFN cheap."""
+    return Sensitivities(
+        groups=("attn 0", "ffn 0"),
+        types=("wide", "narrow"),
+        loss_GC=np.array([[0.0, 1.0], [0.0, 0.1]]),
+        bytes_GC=np.array([[100.0, 50.0], [100.0, 50.0]]),
+        fixed=10,
+        ffn=ffn,
+    )
+
+
+def test_bits_are_shared_out_by_what_they_lose() -> None:
+    """Over what of the FFNs stays, within the budget, and the same once read back."""
+    found = table()
+    assert found.choice(210) == ({"attn 0": "wide", "ffn 0": "wide"}, 0.0)
+    assert found.choice(209) == ({"attn 0": "wide", "ffn 0": "narrow"}, 0.1)
+    assert found.choice(209, kept=0.9) == ({"attn 0": "wide", "ffn 0": "wide"}, 0.0)
+    assert found.choice(110) == ({"attn 0": "narrow", "ffn 0": "narrow"}, 1.1)
+    with pytest.raises(MoesaicError, match="out of reach: the least is 110"):
+        found.choice(109)
+    assert found.choice(85, kept=0.5)[1] == 1.1
+    again = Sensitivities.load(json.loads(json.dumps(found.as_json())))
+    assert again.as_json() == found.as_json()
+    assert again.choice(209) == found.choice(209)
+
+
+def test_weights_and_bits_share_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A form's share is where what it loses and what rounding then loses add up to the least."""
+    weights = 4 * 8 * 100  # what the sizes of results are told by
+
+    def step(share: float) -> tuple[PruneConfig, ...]:
+        return (PruneConfig(keep=int(8 * share), score="reap"),)
+
+    careful = (lambda s: (PruneConfig(keep=int(8 * s), refit=True),),)
+    few = Form("prune", tuple(n / 8 for n in range(1, 9)), step, careful)
+    pair = Form("pair", (0.5, 1.0), lambda s: step(s) * 2)
+    monkeypatch.setattr(search, "Files", PlainFiles)
+    monkeypatch.setattr(PlainFiles, "rounding", lambda *_: table(weights), raising=False)
+    monkeypatch.setattr(search, "changes", lambda *_: [pair, few])
+    config = FitConfig(memory=185, types=("q8_0", "q2_k"))
+    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work")
+    whole = looking.original.size.total_parameters
+    seen = []
+
+    def told_of(steps: Any) -> Weight:
+        gone = weights - weights * steps[0].keep // 8
+        return Weight(1, whole - gone, 1, native=True, exact=True)
+
+    def measured(self: Search, candidate: Candidate) -> Candidate:
+        keep = candidate.steps[0].keep  # type: ignore[union-attr]
+        seen.append(keep)
+        return candidate.scored({"kl": kls[keep], "loss": 0.0})
+
+    looking.costs = SimpleNamespace(of=told_of)  # type: ignore[assignment]
+    monkeypatch.setattr(Search, "measured", measured)
+    last = {"export": {"to": "gguf", "memory": 185, "among": ("q8_0", "q2_k")}}
+
+    def kept(budget: FitConfig) -> Any:
+        ((name, steps),) = looking._jointly(budget)
+        assert name == "prune, mixed"
+        assert told(steps)[1] == last
+        assert steps[0].refit
+        return steps[0].keep
+
+    # six of eight experts at most fit in the wide type (10 + 100 + 75); with more, 0.1 is lost
+    kls = {n: 0.02 * (8 - n) for n in range(1, 9)}
+    assert kept(config) == 6
+    kls = {n: 0.2 * (8 - n) for n in range(1, 9)}
+    assert kept(config) == 7
+    assert set(seen) < set(range(1, 8))
+    assert not [*looking._jointly(replace(config, memory=50))]
 
 
 def test_a_file_larger_than_told_gives_way_to_a_smaller_one(
@@ -392,6 +462,7 @@ def test_rounding_layer_by_layer_is_tried_where_no_single_type_fits(
 
     monkeypatch.setattr(search, "Files", PlainFiles)
     monkeypatch.setattr(search, "forms", lambda *_: [])
+    monkeypatch.setattr(search, "changes", lambda *_: [])
     monkeypatch.setattr(Search, "texts", None)
     monkeypatch.setattr(Search, "_try", looked)
     looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, types=types), tmp_path)

@@ -24,7 +24,7 @@ import moesaic
 from moesaic import SlimConfig
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.exports.mixed import _exchanged, _grouped, chosen, least
+from moesaic.exports.mixed import _exchanged, _grouped, group, least, sensitivities
 from moesaic.io.checkpoint import ShardWriter, skeleton
 from moesaic.io.gguf import Converted, Processed
 from moesaic.io.naming import Naming
@@ -555,8 +555,9 @@ def test_layers_get_the_types_that_lose_least_within_a_budget(
     ask = resolve(str(folder)), file
 
     def types_within(budget):
-        types = ["q8_0", "q2_k"]
-        return chosen(*ask, budget, types, few, names_of(file), rounded)
+        asked = ["q8_0", "q2_k"], few, names_of(file), rounded
+        types, _ = sensitivities(*ask, *asked, budget).choice(budget)
+        return {name: types[group(name, ask[0].config.num_hidden_layers)] for name in names}
 
     idle = {name: "q2_k" if "blk.1.attn" in name else "q8_0" for name in names}
     assert narrow < made(idle) < wide

@@ -6,19 +6,21 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from moesaic.arch.dense import PREFIX
 from moesaic.config import ExportArgs
-from moesaic.data.text import calibration_tokens
+from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.engines import limits
 from moesaic.exports.form import run_script
 from moesaic.exports.importance import importance
-from moesaic.exports.mixed import TYPES, WINDOWS, chosen
+from moesaic.exports.mixed import TYPES, WINDOWS, Sensitivities, group, sensitivities
 from moesaic.exports.native import export_native
-from moesaic.exports.quantiser import OTHERS, quantise, types_of
+from moesaic.exports.quantiser import OTHERS, quantise, tensors_of, types_of
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.outputs import alone, check_file, put_file
@@ -104,31 +106,72 @@ def export_gguf(
         work = Path(place) / "model.gguf"
         convert(script, folder, work, asked.type if plain else "f32")
         if not plain:
-            work = _rounded(folder, work, asked, track)
+            work = _Rounding(folder, work, asked, track).made()
         types = types_of(work)
         put_file(work, out, overwrite)
     said = {"out": str(out), "type": asked.called, "bytes": out.stat().st_size, "types": types}
     return {**record, **said}
 
 
-def _rounded(folder: Path, whole: Path, asked: ExportArgs, track: Track) -> Path:
-    """A file beside one in f32, by llama.cpp's quantiser."""
-    native, named, weights = resolve(str(folder)), names_of(whole), {}
-    out = whole.with_name("quantised.gguf")
-    if asked.calibration != NO_TEXT:
-        tokens = calibration_tokens(asked.calibration, native.tokenizer, SAMPLES, LENGTH)
-        weights = importance(native, tokens, named, track)
-    if asked.memory is None:
-        quantise(whole, out, asked.type, weights)
+def rounding(
+    model: str, folder: Path, types: Sequence[str], text: str = "", track: Track = silent
+) -> Sensitivities:
+    """What a native model loses by each type in each group of its tensors.
+
+    Args:
+        model: a name for :func:`moesaic.io.source.resolve`.
+        folder: an existing one, for files that go afterwards.
+        types: llama.cpp's, of files.
+        text: source of the text that decides.
+        track: shows progress.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        whole, source = Path(place) / "model.gguf", resolve(model)
+        convert(find_converter(), source.folder, whole, "f32")
+        asked = ExportArgs(to="gguf", calibration=text)
+        return _Rounding(source.folder, whole, asked, track).sensitivities(types)
+
+
+class _Rounding:
+    """A file in f32 that llama.cpp's quantiser rounds, in several ways.
+
+    Args:
+        folder: the checkpoint.
+        whole: its file.
+        asked: the text, and the types.
+        track: shows progress.
+    """
+
+    def __init__(self, folder: Path, whole: Path, asked: ExportArgs, track: Track) -> None:
+        self.native, self.named = resolve(str(folder)), names_of(whole)
+        self.whole, self.asked, self.track = whole, asked, track
+        self.weights: Mapping[str, Tensor] = {}
+        self.tokens: Tokens | None = None
+        if asked.calibration != NO_TEXT:
+            text, tokenizer = asked.calibration, self.native.tokenizer
+            self.tokens = calibration_tokens(text, tokenizer, SAMPLES, LENGTH)
+            self.weights = importance(self.native, self.tokens, self.named, track)
+
+    def made(self) -> Path:
+        """The file that was asked for, beside the whole one."""
+        out = self.whole.with_name("quantised.gguf")
+        if self.asked.memory is None:
+            quantise(self.whole, out, self.asked.type, self.weights)
+            return out
+        budget = self.asked.memory
+        types, _ = self.sensitivities(self.asked.among or TYPES, budget).choice(budget)
+        layers = self.native.config.num_hidden_layers
+        self._write(out, {name: types[group(name, layers)] for name in tensors_of(self.whole)})
         return out
 
-    def rounded(file: Path, types: Mapping[str, str]) -> None:
-        quantise(whole, file, OTHERS, weights, types)
+    def sensitivities(self, types: Sequence[str], budget: int | None = None) -> Sensitivities:
+        """By group of tensors and type; a budget out of reach is refused before all measuring."""
+        assert self.tokens is not None  # without text no types are chosen
+        place = self.native, self.whole, types, self.tokens.rows(slice(WINDOWS))
+        return sensitivities(*place, self.named, self._write, budget, self.track)
 
-    few = tokens.rows(slice(WINDOWS))
-    among = asked.among or TYPES
-    rounded(out, chosen(native, whole, asked.memory, among, few, named, rounded, track))
-    return out
+    def _write(self, file: Path, types: Mapping[str, str]) -> None:
+        quantise(self.whole, file, OTHERS, self.weights, types)
 
 
 def convert(script: Path, folder: Path, out: Path, type: str) -> None:

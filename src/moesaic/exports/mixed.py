@@ -12,11 +12,13 @@ Shape suffixes: G groups, C choices (types).
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -29,7 +31,7 @@ from moesaic.arch.lookup import base_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.quantiser import tensors_of
-from moesaic.foreign import Model, Track, silent
+from moesaic.foreign import JSON, Model, Track, silent
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.machine import free_bytes
@@ -39,7 +41,7 @@ WINDOWS = 8
 """Of the text by which groups are measured."""
 PARTS = 8
 """Layers are told apart up to so many; of more, neighbours have the same types."""
-BESIDE = "beside the layers"
+BESIDE, FFN = "beside the layers", "ffn"
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
 """What is chosen from, where nothing is said."""
 FILES = {"q5_k_m": "q5_k", "q4_k_m": "q4_k", "q4_k_s": "q4_k", "q3_k_m": "q3_k"}
@@ -73,30 +75,78 @@ def group(name: str, layers: int) -> str:
     return f"{found[2] or 'attn'} {int(found[1]) * min(PARTS, layers) // layers}"
 
 
-def chosen(
+@dataclass(frozen=True)
+class Sensitivities:
+    """What a model loses where one group of tensors is rounded, and what the group then takes."""
+
+    groups: tuple[str, ...]
+    types: tuple[str, ...]
+    loss_GC: Numbers
+    """KL from the model, nats a token."""
+    bytes_GC: Numbers
+    fixed: int
+    """Bytes of a file beside them."""
+    ffn: int
+    """Weights of all FFNs, experts and routers."""
+
+    def as_json(self) -> JSON:
+        """All of it, lists for arrays."""
+        arrays = {"loss_GC": self.loss_GC.tolist(), "bytes_GC": self.bytes_GC.tolist()}
+        return {**vars(self), **arrays}
+
+    @classmethod
+    def load(cls, said: JSON) -> Sensitivities:
+        """The inverse of :meth:`as_json`."""
+        arrays = {name: np.array(said[name]) for name in ("loss_GC", "bytes_GC")}
+        names = {name: tuple(said[name]) for name in ("groups", "types")}
+        return cls(**{**said, **arrays, **names})
+
+    def choice(self, budget: int, kept: float = 1.0) -> tuple[dict[str, str], float]:
+        """The type of each group by which a file within a budget loses least.
+
+        Args:
+            budget: bytes.
+            kept: the share of FFNs' weights that stay, where some are taken out first.
+
+        Returns:
+            types by group, and what they lose together.
+
+        Raises:
+            MoesaicError: no such file is small enough.
+        """
+        share_G1 = np.array([[kept if name.startswith(FFN) else 1.0] for name in self.groups])
+        bytes_GC = self.bytes_GC * share_G1
+        _check_reach(bytes_GC, self.fixed, budget)
+        place_G = least(self.loss_GC, bytes_GC, budget - self.fixed)
+        loss = sum(self.loss_GC[g, c] for g, c in enumerate(place_G))
+        types = {name: self.types[c] for name, c in zip(self.groups, place_G, strict=True)}
+        return types, float(loss)
+
+
+def sensitivities(
     source: Source,
     whole: Path,
-    budget: int,
     types: Sequence[str],
     tokens: Tokens,
     named: Callable[[str], str | None],
     rounded: Callable[[Path, Mapping[str, str]], None],
+    budget: int | None = None,
     track: Track = silent,
-) -> dict[str, str]:
-    """The type of each tensor by which a file within a budget loses least.
+) -> Sensitivities:
+    """Round each group of tensors alone to each type, and measure.
 
     Args:
         source: a native checkpoint.
         whole: its GGUF file in f32; files beside it are made and deleted.
-        budget: bytes.
         types: llama.cpp's, of files.
         tokens: text that decides.
         named: llama.cpp's name of a module by transformers'.
         rounded: writes to a file what ``whole`` is with types by tensors' names.
+        budget: bytes that are to be met, if any; one out of reach is refused before all measuring.
         track: shows progress.
 
     Raises:
-        MoesaicError: no such file is small enough, or the model does not fit into memory twice in
+        MoesaicError: the budget is out of reach, or the model does not fit into memory twice in
             float32.
     """
     every = tensors_of(whole)
@@ -107,18 +157,20 @@ def chosen(
             "bytes; give a type instead."
         )
     layers = source.config.num_hidden_layers
-    known = list(dict.fromkeys(FILES.get(type, type) for type in types if type != "f32"))
+    known = tuple(dict.fromkeys(FILES.get(type, type) for type in types if type != "f32"))
     files = [whole.with_name(f"{type}.gguf") for type in known]
     for type, file in zip(known, files, strict=True):
         rounded(file, dict.fromkeys(every, type))
     model = _loaded(source)
     own = _grouped(model, layers, named)
     fixed, bytes_GC = _sizes(files, list(own), layers)
-    smallest = fixed + int(bytes_GC.min(1).sum())
-    if smallest > budget:
-        for file in files:
-            file.unlink()
-        raise MoesaicError(f"memory {budget:,} is out of reach: the least is {smallest:,} bytes.")
+    if budget is not None:
+        try:
+            _check_reach(bytes_GC, fixed, budget)
+        except MoesaicError:
+            for file in files:
+                file.unlink()
+            raise
     reference = Layerwise(source, "cpu", torch.float32, keep=True)
     loss_GC = np.zeros_like(bytes_GC)
     for c, file in enumerate(files):
@@ -129,9 +181,8 @@ def chosen(
         for g, name in enumerate(track(own, f"Rounding to {known[c]}", len(own))):
             with _exchanged(own[name], theirs[name]):
                 loss_GC[g, c] = qualities([Whole(model), reference], tokens)[0].kl
-    place_G = least(loss_GC, bytes_GC, budget - fixed)
-    of = {name: known[c] for name, c in zip(own, place_G, strict=True)}
-    return {name: of[group(name, layers)] for name in every}
+    ffn = sum(t.weights for name, t in every.items() if group(name, layers).startswith(FFN))
+    return Sensitivities(tuple(own), known, loss_GC, bytes_GC, fixed, ffn)
 
 
 def _sizes(files: Sequence[Path], names: Sequence[str], layers: int) -> tuple[int, Numbers]:
@@ -145,6 +196,12 @@ def _sizes(files: Sequence[Path], names: Sequence[str], layers: int) -> tuple[in
                 bytes_GC[names.index(group(name, layers)), c] += tensor.bytes
                 fixed -= tensor.bytes
     return fixed, bytes_GC
+
+
+def _check_reach(bytes_GC: Numbers, fixed: int, budget: int) -> None:
+    smallest = fixed + math.ceil(bytes_GC.min(1).sum())
+    if smallest > budget:
+        raise MoesaicError(f"memory {budget:,} is out of reach: the least is {smallest:,} bytes.")
 
 
 def least(loss_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +13,10 @@ from moesaic.arch.dense import PREFIX
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.exports.engines import limits
-from moesaic.exports.llamacpp import export_gguf, find_converter
+from moesaic.exports.llamacpp import export_gguf, find_converter, rounding
+from moesaic.exports.mixed import Sensitivities
 from moesaic.foreign import JSON, Track, silent
+from moesaic.io.outputs import whole_file
 from moesaic.io.source import Source, resolve
 
 ROUTER = "ffn_gate_inp"
@@ -67,6 +70,20 @@ class Files:
         """Write a model's file; see :func:`moesaic.exports.llamacpp.export_gguf`."""
         asked = replace(asked, calibration=self.text)
         return export_gguf(model, out, asked, overwrite=True, track=self.track)
+
+    def rounding(self, types: tuple[str, ...]) -> Sensitivities:
+        """What the original loses by types in each group of its tensors; measured once.
+
+        Args:
+            types: llama.cpp's.
+        """
+        file = self.folder / f"rounding-{'-'.join(types)}.json"
+        if not file.is_file():
+            place = str(self.source.folder), self.folder
+            found = rounding(*place, types, self.text, self.track)
+            with whole_file(file) as partial:
+                partial.write_text(json.dumps(found.as_json()), "utf-8")
+        return Sensitivities.load(json.loads(file.read_text("utf-8")))
 
     @contextmanager
     def opened(self, file: Path) -> Iterator[Source]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
@@ -41,7 +40,19 @@ class Form:
 
 
 def forms(source: Source, config: FitConfig) -> list[Form]:
-    """All forms of recipe that a model may be fitted by: ladders of methods, alone and in pairs.
+    """All forms of recipe that a model may be fitted by.
+
+    Raises:
+        MoesaicError: the model is of no architecture that can be made smaller.
+    """
+    found = changes(source, config)
+    if not config.types:
+        return found
+    return [form for type in config.types for form in _as_files(found, type)]
+
+
+def changes(source: Source, config: FitConfig) -> list[Form]:
+    """The forms before any file is made: ladders of methods, alone and in pairs.
 
     Raises:
         MoesaicError: the model is of no architecture that can be made smaller.
@@ -57,9 +68,7 @@ def forms(source: Source, config: FitConfig) -> list[Form]:
     found = [_alone(ladder) for ladder in whole]
     if fill := [ladder for ladder in ladders if ladder.fills]:
         found += _pairs(first, fill[-1])
-    if not config.types:
-        return found
-    return [form for type in config.types for form in _as_files(found, type, config)]
+    return found
 
 
 def mixed(config: FitConfig) -> Sequence[ExportArgs]:
@@ -123,16 +132,12 @@ def _pairs(ladders: Sequence[Ladder[MethodConfig]], fill: Ladder[MethodConfig]) 
         )
 
 
-def _as_files(found: Sequence[Form], type: str, config: FitConfig) -> Iterator[Form]:
-    """The same forms, and none, with a GGUF file made in the end.
-
-    It is of one type, and where that is made with care, of the best of all for each layer.
-    """
+def _as_files(found: Sequence[Form], type: str) -> Iterator[Form]:
+    """The same forms, and none, with a GGUF file of one type made in the end."""
     last = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
     yield Form(type, (1.0,), lambda _: (last,))
     for form in found:
-        ends = product(form.careful, (last, *mixed(config)))
-        careful = [_before(make, end) for make, end in ends]
+        careful = [_before(make, last) for make in form.careful]
         yield Form(f"{form.name}, {type}", form.shares, _before(form.quick, last), careful)
 
 
@@ -163,6 +168,27 @@ def largest(
             middle, guess = guess, guess + 1
         low, high = (middle + 1, high) if fits(shares[middle]) else (low, middle)
     return shares[low - 1] if low else None
+
+
+def lowest(
+    shares: Sequence[float], loss: Callable[[float], float], few: int
+) -> tuple[float, float]:
+    """The share of least loss, where loss falls and then rises; and that loss.
+
+    Args:
+        shares: rising.
+        loss: asked of each share once at most.
+        few: shares, evenly spread, that are looked at before those beside the best of them.
+
+    >>> lowest([1, 2, 3, 4, 5, 6, 7, 8], lambda share: (share - 6) ** 2, few=3)
+    (6, 0)
+    """
+    known = {share: loss(share) for share in shares[:: -(-len(shares) // few)]}
+    place = shares.index(min(known, key=lambda share: known[share]))
+    beside = shares[max(0, place - 1) : place + 2]
+    known |= {share: loss(share) for share in beside if share not in known}
+    best = min(known, key=lambda share: known[share])
+    return best, known[best]
 
 
 def guessed(shares: Sequence[float], least: Weight, most: Weight, config: FitConfig) -> int:

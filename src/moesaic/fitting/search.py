@@ -12,10 +12,10 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -35,7 +35,7 @@ from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, in_words, notice
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.files import Files
-from moesaic.fitting.forms import Form, forms, guessed, largest, mixed
+from moesaic.fitting.forms import Form, changes, forms, guessed, largest, lowest, mixed
 from moesaic.fitting.sizes import Costs, Steps, Weight, told
 from moesaic.foreign import JSON, Track, give_back, silent
 from moesaic.io.layout import OWN, RECORD, own
@@ -67,6 +67,8 @@ ACTIVE = "active_parameters"
 STATS, BEST = "observed.stats", "best.yaml"
 SMALLER = 2
 """Shares below the largest that are tried where a file came out larger than told."""
+JOINT = 6
+"""Shares of a form at which it is measured before bits are shared out."""
 ROOM = 8
 """Originals that the disk has room for, at least, while first steps are kept."""
 CLOSE = 1.25
@@ -275,7 +277,7 @@ class Search:
                 else Layerwise(made, self.recipe.device, self.dtype)
             )
             score = figures(*scores([run, self._reference], tokens))
-            if self.files:
+            if candidate.file:
                 score["memory"] = Path(made.name).stat().st_size
         with whole_file(file) as partial:
             partial.write_text(json.dumps(score), "utf-8")
@@ -287,9 +289,10 @@ class Search:
     @contextmanager
     def _opened(self, made: Path) -> Iterator[Source]:
         """A candidate's result or its file, which goes afterwards."""
-        if self.files is None:
+        if self.files is None or made.is_dir():
             yield Source("candidate", made)
-            shutil.rmtree(made, ignore_errors=True)
+            if self.files is None:  # else files are made of it
+                shutil.rmtree(made, ignore_errors=True)
             return
         with self.files.opened(made) as source:
             yield source
@@ -470,9 +473,55 @@ class Search:
             for make in form.careful
         ]
         fine += [(asked.called, (asked,)) for asked in mixed(self.config)]
+        fine += self._jointly(config)
         tracked = self.track(fine, "Refining", len(fine))
         made = (self._try(name, steps, "refined", config) for name, steps in tracked)
         return [candidate for candidate in made if candidate]
+
+    def _jointly(self, config: FitConfig) -> Iterator[tuple[str, Steps]]:
+        """The best forms of one step that end in a file whose layers differ in type.
+
+        What the step loses and what rounding loses nearly add up: the former is measured at a few
+        shares, the latter follows for every size from what the original loses by types, so that
+        each form's share is the one where the sum is least.
+        """
+        ends, best = mixed(self.config), list[tuple[float, str, Steps]]()
+        if not ends or self.files is None or config.memory is None:
+            return
+        known = [form for form in changes(self.source, self.config) if form.single]
+        for form in self.track(known, "Weights or bits", len(known)):
+            rounding = self._rounding(form, config.memory)
+            if rounding:
+                added = partial(self._added, form, rounding)
+                share, loss = lowest([*rounding], added, JOINT)
+                make = (*form.careful, form.quick)[0]
+                best.append((loss, f"{form.name}, mixed", (*make(share), *ends)))
+        for _, name, steps in sorted(best, key=lambda b: b[0])[: self.config.confirm]:
+            yield name, steps
+
+    def _rounding(self, form: Form, memory: int) -> dict[float, float]:
+        """By share of a form what rounding to a size then loses, where types are narrow enough."""
+        assert self.files is not None
+        table, whole = self.files.rounding(self.config.types), self.original.size.total_parameters
+        found = {}
+        for share in self._possible(form)[:-1]:
+            weight = self.costs.of(form.quick(share))
+            if weight is not None and weight.native:
+                with suppress(MoesaicError):
+                    kept = 1 - (whole - weight.parameters) / table.ffn
+                    found[share] = table.choice(memory, kept)[1]
+        return found
+
+    def _added(self, form: Form, rounding: Mapping[float, float], share: float) -> float:
+        """The KL of a form's quick step, and of rounding it; infinite where it is refused."""
+        steps = form.quick(share)
+        weight = self.costs.of(steps)
+        assert weight is not None
+        try:
+            return self.measured(Candidate(form.name, steps, weight)).kl + rounding[share]
+        except MoesaicError as error:
+            self.refused[form.name] = str(error)
+            return math.inf
 
     def _tried_quickly(self, found: Sequence[tuple[Form, float]], config: FitConfig) -> list[Tried]:
         """Every form at its largest size as it is quickly made, those that lose least first."""
@@ -495,6 +544,7 @@ class Search:
         """Tell what it takes to try some forms, and then to refine as many as may be refined."""
         rough = [form.quick(share) for form, share in found]
         careful = [make(share) for form, share in found for make in form.careful]
+        careful += [(asked,) for asked in mixed(self.config)]
         if self.tell is None or not rough:
             return
         seconds, peak = self.costs.predicted(rough)

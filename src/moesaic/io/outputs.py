@@ -39,6 +39,7 @@ SCRATCH = (
     "stats*.safetensors",
     "step-*.json",
     "tried-*.json",
+    "rounding-*.json",
     "*.stats",
     ".*.writing",
     ".*.lock",
