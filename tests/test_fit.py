@@ -243,6 +243,7 @@ def test_weights_and_bits_share_one_budget(tmp_path: Path, monkeypatch: pytest.M
         return candidate.scored({"kl": kls[keep], "loss": 0.0})
 
     looking.costs = SimpleNamespace(of=told_of)  # type: ignore[assignment]
+    looking.redundancy = None
     monkeypatch.setattr(Search, "measured", measured)
     last = {"export": {"to": "gguf", "memory": 185, "among": ("q8_0", "q2_k")}}
 
@@ -411,7 +412,8 @@ def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.Monk
     config = FitConfig(memory=budget, windows=4, confirm=1)
     record = fit(recipe_of(out), config, tell=lines.append)
     assert record is not None
-    searching, making = (" ".join(line.split()) for line in lines)
+    redundant, searching, making = (" ".join(line.split()) for line in lines)
+    assert "KL before any refit: dropping a quarter loses" in redundant
     assert re.fullmatch(
         r"Predicted: .* memory, 3 forms and 0 refined; the result .* on top\.", searching
     )

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import torch
 
+from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.config import (
     ROUNDED,
     Calibration,
@@ -36,12 +38,14 @@ from moesaic.estimates import Built, in_words, notice
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.files import Files
 from moesaic.fitting.forms import Form, changes, forms, guessed, largest, lowest, mixed
+from moesaic.fitting.redundancy import Redundancy, redundancy
 from moesaic.fitting.sizes import Costs, Steps, Weight, told
 from moesaic.foreign import JSON, Track, give_back, silent
 from moesaic.io.layout import OWN, RECORD, own
 from moesaic.io.outputs import alone, discard, searched, whole_file, whole_folder
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
+from moesaic.methods.naee.config import QUICK, PruneConfig
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.machine import environment
@@ -381,6 +385,26 @@ class Search:
 
     # --- the search ------------------------------------------------------------------------------
 
+    @cached_property
+    def redundancy(self) -> Redundancy | None:
+        """Where a mixture is redundant, which is told; None of dense models."""
+        if not isinstance(base_arch(self.source.config), MoEArch):
+            return None
+        args = self._args(self.recipe.model, PruneConfig(score=QUICK, refit=False), 0)
+        found = redundancy(args, self.texts[1], self.track)
+        if self.tell is not None:
+            self.tell(found.told())
+        for verb in filter(found.hopeless, ("prune", "slim")):
+            logging.getLogger(__name__).warning(
+                "%s is not tried: a quarter of it loses more than a half of the other way.", verb
+            )
+        return found
+
+    def _hopeful(self, form: Form) -> bool:
+        """Whether a form may come out best, as far as it begins with what was looked at."""
+        first = form.quick(form.shares[-1])[0]
+        return self.redundancy is None or not self.redundancy.hopeless(first.verb)
+
     def run(self) -> tuple[Candidate, list[Candidate]]:
         """The candidate of least loss within the budget, and all that were measured.
 
@@ -411,6 +435,7 @@ class Search:
         found = self._sized(known, config)
         if not found and not mixed(self.config):
             return None
+        found = [(form, share) for form, share in found if self._hopeful(form)]
         self._foretell(found)
         return self._best_of(found, config)
 
@@ -431,6 +456,7 @@ class Search:
             found = self._sized(known, budget)
             if not found:
                 continue
+            found = [(form, share) for form, share in found if self._hopeful(form)]
             if not self._tried:  # each of the others takes less: fewer forms are left
                 self._foretell(found)
             tried = self._tried_quickly(found, budget)
@@ -488,7 +514,8 @@ class Search:
         ends, best = mixed(self.config), list[tuple[float, str, Steps]]()
         if not ends or self.files is None or config.memory is None:
             return
-        known = [form for form in changes(self.source, self.config) if form.single]
+        every = changes(self.source, self.config)
+        known = [form for form in every if form.single and self._hopeful(form)]
         for form in self.track(known, "Weights or bits", len(known)):
             rounding = self._rounding(form, config.memory)
             if rounding:

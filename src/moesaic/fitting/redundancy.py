@@ -1,0 +1,179 @@
+"""Where a mixture is redundant: between its experts, inside them, or in neither.
+
+From statistics alone a quarter and a half are taken out in both ways, whole experts and neurons of
+each, as quickly as can be: nothing is refitted or written. Each is one branch of the model
+(:mod:`moesaic.observation.branches`), and the KL at its output is what is compared. Why it comes
+out so is told by three figures: how alike the outputs of two experts are on the same token, how
+much of what neurons write is written by half of them, and how evenly tokens choose experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from moesaic.arch.lookup import moe_arch
+from moesaic.config import MethodConfig, RunArgs
+from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON, Track, silent
+from moesaic.layers.base import LayerPlan
+from moesaic.methods.naee.config import QUICK, PruneConfig
+from moesaic.methods.slim.config import SlimConfig
+from moesaic.observation.branches import divergences
+from moesaic.observation.experts import unpacked
+from moesaic.observation.files import StatsFile
+from moesaic.observation.job import Job
+from moesaic.pipeline import convert
+
+PARTS = (0.25, 0.5)
+"""Shares of the experts' parameters that are taken out."""
+WINDOWS = 16
+"""Of text, on which it is measured."""
+TOKENS = 512
+"""Of a layer, whose experts' outputs are compared."""
+MUCH = 0.1
+"""A KL that no quarter of the experts is worth."""
+AHEAD = 1.25
+"""One way is ahead of the other where that loses so many times as much."""
+
+
+@dataclass(frozen=True)
+class Redundancy:
+    """What quick decisions lose, and three figures of the experts."""
+
+    dropped: Mapping[float, float]
+    """KL in nats a token by the share of each layer's experts that goes."""
+    narrowed: Mapping[float, float]
+    """The same by the share of each expert's neurons."""
+    alike: float | None
+    """Mean cosine of two experts' outputs on the same token; None where no pairs were observed."""
+    half: float
+    """The share of what an expert's neurons write, squared, that half of them write."""
+    flat: float
+    """Entropy of the choice of experts, relative to even choice; mean of the layers."""
+
+    @property
+    def lies(self) -> str:
+        """Where it is: ``between`` experts, ``inside`` them, ``both``, or ``neither``."""
+        few, much = PARTS
+        least = min(self.dropped.get(few, MUCH), self.narrowed.get(few, MUCH))
+        if least >= MUCH:
+            return "neither"
+        drop, narrow = (of.get(much, torch.inf) for of in (self.dropped, self.narrowed))
+        if drop * AHEAD < narrow:
+            return "between"
+        return "inside" if narrow * AHEAD < drop else "both"
+
+    def hopeless(self, verb: str) -> bool:
+        """Whether a verb loses more by a quarter than the other one by a half."""
+        ways = {"prune": (self.dropped, self.narrowed), "slim": (self.narrowed, self.dropped)}
+        if verb not in ways:
+            return False
+        own, other = ways[verb]
+        few, much = PARTS
+        return own.get(few, torch.inf) > other.get(much, torch.inf)
+
+    def told(self) -> str:
+        """One paragraph."""
+        advice = {
+            "between": "Experts are interchangeable: drop whole ones (prune).",
+            "inside": "Each expert is needed, and not all of it: narrow them (slim).",
+            "both": "Dropping experts and narrowing them lose about as much: try both.",
+            "neither": "Neither can go without loss: round (export --to gguf) before anything.",
+        }[self.lies]
+        ways = (("dropping", self.dropped), ("narrowing by", self.narrowed))
+        each = [
+            f"{word} a {name} loses {of[part]:.2g}"
+            for word, of in ways
+            for part, name in zip(PARTS, ("quarter", "half"), strict=True)
+            if part in of
+        ]
+        alike = ""
+        if self.alike is not None:
+            alike = f"outputs of two experts have a cosine of {self.alike:.2f}, "
+        return (
+            f"{advice} KL before any refit: {', '.join(each)}. Why: {alike}half of the neurons "
+            f"write {self.half:.0%} of all that is written, and routing has {self.flat:.0%} of the "
+            "entropy of even routing."
+        )
+
+    def as_json(self) -> JSON:
+        """All of it, with ``lies``."""
+        keyed = {
+            name: {str(part): kl for part, kl in getattr(self, name).items()}
+            for name in ("dropped", "narrowed")
+        }
+        return {**asdict(self), **keyed, "lies": self.lies}
+
+
+def redundancy(args: RunArgs, windows: Tokens, track: Track = silent) -> Redundancy:
+    """Look where a mixture is redundant.
+
+    Args:
+        args: the model, and the file of its statistics.
+        windows: text on which it is measured, of which the first few are taken.
+        track: shows progress.
+    """
+    job = Job(args, moe_arch)
+    experts = max(job.base.experts)
+    wanted: dict[tuple[str, float], MethodConfig] = {}
+    for part in PARTS:
+        keep = round((1 - part) * experts)
+        wanted["dropped", part] = PruneConfig(keep=keep, score=QUICK, refit=False)
+        wanted["narrowed", part] = SlimConfig(keep=1 - part, score="energy", refit=False)
+    plans = {key: plan for key, config in wanted.items() if (plan := _decided(config, args))}
+    stream = job.stream(sorted(job.base.routed), job.arch.view, windows.rows(slice(WINDOWS)))
+    found = dict(zip(plans, divergences(stream, list(plans.values()), track), strict=True))
+    dropped, narrowed = (
+        {part: kl for (name, part), kl in found.items() if name == way}
+        for way in ("dropped", "narrowed")
+    )
+    figures = _figures(StatsFile(Path(args.calibration.stats)))
+    return Redundancy(dropped, narrowed, *figures)
+
+
+def _figures(stats: StatsFile) -> tuple[float | None, float, float]:
+    """The means over layers of a mixture's ``alike``, ``half`` and ``flat``."""
+    alike, half, flat = list[float](), list[float](), list[float]()
+    for i in stats.layers:
+        layer = stats.layer(i)
+        if len(layer.gram_SP):
+            alike.append(cosine(unpacked(layer.gram_SP[:TOKENS], layer.experts)))
+        wrote_EM = layer.neurons.energy_EM * layer.neurons.reach_EM.square()
+        most_EM = wrote_EM.topk(wrote_EM.shape[1] // 2, dim=1).values
+        half.append((most_EM.sum() / wrote_EM.sum().clamp(min=1e-300)).item())
+        chosen_E = layer.calls_E.double() / max(1, int(layer.calls_E.sum()))
+        flat.append(torch.special.entr(chosen_E).sum().item() / math.log(max(2, layer.experts)))
+    return fmean(alike) if alike else None, fmean(half), fmean(flat)
+
+
+def cosine(gram_SEE: Tensor) -> float:
+    """The mean cosine of the outputs of two different experts.
+
+    Args:
+        gram_SEE: inner products of all experts' outputs on some tokens.
+
+    >>> cosine(torch.tensor([[[4.0, 2.0], [2.0, 1.0]], [[1.0, 0.0], [0.0, 9.0]]]))
+    0.5
+    """
+    norm_SE = gram_SEE.diagonal(dim1=1, dim2=2).clamp(min=1e-30).sqrt()
+    cosine_SEE = gram_SEE / norm_SE[:, :, None] / norm_SE[:, None]
+    experts = gram_SEE.shape[1]
+    others_S = cosine_SEE.sum((1, 2)) - experts
+    return others_S.mean().item() / (experts * (experts - 1))
+
+
+def _decided(config: MethodConfig, args: RunArgs) -> Mapping[int, LayerPlan] | None:
+    """The layers of a plan; None where the model cannot have it."""
+    try:
+        plan = convert(config, args).plan
+    except MoesaicError:
+        return None
+    return None if plan is None else plan.layers

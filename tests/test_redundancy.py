@@ -1,0 +1,105 @@
+"""Where a mixture is redundant, on mixtures that were made so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import tiny_moe
+
+import moesaic
+from moesaic.config import Calibration, RunArgs
+from moesaic.data.text import Tokens
+from moesaic.fitting import search
+from moesaic.fitting.config import FitConfig
+from moesaic.fitting.redundancy import Redundancy, cosine, redundancy
+from moesaic.fitting.search import Search
+from moesaic.metrics.forward import Whole
+from moesaic.metrics.score import qualities
+from moesaic.recipe import Recipe
+
+
+def looked_at(model: Any, tokens: Tokens, folder: Path) -> Redundancy:
+    file = folder / "model.stats"
+    moesaic.observe(model, file, text=tokens)
+    args = RunArgs(model, text=tokens, calibration=Calibration(stats=str(file)))
+    return redundancy(args, tokens)
+
+
+def mixture(kind: str) -> Any:
+    """Experts that are copies of each other; or of which half of the neurons write nothing."""
+    model = tiny_moe("mixtral")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            experts = layer.mlp.experts
+            experts.down_proj.mul_(8)
+            if kind == "copies":
+                for weight in (experts.gate_up_proj, experts.down_proj):
+                    weight.copy_(weight[:1].expand_as(weight).clone())
+            elif kind == "idle":
+                experts.down_proj[:, :, 1::2] = 0
+    return model
+
+
+def test_copies_are_interchangeable(tokens: Tokens, tmp_path: Path) -> None:
+    found = looked_at(mixture("copies"), tokens, tmp_path)
+    assert found.dropped == {0.25: pytest.approx(0, abs=1e-6), 0.5: pytest.approx(0, abs=1e-6)}
+    assert 0 < found.narrowed[0.25] < found.narrowed[0.5]
+    assert found.alike == pytest.approx(1, abs=1e-3)
+    assert found.lies == "between"
+    assert found.hopeless("slim")
+    assert not found.hopeless("prune")
+    assert found.told().startswith("Experts are interchangeable")
+    assert json.loads(json.dumps(found.as_json()))["lies"] == "between"
+
+
+def test_idle_neurons_can_go(tokens: Tokens, tmp_path: Path) -> None:
+    found = looked_at(mixture("idle"), tokens, tmp_path)
+    assert found.narrowed == {0.25: pytest.approx(0, abs=1e-6), 0.5: pytest.approx(0, abs=1e-6)}
+    assert 0 < found.dropped[0.25] < found.dropped[0.5]
+    assert found.half == 1
+    assert found.alike is not None
+    assert abs(found.alike) < 0.5
+    assert [found.lies, found.hopeless("prune"), found.hopeless("slim")] == ["inside", True, False]
+
+
+def test_what_is_told_is_what_a_result_would_lose(tokens: Tokens, tmp_path: Path) -> None:
+    """Before any refit: of the same decision, as a whole model."""
+    model = mixture("plain")
+    found = looked_at(model, tokens, tmp_path)
+    stats = str(tmp_path / "model.stats")
+    for keep, part in ((6, 0.25), (4, 0.5)):
+        config = moesaic.PruneConfig(keep=keep, score="pairwise", refit=False)
+        result = moesaic.prune(model, config, text=tokens, stats=stats)
+        kl = qualities([Whole(result.model), Whole(model)], tokens)[0].kl
+        assert found.dropped[part] == pytest.approx(kl, rel=1e-3)
+
+
+def test_cosines_of_different_experts_alone() -> None:
+    draw = torch.Generator().manual_seed(0)
+    outputs_SED = torch.randn(5, 3, 7, generator=draw).double()
+    gram_SEE = outputs_SED @ outputs_SED.transpose(1, 2)
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    wanted = [torch.cosine_similarity(outputs_SED[:, i], outputs_SED[:, j]) for i, j in pairs]
+    assert cosine(gram_SEE) == pytest.approx(torch.stack(wanted).mean().item())
+
+
+@pytest.mark.parametrize(("kind", "left"), [("copies", "prune"), ("idle", "slim")])
+def test_a_search_leaves_out_what_cannot_win(
+    kind: str, left: str, tokens: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = looked_at(mixture(kind), tokens, tmp_path)
+    monkeypatch.setattr(search, "redundancy", lambda *_: found)
+    monkeypatch.setattr(Search, "texts", (tokens, tokens))
+    monkeypatch.setattr(Search, "_stats", tmp_path / "model.stats")
+    lines: list[str] = []
+    recipe = Recipe("tiny-moe", str(tmp_path / "out"), (), Calibration(samples=4, length=16))
+    looking = Search(recipe, FitConfig(memory=1), tmp_path / "work", tell=lines.append)
+    known = search.forms(looking.source, looking.config)
+    hopeful = {form.quick(1.0)[0].verb for form in known if looking._hopeful(form)}
+    assert {"prune", "slim"} & {form.quick(1.0)[0].verb for form in known} == {"prune", "slim"}
+    assert {"prune", "slim"} & hopeful == {left}
+    assert lines == [found.told()]
