@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from builders import tiny_moe
+from typer.testing import CliRunner
 
 import moesaic
+from moesaic.cli import app
 from moesaic.config import Calibration, RunArgs
 from moesaic.data.text import Tokens
 from moesaic.fitting import search
@@ -103,3 +105,18 @@ def test_a_search_leaves_out_what_cannot_win(
     assert {"prune", "slim"} & {form.quick(1.0)[0].verb for form in known} == {"prune", "slim"}
     assert {"prune", "slim"} & hopeful == {left}
     assert lines == [found.told()]
+
+
+def test_inspect_tells_where_from_a_file_of_statistics(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.stats"
+    moesaic.observe("tiny-moe", file, samples=8, length=64)
+    said = CliRunner().invoke(app, ["inspect", "tiny-moe", "--stats", str(file), "--json"])
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.stdout)["redundancy"]
+    assert found["lies"] == "inside"
+    assert found["narrowed"]["0.5"] < found["dropped"]["0.5"] < 1
+    shown = CliRunner().invoke(app, ["inspect", "tiny-moe", "--stats", str(file)]).stdout
+    assert "Each expert is needed" in shown
+    other = CliRunner().invoke(app, ["inspect", "tiny-shared-moe", "--stats", str(file)])
+    assert other.exit_code == 2
+    assert "another model" in other.stderr

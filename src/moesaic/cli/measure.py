@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, option
 from moesaic.cli.shared import columns, emit, register, tell
-from moesaic.config import Bench, Evaluation, check_device, parse_dtype
+from moesaic.config import (
+    Bench,
+    Calibration,
+    Evaluation,
+    MethodConfig,
+    RunArgs,
+    check_device,
+    parse_dtype,
+)
 from moesaic.data.questions import wanted_tasks
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
@@ -19,6 +28,8 @@ from moesaic.recipe import Recipe
 
 if TYPE_CHECKING:
     from rich.console import Group
+
+    from moesaic.fitting.redundancy import Redundancy
 
 Against = Annotated[str | None, typer.Option(metavar="MODEL", help="Measured beside it.")]
 Original = Annotated[
@@ -108,9 +119,20 @@ def bench(model: Model, against: Against = None, as_json: AsJson = False, **give
     emit(as_json, result, Group(table, *said))
 
 
-def inspect(model: Model, as_json: AsJson = False) -> None:
+def inspect(
+    model: Model,
+    stats: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="STATS",
+            help="A file of observe: tell too where the mixture is redundant, which runs it.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """What a checkpoint is made of, layer by layer; reads no weights."""
     check_name(model)
+    from rich.console import Group
     from rich.table import Table
 
     from moesaic.metrics.size import inspect
@@ -127,7 +149,23 @@ def inspect(model: Model, as_json: AsJson = False) -> None:
         f"{figures['total_parameters']:,} parameters, {figures['active_parameters']:,} active; "
         f"active ratio {figures['active_ratio']:.3f}"
     )
-    emit(as_json, figures, table)
+    shown: list[Value] = [table]
+    if stats is not None:
+        found = _redundancy(model, stats)
+        figures, shown = {**figures, "redundancy": found.as_json()}, [table, found.told()]
+    emit(as_json, figures, Group(*shown))
+
+
+def _redundancy(model: str, stats: Path) -> Redundancy:
+    from moesaic.cli.bars import bars
+    from moesaic.data.text import evaluation_tokens
+    from moesaic.fitting.redundancy import WINDOWS, redundancy
+    from moesaic.io.source import resolve
+
+    length = Calibration.length or MethodConfig.window
+    text = evaluation_tokens("", resolve(model).tokenizer, length, WINDOWS * length)
+    args = RunArgs.of(model, calibration=Calibration(stats=str(stats)))
+    return redundancy(args, text, bars)
 
 
 def generate(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -28,7 +27,7 @@ from moesaic.methods.naee.config import QUICK, PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.observation.branches import divergences
 from moesaic.observation.experts import unpacked
-from moesaic.observation.files import StatsFile
+from moesaic.observation.files import StatsFile, from_file
 from moesaic.observation.job import Job
 from moesaic.pipeline import convert
 
@@ -120,8 +119,12 @@ def redundancy(args: RunArgs, windows: Tokens, track: Track = silent) -> Redunda
         args: the model, and the file of its statistics.
         windows: text on which it is measured, of which the first few are taken.
         track: shows progress.
+
+    Raises:
+        MoesaicError: the model is dense, or the file is of another one.
     """
     job = Job(args, moe_arch)
+    stats = from_file(job, args.calibration.stats, needs_gram=False)
     experts = max(job.base.experts)
     wanted: dict[tuple[str, float], MethodConfig] = {}
     for part in PARTS:
@@ -135,8 +138,7 @@ def redundancy(args: RunArgs, windows: Tokens, track: Track = silent) -> Redunda
         {part: kl for (name, part), kl in found.items() if name == way}
         for way in ("dropped", "narrowed")
     )
-    figures = _figures(StatsFile(Path(args.calibration.stats)))
-    return Redundancy(dropped, narrowed, *figures)
+    return Redundancy(dropped, narrowed, *_figures(stats))
 
 
 def _figures(stats: StatsFile) -> tuple[float | None, float, float]:
