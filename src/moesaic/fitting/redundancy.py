@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ def redundancy(args: RunArgs, windows: Tokens, track: Track = silent) -> Redunda
     Raises:
         MoesaicError: the model is dense, or the file is of another one.
     """
-    job = Job(args, moe_arch)
+    job: Job[Any] = Job(args, moe_arch)
     stats = from_file(job, args.calibration.stats, needs_gram=False)
     experts = max(job.base.experts)
     wanted: dict[tuple[str, float], MethodConfig] = {}
