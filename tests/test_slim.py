@@ -413,6 +413,29 @@ def test_widths_by_layer_are_kept_only_where_equal_ones_lose_more(
         assert result.model.config.model_type == ("mixtral" if better else "moesaic_mixtral")
 
 
+def test_where_equal_widths_are_kept_the_result_is_theirs(monkeypatch):
+    """Text has windows to compare on beside those that were asked for, which all decide."""
+    seen = []
+
+    def found(stream, changes, track=None):
+        seen.extend(batch.input_ids for batch in stream._batches)
+        return [1.0, 0.0]
+
+    monkeypatch.setattr("moesaic.methods.layered.divergences", found)
+    options = {"keep": 0.5, "score": "energy"}
+    text = {"samples": 16, "length": 32}
+    plain = moesaic.slim("tiny-moe", SlimConfig(**options), **text)
+    kept = moesaic.slim("tiny-moe", SlimConfig(**options, allocate="layers"), **text)
+    for i, layer in plain.plan.layers.items():
+        assert torch.equal(layer.neurons_EW, kept.plan.layers[i].neurons_EW)
+        assert torch.allclose(layer.down_E, kept.plan.layers[i].down_E, atol=1e-2)
+    assert kept.plan.calibration == plain.plan.calibration
+    held = torch.cat(seen)
+    assert held.shape == (2, 32)
+    deciding = kept.job.tokens.input_ids.unfold(1, 16, 1).flatten(0, 1).tolist()
+    assert not any(piece in deciding for piece in held.unfold(1, 16, 1).flatten(0, 1).tolist())
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "glm4_moe", "ernie4_5_moe"])
 def test_a_shared_path_that_is_counted_in_experts_is_filled_up(model_type, tokens, tmp_path):
     """12 of 16 neurons an expert, and a shared path of 16: two of 12, the last 8 are zero."""

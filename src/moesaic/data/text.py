@@ -23,6 +23,8 @@ POOL = 20_000_000
 
 SAMPLES, LENGTH = 100, 512
 """Windows to calibrate on, and tokens of one to measure on, where nobody says."""
+RUN = 32
+"""Tokens in a row by which a window is known to share text with another."""
 
 IGNORED = -100
 """The label of a token that is not predicted: a prompt's, or padding."""
@@ -227,6 +229,24 @@ def load_texts(source: str, use: Use) -> list[str]:
         MoesaicError: a source cannot be read, or its columns are not known.
     """
     return [text_of(row) for part in sources_of(source, use) for row in open_rows(part, use)]
+
+
+def apart(windows: Tokens, others: Tokens, run: int = RUN) -> Tokens:
+    """The windows that have no tokens in a row, so many, that others have, too.
+
+    >>> others = Tokens(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
+    >>> apart(Tokens(torch.tensor([[9, 2, 3, 9], [2, 9, 4, 6]])), others, 2).input_ids.tolist()
+    [[2, 9, 4, 6]]
+    """
+    rows, known = windows.input_ids, others.input_ids
+    run = min(run, rows.shape[1])
+    pieces = {tuple(piece) for piece in known.unfold(1, run, 1).flatten(0, 1).tolist()}
+    kept = [
+        i
+        for i, row in enumerate(rows)
+        if not any(tuple(piece) in pieces for piece in row.unfold(0, run, 1).tolist())
+    ]
+    return windows.rows(torch.tensor(kept, dtype=torch.int64))
 
 
 def evaluation_tokens(

@@ -31,7 +31,7 @@ from moesaic.config import (
     in_unit,
     parse_dtype,
 )
-from moesaic.data.text import SAMPLES, Tokens, calibration_tokens, evaluation_tokens
+from moesaic.data.text import SAMPLES, Tokens, apart, calibration_tokens, evaluation_tokens
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, in_words, notice
@@ -57,8 +57,6 @@ from moesaic.plan import Progress
 from moesaic.recipe import Recipe, check_run
 from moesaic.record import Record
 
-RUN = 32
-"""Tokens in a row by which a window is known to share text with another."""
 LEAST = 4
 """Windows that choose, at least."""
 PART = 4
@@ -704,24 +702,6 @@ def figures(ours: Score, theirs: Score) -> JSON:
         "kl": ours.kl,
         "tokens": ours.tokens,
     }
-
-
-def apart(windows: Tokens, others: Tokens, run: int = RUN) -> Tokens:
-    """The windows that have no tokens in a row, so many, that others have, too.
-
-    >>> others = Tokens(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
-    >>> apart(Tokens(torch.tensor([[9, 2, 3, 9], [2, 9, 4, 6]])), others, 2).input_ids.tolist()
-    [[2, 9, 4, 6]]
-    """
-    rows, known = windows.input_ids, others.input_ids
-    run = min(run, rows.shape[1])
-    pieces = {tuple(piece) for piece in known.unfold(1, run, 1).flatten(0, 1).tolist()}
-    kept = [
-        i
-        for i, row in enumerate(rows)
-        if not any(tuple(piece) in pieces for piece in row.unfold(0, run, 1).tolist())
-    ]
-    return windows.rows(torch.tensor(kept, dtype=torch.int64))
 
 
 def fit(

@@ -105,21 +105,9 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """The size that each layer gets.
 
         Args:
-            losses: of :meth:`losses`.
+            losses: by layer and size the ``relative_loss``; 0 where none was told.
         """
         return {i: next(iter(of_layer)) for i, of_layer in losses.items()}
-
-    def losses(self, job: Job[A], made: Mapping[int, Made[S]]) -> Mapping[int, Mapping[S, float]]:
-        """What :meth:`allocate` compares, by layer and size.
-
-        Args:
-            job: the model and the tokens that decide.
-            made: what each layer would become at each size, not refitted.
-        """
-        return {
-            i: {size: float(seen.get("relative_loss", 0.0)) for size, (_, seen) in of.items()}
-            for i, of in made.items()
-        }
 
     def rivals(self) -> Mapping[str, LayerMethod[C, A, S]]:
         """Plainer ways to spend the same budget, by name. Of all and its own the result is the one
@@ -200,7 +188,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
                 i: {size: finished[method._key(name, size), i] for size in options}
                 for i, options in sizes[name].items()
             }
-            losses[name] = method.losses(job, made)
+            losses[name] = _losses(made)
             chosen = {i: made[i][size] for i, size in method.allocate(losses[name]).items()}
             layers = method.finish(job, {i: layer for i, (layer, _) in chosen.items()})
             plans[name] = Plan(config.name, job.base, layers, asdict(method.config), calibration)
@@ -286,8 +274,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """What :meth:`decide` makes of layers of which nothing is known but their shapes."""
         sizes = self.sizes(job)
         made = {i: self.decide(Case(i, job, None), options) for i, options in sizes.items()}
-        losses = LayerMethod.losses(self, job, made)
-        chosen = self.allocate(losses)
+        chosen = self.allocate(_losses(made))
         layers = self.finish(job, {i: made[i][size][0] for i, size in chosen.items()})
         cost = cost_of(self.needs, job, list(sizes), self.gram_bytes) + self.cost(job, sizes)
         refit = 0.0
@@ -302,3 +289,11 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             held=cost.held,
             libraries=cost.libraries,
         )
+
+
+def _losses(made: Mapping[int, Made[S]]) -> dict[int, dict[S, float]]:
+    """What was told of every layer and size."""
+    return {
+        i: {size: float(seen.get("relative_loss", 0.0)) for size, (_, seen) in of.items()}
+        for i, of in made.items()
+    }

@@ -17,6 +17,7 @@ from moesaic.config import RunArgs
 from moesaic.data.text import (
     SAMPLES,
     Tokens,
+    apart,
     calibration_tokens,
     needs_tokenizer,
     positions,
@@ -130,34 +131,55 @@ class Job(Generic[A]):
                 raise MoesaicError(
                     "Calibration text needs a tokenizer: pass tokenizer=, or token ids."
                 )
-            text = calibration_tokens(
-                text,
-                tokenizer,
-                drawn.samples,
-                drawn.length,
-                drawn.seed,
-                documents=drawn.documents,
-                window=min(self._length, positions(config) or self._length),
-            )
+            text = self._drawn(text, drawn.samples)
         text.check(config)
         return text
+
+    def _drawn(self, text: Any, samples: int | None) -> Tokens:
+        """So many windows of a text."""
+        drawn, most = self.args.calibration, positions(self.original.config)
+        return calibration_tokens(
+            text,
+            self.tokenizer_for(text),
+            samples,
+            drawn.length,
+            drawn.seed,
+            documents=drawn.documents,
+            window=min(self._length, most or self._length),
+        )
 
     def tokenizer_for(self, text: object) -> Tokenizer | None:
         """The tokenizer for a text; None for token ids, which need none."""
         return self.tokenizer if needs_tokenizer(text) else None
 
     def held_back(self) -> Tokens:
-        """Take some of the calibration windows away, the last ones, to compare decisions on.
+        """Windows to compare decisions on that nothing is decided on: one in :data:`HELD_BACK`.
 
-        Returns:
-            one in :data:`HELD_BACK`; where there is but one window it stays, and is returned too.
+        Where the text has more than was asked for they share nothing with :attr:`tokens`; else,
+        and of tokens that were given, they are taken away from those; a single window serves both.
         """
         every = self.tokens
         count = len(every.input_ids)
-        kept = count - max(1, count // HELD_BACK)
-        if kept:
-            self.tokens = every.rows(slice(kept))
-        return every.rows(slice(kept, None))
+        few = max(1, count // HELD_BACK)
+        others = self._more_than(every, few)
+        if others is not None:
+            return others
+        if count > few:
+            self.tokens = every.rows(slice(count - few))
+        return every.rows(slice(count - few, None))
+
+    def _more_than(self, every: Tokens, count: int) -> Tokens | None:
+        """So many windows of the text beside some; None where it has no more."""
+        drawn = self.args.calibration
+        if self.args.text is not None:
+            return None
+        wanted = len(every.input_ids) + 2 * count
+        try:
+            more = self._drawn(drawn.source, wanted)
+        except MoesaicError:
+            return None
+        others = apart(more, every)
+        return others.rows(slice(count)) if len(others.input_ids) >= count else None
 
     @property
     def planned_tokens(self) -> int:

@@ -15,8 +15,8 @@ Where we depart from the scores' papers:
 
 One budget may be spent on both: N experts stay, each as wide as the rest allows. ``auto`` takes
 the N whose layers' routed output changes least on the calibration tokens, measured exactly, the
-router deciding as it will. ``layers`` gives layers widths of their own, by what narrowing each
-alone does to the model's output, unless equal widths do less on windows that decided nothing.
+router deciding as it will. ``layers`` does so for widths that differ by layer, unless equal widths
+move the model's output less on windows that decided nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from moesaic.layers.neurons import filled_up
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Told
-from moesaic.methods.layered import RESULT, Case, LayerMethod, Made
+from moesaic.methods.layered import RESULT, Case, LayerMethod
 from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.naee.search import allocate
 from moesaic.methods.slim.choice import (
@@ -57,7 +57,6 @@ from moesaic.methods.slim.choice import (
 from moesaic.methods.slim.config import BEST, PAIRS_BYTES, SlimConfig
 from moesaic.methods.slim.scores import SCORES
 from moesaic.methods.slim.widths import ROW, width_for
-from moesaic.observation.branches import divergences
 from moesaic.observation.files import observed_layers
 from moesaic.observation.job import HELD_BACK, Job
 from moesaic.observation.layers import Cost, LayerStats, neuron_pairs
@@ -68,8 +67,6 @@ from moesaic.surgery import headers_of
 
 WIDTHS = 12
 """The most widths of a layer that are tried."""
-WINDOWS = 8
-"""Of the calibration text, on which widths of single layers are tried."""
 EQUAL = "equal widths"
 
 
@@ -92,11 +89,6 @@ class Size:
     """Places for them; what is left over holds zeros. 0 where the path is left alone."""
     dense: bool = False
     """It is a dense FFN, seen as one expert."""
-
-    @property
-    def whole(self) -> bool:
-        """No neuron goes."""
-        return self.neurons == self.count * self.before and not self.room
 
 
 class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
@@ -323,13 +315,9 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return size if alone else replace(size, shared=shared, room=room)
 
     def cost(self, job: Job[Arch], sizes: Mapping[int, Sequence[Size]]) -> Cost:
-        """Where sizes are compared, the experts or the layers behind run at each of them."""
-        if self.config.by_layer:
-            windows = WINDOWS * self.config.window / max(1, job.planned_tokens)
-            tried = sum((len(job.layers) - i) * len(of) for i, of in sizes.items())
-            rivals = 2.0 / HELD_BACK + float(bool(self.config.refit))
-            return Cost(passes=windows * (1 + tried / len(job.layers)) + rivals)
-        return Cost(passes=3.0 * self.config.measures)
+        """Where sizes are compared, the experts run at each; and both ways to spend a budget."""
+        both = (2 / HELD_BACK + bool(self.config.refit)) * self.config.by_layer
+        return Cost(passes=3.0 * self.config.measures + both)
 
     # --- one layer -------------------------------------------------------------------------------
 
@@ -343,7 +331,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         blind = case.stats is None
         score_EM = self._scored(stats, case.index, blind)
         made = {s: self.choose(stats, case.index, score_EM, s, groups, blind) for s in sizes}
-        if self.config.experts == "auto" and case.site is not None:
+        if self.config.measures and case.site is not None:
             shapes = [_shape(layer) for layer, _ in made.values()]
             exact = losses(case.site, shapes)
             for (_, analysis), loss in zip(made.values(), exact, strict=True):
@@ -414,18 +402,6 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         plain = replace(self.config, allocate="experts" if self.config.uneven else "uniform")
         return {EQUAL: Slimmer(plain)}
 
-    def losses(
-        self, job: Job[Arch], made: Mapping[int, Made[Size]]
-    ) -> Mapping[int, Mapping[Size, float]]:
-        """Of widths that differ by layer the root of the KL that each alone brings."""
-        if not self.config.by_layer:
-            return super().losses(job, made)
-        tried = [(i, size) for i, of in made.items() for size in of if not size.whole]
-        stream = job.stream(list(made), job.arch.view, job.tokens.rows(slice(WINDOWS)))
-        changes = [{i: made[i][size][0]} for i, size in tried]
-        found = dict(zip(tried, divergences(stream, changes, job.track), strict=True))
-        return {i: {s: found.get((i, s), 0.0) ** 0.5 for s in of} for i, of in made.items()}
-
     def allocate(self, losses: Mapping[int, Mapping[Size, float]]) -> Mapping[int, Size]:
         """The widths of least squared loss; or the number of experts that every layer can keep."""
         if self.config.by_layer:
@@ -448,7 +424,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         return told
 
     def _loss_in_words(self) -> str:
-        if self.config.experts == "auto":
+        if self.config.measures:
             return "the change of the experts’ output, relative to the residual stream"
         if not self.config.chosen.observes:
             return ""
