@@ -2,7 +2,7 @@
 
     python benchmarks/frontier.py --work DIR --data wikitext2-valid.txt     makes and measures
     python benchmarks/frontier.py --work DIR --rounds 9                     times, all in one run
-    python benchmarks/frontier.py --tables         README.md and docs/images/frontier.svg
+    python benchmarks/frontier.py --tables         docs/channels.md and docs/images/frontier.svg
 
 Perplexity and KL from the dense model, nats a token, in windows of 512 tokens, every token as at
 decoding, on the text that ships and on ``--data``; ``of_prompts`` is perplexity with none so. Rows
@@ -66,13 +66,13 @@ SAID = {
     "static pruning, refitted": "static pruning, refitted, all layers",
     "slim": "`slim`, all layers",
     "MoRE": "MoRE (`--method more`), the last half of the layers",
-    "fine petals": "fine petals ([docs](docs/beyond.md)), all layers",
+    "fine petals": "fine petals ([docs](beyond.md)), all layers",
     "WINA's score, uniform shares": "WINA's score, uniform shares (`--method wina`)",
     "WINA, greedy shares": "WINA, greedy shares (`--recipe paper`)",
     "TEAL": "TEAL (`--method teal`)",
     "WINA by gradients": "**`carve`** (WINA by gradients)",
 }
-"""The rows of README's table."""
+"""The rows of the table."""
 
 
 def configs() -> dict[str, tuple[str, MethodConfig]]:
@@ -285,7 +285,7 @@ def main(names: Sequence[str] | None = None) -> None:
     if OUT.exists():
         record = json.loads(OUT.read_text("utf-8"))
     if given.tables:
-        page = HERE.parent / "README.md"
+        page = HERE.parent / "docs" / "channels.md"
         text = rewritten(page.read_text("utf-8"), {"frontier": table(record)})
         page.write_text(text, "utf-8")
         picture(record, HERE.parent / "docs" / "images" / "frontier.svg")

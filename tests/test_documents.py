@@ -322,7 +322,7 @@ def test_dsmoe_is_told_by_all_its_runs() -> None:
 
 @pytest.fixture(scope="module")
 def benchmarks() -> Any:
-    return scripts("slim_table", "frontier")
+    return scripts("slim_table", "frontier", "below_table")
 
 
 def scripts(*names: str) -> list[Any]:
@@ -381,11 +381,12 @@ def test_rows_keep_what_is_asked_for_and_what_they_took(
 
 
 def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> None:
-    """Both of README's, and those of docs/slim.md: nothing in them is typed."""
-    slim_table, frontier = benchmarks
+    """README's and those of the pages: nothing in them is typed."""
+    slim_table, frontier, below = benchmarks
     record = json.loads(frontier.OUT.read_text("utf-8"))
-    tables = {**slim_table.tables(), "frontier": frontier.table(record)}
-    pages = [path.read_text("utf-8") for path in (ROOT / "README.md", ROOT / "docs/slim.md")]
+    tables = {**slim_table.tables(), **below.tables(), "frontier": frontier.table(record)}
+    files = ("README.md", "docs/slim.md", "docs/channels.md", "docs/frontier.md")
+    pages = [(ROOT / file).read_text("utf-8") for file in files]
     asked = re.findall(r"<!-- figures of ([\w-]+):", "".join(pages))
     assert sorted(asked) == sorted(tables)
     for page in pages:
@@ -398,7 +399,7 @@ def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> Non
 
 def test_choosing_says_what_the_tables_say(benchmarks: Any) -> None:
     """One text, one draw, one file for all figures of dense models."""
-    slim_table, frontier = benchmarks
+    slim_table, frontier, _ = benchmarks
     rows = json.loads(frontier.OUT.read_text("utf-8"))["rows"]
     page = (ROOT / "docs/choosing.md").read_text("utf-8")
 
