@@ -67,7 +67,7 @@ def picture(record: Mapping[str, Any], file: Path) -> None:
     for kind, colour in COLOURS.items():
         points = sorted(kinds[kind])
         line = "-" if kind in (FIT, PLAIN) else ""
-        xs, ys, names = zip(*points, strict=True)
+        xs, ys, _ = zip(*points, strict=True)
         axes.plot(xs, ys, f"o{line}", color=colour, label=kind.replace("`", ""))
         if kind in (PLAIN, VERB):
             for x, y, name in points:

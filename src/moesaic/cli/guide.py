@@ -224,10 +224,11 @@ def look(recipe: Recipe) -> Situation:
     accelerators = torch.cuda.device_count()
     name = machine["processor"] or machine["machine"]
     told = f"{accelerators} accelerators" if accelerators else "no accelerator"
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] != 1 else ''}"
     lines = (
         f"{recipe.model}: {source.config.model_type}, {what}; {count(size.total_parameters)} "
         f"parameters, {count(size.active_parameters)} of them a token.",
-        f"This machine: {name}, {machine['threads']} threads, {told}; {memory(free)} are free.",
+        f"This machine: {name}, {threads}, {told}; {memory(free)} are free.",
         f"Its weights take {memory(built.bytes)}: that {fits}.",
         f"What can be tried: {', '.join(dict.fromkeys(ways))}.",
     )

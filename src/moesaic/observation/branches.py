@@ -43,7 +43,7 @@ def branches(
     """
     states, kwargs = stream.record()
     groups = [(list(range(len(changes))), states)]
-    for block in track(stream.blocks(kwargs), "Branches", stream.count):
+    for block in track(stream.blocks(kwargs), "Comparing outputs", stream.count):
         grown: list[tuple[list[int], Spill]] = []
         for members, hidden in groups:
             plans = {id(p): p for n in members for p in (changes[n].get(block.index),)}

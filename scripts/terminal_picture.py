@@ -1,0 +1,53 @@
+"""A picture of a command and what it really prints, for README.
+
+    python scripts/terminal_picture.py docs/images/terminal.svg tiny-moe --memory 6MB --yes ...
+
+Runs ``moesaic`` with these words in an empty folder and writes what comes as SVG, up to the command
+that it says would do the same again. Lines that a bar draws again and again are shown as they end.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+COLUMNS = 100
+
+
+def main(out: str, *words: str) -> None:
+    environment = {
+        **os.environ,
+        "COLUMNS": str(COLUMNS),
+        "FORCE_COLOR": "1",
+        "TTY_INTERACTIVE": "0",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        run = subprocess.run(
+            ["moesaic", *words],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=True,
+        )
+    lines = [line.rpartition("\r")[2].replace(folder, "") for line in run.stdout.splitlines()]
+    said = [n for n, line in enumerate(lines) if Text.from_ansi(line).plain.startswith("$ ")]
+    lines = lines[: said[0] + 2] if said else lines
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
+    console.print(Text(f"$ {shlex.join(['moesaic', *words])}", style="bold"))
+    for line in lines:
+        console.print(Text.from_ansi(line))
+    Path(out).write_text(console.export_svg(title="moesaic", unique_id="terminal"), "utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
