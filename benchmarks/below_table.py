@@ -65,14 +65,19 @@ def picture(record: Mapping[str, Any], file: Path) -> None:
     for (kind, name), points in grouped(record).items():
         kinds[kind].append((mean(p[0] for p in points), mean(p[1] for p in points), name))
     for kind, colour in COLOURS.items():
-        points = sorted(kinds[kind])
+        named = sorted(kinds[kind])
         line = "-" if kind in (FIT, PLAIN) else ""
-        xs, ys, _ = zip(*points, strict=True)
+        xs, ys, _ = zip(*named, strict=True)
         axes.plot(xs, ys, f"o{line}", color=colour, label=kind.replace("`", ""))
         if kind in (PLAIN, VERB):
-            for x, y, name in points:
-                told_of = name.removesuffix(", q2_k")
-                axes.annotate(told_of, (x, y), (5, 5), textcoords="offset points", fontsize=8)
+            for x, y, name in named:
+                axes.annotate(
+                    name.removesuffix(", q2_k"),
+                    (x, y),
+                    (5, 5),
+                    textcoords="offset points",
+                    fontsize=8,
+                )
     axes.set_yscale("log")
     axes.set_xlabel("megabytes of the GGUF file")
     axes.set_ylabel("KL from the original, nats a token")
