@@ -68,7 +68,8 @@ def picture(record: Mapping[str, Any], file: Path) -> None:
         named = sorted(kinds[kind])
         line = "-" if kind in (FIT, PLAIN) else ""
         xs, ys, _ = zip(*named, strict=True)
-        axes.plot(xs, ys, f"o{line}", color=colour, label=kind.replace("`", ""))
+        order = 3 if kind == FIT else 2
+        axes.plot(xs, ys, f"o{line}", color=colour, label=kind.replace("`", ""), zorder=order)
         if kind in (PLAIN, VERB):
             for x, y, name in named:
                 axes.annotate(

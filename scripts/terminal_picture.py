@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-COLUMNS = 100
+COLUMNS, BAR = 100, "━━━ "
 
 
 def main(out: str, *words: str) -> None:
@@ -39,13 +39,16 @@ def main(out: str, *words: str) -> None:
             text=True,
             check=True,
         )
-    lines = [line.rpartition("\r")[2].replace(folder, "") for line in run.stdout.splitlines()]
-    said = [n for n, line in enumerate(lines) if Text.from_ansi(line).plain.startswith("$ ")]
-    lines = lines[: said[0] + 2] if said else lines
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text(f"$ {shlex.join(['moesaic', *words])}", style="bold"))
-    for line in lines:
-        console.print(Text.from_ansi(line))
+    again = False
+    for line in run.stdout.splitlines():
+        shown = Text.from_ansi(line.rpartition("\r")[2])
+        again |= shown.plain.startswith("$ ")
+        if again and BAR in shown.plain:
+            break
+        if shown.plain.strip():
+            console.print(shown)
     Path(out).write_text(console.export_svg(title="moesaic", unique_id="terminal"), "utf-8")
 
 
