@@ -1,6 +1,6 @@
 """A picture of a command and what it really prints, for README.
 
-    python scripts/terminal_picture.py docs/images/terminal.svg tiny-moe --memory 6MB --yes ...
+    python scripts/terminal_picture.py docs/images/terminal.svg tiny-moe ...
 
 Runs ``moesaic`` with these words in an empty folder and writes what comes as SVG, up to the command
 that it says would do the same again. Lines that a bar draws again and again are shown as they end.

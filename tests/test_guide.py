@@ -138,6 +138,7 @@ class Terminal:
         if pid == 0:
             os.chdir(folder)
             os.environ.update(COLUMNS="120", BROWSER="true", TERM="dumb")
+            os.environ.pop("LLAMA_CPP", None)
             os.execv(sys.executable, [sys.executable, "-m", "moesaic", *words])
 
     def until(self, wanted: str, seconds: float = 240) -> str:
