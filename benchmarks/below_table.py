@@ -45,7 +45,8 @@ def table(record: Mapping[str, Any]) -> Iterator[str]:
         sizes, kls, perplexities = zip(*points, strict=True)
         words = {FIT: f"**`fit --memory {name}`**", LAYERS: "types by layer alone"}.get(kind, name)
         digits = 4 if mean(kls) < 0.01 else 3
-        figures = told([mean(sizes)], 2), told(kls, digits), told(perplexities, 2)
+        few = f" ({len(kls)})" if kind in (FIT, VERB) and len(kls) < 3 else ""
+        figures = told([mean(sizes)], 2), told(kls, digits) + few, told(perplexities, 2)
         yield f"| {words} | {' | '.join(figures)} |"
 
 
