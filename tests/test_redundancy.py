@@ -102,10 +102,20 @@ def test_a_search_leaves_out_what_cannot_win(
     recipe = Recipe("tiny-moe", str(tmp_path / "out"), (), Calibration(samples=4, length=16))
     looking = Search(recipe, FitConfig(memory=1), tmp_path / "work", tell=lines.append)
     known = search.forms(looking.source, looking.config)
-    hopeful = {form.quick(1.0)[0].verb for form in known if looking._hopeful(form)}
+    hopeful = {form.quick(1.0)[0].verb for form, _ in looking._hopeful([(f, 1.0) for f in known])}
     assert {"prune", "slim"} & {form.quick(1.0)[0].verb for form in known} == {"prune", "slim"}
     assert {"prune", "slim"} & hopeful == {left}
     assert lines == [found.told()]
+    others = [(f, 1.0) for f in known if f.quick(1.0)[0].verb not in (left, "condense", "skip")]
+    assert others
+    assert looking._hopeful(others) == others  # nothing else reaches the size
+
+
+def test_what_is_not_known_is_not_hopeless() -> None:
+    found = Redundancy({}, {0.25: 0.1, 0.5: 0.2}, None, 0.5, 1.0)
+    assert not found.hopeless("prune")
+    assert not found.hopeless("slim")
+    assert not found.hopeless("condense")
 
 
 def test_inspect_tells_where_from_a_file_of_statistics(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def _redundancy(model: str, stats: Path) -> Redundancy:
     from moesaic.fitting.redundancy import WINDOWS, redundancy
     from moesaic.io.source import resolve
 
-    length = Calibration.length or MethodConfig.window
+    length = MethodConfig.window
     text = evaluation_tokens("", resolve(model).tokenizer, length, WINDOWS * length)
     args = RunArgs.of(model, calibration=Calibration(stats=str(stats)))
     return redundancy(args, text, bars)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TypeAlias
 
 import numpy as np
@@ -158,29 +159,24 @@ def sensitivities(
         )
     layers = source.config.num_hidden_layers
     known = tuple(dict.fromkeys(FILES.get(type, type) for type in types if type != "f32"))
-    files = [whole.with_name(f"{type}.gguf") for type in known]
-    for type, file in zip(known, files, strict=True):
-        rounded(file, dict.fromkeys(every, type))
-    model = _loaded(source)
-    own = _grouped(model, layers, named)
-    fixed, bytes_GC = _sizes(files, list(own), layers)
-    if budget is not None:
-        try:
+    with TemporaryDirectory(dir=whole.parent) as place:
+        files = [Path(place) / f"{type}.gguf" for type in known]
+        for type, file in zip(known, files, strict=True):
+            rounded(file, dict.fromkeys(every, type))
+        model = _loaded(source)
+        own = _grouped(model, layers, named)
+        fixed, bytes_GC = _sizes(files, list(own), layers)
+        if budget is not None:
             _check_reach(bytes_GC, fixed, budget)
-        except MoesaicError:
-            for file in files:
-                file.unlink()
-            raise
-    reference = Layerwise(source, "cpu", torch.float32, keep=True)
-    loss_GC = np.zeros_like(bytes_GC)
-    for c, file in enumerate(files):
-        opened = resolve(str(file))
-        theirs = _grouped(_loaded(opened), layers, named)
-        shutil.rmtree(opened.folder, ignore_errors=True)  # what the cache keeps of the file
-        file.unlink()
-        for g, name in enumerate(track(own, f"Rounding to {known[c]}", len(own))):
-            with _exchanged(own[name], theirs[name]):
-                loss_GC[g, c] = qualities([Whole(model), reference], tokens)[0].kl
+        reference = Layerwise(source, "cpu", torch.float32, keep=True)
+        loss_GC = np.zeros_like(bytes_GC)
+        for c, file in enumerate(files):
+            opened = resolve(str(file))
+            theirs = _grouped(_loaded(opened), layers, named)
+            shutil.rmtree(opened.folder, ignore_errors=True)  # what the cache keeps of the file
+            for g, name in enumerate(track(own, f"Rounding to {known[c]}", len(own))):
+                with _exchanged(own[name], theirs[name]):
+                    loss_GC[g, c] = qualities([Whole(model), reference], tokens)[0].kl
     ffn = sum(t.weights for name, t in every.items() if group(name, layers).startswith(FFN))
     return Sensitivities(tuple(own), known, loss_GC, bytes_GC, fixed, ffn)
 

@@ -72,13 +72,11 @@ class Redundancy:
         return "inside" if narrow * AHEAD < drop else "both"
 
     def hopeless(self, verb: str) -> bool:
-        """Whether a verb loses more by a quarter than the other one by a half."""
+        """Whether a verb loses more by a quarter than the other one by a half; both are known."""
         ways = {"prune": (self.dropped, self.narrowed), "slim": (self.narrowed, self.dropped)}
-        if verb not in ways:
-            return False
-        own, other = ways[verb]
+        own, other = ways.get(verb, ({}, {}))
         few, much = PARTS
-        return own.get(few, torch.inf) > other.get(much, torch.inf)
+        return own.get(few, 0.0) > other.get(much, torch.inf)
 
     def told(self) -> str:
         """One paragraph."""

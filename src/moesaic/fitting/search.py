@@ -45,7 +45,6 @@ from moesaic.io.layout import OWN, RECORD, own
 from moesaic.io.outputs import alone, discard, searched, whole_file, whole_folder
 from moesaic.io.source import Source, resolve
 from moesaic.log import Log
-from moesaic.methods.naee.config import QUICK, PruneConfig
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.machine import environment
@@ -323,11 +322,13 @@ class Search:
         return folder
 
     def _args(self, model: str, config: MethodConfig, number: int) -> RunArgs:
-        stats = str(self._stats) if self.costs.decided(config, number) else ""
+        return self._run_args(model, self.costs.decided(config, number))
+
+    def _run_args(self, model: str, from_stats: bool) -> RunArgs:
         return RunArgs.of(
             model,
             calibration=self.texts[0],
-            stats=stats,
+            stats=str(self._stats) if from_stats else "",
             device=self.recipe.device,
             dtype=self.dtype,
             seed=self.recipe.calibration.seed,
@@ -388,7 +389,7 @@ class Search:
         """Where a mixture is redundant, which is told; None of dense models."""
         if not isinstance(base_arch(self.source.config), MoEArch):
             return None
-        args = self._args(self.recipe.model, PruneConfig(score=QUICK, refit=False), 0)
+        args = self._run_args(self.recipe.model, from_stats=True)
         found = redundancy(args, self.texts[1], self.track)
         if self.tell is not None:
             self.tell(found.told())
@@ -398,10 +399,16 @@ class Search:
             )
         return found
 
-    def _hopeful(self, form: Form) -> bool:
-        """Whether a form may come out best, as far as it begins with what was looked at."""
-        first = form.quick(form.shares[-1])[0]
-        return self.redundancy is None or not self.redundancy.hopeless(first.verb)
+    def _hopeful(self, found: list[tuple[Form, float]]) -> list[tuple[Form, float]]:
+        """The forms that may come out best, by what they begin with; all where none may."""
+        if not found or self.redundancy is None:
+            return found
+        firsts = (form.quick(share)[0].verb for form, share in found)
+        return [
+            one
+            for one, verb in zip(found, firsts, strict=True)
+            if not self.redundancy.hopeless(verb)
+        ] or found
 
     def run(self) -> tuple[Candidate, list[Candidate]]:
         """The candidate of least loss within the budget, and all that were measured.
@@ -433,7 +440,7 @@ class Search:
         found = self._sized(known, config)
         if not found and not mixed(self.config):
             return None
-        found = [(form, share) for form, share in found if self._hopeful(form)]
+        found = self._hopeful(found)
         self._foretell(found)
         return self._best_of(found, config)
 
@@ -454,7 +461,7 @@ class Search:
             found = self._sized(known, budget)
             if not found:
                 continue
-            found = [(form, share) for form, share in found if self._hopeful(form)]
+            found = self._hopeful(found)
             if not self._tried:  # each of the others takes less: fewer forms are left
                 self._foretell(found)
             tried = self._tried_quickly(found, budget)
@@ -512,9 +519,9 @@ class Search:
         ends, best = mixed(self.config), list[tuple[float, str, Steps]]()
         if not ends or self.files is None or config.memory is None:
             return
-        every = changes(self.source, self.config)
-        known = [form for form in every if form.single and self._hopeful(form)]
-        for form in self.track(known, "Weights or bits", len(known)):
+        single = (form for form in changes(self.source, self.config) if form.single)
+        known = self._hopeful([(form, form.shares[-1]) for form in single])
+        for form, _ in self.track(known, "Weights or bits", len(known)):
             rounding = self._rounding(form, config.memory)
             if rounding:
                 added = partial(self._added, form, rounding)
