@@ -29,9 +29,11 @@ every causal language model of transformers is then tried.
   pruned and slimmed, it is the same model live, saved and loaded, and rewritten on disk.
 - Of a dense model: its MLPs are what their views say; layers one by one; a plan that keeps
   everything; half of the neurons, live, saved and rewritten.
-- Of a model with parts beside text that transformers can also load as its language model alone: the
-  language model as above; pruned, it is whole again, and all other parts keep their bytes. A result
-  that is of no architecture's own class is the language model alone.
+- Of a model with parts beside text, such as one that sees: its language model, the `text_config`,
+  as above; pruned, it is whole again, and all other parts keep their bytes. A result that is of no
+  architecture's own class is the language model alone. Listed are those of which a tiny one could
+  be made; what counts is the language model's type, which may be another than the usual one:
+  InternVL with a Qwen3 mixture is pruned as that mixture.
 
 An architecture of a later transformers is not refused for being new: where the rule finds its
 parts it is used, otherwise the error says what was found and what was not. Another package adds
@@ -39,10 +41,17 @@ one by an entry point, see [ARCHITECTURE.md](../ARCHITECTURE.md).
 """
 
 
+KINDS = {
+    "moe": "Mixtures of experts",
+    "dense": "Dense models",
+    "beside": "With parts beside text",
+}
+
+
 def page(found: dict[str, Any]) -> str:
     """The document of a result."""
     parts = [HEAD.format(transformers=found["transformers"])]
-    for kind, words in (("moe", "Mixtures of experts"), ("dense", "Dense models")):
+    for kind, words in KINDS.items():
         names = ", ".join(f"`{name}`" for name in found[kind])
         parts.append(f"## {words}: {len(found[kind])}\n\n{names}\n")
     odd = found["unsupported"]
@@ -59,12 +68,12 @@ def main() -> None:
         sys.path.insert(0, str(ROOT / "tests"))
         import transformers
         from contract import held
-        from shrunken import TYPES
+        from shrunken import TYPES, wholes
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         found: dict[str, Any] = {"transformers": transformers.__version__}
-        found |= {"moe": [], "dense": [], "unsupported": {}}
+        found |= {"moe": [], "dense": [], "beside": [], "unsupported": {}}
         for model_type in sorted(TYPES):
             kind, reason = held(model_type)
             print(f"{model_type}: {kind} {reason}", flush=True)
@@ -72,6 +81,11 @@ def main() -> None:
                 found[kind][model_type] = reason
             else:
                 found[kind].append(model_type)
+        for model_type in sorted({*wholes()} - {*TYPES}):
+            kind, reason = held(model_type)
+            print(f"{model_type}: {kind} {reason}", flush=True)
+            if not reason:
+                found["beside"].append(model_type)
         RESULT.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     PAGE.write_text(page(json.loads(RESULT.read_text("utf-8"))), "utf-8")
 

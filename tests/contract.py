@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from builders import converted, equal, loaded, saved, weights
+from safetensors.torch import save_file
 from shrunken import small_config, small_model, small_whole
 from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING
@@ -189,15 +190,25 @@ STEPS: dict[str, Callable[[Any, Any], None]] = {
 """What is tried, in this order."""
 
 
+def as_published(folder: Path) -> None:
+    """Mend names that transformers 5.23 writes and cannot read: layers of Kimi-K2.5 as blocks."""
+    tensors = weights(folder)
+    named = {n.replace("model.blocks.", "model.layers."): t for n, t in tensors.items()}
+    if named.keys() != tensors.keys():
+        (file,) = folder.glob("*.safetensors")
+        save_file(named, file, {"format": "pt"})
+
+
 def beside(model_type: str, language: str) -> None:
     """A model with parts beside its language model: these keep their bytes, and it stays whole.
 
     Results of no architecture's own class are the language model alone.
     """
-    model = small_whole(model_type)
+    model = small_whole(model_type, language)
     with tempfile.TemporaryDirectory() as folder:
         base, out = Path(folder, "base"), Path(folder, "out")
         model.save_pretrained(base)
+        as_published(base)
         source = Source("base", base)
         text = source.load()
         assert text.config.model_type == language

@@ -164,14 +164,23 @@ def small_config(model_type: str, **changes: Any) -> Any:
     return kind(**{**sizes, **MORE.get(model_type, {}), **changes})
 
 
-def small_whole(model_type: str) -> Any:
-    """A tiny random model with parts beside a language model, such as one that sees."""
+def wholes() -> list[str]:
+    """Every model_type that has parts beside a language model."""
+    kinds = CONFIG_MAPPING.items()
+    return [n for n, kind in kinds if "text_config" in getattr(kind, "sub_configs", ())]
+
+
+def small_whole(model_type: str, language: str) -> Any:
+    """A tiny random model with parts beside a language model of some type."""
     kind = CONFIG_MAPPING[model_type]
-    parts = {name: small_config(sub.model_type).to_dict() for name, sub in kind.sub_configs.items()}
+    usual = kind()
+    types = {n: (getattr(usual, n, None) or sub).model_type for n, sub in kind.sub_configs.items()}
+    types["text_config"] = language
+    parts = {name: small_config(part).to_dict() for name, part in types.items()}
     config = kind(**parts)
     torch.manual_seed(0)
     model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).float().eval()
-    if model.num_parameters() > LARGEST:
+    if model.num_parameters() > 10 * LARGEST:
         raise ValueError(f"it would have {model.num_parameters():,} parameters")
     return model
 

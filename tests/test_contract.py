@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from contract import held
+import torch
+from contract import beside, held
 from shrunken import TYPES, small_config, small_model
 
 from moesaic.arch.lookup import base_arch
@@ -40,6 +41,22 @@ def test_it_does_what_is_said_of_it(model_type):
     assert held(model_type) == (said_of(model_type), "")
 
 
+@pytest.mark.parametrize(
+    ("whole", "language"),
+    [("internvl", "qwen3_moe"), ("kimi_k25", "deepseek_v3"), ("mistral3", "mistral")],
+)
+def test_parts_beside_a_language_model_keep_their_bytes(whole: str, language: str) -> None:
+    torch.manual_seed(0)
+    beside(whole, language)
+
+
+def test_a_result_that_is_the_language_model_alone_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    beside("llava", "llama")
+    assert "the language model alone" in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_architecture_is_as_said(model_type):
@@ -52,6 +69,8 @@ def test_the_list_is_complete():
     assert sorted(names) == sorted(TYPES)
     assert len(found["moe"]) >= 50
     assert len(found["dense"]) >= 40
+    assert len(found["beside"]) >= 25
+    assert not {*found["beside"]} & {*TYPES}
 
 
 def test_the_page_is_made_from_the_list():

@@ -39,6 +39,7 @@ from moesaic.observation.job import Job
 from moesaic.plan import Plan
 from moesaic.record import LayerRecord, Record, Step, strongest
 from moesaic.surgery import (
+    LanguageAlone,
     apply_plan,
     check_base,
     followers,
@@ -47,6 +48,8 @@ from moesaic.surgery import (
     predicting_blocks,
     rewrite,
 )
+
+ALONE = "The result is the language model alone; other parts, such as one that sees, are left out."
 
 
 @dataclass
@@ -180,6 +183,8 @@ class Result:
             tokenizer = None
             with suppress(MoesaicError):  # token ids needed none
                 tokenizer = self.job.tokenizer
+            if self.job.on_disk and self.job.original.beside:
+                logging.getLogger(__name__).warning(ALONE)
             hub.save_live(self.model, tokenizer, folder)
         if plan is not None:
             asked = self.job.dtype if self.job.on_disk else None
@@ -481,8 +486,12 @@ def save_applied(
     along = not outgrown(naming, arch, plan, changed)
     if not (along and predicting_blocks(naming, arch, plan.base)):
         leave_out(config)  # they go, or are in the config alone
-    stays = kept(model, along, beside=changed is not None or not source.beside)
-    rewrite(source.checkpoint, arch, plan, writer or ShardWriter(folder), stays, **types)
+    whole = changed is not None or not source.beside
+    if not whole:
+        logging.getLogger(__name__).warning(ALONE)
+    to = writer or ShardWriter(folder)
+    stays = kept(model, along, beside=whole)
+    rewrite(source.checkpoint, arch, plan, to if whole else LanguageAlone(to), stays, **types)
     if dtype is not None:
         config.dtype = dtype
     settle(config, source.checkpoint, kept=dtype is None)

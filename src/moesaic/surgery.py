@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import Checkpoint, Writer, cast
-from moesaic.io.naming import Naming
+from moesaic.io.naming import Naming, language
 from moesaic.io.prediction import predicts
 from moesaic.layers.base import KINDS, Header, LayerPlan, Sizes
 from moesaic.layers.state import DiskState, LiveState
@@ -266,6 +267,19 @@ def kept(model: Model, along: bool, beside: bool) -> Callable[[str], bool]:
         return along if predicts(name, count) else beside or name in own
 
     return stays
+
+
+@dataclass(frozen=True)
+class LanguageAlone:
+    """A writer of a language model alone, out of a checkpoint that has parts beside it."""
+
+    writer: Writer
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.writer.add(language(name), tensor)
+
+    def close(self) -> None:
+        self.writer.close()
 
 
 def rewrite(

@@ -16,8 +16,8 @@ def tried() -> JSON:
     """What became of every causal language model of the installed transformers.
 
     Returns:
-        ``transformers``, its version; ``moe`` and ``dense``, lists of ``model_type``;
-        ``unsupported``, the reason by ``model_type``.
+        ``transformers``, its version; ``moe`` and ``dense``, lists of ``model_type``; ``beside``,
+        those with parts beside a language model; ``unsupported``, the reason by ``model_type``.
     """
     found: JSON = json.loads(files("moesaic").joinpath(FILE).read_text("utf-8"))
     return found

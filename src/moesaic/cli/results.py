@@ -253,7 +253,8 @@ def architectures(as_json: AsJson = False) -> None:
 
     found = tried()
     lines = [f"With transformers {found['transformers']}:"]
-    for kind, words in (("moe", "mixtures of experts"), ("dense", "dense models")):
+    titles = ("mixtures of experts", "dense models", "with parts beside text")
+    for kind, words in zip(("moe", "dense", "beside"), titles, strict=True):
         lines.append(f"\n{len(found[kind])} {words}\n{', '.join(found[kind])}")
     lines.append(f"\n{len(found['unsupported'])} not supported")
     lines += [f"{name}: {reason}" for name, reason in found["unsupported"].items()]

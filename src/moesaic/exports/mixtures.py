@@ -24,7 +24,7 @@ from moesaic.layers.base import KINDS
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.plan import Plan
-from moesaic.surgery import base_shape, kept, rewrite, shaped, sizes
+from moesaic.surgery import LanguageAlone, base_shape, kept, rewrite, shaped, sizes
 
 ALIGNED = aligned(1)
 DOWN = "down_proj.weight"
@@ -193,7 +193,8 @@ class _Reduced:
             if (number := re.match(rf"{re.escape(self.arch.layers_path)}\.(\d+)\.", name))
         }
         ffn = self.arch.ffn_path
-        fitting = Fitting(writer, starts, ffn, self.numbers, self.narrow, self.width)
+        alone = LanguageAlone(writer) if self.source.beside else writer
+        fitting = Fitting(alone, starts, ffn, self.numbers, self.narrow, self.width)
         stays = kept(shape_of(self.source.config), along=False, beside=not self.source.beside)
         plan = Plan("export", self.shape, self.plans)
         rewrite(self.source.checkpoint, self.arch, plan, fitting, stays)

@@ -28,6 +28,23 @@ from moesaic.foreign import Model
 from moesaic.io.checkpoint import Checkpoint
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+_LANGUAGE = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
+_HEAD = "lm_head."
+
+
+def language(name: str) -> str:
+    """A tensor of a language model, named on disk within a whole, as the model alone names it.
+
+    >>> language("language_model.model.layers.0.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    >>> language("language_model.lm_head.weight"), language("model.vision_tower.norm.weight")
+    ('lm_head.weight', 'model.vision_tower.norm.weight')
+    """
+    found = _LANGUAGE.match(name)
+    if found is None:
+        return name
+    rest = name[found.end() :]
+    return rest if rest.startswith(_HEAD) else f"model.{rest}"
 
 
 def conversions(model_type: str) -> list[Any] | None:
@@ -59,7 +76,7 @@ class Naming:
         """The name in memory by the name on disk, in the order of the files."""
         self._parts: dict[str, list[tuple[str, str | None]]] = {}
         for name in checkpoint.names():
-            found, pattern = rename_source_key(name, renamings, converters)
+            found, pattern = rename_source_key(language(name), renamings, converters)
             self.in_memory[name] = found
             self._parts.setdefault(found, []).append((name, pattern))
 

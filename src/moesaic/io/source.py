@@ -25,11 +25,12 @@ from transformers.utils.logging import (
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
-from moesaic.io.checkpoint import Checkpoint, check_finite
+from moesaic.io.checkpoint import Checkpoint, check_finite, shape_of
 from moesaic.io.gguf import folder_of
 from moesaic.io.headers import mapping_of
 from moesaic.io.layout import PLAN, RECORD, SIDE_FILES, placed
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
+from moesaic.io.naming import Naming, language
 from moesaic.io.packaged import packaged_file
 from moesaic.io.prediction import predicts
 from moesaic.io.quantised import Awaited, opened, said_of
@@ -84,7 +85,11 @@ class Source:
         except Exception as error:  # transformers raises anything over a config that is odd
             said = " ".join(str(error).split())
             raise MoesaicError(f"{self.name}: config.json cannot be used: {said:.300}") from error
-        return config, language_model(config)
+        text = language_model(config)
+        if text is not config:  # a whole's own word may be a default that its weights belie
+            names = map(language, self.checkpoint.names())
+            text.tie_word_embeddings = "lm_head.weight" not in names
+        return config, text
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -144,16 +149,18 @@ class Source:
         checkpoint = self.checkpoint
         # sizes that do not fit are refused by us
         options = {**given, "output_loading_info": True, "ignore_mismatched_sizes": True}
-        if checkpoint.loadable:
+        if checkpoint.loadable and not self.beside:
             read: tuple[Model, Values]
             read = pretrained(AutoModelForCausalLM, self.folder, use_safetensors=True, **options)
             return read
         config = copy.deepcopy(self.config)
         if said_of(config):
             del config.quantization_config
-        weights = {name: Awaited(checkpoint, name) for name in checkpoint.names()}
-        own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-        model, info = own.from_pretrained(None, config=config, state_dict=weights, **options)
+        named = Naming(checkpoint, config.model_type).in_memory
+        own = shape_of(config).state_dict() if self.beside else named.values()
+        weights = {language(n): Awaited(checkpoint, n) for n, name in named.items() if name in own}
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model, info = kind.from_pretrained(None, config=config, state_dict=weights, **options)
         if (self.folder / GENERATION_CONFIG_NAME).is_file():
             model.generation_config = GenerationConfig.from_pretrained(self.folder)
         return model, info
@@ -179,10 +186,10 @@ def language_model(config: Config) -> Config:
 
     Otherwise, and where there is nothing else, the config itself.
     """
-    text: Config = config.get_text_config()
-    own = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if text is config or getattr(own, "config_class", None) is not type(text):
+    text: Config | None = getattr(config, "text_config", None)
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
+    assert text is not None
     for name in ("quantization_config", "dtype"):  # what is said once, of the whole
         if getattr(text, name, None) is None and getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))
