@@ -71,9 +71,24 @@ def view(model: Any, arch: Any) -> None:
                 ffn, h_TM = seen.shared_ffn, seen.shared_weighted(x_TD)
                 close(h_TM @ ffn.down_DM.T, seen.shared(x_TD))
             close(y_TD, seen.output(x_TD))
+            if arch.entry is not None:
+                continue
             norm = nn.Identity() if arch.after is None else getattr(seen.block, arch.after)
             whole = seen.block(x_TD[None])
             close(norm(y_TD), (whole[0] if isinstance(whole, tuple) else whole).view_as(x_TD))
+    for layer in arch.layers(model):
+        if isinstance(arch, MoEArch) and arch.is_moe(layer):
+            entered: list[Tensor] = []
+            left: list[Tensor] = []
+            ffn = arch.ffn_of(layer)
+            handles = arch.enter(ffn, entered.append), arch.watch(ffn, left.append)
+            logits(model)
+            for handle in handles:
+                handle.remove()
+            (x_TD,), (y_TD,) = (t.flatten(0, -2) for t in entered), (t.flatten(0, -2) for t in left)
+            made_TD = arch.mixture(layer).output(x_TD)
+            if arch.beside is None:
+                close(made_TD, y_TD)
 
 
 @torch.no_grad()

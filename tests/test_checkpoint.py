@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from moesaic.cli.entry import disk_full
 from moesaic.errors import MoesaicError
 from moesaic.io import checkpoint
-from moesaic.io.checkpoint import Checkpoint, ShardWriter
+from moesaic.io.checkpoint import Checkpoint, ShardWriter, check_finite
 from moesaic.io.outputs import check_out, whole_folder
 
 
@@ -235,6 +235,21 @@ def test_values_that_are_not_finite_are_not_written(tmp_path, value, changed):
         writer.add(name, tensor * 1 if changed else tensor)
     with pytest.raises(MoesaicError, match="bad holds a value that is not finite"):
         writer.close()
+
+
+def test_a_bound_may_be_infinite(tmp_path):
+    """Gemma 4's audio tower stores what it clips its inputs to, and that may be nothing."""
+    bounds = {"least": torch.tensor(-float("inf")), "most": torch.tensor(float("inf"))}
+    save_file(bounds, tmp_path / "model.safetensors")
+    (tmp_path / "out").mkdir()
+    writer = ShardWriter(tmp_path / "out")
+    for name in bounds:
+        writer.add(name, Checkpoint(tmp_path).tensor(name))
+    writer.add("none", torch.tensor(1.0))
+    writer.close()
+    assert Checkpoint(tmp_path / "out").tensor("most") == bounds["most"]
+    with pytest.raises(MoesaicError, match="factor holds a value that is not finite"):
+        check_finite("factor", torch.tensor(float("nan")))
 
 
 @pytest.mark.parametrize("name", ["qwen.tiktoken", "tekken.json", "tiktoken.model", "spiece.model"])

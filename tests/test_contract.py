@@ -14,10 +14,13 @@ from shrunken import TYPES, small_config, small_model
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.tried import tried
 from moesaic.errors import MoesaicError
+from moesaic.methods.cdmoe.config import KEEPS
+from moesaic.methods.cdmoe.method import obstacle
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SOME = (
     "afmoe",  # sentences to a router with a bias of its block
+    "gemma4_text",  # experts in the decoder layer itself, with norms of their own
     "glm_moe_dsa",  # layers that hand on more than hidden states
     "inkling2_text",  # experts in another order on disk
     "hunyuan_v1_moe",  # no attribute for the shared path
@@ -43,11 +46,24 @@ def test_it_does_what_is_said_of_it(model_type):
 
 @pytest.mark.parametrize(
     ("whole", "language"),
-    [("internvl", "qwen3_moe"), ("kimi_k25", "deepseek_v3"), ("mistral3", "mistral")],
+    [
+        ("internvl", "qwen3_moe"),
+        ("kimi_k25", "deepseek_v3"),
+        ("mistral3", "mistral"),
+        ("gemma4", "gemma4_text"),
+    ],
 )
 def test_parts_beside_a_language_model_keep_their_bytes(whole: str, language: str) -> None:
     torch.manual_seed(0)
     beside(whole, language)
+
+
+def test_experts_in_the_decoder_layer_itself_are_not_condensed() -> None:
+    model = small_model("gemma4_text")
+    arch = base_arch(model.config)
+    layer = arch.layers(model)[0]
+    for keep in KEEPS:
+        assert "stand in the decoder layer" in obstacle(arch.view(layer), layer, keep)
 
 
 def test_a_result_that_is_the_language_model_alone_says_so(

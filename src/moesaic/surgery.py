@@ -219,7 +219,7 @@ def predicting_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, 
     Returns:
         by the start of their names in memory their routed experts, 0 for a dense one.
     """
-    block = f".{arch.ffn_path}."
+    block = f".{arch.inside}"
     found: dict[str, int] = {}
     for name in naming.in_memory.values():
         if predicts(name, len(base.widths)) and block in name:

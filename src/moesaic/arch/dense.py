@@ -91,8 +91,17 @@ class Arch:
 
     def ffn_of(self, layer: nn.Module) -> nn.Module:
         """The feed-forward module of one decoder layer."""
-        module: nn.Module = attrgetter(self.ffn_path)(layer)
-        return module
+        return layer.get_submodule(self.ffn_path)
+
+    @property
+    def inside(self) -> str:
+        """The start of the names of the FFN's tensors in their layer."""
+        return f"{self.ffn_path}."
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The starts of the names, in their layer, of all tensors that are the FFN's own."""
+        return (self.inside,)
 
     def attention_of(self, layer: nn.Module) -> nn.Module:
         """The attention module of one decoder layer."""
@@ -157,6 +166,10 @@ class Arch:
         down = weight_of(self.ffn_of(layer), self.ffn.down)
         return down.new_empty(0, down.shape[0])
 
+    def enter(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
+        """Show what enters an FFN (..., D) whenever it runs."""
+        return ffn.register_forward_pre_hook(lambda _, args: seen(args[0]))
+
     def watch(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
         """Show what an FFN's parts add up to (..., D) whenever it runs, before any norm of it."""
 
@@ -194,7 +207,7 @@ class Arch:
     @property
     def readers(self) -> tuple[str, ...]:
         """Weights with a column for each hidden dimension, of which an FFN has one at least."""
-        return (f"{self.ffn_path}.{self.ffn.up}.weight",)
+        return (f"{self.inside}{self.ffn.up}.weight",)
 
     def layer_prefix(self, index: int) -> str:
         """The start of the names of layer ``index``'s tensors on disk."""
@@ -202,7 +215,7 @@ class Arch:
 
     def ffn_prefix(self, index: int) -> str:
         """The start of the names of layer ``index``'s FFN tensors on disk."""
-        return f"{self.layer_prefix(index)}{self.ffn_path}."
+        return f"{self.layer_prefix(index)}{self.inside}"
 
 
 def linear_size(module: nn.Module) -> int:

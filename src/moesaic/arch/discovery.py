@@ -13,13 +13,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, AttentionNames, FFNNames
 from moesaic.arch.mixture import MoEArch
-from moesaic.arch.routing import RouterParts, RoutingFunction, arguments, unbound
+from moesaic.arch.routing import RouterParts, RoutingFunction, arguments, set_top_k, unbound
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import shape_of
@@ -46,6 +47,24 @@ FAR = 40.0
 """A difference of logits by which one expert has all the weight of a softmax."""
 MOST = 256
 """Configs whose architecture is kept in mind."""
+
+
+class Norms(NamedTuple):
+    """Norms around experts: fields of :class:`MoEArch`."""
+
+    after: str | None
+    before: str | None = None
+    entry: str | None = None
+
+
+IN_LAYER = {
+    "gemma4_text": Norms(
+        after="post_feedforward_layernorm_2",
+        before="pre_feedforward_layernorm_2",
+        entry="pre_feedforward_layernorm",
+    )
+}
+"""Of experts that stand in the decoder layer itself, beside others: no rule can tell which."""
 _FOUND: dict[str, Arch] = {}
 
 
@@ -207,7 +226,7 @@ def _experts_place(name: str, routed: Sequence[nn.Module]) -> tuple[str, str]:
         raise Unknown(f"{name}: its layers have experts at several places: {sorted(places)}.")
     ((place,),) = places
     block_path, _, leaf = place.rpartition(".")
-    if not block_path:
+    if not block_path and name not in IN_LAYER:
         raise Unknown(
             f"{name}: its experts stand in the decoder layer itself, not in a block of their own."
         )
@@ -228,11 +247,12 @@ def _mixture(
     parts = _router(name, block, leaf, count)
     for other in routed:
         _check_router(name, other.get_submodule(block_path), parts)
-    inside, outside = _mlps_beside(name, block, layer)
-    gate = _shared_gate(block)
-    after = _norm(block)
-    known = {leaf, parts.router, *inside, *filter(None, [gate, after])}
-    _nothing_else(name, block, known, parts)
+    norms, gate = IN_LAYER.get(name), None
+    inside, outside = _mlps_beside(name, block, layer) if norms is None else ({}, {})
+    if norms is None:
+        gate, norms = _shared_gate(block), Norms(after=_norm(block))
+        known = {leaf, parts.router, *inside, *filter(None, [gate, norms.after])}
+        _nothing_else(name, block, known, parts)
     shared, beside = next(iter(inside), None), next(iter(outside), None)
     mixes = (value for key, value in vars(block).items() if "combination" in key)
     if shared and any(mix != "sum" for mix in mixes):
@@ -247,7 +267,7 @@ def _mixture(
         layers_path=path,
         count=_counting(name, said, count),
         width=_widening(name, said, width),
-        chosen=_choosing(said, block.get_submodule(parts.router)),
+        chosen=_choosing(said, block.get_submodule(parts.router), parts),
         transposed=bool(experts.is_transposed),
         alternating=not experts.is_concatenated,
         parts=parts,
@@ -255,7 +275,9 @@ def _mixture(
         shared=shared,
         shared_gate=gate if shared else None,
         beside=beside,
-        after=after,
+        after=norms.after,
+        before=norms.before,
+        entry=norms.entry,
         shared_names={**inside, **outside}.get(shared or beside or "", FFNNames()),
         dense_layers=next((key for key in DENSE_LAYERS if said.get(key) is not None), None),
     )
@@ -294,19 +316,29 @@ def _router(name: str, block: nn.Module, experts: str, count: int) -> RouterPart
     for path, module in block.named_children():
         if path == experts or mlp_names(module) is not None or type(module) is nn.Linear:
             continue
-        rows = [n for n, p in module.named_parameters() if p.dim() == 2 and p.shape[0] == count]
-        rows = [n for n in rows if n.rpartition(".")[2] == "weight"]
-        if len(rows) != 1:
+        each = {n: len(p) for n, p in module.named_parameters() if p.dim() == 2}
+        rows = [n for n in each if n.rpartition(".")[2] == "weight"]
+        if len(rows) != 1 or not {*each.values()} <= {count, 1}:
             continue
         weight = f"{path}.{rows[0]}"
         bias = _choice_bias(block, path, weight, count)
+        own = (n for n, p in module.named_parameters() if "expert_scale" in n and len(p) == count)
+        scale = next((f"{path}.{n}" for n in own), None)
         factor = _factor(block, module)
-        return RouterParts(path, weight, bias, factor=factor)
+        return RouterParts(path, weight, bias, scale, factor=factor, top_k=_top_k(module))
     found = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.named_children())
     raise Unknown(
         f"{name}: no module of {type(block).__name__} has one row for each of {count} experts and "
         f"is a router. Found: {found}."
     )
+
+
+def _top_k(router: nn.Module) -> str:
+    """Where a router keeps its number of experts a token."""
+    said = vars(getattr(router, "config", None) or object)
+    keys = (key for word in CHOSEN for key in said if word in key and type(said[key]) is int)
+    key = None if hasattr(router, "top_k") else next(keys, None)
+    return RouterParts.top_k if key is None else f"config.{key}"
 
 
 def _choice_bias(block: nn.Module, router: str, weight: str, count: int) -> str | None:
@@ -396,9 +428,10 @@ def _widening(name: str, said: JSON, width: int) -> str:
     return key
 
 
-def _choosing(said: JSON, router: nn.Module) -> str | None:
+def _choosing(said: JSON, router: nn.Module, parts: RouterParts) -> str | None:
     """The key of a config that says how many experts a token runs, in all layers or in each."""
-    top_k = getattr(router, "top_k", None)
+    owner, _, leaf = parts.top_k.rpartition(".")
+    top_k = getattr(getattr(router, owner) if owner else router, leaf, None)
     for word in CHOSEN:
         for key, value in said.items():
             each = value if isinstance(value, list) else [value]
@@ -419,16 +452,17 @@ def _asked(arch: MoEArch, block: nn.Module, said: JSON, count: int) -> MoEArch:
         PROBES, count, generator=torch.Generator().manual_seed(0), dtype=torch.float32
     )
     refused = None
-    for lifted in (False, True):
-        parts = replace(parts, lifted=lifted)
+    for lifted, apart in ((False, False), (True, False), (False, True)):
+        parts = replace(parts, lifted=lifted, apart=apart)
         try:
             seen_NE = _stand_in(block, parts, count).seen(logits_NE)
             break
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             refused = error
     else:
         raise Unknown(f"{arch.model_type}: its router cannot be asked: {refused!s:.200}")
-    if seen_NE.shape != logits_NE.shape or not torch.allclose(seen_NE, logits_NE, atol=1e-5):
+    same = seen_NE.shape == logits_NE.shape and torch.allclose(seen_NE, logits_NE, atol=1e-5)
+    if not (parts.apart or same):
         raise Unknown(f"{arch.model_type}: its router changes logits before it chooses by them.")
     arch = replace(arch, parts=parts, groups=groups)
     if (_stand_in(block, parts, count, top_k=1).weights(logits_NE) != 0).sum(1).max() > 1:
@@ -451,7 +485,7 @@ def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) 
     twin._modules[parts.router] = router._apply(
         lambda t: torch.ones(t.shape, dtype=torch.float32 if t.is_floating_point() else t.dtype)
     )
-    for path, value in ((parts.weight, 1.0), (parts.choice_bias, 0.0)):
+    for path, value in ((parts.weight, 1.0), (parts.choice_bias, 0.0), (parts.scale, 1.0)):
         if path is not None:
             owner, _, leaf = path.rpartition(".")
             module = twin.get_submodule(owner)
@@ -462,7 +496,10 @@ def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) 
         if name == "num_experts":
             setattr(router, name, count)
     for name, number in numbers.items():
-        setattr(router, name, number)
+        if name == "top_k":
+            set_top_k(router, parts, number)
+        else:
+            setattr(router, name, number)
     return RoutingFunction(twin, parts)
 
 

@@ -53,6 +53,11 @@ class MoEArch(Arch):
     """A shared path of the decoder layer, beside the block."""
     after: str | None = None
     """A norm of the block, through which the sum of experts and shared path passes."""
+    before: str | None = None
+    """A norm of the block, through which experts see what enters it; the router has its own."""
+    entry: str | None = None
+    """A module that is given what enters the block, where the block is the decoder layer itself:
+    ``ffn_path`` is empty, and the rest of the layer is no part of it."""
     shared_names: FFNNames = PLAIN
     """The projections inside the shared path."""
     shared_size: str | None = None
@@ -77,13 +82,25 @@ class MoEArch(Arch):
     def view(self, layer: nn.Module) -> DenseFFN | MoEFFN:
         return self.mixture(layer) if self.is_moe(layer) else self.dense(layer)
 
+    @property
+    def inside(self) -> str:
+        return f"{self.ffn_path}." if self.ffn_path else ""
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        if self.ffn_path:
+            return super().starts
+        return (*self.parts.tensors, f"{self.experts}.")
+
+    def _block(self, layer: nn.Module) -> nn.Module | None:
+        return getattr(layer, self.ffn_path, None) if self.ffn_path else layer
+
     def is_moe(self, layer: nn.Module) -> bool:
-        return hasattr(getattr(layer, self.ffn_path, None), self.experts)
+        return hasattr(self._block(layer), self.experts)
 
     def is_dense(self, layer: nn.Module) -> bool:
         """Whether a decoder layer's feed-forward part is a plain MLP; some hybrids' have none."""
-        ffn = getattr(layer, self.ffn_path, None)
-        return not self.is_moe(layer) and hasattr(ffn, self.ffn.down)
+        return not self.is_moe(layer) and hasattr(self._block(layer), self.ffn.down)
 
     def moe_layers(self, model: nn.Module) -> list[int]:
         """The decoder layers that route."""
@@ -150,6 +167,9 @@ class MoEArch(Arch):
         down: Tensor = experts.down_proj
         return down.new_empty(0, down.shape[2 if experts.is_transposed else 1])
 
+    def enter(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
+        return super().enter(ffn if self.entry is None else ffn.get_submodule(self.entry), seen)
+
     def watch(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
         norm = None if self.after is None else getattr(ffn, self.after, None)
         if norm is None:
@@ -162,11 +182,12 @@ class MoEArch(Arch):
 
     @property
     def replaced_paths(self) -> tuple[str, ...]:
-        return tuple(path for path in (self.ffn_path, self.beside) if path)
+        own = (self.ffn_path,) if self.ffn_path else (self.parts.router, self.experts)
+        return own if self.beside is None else (*own, self.beside)
 
     @property
     def readers(self) -> tuple[str, ...]:
-        return (f"{self.ffn_path}.{self.parts.weight}", *super().readers)
+        return (f"{self.inside}{self.parts.weight}", *super().readers)
 
     @property
     def shared_at(self) -> str | None:
@@ -278,6 +299,8 @@ class MoEFFN:
     shared: Callable[[Tensor], Tensor] | None
     shared_module: Any
     """The MLP of the shared path; None without one."""
+    before: Callable[[Tensor], Tensor] = lambda x_TD: x_TD
+    """What experts see of the block's input."""
 
     @property
     def count(self) -> int:
@@ -285,7 +308,7 @@ class MoEFFN:
 
     @property
     def top_k(self) -> int:
-        top_k: int = self.router.top_k
+        top_k: int = attrgetter(self.arch.parts.top_k)(self.router)
         return top_k
 
     @property
@@ -320,8 +343,8 @@ class MoEFFN:
         given = arguments(self.block, self.router)
         if self.arch.parts.lifted:
             x_TD = x_TD[None]
-        logits_TE: Tensor = self.router(x_TD, **given)[0]
-        return logits_TE
+        with self.arch.parts.projected(self.router) as logits:
+            return logits(self.router(x_TD, **given))
 
     def weights_of(self, i: int) -> tuple[Tensor, ...]:
         """gate (M, D) if there is one, up (M, D) and down (D, M) of expert ``i``, views."""
@@ -338,7 +361,7 @@ class MoEFFN:
         m, name = self.experts, self.matrices[0]
         up = self.matrix(name)[i]
         bias = self.matrix(f"{name}_bias")[i] if m.has_bias else None
-        up_TM = F.linear(x_TD, up.T if m.is_transposed else up, bias)
+        up_TM = F.linear(self.before(x_TD), up.T if m.is_transposed else up, bias)
         h_TM: Tensor = m._apply_gate(up_TM) if m.has_gate else m.act_fn(up_TM)
         return h_TM
 
@@ -423,6 +446,10 @@ class MoEFFN:
 
     def output(self, x_TD: Tensor) -> Tensor:
         """What experts and shared path add up to as the block runs now (T, D), before any norm."""
+        if self.arch.entry is not None:
+            _, weights_TK, chosen_TK = self.router(x_TD)
+            made_TD: Tensor = self.experts(self.before(x_TD), chosen_TK, weights_TK)
+            return made_TD
         seen: list[Tensor] = []
         handle = self.arch.watch(self.block, seen.append)
         try:
@@ -464,17 +491,19 @@ class MoEFFN:
     def restricted(self, allowed_E: Tensor) -> Iterator[None]:
         """Inside, the block routes as if only the allowed experts were there."""
 
-        def route(_: nn.Module, args: object, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            logits_TE = out[0]
-            allowed_TE = allowed_E.to(logits_TE.device).expand_as(logits_TE)
-            weights_TK, chosen_TK = self.routing.restricted(logits_TE, allowed_TE)
-            return logits_TE, weights_TK.to(out[1].dtype), chosen_TK
+        with self.arch.parts.projected(self.router) as logits:
 
-        handle = self.router.register_forward_hook(route)
-        try:
-            yield
-        finally:
-            handle.remove()
+            def route(_: nn.Module, args: object, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+                logits_TE = logits(out)
+                allowed_TE = allowed_E.to(logits_TE.device).expand_as(logits_TE)
+                weights_TK, chosen_TK = self.routing.restricted(logits_TE, allowed_TE)
+                return out[0], weights_TK.to(out[1].dtype), chosen_TK
+
+            handle = self.router.register_forward_hook(route)
+            try:
+                yield
+            finally:
+                handle.remove()
 
 
 def _gated_by(experts: Any, acts: Sequence[Callable[[Tensor], Tensor]]) -> bool:
@@ -506,4 +535,5 @@ def moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
         routing=RoutingFunction(block, arch.parts),
         shared=shared,
         shared_module=module,
+        **({} if arch.before is None else {"before": block.get_submodule(arch.before)}),
     )

@@ -13,6 +13,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -30,10 +32,36 @@ class RouterParts:
     """The projection of hidden states to logits."""
     choice_bias: str | None = None
     """A tensor that is added to the scores only to choose experts."""
+    scale: str | None = None
+    """A tensor of factors by which the router multiplies the weights of chosen experts."""
     lifted: bool = False
     """The router asks for sentences: hidden states (1, T, D) instead of (T, D)."""
     factor: str | None = None
     """The block's own attribute by which it multiplies what the experts make."""
+    top_k: str = "top_k"
+    """The router's own number of experts a token, or that of its config."""
+    apart: bool = False
+    """The projection is not given hidden states as they are, or what it makes is not what the
+    router says first: logits are seen behind the projection itself."""
+
+    @contextmanager
+    def projected(self, router: nn.Module) -> Iterator[Callable[[tuple[Tensor, ...]], Tensor]]:
+        """Inside, a function from what the router returns to the logits (N, E) that it chose by."""
+        if not self.apart:
+            yield lambda out: out[0]
+            return
+        last: list[Tensor] = []
+        projection = router.get_submodule(self.projection)
+        handle = projection.register_forward_hook(lambda _, args, out: last.append(out))
+        try:
+            yield lambda _: last.pop()
+        finally:
+            handle.remove()
+
+    @property
+    def projection(self) -> str:
+        """The path of the linear module in the router, empty where the router is it."""
+        return self.weight.removeprefix(f"{self.router}.").rpartition(".")[0]
 
     @property
     def tensors(self) -> tuple[str, ...]:
@@ -71,18 +99,20 @@ class RoutingFunction:
         self._given = arguments(block, router)
         self._weight = parts.weight.removeprefix(f"{parts.router}.")
         weight: Tensor = attrgetter(parts.weight)(block)
-        self.count = int(weight.shape[0])
-        if hasattr(self._router, "hidden_dim"):
+        self.count, self.hidden = weight.shape
+        if hasattr(self._router, "hidden_dim") and not parts.apart:
             self._router.hidden_dim = self.count
         self.factor = 1.0 if parts.factor is None else float(getattr(block, parts.factor))
         self.bias_E: Tensor | None = None
+        """By expert what the router adds to choose, or its factor: it has one or the other."""
         within = f"{parts.router}."
         self._inside = self._outside = None
-        if parts.choice_bias is not None:
-            self.bias_E = attrgetter(parts.choice_bias)(block).detach().flatten()
-            self._inside = parts.choice_bias.removeprefix(within)
-            if not parts.choice_bias.startswith(within):
-                self._inside, self._outside = None, parts.choice_bias
+        vector = parts.choice_bias or parts.scale
+        if vector is not None:
+            self.bias_E = attrgetter(vector)(block).detach().flatten()
+            self._inside = vector.removeprefix(within)
+            if not vector.startswith(within):
+                self._inside, self._outside = None, vector
         for path in (self._weight, self._inside or ""):
             owner = self._router
             for part in path.split(".")[:-1]:
@@ -93,7 +123,7 @@ class RoutingFunction:
         """The same router with another number of experts a token."""
         twin = copy.copy(self)
         twin._router = unbound(self._router)
-        twin._router.top_k = top_k
+        set_top_k(twin._router, self._parts, top_k)
         return twin
 
     @torch.no_grad()
@@ -123,17 +153,27 @@ class RoutingFunction:
         bias_E, given = self.bias_E, self._given
         if allowed_NE is not None:
             logits_NE = logits_NE.masked_fill(~allowed_NE, _floor(logits_NE.dtype))
-            if bias_E is not None:
+            if bias_E is not None and self._parts.scale is None:
                 bias_E = bias_E.to(logits_NE.device).masked_fill(~allowed_NE, float("-inf"))
-        eye_EE = torch.eye(self.count, dtype=logits_NE.dtype, device=logits_NE.device)
-        projection = self._set(self._weight, eye_EE)
-        if projection._parameters.get("bias") is not None:
-            self._set(f"{self._weight.removesuffix('weight')}bias", logits_NE.new_zeros(self.count))
+        x_NE = logits_NE
+        if self._parts.apart:
+            owner, _, leaf = self._parts.projection.rpartition(".")
+            self._router.get_submodule(owner)._modules[leaf] = _Said(logits_NE)
+            others = (p for n, p in self._router.named_parameters() if n != self._inside)
+            device = next((p.device for p in others), logits_NE.device)  # meta, of a closed layer
+            x_NE = logits_NE.new_zeros(len(logits_NE), self.hidden, device=device)
+        else:
+            eye_EE = torch.eye(self.count, dtype=logits_NE.dtype, device=logits_NE.device)
+            projection = self._set(self._weight, eye_EE)
+            if projection._parameters.get("bias") is not None:
+                bias = f"{self._weight.removesuffix('weight')}bias"
+                self._set(bias, logits_NE.new_zeros(self.count))
         if self._inside is not None and bias_E is not None:
             self._set(self._inside, bias_E.to(logits_NE.device))
         if self._outside is not None and bias_E is not None:
             given = {**given, self._outside: bias_E.to(logits_NE.device)}
-        x_NE = logits_NE[None] if self._parts.lifted else logits_NE
+        if self._parts.lifted:
+            x_NE = x_NE[None]
         routed: tuple[Tensor, ...] = self._forward(self._router, x_NE, **given)
         return routed
 
@@ -152,6 +192,25 @@ class RoutingFunction:
         places = module._buffers if leaf in module._buffers else module._parameters
         places[leaf] = tensor  # type: ignore[assignment]
         return module
+
+
+class _Said(nn.Module):
+    """Stands for a projection, and says logits whatever it is given."""
+
+    def __init__(self, logits_NE: Tensor) -> None:
+        super().__init__()
+        self.logits_NE = logits_NE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits_NE
+
+
+def set_top_k(router: Any, parts: RouterParts, top_k: int) -> None:
+    """Let a router choose another number of experts a token."""
+    owner, _, leaf = parts.top_k.rpartition(".")
+    if owner:  # other modules have the same config
+        setattr(router, owner, copy.copy(getattr(router, owner)))
+    setattr(getattr(router, owner) if owner else router, leaf, top_k)
 
 
 def unbound(module: Any) -> Any:

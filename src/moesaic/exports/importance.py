@@ -87,5 +87,5 @@ def _names(
     if isinstance(arch, MoEArch) and arch.is_moe(layer):
         up, down = arch.mixture(layer).matrices
         stacked = [f"blk.{index}.{name}.weight" for name in EXPERTS]
-        yield f"{arch.ffn_path}.{arch.experts}.{up}", stacked[:2]
-        yield f"{arch.ffn_path}.{arch.experts}.{down}", stacked[2:]
+        yield f"{arch.inside}{arch.experts}.{up}", stacked[:2]
+        yield f"{arch.inside}{arch.experts}.{down}", stacked[2:]

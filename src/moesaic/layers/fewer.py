@@ -9,6 +9,7 @@ from torch import nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
+from moesaic.arch.routing import set_top_k
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, RoutingPlan, Sizes
 
@@ -37,9 +38,9 @@ class FewerLayer(RoutingPlan):
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         assert isinstance(arch, MoEArch)
         view = arch.mixture(layers[index])
-        for module in (view.block, view.router):  # blocks may note it, too
-            if hasattr(module, "top_k"):
-                module.top_k = header["top_k"]
+        set_top_k(view.router, arch.parts, header["top_k"])
+        if hasattr(view.block, "top_k"):  # some note it, too
+            view.block.top_k = header["top_k"]
 
     def describe(self, experts: int) -> Description:
         told = f"a token runs {self.top_k} of {experts} experts, instead of {self.before}"

@@ -94,16 +94,15 @@ class PrunedLayer(LayerPlan):
     # --- put to use ------------------------------------------------------------------------------
 
     def sources(self, arch: Arch) -> tuple[str, ...]:
-        return (f"{arch.ffn_path}.",)
+        return arch.starts
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
         """Tensors of single experts are renumbered, those of all experts lose rows."""
         assert isinstance(arch, MoEArch)
-        block = f"{arch.ffn_path}."
-        count = state[f"{block}{arch.parts.weight}"].shape[0]
-        for stored, name in state.stored(block):
+        count = state[f"{arch.inside}{arch.parts.weight}"].shape[0]
+        for stored, name in state.stored(*arch.starts):
             if expert_number(stored) in (None, 0, *self.kept):
-                inside = name.removeprefix(block)
+                inside = name.removeprefix(arch.inside)
                 yield from self._kept(arch, count, inside, stored, self.source(arch, state, stored))
 
     def source(self, arch: MoEArch, state: State, stored: str) -> Tensor:

@@ -115,7 +115,7 @@ class SlimmedLayer(PrunedLayer):
         narrowed = Narrowed(self, arch, state)
         yield from super().convert(arch, narrowed)
         if self.uneven:
-            path = f"{arch.ffn_path}.{arch.experts}."
+            path = f"{arch.inside}{arch.experts}."
             down = narrowed.fused(DOWN)[self.kept_E]
             down = down if self.down_E is None else self.down_E.to(down)
             rows = flat(narrowed.fused(GATE_UP)[self.kept_E], down, self.widths)
@@ -216,10 +216,10 @@ class Narrowed(Rewritten):
         super().__init__(state)
         self._plan, self._arch = plan, arch
         shared = () if arch.shared_at is None else (f"{arch.shared_at}.",)
-        self._experts = f"{arch.ffn_path}.{arch.experts}."
+        self._experts = f"{arch.inside}{arch.experts}."
         self._shared = shared[0] if shared else "\0"
         self._names = dict(state.stored(self._experts, *shared))
-        count = state[f"{arch.ffn_path}.{arch.parts.weight}"].shape[0]
+        count = state[f"{arch.inside}{arch.parts.weight}"].shape[0]
         self._neurons_EW = torch.arange(plan.width).repeat(count, 1)
         self._neurons_EW[plan.experts] = plan.neurons_EW[plan.kept_E != PADDING]
 

@@ -111,10 +111,7 @@ def _watched(
         y.register_hook(lambda g: seen(valid(x.detach(), mask), valid(g, mask)))
 
     ffn = arch.ffn_of(block.layer)
-    handles = (
-        ffn.register_forward_pre_hook(lambda _, args: entered.append(args[0])),
-        arch.watch(ffn, after),
-    )
+    handles = (arch.enter(ffn, entered.append), arch.watch(ffn, after))
     try:
         yield
     finally:

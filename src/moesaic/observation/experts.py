@@ -53,7 +53,7 @@ class ExpertStats:
     spread_E: Tensor
     """float64: mean |w| over root mean square of w, of each expert's weights."""
     bias_E: Tensor
-    """The router's choice bias; empty if it has none."""
+    """The router's choice bias, or its factors by expert; empty if it has neither."""
     batch_T: Tensor
     """int64: the calibration batch that each token belongs to."""
     logits_TE: Tensor

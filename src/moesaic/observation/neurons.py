@@ -160,7 +160,7 @@ def watching(layer: nn.Module, arch: Arch, stats: NeuronStats, masks: Masks) -> 
         stats.calls_E[event.expert or 0] += len(h_NM)
         stats.energy_EM[event.expert or 0] += square_sums(h_NM)
 
-    with tapped(layer, arch, [f"{arch.ffn_path}.{inside}"], seen, masks, instead=True):
+    with tapped(layer, arch, [f"{arch.inside}{inside}"], seen, masks, instead=True):
         yield
 
 

@@ -485,9 +485,9 @@ class LayerStream(Generic[V]):
             return
         entering, leaving = self.masks(), self.masks()
 
-        def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        def before(x: Tensor) -> None:
             if inputs is not None:
-                x_TD = valid(args[0], next(entering))
+                x_TD = valid(x, next(entering))
                 if not torch.isfinite(x_TD).all():
                     raise MoesaicError(
                         f"Layer {layer} meets a value that is not finite in calibration batch "
@@ -500,7 +500,7 @@ class LayerStream(Generic[V]):
             if outputs is not None and self._follow:
                 outputs.append(valid(y, next(leaving)))
 
-        handles = (ffn.register_forward_pre_hook(before), self.arch.watch(ffn, after))
+        handles = (self.arch.enter(ffn, before), self.arch.watch(ffn, after))
         try:
             yield
         finally:

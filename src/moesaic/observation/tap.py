@@ -83,7 +83,7 @@ def tapped(
         tensors, view = {}, None
         if isinstance(arch, MoEArch) and arch.is_moe(layer):
             view = arch.mixture(layer)
-            block = f"{arch.ffn_path}.{arch.experts}."
+            block = f"{arch.inside}{arch.experts}."
             tensors = {p.removeprefix(block): p for p in paths if p.startswith(block)}
         for path in {*paths} - {*tensors.values()}:
             module = layer.get_submodule(path)

@@ -396,10 +396,10 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
         view = arch.mixture(job.layers[i])
         why = obstacle(view, job.layers[i], config.keep, config.force)
         if why:
-            others = (keep for keep in KEEPS if not obstacle(view, job.layers[i], keep))
+            others = [keep for keep in KEEPS if not obstacle(view, job.layers[i], keep)]
+            works = f" keep={' or '.join(others)} works." if others else ""
             raise MoesaicError(
-                f"keep={config.keep} is impossible for {arch.model_type}: {why}. "
-                f"keep={' or '.join(others)} works."
+                f"keep={config.keep} is impossible for {arch.model_type}: {why}.{works}"
             )
         if config.experts is not None and config.experts > view.count:
             raise MoesaicError(f"experts {config.experts}: layer {i} has {view.count}.")
@@ -419,6 +419,8 @@ def obstacle(view: MoEFFN, layer: nn.Module, keep: str, force: bool = False) -> 
         keep: what is to stay of it.
         force: the shared path stays even where there is none.
     """
+    if view.arch.entry is not None:
+        return "its experts stand in the decoder layer itself"
     if keep == "nothing" and hands_on(type(layer).forward):
         return "its layers hand on to the next one more than hidden states"
     if keep not in ("shared", "shared+routed"):

@@ -50,7 +50,7 @@ def projections(layer: nn.Module, arch: Arch, use: LayerUse, where: str) -> list
                 found.append(_linear(path, module, attention=True))
     if isinstance(arch, MoEArch) and arch.is_moe(layer):
         view = arch.mixture(layer)
-        path = f"{arch.ffn_path}.{arch.experts}"
+        path = f"{arch.inside}{arch.experts}"
         if not type(view.experts).__module__.startswith(_OURS):
             for name in EXPERTS:
                 weight = getattr(view.experts, name)
