@@ -53,13 +53,13 @@ def run(
     carry_out(asked, overwrite, resume, as_json, dry_run, push, push_plan)
 
 
-FASTER: JSON = {"method": "wina", "active": 0.8, "gradients": True, "gradient_tokens": 2048}
+FASTER: JSON = {"method": "wina", "active": 0.8, "gradients": True, "gradient_tokens": 1024}
 HALF: JSON = {"keep": 0.5, "score": "surgeon", "refit": True}
 DEMO: Mapping[str, tuple[str, str, JSON, Evaluation]] = {
     "mixture": (
         "tiny-shared-moe", "slim", HALF, Evaluation(max_tokens=4096, baselines=("q8_0", "q4_0")),
     ),
-    "dense": ("smollm2", "carve", FASTER, Evaluation(max_tokens=4096, baselines=("q8_0",))),
+    "dense": ("smollm2", "carve", FASTER, Evaluation(max_tokens=2048, baselines=("q8_0",))),
 }  # fmt: skip
 """By its folder, each half of the demonstration: the model, the verb, its options, and how it is
 measured, beside what a user would take instead."""
