@@ -96,6 +96,14 @@ SIZES: dict[str, Any] = {
     "vocab_size_per_layer_input": 384,
     "laurel_rank": 4,
 }
+
+
+def sections(*sizes: int) -> dict[str, Any]:
+    """Positions in three dimensions, which share what of a head is turned."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sizes)}
+    return {"rope_parameters": rope}
+
+
 HALF = ("full_attention", "linear_attention")
 MORE: dict[str, dict[str, Any]] = {
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1},
@@ -113,6 +121,9 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "gemma4_text": {"enable_moe_block": True},
+    **dict.fromkeys(("qwen3_vl_moe_text", "qwen3_vl_text"), sections(2, 1, 1)),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "glm_image_text"), sections(2, 1, 1)),
+    **dict.fromkeys(("glm4v_moe_text", "glm4v_text", "glm_ocr_text"), sections(1, 1, 0)),
     "ernie4_5_moe": {"moe_num_shared_experts": 1, "moe_layer_start_index": 1},
     "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4},
     "qwen3_moe": {"norm_topk_prob": True},

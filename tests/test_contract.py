@@ -8,14 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import beside, held
-from shrunken import TYPES, small_config, small_model
+from builders import equal, saved, weights
+from contract import beside, held, logits
+from safetensors.torch import save_file
+from shrunken import TYPES, small_config, small_model, small_whole
 
+import moesaic
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.tried import tried
 from moesaic.errors import MoesaicError
+from moesaic.io.language import predicts_tokens
+from moesaic.io.source import Source
+from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.cdmoe.config import KEEPS
 from moesaic.methods.cdmoe.method import obstacle
+from moesaic.methods.sft.config import TuneConfig
+from moesaic.plan import Plan
+from moesaic.result import save_applied
+from moesaic.surgery import base_shape
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SOME = (
@@ -47,6 +57,8 @@ def test_it_does_what_is_said_of_it(model_type):
 @pytest.mark.parametrize(
     ("whole", "language"),
     [
+        ("qwen3_vl_moe", "qwen3_vl_moe_text"),
+        ("glm4v_moe", "glm4v_moe_text"),
         ("internvl", "qwen3_moe"),
         ("kimi_k25", "deepseek_v3"),
         ("mistral3", "mistral"),
@@ -56,6 +68,43 @@ def test_it_does_what_is_said_of_it(model_type):
 def test_parts_beside_a_language_model_keep_their_bytes(whole: str, language: str) -> None:
     torch.manual_seed(0)
     beside(whole, language)
+
+
+@torch.no_grad()
+def test_experts_that_lie_turned_on_disk_stay_so(tmp_path: Path) -> None:
+    """Qwen3-VL's mixtures are published so; transformers reads both and writes the other one."""
+    assert predicts_tokens("qwen3_vl_moe_text")
+    model = small_model("qwen3_vl_moe_text", moe_intermediate_size=24)
+    base, out = tmp_path / "base", tmp_path / "out"
+    model.save_pretrained(base)
+
+    def turned(folder: Path) -> dict[str, torch.Tensor]:
+        experts = ("gate_up_proj", "down_proj")
+        return {
+            name: t.mT.contiguous() if t.dim() == 3 and name.endswith(experts) else t
+            for name, t in weights(folder).items()
+        }
+
+    save_file(turned(base), base / "model.safetensors", {"format": "pt"})
+    source = Source("base", base)
+    assert torch.equal(logits(source.load()), logits(model))
+    arch = base_arch(model.config)
+    few = torch.arange(6)
+    orders = torch.rand(6, 24).argsort(1)[:, :8].sort(1).values
+    layers = {i: SlimmedLayer(few, orders, 24) for i in arch.moe_layers(model)}
+    plan = Plan("test", base_shape(model, arch), layers)
+    out.mkdir()
+    save_applied(source, plan, out)
+    saved(tmp_path / "live", model, layers)
+    assert equal(turned(out), weights(tmp_path / "live"))
+    assert torch.equal(logits(Source("out", out).load()), logits(model))
+
+
+def test_a_language_model_without_a_class_of_its_own_is_not_trained(tmp_path: Path) -> None:
+    """What training writes is the language model alone, and nothing could open it."""
+    small_whole("qwen3_vl", "qwen3_vl_text").save_pretrained(tmp_path / "whole")
+    with pytest.raises(MoesaicError, match="no class for qwen3_vl_text outside of the whole"):
+        moesaic.tune(str(tmp_path / "whole"), TuneConfig(steps=1), text=[{"input_ids": [1, 2]}])
 
 
 def test_experts_in_the_decoder_layer_itself_are_not_condensed() -> None:

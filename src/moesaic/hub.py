@@ -26,6 +26,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.errors import how_to_install
 from moesaic.foreign import JSON, Config, Model, Tokenizer
 from moesaic.io.checkpoint import align, shape_of
+from moesaic.io.language import HEADLESS, predicts_tokens
 from moesaic.io.naming import conversions
 from moesaic.io.prediction import leave_out
 from moesaic.io.source import check_loaded, language_model
@@ -98,6 +99,7 @@ class Classes(dict[str, tuple[Any, Any]]):
     """The config and model class of ``moesaic_<base>`` by base, made when they are asked for."""
 
     def __missing__(self, base: str) -> tuple[Any, Any]:
+        predicts_tokens(base)  # whose class may have to be made
         name, table = PREFIX + base, conversions(base)
         if table is not None:
             register_checkpoint_conversion_mapping(name, table, overwrite=True)
@@ -140,7 +142,7 @@ def _await() -> dict[str, str]:
         register_checkpoint_conversion_mapping(own, conversions("qwen2_moe"))
         AutoConfig.register(own, DeepseekConfig)
         AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
-    added = {own: DeepseekForCausalLM.__name__}
+    added = {own: DeepseekForCausalLM.__name__, **HEADLESS}
     named: dict[str, str] = {}
     for base, model in {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **added}.items():
         config = CONFIG_MAPPING_NAMES.get(base, DeepseekConfig.__name__)

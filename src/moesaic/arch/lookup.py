@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from transformers.models.auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.discovery import discovered
@@ -11,6 +10,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.arch.tried import tried
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config
+from moesaic.io.language import predicts_tokens
 from moesaic.io.quantised import format_of, said_of
 from moesaic.registry import Registry
 
@@ -54,7 +54,7 @@ def base_arch(config: Config) -> Arch:
     if base in EXCEPTIONS:
         return EXCEPTIONS[base]
     try:
-        if base not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if not predicts_tokens(base):
             raise MoesaicError("transformers has no causal language model of it.")
         return discovered(plain_config(config, base))
     except MoesaicError as error:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
+    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -52,6 +53,9 @@ def conversions(model_type: str) -> list[Any] | None:
     found: list[Any] | None = get_checkpoint_conversion_mapping(model_type)
     if found is None and model_type in MODEL_MAPPING_NAMES:
         found = get_checkpoint_conversion_mapping(MODEL_MAPPING_NAMES[model_type])
+    if found is None and model_type.endswith("_text"):  # its whole's, which names it otherwise
+        whole = get_checkpoint_conversion_mapping(model_type.removesuffix("_text")) or []
+        found = [copy.deepcopy(step) for step in whole if isinstance(step, WeightConverter)] or None
     return found
 
 
@@ -78,7 +82,25 @@ class Naming:
         for name in checkpoint.names():
             found, pattern = rename_source_key(language(name), renamings, converters)
             self.in_memory[name] = found
+            turns = pattern is not None and _turns(self._converters[pattern])
+            if turns and not self._turned(name):
+                pattern = None
             self._parts.setdefault(found, []).append((name, pattern))
+        for converter in self._converters.values():
+            if _turns(converter):
+                converter.operations = [Transpose(of.dim0, of.dim1) for of in converter.operations]
+
+    def _turned(self, disk: str) -> bool:
+        """Whether matrices of experts lie on disk as (inputs, outputs): there are files of both.
+
+        Of downs the hidden size stands last then, of gates and ups before; where both sizes are
+        alike they are as transformers writes them.
+        """
+        names = (n for n in self.checkpoint.names() if n.endswith("embed_tokens.weight"))
+        hidden = next((self.checkpoint.shape(n)[1] for n in names), 0)
+        shape = self.checkpoint.shape(disk)
+        own = shape[1] if disk.endswith("down_proj") else shape[2]
+        return own != hidden
 
     def read(self, name: str, cast: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
         """The tensor that is called ``name`` in memory.
@@ -113,8 +135,12 @@ class Naming:
         for name, parts in self._parts.items():
             disk, pattern = parts[0]
             alone = len(parts) == 1 and pattern is not None
-            if alone and self.shape(name) == self.checkpoint.shape(disk):
-                found[disk] = self._converters[pattern]
+            if not alone:
+                continue
+            converter = self._converters[pattern]
+            turns = all(type(of) is Transpose for of in converter.operations)
+            if turns or self.shape(name) == self.checkpoint.shape(disk):
+                found[disk] = converter
         return found
 
     def _made(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
@@ -174,6 +200,11 @@ class Naming:
             )
         except (RuntimeError, ValueError):
             return None
+
+
+def _turns(converter: WeightConverter) -> bool:
+    """Whether it transposes what does not have the shape that a model holds."""
+    return all(getattr(of, "check_dims", False) for of in converter.operations)
 
 
 def _converted(converter: WeightConverter, name: str, tensor: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.io.checkpoint import Checkpoint, check_finite, shape_of
 from moesaic.io.gguf import folder_of
 from moesaic.io.headers import mapping_of
+from moesaic.io.language import predicts_tokens
 from moesaic.io.layout import PLAN, RECORD, SIDE_FILES, placed
 from moesaic.io.names import PACKAGED, SHIPPED, check_name
 from moesaic.io.naming import Naming, language
@@ -187,9 +188,8 @@ def language_model(config: Config) -> Config:
     Otherwise, and where there is nothing else, the config itself.
     """
     text: Config | None = getattr(config, "text_config", None)
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if text is None or not predicts_tokens(text.model_type):
         return config
-    assert text is not None
     for name in ("quantization_config", "dtype"):  # what is said once, of the whole
         if getattr(text, name, None) is None and getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))

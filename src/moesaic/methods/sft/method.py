@@ -16,6 +16,7 @@ from moesaic.foreign import JSON, Config, Model
 from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.fingerprint import of_model
+from moesaic.io.language import HEADLESS
 from moesaic.io.layout import PLAN, placed
 from moesaic.io.source import Source, resolve
 from moesaic.methods.base import Decision, Method, Outline, Told
@@ -53,6 +54,11 @@ class Tuning(Method[TuneConfig, Arch]):
             MoesaicError: the request cannot be met.
         """
         config, args = self.config, job.args
+        if job.arch.model_type in HEADLESS and job.on_disk and job.original.beside:
+            raise MoesaicError(
+                f"tune writes the language model alone, and transformers has no class for "
+                f"{job.arch.model_type} outside of the whole."
+            )
         text = config.data if args.text is None else args.text
         examples = examples_of(job, config, text, answers=True)
         live = job.live()

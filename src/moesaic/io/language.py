@@ -1,0 +1,94 @@
+"""Language models that transformers has inside a whole only: their base model, and a head on it.
+
+Qwen3-VL's mixture, for one, is a ``qwen3_vl_moe_text`` within a ``qwen3_vl_moe``; alone it has no
+class that predicts tokens, and no architecture of its own to be told by.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
+
+from moesaic.io.naming import conversions
+
+TEXT = "_text"
+HEADLESS: dict[str, str] = {
+    name: f"{model.removesuffix('Model')}ForCausalLM"
+    for name, model in MODEL_MAPPING_NAMES.items()
+    if name.endswith(TEXT) and isinstance(model, str)
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+}
+"""Language models without a head by their ``model_type``: the name of the class that has one."""
+
+
+def predicts_tokens(model_type: str) -> bool:
+    """Whether there is a causal language model of a type: transformers' own, or one of these.
+
+    Those are made when they are first asked for.
+    """
+    if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return True
+    if model_type not in HEADLESS:
+        return False
+    config_class = CONFIG_MAPPING[model_type]
+    if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        made = _with_head(config_class, HEADLESS[model_type])
+        # or it would not be taken: the config is transformers' own
+        AutoModelForCausalLM.register(config_class, made, exist_ok=True)
+        table = conversions(model_type)
+        if table is not None:
+            register_checkpoint_conversion_mapping(model_type, table, overwrite=True)
+    return True
+
+
+def _with_head(config_class: type, name: str) -> type:
+    """The class of a base model with a head."""
+    base: Any = MODEL_MAPPING[config_class]
+
+    def __init__(self: Any, config: Any) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.model = base(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **options: Any,
+    ) -> CausalLMOutputWithPast:
+        options.pop("output_router_logits", None)
+        made = self.model(input_ids=input_ids, **options)
+        last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(made.last_hidden_state[:, last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=getattr(made, "past_key_values", None),
+            hidden_states=getattr(made, "hidden_states", None),
+            attentions=getattr(made, "attentions", None),
+        )
+
+    said = {
+        "__module__": base.__module__,
+        "__init__": __init__,
+        "forward": forward,
+        "config_class": config_class,
+        "base_model_prefix": "model",
+        "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
+    }
+    return type(name, (base.__mro__[1], GenerationMixin), said)
