@@ -187,8 +187,8 @@ def language_model(config: Config) -> Config:
 
     Otherwise, and where there is nothing else, the config itself.
     """
-    text: Config | None = getattr(config, "text_config", None)
-    if text is None or not predicts_tokens(text.model_type):
+    text: Config = getattr(config, "text_config", None)
+    if not predicts_tokens(getattr(text, "model_type", "")):  # some have a plain mapping there
         return config
     for name in ("quantization_config", "dtype"):  # what is said once, of the whole
         if getattr(text, name, None) is None and getattr(config, name, None) is not None:

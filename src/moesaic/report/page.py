@@ -69,7 +69,7 @@ def _page(records: Sequence[Record], without: Sequence[str], first: Sequence[str
     several = len(records) > 1
     runs = [_view(record, n) | dict.fromkeys(without) for n, record in enumerate(records, 1)]
     models = dict.fromkeys(read.model_name(record) for record in records)
-    of = f"{len(models)} models" if len(models) > 3 else ", ".join(models)
+    of = f"{len(models)} models" if len(models) > 2 else " and ".join(models)
     most = max((read.most_experts(record) for record in records), default=0)
     page: str = _template().render(
         runs=runs,
