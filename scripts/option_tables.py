@@ -10,17 +10,17 @@ A table stands between two comments, the first of which names what it lists:
 Names are those of METHODS, or of a dataclass of moesaic.config such as Calibration. ``own`` leaves
 out what goes beyond the paper, ``beyond`` lists nothing else; of several methods the table says
 whose each option is. ``criteria`` lists the criteria of prune, ``scores`` the scores of slim;
-``engine vllm`` what vLLM made of every verb's results, by benchmarks/engines.json.
+``engines`` what each engine made of every verb's results, by benchmarks/engines.json.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from moesaic import config as requests
 from moesaic.cli.options import default_of, flag_of, help_of
@@ -41,6 +41,15 @@ LISTS: dict[str, tuple[str, Registry[Any]]] = {
     "scores": ("score", SCORES),
 }
 ENTRIES = {"own": (False,), "beyond": (True,)}
+ENGINES = {
+    "transformers": "transformers",
+    "vllm": "vLLM",
+    "mlx": "mlx-lm",
+    "llamacpp": "llama.cpp",
+}
+"""What the engines of benchmarks/engines.json are called."""
+Outcomes: TypeAlias = Mapping[str, Mapping[str, str]]
+"""What came of a model: by verb, by engine."""
 
 
 def pages() -> list[Path]:
@@ -61,8 +70,8 @@ def listed(page: str) -> set[str]:
 def table(names: str) -> str:
     """The table that a comment asks for, in Markdown."""
     asked = names.split()
-    if asked[0] == "engine":
-        return engine(asked[1])
+    if names == "engines":
+        return engines()
     if names in LISTS:
         word, entries = LISTS[names]
         told = ((f"`{name}`", entries[name].help, entries[name].paper) for name in entries)
@@ -73,40 +82,55 @@ def table(names: str) -> str:
     return markdown(lines if len(methods) > 1 else [(o, d, m) for o, _, d, m in lines])
 
 
-def engine(name: str) -> str:
-    """What an engine makes of every verb's result of every model: a table, and reasons below it."""
+def engines() -> str:
+    """What every engine makes of every verb's results: two tables, and reasons below them."""
     record = json.loads((ROOT / "benchmarks/engines.json").read_text("utf-8"))
     reasons: list[str] = []
     tables = ""
-    for dense in (False, True):
-        models = {
-            model: {verb: cells.get(name, "") for verb, cells in verbs.items()}
-            for model, verbs in record["outcomes"].items()
-            if any(verb.startswith("carve") for verb in verbs) == dense
-        }
-        verbs = sorted({verb for cells in models.values() for verb in cells})
-        lines = [("", *(f"`{verb}`" for verb in verbs))]
-        for model, cells in models.items():
-            told = (outcome(name, model, cells.get(verb, ""), reasons) for verb in verbs)
-            lines.append((model, *told))
-        tables += markdown(lines) + "\n"
-    version = f"{record['versions'][name]}:\n\n"
-    return version + tables + "".join(f"{i}. {why}\n" for i, why in enumerate(reasons, 1))
+    outcomes: dict[str, Outcomes] = record["outcomes"]
+    carved = {model for model, verbs in outcomes.items() if any("carve" in v for v in verbs)}
+    for kind, dense in (("Mixtures of experts", False), ("Dense models", True)):
+        models = {m: v for m, v in outcomes.items() if (m.partition(" ")[0] in carved) == dense}
+        tried = sorted({verb for verbs in models.values() for verb in verbs})
+        lines = [("", *(record["versions"][name] for name in ENGINES))]
+        for model, verbs in models.items():
+            lines.append((model, *(outcome(name, model, verbs, reasons) for name in ENGINES)))
+        named = ", ".join(f"`{verb}`" for verb in tried)
+        tables += f"{kind}, rebuilt by {named}:\n\n{markdown(lines)}\n"
+    return tables + "".join(f"{i}. {why}\n" for i, why in enumerate(reasons, 1))
 
 
-def outcome(engine: str, model: str, said: str, reasons: list[str]) -> str:
-    """A cell: yes, no with the number of the reason, or nothing."""
+def outcome(engine: str, model: str, verbs: Outcomes, reasons: list[str]) -> str:
+    """A cell: the results that an engine computes alike, with the numbers of reasons for others."""
+    asked = {
+        verb: said
+        for verb, cells in verbs.items()
+        if (said := cells.get(engine)) and (engine == "transformers" or "refused" not in said)
+    }
+    others: dict[str, list[str]] = {}
+    for verb, said in asked.items():
+        if said != "same":
+            why = reason(engine, model, said)
+            if why not in reasons:
+                reasons.append(why)
+            others.setdefault(f"({reasons.index(why) + 1})", []).append(f"`{verb}`")
+    if not others:
+        return "all" if asked else ""
+    if sum(map(len, others.values())) < len(asked):
+        told = ", ".join(f"{', '.join(names)} {number}" for number, names in others.items())
+        return f"all but {told}"
+    untried = all(said.startswith("machine") for said in asked.values())
+    return f"{'not tried' if untried else 'none'} {' '.join(others)}"
+
+
+def reason(engine: str, model: str, said: str) -> str:
+    """Why an engine does not compute a result."""
     kind, _, why = said.partition(": ")
-    if kind in ("", "same"):
-        return {"same": "yes"}.get(kind, "")
-    if kind == "refused" and engine != "transformers":
-        return "–"
     architecture = model.partition(" ")[0]
     why = why.replace(f"moesaic_{architecture}", "moesaic_<base>").replace(architecture, "it")
-    why = {"refused": "Refused: ", "lacks": "Lacks "}.get(kind, "") + cell(why)
-    if why not in reasons:
-        reasons.append(why)
-    return f"no ({reasons.index(why) + 1})"
+    lacks = f"{ENGINES[engine]} does not support "
+    told = {"refused": "No native result: ", "lacks": lacks, "machine": "Not tried: "}[kind] + why
+    return f"{cell(told).removesuffix('.')}."
 
 
 def markdown(lines: Sequence[tuple[str, ...]]) -> str:

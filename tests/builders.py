@@ -289,11 +289,12 @@ def saved(folder: Path, model: Any, layers: dict[int, LayerPlan]) -> Source:
 # --- few bits ------------------------------------------------------------------------------------
 
 
-def blank(form: Any, tensor: Tensor, group: int = 16) -> dict[str, Tensor]:
+def blank(form: Any, tensor: Tensor) -> dict[str, Tensor]:
     """A weight of the same shape in a format, without values."""
     parts = {form.ends[0]: tensor, form.ends[1]: torch.zeros(1, 1)}
     if form.method == "compressed-tensors":
         rows, columns = tensor.shape
+        (group,) = form._group_sizes()
         parts[form.ends[0]] = torch.zeros(rows, columns // form.each, dtype=torch.int32)
         parts[form.ends[1]] = torch.zeros(rows, columns // group, dtype=torch.bfloat16)
         parts[form.ends[2]] = torch.tensor([rows, columns])

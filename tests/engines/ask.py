@@ -16,9 +16,9 @@ from pathlib import Path
 
 
 def dtype(folder):
-    """The type to compute in: float32, but of weights in few bits the checkpoint's own."""
+    """The type to compute in: the checkpoint's own, which for most is float32."""
     config = json.loads((Path(folder) / "config.json").read_text("utf-8"))
-    return "auto" if "quantization_config" in config else "float32"
+    return "auto" if "quantization_config" in config else config["dtype"]
 
 
 def transformers():

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from builders import MOE, VOCAB, quantise, tiny_model, tiny_moe, tiny_tokenizer
+from shrunken import small_model
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from moesaic import CondenseConfig, LExIConfig, MoREConfig, PruneConfig, SlimConfig
 from moesaic.api import verb
@@ -16,7 +20,7 @@ from moesaic.config import MethodConfig
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.native import decide, write
-from moesaic.io.formats import BlockScaled, Microscaled
+from moesaic.io.formats import BlockScaled, Compressed, Microscaled
 from moesaic.io.source import resolve
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -58,15 +62,42 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "olmoe": {"intermediate_size": 64, "num_key_value_heads": 4},
     "granitemoe": {"intermediate_size": 64},
     "granitemoeshared": {"intermediate_size": 64, "shared_intermediate_size": 96},
+    "qwen3_next": {
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "head_dim": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "gemma4_text": {"moe_intermediate_size": 64, "intermediate_size": 128, "head_dim": 32},
 }
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 256, "mlp_bias": False},
     "qwen2": {"intermediate_size": 256},
     "qwen3": {"intermediate_size": 256, "head_dim": 32},
 }
-FORMATS = {"deepseek_v3 in FP8": "fp8", "qwen3_moe in FP8": "fp8", "gpt_oss in MXFP4": "mxfp4"}
+FORMATS = {
+    "deepseek_v3 in FP8": "fp8",
+    "qwen3_moe in FP8": "fp8",
+    "gpt_oss in MXFP4": "mxfp4",
+    "qwen3_moe in int4": "int4",
+    "llama in int4": "int4",
+    "qwen3_next in bfloat16": "bfloat16",  # the one type of vLLM's linear attention on a CPU
+}
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+        }
+    },
+    "ignore": ["lm_head", "re:.*mlp\\.gate$", "re:.*self_attn.*"],
+}
 
 PRUNED, SLIMMED = PruneConfig(keep=6), SlimConfig(keep=0.5)
 VERBS: dict[str, MethodConfig] = {
@@ -87,21 +118,27 @@ DENSE_VERBS: dict[str, MethodConfig] = {
     "slim": SLIMMED,
     "slim --no-refit": SlimConfig(keep=0.5, refit=False),
 }
-ROUNDED_VERBS: dict[str, MethodConfig] = {"prune": PRUNED, "slim": SLIMMED}
 
-CASES = [
-    *((model, verb) for model in MIXTURES for verb in VERBS),
-    *((model, verb) for model in DENSE for verb in DENSE_VERBS),
-    *((model, verb) for model in FORMATS for verb in ROUNDED_VERBS),
-]
+
+def verbs_of(model: str) -> dict[str, MethodConfig]:
+    """What is tried of a model; of one in few bits, how its bytes come out."""
+    verbs = DENSE_VERBS if model.partition(" ")[0] in DENSE else VERBS
+    if FORMATS.get(model, "bfloat16") != "bfloat16":
+        return {name: verbs[name] for name in ("prune", "slim") if name in verbs}
+    return verbs
+
+
+MODELS = {*MIXTURES, *DENSE, *FORMATS} - {"qwen3_next"}
+CASES = [(model, verb) for model in sorted(MODELS) for verb in verbs_of(model)]
 """Pairs of a model and a verb."""
 
 PLAIN = ("mixtral", "olmoe", "granitemoe", "granitemoeshared")
 """Mixtures all of whose layers route, and whose routers have no bias."""
 REFUSED = {
-    "prune --padding": (*PLAIN, "qwen2_moe", "qwen3_moe"),
-    "condense": (*PLAIN, "gpt_oss"),
-    "condense --keep attention": (*PLAIN, "gpt_oss"),
+    "prune --padding": (*PLAIN, "qwen2_moe", "qwen3_moe", "qwen3_next in bfloat16", "gemma4_text"),
+    "condense": (*PLAIN, "gpt_oss", "gemma4_text"),
+    "condense --keep attention": (*PLAIN, "gpt_oss", "gemma4_text"),
+    "condense --keep nothing": ("gemma4_text",),
 }
 """By verb, the models of which there is no native result."""
 
@@ -116,6 +153,15 @@ class Made:
     refusal: str = ""
 
 
+def falling_back_to_bytes() -> PreTrainedTokenizerFast:
+    """A tokenizer of the kind that llama.cpp wants of a Gemma 4."""
+    tokens = ["<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b", "ab"]
+    tokens += map(chr, range(0x400, 0x400 + VOCAB - len(tokens)))
+    raw = Tokenizer(BPE({t: i for i, t in enumerate(tokens)}, [("a", "b")], byte_fallback=True))
+    raw.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>")
+
+
 def base(called: str, folder: Path) -> Path:
     """Write the model that verbs start from."""
     name = called.partition(" ")[0]
@@ -123,13 +169,17 @@ def base(called: str, folder: Path) -> Path:
     if called in FORMATS:
         wide = "intermediate_size" if name == "gpt_oss" else "moe_intermediate_size"
         sizes |= {wide: 256, "num_key_value_heads": 4}
-    model = (tiny_moe if name in MOE else tiny_model)(name, **sizes)
+    make_model = tiny_moe if name in MOE else tiny_model if name in DENSE else small_model
+    model = make_model(name, **sizes)
     with torch.no_grad():
         for bias, values in model.named_buffers():
             if bias.endswith("e_score_correction_bias"):
                 values.abs_()  # a score below zero loses to the zero of other groups in mlx-lm
+    if FORMATS.get(called) == "bfloat16":
+        model.bfloat16()
     model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    tokenizer = falling_back_to_bytes() if name == "gemma4_text" else tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
     if FORMATS.get(called) == "fp8":
         others = [
             f"model.layers.{i}.self_attn.{name}"
@@ -144,6 +194,8 @@ def base(called: str, folder: Path) -> Path:
     elif FORMATS.get(called) == "mxfp4":
         projections = ("experts.down_proj", "experts.gate_up_proj")
         quantise(folder, Microscaled(MXFP4), lambda name, _: name.endswith(projections))
+    elif FORMATS.get(called) == "int4":
+        quantise(folder, Compressed(INT4), lambda n, t: ".mlp." in n and n.endswith("_proj.weight"))
     return folder
 
 
@@ -152,9 +204,7 @@ def make(model: str, asked: str, place: Path) -> Made:
     start = place / "base" / model
     if not start.exists():
         base(model, start)
-    config = (ROUNDED_VERBS if model in FORMATS else VERBS if model in MIXTURES else DENSE_VERBS)[
-        asked
-    ]
+    config = verbs_of(model)[asked]
     result, native = place / model / asked / "result", place / model / asked / "native"
     ids = torch.randint(3, VOCAB, (32, 64), generator=torch.Generator().manual_seed(1))
     try:

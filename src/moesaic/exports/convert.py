@@ -1,4 +1,4 @@
-"""Run by path in a process of its own: llama.cpp's converter, with three gaps filled.
+"""Run by path in a process of its own: llama.cpp's converter, with four gaps filled.
 
 Its class for GLM4-MoE writes the vocabulary of GLM's own tokenizer, whose special tokens it looks
 up by name. An export has its base's tokenizer, so the converter's general way takes its place.
@@ -8,6 +8,9 @@ DeepSeek's own files do and those that transformers writes need not.
 
 It knows byte-level vocabularies by a hash over some text, which every new vocabulary changes, and
 asks for it by name. One that splits text as GPT-2 does, and changes nothing of it, is read as that.
+
+It asks Qwen's mixtures for layers that predict further tokens, which transformers does not write:
+where a checkpoint has none, it is told so.
 """
 
 import importlib.util
@@ -19,7 +22,7 @@ from typing import Any
 
 def main(request: str) -> None:
     """``request`` is the JSON list that :func:`moesaic.exports.llamacpp.convert` sends."""
-    script, folder, out, outtype = json.loads(request)
+    script, folder, out, outtype, predicting = json.loads(request)
     sys.path.insert(0, str(Path(script).parent))
     converter = importlib.import_module(Path(script).stem)
     split = importlib.util.find_spec("conversion")  # into one file a family, lately
@@ -27,6 +30,7 @@ def main(request: str) -> None:
         importlib.import_module(f"conversion.{name}") if split else converter
         for name in ("glm", "base")
     )
+    base.ModelBase.no_mtp = not predicting
     glm.Glm4MoeModel.set_vocab = lambda self: self._set_vocab_gpt2()
     load = base.ModelBase.load_hparams
 

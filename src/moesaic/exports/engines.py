@@ -7,11 +7,15 @@ run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from moesaic.exports.targets import head_dim_of
 from moesaic.foreign import Config
 from moesaic.io.quantised import said_of
+
+TANH = "gelu_pytorch_tanh"
+OTHERS = {"nemotron_h": "relu2", "gemma4": TANH, "gemma4_text": TANH}
+"""Architectures whose experts have another activation than silu, wherever they are known."""
 
 
 def limits(config: Config, ep: int = 1) -> dict[str, list[str]]:
@@ -32,7 +36,7 @@ def _experts(config: Config) -> int:
 def _activation(config: Config) -> Iterator[str]:
     names = ("hidden_act", "mlp_hidden_act", "hidden_activation")
     act = next((act for name in names if (act := getattr(config, name, None))), "silu")
-    if act not in ("silu", "swish"):
+    if act not in ("silu", "swish", OTHERS.get(config.model_type)):
         yield f"the activation {act}: its experts know silu"
 
 
@@ -58,6 +62,11 @@ def _vllm(config: Config, ep: int) -> Iterator[str]:
             yield "attention biases: its Granite builds the projections with bias=False"
 
 
+def _irregular(layer_types: Sequence[str]) -> bool:
+    """Whether other layers than every fourth have full attention."""
+    return any((kind == "full_attention") != (i % 4 == 3) for i, kind in enumerate(layer_types))
+
+
 def _mlx(config: Config, ep: int) -> Iterator[str]:
     """ml-explore/mlx-lm: mlx_lm/models/*.py."""
     kind, method = config.model_type, (said_of(config) or {}).get("quant_method")
@@ -69,11 +78,15 @@ def _mlx(config: Config, ep: int) -> Iterator[str]:
         yield "dense layers between routed ones: its Qwen2-MoE wants experts in every layer"
     if kind == "gpt_oss" and method != "mxfp4":
         yield "experts that are not in MXFP4: its gpt-oss does not find their names"
+    if kind == "qwen3_next" and _irregular(config.layer_types):
+        yield "other than every fourth layer's attention full, as one number says there"
     alone = kind in ("deepseek_v3", "glm4_moe") and config.num_experts_per_tok == 1
     if alone and config.norm_topk_prob:
         yield "one expert a token: its weight is not normalised there"
     if method == "fp8" and kind != "deepseek_v3":
         yield "weights in FP8: it reads them in DeepSeek-V3 alone"
+    if method == "compressed-tensors":
+        yield "weights in compressed-tensors: it does not read them"
 
 
 def _sglang(config: Config, ep: int) -> Iterator[str]:

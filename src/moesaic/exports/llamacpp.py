@@ -24,6 +24,7 @@ from moesaic.exports.quantiser import OTHERS, quantise, tensors_of, types_of
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.outputs import alone, check_file, put_file
+from moesaic.io.prediction import predicts
 from moesaic.io.source import resolve
 from moesaic.metrics.llamacpp import library
 
@@ -176,7 +177,11 @@ class _Rounding:
 
 def convert(script: Path, folder: Path, out: Path, type: str) -> None:
     """Run llama.cpp's converter on a native checkpoint."""
-    trouble = run_script("convert.py", json.dumps([str(script), str(folder), str(out), type]))
+    source = resolve(str(folder))
+    layers = source.config.num_hidden_layers
+    predicting = any(predicts(name, layers) for name in source.checkpoint.names())
+    request = json.dumps([str(script), str(folder), str(out), type, predicting])
+    trouble = run_script("convert.py", request)
     if trouble is not None or not out.is_file():
         raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")
 
