@@ -701,6 +701,7 @@ def test_what_cannot_be_met_says_what_can(model_type, options, told, tokens):
         {"shared": 0},
         {"experts": "many"},
         {"experts": "auto", "allocate": "layers"},
+        {"experts": "4", "allocate": "layers"},
         {"allocate": "experts", "experts": "4"},
         {"score": "luck"},
     ],

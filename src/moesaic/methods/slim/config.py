@@ -159,12 +159,8 @@ class SlimConfig(MethodConfig):
                 raise MoesaicError(f"{name} {share:g} is no share: it must be above 0, at most 1.")
         if self.experts not in ("all", "auto") and not self.count:
             raise MoesaicError(f"experts {self.experts!r} is none of all, auto, or a number.")
-        if self.uneven and self.experts != "all":
+        if self.allocate != "uniform" and self.experts != "all":
             raise MoesaicError(
-                f"allocate={self.allocate} shares the budget out among all experts of a layer: "
-                "leave experts out."
-            )
-        if self.experts == "auto" and self.by_layer:
-            raise MoesaicError(
-                "experts auto and allocate=layers both share one budget out; choose one."
+                f"allocate={self.allocate} shares the budget out among all experts: leave experts "
+                "out."
             )

@@ -43,7 +43,7 @@ class ToMoEConfig(MethodConfig):
     active: float = option(
         0.6, "Target active ratio: the share of the projections' parameters that a token uses."
     )
-    experts: int = option(8, "Experts of a layer.", minimum=1)
+    experts: int = option(8, "Experts of a layer.", minimum=1, maximum=64)
     attention: Literal["routed", "none"] = option(
         "routed",
         "routed: each token chooses dimensions of values and outputs; none: attention stays.",
