@@ -1,35 +1,44 @@
-"""The tables of docs/beyond.md and the README's picture, from beyond-MODEL.json.
+"""The tables and the picture of docs/beyond.md, from beyond-smollm2.json and beyond_mixtures.json.
 
-python benchmarks/beyond_table.py [MODEL]       prints Markdown, writes docs/images/beyond.svg
+python benchmarks/beyond_table.py       writes them
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from slim_table import rewritten
+
 from moesaic.report import draw
 
 HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs"
 SERIES = {
     "published": ("MoRE as published", "#7d858c"),
     "static, refit": ("static pruning, refit", "#e69f00"),
     "together": ("256 petals, fitted router, refit", "#0072b2"),
 }
 RATIOS = ("0.9", "0.8", "0.7", "0.6")
-ALONE = {
+SHOWN = ("0.9", "0.8", "0.6")
+"""Of these the ratios in tables."""
+LABELS = {
     "published": "MoRE as published",
-    "router=ridge": "`--router ridge`",
+    "router=ridge": "`-o router=ridge`",
     "refit": "`--refit`",
-    "all layers": "`--layers all`",
     "256 petals": "`--layers all --experts 256 --top-k 0`",
+    "static, refit": "static, refit",
     "together": "**fine petals**",
-    "static, refit": "the same, `--variant static`",
+}
+MIXTURES = {
+    "prune to 50% by frequency": "half of the experts, by frequency",
+    "prune to 50% by reconstruction": "half of the experts, by reconstruction",
+    "condense 2 layers to shared": "2 layers condensed to their shared path",
+    "condense 2 layers to shared+routed": "2 layers condensed to shared and routed",
 }
 Found = Mapping[str, list[dict[str, Any]]]
 """By group and name, the results of every seed."""
@@ -48,69 +57,67 @@ def of_ratio(found: Found, ratio: str, name: str) -> list[dict[str, Any]]:
 
 def told(results: Sequence[Mapping[str, Any]], text: str) -> str:
     """Mean and, of several seeds, their standard deviation."""
-    values = [r["perplexity"][text] for r in results if text in r["perplexity"]]
-    if not values:
-        return ""
-    return f"{mean(values):.2f}" + (f" ± {stdev(values):.2f}" if len(values) > 1 else "")
+    return spread([r["perplexity"][text] for r in results])
 
 
-def rows(found: Found, names: Sequence[tuple[str, str]], texts: Sequence[str]) -> Iterator[str]:
-    """Markdown: perplexity on every text, what was active, seconds, memory."""
-    head = ["", *texts, "active ratio", "active parameters", "seconds", "peak GB", "seeds"]
-    yield f"| {' | '.join(head)} |"
-    yield f"|---|{'---:|' * (len(head) - 1)}"
-    for label, key in names:
-        results = found.get(key, [])
-        if not results:
-            continue
-        first = results[0]
+def spread(values: Sequence[float]) -> str:
+    deviation = stdev(values) if len(values) > 1 else 0.0
+    return f"{mean(values):.2f}" + (f" ± {deviation:.2f}" if deviation > 0.005 else "")
+
+
+def rows(found: Found) -> Iterator[str]:
+    """Markdown: perplexity on both texts, what was active, seconds with the pass."""
+    yield "| | text that ships | WikiText-2 | active parameters | seconds |"
+    yield f"|---|{'---:|' * 4}"
+    keys = [f"{ratio}: {name}" for ratio in SHOWN for name in SERIES]
+    for key in ("dense", *keys):
+        results = found[key]
+        ratio, _, name = key.rpartition(": ")
+        active = f"{results[0]['active_parameters'] / 1e6:.1f} M"
         timed = [r["seconds"] + r["shared_seconds"] for r in results if "seconds" in r]
         cells = [
-            label,
-            *(told(results, text) for text in texts),
-            f"{first['active_ratio']:.3f}",
-            f"{first['active_parameters'] / 1e6:.1f} M",
+            f"{ratio}: {LABELS[name]}" if ratio else name,
+            *(told(results, text) for text in ("shipped", "wikitext2-valid")),
+            active,
             f"{min(timed):.0f}" if timed else "",
-            f"{first['peak_gb']:.1f}" if "peak_gb" in first else "",
-            str(len(results)),
         ]
         yield f"| {' | '.join(cells)} |"
 
 
-def alone(found: Found, text: str) -> Iterator[str]:
-    """Markdown: every option by itself, ratio by ratio; seconds at 0.8 beside the pass."""
-    yield f"| | {' | '.join(RATIOS)} | seconds |"
-    yield f"|---|{'---:|' * (len(RATIOS) + 1)}"
-    for name, label in ALONE.items():
-        each = {ratio: of_ratio(found, ratio, name) for ratio in RATIOS}
-        if not any(each.values()):
-            continue
-        seconds = [r["seconds"] for r in each["0.8"] if "seconds" in r]
-        took = f"{min(seconds):.0f}" if seconds else ""
-        cells = [label, *(told(results, text) for results in each.values()), took]
-        yield f"| {' | '.join(cells)} |"
+def alone(found: Found) -> Iterator[str]:
+    """Markdown: every option by itself on the text that ships; seconds at 0.8 beside the pass."""
+    ratios = SHOWN[1:]
+    yield f"| | {' | '.join(ratios)} | seconds |"
+    yield f"|---|{'---:|' * (len(ratios) + 1)}"
+    for name, label in LABELS.items():
+        figures = [told(of_ratio(found, ratio, name), "shipped") for ratio in ratios]
+        seconds = min(r["seconds"] for r in of_ratio(found, "0.8", name))
+        yield f"| {label} | {' | '.join(figures)} | {seconds:.0f} |"
 
 
-def closed(found: Found, texts: Sequence[str]) -> Iterator[str]:
-    """Markdown: the share of published MoRE's gap to dense that is closed, seed by seed."""
-    yield f"| | {' | '.join(RATIOS)} |"
-    yield f"|---|{'---:|' * len(RATIOS)}"
-    for text in texts:
-        dense = found["dense"][0]["perplexity"][text]
-        for name in list(SERIES)[1:]:
-            cells = [f"{SERIES[name][0]}, {text}"]
-            for ratio in RATIOS:
-                pairs = zip(
-                    of_ratio(found, ratio, "published"), of_ratio(found, ratio, name), strict=True
-                )
-                shares = [
-                    (a["perplexity"][text] - b["perplexity"][text])
-                    / (a["perplexity"][text] - dense)
-                    for a, b in pairs
-                ]
-                spread = f" ± {100 * stdev(shares):.0f}" if len(shares) > 1 else ""
-                cells.append(f"{100 * mean(shares):.0f}{spread} %")
-            yield f"| {' | '.join(cells)} |"
+def mixtures(results: Mapping[str, Any]) -> Iterator[str]:
+    """Markdown: perplexity and seconds without and with a refit."""
+    yield "| | no refit | refit | seconds |"
+    yield f"|---|{'---:|' * 3}"
+    for name, label in MIXTURES.items():
+        both = results[name], results[f"{name}, refit"]
+        seconds = " / ".join(f"{r['seconds']:.0f}" for r in both)
+        yield f"| {label} | {' | '.join(spread(r['perplexity']) for r in both)} | {seconds} |"
+
+
+def results_of(name: str) -> Any:
+    return json.loads((HERE / f"{name}.json").read_text("utf-8"))["results"]
+
+
+def tables() -> dict[str, str]:
+    """By name."""
+    found = gathered(results_of("beyond-smollm2"))
+    made = {
+        "petals": rows(found),
+        "petals-options": alone(found),
+        "refits": mixtures(results_of("beyond_mixtures")),
+    }
+    return {name: "\n".join(lines) + "\n" for name, lines in made.items()}
 
 
 def picture(found: Found, text: str, title: str) -> str:
@@ -180,25 +187,11 @@ def picture(found: Found, text: str, title: str) -> str:
 
 
 def main() -> None:
-    model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
-    results = json.loads((HERE / f"beyond-{model}.json").read_text())["results"]
-    found = gathered(results)
-    texts = list(found["dense"][0]["perplexity"])
-    by_ratio = [("dense", "dense")]
-    for ratio in RATIOS:
-        for name, (label, _) in SERIES.items():
-            by_ratio.append((f"{ratio}: {label}", f"{ratio}: {name}"))
-    print("\n".join(rows(found, by_ratio, texts)), "\n")
-    print("\n".join(closed(found, texts)), "\n")
-    for text in texts:
-        print(f"{text}\n\n" + "\n".join(alone(found, text)), "\n")
-    known = {key for _, key in by_ratio} | {f"{r}: {name}" for r in RATIOS for name in ALONE}
-    others = [(key, key) for key in found if key not in known]
-    print("\n".join(rows(found, others, texts)))
-    if model == "smollm2":
-        title = "SmolLM2-135M without training, on WikiText-2" if len(texts) > 1 else model
-        svg = picture(found, texts[-1], title)
-        (HERE.parent / "docs" / "images" / "beyond.svg").write_text(svg)
+    page = DOCS / "beyond.md"
+    page.write_text(rewritten(page.read_text("utf-8"), tables()), "utf-8")
+    found = gathered(results_of("beyond-smollm2"))
+    svg = picture(found, "wikitext2-valid", "SmolLM2-135M without training, on WikiText-2")
+    (DOCS / "images" / "beyond.svg").write_text(svg)
 
 
 if __name__ == "__main__":

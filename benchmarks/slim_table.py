@@ -17,32 +17,36 @@ from moesaic.report import draw
 
 HERE = Path(__file__).parent
 KEEPS = ("0.75", "0.5", "0.25")
+TABLED = KEEPS[1:]
 PLAIN = "--score energy --no-refit"
 LABELS = {
     "slim": "slim surgeon, refit",
     "slim --allocate experts": "slim uneven surgeon, refit",
     "slim --allocate layers+experts": "slim uneven spread surgeon, refit",
+    "slim --recipe paper": "slim uneven",
     "slim --score energy": "slim energy, refit",
     f"slim {PLAIN}": "slim energy",
-    "slim --recipe paper": "slim uneven",
-    "slim --score heapr --no-refit": "slim heapr",
-    "slim --score random --no-refit": "slim random",
-    f"slim --allocate layers {PLAIN}": "slim spread",
-    f"slim --experts auto {PLAIN}": "slim experts auto",
     "prune": "prune reconstruction, refit",
-    "prune --score weighted-ean": "prune weighted-ean, refit",
     "prune --score reap": "prune reap, refit",
     "prune --recipe paper": "prune reconstruction",
-    **{
-        f"prune --score {name} --no-refit": f"prune {name}"
-        for name in (
-            *("weighted-ean", "reap", "frequency", "pairwise", "gate"),
-            *("ean", "man", "msan", "aimer", "random"),
-        )
-    },
+    "prune --score frequency --no-refit": "prune frequency",
+    "prune --score random --no-refit": "prune random",
     "condense --no-refit": "condense",
 }
-"""By the command, the name in slim.json."""
+"""By the command, the name in slim.json, which has more."""
+LISTED = (
+    "slim",
+    "slim --allocate experts",
+    "slim --recipe paper",
+    "slim --score energy",
+    f"slim {PLAIN}",
+    "prune",
+    "prune --score reap",
+    "prune --recipe paper",
+    "prune --score random --no-refit",
+    "condense --no-refit",
+)
+"""The rows of docs/slim.md."""
 DRAWN = {
     "slim --allocate layers+experts": ("#cc79a7", "uneven, spread"),
     "slim --allocate experts": ("#0072b2", "uneven"),
@@ -52,9 +56,7 @@ DRAWN = {
     "prune": ("#e69f00", "prune"),
     "condense --no-refit": ("#7d858c", "condense, no refit"),
 }
-BASELINE = "prune"
 MIXTURE = "smollm2-mixture"
-"""Of which a refit loses nothing."""
 Results = Mapping[str, Any]
 
 
@@ -77,47 +79,26 @@ def told(values: Sequence[float], digits: int) -> str:
 
 
 def rows(record: Mapping[str, Any], model: str) -> Iterator[str]:
-    """Markdown: perplexity on both texts and KL, by share; in brackets draws, where not three."""
+    """Markdown: perplexity on the text that ships, and KL; in brackets draws, where not three."""
     results = record["results"]
-    original = results[model]
-    yield f"| {model} | " + " | ".join(f"{k}: ships | WikiText-2 | KL" for k in KEEPS) + " |"
-    yield "| --- |" + " ---: |" * 9
-    same = f"{original['ships']['perplexity']:.2f} | {original['data']['perplexity']:.1f} | 0"
-    yield f"| original | {' | '.join([same] * 3)} |"
-    for command in LABELS:
+    yield f"| {model} | " + " | ".join(f"{k}: perplexity | KL" for k in TABLED) + " |"
+    yield "| --- |" + " ---: | ---: |" * len(TABLED)
+    same = f"{results[model]['ships']['perplexity']:.2f} | 0"
+    yield f"| original | {' | '.join([same] * len(TABLED))} |"
+    for command in LISTED:
         cells = []
-        for keep in KEEPS:
-            found = [*draws(results, model, keep, command).values()]
+        for keep in TABLED:
+            found = [f["ships"] for f in draws(results, model, keep, command).values()]
             if not found:
-                cells += ["", "", ""]
+                cells += ["", ""]
                 continue
             few = f" ({len(found)})" if len(found) < 3 else ""
             cells += [
-                told([f["ships"]["perplexity"] for f in found], 2) + few,
-                told([f["data"]["perplexity"] for f in found], 1),
-                told([f["ships"]["kl"] for f in found], 3),
+                told([f["perplexity"] for f in found], 2) + few,
+                told([f["kl"] for f in found], 3),
             ]
         if any(cells):
             yield f"| `{command}` | {' | '.join(cells)} |"
-
-
-def relative(record: Mapping[str, Any], model: str) -> Iterator[str]:
-    """Markdown: what is lost, of what ``prune --refit`` loses, draw by draw."""
-    start = record["results"][model]["ships"]["perplexity"]
-    for command in LABELS:
-        cells = []
-        for keep in KEEPS:
-            ours, theirs = (draws(record["results"], model, keep, c) for c in (command, BASELINE))
-            shares = [
-                100
-                * (ours[d]["ships"]["perplexity"] - start)
-                / (theirs[d]["ships"]["perplexity"] - start)
-                for d in ours.keys() & theirs.keys()
-            ]
-            few = f" ({len(shares)})" if len(shares) < 3 else ""
-            cells.append(f"{told(shares, 0)} %{few}" if shares else "")
-        if any(cells):
-            yield f"| {model}: `{command}` | {' | '.join(cells)} |"
 
 
 def picture(panels: Sequence[tuple[Mapping[str, Any], str]]) -> str:
@@ -243,9 +224,7 @@ def tables() -> dict[str, str]:
         json.loads((HERE / f"{name}.json").read_text()) for name in ("slim", "slim_mixture")
     )
     found = {model: [*rows(r, model)] for r in (alone, mixture) for model in models_of(r)}
-    head = [f"| of the loss of `{BASELINE}` | {' | '.join(KEEPS)} |", f"| --- |{' ---: |' * 3}"]
-    lost = [line for model in found if model != MIXTURE for line in relative(alone, model)]
-    found |= {"losses": head + lost, "halves": [*half(alone)]}
+    found["halves"] = [*half(alone)]
     return {name: "\n".join(lines) + "\n" for name, lines in found.items()}
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +19,83 @@ RESULT = ROOT / "src/moesaic/assets/architectures.json"
 PAGE = ROOT / "docs/architectures.md"
 HEAD = """# Architectures
 
-Written by `make architectures` from what `tests/contract.py` found with transformers
-{transformers}. `moesaic architectures` prints the lists, `--json` for programs.
+```
+moesaic architectures           # the lists of this page, with the full reason for each refusal
+moesaic architectures --json
+moesaic inspect MODEL           # whether a model is supported, and what its layers are
+```
 
-A rule finds where a model keeps its decoder layers, router, experts, shared path and MLPs, and
-which attributes of its config count them: `src/moesaic/arch/discovery.py`. A tiny random model of
-every causal language model of transformers is then tried.
+The lists name model types (`model_type` in `config.json`) of transformers {transformers}. Of each
+type that is listed as supported, a tiny random model passed the [trials](#what-was-tried).
+`deepseek` (DeepSeekMoE-16B) is supported, too. Its classes are in this package.
 
-- Of a mixture: its block is what its view says; a set of experts is routed as it will be deployed;
-  layers passed one by one are the whole model; a plan that keeps everything changes no byte;
-  pruned and slimmed, it is the same model live, saved and loaded, and rewritten on disk.
-- Of a dense model: its MLPs are what their views say; layers one by one; a plan that keeps
-  everything; half of the neurons, live, saved and rewritten.
-- Of a model with parts beside text, such as one that sees: its language model, the `text_config`,
-  as above; pruned, it is whole again, and all other parts keep their bytes. A result that is of no
-  architecture's own class is the language model alone. Listed are those of which a tiny one could
-  be made; what counts is the language model's type, which may be another than the usual one:
-  InternVL with a Qwen3 mixture is pruned as that mixture.
+A verb may refuse a type that is listed here. The page of the verb names its limits.
 
-An architecture of a later transformers is not refused for being new: where the rule finds its
-parts it is used, otherwise the error says what was found and what was not. Another package adds
-one by an entry point, see [ARCHITECTURE.md](../ARCHITECTURE.md).
+A type that is not listed may work: one of a newer transformers, for example. A rule finds the
+decoder layers, router, experts, shared experts and MLPs of a model, and the attributes of its
+config that count them (`src/moesaic/arch/discovery.py`). Where the rule fails, the error says what
+was found and what was not. Another package can add a type by an entry point, see
+[ARCHITECTURE.md](../ARCHITECTURE.md).
 """
+TAIL = """## What was tried
 
+`make architectures` runs the trials of `tests/contract.py` and writes this page.
 
+- **Mixtures of experts**: each block computes what our own code says it computes. A set of kept
+  experts is routed as it will be when the others are gone. The layers, run one by one, are the
+  whole model. A plan that keeps everything changes no byte. A pruned, a slimmed model is the same
+  live, saved and loaded, and rewritten on disk. The same holds for one expert a token where the
+  config has a number for it.
+- **Dense models**: the same, with half of the neurons of each MLP.
+- **With parts beside text**, such as models that see: the language model (`text_config`), as above.
+  A pruned mixture is then the whole model again, and its other parts keep their bytes. A result
+  that is not of the architecture's own class, such as a carved model, is the language model alone.
+  The type of the language model decides, and it may be another than usual: InternVL with a Qwen3
+  mixture is pruned as that mixture.
+"""
 KINDS = {
     "moe": "Mixtures of experts",
     "dense": "Dense models",
     "beside": "With parts beside text",
 }
+GROUPS = {
+    r"Every decoder layer must have one plain MLP": "No plain MLP (two or three linear "
+    "modules and an activation function) is in every decoder layer.",
+    r"No list of \d+ decoder layers": "No list of decoder layers was found.",
+    r"No tiny model of it|config\.json describes no": "No tiny model of it could be made by "
+    "rule, so it was not tried.",
+    r"It has parts beside text": "It has parts beside text, and its language model "
+    "is of another type.",
+    r"[\w ]+: \w+Error:": "One of the trials failed.",
+}
+"""What the page says of reasons that many types share, by how those begin."""
+
+
+def why(reason: str) -> str:
+    """A reason as the page has it."""
+    own = re.sub(r"^Its language model, \w+: ", "", reason)
+    found = (short for begins, short in GROUPS.items() if re.match(begins, own))
+    return next(found, reason).replace("|", "/")
 
 
 def page(found: dict[str, Any]) -> str:
     """The document of a result."""
     parts = [HEAD.format(transformers=found["transformers"])]
     for kind, words in KINDS.items():
-        names = ", ".join(f"`{name}`" for name in found[kind])
-        parts.append(f"## {words}: {len(found[kind])}\n\n{names}\n")
-    odd = found["unsupported"]
-    rows = [f"| `{name}` | {reason.replace('|', '/')} |" for name, reason in odd.items()]
-    table = "\n".join(["| model_type | why |", "|---|---|", *rows])
-    parts.append(f"## Not supported: {len(odd)}\n\n{table}\n")
-    return "\n".join(parts)
+        parts.append(f"## {words}: {len(found[kind])}\n\n{listed(found[kind])}\n")
+    odd: dict[str, list[str]] = {}
+    for name, reason in found["unsupported"].items():
+        odd.setdefault(why(reason), []).append(name)
+    often = sorted(odd.items(), key=lambda item: -len(item[1]))
+    rows = [f"| {reason} | {listed(names)} |" for reason, names in often]
+    table = "\n".join(["| why | model types |", "|---|---|", *rows])
+    parts.append(f"## Not supported: {len(found['unsupported'])}\n\n{table}\n")
+    return "\n".join([*parts, TAIL])
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names, as Markdown writes them."""
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def main() -> None:

@@ -322,7 +322,7 @@ def test_dsmoe_is_told_by_all_its_runs() -> None:
 
 @pytest.fixture(scope="module")
 def benchmarks() -> Any:
-    return scripts("slim_table", "frontier", "below_table")
+    return scripts("slim_table", "frontier", "below_table", "beyond_table")
 
 
 def scripts(*names: str) -> list[Any]:
@@ -382,10 +382,16 @@ def test_rows_keep_what_is_asked_for_and_what_they_took(
 
 def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> None:
     """README's and those of the pages: nothing in them is typed."""
-    slim_table, frontier, below = benchmarks
+    slim_table, frontier, below, beyond = benchmarks
     record = json.loads(frontier.OUT.read_text("utf-8"))
-    tables = {**slim_table.tables(), **below.tables(), "frontier": frontier.table(record)}
-    files = ("README.md", "docs/slim.md", "docs/channels.md", "docs/frontier.md")
+    tables = {
+        **slim_table.tables(),
+        **below.tables(),
+        **beyond.tables(),
+        "frontier": frontier.table(record),
+    }
+    names = ("slim", "channels", "frontier", "beyond")
+    files = ("README.md", *(f"docs/{name}.md" for name in names))
     pages = [(ROOT / file).read_text("utf-8") for file in files]
     asked = re.findall(r"<!-- figures of ([\w-]+):", "".join(pages))
     assert sorted(asked) == sorted(tables)
@@ -399,7 +405,7 @@ def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> Non
 
 def test_choosing_says_what_the_tables_say(benchmarks: Any) -> None:
     """One text, one draw, one file for all figures of dense models."""
-    slim_table, frontier, _ = benchmarks
+    slim_table, frontier, *_ = benchmarks
     rows = json.loads(frontier.OUT.read_text("utf-8"))["rows"]
     page = (ROOT / "docs/choosing.md").read_text("utf-8")
 
