@@ -11,6 +11,7 @@ import operator
 import os
 import subprocess
 import sys
+import webbrowser
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -122,6 +123,11 @@ def test_a_demo_that_was_killed_goes_on(command, llama_folder, moe_folder, tmp_p
     page = (out / "report.html").read_text()
     assert "more" in page
     assert "prune" in page
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda where: bool(opened.append(where)))
+    code, _, err = command("demo", "--out", out, "--resume", "--page")
+    assert (code, opened) == (0, [(out / "report.html").as_uri()])
+    assert "No browser here" in err
     assert command("demo", "--out", out, "--overwrite")[0] == 0
     assert done[4:] == ["carve", "prune"]
     assert sorted(p.name for p in out.iterdir() if not p.name.startswith(".")) == [

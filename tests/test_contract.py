@@ -17,8 +17,10 @@ import moesaic
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.tried import tried
 from moesaic.errors import MoesaicError
+from moesaic.fitting.config import FitConfig
+from moesaic.fitting.forms import forms
 from moesaic.io.language import predicts_tokens
-from moesaic.io.source import Source
+from moesaic.io.source import Source, resolve
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.cdmoe.config import KEEPS
 from moesaic.methods.cdmoe.method import obstacle
@@ -107,8 +109,12 @@ def test_a_language_model_without_a_class_of_its_own_is_not_trained(tmp_path: Pa
         moesaic.tune(str(tmp_path / "whole"), TuneConfig(steps=1), text=[{"input_ids": [1, 2]}])
 
 
-def test_experts_in_the_decoder_layer_itself_are_not_condensed() -> None:
+def test_experts_in_the_decoder_layer_itself_are_not_condensed(tmp_path: Path) -> None:
+    """Nor does a search offer it."""
     model = small_model("gemma4_text")
+    model.save_pretrained(tmp_path)
+    offered = {form.name.split()[0] for form in forms(resolve(str(tmp_path)), FitConfig(memory=1))}
+    assert offered == {"prune", "slim"}
     arch = base_arch(model.config)
     layer = arch.layers(model)[0]
     for keep in KEEPS:

@@ -69,6 +69,20 @@ def test_rounding_is_named_where_it_is_better():
     assert not guide.better_rounded(points, [{**ahead, "memory": 200}])
 
 
+def test_a_number_that_nobody_asked_for_is_explained(tmp_path):
+    def frontier(_budgets):
+        raise MoesaicError("memory 8KB is out of reach: the least that works is 9KB")
+
+    def said(kind):
+        search = SimpleNamespace(frontier=frontier, work=tmp_path / "work", config=None)
+        with pytest.raises(MoesaicError) as raised:
+            guide.explored(search, Goal(kind, (FitConfig(memory=8_000),), 0.05), None)
+        return str(raised.value)
+
+    assert said(GOALS[0]).startswith("memory 8KB is out of reach")
+    assert said(GOALS[1]).startswith("This looks for at least 20% less, but memory 8KB is out of")
+
+
 def test_the_command_that_does_it_again():
     step = SlimConfig(keep=0.5, refit=False, shared=0.5)
     recipe = Recipe("tiny-moe", "a b", (step,), Calibration(samples=7), device="cuda")

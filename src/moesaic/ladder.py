@@ -36,6 +36,8 @@ class Shape:
     """There are experts that all tokens run."""
     uneven: bool = False
     """The experts of a layer may differ in width."""
+    replaceable: bool = True
+    """A layer that routes may become another one, or none."""
     first_routes: bool = False
     """The first decoder layer routes."""
     native: bool = False

@@ -21,7 +21,7 @@ from moesaic.cli.options import (
     Value,
     flag_of,
 )
-from moesaic.cli.shared import GUIDE, app, check_push, emit, pushed, register, tell
+from moesaic.cli.shared import GUIDE, app, check_push, emit, pushed, register, show_page, tell
 from moesaic.config import ROUNDED, Calibration, MethodConfig, about
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
@@ -166,10 +166,13 @@ def explored(
             search.config = goal.budgets[0]
             return goal, search.frontier(goal.budgets)
         except MoesaicError as error:
+            told = str(error)
+            if goal.kind != GOALS[0] and "out of reach" in told:  # nobody asked for that number
+                told = f"This looks for at least {1 - SHARES[0]:.0%} less, but {told}"
             if asks_again is None:
                 discard(search.work)
-                raise
-            err_console.print(f"Not possible: {error}", style="yellow")
+                raise MoesaicError(told) from error
+            err_console.print(f"Not possible: {told}", style="yellow")
             goal = asks_again()
         except KeyboardInterrupt:
             again = shlex.join(["moesaic", *sys.argv[1:]])
@@ -533,13 +536,7 @@ class Session:
         return Prompt.ask(what, default=default, console=err_console)
 
     def _open(self, number: int) -> None:
-        import webbrowser
-
-        from moesaic.cli.bars import err_console
-
-        page = (self._folder(number) / OWN / PAGE).resolve()
-        if not webbrowser.open(page.as_uri()):
-            err_console.print(f"No browser here. The page is {page}")
+        show_page(self._folder(number) / OWN / PAGE)
 
     def _push(self, number: int) -> None:
         repo = self._asked("Repository, such as you/name", "")

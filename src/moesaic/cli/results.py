@@ -21,7 +21,7 @@ from moesaic.cli.options import (
     Value,
     option,
 )
-from moesaic.cli.shared import carried_out, carry_out, emit, figure, register
+from moesaic.cli.shared import carried_out, carry_out, emit, figure, register, show_page
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, at_home
@@ -73,6 +73,7 @@ def demo(
     ),
     overwrite: Overwrite = False,
     resume: Resume = False,
+    page: Annotated[bool, typer.Option("--page", help="Open the page in the browser.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild a mixture and a dense model (SmolLM2-135M); what each cost and brought."""
@@ -93,11 +94,13 @@ def demo(
 
     from moesaic import report
 
-    page = out / PAGE
-    write_drawing(page, report.html([*records.values()]))
+    file = out / PAGE
+    write_drawing(file, report.html([*records.values()]))
     tables = [report.terminal(record) for record in records.values()]
-    said = f"Checkpoints in {out}, both runs on one page in {page}"
+    said = f"Checkpoints in {out}, both runs on one page in {file}"
     emit(as_json, {n: r.output() for n, r in records.items()}, Group(*tables, said))
+    if page:
+        show_page(file)
 
 
 def warn_of_company() -> None:

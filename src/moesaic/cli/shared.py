@@ -223,6 +223,16 @@ def pushed(folder: str, repo: str, plan_only: bool) -> dict[str, str]:
     return {"pushed": where}
 
 
+def show_page(file: Path) -> None:
+    """Open a page in the browser; without one say where it is."""
+    import webbrowser
+
+    from moesaic.cli.bars import err_console
+
+    if not webbrowser.open(file.resolve().as_uri()):
+        err_console.print(f"No browser here. The page is {file.resolve()}")
+
+
 def carry_out(
     recipe: Recipe,
     overwrite: bool,

@@ -105,6 +105,7 @@ def _shape(source: Source, config: FitConfig) -> Shape:
         top_k=0 if arch.chosen is None else view.top_k,
         shared=bool(view.shared_width),
         uneven=not view.odd and not config.plain,
+        replaceable=arch.entry is None,
         first_routes=0 in routed,
         native=config.plain,
     )

@@ -135,8 +135,10 @@ class CondenseConfig(MethodConfig):
 
     @classmethod
     def ladders(cls, model: Shape) -> Iterator[Ladder[CondenseConfig]]:
+        if not model.experts or not model.replaceable:
+            return
         kinds = ["shared"] if model.shared else []
-        kinds += [] if model.native or not model.experts else [*WITHOUT_FFN]
+        kinds += [] if model.native else [*WITHOUT_FFN]
         parts = {max(1, round(share * model.layers)) for share in (1 / 6, 1 / 3, 1 / 2)}
         for kind in kinds:
             most = model.layers - (kind == "nothing" and model.first_routes)
