@@ -210,6 +210,23 @@ def test_equal_losses_drop_the_lexicographically_first_set():
     assert best_scores(torch.ones(6), 4).tolist() == found.kept_E.tolist()
 
 
+def test_a_share_is_so_many_experts(tokens):
+    model = tiny_moe("mixtral")
+
+    def kept_of(**options):
+        plan = moesaic.prune(model, PruneConfig(**options, refit=False), calibration=tokens).plan
+        return {i: layer.kept_E.tolist() for i, layer in plan.layers.items()}
+
+    assert kept_of(keep=0.5) == kept_of(keep=4)
+    mean = {"allocate": "layers", "score": "pairwise"}
+    assert kept_of(keep=0.7, **mean) == kept_of(keep=5.6, **mean)
+    assert PruneConfig(keep=0.7).experts_of(8, groups=2) == 6
+    with pytest.raises(MoesaicError, match=r"layer 0 has 8 experts and needs at least 2"):
+        kept_of(keep=0.1)
+    with pytest.raises(MoesaicError, match="a number of experts, or a share below 1"):
+        PruneConfig(keep=0)
+
+
 def test_groups_lose_equally_many():
     losses = quadratic(3, 8)
     sets_CE = torch.cat(list(every_set(8, 4, groups=2)))

@@ -561,7 +561,7 @@ def test_widths_by_expert_are_multiples_and_counted(tokens, tmp_path):
     i = next(iter(layers))
     assert found.layers[i].width == 8 * 8 + 24
     told = result.record("model", "out").steps[0].title
-    assert told.endswith("to 8 of 16 neurons an expert in the mean")
+    assert told.endswith("to 8 of 16 neurons an expert in the mean by optimal brain surgeon")
     with pytest.raises(MoesaicError, match="not slimmed again"):
         slimmed(result.model, tokens, keep=0.5)
     with pytest.raises(MoesaicError, match="no native form"):
@@ -743,7 +743,10 @@ def test_command_line(command, moe_folder, tmp_path):
     said = json.loads(printed)
     assert said["layers"][0]["width"] == 8
     assert said["layers"][0]["kept"] == list(range(8))
-    assert "slimmed by optimal brain surgeon, and beyond it" in (out / "README.md").read_text()
+    assert (
+        " by optimal brain surgeon, with refitted down projections"
+        in (out / "README.md").read_text()
+    )
     assert "to 8 of 16 neurons an expert" in (out / "README.md").read_text()
     code, _, err = command("slim", moe_folder, tmp_path / "no", "--keep", 0.4, "--multiple", 8)
     assert code == 2

@@ -52,7 +52,7 @@ def evaluate(
     as_json: AsJson = False,
     **given: Value,
 ) -> None:
-    """Perplexity, size and active ratio on routed tokens; tasks; beside another model."""
+    """Measure perplexity, size and active ratio; tasks; beside another model."""
     for name in (model, against or model):
         check_name(name)
     where = place(given)
@@ -100,7 +100,7 @@ def told(by_model: Mapping[str, JSON], most: int | None) -> Group:
 
 
 def bench(model: Model, against: Against = None, as_json: AsJson = False, **given: Value) -> None:
-    """Speed in interleaved rounds beside the ideal; peak memory; file size."""
+    """Measure speed, peak memory and file size; beside another model in interleaved rounds."""
     names = {"model": model} | ({"against": against} if against else {})
     where = place(given)
     Bench(**given)  # before anything slow is imported
@@ -139,15 +139,15 @@ def inspect(
 
     figures = inspect(model)
     table = Table(title=f"{model}: {figures['model_type']}", title_justify="left")
-    for name in ("layer", "kind", "width", "active", "experts", "top-k"):
+    for name in ("layer", "kind", "neurons", "a token runs", "experts", "top-k"):
         table.add_column(name, justify="left" if name == "kind" else "right")
     for i, layer in enumerate(figures["layers"]):
         routed = (str(layer["experts"]), str(layer["top_k"])) if layer["experts"] else ("", "")
         active = f"{layer['active_width']:,.0f}"
         table.add_row(str(i), layer["kind"], f"{layer['width']:,}", active, *routed)
     table.caption = (
-        f"{figures['total_parameters']:,} parameters, {figures['active_parameters']:,} active; "
-        f"active ratio {figures['active_ratio']:.3f}"
+        f"{figures['total_parameters']:,} parameters, of which a token uses "
+        f"{figures['active_parameters']:,}; without embeddings {figures['active_ratio']:.1%}"
     )
     shown: list[Value] = [table]
     if stats is not None:

@@ -15,10 +15,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from moesaic.cli.options import Option, Value, in_flags
-from moesaic.errors import MoesaicError
+from moesaic.errors import MoesaicError, meant
 from moesaic.foreign import Values
 from moesaic.io.layout import OWN, PAGE
-from moesaic.io.names import check_repository, names_model
+from moesaic.io.names import KNOWN, MODELS, check_repository, names_model
 from moesaic.io.outputs import unfinished
 from moesaic.recipe import Recipe, check_run
 
@@ -45,8 +45,14 @@ class Guided(TyperGroup):
         self, ctx: Context, args: list[str]
     ) -> tuple[str | None, Command | None, list[str]]:
         """The command that words are of, its name, and its own words."""
-        if args[0] not in self.commands and names_model(args[0]):
+        word = args[0]
+        if word not in self.commands and names_model(word):
             return GUIDE, self.commands[GUIDE], args
+        if word not in self.commands and not word.startswith("-"):
+            known = [name for name, of in self.commands.items() if not of.hidden]
+            raise MoesaicError(
+                f"No such command: {word}. Models by name: {MODELS}.{meant(word, [*known, *KNOWN])}"
+            )
         return super().resolve_command(ctx, args)
 
 

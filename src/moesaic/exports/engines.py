@@ -73,7 +73,7 @@ def _mlx(config: Config, ep: int) -> Iterator[str]:
     if kind == "granitemoeshared":
         yield "GraniteMoeShared: it has no such class"
     if kind == "qwen2_moe" and config.tie_word_embeddings:
-        yield "tied embeddings: its Qwen2-MoE has a head of its own (--untie writes one)"
+        yield "tied embeddings: its Qwen2-MoE has a head of its own (export --untie writes one)"
     if kind == "qwen2_moe" and config.mlp_only_layers:
         yield "dense layers between routed ones: its Qwen2-MoE wants experts in every layer"
     if kind == "gpt_oss" and method != "mxfp4":
@@ -98,7 +98,7 @@ def _sglang(config: Config, ep: int) -> Iterator[str]:
     if config.model_type == "granitemoeshared":
         yield "GraniteMoeShared: its decoder layer does not take what its model calls it with"
     if config.model_type in ("glm4_moe", "mixtral") and config.tie_word_embeddings:
-        yield "tied embeddings: its head is a tensor of its own (--untie writes one)"
+        yield "tied embeddings: its head is a tensor of its own (export --untie writes one)"
     if count % ep:
         yield f"{count} experts over {ep} ranks: it asserts that they divide"
 

@@ -672,7 +672,9 @@ class Search:
                 least = min(getattr(weight, name) for weight in possible)
                 asked, smallest = map(in_unit if name == "memory" else int, (wanted, least))
                 said.append(f"{name} {asked} is out of reach: the least that works is {smallest}")
-        return "; ".join(said) + "."
+        rounds = self.config.memory is not None and not self.config.types
+        bits = " A GGUF file in fewer bits may be smaller: --type q4_k_m." if rounds else ""
+        return "; ".join(said) + f".{bits}"
 
 
 def _called(form: Form, share: float, steps: Steps) -> str:

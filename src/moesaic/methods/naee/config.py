@@ -53,8 +53,7 @@ class PruneConfig(MethodConfig):
 
     keep: float = option(
         6,
-        "Experts that stay in each layer; their mean, if counts may differ.",
-        minimum=1,
+        "Experts that stay in each layer, their mean if counts may differ; below 1 a share.",
         required=True,
     )
     score: str = option(
@@ -157,9 +156,17 @@ class PruneConfig(MethodConfig):
         """Memory for one layer's Gram matrices; 0 where the criterion needs none."""
         return self.gram_mb << 20 if self.chosen.gram else 0
 
+    def experts_of(self, count: int, groups: int = 1) -> float:
+        """How many of a layer's experts stay, whole groups where all layers keep as many."""
+        if self.keep >= 1:
+            return self.keep
+        return round(self.keep * count / groups) * groups if self.uniform else self.keep * count
+
     def check(self) -> None:
         criterion, by = self.chosen, f"score {self.score!r}"
-        if self.uniform and self.keep != int(self.keep):
+        if self.keep <= 0:
+            raise MoesaicError(f"keep {self.keep:g}: give a number of experts, or a share below 1.")
+        if self.uniform and self.keep > 1 and self.keep != int(self.keep):
             raise MoesaicError(
                 f"keep {self.keep:g} is not a whole number; a mean needs allocate=layers."
             )

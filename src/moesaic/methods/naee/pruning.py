@@ -103,19 +103,20 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         for i in routed_layers(job):
             view = arch.mixture(job.layers[i])
             least = least_experts(arch, view.top_k, model_config)
-            if not least <= config.keep <= view.count:
+            keep = config.experts_of(view.count, groups)
+            if not least <= keep <= view.count:
                 raise MoesaicError(
                     f"keep {config.keep:g} is out of reach: layer {i} has {view.count} experts and "
                     f"needs at least {least} (a token runs {view.top_k}"
                     + (f", {groups} router groups)." if groups > 1 else ").")
                 )
-            if config.uniform and config.keep % groups:
+            if config.uniform and keep % groups:
                 raise MoesaicError(
                     f"keep {config.keep:g} is not a multiple of the {groups} router groups, which "
-                    f"must lose equally many; {int(config.keep // groups) * groups} is."
+                    f"must lose equally many; {int(keep // groups) * groups} is."
                 )
             every = range(least, view.count + 1, groups)
-            sizes[i] = [int(config.keep)] if config.uniform else list(every)
+            sizes[i] = [int(keep)] if config.uniform else list(every)
         return sizes
 
     # --- one layer -------------------------------------------------------------------------------
@@ -229,7 +230,8 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     def allocate(self, losses: Mapping[int, Mapping[int, float]]) -> Mapping[int, int]:
         if self.config.uniform:
             return super().allocate(losses)
-        return allocate(losses, self.config.keep * len(losses))
+        counts = (max(of_layer) for of_layer in losses.values())  # all of them may stay
+        return allocate(losses, sum(map(self.config.experts_of, counts)))
 
     def finish(self, job: Job[MoEArch], layers: Mapping[int, LayerPlan]) -> Mapping[int, LayerPlan]:
         """Filled up to one number of experts where that was asked for."""

@@ -428,7 +428,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             return "the change of the experts’ output, relative to the residual stream"
         if not self.config.chosen.observes:
             return ""
-        return f"the share of {self.config.chosen.title}, squared, that went with the neurons"
+        return f"the share of all neurons’ squared scores, by {self.config.chosen.title}, that went"
 
     # --- words -----------------------------------------------------------------------------------
 
@@ -453,11 +453,10 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         before = span([layer.shape["of"] for layer in changed])
         mixture = any(layer.experts for layer in changed)
         each = " an expert" if mixture else " a layer"
-        beyond = f", and beyond it ({', '.join(self.config.beyond)})" if self.config.beyond else ""
-        comma = "," if beyond else ""
+        beyond = f", with {', '.join(self.config.beyond)}" if self.config.beyond else ""
         by = self.config.base_label
         differ = " in the mean" if self.config.uneven else ""
-        title = f"slimmed by {by}{beyond}{comma} to {stay} of {before} neurons{each}{differ}"
+        title = f"slimmed to {stay} of {before} neurons{each}{differ} by {by}{beyond}"
         by += " on calibration text" if self.config.chosen.observes else ""
         where = "each routed expert" if mixture else "each feed-forward network"
         told = f"{stay} of {before} neurons of {where} stay{differ}, chosen by {by}."
