@@ -43,7 +43,7 @@ def table(record: Mapping[str, Any]) -> Iterator[str]:
     rows = sorted(grouped(record).items(), key=lambda row: -mean(p[0] for p in row[1]))
     for (kind, name), points in rows:
         sizes, kls, perplexities = zip(*points, strict=True)
-        words = {FIT: f"**`fit --memory {name}`**", LAYERS: "types by layer alone"}.get(kind, name)
+        words = {FIT: f"`fit --memory {name}`", LAYERS: "types by layer alone"}.get(kind, name)
         digits = 4 if mean(kls) < 0.01 else 3
         few = f" ({len(kls)})" if kind in (FIT, VERB) and len(kls) < 3 else ""
         figures = told([mean(sizes)], 2), told(kls, digits) + few, told(perplexities, 2)

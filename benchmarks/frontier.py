@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,7 @@ from moesaic.metrics.speed import Runner, against, interleaved, one_round
 
 HERE = Path(__file__).parent
 OUT = HERE / "frontier.json"
-MODEL, DENSE, WINDOW = "smollm2", "dense", 512
+MODEL, DENSE, INT8, WINDOW = "smollm2", "dense", "int8 in torch", 512
 FINE = {"experts": 256, "top_k": 0, "layers": "all", "router": "ridge", "refit": True}
 STATIC = {"variant": "static", "layers": "all", "refit": True}
 KINDS: dict[str, tuple[str, Mapping[str, Any], tuple[float, ...]]] = {
@@ -55,14 +56,16 @@ KINDS: dict[str, tuple[str, Mapping[str, Any], tuple[float, ...]]] = {
     "WINA by gradients": ("carve.wina", {"gradients": True}, (0.8, 0.6)),
 }
 """By label: the method, its options, the active ratios."""
-FILES = {f"llama.cpp, {type}": type for type in ("f32", "q8_0", "q4_k_m", "q4_1")}
+FILES = {f"llama.cpp, {type}": type for type in ("f32", "q8_0", "q6_k", "q4_k_m", "q4_1")}
 """By label, the type of a GGUF file of the dense model; q4_1 is the file that it comes in."""
 SAID = {
     DENSE: "dense, float32, transformers",
     "llama.cpp, f32": "the same in llama.cpp",
     "llama.cpp, q8_0": "**q8_0 in llama.cpp**",
+    "llama.cpp, q6_k": "q6_k in llama.cpp",
     "llama.cpp, q4_k_m": "q4_k_m in llama.cpp",
     "llama.cpp, q4_1": "the file it comes in, in llama.cpp",
+    INT8: "int8 in torch",
     "static pruning, refitted": "static pruning, refitted, all layers",
     "slim": "`slim`, all layers",
     "MoRE": "MoRE (`--method more`), the last half of the layers",
@@ -87,7 +90,7 @@ def configs() -> dict[str, tuple[str, MethodConfig]]:
 def rows() -> dict[str, str]:
     """By row: its kind."""
     converted = {name: kind for name, (kind, _) in configs().items()}
-    return {DENSE: DENSE, **{name: name for name in FILES}, **converted}
+    return {name: name for name in (DENSE, *FILES, INT8)} | converted
 
 
 def aim(key: str, active: float) -> Mapping[str, Any]:
@@ -105,6 +108,15 @@ def prepare(work: Path, name: str) -> None:
         file.symlink_to(packaged_file(MODEL))
     elif type is not None and not (file := work / f"{name}.gguf").exists():
         export(MODEL, file, to="gguf", type=type)
+
+
+def int8(model: Any) -> Any:
+    """The model with linear layers in torch's own int8, a scale for each row of a matrix;
+    activations are rounded as they come."""
+    kinds = {torch.nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torchao takes its place
+        return torch.ao.quantization.quantize_dynamic(model, kinds)
 
 
 class InLlamaCpp:
@@ -145,9 +157,13 @@ def measure(record: dict[str, Any], work: Path, data: str, tokens: int) -> None:
             if "perplexity" in row.get(text, {}):
                 continue
             found: Quality | Score
-            if name in FILES:
-                file: Any = InLlamaCpp(work / f"{name}.gguf")
-                found = qualities([file, dense], where)[0]
+            if name in FILES or name == INT8:
+                other: Any = (
+                    InLlamaCpp(work / f"{name}.gguf")
+                    if name in FILES
+                    else Whole(int8(source.load("cpu", torch.float32).eval()))
+                )
+                found = qualities([other, dense], where)[0]
                 row[text] = {"perplexity": found.perplexity, "active_ratio": 1.0}
             else:
                 folder = MODEL if name == DENSE else str(work / name)
@@ -162,9 +178,15 @@ def measure(record: dict[str, Any], work: Path, data: str, tokens: int) -> None:
 
 
 def bytes_of(work: Path, name: str) -> int:
-    """Of a row's weights on disk, those of the dense model in float32."""
-    if name == DENSE:
-        return 4 * sum(p.numel() for p in resolve(MODEL).load("cpu", torch.float32).parameters())
+    """Of a row's weights on disk; of what has no file of its own, in memory."""
+    if name in (DENSE, INT8):
+        model = resolve(MODEL).load("cpu", torch.float32)
+        linear = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)]
+        every = sum(p.numel() for p in model.parameters())
+        if name == DENSE:
+            return 4 * every
+        tied = model.config.tie_word_embeddings * model.lm_head.weight.numel()
+        return 4 * (every - sum(linear) + tied) + sum(linear)
     here = [work / f"{name}.gguf"] if name in FILES else [*(work / name).glob("*.safetensors")]
     return sum(file.stat().st_size for file in here)
 
@@ -176,6 +198,7 @@ def time(record: dict[str, Any], work: Path, rounds: int) -> None:
     models = {DENSE: resolve(MODEL).load("cpu", torch.float32).eval()}
     models |= {n: resolve(str(work / n)).load("cpu", torch.float32).eval() for n in made}
     runners: dict[str, Runner] = {n: partial(one_round, model) for n, model in models.items()}
+    runners[INT8] = partial(one_round, int8(resolve(MODEL).load("cpu", torch.float32).eval()))
     runners |= {name: Engine(work / f"{name}.gguf", 128 + 32 + 8) for name in FILES}
     prompt = torch.randint(5, 20_000, (1, 128), generator=torch.Generator().manual_seed(0))
     speeds = interleaved(runners, prompt, 32, rounds)
