@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from moesaic import export
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
+from moesaic.exports import llamacpp
 from moesaic.exports.engines import ENGINES, limits
 from moesaic.exports.native import decide, verify, write
 from moesaic.layers.dropped import DroppedLayer
@@ -440,3 +441,25 @@ def test_gguf_without_a_converter_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MoesaicError, match=r"set LLAMA_CPP.*llama-cpp-python"):
         export("tiny-moe", tmp_path / "out.gguf", to="gguf")
+
+
+@pytest.mark.parametrize("predicting", [False, True])
+def test_the_converter_is_told_of_layers_that_predict_further_tokens(
+    predicting, tmp_path, monkeypatch
+):
+    """Which Qwen's mixtures must have there, unless it is told that there are none."""
+    told = []
+    monkeypatch.setattr(
+        llamacpp, "run_script", lambda _, request: told.append(json.loads(request)) or "stopped"
+    )
+    folder = tmp_path / "base"
+    tiny_moe("qwen3_moe").save_pretrained(folder)
+    if predicting:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["mtp.fc.weight"] = torch.ones(32, 64)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(MoesaicError, match="converter refused base: stopped"):
+        llamacpp.convert(tmp_path / "script.py", folder, tmp_path / "out.gguf", "f32")
+    assert told == [
+        [*map(str, (tmp_path / "script.py", folder, tmp_path / "out.gguf")), "f32", predicting]
+    ]

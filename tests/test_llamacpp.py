@@ -15,12 +15,17 @@ from builders import (
     EQUAL,
     LAST_HALF,
     UNEVEN,
+    VOCAB,
     carved_layer,
     condensed_layer,
     saved,
     tiny_model,
     tiny_moe,
+    tiny_tokenizer,
 )
+from gguf import GGUFReader
+from safetensors.torch import load_file, save_file
+from shrunken import small_model
 
 from moesaic import MoREConfig, SlimConfig, bench, carve, export, slim
 from moesaic.arch.lookup import base_arch
@@ -30,11 +35,14 @@ from moesaic.data.text import evaluation_tokens
 from moesaic.exports.native import NEAR
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.search import fit
-from moesaic.io.source import resolve
+from moesaic.io.source import Source, resolve
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.plan import Plan
 from moesaic.recipe import Recipe
+from moesaic.result import save_applied
+from moesaic.surgery import base_shape
 
 pytestmark = [
     pytest.mark.slow,
@@ -230,6 +238,38 @@ def test_slimmed_mixtures_have_the_same_logits(model_type, vocabularies, tmp_pat
         order_S = shared if len(shared) else None
         layers[i] = SlimmedLayer(torch.arange(8), orders, 16, shared_S=order_S)
     assert largest_difference(model, layers, vocabularies, tmp_path) < 1e-4
+
+
+@pytest.mark.parametrize("predicting", [False, True])
+@pytest.mark.parametrize("layer", ["pruned", "slimmed"])
+def test_layers_that_predict_further_tokens_come_along(layer, predicting, tmp_path):
+    """Those of Qwen3-Next, reduced as the last layer is; the converter asks for them otherwise."""
+    model = small_model("qwen3_next", head_dim=32, linear_key_head_dim=32, linear_value_head_dim=32)
+    model.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    file = tmp_path / "base/model.safetensors"
+    tensors, last = load_file(file), "model.layers.3."
+    if predicting:
+        more = {n.replace(last, "mtp.layers.0."): t for n, t in tensors.items() if last in n}
+        norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+        more |= {f"mtp.{name}.weight": torch.zeros(32) for name in norms}
+        more["mtp.fc.weight"] = torch.ones(32, 64)
+        save_file(tensors | {n: t.clone() for n, t in more.items()}, file, {"format": "pt"})
+    kept, neurons = torch.arange(6), torch.arange(8).repeat(8, 1)
+    made = PrunedLayer(kept) if layer == "pruned" else SlimmedLayer(torch.arange(8), neurons, 16)
+    arch = base_arch(model.config)
+    layers = dict.fromkeys(arch.moe_layers(model), made)
+    (tmp_path / "out").mkdir()
+    plan = Plan("test", base_shape(model, arch), layers)
+    save_applied(Source("base", tmp_path / "base"), plan, tmp_path / "out")
+    tiny_tokenizer().save_pretrained(tmp_path / "out")
+    export(str(tmp_path / "out"), tmp_path / "model.gguf", to="gguf")
+    ids = torch.randint(3, VOCAB, (64,), generator=torch.Generator().manual_seed(0))
+    assert parity(tmp_path / "model.gguf", resolve(str(tmp_path / "out")), ids)[0] < 1e-4
+    shapes = {t.name: t.shape.tolist() for t in GGUFReader(tmp_path / "model.gguf").tensors}
+    wanted = {"pruned": [32, 16, 6], "slimmed": [32, 8, 8]}[layer]
+    assert shapes["blk.3.ffn_up_exps.weight"] == wanted
+    assert shapes.get("blk.4.ffn_up_exps.weight") == (wanted if predicting else None)
 
 
 @pytest.mark.parametrize("model_type", ["glm4_moe", "gpt_oss"])
