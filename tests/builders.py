@@ -289,6 +289,18 @@ def saved(folder: Path, model: Any, layers: dict[int, LayerPlan]) -> Source:
 # --- few bits ------------------------------------------------------------------------------------
 
 
+def int4_config(group: int) -> dict[str, Any]:
+    """The ``quantization_config`` of experts in groups of int4, as llm-compressor writes it."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head", "re:.*mlp\\.gate$", "re:.*self_attn.*"],
+    }
+
+
 def blank(form: Any, tensor: Tensor) -> dict[str, Tensor]:
     """A weight of the same shape in a format, without values."""
     parts = {form.ends[0]: tensor, form.ends[1]: torch.zeros(1, 1)}

@@ -38,6 +38,7 @@ LESS = {
     "carve": "--samples 4 --max-tokens 512 -o rounds=0",
     "observe": "--samples 4",
     "fit": "--samples 8 --max-tokens 512",
+    "tiny-moe": "--samples 8 --max-tokens 512",  # without a verb
     "eval": "--max-tokens 512",
     "bench": "--rounds 1",
     "generate": "--new-tokens 8",

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from builders import loaded, logits, quantise, tiny_moe, weights
+from builders import int4_config, loaded, logits, quantise, tiny_moe, weights
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
@@ -31,18 +31,7 @@ from moesaic.surgery import base_shape
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-INT4 = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16},
-        }
-    },
-    "ignore": ["lm_head", "re:.*mlp\\.gate$", "re:.*self_attn.*"],
-}
+INT4 = int4_config(group=16)
 ERRORS = {"fp8": 0.04, "mxfp4": 0.15, "compressed-tensors": 0.15}
 """By format, the share of a weight that its rounding may cost."""
 KEPT = torch.tensor([0, 2, 3, 5, 6, 7])

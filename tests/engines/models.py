@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from builders import MOE, VOCAB, quantise, tiny_model, tiny_moe, tiny_tokenizer
+from builders import MOE, VOCAB, int4_config, quantise, tiny_model, tiny_moe, tiny_tokenizer
 from shrunken import small_model
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
@@ -86,18 +86,7 @@ FORMATS = {
 }
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
-INT4 = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "quantization_status": "compressed",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
-        }
-    },
-    "ignore": ["lm_head", "re:.*mlp\\.gate$", "re:.*self_attn.*"],
-}
+
 
 PRUNED, SLIMMED = PruneConfig(keep=6), SlimConfig(keep=0.5)
 VERBS: dict[str, MethodConfig] = {
@@ -195,7 +184,8 @@ def base(called: str, folder: Path) -> Path:
         projections = ("experts.down_proj", "experts.gate_up_proj")
         quantise(folder, Microscaled(MXFP4), lambda name, _: name.endswith(projections))
     elif FORMATS.get(called) == "int4":
-        quantise(folder, Compressed(INT4), lambda n, t: ".mlp." in n and n.endswith("_proj.weight"))
+        form = Compressed(int4_config(group=32))
+        quantise(folder, form, lambda n, t: ".mlp." in n and n.endswith("_proj.weight"))
     return folder
 
 

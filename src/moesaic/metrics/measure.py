@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -189,11 +190,14 @@ class Measurement:
     def _speed(self, speeds: Mapping[str, Speed]) -> JSON:
         """Speeds, the peak memory of each model in a process of its own, and ratios by round."""
         length, place = self._prompt.shape[1], (self._scored.device, self._scored.dtype)
-        told = {
-            name: speeds[name].as_json()
-            | {"peak_memory_bytes": peak_memory(self.sources[name].folder, length, 8, *place)}
-            for name in self.track(("original", "result"), "Peak memory", 2)
-        }
+        names = ("original", "result")
+        with ThreadPoolExecutor(2 if self._scored.together else 1) as pool:  # as there is room
+            folders = (self.sources[name].folder for name in names)
+            peaks = pool.map(lambda folder: peak_memory(folder, length, 8, *place), folders)
+            told = {
+                name: {**speeds[name].as_json(), "peak_memory_bytes": next(peaks)}
+                for name in self.track(names, "Peak memory", 2)
+            }
         ratios = {
             "prefill": ratio(speeds["result"].prefill, speeds["original"].prefill),
             "decode": ratio(speeds["result"].decode, speeds["original"].decode),
