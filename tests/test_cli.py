@@ -305,6 +305,7 @@ AT_ONCE = [
     (["run", "none.yaml"], "No recipe"),
     (["apply", "MODEL", "/nowhere", "OUT"], "No plan"),
     (["report", "/nowhere"], "No run at"),
+    (["report", "DONE", "--baseline", "q3_k"], "--baseline 'q3_k' is none of q8_0"),
     (["generate", "MODEL", ""], "prompt is empty"),
     (["fly"], "No such command"),
 ]

@@ -46,6 +46,7 @@ from moesaic.metrics import measure as measuring
 from moesaic.metrics.rounding import rounded
 from moesaic.metrics.routing import routers
 from moesaic.metrics.score import score
+from moesaic.pipeline import with_baselines
 from moesaic.plan import Plan
 from moesaic.recipe import step_config
 from moesaic.report import frontier, words
@@ -386,12 +387,13 @@ def test_steps_add_up_in_one_record(moe_folder, tmp_path):
     assert record.calibration["length"] == 32
 
 
-def test_rounding_alone_is_measured_beside_the_result(moe_folder, tmp_path):
+def test_rounding_alone_is_measured_beside_the_result(moe_folder, command, tmp_path):
     """The original, its matrices rounded, scored as any other model; bytes are a file's."""
     measured = Evaluation(**MEASURED, rounds=0, baselines=("q8_0", "q4_0"))
     steps = (PruneConfig(keep=5, refit=False),)
     changes = {"steps": steps, "evaluation": measured}
-    record = run_recipe(recipe(moe_folder, tmp_path / "out", **changes))
+    asked = recipe(moe_folder, tmp_path / "out", **changes)
+    record = run_recipe(asked)
     scores = record.measured["scores"]
     assert [*scores] == ["original", "result", "q8_0", "q4_0"]
     assert 0 < scores["q8_0"]["kl"] < scores["q4_0"]["kl"]
@@ -406,6 +408,16 @@ def test_rounding_alone_is_measured_beside_the_result(moe_folder, tmp_path):
     assert "The original rounded to q8_0, " in said
     names = [point.kind for point in frontier.points([record])[str(moe_folder.name)]]
     assert {"q8_0", "q4_0"} <= set(names)
+    # and afterwards, on the same text
+    few = {name: scores[name] for name in ("original", "result")}
+    before = replace(record, measured={**record.measured, "scores": few})
+    after = with_baselines(asked, before, ("q8_0", "q4_0")).measured
+    assert (after["scores"], after["files"]) == (scores, record.measured["files"])
+    with pytest.raises(MoesaicError, match="was not measured"):
+        with_baselines(replace(asked, evaluation=None), before, ("q8_0",))
+    page = tmp_path / "page.html"
+    assert command("report", tmp_path / "out", "--baseline", "q5_0", "--out", page)[0] == 0
+    assert "q5_0" in page.read_text("utf-8")
 
 
 def test_what_a_verb_cannot_take_is_refused(moe_folder, llama_folder, tmp_path):

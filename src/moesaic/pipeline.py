@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,9 +35,11 @@ from moesaic.io.source import Source, from_hub, resolve
 from moesaic.log import Log
 from moesaic.methods import VERBS, implementation
 from moesaic.methods.base import Method
-from moesaic.metrics.evaluate import measured_text
+from moesaic.metrics.evaluate import have_room, measured_text
+from moesaic.metrics.forward import Layerwise
 from moesaic.metrics.machine import environment
 from moesaic.metrics.measure import Measurement
+from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.tasks import check_tasks
 from moesaic.nn.kernels import fast
 from moesaic.observation.job import Job
@@ -271,3 +273,33 @@ def _record(
         environment=environment(recipe.device),
         measured=measured,
     )
+
+
+def with_baselines(
+    recipe: Recipe, record: Record, types: Sequence[str], track: Track = silent
+) -> Record:
+    """A run's record with its original rounded to more types, measured on the run's own text.
+
+    Args:
+        recipe: the run's.
+        record: what is known of it.
+        types: of :data:`~moesaic.config.ROUNDED`.
+        track: shows progress.
+
+    Raises:
+        MoesaicError: the run was not measured, its original is not there or has no room in float32.
+    """
+    scores = dict(record.measured.get("scores") or {})
+    if not (wanted := [type for type in types if type not in scores]):
+        return record
+    if recipe.evaluation is None or "original" not in scores:
+        raise MoesaicError(f"{recipe.out} was not measured: rounding cannot be set beside it.")
+    source, device = resolve(recipe.model), own_device(recipe.device)
+    if not have_room((source,), device, torch.float32):
+        raise MoesaicError(f"There is no room for {recipe.model} in float32, to be rounded.")
+    tokens, _ = measured_text(source, replace(recipe.evaluation, tasks=""))
+    reference = Layerwise(source, device, parse_dtype(recipe.dtype), keep=True)
+    sizes = dict(record.measured.get("files") or {})
+    for type, found, _ in rounded_scores(source, reference, tokens, wanted, device, track):
+        scores[type], sizes[type] = found.as_json(), found.total_bytes
+    return replace(record, measured={**record.measured, "scores": scores, "files": sizes})

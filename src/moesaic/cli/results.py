@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +22,7 @@ from moesaic.cli.options import (
     option,
 )
 from moesaic.cli.shared import carried_out, carry_out, emit, figure, register, show_page
-from moesaic.config import Calibration, Evaluation, ExportArgs
+from moesaic.config import ROUNDED, Calibration, Evaluation, ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, at_home
 from moesaic.io.layout import PAGE, RECIPE, RECORD, placed
@@ -226,14 +226,26 @@ def report(
     lost: Annotated[
         str, typer.Option(metavar="AXIS", help=f"Drawn first upwards: {', '.join(LOST)}.")
     ] = "",
+    baselines: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--baseline",
+            metavar="TYPE",
+            help=f"Also measure each original rounded to this type, of {', '.join(ROUNDED)}, on "
+            "its first run's text. Repeatable.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """One page about one or more results: what is lost, what is saved, layer by layer."""
     for field, given, known in (("saved", saved, SAVED), ("lost", lost, LOST)):
         if given and given not in known:
             raise MoesaicError(f"{field} {given!r} is not known; known: {', '.join(known)}.")
+    types = Evaluation(baselines=tuple(baselines or ())).baselines  # or says which there are
     check_drawing(out, ".html", ".svg")
     records = [record_of(folder) for folder in runs]
+    if types:
+        records = beside_rounding(runs, records, types)
     from moesaic import report
 
     first = [key for key in (saved, lost) if key]
@@ -248,6 +260,23 @@ def report(
         raise MoesaicError("An .svg needs three measured models; these runs have fewer.")
     write_drawing(out, page)
     emit(as_json, {"report": str(out)}, f"Report in {out}")
+
+
+def beside_rounding(
+    runs: Sequence[Path], records: Sequence[Record], types: Sequence[str]
+) -> list[Record]:
+    """The records, the first of each original with it rounded to some types."""
+    from moesaic.cli.bars import bars
+    from moesaic.pipeline import with_baselines
+
+    seen, found = set[str](), []
+    for run, record in zip(runs, records, strict=True):
+        if record.model not in seen:
+            file = placed(run, RECIPE) if run.is_dir() else run.with_name(RECIPE)
+            record = with_baselines(load_recipe(file), record, types, bars)
+        seen.add(record.model)
+        found.append(record)
+    return found
 
 
 def architectures(as_json: AsJson = False) -> None:
