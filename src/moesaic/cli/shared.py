@@ -187,8 +187,11 @@ def _is_argument(parameter: inspect.Parameter) -> bool:
 
 
 def _flag(parameter: inspect.Parameter) -> str:
-    said = _info(parameter).param_decls or ()
-    return said[0] if said else f"--{parameter.name.replace('_', '-')}"
+    info = _info(parameter)
+    said = [str(one) for one in (info.default, *(info.param_decls or ()))]  # typer's first is there
+    return next(
+        (one for one in said if one.startswith("--")), f"--{parameter.name.replace('_', '-')}"
+    )
 
 
 def emit(as_json: bool, data: object, view: object) -> None:
