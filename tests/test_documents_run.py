@@ -37,8 +37,8 @@ MODELS = {"carve": "tiny-dense", "condense": "tiny-shared-moe"}
 LESS = {
     "carve": "--samples 4 --max-tokens 512 -o rounds=0",
     "observe": "--samples 4",
-    "fit": "--samples 8 --max-tokens 512",
-    "tiny-moe": "--samples 8 --max-tokens 512",  # without a verb
+    "fit": "--samples 8 --length 64 --windows 8 --max-tokens 512",
+    "tiny-moe": "--samples 8 --length 64 --max-tokens 512",  # without a verb
     "eval": "--max-tokens 512",
     "bench": "--rounds 1",
     "generate": "--new-tokens 8",
