@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -191,13 +191,14 @@ class Measurement:
         """Speeds, the peak memory of each model in a process of its own, and ratios by round."""
         length, place = self._prompt.shape[1], (self._scored.device, self._scored.dtype)
         names = ("original", "result")
-        with ThreadPoolExecutor(2 if self._scored.together else 1) as pool:  # as there is room
-            folders = (self.sources[name].folder for name in names)
-            peaks = pool.map(lambda folder: peak_memory(folder, length, 8, *place), folders)
-            told = {
-                name: {**speeds[name].as_json(), "peak_memory_bytes": next(peaks)}
-                for name in self.track(names, "Peak memory", 2)
-            }
+
+        def peaks() -> Iterator[int]:
+            with ThreadPoolExecutor(2 if self._scored.together else 1) as pool:  # if there is room
+                folders = [self.sources[name].folder for name in names]
+                yield from pool.map(lambda folder: peak_memory(folder, length, 8, *place), folders)
+
+        shown = zip(names, self.track(peaks(), "Peak memory", 2), strict=True)
+        told = {name: {**speeds[name].as_json(), "peak_memory_bytes": peak} for name, peak in shown}
         ratios = {
             "prefill": ratio(speeds["result"].prefill, speeds["original"].prefill),
             "decode": ratio(speeds["result"].decode, speeds["original"].decode),
