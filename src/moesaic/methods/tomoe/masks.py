@@ -213,15 +213,17 @@ class MaskingModules(nn.Module):
     def __init__(self, config: ToMoEConfig, shapes: Sequence[LayerShape]) -> None:
         super().__init__()
         self.config, self.shapes = config, shapes
-        self.hypernetwork = Hypernetwork(2 * len(shapes), config.experts)
-        self.mlp = nn.ModuleList(
-            _MLPModules(s.hidden_size, s.width, config.experts) for s in shapes
-        )
-        self.mha = nn.ModuleList(
-            _MHAModules(s.hidden_size, s.heads.size + s.heads.free)
-            for s in shapes
-            if config.attention != "none"
-        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)  # a prediction starts where training does
+            self.hypernetwork = Hypernetwork(2 * len(shapes), config.experts)
+            self.mlp = nn.ModuleList(
+                _MLPModules(s.hidden_size, s.width, config.experts) for s in shapes
+            )
+            self.mha = nn.ModuleList(
+                _MHAModules(s.hidden_size, s.heads.size + s.heads.free)
+                for s in shapes
+                if config.attention != "none"
+            )
         self.total = sum(s.attention + s.ffn for s in shapes)
         self.noise = False
         self.E_all = torch.empty(0)

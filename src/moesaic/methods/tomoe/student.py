@@ -41,9 +41,7 @@ class Student(nn.Module):
     def __init__(self, base: Model, arch: Arch, config: ToMoEConfig) -> None:
         super().__init__()
         self.base, self.arch = base, arch
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
-            self.masking = MaskingModules(config, layer_shapes(base, arch))
+        self.masking = MaskingModules(config, layer_shapes(base, arch))
         self.masked = Masked(base, arch, self.masking, config.neuron_masks == "projections")
         self.recomputing = False
 
