@@ -9,6 +9,7 @@ same. How they ended is written beside REQUESTS; they make no ``out``.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+SHARED = ("cases", "moesaic.pipeline", "moesaic.train", "transformers.trainer", "accelerate")
 KEPT = re.compile(r"layer-[^/]*|checkpoint-\d+")
 
 
@@ -70,6 +72,8 @@ def main(file: Path) -> None:
         for request in requests:
             carry_out(request)
         return
+    for module in SHARED:  # imported once, not by each child
+        importlib.import_module(module)
     ends: dict[str, list[int]] = {}
     for request in requests:
         lives = ends[request["key"]] = []
