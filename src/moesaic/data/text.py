@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -201,9 +201,16 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
 
     No BOS or other special token is added; the last partial window is dropped.
     """
-    ids = tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    ids = _ids("\n\n".join(texts), tokenizer, len(tokenizer))
     whole = len(ids) // length
-    return torch.tensor(ids[: whole * length], dtype=torch.int64).view(whole, length)
+    return ids[: whole * length].view(whole, length)
+
+
+@lru_cache(maxsize=1)
+def _ids(text: str, tokenizer: Tokenizer, size: int) -> Tensor:
+    """Of a text's tokens, kept for the next draw from it; a tokenizer that grew is another."""
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 def needs_tokenizer(text: object) -> bool:
