@@ -2,6 +2,8 @@
 
     python scripts/train_tiny.py tiny-moe [--corpus build/corpus] [--assets src/moesaic/assets]
 
+``wide-moe`` does not ship: all its rows are multiples of 256, which GGUF's types of few bits want.
+
 One core is enough; the script says at its start how long it expects to take. It leaves a checkpoint
 every few minutes and continues from the last one when started again.
 """
@@ -39,7 +41,7 @@ DOMAINS = ("prose", "reference", "code")
 END = "<|endoftext|>"
 VOCABULARY = 4096
 SEED = 20
-STEPS = {"tiny-dense": 2400, "tiny-moe": 2400, "tiny-shared-moe": 2400}
+STEPS = {"tiny-dense": 2400, "tiny-moe": 2400, "tiny-shared-moe": 2400, "wide-moe": 1000}
 MATRIX_RATE, OTHER_RATE = 0.02, 0.003
 PER_DOMAIN = 4  # windows of each domain in a batch
 WARMUP, COOLDOWN = 72, 0.6  # steps linear up; share of them in a cosine down to a tenth
@@ -58,18 +60,19 @@ COMMON = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-NAMES = ("tiny-dense", "tiny-moe", "tiny-shared-moe")
+NAMES = tuple(STEPS)
+WIDTHS = {"tiny-moe": 96, "wide-moe": 256}  # of an expert
 
 
 def build(name: str) -> PreTrainedModel:
     """The untrained model, of one of transformers' own classes."""
     if name == "tiny-dense":
         return LlamaForCausalLM(LlamaConfig(**COMMON, intermediate_size=768))
-    if name == "tiny-moe":
+    if name in WIDTHS:
         config = MixtralConfig(
             **COMMON,
             head_dim=64,
-            intermediate_size=96,
+            intermediate_size=WIDTHS[name],
             num_local_experts=8,
             num_experts_per_tok=2,
             router_aux_loss_coef=BALANCE,

@@ -118,7 +118,7 @@ def guide(
     if told := better_rounded(points, rounding):
         err_console.print(told)
     chosen = goal.best(points)
-    if not chosen and not ask:
+    if not chosen and asked is not None and not ask:
         discard(search.work)
         least = min(float(c.score["loss"]) for c in points if c.score)
         raise MoesaicError(
