@@ -9,18 +9,27 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from moesaic.data.reader import shipped_texts
-from moesaic.data.rows import ALPACA
+from moesaic.data.mixes import sources_of
+from moesaic.data.reader import open_rows, shipped_texts
+from moesaic.data.rows import ALPACA, text_of
 from moesaic.data.source import DOMAINS
 from moesaic.data.text import (
     IGNORED,
     Tokens,
     calibration_tokens,
     evaluation_tokens,
-    load_texts,
     windows,
 )
 from moesaic.errors import MoesaicError
+
+
+def documents(source):
+    """All texts of a source, in order."""
+    return [
+        text_of(row)
+        for part in sources_of(source, "calibration")
+        for row in open_rows(part, "calibration")
+    ]
 
 
 def test_shipped_text_has_every_domain_apart():
@@ -35,12 +44,12 @@ def test_files_of_every_kind(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"question": "q", "answer": "a"}\n')
     (tmp_path / "a.json").write_text(json.dumps([{"instruction": "i", "output": "o"}, "plain"]))
-    assert load_texts(str(tmp_path / "a.txt"), "calibration") == ["one\n\ntwo"]
-    assert load_texts(str(tmp_path / "a.jsonl"), "calibration") == [
+    assert documents(str(tmp_path / "a.txt")) == ["one\n\ntwo"]
+    assert documents(str(tmp_path / "a.jsonl")) == [
         "one",
         "Question: q\nAnswer: a",
     ]
-    assert load_texts(str(tmp_path / "a.json"), "calibration") == [
+    assert documents(str(tmp_path / "a.json")) == [
         f"{ALPACA.format('i')}o",
         "plain",
     ]
@@ -49,25 +58,25 @@ def test_files_of_every_kind(tmp_path):
 def test_parquet(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": ["one", "two"]}).to_parquet(tmp_path / "a.parquet")
-    assert load_texts(str(tmp_path / "a.parquet"), "calibration") == ["one", "two"]
+    assert documents(str(tmp_path / "a.parquet")) == ["one", "two"]
 
 
 @pytest.mark.parametrize("name", ["none.txt", "/no/such.jsonl", "./nothing"])
 def test_missing_file(name):
     with pytest.raises(MoesaicError, match="No text file"):
-        load_texts(name, "calibration")
+        documents(name)
 
 
 def test_broken_file(tmp_path):
     (tmp_path / "a.jsonl").write_text("{nope")
     with pytest.raises(MoesaicError, match=r"cannot be read as \.jsonl"):
-        load_texts(str(tmp_path / "a.jsonl"), "calibration")
+        documents(str(tmp_path / "a.jsonl"))
 
 
 def test_row_without_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"label": 3}\n')
     with pytest.raises(MoesaicError, match="the columns label are not known; known: text; "):
-        load_texts(str(tmp_path / "a.jsonl"), "calibration")
+        documents(str(tmp_path / "a.jsonl"))
 
 
 def test_windows_are_the_text_and_nothing_else(tokenizer):

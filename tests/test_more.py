@@ -30,7 +30,6 @@ from moesaic.methods.more.formulas import (
     activated,
     add_coactivation,
     energies,
-    frequency,
     importance,
     memberships,
     mirror,
@@ -74,8 +73,7 @@ def test_frequency_and_coactivation(tokens):
         on_TM[t, row.argsort(descending=True)[:k_act]] = 1
     assert stats.tokens == tokens.count
     assert torch.equal(stats.coactivation_MM, on_TM.T @ on_TM)
-    assert torch.equal(stats.coactivation_MM.diagonal().long(), stats.frequency_M)
-    assert stats.frequency_M.sum() == k_act * tokens.count
+    assert stats.coactivation_MM.diagonal().sum() == k_act * tokens.count
     torch.testing.assert_close(stats.h_square_M, h_TM.double().square().sum(0))
 
 
@@ -87,7 +85,7 @@ def test_coverage_is_of_the_share_that_is_named(ratio, tokens):
     seen = {c for row in h_TM for c in row.argsort(descending=True)[:6].tolist()}  # 6.4 of 64
     assert method.analyse(stats)["never_activated"]["0.1"] == pytest.approx(1 - len(seen) / 64)
     assert len(seen) > len({int(c) for c in h_TM.argmax(1)})
-    assert stats.frequency_M.sum() == max(1, int(ratio * 64)) * tokens.count
+    assert stats.coactivation_MM.diagonal().sum() == max(1, int(ratio * 64)) * tokens.count
 
 
 def test_the_activation_spectrum_sums_sizes(tokens):
@@ -109,7 +107,9 @@ def test_coactivation_by_blocks(block):
     add_coactivation(whole, channels, 17)
     add_coactivation(blocked, channels, block)
     assert torch.equal(whole, mirror(blocked, block))
-    assert torch.equal(whole.diagonal().long(), frequency(channels, 17))
+    assert torch.equal(
+        whole.diagonal().long(), torch.bincount(channels.flatten(), minlength=17)
+    )  # Eq. 5
 
 
 def test_importance_is_equation_7(tokens):
