@@ -26,7 +26,6 @@ from moesaic.methods.clustering import fill, spectral_embedding
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.more.formulas import (
     COVERAGE,
-    MoREStats,
     activated,
     add_coactivation,
     energies,
@@ -479,5 +478,6 @@ def test_shares_below_one_channel_are_left_out(tokens):
     """Table 4 has 5e-4 of 14,336 channels; of 64 not even a hundredth is one."""
     _, method, stats = observed(tokens)
     assert set(method.analyse(stats)["never_activated"]) == {"0.1"}
-    wide = MoREStats(1, *[torch.ones(2000)] * 5, {s: torch.ones(2000) > 0 for s in COVERAGE})
+    seen = {s: torch.ones(2000) > 0 for s in COVERAGE}
+    wide = replace(stats, h_size_M=torch.ones(2000), covered=seen)
     assert set(method.analyse(wide)["never_activated"]) == {"0.1", "0.01", "0.001", "0.0005"}
