@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic.data.mixes import sources_of
-from moesaic.data.reader import GIVEN, Held, Rows, Taken, Use, open_rows
+from moesaic.data.reader import GIVEN, Held, Rows, Taken, open_rows
 from moesaic.data.rows import Row, text_of
 from moesaic.data.source import TextSource, text_sources
 from moesaic.errors import MoesaicError
@@ -227,15 +227,6 @@ def needs_tokenizer(text: object) -> bool:
 
 
 # --- sources to tokens ---------------------------------------------------------------------------
-
-
-def load_texts(source: str, use: Use) -> list[str]:
-    """All documents of a source, or of each source of a mix in turn.
-
-    Raises:
-        MoesaicError: a source cannot be read, or its columns are not known.
-    """
-    return [text_of(row) for part in sources_of(source, use) for row in open_rows(part, use)]
 
 
 def apart(windows: Tokens, others: Tokens, run: int = RUN) -> Tokens:

@@ -61,20 +61,11 @@ def activated(h_TM: Tensor, ratio: float) -> Tensor:
     return h_TM.abs().topk(k_act, dim=1).indices
 
 
-def frequency(channels_TK: Tensor, width: int) -> Tensor:
-    """N f, Eq. 5: how many tokens activate each channel (M,).
-
-    >>> frequency(torch.tensor([[0, 1], [1, 2]]), width=4)
-    tensor([1, 2, 1, 0])
-    """
-    return torch.bincount(channels_TK.flatten(), minlength=width)
-
-
 def add_coactivation(into_MM: Tensor, channels_TK: Tensor, block: int = 4096) -> None:
-    """Add N C, Eq. 6: how many tokens activate both channels. Upper blocks only.
+    """Add N C, Eq. 6: how many tokens activate both channels; its diagonal is N f, Eq. 5.
 
-    Counts in float32 are exact up to 2^24 tokens. Blocks below the diagonal stay zero until
-    :func:`mirror`.
+    Upper blocks only: those below the diagonal stay zero until :func:`mirror`. Counts in float32
+    are exact up to 2^24 tokens.
 
     >>> C = torch.zeros(3, 3)
     >>> add_coactivation(C, torch.tensor([[0, 1], [1, 2]])); C.tolist()
@@ -113,8 +104,6 @@ class MoREStats:
     """float64: sum of h_j^2."""
     h_size_M: Tensor
     """float64: sum of |h_j|."""
-    frequency_M: Tensor
-    """int64: tokens that activate a channel."""
     coactivation_MM: Tensor
     """float32: tokens that activate both channels."""
     covered: dict[float, Tensor]

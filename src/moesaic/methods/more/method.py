@@ -34,7 +34,6 @@ from moesaic.methods.more.formulas import (
     activated,
     add_coactivation,
     fit_router,
-    frequency,
     importance,
     memberships,
     mirror,
@@ -162,7 +161,6 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
             x_square_D=torch.zeros(ffn.up_MD.shape[1], dtype=torch.float64, device=device),
             h_square_M=torch.zeros(width, dtype=torch.float64, device=device),
             h_size_M=torch.zeros(width, dtype=torch.float64, device=device),
-            frequency_M=torch.zeros(width, dtype=torch.int64, device=device),
             coactivation_MM=torch.zeros(width, width, device=device),
             covered={
                 share: torch.zeros(width, dtype=torch.bool, device=device)
@@ -178,7 +176,6 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
             stats.x_square_D += x_TD.double().square().sum(0)
             stats.h_square_M += h_TM.double().square().sum(0)
             stats.h_size_M += h_TM.abs().sum(0, dtype=torch.float64)
-            stats.frequency_M += frequency(channels_TK, width)
             add_coactivation(stats.coactivation_MM, channels_TK)
             for share, seen in stats.covered.items():
                 seen[largest_TK[:, : int(share * width)].flatten()] = True
