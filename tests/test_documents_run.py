@@ -45,7 +45,7 @@ LESS = {
     "tune": "--max-tokens 512 -o rounds=0",
 }
 """Options that make a command cheap."""
-FEWER = {"20GB": "18MB", "steps=2000": "steps=2", "500": "4", "200": "4"}
+FEWER = {"0.05": "0.5", "20GB": "18MB", "steps=2000": "steps=2", "500": "4", "200": "4"}
 HUB = re.compile(r"arc_easy|--tasks naee|--push|you/")
 """Tasks whose data sets come from the hub, and repositories there."""
 
@@ -60,7 +60,7 @@ def cheap(given: list[str]) -> list[str]:
     trains = name == "tune" or {"dsmoe", "tomoe"} & {*words}
     words += LESS.get(name, LESS["carve"] if name in VERBS and name != "observe" else "").split()
     words += ["-o", "steps=2"] if trains else []
-    if name in VERBS or name in ("apply", "export", "fit"):
+    if name in VERBS or name in ("apply", "export", "fit", "tiny-moe"):
         words.append("--overwrite")
     if name == "run":
         words = [*words, *smaller(words[0], words[1:])]
@@ -92,7 +92,7 @@ def smaller(recipe: str, overrides: list[str]) -> list[str]:
     return given
 
 
-QUICK = "--samples 4 --no-eval"
+QUICK = "--samples 4 --max-tokens 512 -o rounds=0"
 GIVEN = {
     "carved": f"carve tiny-dense carved --experts 4 {QUICK}",
     "gated": f"carve tiny-dense gated --method dsmoe -o steps=2 {QUICK}",
