@@ -46,7 +46,7 @@ LESS = {
 }
 """Options that make a command cheap."""
 FEWER = {"0.05": "0.5", "20GB": "18MB", "steps=2000": "steps=2", "500": "4", "200": "4"}
-HUB = re.compile(r"arc_easy|--tasks naee|--push|you/")
+HUB = re.compile(r"arc_easy|--tasks naee|--push|you/|allenai/")
 """Tasks whose data sets come from the hub, and repositories there."""
 
 
