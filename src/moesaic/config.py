@@ -435,8 +435,9 @@ class Evaluation:
 
 
 GgufType: TypeAlias = Literal[
-    "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_k_s", "q4_0", "q3_k_m", "q2_k"
-]
+    "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q4_k_m", "q4_k_s", "q4_0", "iq4_xs", "q3_k_m",
+    "iq3_xxs", "q2_k", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s",
+]  # fmt: skip
 """The types that a GGUF file's weights are written in; from q6_k on by llama.cpp's quantiser."""
 
 
@@ -501,11 +502,18 @@ class ExportArgs:
             raise MoesaicError("among=f32 rounds nothing: name a narrower type.")
         if self.memory is not None and self.calibration == "none":
             raise MoesaicError("memory chooses types by text: leave calibration=none out.")
+        if by_text(self.type) and self.calibration == "none":
+            raise MoesaicError(f"type={self.type} rounds by text: leave calibration=none out.")
 
     @property
     def called(self) -> str:
         """The type, or that there are several."""
         return self.type if self.memory is None else "mixed"
+
+
+def by_text(type: str) -> bool:
+    """Whether llama.cpp rounds to a type only with an importance matrix."""
+    return type.startswith(("iq1", "iq2", "iq3"))
 
 
 def check_types(name: str, types: Sequence[str]) -> None:

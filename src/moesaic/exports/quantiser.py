@@ -11,11 +11,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from moesaic.config import by_text
 from moesaic.errors import MoesaicError
 from moesaic.metrics.llamacpp import library
 
 ALIGNED = 32
 """Tensors begin at multiples of so many bytes."""
+NARROW = "q2_k"
+"""The narrowest type that needs no text to round by."""
 OTHERS = "q8_0"
 """The type of tensors of which none is said, where it is said of some."""
 
@@ -46,7 +49,8 @@ def quantise(
         weights: of :func:`moesaic.exports.importance.importance`; of tensors that are not in it
             all inputs weigh the same.
         chosen: types of single tensors, by their names. A row that a type's blocks do not divide
-            gets the next wider type that has shorter ones.
+            gets the next wider type that has shorter ones; a tensor without a weight for its inputs
+            no type that rounds by them, but the narrowest of the others.
 
     Raises:
         MoesaicError: it refuses the file.
@@ -62,7 +66,13 @@ def quantise(
         entry.data = mean_I.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
     if kept:
         asked.imatrix = entries
-    told = [(f"^{re.escape(name)}$".encode(), name_of) for name, name_of in (chosen or {}).items()]
+    told = [
+        (
+            f"^{re.escape(name)}$".encode(),
+            NARROW if by_text(wanted) and name not in weights else wanted,
+        )
+        for name, wanted in (chosen or {}).items()
+    ]
     single = (llama.llama_model_tensor_override * (len(told) + 1))()
     for one, (pattern, name_of) in zip(single, told, strict=False):
         one.pattern, one.type = pattern, GGMLQuantizationType[name_of.upper()]
