@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 import moesaic
 from moesaic import SlimConfig
 from moesaic.arch.lookup import base_arch
+from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.exports.mixed import _exchanged, _grouped, group, least, sensitivities
 from moesaic.io.checkpoint import ShardWriter, skeleton
@@ -569,6 +570,22 @@ def test_layers_get_the_types_that_lose_least_within_a_budget(
     assert not [*tmp_path.glob("q*.gguf")]
     rounded(tmp_path / "made.gguf", {"token_embd.weight": "bf16"})
     assert tensors_of(tmp_path / "made.gguf")["token_embd.weight"].type == "bf16"
+
+
+def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer):
+    """llama.cpp would end the process; embeddings have no inputs that could be weighed."""
+    pytest.importorskip("llama_cpp")
+    from moesaic.exports.quantiser import OTHERS, quantise, tensors_of
+
+    file, out = tmp_path / "whole.gguf", tmp_path / "made.gguf"
+    written(model_of("qwen2", hidden_size=256, intermediate_size=256), tokenizer, file)
+    up = "blk.0.ffn_up.weight"
+    quantise(file, out, OTHERS, {up: torch.ones(256)}, dict.fromkeys(tensors_of(file), "iq1_s"))
+    types = {name: tensor.type for name, tensor in tensors_of(out).items()}
+    assert types[up] == "iq1_s"
+    assert types["token_embd.weight"] == types["blk.1.ffn_up.weight"] == "q2_k"
+    with pytest.raises(MoesaicError, match="type=iq1_s rounds by text: leave calibration=none out"):
+        ExportArgs(to="gguf", type="iq1_s", calibration="none")
 
 
 def test_values_change_place_while_a_group_is_measured():
