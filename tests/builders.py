@@ -27,7 +27,9 @@ from transformers.models.auto import CONFIG_MAPPING
 from moesaic import hub
 from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import base_arch
-from moesaic.data.reader import shipped_texts
+from moesaic.data.mixes import sources_of
+from moesaic.data.reader import Use, open_rows, shipped_texts
+from moesaic.data.rows import text_of
 from moesaic.exports.form import Export
 from moesaic.exports.native import NEAR, decide, write
 from moesaic.io.checkpoint import Checkpoint
@@ -409,6 +411,11 @@ def same_model(source: Source, folder: Path, tokens: Any, **options: Any) -> tup
 
 
 # --- processes -----------------------------------------------------------------------------------
+
+
+def documents(source: str, use: Use = "calibration") -> list[str]:
+    """All texts of a source, in order."""
+    return [text_of(row) for part in sources_of(source, use) for row in open_rows(part, use)]
 
 
 def python(*arguments: Any, **env: str) -> subprocess.Popen[bytes]:

@@ -6,12 +6,12 @@ import operator
 
 import pytest
 import torch
+from builders import documents
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from moesaic.data.mixes import sources_of
-from moesaic.data.reader import open_rows, shipped_texts
-from moesaic.data.rows import ALPACA, text_of
+from moesaic.data.reader import shipped_texts
+from moesaic.data.rows import ALPACA
 from moesaic.data.source import DOMAINS
 from moesaic.data.text import (
     IGNORED,
@@ -21,15 +21,6 @@ from moesaic.data.text import (
     windows,
 )
 from moesaic.errors import MoesaicError
-
-
-def documents(source):
-    """All texts of a source, in order."""
-    return [
-        text_of(row)
-        for part in sources_of(source, "calibration")
-        for row in open_rows(part, "calibration")
-    ]
 
 
 def test_shipped_text_has_every_domain_apart():

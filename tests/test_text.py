@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import tiny_model, whole_plan
+from builders import documents, tiny_model, whole_plan
 from safetensors.torch import save_file
 from tokenizers import processors
 
@@ -35,7 +35,6 @@ from moesaic.data.text import (
     Tokens,
     calibration_tokens,
     evaluation_tokens,
-    load_texts,
 )
 from moesaic.data.training import PackedText, Texts, training_examples, training_text
 from moesaic.errors import MoesaicError
@@ -81,7 +80,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def read(spec: str, use: Any) -> set[str]:
-    return set(load_texts(spec, use))
+    return set(documents(spec, use))
 
 
 # --- S6: rows ------------------------------------------------------------------------------------
@@ -474,7 +473,7 @@ def test_a_mix_is_measured_source_by_source(tokenizer: Any, tmp_path: Path) -> N
 def test_more_than_ten_thousand_rows_are_read(folder: Any, way: str, tokenizer: Any) -> None:
     """S8: bdfe050 stopped at 10,000 rows in silence."""
     name = folder(train=numbered(0, 10_500), test=numbered(0, 1))
-    assert len(load_texts(name, "calibration")) == 10_500
+    assert len(documents(name)) == 10_500
     rows = open_rows(TextSource(name), "calibration")
     assert len({text_of(row) for row in rows.shuffled("0")}) == 10_500
     whole = training_text(name, tokenizer, 8)
