@@ -492,7 +492,7 @@ class Search:
     def _best_of(self, found: Sequence[tuple[Form, float]], config: FitConfig) -> Candidate | None:
         """The best of some forms at their sizes, those that may come out best refined."""
         few = self._worth_care(self._tried_quickly(found, config), config)
-        refined = self._refined(few, config)
+        refined = self._refined(few, config) + self._jointly(config)
         kept = [candidate for *_, candidate in few] + refined
         return min(kept, key=lambda candidate: candidate.kl, default=None)
 
@@ -504,21 +504,21 @@ class Search:
             for make in form.careful
         ]
         fine += [(asked.called, (asked,)) for asked in mixed(self.config)]
-        fine += self._jointly(config)
         tracked = self.track(fine, "Refining", len(fine))
         made = (self._try(name, steps, "refined", config) for name, steps in tracked)
         return [candidate for candidate in made if candidate]
 
-    def _jointly(self, config: FitConfig) -> Iterator[tuple[str, Steps]]:
+    def _jointly(self, config: FitConfig) -> list[Candidate]:
         """The best forms of one step that end in a file whose layers differ in type.
 
         What the step loses and what rounding loses nearly add up: the former is measured at a few
         shares, the latter follows for every size from what the original loses by types, so that
-        each form's share is the one where the sum is least.
+        each form's share is the one where the sum is least. Types of very few bits lose more than
+        the sum says, so smaller shares are tried as long as they lose less.
         """
-        ends, best = mixed(self.config), list[tuple[float, str, Steps]]()
+        ends, best = mixed(self.config), list[tuple[float, Form, Sequence[float], float]]()
         if not ends or self.files is None or config.memory is None:
-            return
+            return []
         single = (form for form in changes(self.source, self.config) if form.single)
         known = self._hopeful([(form, form.shares[-1]) for form in single])
         for form, _ in self.track(known, "Weights or bits", len(known)):
@@ -526,10 +526,24 @@ class Search:
             if rounding:
                 added = partial(self._added, form, rounding)
                 share, loss = lowest([*rounding], added, JOINT)
-                make = (*form.careful, form.quick)[0]
-                best.append((loss, f"{form.name}, mixed", (*make(share), *ends)))
-        for _, name, steps in sorted(best, key=lambda b: b[0])[: self.config.confirm]:
-            yield name, steps
+                best.append((loss, form, [*rounding], share))
+        best = sorted(best, key=lambda b: b[0])[: self.config.confirm]
+
+        def made(form: Form, share: float) -> Candidate | None:
+            steps = (*(*form.careful, form.quick)[0](share), *ends)
+            return self._try(f"{form.name}, mixed", steps, "refined", config)
+
+        found = []
+        for _, form, shares, share in self.track(best, "Refining both", len(best)):
+            smaller = shares[: shares.index(share)]
+            least = math.inf
+            for tried in (share, *smaller[:: -(-max(1, len(smaller)) // JOINT)][::-1]):
+                candidate = made(form, tried)
+                if candidate is None or candidate.kl >= least:
+                    break
+                found.append(candidate)
+                least = candidate.kl
+        return found
 
     def _rounding(self, form: Form, memory: int) -> dict[float, float]:
         """By share of a form what rounding to a size then loses, where types are narrow enough."""
