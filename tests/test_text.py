@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from moesaic.cli.shared import columns
 from moesaic.config import Calibration, RunArgs
 from moesaic.data import mixes, reader
 from moesaic.data.mixes import MIXES, Mix, check_apart, sources_of
-from moesaic.data.reader import open_rows
+from moesaic.data.reader import open_rows, shipped_texts
 from moesaic.data.rows import ALPACA, ALPACA_INPUT, SCHEMAS, asked, text_of
 from moesaic.data.source import TextSource, text_sources
 from moesaic.data.text import (
@@ -39,7 +39,8 @@ from moesaic.data.text import (
 from moesaic.data.training import PackedText, Texts, training_examples, training_text
 from moesaic.errors import MoesaicError
 from moesaic.metrics.evaluate import evaluate
-from moesaic.metrics.score import score
+from moesaic.metrics.forward import Whole
+from moesaic.metrics.score import score, scores
 from moesaic.recipe import check_run, load_recipe, parse_recipe
 from moesaic.surgery import apply_plan
 
@@ -454,7 +455,8 @@ def test_a_mix_is_measured_source_by_source(tokenizer: Any, tmp_path: Path) -> N
     logs = 0.0
     for name, tokens in alone.items():
         found = score(model, tokens)
-        assert together.sources[name] == pytest.approx((found.perplexity, found.tokens))
+        part = together.sources[name]
+        assert (part.perplexity, part.tokens) == pytest.approx((found.perplexity, found.tokens))
         logs += math.log(found.perplexity) * found.tokens
     assert together.perplexity == pytest.approx(math.exp(logs / together.tokens))
     figures = evaluate(
@@ -465,6 +467,36 @@ def test_a_mix_is_measured_source_by_source(tokenizer: Any, tmp_path: Path) -> N
         {"source": "prose", "windows": 30},
         {"source": "code", "windows": 10},
     ]
+
+
+def test_text_is_measured_by_the_domains_of_its_rows(tokenizer: Any) -> None:
+    rows = [
+        {"text": text, "domain": domain}
+        for domain in ("prose", "code", "prose")
+        for text in shipped_texts("evaluation", domain)[:2]
+    ]
+    tokens = evaluation_tokens(rows, tokenizer, 32)
+    assert tokens.parts == ("prose", "code")
+    assert tokens.part_NL is not None
+    ids_T, part_T = tokens.input_ids.flatten(), tokens.part_NL.flatten()
+    for i, domain in enumerate(tokens.parts):  # each token stands in a text of its domain
+        ends = part_T.diff(prepend=part_T[:1] - 1, append=part_T[-1:] - 1).nonzero().flatten()
+        runs = [(a, b) for a, b in pairwise(ends.tolist()) if part_T[a] == i]
+        texts = "\n\n".join(row["text"] for row in rows if row["domain"] == domain)
+        assert runs
+        assert all(tokenizer.decode(ids_T[a : b - 2]).strip() in texts for a, b in runs)
+    model, other = tiny_model("llama"), tiny_model("llama", seed=1)
+    whole = scores([Whole(model), Whole(other)], tokens)[0]
+    parts = whole.sources.values()
+    assert sum(part.tokens for part in parts) == whole.tokens
+    for name in ("kl", "top1_agreement"):
+        mean = sum(getattr(part, name) * part.tokens for part in parts) / whole.tokens
+        assert mean == pytest.approx(getattr(whole, name))
+    logs = sum(math.log(part.perplexity) * part.tokens for part in parts)
+    assert whole.perplexity == pytest.approx(math.exp(logs / whole.tokens))
+    assert len({round(part.kl or 0, 6) for part in parts}) == 2
+    assert tokens.rows(slice(3)).parts == tokens.parts
+    assert not evaluation_tokens(rows[:2], tokenizer, 32).parts  # of one domain
 
 
 # --- S8: mixes and whole sets for all verbs ------------------------------------------------------

@@ -77,23 +77,27 @@ def evaluate(
     emit(as_json, figures, told(by_model, asked.max_tokens))
 
 
+TITLES = {"sources": "On ", "tasks": "", "generations": "Generations at temperature "}
+"""Figures of several kinds, which have a table of each kind, and what its title begins with."""
+
+
 def told(by_model: Mapping[str, JSON], most: int | None) -> Group:
     """Tables of what was measured of each model."""
     from rich.console import Group
 
     plain = {
-        name: {k: v for k, v in found.items() if k not in ("tasks", "generations", "against")}
+        name: {k: v for k, v in found.items() if k not in (*TITLES, "against")}
         for name, found in by_model.items()
     }
     table = columns(plain)
     if most:
         table.caption = f"On at most {most:,} tokens of the text; --max-tokens 0: on all of it."
     tables = [table]
-    for part in ("tasks", "generations"):
+    for part, title in TITLES.items():
         kinds = {kind: None for found in by_model.values() for kind in found.get(part, {})}
         for kind in kinds:
             shown = columns({name: found[part][kind] for name, found in by_model.items()})
-            shown.title = kind if part == "tasks" else f"Generations at temperature {kind}"
+            shown.title = f"{title}{kind}"
             shown.title_justify = "left"
             tables.append(shown)
     return Group(*tables)

@@ -23,6 +23,7 @@ ASIDE = frozenset(
         "url",
         "source",
         "category",
+        "domain",
         "subject",
         "type",
         "level",
@@ -36,6 +37,9 @@ ASIDE = frozenset(
     ]
 )
 """Columns that are about a row and are not read."""
+
+DOMAIN = "domain"
+"""The column that says what kind of text a row is, each of which is measured by itself, too."""
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import islice, tee
 from pathlib import Path
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from moesaic.data.mixes import sources_of
 from moesaic.data.reader import GIVEN, Held, Rows, Taken, open_rows
-from moesaic.data.rows import Row, text_of
-from moesaic.data.source import TextSource, text_sources
+from moesaic.data.rows import DOMAIN, Row, text_of
+from moesaic.data.source import SHIPPED, TextSource, text_sources
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Tokenizer
 
@@ -26,6 +27,8 @@ SAMPLES, LENGTH = 100, 512
 RUN = 32
 """Tokens in a row by which a window is known to share text with another."""
 
+BETWEEN = "\n\n"
+"""Between two texts of one source."""
 IGNORED = -100
 """The label of a token that is not predicted: a prompt's, or padding."""
 
@@ -62,6 +65,10 @@ class Tokens:
     so."""
     origins: tuple[Origin, ...] = ()
     """The sources that the windows come from, one after the other; empty where nobody said."""
+    parts: tuple[str, ...] = ()
+    """Kinds of text that are measured each by itself, too: sources of a mix, domains of rows."""
+    part_NL: Tensor | None = None
+    """int64 (N, L): the kind of each token's text, by its place in ``parts``."""
 
     def __post_init__(self) -> None:
         ids = _whole_numbers(self.input_ids, "input_ids")
@@ -129,10 +136,14 @@ class Tokens:
 
     def rows(self, chosen: slice | Tensor) -> Tokens:
         """Some of the windows; all of one source, or nothing is said of where they are from."""
-        ids, mask = self.input_ids[chosen], self.attention_mask
+        ids = self.input_ids[chosen]
+        mask, part = (
+            None if tensor is None else tensor[chosen]
+            for tensor in (self.attention_mask, self.part_NL)
+        )
         origins = self.origins if len(self.origins) == 1 else ()
         told = tuple(replace(origin, windows=len(ids)) for origin in origins)
-        return Tokens(ids, None if mask is None else mask[chosen], told)
+        return Tokens(ids, mask, told, self.parts, part)
 
     def padded(self, length: int) -> Tokens:
         """The same windows with padding up to a length."""
@@ -154,9 +165,9 @@ class Tokens:
     def batches(self, tokens_per_batch: int = 2048) -> Iterator[Tokens]:
         """Consecutive groups of windows of at most about ``tokens_per_batch`` tokens."""
         rows = max(1, tokens_per_batch // self.input_ids.shape[1])
-        masks = None if self.attention_mask is None else self.attention_mask.split(rows)
-        for i, ids in enumerate(self.input_ids.split(rows)):
-            yield Tokens(ids, None if masks is None else masks[i])
+        unlabelled = replace(self, origins=())
+        for first in range(0, len(self.input_ids), rows):
+            yield unlabelled.rows(slice(first, first + rows))
 
 
 def positions(config: Config) -> int | None:
@@ -201,9 +212,13 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
 
     No BOS or other special token is added; the last partial window is dropped.
     """
-    ids = _ids("\n\n".join(texts), tokenizer, len(tokenizer))
-    whole = len(ids) // length
-    return ids[: whole * length].view(whole, length)
+    return _cut(_ids(BETWEEN.join(texts), tokenizer, len(tokenizer)), length)
+
+
+def _cut(values: Tensor, length: int) -> Tensor:
+    """Windows (N, length) of values one after the other; what fills none is left out."""
+    whole = len(values) // length
+    return values[: whole * length].view(whole, length)
 
 
 @lru_cache(maxsize=1)
@@ -211,6 +226,27 @@ def _ids(text: str, tokenizer: Tokenizer, size: int) -> Tensor:
     """Of a text's tokens, kept for the next draw from it; a tokenizer that grew is another."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def _domains(
+    rows: Sequence[Row], texts: Sequence[str], tokenizer: Tokenizer, length: int
+) -> tuple[tuple[str, ...], Tensor | None]:
+    """The domains of rows, and that of each token of their windows (N, length).
+
+    Nothing where rows are all of one domain, or say of none; nor where the tokenizer does not know
+    which characters a token stands for.
+    """
+    of_rows = [str(row.get(DOMAIN, "")) if isinstance(row, Mapping) else "" for row in rows]
+    names = tuple(dict.fromkeys(of_rows))
+    if len(names) < 2 or "" in names or not tokenizer.is_fast:
+        return (), None
+    offsets = tokenizer(
+        BETWEEN.join(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )["offset_mapping"]
+    ends = torch.tensor([len(text) + len(BETWEEN) for text in texts]).cumsum(0)
+    row_T = torch.bucketize(torch.tensor([start for start, _ in offsets]), ends, right=True)
+    domain_R = torch.tensor([names.index(name) for name in of_rows])
+    return names, _cut(domain_R[row_T], length)
 
 
 def needs_tokenizer(text: object) -> bool:
@@ -300,14 +336,16 @@ def _evaluation_tokens(
 
 def _first(rows: Rows, tokenizer: Tokenizer, length: int, max_tokens: int | None) -> Tokens:
     limit = None if max_tokens is None else max(POOL // 10, 32 * max_tokens)
-    ids = windows(_some(_texts(rows, tokenizer), limit), tokenizer, length)
-    if max_tokens is not None:
-        ids = ids[: max(1, max_tokens // length)]
+    read, kept = tee(rows)
+    texts = _some(_texts(read, tokenizer), limit)
+    ids = windows(texts, tokenizer, length)
     if len(ids) == 0:
         raise MoesaicError(
             f"length {length}: the evaluation text is shorter than one window; lower it."
         )
-    return Tokens(ids, origins=(Origin(rows.taken, len(ids)),))
+    domains = _domains([*islice(kept, len(texts))], texts, tokenizer, length)
+    tokens = Tokens(ids, None, (Origin(rows.taken, len(ids)),), *domains)
+    return tokens if max_tokens is None else tokens.rows(slice(max(1, max_tokens // length)))
 
 
 def _first_of_file(path: Path, length: int | None, max_tokens: int | None) -> Tokens:
@@ -471,7 +509,14 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
     if any(m is not None for m in masks):
         whole = [torch.ones_like(part.input_ids, dtype=torch.bool) for part in padded]
         mask = torch.cat([w if m is None else m for w, m in zip(whole, masks, strict=True)])
-    return Tokens(ids, mask, tuple(origin for part in parts for origin in part.origins))
+    origins = tuple(origin for part in parts for origin in part.origins)
+    part_NL = torch.cat([torch.full_like(p.input_ids, i) for i, p in enumerate(padded)])
+    return Tokens(ids, mask, origins, tuple(map(_name_of, parts)), part_NL)
+
+
+def _name_of(part: Tokens) -> str:
+    """A part of a mix by its source."""
+    return ", ".join(origin.taken.source or SHIPPED for origin in part.origins)
 
 
 def split_evenly(total: int, weights: Sequence[float]) -> list[int]:

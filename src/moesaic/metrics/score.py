@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +34,20 @@ from moesaic.nn.phase import set_mode
 
 
 @dataclass(frozen=True)
+class Part:
+    """How well a model predicts one kind of text."""
+
+    perplexity: float
+    tokens: int
+    kl: float | None = None
+    top1_agreement: float | None = None
+
+    def as_json(self) -> JSON:
+        """The figures that there are, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
 class Quality:
     """How well a model predicts a text, and how it routed its tokens."""
 
@@ -43,8 +56,8 @@ class Quality:
     """Tokens that were scored."""
     routing: dict[int, Routing]
     """By decoder layer; empty for a model whose layers do not route."""
-    sources: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Of a mix, each source's perplexity and scored tokens; empty for a single text."""
+    sources: dict[str, Part] = field(default_factory=dict)
+    """By source of a mix, or by domain of rows that have one; empty for a single text."""
     kl: float | None = None
     """Mean of KL(original || this model) over the scored tokens, in nats a token; None where it was
     compared with nothing."""
@@ -70,7 +83,7 @@ class Score:
     """What all parameters take in memory, in the types in which the model was measured."""
     routing: dict[int, Routing] = field(repr=False)
     """By decoder layer."""
-    sources: dict[str, tuple[float, int]] = field(default_factory=dict)
+    sources: dict[str, Part] = field(default_factory=dict)
     """As :attr:`Quality.sources`."""
     kl: float | None = None
     """As :attr:`Quality.kl`."""
@@ -100,10 +113,7 @@ class Score:
             "total_bytes": self.total_bytes,
         }
         if self.sources:
-            figures["sources"] = {
-                name: {"perplexity": value, "tokens": count}
-                for name, (value, count) in self.sources.items()
-            }
+            figures["sources"] = {name: part.as_json() for name, part in self.sources.items()}
         for name in ("kl", "top1_agreement", "tasks", "recovery", "generations"):
             value = getattr(self, name)
             if value not in (None, {}):
@@ -146,7 +156,7 @@ def scores(
             router_parameters=size.router_parameters,
             total_bytes=size.total_bytes,
             routing=quality.routing,
-            sources=quality.sources,
+            sources={name: part for name, part in quality.sources.items() if part.tokens},
             kl=quality.kl,
             top1_agreement=quality.top1_agreement,
         )
@@ -202,18 +212,30 @@ def qualities(
         for added, passed in zip(losses, passes, strict=True)
     )
     if others:
-        total_2 = torch.stack(all_shares(sums, shared)).sum(0)
-        divergence, agreement = (total_2 / own.tokens).tolist()
-        own = replace(own, kl=divergence, top1_agreement=agreement)
+        total, *of_parts = torch.stack(all_shares(sums, shared)).sum(0)
+        divergence, agreement = (total / own.tokens).tolist()
+        sources = {
+            name: _beside(part, sums_2)
+            for (name, part), sums_2 in zip(own.sources.items(), of_parts, strict=True)
+        }
+        own = replace(own, sources=sources, kl=divergence, top1_agreement=agreement)
     return [own, *compared]
 
 
+def _beside(part: Part, sums_2: Tensor) -> Part:
+    """A part with its divergence and its agreement, of their sums over its tokens."""
+    divergence, agreement = (sums_2 / max(1, part.tokens)).tolist()
+    return replace(part, kl=divergence, top1_agreement=agreement)
+
+
 class _Losses:
-    """Next-token losses, added up by window."""
+    """Next-token losses, added up by window, and by part of the text."""
 
     def __init__(self) -> None:
         self.sums: list[Tensor] = []
         self.counts: list[Tensor] = []
+        self.parts: list[Tensor] = []
+        """Of each batch the parts' losses and tokens, float64 (P, 2)."""
 
     def add(self, logits: Tensor, batch: Tokens) -> None:
         """Score a batch.
@@ -227,8 +249,11 @@ class _Losses:
         loss = F.cross_entropy(given.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         loss_BL = loss.view(len(ids), -1).double()
         scored_BL = _scored(batch).to(logits.device)
-        self.sums.append(loss_BL.masked_fill(~scored_BL, 0).sum(1).cpu())
+        loss_BL = loss_BL.masked_fill(~scored_BL, 0)
+        self.sums.append(loss_BL.sum(1).cpu())
         self.counts.append(scored_BL.sum(1).cpu())
+        both_T2 = torch.stack([loss_BL, scored_BL.double()], -1)[scored_BL].cpu()
+        self.parts.append(_by_part(batch, both_T2, scored_BL.cpu()))
 
     def quality(self, tokens: Tokens, routing: dict[int, Routing], shared: bool) -> Quality:
         """The mean over all windows, of all processes where they share them."""
@@ -238,8 +263,12 @@ class _Losses:
             raise MoesaicError("The text has no token behind another one to score.")
         if not sum_N.isfinite().all():
             raise MoesaicError("The model's logits are not finite on this text; try dtype float32.")
-        by_source = _by_source(tokens, sum_N, count_N)
-        return Quality(*_mean(sum_N, count_N), all_routing(routing, shared), by_source)
+        parts = [
+            Part(*_mean(loss, count))
+            for loss, count in torch.stack(all_shares(self.parts, shared)).sum(0)
+        ]
+        sources = dict(zip(tokens.parts, parts, strict=True))
+        return Quality(*_mean(sum_N, count_N), all_routing(routing, shared), sources)
 
 
 def _scored(batch: Tokens) -> Tensor:
@@ -256,28 +285,33 @@ def _mean(sum_N: Tensor, count_N: Tensor) -> tuple[float, int]:
     return math.exp(sum_N.sum().item() / max(1, count)), count
 
 
-def _by_source(tokens: Tokens, sum_N: Tensor, count_N: Tensor) -> dict[str, tuple[float, int]]:
-    if len(tokens.origins) < 2:
-        return {}
-    ends = [0]
-    for origin in tokens.origins:
-        ends.append(ends[-1] + origin.windows)
-    names = (origin.taken.source or "shipped" for origin in tokens.origins)
-    return {
-        name: _mean(sum_N[start:stop], count_N[start:stop])
-        for name, (start, stop) in zip(names, pairwise(ends), strict=True)
-    }
+def _by_part(batch: Tokens, values_TC: Tensor, chosen_NL: Tensor) -> Tensor:
+    """Values of predicted tokens, added up by the part of the text that they are of (P, C).
+
+    Args:
+        batch: the tokens.
+        values_TC: of those that were chosen, in order.
+        chosen_NL: bool (N, L - 1): which of the predicted ones.
+    """
+    sums_PC = values_TC.new_zeros(len(batch.parts), values_TC.shape[-1])
+    if batch.part_NL is None:
+        return sums_PC
+    return sums_PC.index_add_(0, batch.part_NL[:, 1:][chosen_NL], values_TC)
 
 
 def _compared(theirs: Tensor, ours: Tensor, batch: Tokens) -> Tensor:
-    """Sums over the scored tokens of the divergence and of the agreement, float64 (2)."""
-    total = torch.zeros(2, dtype=torch.float64)
-    for p_LV, q_LV, scored_L in zip(theirs, ours, _scored(batch), strict=True):
+    """Sums over the scored tokens of the divergence and of the agreement, of all and then of each
+    part of the text, float64 (1 + P, 2)."""
+    total, found = torch.zeros(2, dtype=torch.float64), []
+    scored_NL = _scored(batch)
+    for p_LV, q_LV, scored_L in zip(theirs, ours, scored_NL, strict=True):
         chosen = scored_L.to(theirs.device)
         p, q = (x[:-1][chosen].float() for x in (p_LV, q_LV))
         agreed = (p.argmax(-1) == q.argmax(-1)).double()
-        total += torch.stack([kl(p, q).sum(), agreed.sum()]).cpu()
-    return total
+        figures_T2 = torch.stack([kl(p, q), agreed], -1)
+        total += figures_T2.sum(0).cpu()
+        found.append(figures_T2.cpu())
+    return torch.cat([total[None], _by_part(batch, torch.cat(found), scored_NL)])
 
 
 def kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:

@@ -107,6 +107,7 @@ def _view(record: Record, number: int) -> View:
         "summary": words.summary(record),
         "told": [*words.told(record), words.weights(record)] if record.steps else [],
         "scores": tables.score_table(record),
+        "texts": tables.text_table(record),
         "tasks": tables.task_table(record),
         "loops": tables.loop_table(record),
         "explained": _explained(record),

@@ -42,7 +42,8 @@ def cell(form: Format, value: float | None) -> Cell:
 
 def tables(record: Record) -> list[Table]:
     """All tables of the models that have rows, in reading order."""
-    made = (score_table(record), task_table(record), loop_table(record), speed_table(record))
+    of_quality = (score_table(record), text_table(record), task_table(record), loop_table(record))
+    made = (*of_quality, speed_table(record))
     return [table for table in made if table.rows]
 
 
@@ -98,6 +99,25 @@ def _alike(stored: Sequence[Cell]) -> set[str]:
 def _known(cells: Sequence[Cell]) -> bool:
     """Whether a row says anything."""
     return any(cell.value is not None for cell in cells)
+
+
+def text_table(record: Record) -> Table:
+    """Perplexity by kind of text; where a result is compared, how much worse it is, and its KL. No
+    rows if text was of one kind."""
+    scores = part(record.measured, "scores")
+    columns = [name for name in read.names(scores) if part(scores, name, "sources")]
+    compared = {"result", "original"} <= {*columns}
+    rows = []
+    for kind in dict.fromkeys(kind for name in columns for kind in part(scores, name, "sources")):
+        values = {name: figure(scores, name, "sources", kind, "perplexity") for name in columns}
+        cells = [cell(numbers.perplexity, value) for value in values.values()]
+        if compared:
+            ours, theirs = values["result"], values["original"]
+            worse = ours / theirs - 1 if ours is not None and theirs else None
+            kl = figure(scores, "result", "sources", kind, "kl")
+            cells += [cell(tenths, worse), cell(numbers.share, kl)]
+        rows.append((kind, cells))
+    return Table([*columns, "worse by", "KL"] if compared else columns, rows)
 
 
 HEADLINES = ("acc_norm", "acc", "exact_match", "f1")
