@@ -452,7 +452,7 @@ def test_faster_is_said_only_where_every_round_says_so(ratio, spread, word):
     record.measured["speed_ratio"] |= {"decode": ratio, "decode_spread": list(spread)}
     tones = {"slower": "worse", "faster": "better", "no clear difference": "unsure"}
     (tile,) = [c for c in words.changes(record) if c.what == "decode speed"]
-    assert (tile.told, tile.tone) == (word, tones[word])
+    assert (tile.difference, tile.tone) == (word, tones[word])
     unclear = word == "no clear difference"
     assert ("speed: no clear difference" in words.outcome(record)) == unclear
     shown = (Page(report.html([record])).text, report.model_card(record, ""), printed(record))

@@ -92,14 +92,14 @@ def _loading(record: Record, repo: str) -> str:
 
 def _measured(record: Record) -> list[str]:
     """What was measured: a list, tables, and on what."""
-    told = []
+    lines = []
     for change in words.changes(record):
-        figure = ", ".join(filter(None, (change.figure, change.told)))
-        told.append(f"{change.what[:1].upper()}{change.what[1:]}: {figure}. {change.why}".strip())
-    told += [sentence.text for sentence in words.summary(record)]
-    told += [f"Warning of the run: {warning}" for warning in read.warnings(record)[1]]
-    whole = ["\n".join(f"- {_inline(text)}" for text in told), *map(_table, tables(record))]
-    parts = [p for p in whole if p]
+        figure = ", ".join(filter(None, (change.figure, change.difference)))
+        lines.append(f"{change.what[:1].upper()}{change.what[1:]}: {figure}. {change.why}".strip())
+    lines += [sentence.text for sentence in words.summary(record)]
+    lines += [f"Warning of the run: {warning}" for warning in read.warnings(record)[1]]
+    blocks = ["\n".join(f"- {_inline(text)}" for text in lines), *map(_table, tables(record))]
+    parts = [p for p in blocks if p]
     head = ["## What it costs and what it brings"] if parts else []
     return [*head, *parts, " ".join([*_text(record), *_machine(record)])]
 

@@ -28,12 +28,12 @@ def terminal(record: Record) -> RenderableType:
         Padding(Text(words.outcome(record)), (1, 0, 0, 0)),
     ]
     parts += map(_table, tables.tables(record))
-    said = Table.grid(padding=(0, 1))
+    remarks = Table.grid(padding=(0, 1))
     for sentence in words.summary(record):
         style = "yellow" if sentence.against else ""
-        said.add_row(Text("-" if sentence.against else "+", style=style), Text(sentence.text))
-    if said.row_count:
-        parts.append(Padding(said, (0, 1, 1, 1)))
+        remarks.add_row(Text("-" if sentence.against else "+", style=style), Text(sentence.text))
+    if remarks.row_count:
+        parts.append(Padding(remarks, (0, 1, 1, 1)))
     generated = dict(part(record.measured, "generation"))
     prompt = generated.pop("prompt", None)
     if generated and prompt:
@@ -51,17 +51,17 @@ def terminal(record: Record) -> RenderableType:
     return Group(*parts)
 
 
-def _table(of: tables.Table) -> Table:
+def _table(figures: tables.Table) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("", style="dim", no_wrap=True)
-    for name in of.columns:
+    for name in figures.columns:
         table.add_column(
             Text(name),
             justify="right",
             style="bold" if name == "result" else "",
             header_style="bold cyan" if name == "result" else "bold",
         )
-    for label, cells in of.rows:
+    for label, cells in figures.rows:
         table.add_row(Text(label), *(_cell(cell) for cell in cells))
     return table
 

@@ -82,10 +82,10 @@ def rect(
     x: float, y: float, width: float, height: float, kind: str, opacity: float = 1, tip: str = ""
 ) -> str:
     """A rectangle with an optional tooltip."""
-    seen = "" if opacity == 1 else f' fill-opacity="{opacity:.3f}"'
+    fill = "" if opacity == 1 else f' fill-opacity="{opacity:.3f}"'
     shape = (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}" '
-        f'rx="1.5" class="{kind}"{seen}'
+        f'rx="1.5" class="{kind}"{fill}'
     )
     return f"{shape}><title>{escape(tip)}</title></rect>" if tip else f"{shape}/>"
 
@@ -191,38 +191,38 @@ Drawing = tuple[list[str], float, float]
 """What is drawn, its width and its height."""
 
 
-def lines(of: Lines, width: float = 0.0, height: float = 220.0) -> Drawing:
+def lines(figure: Lines, width: float = 0.0, height: float = 220.0) -> Drawing:
     """Lines over a common horizontal axis."""
-    series = [s for s in of.series if s.points]
+    series = [s for s in figure.series if s.points]
     named = len(series) > 1
     width = width or (430.0 if named else 344.0)
     right = 22.0 + (max(len(s.name) for s in series) * 6.1 if named else 0)
     points = [point for s in series for point in s.points]
-    plane = Plane(points, (0.0, 22.0, width - right, height - 36.0), of.log)
+    plane = Plane(points, (0.0, 22.0, width - right, height - 36.0), figure.log)
     plane.left = 14.0 + 6.2 * max((len(f"{y:,.4g}") for y in plane.levels()), default=0)
     whole = all(x.is_integer() for x, _ in points)
     across = [x for x in ticks(plane.low, plane.high, 5) if not whole or float(x).is_integer()]
-    out = [text(0, 10, f"{of.y}{', logarithmic' if plane.log else ''}", "quiet")]
+    out = [text(0, 10, f"{figure.y}{', logarithmic' if plane.log else ''}", "quiet")]
     out += plane.axes(across, "{:g}".format)
-    out.append(text((plane.left + plane.right) / 2, height - 3, of.x, "quiet", "middle"))
+    out.append(text((plane.left + plane.right) / 2, height - 3, figure.x, "quiet", "middle"))
     for n, s in enumerate(series):
-        out += _line(of, s, n, plane)
+        out += _line(figure, s, n, plane)
     if named:
         out += _names(series, plane, width - right + 7)
     return out, width, height
 
 
-def _line(of: Lines, series: Series, n: int, plane: Plane) -> list[str]:
+def _line(figure: Lines, series: Series, n: int, plane: Plane) -> list[str]:
     """One line, a tooltip at each point of few."""
     colour = f"s{n % COLOURS}"
-    strong = series.name and series.name == of.strong
+    strong = series.name and series.name == figure.strong
     thick = " strong" if strong else " dash" if n >= COLOURS else ""
     places = [plane.at(*point) for point in series.points]
     out = [line(places, f"series {colour}{thick}")]
     name = f"{series.name}, " if series.name else ""
     for (x, y), (a, b) in zip(series.points, places, strict=True):
         if len(places) <= DOTS:
-            tip = escape(f"{name}{of.x} {x:g}: {number(y, of.form)}")
+            tip = escape(f"{name}{figure.x} {x:g}: {number(y, figure.form)}")
             dot = f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.6" class="dot {colour}">'
             out.append(f"{dot}<title>{tip}</title></circle>")
     for (a, b), note in zip(places, series.notes, strict=False):
@@ -244,25 +244,25 @@ def _names(series: Sequence[Series], plane: Plane, x: float) -> list[str]:
 # --- bars ----------------------------------------------------------------------------------------
 
 
-def bars(of: Bars) -> Drawing:
+def bars(figure: Bars) -> Drawing:
     """Columns of bars beside each other, each on a scale of its own from 0."""
     left, head, room, bar = 30.0, 22.0, 140.0, 74.0
     out = []
-    for n, column in enumerate(of.columns):
+    for n, column in enumerate(figure.columns):
         x = left + n * room
         most = max((v for v in column.values if v is not None), default=0) or 1.0
         out.append(text(x, 10, column.name, "quiet"))
-        for i, (row, value) in enumerate(zip(of.rows, column.values, strict=True)):
+        for i, (row, value) in enumerate(zip(figure.rows, column.values, strict=True)):
             if value is None:
                 continue
             y, long = head + i * ROW, bar * max(0.0, value) / most
             kind = "bar result" if n == 0 else "bar original"
-            tip = f"{of.row} {row}, {column.name}: {number(value, column.form)}"
+            tip = f"{figure.row} {row}, {column.name}: {number(value, column.form)}"
             out.append(rect(x, y + ROW * 0.22, long, ROW * 0.46, kind, tip=tip))
             out.append(text(x + long + 6, y + ROW / 2 + 3, number(value, column.form), "quiet"))
-    for i, row in enumerate(of.rows):
+    for i, row in enumerate(figure.rows):
         out.append(text(left - 8, head + i * ROW + ROW / 2 + 3, row, "quiet", "end"))
-    return out, left + len(of.columns) * room, head + len(of.rows) * ROW
+    return out, left + len(figure.columns) * room, head + len(figure.rows) * ROW
 
 
 def perplexities(
@@ -296,22 +296,22 @@ def perplexities(
 # --- heat maps -----------------------------------------------------------------------------------
 
 
-def maps(of: Heat, row: float = ROW, cell: float = 0.0) -> Drawing:
+def maps(figure: Heat, row: float = ROW, cell: float = 0.0) -> Drawing:
     """The map of a figure, or several side by side.
 
     Args:
-        of: the figure.
+        figure: what is drawn.
         row: height of a row.
         cell: width of a column; 0 for what fits.
     """
-    panels = [(panel, list(rows)) for panel, rows in groupby(of.rows, lambda r: r.panel)]
+    panels = [(panel, list(rows)) for panel, rows in groupby(figure.rows, lambda r: r.panel)]
     if len(panels) == 1:
-        return _Map(of, of.rows, row, cell).drawn(of.column)
+        return _Map(figure, figure.rows, row, cell).drawn(figure.column)
     across = min(ACROSS, len(panels))
-    cell = min(20.0, max(3.0, (600 / across - 44) / len(of.columns)))
+    cell = min(20.0, max(3.0, (600 / across - 44) / len(figure.columns)))
     out, widths, heights = [], [], []
     for n, (panel, rows) in enumerate(panels):
-        body, width, height = _Map(of, rows, cell, cell).drawn(panel)
+        body, width, height = _Map(figure, rows, cell, cell).drawn(panel)
         x, y = (width + 4) * (n % across), (height + 10) * (n // across)
         out.append(moved(x, y, body))
         widths.append(x + width)
@@ -347,7 +347,7 @@ class _Map:
     """One map, and where its parts stand.
 
     Args:
-        of: the figure.
+        figure: what is drawn.
         rows: those of this map, from the top.
         row: height of a row.
         cell: width of a column; 0 for what fits.
@@ -356,28 +356,28 @@ class _Map:
     top, bar = 30.0, 62.0
     """Where rows begin, and the length of the longest bar."""
 
-    def __init__(self, of: Heat, rows: Sequence[Row], row: float, cell: float) -> None:
-        self.of, self.rows, self.row = of, rows, row
-        self.cell = cell or min(40.0, max(7.0, 320 / max(1, len(of.columns))))
+    def __init__(self, figure: Heat, rows: Sequence[Row], row: float, cell: float) -> None:
+        self.figure, self.rows, self.row = figure, rows, row
+        self.cell = cell or min(40.0, max(7.0, 320 / max(1, len(figure.columns))))
         self.left = max(30.0, 12 + 6.2 * max(len(r.label) for r in rows))
-        self.right = self.left + len(of.columns) * self.cell + 14
+        self.right = self.left + len(figure.columns) * self.cell + 14
         self.gap = 2.0 if self.cell >= 14 and row >= 10 else 1.0 if self.cell >= 6 else 0.5
         values = [v for r in rows for v in r.values if v is not None]
         self.darkest = max(values, default=0.0) or 1.0
         barred = [r.bar for r in rows if r.bar is not None]
         self.widest = max(barred, default=0.0) or 1.0
         beside = [] if barred else [len(_note(r)) for r in rows]
-        width = 6.2 * max([len(of.side), *beside])
+        width = 6.2 * max([len(figure.side), *beside])
         self.room = max(self.bar + 44 if barred else 0.0, width)
 
     def drawn(self, head: str) -> Drawing:
         """The map under a heading."""
         cells = [[*self._cells(n, r)] for n, r in enumerate(self.rows)]
-        out = _shaded([(self._row_tip(r), of) for r, of in zip(self.rows, cells, strict=True)])
-        out += [text(self.left, 10, head, "quiet"), text(self.right, 10, self.of.side, "quiet")]
-        for k in range(0, len(self.of.columns), math.ceil(22 / self.cell)):
+        out = _shaded([(self._row_tip(r), c) for r, c in zip(self.rows, cells, strict=True)])
+        out += [text(self.left, 10, head, "quiet"), text(self.right, 10, self.figure.side, "quiet")]
+        for k in range(0, len(self.figure.columns), math.ceil(22 / self.cell)):
             x = self.left + (k + 0.5) * self.cell - self.gap / 2
-            out.append(text(x, self.top - 5, self.of.columns[k], "quiet", "middle"))
+            out.append(text(x, self.top - 5, self.figure.columns[k], "quiet", "middle"))
         for n, r in enumerate(self.rows):
             out += self._beside(n, r)
         width = self.right + (self.room or -8)
@@ -414,23 +414,23 @@ class _Map:
             return
         if note:
             yield text(x, base, note, "quiet")
-        for k, value in enumerate(r.values if self.of.written and self.cell >= 26 else ()):
+        for k, value in enumerate(r.values if self.figure.written and self.cell >= 26 else ()):
             if value is not None:
                 place = (self.left + k * self.cell + (self.cell - self.gap) / 2, base)
-                yield text(*place, number(value, self.of.written), "cell", "middle")
+                yield text(*place, number(value, self.figure.written), "cell", "middle")
 
     def _tip(self, r: Row, k: int) -> str:
         """The tooltip of one cell: ``layer 3, expert 5: 12.5 % of calls, dropped``."""
-        of, value, panel = self.of, r.values[k], f"{r.panel}, " if r.panel else ""
-        written = "" if value is None else f": {number(value, of.form)} {of.of}".rstrip()
+        figure, value, panel = self.figure, r.values[k], f"{r.panel}, " if r.panel else ""
+        written = "" if value is None else f": {number(value, figure.form)} {figure.of}".rstrip()
         fate = "" if r.gone is None else ", dropped" if k in r.gone else ", kept"
-        return f"{panel}{of.row} {r.label}, {of.column} {of.columns[k]}{written}{fate}"
+        return f"{panel}{figure.row} {r.label}, {figure.column} {figure.columns[k]}{written}{fate}"
 
     def _row_tip(self, r: Row) -> str:
         """The tooltip of a row whose cells have none."""
         fate = "" if r.gone is None else f"dropped {ranges(r.gone)}" if r.gone else "all stay"
-        known = ", ".join(filter(None, (r.panel, f"{self.of.row} {r.label}")))
-        return ": ".join(filter(None, (known, fate or _note(r))))
+        where = ", ".join(filter(None, (r.panel, f"{self.figure.row} {r.label}")))
+        return ": ".join(filter(None, (where, fate or _note(r))))
 
 
 def _note(row: Row) -> str:

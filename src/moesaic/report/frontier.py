@@ -37,7 +37,7 @@ class Axis:
     form: Format
     path: tuple[str, ...]
     """Where it stands in a record, ``*`` for the model's name; without one it is the result's."""
-    own: float | None = None
+    original: float | None = None
     """Of the original, where the figure is one beside the original's."""
     sign: int = 1
     """1 where less is better, -1 where more is."""
@@ -50,10 +50,10 @@ class Axis:
 
     def value(self, record: Record, name: str) -> float | None:
         """The figure of a record's model; None where it was not measured."""
-        every = part(record.measured, "scores")
-        if name == "original" and self.own is not None:
-            known = (self.value(record, other) for other in every if other != "original")
-            return self.own if any(value is not None for value in known) else None
+        scores = part(record.measured, "scores")
+        if name == "original" and self.original is not None:
+            values = (self.value(record, other) for other in scores if other != "original")
+            return self.original if any(value is not None for value in values) else None
         if "*" not in self.path and name != "result":
             return None
         return figure(record.measured, *(name if key == "*" else key for key in self.path))
@@ -92,7 +92,7 @@ class Point:
     """``original``, ``result``, ``fewer layers``, or a comparison's name."""
     name: str
     """What it is, in a few words."""
-    told: str
+    title: str
     """What it is, in full."""
     figures: tuple[float | None, ...]
     """Along :data:`AXES`."""
@@ -121,8 +121,8 @@ def _text(record: Record) -> tuple[str, ...]:
     """The model, its own figure and the text: runs that have all of them alike are comparable."""
     settings = part(record.measured, "evaluation")
     keys = ("data", "length", "max_tokens", "limit", "shots")
-    own = f"{figure(record.measured, 'scores', 'original', 'perplexity') or 0:.4g}"
-    return (record.model, own, *(numbers.plain(settings.get(key)) for key in keys))
+    perplexity = f"{figure(record.measured, 'scores', 'original', 'perplexity') or 0:.4g}"
+    return (record.model, perplexity, *(numbers.plain(settings.get(key)) for key in keys))
 
 
 def points(records: Sequence[Record]) -> dict[str, list[Point]]:
@@ -147,22 +147,22 @@ def points(records: Sequence[Record]) -> dict[str, list[Point]]:
 
 def _points(record: Record, run: int, several: bool) -> Iterator[Point]:
     """The models of one run."""
-    of, made = f"run {run}" if several else "the result", read.made(record)
+    result, steps = f"run {run}" if several else "the result", read.made(record)
     for name in read.names(part(record.measured, "scores")):
         kind, number = name, run
         if name == "0":  # no layer was taken: the original again
             continue
         if name == "original":
-            number, short, told = 0, "the original", f"{read.model_name(record)}, the original"
+            number, short, title = 0, "the original", f"{read.model_name(record)}, the original"
         elif name == "result":
-            short, told = of, read.title(record)
+            short, title = result, read.title(record)
         elif name.isdecimal():
             kind = "fewer layers"
-            short, told = f"{of} with {name} of its layers", f"{made}, only {name} layers"
+            short, title = f"{result} with {name} of its layers", f"{steps}, only {name} layers"
         else:
-            told = f"{read.variants(record).get(name, name)}, beside {made}"
-            short = f"{name} beside {of}"
-        yield Point(number, kind, short, told, tuple(axis.value(record, name) for axis in AXES))
+            title = f"{read.variants(record).get(name, name)}, beside {steps}"
+            short = f"{name} beside {result}"
+        yield Point(number, kind, short, title, tuple(axis.value(record, name) for axis in AXES))
 
 
 def best(places: Sequence[tuple[float, float]]) -> list[int]:
@@ -199,12 +199,12 @@ def frontiers(records: Sequence[Record], first: Sequence[str] = ()) -> list[Fron
         records: of the runs.
         first: keys of the axes to be drawn first; otherwise those that most models have.
     """
-    drawn = [
+    pictures = [
         _frontier(model, models, first, len(records) > 1)
         for model, models in points(records).items()
         if len(models) > 2
     ]
-    return [f for f in drawn if f is not None]
+    return [f for f in pictures if f is not None]
 
 
 def _frontier(
@@ -212,8 +212,8 @@ def _frontier(
 ) -> Frontier | None:
     """The picture of some models; None where no two axes tell them apart."""
     axes = _axes(models, first)
-    across = [of for of in axes if of[0] in SAVED]
-    rising = [of for of in axes if of[0] in LOST]
+    across = [along for along in axes if along[0] in SAVED]
+    rising = [along for along in axes if along[0] in LOST]
     if not across or not rising:
         return None
     plots = [_plot(x, y, models) for y in rising for x in across]
@@ -247,31 +247,31 @@ def _axes(models: Sequence[Point], first: Sequence[str]) -> list[Along]:
     axes = []
     for axis, column in zip(AXES, zip(*(p.figures for p in models), strict=True), strict=True):
         values = [v if v is not None and math.isfinite(v) else None for v in column]
-        known = [v for v in values if v is not None]
-        if len(known) > 1 and max(known) - min(known) > APART * max(map(abs, known)):
+        finite = [v for v in values if v is not None]
+        if len(finite) > 1 and max(finite) - min(finite) > APART * max(map(abs, finite)):
             axes.append((axis, values))
-    return sorted(axes, key=lambda of: (of[0].key not in first, of[1].count(None)))
+    return sorted(axes, key=lambda along: (along[0].key not in first, along[1].count(None)))
 
 
 def _plot(x: Along, y: Along, models: Sequence[Point]) -> tuple[str, list[Place]]:
     """Axes and frontier of one choice of axes, and where each point lies."""
-    known = {
+    coordinates = {
         n: (a, b)
         for n, (a, b) in enumerate(zip(x[1], y[1], strict=True))
         if a is not None and b is not None
     }
     places: list[Place] = [None] * len(models)
-    if not known:
-        said = f"No model has both {y[0].name} and {x[0].name}."
-        middle = text(SIZE[0] / 2, SIZE[1] / 2, said, "quiet", "middle")
-        return f"<desc>{said}</desc>{middle}", places
-    out, plane, front = scatter([*known.values()], x[0], y[0], BOX)
-    members = list(known)
+    if not coordinates:
+        message = f"No model has both {y[0].name} and {x[0].name}."
+        middle = text(SIZE[0] / 2, SIZE[1] / 2, message, "quiet", "middle")
+        return f"<desc>{message}</desc>{middle}", places
+    out, plane, front = scatter([*coordinates.values()], x[0], y[0], BOX)
+    members = list(coordinates)
     for i, n in enumerate(members):
-        places[n] = (*plane.at(*known[n]), i in front)
+        places[n] = (*plane.at(*coordinates[n]), i in front)
     ahead = ", ".join(models[members[i]].name for i in front)
-    told = f"{y[0].title} over {x[0].title}. On the frontier: {ahead}."
-    return f"<desc>{escape(told[0].upper() + told[1:])}</desc>{''.join(out)}", places
+    caption = f"{y[0].title} over {x[0].title}. On the frontier: {ahead}."
+    return f"<desc>{escape(caption[0].upper() + caption[1:])}</desc>{''.join(out)}", places
 
 
 def scatter(
@@ -325,7 +325,7 @@ def _mark(point: Point, shared: Sequence[str], places: Sequence[Place], numbered
         for axis, v in zip(AXES, point.figures, strict=True)
         if v is not None
     ]
-    told = escape(", ".join([point.told, *values]))
+    tip = escape(", ".join([point.title, *values]))
     if point.kind in shared:
         kind = "comparison"
         shape = f'<path d="{SHAPES[shared.index(point.kind) % len(SHAPES)]}"/>'
@@ -336,10 +336,10 @@ def _mark(point: Point, shared: Sequence[str], places: Sequence[Place], numbered
     at = _HIDDEN if first is None else f' transform="translate({first[0]:.0f} {first[1]:.0f})"'
     beaten = "" if first is None or first[2] else " beaten"
     marked = f'class="point {kind} s0{beaten}" data-run="{point.run}" data-at="{every}"{at}'
-    inside = f"<title>{told}</title>{shape}"
+    inside = f"<title>{tip}</title>{shape}"
     if not point.run:
-        return f'<g {marked} role="img" aria-label="{told}">{inside}</g>'
-    return f'<a {marked} href="#run-{point.run}" aria-label="{told}">{inside}</a>'
+        return f'<g {marked} role="img" aria-label="{tip}">{inside}</g>'
+    return f'<a {marked} href="#run-{point.run}" aria-label="{tip}">{inside}</a>'
 
 
 # --- a search ------------------------------------------------------------------------------------
@@ -354,30 +354,31 @@ def tried(record: Record) -> tuple[str, Markup] | None:
     Returns:
         how to read it, and the drawing; None where nothing was searched.
     """
-    known = [
-        (of, (size, loss))
-        for of in record.measured.get("tried") or ()
-        for size, loss in [(figure(of, "memory"), figure(of, "kl"))]
+    candidates = [
+        (candidate, (size, loss))
+        for candidate in record.measured.get("tried") or ()
+        for size, loss in [(figure(candidate, "memory"), figure(candidate, "kl"))]
         if size is not None and loss is not None and math.isfinite(loss)
     ]
-    if not known:
+    if not candidates:
         return None
     chosen = part(record.measured, "chosen").get("steps")
-    out, plane, _ = scatter([at for _, at in known], MEMORY, KL, (52.0, 28.0, 520.0, 256.0))
-    for of, (size, loss) in known:
+    out, plane, _ = scatter([at for _, at in candidates], MEMORY, KL, (52.0, 28.0, 520.0, 256.0))
+    for candidate, (size, loss) in candidates:
         x, y = plane.at(size, loss)
-        ours, rough = of.get("steps") == chosen, of.get("stage") == "rough"
+        ours, rough = candidate.get("steps") == chosen, candidate.get("stage") == "rough"
         kind = "result" if ours else "beaten" if rough else "comparison"
-        told = f"{numbers.plain(of.get('form'))}: {numbers.memory(size)}, KL {numbers.share(loss)}"
+        form = numbers.plain(candidate.get("form"))
+        tip = escape(f"{form}: {numbers.memory(size)}, KL {numbers.share(loss)}")
         out.append(
             f'<g class="point {kind} s{0 if ours else 1}" transform="translate({x:.1f} {y:.1f})">'
-            f'<circle r="{7 if ours else 4}"/><title>{escape(told)}</title></g>'
+            f'<circle r="{7 if ours else 4}"/><title>{tip}</title></g>'
         )
     how = (
-        f"{len(known)} candidates, on calibration text that nothing was decided on; pale ones "
+        f"{len(candidates)} candidates, on calibration text that nothing was decided on; pale ones "
         "as they are quickly made. Blue: chosen. The line: none is smaller and loses less."
     )
-    if left := record.measured.get("left_out"):
-        how += f" {len(left)} more were not tried, for they would take too long as predicted."
+    if untried := record.measured.get("left_out"):
+        how += f" {len(untried)} more were not tried, for they would take too long as predicted."
     label = "Candidates by the memory they take and what they lose"
     return how, svg(out, 540, 300, label)

@@ -156,13 +156,13 @@ def ranges(numbers: Sequence[int]) -> str:
     >>> ranges([4, 5, 6, 9, 11, 12])
     '4–6, 9, 11–12'
     """
-    parts: list[list[int]] = []
+    runs: list[list[int]] = []
     for n in sorted(numbers):
-        if parts and n == parts[-1][-1] + 1:
-            parts[-1].append(n)
+        if runs and n == runs[-1][-1] + 1:
+            runs[-1].append(n)
         else:
-            parts.append([n])
-    return ", ".join(between(p[0], p[-1]) for p in parts)
+            runs.append([n])
+    return ", ".join(between(p[0], p[-1]) for p in runs)
 
 
 def plain(value: object) -> str:

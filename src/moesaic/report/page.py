@@ -69,11 +69,11 @@ def _page(records: Sequence[Record], without: Sequence[str], first: Sequence[str
     several = len(records) > 1
     runs = [_view(record, n) | dict.fromkeys(without) for n, record in enumerate(records, 1)]
     models = dict.fromkeys(read.model_name(record) for record in records)
-    of = f"{len(models)} models" if len(models) > 2 else " and ".join(models)
+    originals = f"{len(models)} models" if len(models) > 2 else " and ".join(models)
     most = max((read.most_experts(record) for record in records), default=0)
     page: str = _template().render(
         runs=runs,
-        title=f"{len(runs)} runs of {of}" if several else runs[0]["title"],
+        title=f"{len(runs)} runs of {originals}" if several else runs[0]["title"],
         several=several,
         overview=tables.overview(records) if several else None,
         strip=_strip(records) if several else "",
@@ -145,12 +145,12 @@ def _bars(record: Record) -> Markup | str:
 
 def _explained(record: Record) -> list[tuple[str, str]]:
     """The compared models in words."""
-    known, compared = read.variants(record), read.comparisons(record)
-    told = [(n, known[n]) for n in compared if n in known and not n.isdecimal()]
+    variants, compared = read.variants(record), read.comparisons(record)
+    rows = [(n, variants[n]) for n in compared if n in variants and not n.isdecimal()]
     sizes = sorted(int(n) for n in compared if n.isdecimal())
     if sizes:
-        told.append((numbers.plain(sizes), "only that many of the layers, the first chosen"))
-    return told
+        rows.append((numbers.plain(sizes), "only that many of the layers, the first chosen"))
+    return rows
 
 
 def _subtitle(record: Record) -> str:
@@ -162,14 +162,14 @@ def _subtitle(record: Record) -> str:
 def _words(record: Record) -> str:
     """Names, words and options of a run, and what became of its layers: it is found by them."""
     options = [f"{k} {v}" for step in record.steps for k, v in _pairs(step.config)]
-    told = dict.fromkeys(layer.told for layer in read.changed(record))
-    every = [read.title(record), read.made(record), *options, *told]
+    forms = dict.fromkeys(layer.told for layer in read.changed(record))
+    every = [read.title(record), read.made(record), *options, *forms]
     return " ".join(every).lower().replace(numbers.NBSP, " ")
 
 
-def _pairs(of: Values) -> list[tuple[str, str]]:
+def _pairs(options: Values) -> list[tuple[str, str]]:
     """Options by name, as text."""
-    return [(key.replace("_", " "), numbers.plain(value)) for key, value in of.items()]
+    return [(key.replace("_", " "), numbers.plain(value)) for key, value in options.items()]
 
 
 # --- layers --------------------------------------------------------------------------------------
@@ -185,9 +185,9 @@ def _pieces(layer: LayerRecord) -> tuple[Piece, ...]:
     kinds = ["backbone", *(f"petal p{j}" for j in range(len(layer.parts) - 1)), "dropped"]
     gone = max(0, (layer.width_before or layer.width) - sum(layer.parts))
     sizes = (*layer.parts, gone)
-    whole = sum(sizes) or 1
+    total = sum(sizes) or 1
     named = zip(kinds, sizes, strict=True)
-    return tuple((kind, 100 * size / whole, size) for kind, size in named if size)
+    return tuple((kind, 100 * size / total, size) for kind, size in named if size)
 
 
 def _structures(layers: Sequence[LayerRecord]) -> tuple[list[View], list[View]]:
@@ -199,10 +199,10 @@ def _structures(layers: Sequence[LayerRecord]) -> tuple[list[View], list[View]]:
     views: list[View] = [
         {
             "layers": f"{'Layers' if len(n) > 1 else 'Layer'} {numbers.ranges(n)}",
-            "told": told,
+            "told": form,
             "pieces": pieces,
         }
-        for (told, pieces), n in alike.items()
+        for (form, pieces), n in alike.items()
     ]
     return [s for s in views if s["pieces"]], [s for s in views if not s["pieces"]]
 
@@ -211,8 +211,9 @@ def drawings(record: Record) -> list[tuple[str, list[Drawing]]]:
     """Headings, and the drawings under each: of the steps, and of what any run measures."""
     by_section: dict[str, list[Drawing]] = {}
     figures = [figure for step in record.steps for figure in step.figures]
-    for of in (*figures, *_of_measured(record)):
-        by_section.setdefault(of.section, []).append((of.title, of.caption, draw.drawn(of)))
+    for chart in (*figures, *_of_measured(record)):
+        drawing = (chart.title, chart.caption, draw.drawn(chart))
+        by_section.setdefault(chart.section, []).append(drawing)
     if searched := tried(record):
         by_section["The search"] = [("What was tried.", *searched)]
     return list(by_section.items())
@@ -223,10 +224,12 @@ def _of_measured(record: Record) -> Iterator[Heat]:
     unit, routed = read.unit(record), read.routing(record)
     texts = part(record.measured, "activity")
     means = {name: dict(by_layer(part(texts, name))) for name in texts}
-    if layers := sorted({i for of in means.values() for i in of}):
+    if layers := sorted({i for counts in means.values() for i in counts}):
         most = float(max(1, read.most_experts(record)))
-        rows = [Row(str(i), tuple(of.get(i) for of in means.values()), most) for i in layers]
-        mean = tuple(sum(of.values()) / max(1, len(of)) for of in means.values())
+        rows = [
+            Row(str(i), tuple(counts.get(i) for counts in means.values()), most) for i in layers
+        ]
+        mean = tuple(sum(counts.values()) / max(1, len(counts)) for counts in means.values())
         yield Heat(
             section=f"How many {unit}s tokens run",
             title=f"Active {unit}s.",
@@ -239,14 +242,14 @@ def _of_measured(record: Record) -> Iterator[Heat]:
         )
     if not routed:
         return
-    of = "the expert calls of the evaluation text"
+    total = "the expert calls of the evaluation text"
     if read.by_projections(record):
         tokens = figure(record.measured, "scores", "result", "tokens")
-        of = f"{numbers.count(tokens) if tokens else 'the'} routed tokens"
+        total = f"{numbers.count(tokens) if tokens else 'the'} routed tokens"
     numbering = ", numbered as in the result" if read.renumbered(record) else ""
     yield read.routes(
         record,
-        f"Percent of {of} by layer and {unit}{numbering}. Bars: Jensen–Shannon divergence from "
+        f"Percent of {total} by layer and {unit}{numbering}. Bars: Jensen–Shannon divergence from "
         "uniform routing, base 2; 0 is even.",
     )
 
@@ -254,10 +257,10 @@ def _of_measured(record: Record) -> Iterator[Heat]:
 def _strip(records: Sequence[Record]) -> Markup | str:
     """A row a run, a cell a layer, the darker the more is left of it."""
     shares = [{x.index: left(x, read.compared_ratio(r)[0]) for x in r.layers} for r in records]
-    layers = sorted({i for of in shares for i, v in of.items() if v is not None})
+    layers = sorted({i for run in shares for i, v in run.items() if v is not None})
     if not layers:
         return ""
-    rows = [Row(str(n), tuple(of.get(i) for i in layers), 1.0) for n, of in enumerate(shares, 1)]
+    rows = [Row(str(n), tuple(run.get(i) for i in layers), 1.0) for n, run in enumerate(shares, 1)]
     figure = Heat(
         section="",
         title="What is left of each layer, by run",
@@ -340,8 +343,8 @@ def base36(number: int, digits: int) -> str:
     >>> base36(7, 1), base36(35, 1), base36(75, 2)
     ('7', 'z', '23')
     """
-    known = "0123456789abcdefghijklmnopqrstuvwxyz"
-    return "".join(known[number // 36**k % 36] for k in reversed(range(digits)))
+    alphabet = "0123456789abcdefghijklmnopqrstuvwxyz"
+    return "".join(alphabet[number // 36**k % 36] for k in reversed(range(digits)))
 
 
 def visible(token: str) -> Markup:
@@ -350,8 +353,8 @@ def visible(token: str) -> Markup:
     >>> visible("<b>\\n")
     Markup('&lt;b&gt;<i class="nl">\\n</i>')
     """
-    whole = str(escape(token)).replace("\r", "")
-    marked = whole.replace("\n", '<i class="nl">\n</i>').replace("\t", '<i class="tab">\t</i>')
+    escaped = str(escape(token)).replace("\r", "")
+    marked = escaped.replace("\n", '<i class="nl">\n</i>').replace("\t", '<i class="tab">\t</i>')
     return Markup(marked)
 
 

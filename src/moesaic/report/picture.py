@@ -49,25 +49,25 @@ def frontier_picture(records: Sequence[Record], first: Sequence[str] = ()) -> st
     Returns:
         the picture; empty where fewer than three models were measured.
     """
-    drawn = frontiers(records, first)
-    if not drawn:
+    plots = frontiers(records, first)
+    if not plots:
         return ""
     width, edge, tall = 900, 28, 450
-    told = "What is lost, and what is saved"
+    title = "What is lost, and what is saved"
     body, top = [], 0
-    for of in drawn:
-        many = [draw.text(edge + 70, top + 24, of.model, "head")] if len(drawn) > 1 else []
-        body += [*many, draw.moved(edge + 70, top + edge + 8, [of.drawn])]
+    for plot in plots:
+        many = [draw.text(edge + 70, top + 24, plot.model, "head")] if len(plots) > 1 else []
+        body += [*many, draw.moved(edge + 70, top + edge + 8, [plot.drawn])]
         top += tall
     rows = [
         row
         for n, record in enumerate(records, 1)
         for row in textwrap.wrap(f"{n}. {read.title(record)}", 130, subsequent_indent="    ")
     ]
-    kinds = list(dict.fromkeys(kind for of in drawn for kind in of.kinds))
+    kinds = list(dict.fromkeys(kind for plot in plots for kind in plot.kinds))
     rows += [f"Comparisons: {', '.join(kinds)}."] if kinds else []
     body += [draw.text(edge, top + 18 * n, row, "quiet") for n, row in enumerate(rows)]
-    return alone(width, top + 18 * len(rows) - 10, told, body)
+    return alone(width, top + 18 * len(rows) - 10, title, body)
 
 
 def picture(record: Record) -> str:
@@ -78,20 +78,20 @@ def picture(record: Record) -> str:
     tokens = figure(record.measured, "scores", "result", "tokens")
     if models:
         row = min(48.0, 284 / len(models))
-        told = f"Perplexity on {numbers.count(tokens)} tokens" if tokens else "Perplexity"
+        head = f"Perplexity on {numbers.count(tokens)} tokens" if tokens else "Perplexity"
         body += [
-            draw.text(edge, 92, f"{told}, lower is better", "head"),
+            draw.text(edge, 92, f"{head}, lower is better", "head"),
             draw.text(edge + 440, 92, ratio, "quiet", "end"),
             draw.moved(edge, 106, draw.perplexities(models, 440, row, 80)[0]),
         ]
     routes = read.routes(record)
     if routes.rows:
         row = min(17.5, 262 / len(routes.rows))
-        drawn, wide, _ = draw.maps(routes, row, min(44.0, 190 / len(routes.columns)))
+        heat, wide, _ = draw.maps(routes, row, min(44.0, 190 / len(routes.columns)))
         x = width - edge - wide + 6
         body += [
             draw.text(x + 6, 92, f"Tokens by layer and {routes.column}, %", "head"),
-            draw.moved(x, 106, drawn),
+            draw.moved(x, 106, heat),
         ]
     return alone(width, height, title, body)
 
@@ -106,9 +106,9 @@ def alone(width: int, height: int, title: str, body: Sequence[str]) -> str:
     )
 
 
-def _title(said: str, left: float) -> list[str]:
+def _title(title: str, left: float) -> list[str]:
     """One large line, or two smaller ones where that is too short."""
-    if len(said) <= 82:
-        return [draw.text(left, 50, said, "title")]
-    rows = textwrap.wrap(said, 112, max_lines=2, placeholder=" …")
+    if len(title) <= 82:
+        return [draw.text(left, 50, title, "title")]
+    rows = textwrap.wrap(title, 112, max_lines=2, placeholder=" …")
     return [draw.text(left, 42 + 22 * n, row, "title long") for n, row in enumerate(rows)]

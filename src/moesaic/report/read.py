@@ -15,23 +15,23 @@ V = TypeVar("V")
 # --- parts of what was measured ------------------------------------------------------------------
 
 
-def part(of: object, *keys: str) -> Values:
+def part(mapping: object, *keys: str) -> Values:
     """The mapping at a path; empty where there is none."""
     for key in keys:
-        of = of.get(key) if isinstance(of, Mapping) else None
-    return of if isinstance(of, Mapping) else {}
+        mapping = mapping.get(key) if isinstance(mapping, Mapping) else None
+    return mapping if isinstance(mapping, Mapping) else {}
 
 
-def figure(of: object, *keys: str) -> float | None:
+def figure(mapping: object, *keys: str) -> float | None:
     """The number at a path; None where there is none."""
-    value = part(of, *keys[:-1]).get(keys[-1])
+    value = part(mapping, *keys[:-1]).get(keys[-1])
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def names(of: Values) -> list[str]:
+def names(scores: Values) -> list[str]:
     """Models in reading order: the original, the result, then the comparisons."""
-    first = [name for name in ("original", "result") if name in of]
-    return first + [name for name in of if name not in first]
+    first = [name for name in ("original", "result") if name in scores]
+    return first + [name for name in scores if name not in first]
 
 
 def comparisons(record: Record) -> list[str]:
@@ -39,9 +39,9 @@ def comparisons(record: Record) -> list[str]:
     return [n for n in part(record.measured, "scores") if n not in ("original", "result")]
 
 
-def by_layer(of: Mapping[str, V]) -> list[tuple[int, V]]:
+def by_layer(values: Mapping[str, V]) -> list[tuple[int, V]]:
     """What is kept by layer, in the model's order."""
-    return sorted((int(i), value) for i, value in of.items())
+    return sorted((int(i), value) for i, value in values.items())
 
 
 def routing(record: Record) -> list[tuple[int, Values]]:
@@ -72,8 +72,8 @@ def unit(record: Record) -> str:
 
 def variants(record: Record) -> dict[str, str]:
     """Comparisons in words, by name."""
-    told = {name: told for step in record.steps for name, told in step.variants.items()}
-    return told | {name: f"the original rounded to {name}" for name in rounded(record)}
+    described = {name: words for step in record.steps for name, words in step.variants.items()}
+    return described | {name: f"the original rounded to {name}" for name in rounded(record)}
 
 
 def rounded(record: Record) -> list[str]:
@@ -168,9 +168,9 @@ def sizes(record: Record) -> tuple[float, float, str] | None:
 
 def warnings(record: Record) -> tuple[list[str], list[str]]:
     """The warnings of the run: those that explain its speed, and the others."""
-    every = list(record.log.get("warnings") or ())
-    speed = [said for said in every if said in (record.log.get("of_speed") or ())]
-    return speed, [said for said in every if said not in speed]
+    messages = list(record.log.get("warnings") or ())
+    speed = [message for message in messages if message in (record.log.get("of_speed") or ())]
+    return speed, [message for message in messages if message not in speed]
 
 
 def compared_ratio(record: Record) -> tuple[str, Callable[[str], float | None]]:

@@ -42,9 +42,8 @@ def cell(form: Format, value: float | None) -> Cell:
 
 def tables(record: Record) -> list[Table]:
     """All tables of the models that have rows, in reading order."""
-    of_quality = (score_table(record), text_table(record), task_table(record), loop_table(record))
-    made = (*of_quality, speed_table(record))
-    return [table for table in made if table.rows]
+    quality = (score_table(record), text_table(record), task_table(record), loop_table(record))
+    return [table for table in (*quality, speed_table(record)) if table.rows]
 
 
 # --- quality and size ----------------------------------------------------------------------------
@@ -132,9 +131,9 @@ def task_table(record: Record) -> Table:
     tasks = dict.fromkeys(task for name in columns for task in part(scores, name, "tasks"))
     rows = [_task(task, [part(scores, name, "tasks", task) for name in columns]) for task in tasks]
     values = [[c.value for c in cells if c.value is not None] for _, cells in rows]
-    whole = [of for of in values if len(of) == len(columns)]
-    if len(whole) > 1:
-        means = [sum(column) / len(whole) for column in zip(*whole, strict=True)]
+    complete = [v for v in values if len(v) == len(columns)]
+    if len(complete) > 1:
+        means = [sum(column) / len(complete) for column in zip(*complete, strict=True)]
         rows.append(("mean", [cell(tenths, mean) for mean in means]))
     if not {"result", "original"} <= {*columns}:
         return Table(columns, rows)
@@ -150,11 +149,11 @@ def _recovery(ours: float | None, theirs: float | None) -> Cell:
 
 def _task(task: str, results: Sequence[Values]) -> tuple[str, list[Cell]]:
     """A task's row: of each model's figures the headline and its standard error."""
-    metric = next((m for m in HEADLINES if any(m in of for of in results)), "")
+    metric = next((m for m in HEADLINES if any(m in scores for scores in results)), "")
     error = "stderr" if metric == "acc" else f"{metric}_stderr"
     cells = []
-    for of in results:
-        value, e = figure(of, metric), figure(of, error)
+    for scores in results:
+        value, e = figure(scores, metric), figure(scores, error)
         cells.append(Cell(tenths(value), "" if e is None else f"± {100 * e:.1f}", value=value))
     return f"{task}, {metric.replace('_', ' ')}", cells
 
@@ -225,13 +224,13 @@ def _ratio_spread(record: Record, what: str) -> tuple[float, float] | None:
     return (ours[0] / theirs[1], ours[1] / theirs[0]) if ours and theirs and all(theirs) else None
 
 
-def _pair(of: Values, *keys: str) -> tuple[float, float] | None:
+def _pair(mapping: Values, *keys: str) -> tuple[float, float] | None:
     """The two numbers at a path; None of anything else."""
-    values = part(of, *keys[:-1]).get(keys[-1])
+    values = part(mapping, *keys[:-1]).get(keys[-1])
     if not isinstance(values, list | tuple) or len(values) != 2:
         return None
-    known = [v for v in values if isinstance(v, int | float)]
-    return (known[0], known[1]) if len(known) == 2 else None
+    pair = [v for v in values if isinstance(v, int | float)]
+    return (pair[0], pair[1]) if len(pair) == 2 else None
 
 
 def pace(ratio: float | None, spread: tuple[float, float] | None) -> str:
@@ -265,30 +264,29 @@ PLAIN: dict[str, Callable[[LayerRecord], float]] = {
 
 def layer_table(record: Record) -> Table:
     """A row a layer: what it is, how wide, and every plain figure that its method saw of it."""
-    seen = [dict(_scalars({**x.shape, **x.analysis})) for x in record.layers]
-    of_method = {
-        name: [of.get(name) for of in seen] for name in dict.fromkeys(n for of in seen for n in of)
-    }
+    figures = [dict(_scalars({**x.shape, **x.analysis})) for x in record.layers]
+    names = dict.fromkeys(name for row in figures for name in row)
+    of_method = {name: [row.get(name) for row in figures] for name in names}
     telling = [(name, values) for name, values in of_method.items() if len(set(values)) > 1]
     columns: dict[str, list[float | None]] = {
-        name: [float(of(layer)) or None for layer in record.layers] for name, of in PLAIN.items()
+        name: [float(get(layer)) or None for layer in record.layers] for name, get in PLAIN.items()
     }
     columns |= dict(telling[:FINDINGS])
     columns = {n: values for n, values in columns.items() if any(v is not None for v in values)}
     rows = []
     for n, layer in enumerate(record.layers):
-        told = Cell(layer.told or f"{layer.kind}, as it was")
-        rows.append((str(layer.index), [told, *(cell(_plain, v[n]) for v in columns.values())]))
+        form = Cell(layer.told or f"{layer.kind}, as it was")
+        rows.append((str(layer.index), [form, *(cell(_plain, v[n]) for v in columns.values())]))
     return Table(["what it is", *columns], rows)
 
 
-def _scalars(of: Values, prefix: str = "") -> Iterator[tuple[str, float]]:
+def _scalars(values: Values, prefix: str = "") -> Iterator[tuple[str, float]]:
     """The plain figures of a mapping and of those inside it, by name."""
-    for key, inside in of.items():
+    for key, inner in values.items():
         name = f"{prefix}{str(key).replace('_', ' ')}"
-        if isinstance(inside, dict):
-            yield from _scalars(inside, f"{name}: ")
-        elif (value := figure(of, key)) is not None:
+        if isinstance(inner, dict):
+            yield from _scalars(inner, f"{name}: ")
+        elif (value := figure(values, key)) is not None:
             yield name, value
 
 
@@ -335,5 +333,5 @@ def _routed(record: Record) -> str:
     layers = [layer for layer in record.layers if layer.experts]
     if not layers:
         return numbers.NONE
-    run, of = ({layer.top_k for layer in layers}, {layer.experts for layer in layers})
-    return " of ".join(numbers.between(min(n), max(n)) for n in (run, of))
+    top_ks, experts = ({layer.top_k for layer in layers}, {layer.experts for layer in layers})
+    return " of ".join(numbers.between(min(n), max(n)) for n in (top_ks, experts))

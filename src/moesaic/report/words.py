@@ -41,26 +41,26 @@ def weights(record: Record) -> str:
         trained.append(
             f"{training.get('what') or 'weights'}{f', {steps:,} steps' if steps else ''}"
         )
-    said = [CLAIMS[change] for change in WEIGHTS if change in changes]
+    sentences = [CLAIMS[change] for change in WEIGHTS if change in changes]
     if trained:
-        said.append(f"Trained: {'; then '.join(trained)}.")
+        sentences.append(f"Trained: {'; then '.join(trained)}.")
     elif "trained" not in changes:
-        said.append("Nothing was trained.")
-    return " ".join(said)
+        sentences.append("Nothing was trained.")
+    return " ".join(sentences)
 
 
 def told(record: Record) -> list[str]:
     """A paragraph a step: what it did, by which paper, and what of it is not in that paper."""
     many = len(record.steps) > 1
-    found = []
+    paragraphs = []
     for n, step in enumerate(record.steps, 1):
-        said = [f"{n}. {step.told}" if many else step.told]
-        said += [f"Method: {step.paper.rstrip('.')}."] if step.paper else []
+        sentences = [f"{n}. {step.told}" if many else step.told]
+        sentences += [f"Method: {step.paper.rstrip('.')}."] if step.paper else []
         if step.beyond:
             beyond = ", ".join(step.beyond)
-            said.append(f"Not in that paper: {beyond}." if step.paper else f"Added: {beyond}.")
-        found.append(" ".join(s for s in said if s))
-    return found
+            sentences.append(f"Not in that paper: {beyond}." if step.paper else f"Added: {beyond}.")
+        paragraphs.append(" ".join(s for s in sentences if s))
+    return paragraphs
 
 
 # --- what it cost and brought --------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Change:
     """``51.92 → 59.52``"""
     what: str
     """What the figure is."""
-    told: str
+    difference: str
     """How they differ: ``14.6 % worse``."""
     tone: str = ""
     """``better``, ``worse``, or ``unsure`` where the difference may be noise."""
@@ -93,33 +93,35 @@ def outcome(record: Record) -> str:
     """What came of the run, in one sentence."""
     clauses = [c.clause for c in changes(record) if c.clause]
     speeds = _speed(record)
-    if speeds and all(c.told == UNCLEAR for c in speeds):
+    if speeds and all(c.difference == UNCLEAR for c in speeds):
         speed = f"speed: {UNCLEAR}"
     else:
         speed = ", ".join(
-            f"{c.what.removesuffix(' speed')} {c.told}"
-            + ("" if c.told == UNCLEAR else f" ({c.figure})")
+            f"{c.what.removesuffix(' speed')} {c.difference}"
+            + ("" if c.difference == UNCLEAR else f" ({c.figure})")
             for c in speeds
         )
     unknown = "" if part(record.measured, "scores") else "what it costs was not measured"
-    whole = "; ".join(filter(None, (", ".join(clauses), speed, unknown)))
-    return f"{whole[:1].upper()}{whole[1:]}." if whole else ""
+    sentence = "; ".join(filter(None, (", ".join(clauses), speed, unknown)))
+    return f"{sentence[:1].upper()}{sentence[1:]}." if sentence else ""
 
 
 def _size(record: Record) -> list[Change]:
     """The bytes of the weights."""
-    if (known := read.sizes(record)) is None:
+    if (sizes := read.sizes(record)) is None:
         return []
-    before, after, where = known
+    before, after, where = sizes
     what = "on disk" if where == "on disk" else "weights in memory"
     ratio = after / before
     if abs(ratio - 1) < SAME:
         return [Change(numbers.memory(after), what, "as before")]
-    told = f"{numbers.percent(abs(ratio - 1))} {'smaller' if ratio < 1 else 'larger'}"
+    difference = f"{numbers.percent(abs(ratio - 1))} {'smaller' if ratio < 1 else 'larger'}"
     if ratio >= 2:
-        told = f"{ratio:.1f} times as large"
+        difference = f"{ratio:.1f} times as large"
     size = f"{numbers.memory(before)} → {numbers.memory(after)}"
-    return [Change(size, what, told, "better" if ratio < 1 else "worse", f"{told} {where}")]
+    return [
+        Change(size, what, difference, "better" if ratio < 1 else "worse", f"{difference} {where}")
+    ]
 
 
 def _active(record: Record) -> list[Change]:
@@ -129,34 +131,34 @@ def _active(record: Record) -> list[Change]:
     if not ours or not theirs or abs(ours / theirs - 1) < SAME:
         return []
     share, tone = numbers.percent(ours / theirs), "better" if ours < theirs else "worse"
-    told = f"{'fewer' if ours < theirs else 'more'} than before"
-    known = read.sizes(record)
-    smaller = known is not None and known[1] < (1 - SAME) * known[0]
+    difference = f"{'fewer' if ours < theirs else 'more'} than before"
+    sizes = read.sizes(record)
+    smaller = sizes is not None and sizes[1] < (1 - SAME) * sizes[0]
     # what is smaller runs fewer, too: that is said once
     clause = "" if smaller and ours < theirs else f"runs {share} of the parameters per token"
-    return [Change(share, "of the parameters run per token", told, tone, clause)]
+    return [Change(share, "of the parameters run per token", difference, tone, clause)]
 
 
 def _quality(record: Record) -> list[Change]:
     """Perplexity, and what is kept of the scores on tasks."""
     scores = part(record.measured, "scores")
     theirs, ours = (figure(scores, name, "perplexity") for name in ("original", "result"))
-    found, what = [], "perplexity on this text"
+    quality, what = [], "perplexity on this text"
     if ours is not None and theirs is not None:
         both = f"{numbers.perplexity(theirs)} → {numbers.perplexity(ours)}"
-        told, tone = _worse(ours / theirs - 1 if theirs else math.inf)
-        clause = f"{told} on this text (perplexity {both})"
-        found.append(Change(both, what, told, tone, clause))
+        difference, tone = _worse(ours / theirs - 1 if theirs else math.inf)
+        clause = f"{difference} on this text (perplexity {both})"
+        quality.append(Change(both, what, difference, tone, clause))
     elif ours is not None:
         written = numbers.perplexity(ours)
-        found.append(Change(written, what, "", clause=f"perplexity {written}"))
+        quality.append(Change(written, what, "", clause=f"perplexity {written}"))
     kept = figure(scores, "result", "recovery")
     if kept is not None:
         share = numbers.percent(kept, 1)
         tone = "worse" if kept < 1 - SAME else ""
         clause = f"{share} of the original’s score on tasks"
-        found.append(Change(share, "of the original’s score on tasks", "", tone, clause))
-    return found
+        quality.append(Change(share, "of the original’s score on tasks", "", tone, clause))
+    return quality
 
 
 def _worse(more: float) -> tuple[str, str]:
@@ -175,9 +177,9 @@ def _worse(more: float) -> tuple[str, str]:
 
 def _speed(record: Record) -> list[Change]:
     cells = {f"{what} speed": ratio_cell(record, what) for what in ("prefill", "decode")}
-    found = [Change(c.text, what, c.note, c.tone) for what, c in cells.items() if c.note]
+    speeds = [Change(c.text, what, c.note, c.tone) for what, c in cells.items() if c.note]
     why = " ".join(read.warnings(record)[0])
-    return [*found[:-1], *(replace(last, why=why) for last in found[-1:])]
+    return [*speeds[:-1], *(replace(last, why=why) for last in speeds[-1:])]
 
 
 @dataclass(frozen=True)
@@ -198,13 +200,13 @@ def summary(record: Record) -> list[Sentence]:
 
 def _file(record: Record) -> list[Sentence]:
     """The GGUF file beside the result, as it was read back."""
-    made = part(record.measured, "gguf")
-    if not made:
+    gguf = part(record.measured, "gguf")
+    if not gguf:
         return []
-    text = f"{made['file']} has {numbers.memory(made['bytes'])}"
-    if "kl" in made:
+    text = f"{gguf['file']} has {numbers.memory(gguf['bytes'])}"
+    if "kl" in gguf:
         text += (
-            f", perplexity {numbers.perplexity(made['perplexity'])}, and is {made['kl']:.3f} nats "
+            f", perplexity {numbers.perplexity(gguf['perplexity'])}, and is {gguf['kl']:.3f} nats "
             "a token from the original (KL)"
         )
     return [Sentence(f"{text}.")]
@@ -216,18 +218,18 @@ def speed_words(ratios: Mapping[str, Values]) -> list[str]:
     Args:
         ratios: by figure (prefill, decode) its ratio, spread, ideal and share.
     """
-    said = []
-    for what, found in ratios.items():
-        low, high = found["spread"]
-        word = pace(found["ratio"], (low, high))
+    sentences = []
+    for what, ratio in ratios.items():
+        low, high = ratio["spread"]
+        word = pace(ratio["ratio"], (low, high))
         than = word if word == UNCLEAR else f"{word} than the other"
-        said.append(
-            f"{what.capitalize()}: {numbers.times(found['ratio'])} ({numbers.times(low)} to "
+        sentences.append(
+            f"{what.capitalize()}: {numbers.times(ratio['ratio'])} ({numbers.times(low)} to "
             f"{numbers.times(high)}), {than}. Active parameters alone "
-            f"would allow {numbers.times(found['ideal'])}; {numbers.percent(found['share'])} of "
+            f"would allow {numbers.times(ratio['ideal'])}; {numbers.percent(ratio['share'])} of "
             "that is reached."
         )
-    return said
+    return sentences
 
 
 def _comparisons(record: Record) -> list[Sentence]:
@@ -256,7 +258,7 @@ def _comparisons(record: Record) -> list[Sentence]:
 def _where(record: Record, name: str) -> str:
     """How much a comparison runs or stores beside the result; what is rounded, in bytes."""
     if name in read.rounded(record):
-        sizes = (read.size(record, of, "on disk") for of in (name, "result"))
+        sizes = (read.size(record, n, "on disk") for n in (name, "result"))
         theirs, ours = map(numbers.memory, sizes)
         return f", {theirs} for {ours},"
     what, ratio = read.compared_ratio(record)
