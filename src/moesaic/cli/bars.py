@@ -94,9 +94,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)]
     means = [fmean(values[a:b]) for a, b in pairwise(edges)]
-    known = [mean for mean in means if math.isfinite(mean)] or [0.0]
-    room = (max(known) - min(known)) or 1.0
+    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
+    room = (max(finite) - min(finite)) or 1.0
     return "".join(
-        steps[round(7 * (mean - min(known)) / room)] if math.isfinite(mean) else " "
+        steps[round(7 * (mean - min(finite)) / room)] if math.isfinite(mean) else " "
         for mean in means
     )

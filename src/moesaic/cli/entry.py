@@ -72,7 +72,7 @@ def disk_full(error: BaseException) -> bool:
     """Whether an error, or one behind it, says that the disk is full."""
     behind = error.__cause__ or error.__context__
     full = isinstance(error, OSError) and error.errno in FULL
-    full = full or any(said in str(error) for said in (*map(os.strerror, FULL), TORCH))
+    full = full or any(message in str(error) for message in (*map(os.strerror, FULL), TORCH))
     return full or (behind is not None and disk_full(behind))
 
 

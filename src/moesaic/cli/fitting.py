@@ -36,11 +36,11 @@ def fit(
     push: Push = "",
     push_plan: PushPlan = False,
     as_json: AsJson = False,
-    **given: Value,
+    **options: Value,
 ) -> None:
     """Find the recipe that loses least within a budget, and carry it out."""
-    recipe = search_recipe(model, out, given)
-    config = checked(FitConfig, plain_values(FitConfig, given), "")
+    recipe = search_recipe(model, out, options)
+    config = checked(FitConfig, plain_values(FitConfig, options), "")
     check_push(push, push_plan)
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
     from rich.console import Group
@@ -59,18 +59,18 @@ def fit(
     emit(as_json, {**record.output(), **pushed(str(out), push, push_plan)}, shown)
 
 
-def search_recipe(model: str, out: Path, given: JSON, **measured: Value) -> Recipe:
-    """What a search is asked for, without steps; what it reads is taken out of ``given``.
+def search_recipe(model: str, out: Path, options: JSON, **measured: Value) -> Recipe:
+    """What a search is asked for, without steps; what it reads is taken out of ``options``.
 
     Args:
         model: the original.
         out: the folder to make.
-        given: options.
-        measured: of :class:`~moesaic.config.Evaluation`, where ``given`` does not say otherwise.
+        options: of the search, and others.
+        measured: of :class:`~moesaic.config.Evaluation`, where ``options`` does not say otherwise.
     """
-    place = {name: given.pop(name) for name in ("device", "dtype") if name in given}
-    calibration = {name: given.pop(name) for name in TEXT if name in given}
-    measured |= {name: given.pop(name) for name in ("data", "max_tokens") if name in given}
+    place = {name: options.pop(name) for name in ("device", "dtype") if name in options}
+    calibration = {name: options.pop(name) for name in TEXT if name in options}
+    measured |= {name: options.pop(name) for name in ("data", "max_tokens") if name in options}
     return Recipe(
         model=model,
         out=str(out),
@@ -86,11 +86,11 @@ def search_options(*names: str) -> list[Option]:
     text = [option(Calibration, name) for name in TEXT]
     evaluation = [option(Evaluation, name) for name in ("data", "max_tokens")]
     common: list[Option] = [*text, *evaluation, DEVICE, DTYPE]
-    own = [option(FitConfig, name) for name in names]
-    return [*own, *(replace(o, common=True) for o in common)]
+    search = [option(FitConfig, name) for name in names]
+    return [*search, *(replace(o, common=True) for o in common)]
 
 
-def tried(found: list[Value]) -> Value:
+def tried(candidates: list[Value]) -> Value:
     """A table of candidates, those that lose least first."""
     from rich.table import Table
 
@@ -99,7 +99,7 @@ def tried(found: list[Value]) -> Value:
     table = Table(title="Candidates", title_justify="left")
     for name in ("form", "memory", "active", "loss", "KL", "stage"):
         table.add_column(name, justify="left" if name in ("form", "stage") else "right")
-    for c in sorted(found, key=lambda c: float(c["kl"])):
+    for c in sorted(candidates, key=lambda c: float(c["kl"])):
         figures = (memory(c["memory"]), f"{c['active_parameters']:,}", f"{c['loss']:.1%}")
         table.add_row(c["form"], *figures, f"{c['kl']:.4f}", c["stage"])
     return table
@@ -107,5 +107,5 @@ def tried(found: list[Value]) -> Value:
 
 def commands() -> None:
     """Make the command."""
-    every = search_options(*(of.name for of in fields(FitConfig)))
+    every = search_options(*(field.name for field in fields(FitConfig)))
     register("fit", fit, "moesaic fit tiny-moe out --memory 9MB", every)

@@ -88,15 +88,15 @@ def guide(
     overwrite: Overwrite = False,
     resume: Resume = False,
     as_json: AsJson = False,
-    **given: Value,
+    **options: Value,
 ) -> None:
     """Look at a model and this machine, search, show what is possible, and save what you pick."""
-    called = Path(model).expanduser().resolve().name.removesuffix(".gguf")
-    folder = out or Path(f"{called}-smaller")
-    recipe = search_recipe(model, folder, given, baselines=ROUNDED)
-    native = bool(given.pop("native", False))
-    asked = checked(FitConfig, plain_values(FitConfig, given), "") if given else None
-    if asked is not None and asked.memory is not None and asked.max_loss is not None:
+    name = Path(model).expanduser().resolve().name.removesuffix(".gguf")
+    folder = out or Path(f"{name}-smaller")
+    recipe = search_recipe(model, folder, options, baselines=ROUNDED)
+    native = bool(options.pop("native", False))
+    config = checked(FitConfig, plain_values(FitConfig, options), "") if options else None
+    if config is not None and config.memory is not None and config.max_loss is not None:
         raise MoesaicError("memory and max_loss are two goals: give one; moesaic fit takes both.")
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
     from moesaic.cli.bars import bars, err_console
@@ -106,8 +106,8 @@ def guide(
     situation = look(recipe)
     for line in situation.lines:
         err_console.print(line, markup=False, highlight=False)
-    goal = _goal(situation, asked, native, ask)
-    asks_again = partial(_goal, situation, None, native, ask) if ask and asked is None else None
+    goal = _goal(situation, config, native, ask)
+    asks_again = partial(_goal, situation, None, native, ask) if ask and config is None else None
     with alone(folder):
         search = opened(
             recipe, goal.budgets[0], overwrite=overwrite, resume=resume, track=bars, tell=tell
@@ -115,10 +115,10 @@ def guide(
         goal, points = explored(search, goal, asks_again)
         rounding = search.baselines() if goal.size == "memory" else []
     err_console.print(drawn(points, rounding, goal, situation))
-    if told := better_rounded(points, rounding):
-        err_console.print(told)
+    if advice := better_rounded(points, rounding):
+        err_console.print(advice)
     chosen = goal.best(points)
-    if not chosen and asked is not None and not ask:
+    if not chosen and config is not None and not ask:
         discard(search.work)
         least = min(float(c.score["loss"]) for c in points if c.score)
         raise MoesaicError(
@@ -166,13 +166,13 @@ def explored(
             search.config = goal.budgets[0]
             return goal, search.frontier(goal.budgets)
         except MoesaicError as error:
-            told = str(error)
-            if goal.kind != GOALS[0] and "out of reach" in told:  # nobody asked for that number
-                told = f"This looks for at least {1 - SHARES[0]:.0%} less, but {told}"
+            message = str(error)
+            if goal.kind != GOALS[0] and "out of reach" in message:  # nobody asked for that number
+                message = f"This looks for at least {1 - SHARES[0]:.0%} less, but {message}"
             if asks_again is None:
                 discard(search.work)
-                raise MoesaicError(told) from error
-            err_console.print(f"Not possible: {told}", style="yellow")
+                raise MoesaicError(message) from error
+            err_console.print(f"Not possible: {message}", style="yellow")
             goal = asks_again()
         except KeyboardInterrupt:
             again = shlex.join(["moesaic", *sys.argv[1:]])
@@ -226,26 +226,26 @@ def look(recipe: Recipe) -> Situation:
     machine = environment(recipe.device)
     accelerators = torch.cuda.device_count()
     name = machine["processor"] or machine["machine"]
-    told = f"{accelerators} accelerators" if accelerators else "no accelerator"
+    accelerator = f"{accelerators} accelerators" if accelerators else "no accelerator"
     threads = f"{machine['threads']} thread{'s' if machine['threads'] != 1 else ''}"
     lines = (
         f"{recipe.model}: {source.config.model_type}, {what}; {count(size.total_parameters)} "
         f"parameters, {count(size.active_parameters)} of them a token.",
-        f"This machine: {name}, {threads}, {told}; {memory(free)} are free.",
+        f"This machine: {name}, {threads}, {accelerator}; {memory(free)} are free.",
         f"Its weights take {memory(built.bytes)}: that {fits}.",
         f"What can be tried: {', '.join(dict.fromkeys(ways))}.",
     )
-    found = {**machine, "free_bytes": free, "weight_bytes": built.bytes}
-    return Situation(lines, built.bytes, size.active_parameters, free, found)
+    facts = {**machine, "free_bytes": free, "weight_bytes": built.bytes}
+    return Situation(lines, built.bytes, size.active_parameters, free, facts)
 
 
-def _goal(situation: Situation, asked: FitConfig | None, native: bool, ask: bool) -> Goal:
+def _goal(situation: Situation, config: FitConfig | None, native: bool, ask: bool) -> Goal:
     """What matters: given, asked for, or by default what memory there is."""
     kind, limit = GOALS[1], LOSS
-    if asked is not None and asked.memory is not None:
-        kind, limit = GOALS[0], float(asked.memory)
-    elif asked is not None and asked.max_loss is not None:
-        limit = asked.max_loss
+    if config is not None and config.memory is not None:
+        kind, limit = GOALS[0], float(config.memory)
+    elif config is not None and config.max_loss is not None:
+        limit = config.max_loss
     elif situation.bytes > ROOM * situation.free:
         kind, limit = GOALS[0], ROOM * situation.free
     elif ask:
@@ -261,15 +261,15 @@ def _asked_goal(situation: Situation) -> tuple[str, float]:
     from moesaic.report.numbers import memory
 
     listed = "  ".join(f"{n} {goal}" for n, goal in enumerate(GOALS, 1))
-    told = f"What matters?  {listed}\n"
-    which = IntPrompt.ask(told, choices=["1", "2", "3"], default=1, console=err_console)
+    question = f"What matters?  {listed}\n"
+    which = IntPrompt.ask(question, choices=["1", "2", "3"], default=1, console=err_console)
     if which == 1:
         default = memory(min(situation.free * ROOM, situation.bytes / 2))
         while True:
             default = default.replace("\u00a0", "")
-            told = Prompt.ask("The weights may take", default=default, console=err_console)
+            answer = Prompt.ask("The weights may take", default=default, console=err_console)
             try:
-                return GOALS[0], float(parse_bytes(told))
+                return GOALS[0], float(parse_bytes(answer))
             except MoesaicError as error:
                 err_console.print(str(error), style="yellow")
     return GOALS[which - 1], LOSS
@@ -302,12 +302,12 @@ def drawn(
 
     unit = 1 if goal.size == "active_parameters" else 2**20
     ours = [(getattr(c.weight, goal.size) / unit, c.kl, str(n)) for n, c in enumerate(points, 1)]
-    theirs = [(one["memory"] / unit, one["kl"], "·") for one in rounding]
+    theirs = [(baseline["memory"] / unit, baseline["kl"], "·") for baseline in rounding]
     name = "parameters a token uses" if unit == 1 else "MiB"
     picture = plane([*theirs, *ours], f"KL from the original over {name}")
     table = _table(points, rounding)
-    whole = memory(situation.bytes)
-    table.caption = f"The original takes {whole}. · is rounding alone, as llama.cpp's files are."
+    original = memory(situation.bytes)
+    table.caption = f"The original takes {original}. · is rounding alone, as llama.cpp's files are."
     return Group(picture, table)
 
 
@@ -319,20 +319,20 @@ def _table(points: Sequence[Candidate], rounding: Sequence[JSON]) -> Table:
     table = Table(title="What no other candidate beats", title_justify="left")
     for column in ("", "what", "native", "weights", "a token uses", "perplexity", "KL"):
         table.add_column(column, justify="left" if column == "what" else "right")
-    for n, one in enumerate(points, 1):
-        score = one.score or {}
+    for n, point in enumerate(points, 1):
+        score = point.score or {}
         table.add_row(
             str(n),
-            one.form,
-            "yes" if one.weight.native else "no",
-            memory(one.weight.memory),
-            count(one.weight.active_parameters),
+            point.form,
+            "yes" if point.weight.native else "no",
+            memory(point.weight.memory),
+            count(point.weight.active_parameters),
             _signed(score.get("loss", 0.0)),
-            share(one.kl),
+            share(point.kl),
         )
-    for of in rounding:
-        told = (memory(of["memory"]), "", _signed(of["loss"]), share(of["kl"]))
-        table.add_row("·", of["form"], "GGUF", *told, style="dim")
+    for baseline in rounding:
+        figures = (memory(baseline["memory"]), "", _signed(baseline["loss"]), share(baseline["kl"]))
+        table.add_row("·", baseline["form"], "GGUF", *figures, style="dim")
     return table
 
 
@@ -348,10 +348,10 @@ def _signed(share: float) -> str:
 def better_rounded(points: Sequence[Candidate], rounding: Sequence[JSON]) -> str:
     """A sentence where rounding alone is as small as what was found, and loses less."""
     ahead = [
-        of
-        for of in rounding
-        if all(of["kl"] < c.kl for c in points if c.weight.memory >= of["memory"])
-        and any(c.weight.memory >= of["memory"] for c in points)
+        baseline
+        for baseline in rounding
+        if all(baseline["kl"] < c.kl for c in points if c.weight.memory >= baseline["memory"])
+        and any(c.weight.memory >= baseline["memory"] for c in points)
     ]
     if not ahead:
         return ""
@@ -380,13 +380,16 @@ def command_of(recipe: Recipe) -> str:
 def _flags(config: MethodConfig | Calibration) -> list[str]:
     """Options that are not as by default."""
     words: list[str] = []
-    for of in fields(config):
-        value = getattr(config, of.name)
-        if value == of.default and not about(of).required:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value == field.default and not about(field).required:
             continue
-        on, _, off = flag_of(of).partition("/")
-        if about(of).seldom:
-            words += ["-o", f"{of.name}={str(value).lower() if value in (True, False) else value}"]
+        on, _, off = flag_of(field).partition("/")
+        if about(field).seldom:
+            words += [
+                "-o",
+                f"{field.name}={str(value).lower() if value in (True, False) else value}",
+            ]
         elif value is True or value is False:
             words.append(on if value else off or f"--no-{on.removeprefix('--')}")
         else:
@@ -445,8 +448,8 @@ class Session:
 
         from moesaic.cli.bars import err_console
 
-        known = [str(n) for n in range(1, len(self.points) + 1)]
-        number = IntPrompt.ask("Which one", choices=known, default=number, console=err_console)
+        choices = [str(n) for n in range(1, len(self.points) + 1)]
+        number = IntPrompt.ask("Which one", choices=choices, default=number, console=err_console)
         does: dict[str, tuple[str, Callable[[int], None]]] = {
             "s": ("save", self._save),
             "g": ("write GGUF", self._gguf),
@@ -455,15 +458,15 @@ class Session:
             "o": ("open the page", self._open),
             "u": ("upload", self._push),
         }
-        told = "  ".join(f"[{key}] {name}" for key, (name, _) in does.items())
+        actions = "  ".join(f"[{key}] {name}" for key, (name, _) in does.items())
         while True:
-            err_console.print(f"\n{number}: {told}  [p] another point  [q] quit")
+            err_console.print(f"\n{number}: {actions}  [p] another point  [q] quit")
             key = Prompt.ask("Then", choices=[*does, "p", "q"], default="s", console=err_console)
             if key == "q":
                 discard(self.search.work)  # there is nothing to go on with
                 return
             if key == "p":
-                number = IntPrompt.ask("Which one", choices=known, console=err_console)
+                number = IntPrompt.ask("Which one", choices=choices, console=err_console)
                 continue
             try:
                 does[key][1](number)
@@ -517,16 +520,16 @@ class Session:
 
     def _evaluate(self, number: int) -> None:
         folder, tasks = self._folder(number), self._asked("Tasks, with commas (empty: text)", "")
-        wanted = ["--tasks", tasks] if tasks else []
-        self._does("eval", folder, "--against", self.search.recipe.model, *wanted)
+        options = ["--tasks", tasks] if tasks else []
+        self._does("eval", folder, "--against", self.search.recipe.model, *options)
 
     def _does(self, *words: object) -> None:
         """Say a command, and carry it out."""
         from moesaic.cli.bars import err_console
 
-        given = [str(word) for word in words]
-        err_console.print(f"$ {shlex.join(['moesaic', *given])}", style="dim", soft_wrap=True)
-        app(given, standalone_mode=False)
+        arguments = [str(word) for word in words]
+        err_console.print(f"$ {shlex.join(['moesaic', *arguments])}", style="dim", soft_wrap=True)
+        app(arguments, standalone_mode=False)
 
     def _asked(self, what: str, default: str) -> str:
         from rich.prompt import Prompt

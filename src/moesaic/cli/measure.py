@@ -40,25 +40,25 @@ Original = Annotated[
 ]
 
 
-def place(given: JSON) -> JSON:
+def place(options: JSON) -> JSON:
     """Device and floating-point type, taken out of what was given."""
-    dtype = parse_dtype(given.pop("dtype", Recipe.dtype))
-    return {"device": check_device(given.pop("device", Recipe.device)), "dtype": dtype}
+    dtype = parse_dtype(options.pop("dtype", Recipe.dtype))
+    return {"device": check_device(options.pop("device", Recipe.device)), "dtype": dtype}
 
 
 def evaluate(
     model: Model,
     against: Original = None,
     as_json: AsJson = False,
-    **given: Value,
+    **options: Value,
 ) -> None:
     """Measure perplexity, size and active ratio; tasks; beside another model."""
     for name in (model, against or model):
         check_name(name)
-    where = place(given)
-    asked = Evaluation(**given)  # before anything slow is imported
-    wanted_tasks(asked.tasks, asked.shots, asked.limit)
-    settings = {**given, **where}
+    where = place(options)
+    evaluation = Evaluation(**options)  # before anything slow is imported
+    wanted_tasks(evaluation.tasks, evaluation.shots, evaluation.limit)
+    settings = {**options, **where}
     from moesaic.cli.bars import bars
     from moesaic.distributed import process
     from moesaic.estimates import notice_of_scoring
@@ -68,13 +68,13 @@ def evaluate(
     track = silent if process()[0] else bars
     if not process()[0]:
         names = [model] if against is None else [model, against]
-        tell(notice_of_scoring(names, asked, **where))
-    found = evaluate(model, against=against, **settings, track=track).as_json()
+        tell(notice_of_scoring(names, evaluation, **where))
+    result = evaluate(model, against=against, **settings, track=track).as_json()
     if process()[0]:  # the first process tells what all have found
         return
-    figures = {**found, "max_tokens": asked.max_tokens or None}
-    by_model = {model: found} | ({against: found["against"]} if against else {})
-    emit(as_json, figures, told(by_model, asked.max_tokens))
+    figures = {**result, "max_tokens": evaluation.max_tokens or None}
+    by_model = {model: result} | ({against: result["against"]} if against else {})
+    emit(as_json, figures, told(by_model, evaluation.max_tokens))
 
 
 TITLES = {"sources": "On ", "tasks": "", "generations": "Generations at temperature "}
@@ -86,28 +86,28 @@ def told(by_model: Mapping[str, JSON], most: int | None) -> Group:
     from rich.console import Group
 
     plain = {
-        name: {k: v for k, v in found.items() if k not in (*TITLES, "against")}
-        for name, found in by_model.items()
+        name: {k: v for k, v in figures.items() if k not in (*TITLES, "against")}
+        for name, figures in by_model.items()
     }
     table = columns(plain)
     if most:
         table.caption = f"On at most {most:,} tokens of the text; --max-tokens 0: on all of it."
     tables = [table]
     for part, title in TITLES.items():
-        kinds = {kind: None for found in by_model.values() for kind in found.get(part, {})}
+        kinds = {kind: None for figures in by_model.values() for kind in figures.get(part, {})}
         for kind in kinds:
-            shown = columns({name: found[part][kind] for name, found in by_model.items()})
-            shown.title = f"{title}{kind}"
-            shown.title_justify = "left"
-            tables.append(shown)
+            scores = columns({name: figures[part][kind] for name, figures in by_model.items()})
+            scores.title = f"{title}{kind}"
+            scores.title_justify = "left"
+            tables.append(scores)
     return Group(*tables)
 
 
-def bench(model: Model, against: Against = None, as_json: AsJson = False, **given: Value) -> None:
+def bench(model: Model, against: Against = None, as_json: AsJson = False, **options: Value) -> None:
     """Measure speed, peak memory and file size; beside another model in interleaved rounds."""
     names = {"model": model} | ({"against": against} if against else {})
-    where = place(given)
-    Bench(**given)  # before anything slow is imported
+    where = place(options)
+    Bench(**options)  # before anything slow is imported
     for name in names.values():
         check_name(name)
     from rich.console import Group
@@ -116,11 +116,11 @@ def bench(model: Model, against: Against = None, as_json: AsJson = False, **give
     from moesaic.cli.bars import bars
     from moesaic.metrics.bench import bench
 
-    figures = bench(names, **where, **given, track=bars)
+    figures = bench(names, **where, **options, track=bars)
     result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
     table = columns({names[key]: figures[key] for key in names})
-    said = report.speed_words(figures.get("ratio", {}))
-    emit(as_json, result, Group(table, *said))
+    sentences = report.speed_words(figures.get("ratio", {}))
+    emit(as_json, result, Group(table, *sentences))
 
 
 def inspect(
@@ -155,8 +155,8 @@ def inspect(
     )
     shown: list[Value] = [table]
     if stats is not None:
-        found = _redundancy(model, stats)
-        figures, shown = {**figures, "redundancy": found.as_json()}, [table, found.told()]
+        redundancy = _redundancy(model, stats)
+        figures, shown = {**figures, "redundancy": redundancy.as_json()}, [table, redundancy.told()]
     emit(as_json, figures, Group(*shown))
 
 
@@ -180,13 +180,13 @@ def generate(
     ] = 64,
     chat: Annotated[bool, typer.Option("--chat", help="Ask as a user would.")] = False,
     as_json: AsJson = False,
-    **given: Value,
+    **options: Value,
 ) -> None:
     """Continue a text greedily."""
     if not prompt:
         raise MoesaicError("The prompt is empty.")
     check_name(model)
-    where = place(given)
+    where = place(options)
     from moesaic.cli.bars import console
     from moesaic.io.source import resolve
     from moesaic.metrics.generations import generate
@@ -204,7 +204,7 @@ def commands() -> None:
     """Make these commands."""
     names = ("tasks", "limit", "shots", "generations", "stream", "data", "length", "max_tokens")
     text = [option(Evaluation, name) for name in names]
-    speed = [option(Bench, of.name) for of in fields(Bench)]
+    speed = [option(Bench, field.name) for field in fields(Bench)]
     where = [DEVICE, DTYPE]
     register("eval", evaluate, "moesaic eval out --against smollm2", [*text, *where])
     register("bench", bench, "moesaic bench out --against smollm2 --rounds 5", [*speed, *where])

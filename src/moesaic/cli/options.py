@@ -125,37 +125,37 @@ def of_methods(
         configs: the dataclasses by the method's name.
         taken: flags that mean something else.
     """
-    found: dict[str, list[Place]] = {}
+    places: dict[str, list[Place]] = {}
     for method, config in configs.items():
-        for of in fields(config):
-            if flag_of(of) not in taken:
-                found.setdefault(of.name, []).append((method, config, of))
-    return [_merged(group, methods=len(configs)) for group in found.values()]
+        for entry in fields(config):
+            if flag_of(entry) not in taken:
+                places.setdefault(entry.name, []).append((method, config, entry))
+    return [_merged(group, methods=len(configs)) for group in places.values()]
 
 
 def _field(config: type[DataclassInstance], name: str) -> Field[object]:
-    return next(of for of in fields(config) if of.name == name)
+    return next(entry for entry in fields(config) if entry.name == name)
 
 
-def flag_of(of: Field[object]) -> str:
+def flag_of(field: Field[object]) -> str:
     """The name on the command line: ``--keep``, or two of a switch that is on."""
-    flag = about(of).flag or f"--{of.name.replace('_', '-')}"
-    if of.default is True and "/" not in flag:
+    flag = about(field).flag or f"--{field.name.replace('_', '-')}"
+    if field.default is True and "/" not in flag:
         return f"{flag}/--no-{flag.removeprefix('--')}"
     return flag
 
 
-def help_of(config: type[DataclassInstance], of: Field[object]) -> str:
+def help_of(config: type[DataclassInstance], field: Field[object]) -> str:
     """A field's help text, and its choices where the text does not name them."""
-    known, text = [str(choice) for choice in choices(config, of.name)], about(of).help
-    if any(not re.search(rf"\b{re.escape(name)}(?![\w-])", text) for name in known):
-        text = f"{text} One of {', '.join(known)}."
+    allowed, text = [str(choice) for choice in choices(config, field.name)], about(field).help
+    if any(not re.search(rf"\b{re.escape(name)}(?![\w-])", text) for name in allowed):
+        text = f"{text} One of {', '.join(allowed)}."
     return text
 
 
-def default_of(of: Field[object]) -> str:
+def default_of(field: Field[object]) -> str:
     """A field's default as a user would write it; empty for one that says nothing."""
-    value = of.default if of.default is not MISSING else None
+    value = field.default if field.default is not MISSING else None
     if value is None or value is False or value in ("", ()):
         return ""
     if value is True:
@@ -170,29 +170,29 @@ def _merged(
     methods: int = 1,
 ) -> Option:
     """One option of the fields that several methods call by the same name."""
-    (_, config, first), said = group[0], about(group[0][2])
-    kind, commas = _kind(types_of(config)[first.name], said)
+    (_, config, first), info = group[0], about(group[0][2])
+    kind, commas = _kind(types_of(config)[first.name], info)
     flag = flag or flag_of(first)
     return Option(
         first.name,
         flag,
         kind,
         help or _help(group, methods),
-        said.metavar,
+        info.metavar,
         commas,
-        said.required,
+        info.required,
         {place[0]: _help([place], 1) for place in group if place[0]},
-        hidden=all(about(of).seldom for _, _, of in group),
+        hidden=all(about(entry).seldom for _, _, entry in group),
     )
 
 
-def _kind(hint: object, said: About) -> tuple[type[object], bool]:
+def _kind(hint: object, info: About) -> tuple[type[object], bool]:
     """The type that typer reads a field as, and whether it is a list with commas between."""
     kinds = [k for k in (get_args(hint) or (hint,)) if k not in (type(None), Ellipsis)]
     if get_origin(hint) in (Literal, tuple):
         kinds = [hint]
     plain = [k for k in kinds if k in (bool, int, float, str)]
-    if said.parse or str in plain or any(get_origin(k) is Literal for k in kinds):
+    if info.parse or str in plain or any(get_origin(k) is Literal for k in kinds):
         return str, False
     if any(get_origin(k) is tuple for k in kinds):
         return (list, False) if str in get_args(kinds[0]) else (str, True)
@@ -202,28 +202,28 @@ def _kind(hint: object, said: About) -> tuple[type[object], bool]:
 def _help(group: Sequence[Place], methods: int) -> str:
     """Help, choices and default; with the methods' names where they differ."""
     texts: dict[str, list[str]] = {}
-    for method, config, of in group:
-        texts.setdefault(help_of(config, of), []).append(method)
-    whole = len(texts) == 1 and len(group) == methods
-    told = [t if whole else f"{', '.join(names)}: {t}" for t, names in texts.items()]
+    for method, config, entry in group:
+        texts.setdefault(help_of(config, entry), []).append(method)
+    same = len(texts) == 1 and len(group) == methods
+    sentences = [t if same else f"{', '.join(names)}: {t}" for t, names in texts.items()]
     values: dict[str, list[str]] = {}
-    for method, _, of in group:
-        values.setdefault(default_of(of), []).append(method)
+    for method, _, entry in group:
+        values.setdefault(default_of(entry), []).append(method)
     if len(values) == 1:
         (value,) = values
         default = f"Default: {value}." if value else ""
     else:
         default = ", ".join(f"{', '.join(m)} {v}" for v, m in values.items() if v)
         default = f"Default: {default}." if default else ""
-    if "efault" in " ".join(told) or about(group[0][2]).required:
+    if "efault" in " ".join(sentences) or about(group[0][2]).required:
         default = ""
-    return " ".join([*told, default]).strip()
+    return " ".join([*sentences, default]).strip()
 
 
 # --- values --------------------------------------------------------------------------------------
 
 
-def pairs(given: Sequence[str] | None) -> JSON:
+def pairs(arguments: Sequence[str] | None) -> JSON:
     """``key=value`` pairs; lists, mappings and null are read as in a recipe.
 
     >>> pairs(["alpha=0.5", "layers=[1, 2]", "steps=null"])
@@ -232,14 +232,13 @@ def pairs(given: Sequence[str] | None) -> JSON:
     Raises:
         MoesaicError: one is no such pair.
     """
-    found = {}
-    for pair in given or []:
+    values = {}
+    for pair in arguments or []:
         key, equals, value = pair.partition("=")
         if not equals:
             raise MoesaicError(f"option {pair!r} is not key=value.")
-        read = yaml.safe_load(value) if re.match(r"\s*[\[{]|null$", value) else value
-        found[key] = read
-    return found
+        values[key] = yaml.safe_load(value) if re.match(r"\s*[\[{]|null$", value) else value
+    return values
 
 
 # --- messages ------------------------------------------------------------------------------------
@@ -268,19 +267,19 @@ def in_flags(message: str, flags: Mapping[str, str]) -> str:
     '--keep: Input should be a number.'
     """
 
-    def flag(found: re.Match[str]) -> str:
-        name = found["first"] or found["set"] or found["bare"]
-        value = found["said"] or found["value"]
+    def flag(match: re.Match[str]) -> str:
+        name = match["first"] or match["set"] or match["bare"]
+        value = match["said"] or match["value"]
         if name not in flags:
-            return found[0]
+            return match[0]
         on, _, off = flags[name].partition("/")
         on, between = (on, "=") if on.startswith("-o ") else (on.split()[0], " ")
         if value in ("True", "False") and between == " ":
             return on if value == "True" else off or f"-o {name}=false"
         return on if value is None else f"{on}{between}{value}"
 
-    speaks, known, listed = message.partition("known: ")
-    return MENTIONS.sub(flag, speaks) + known + listed
+    speaks, separator, listed = message.partition("known: ")
+    return MENTIONS.sub(flag, speaks) + separator + listed
 
 
 DEVICE, DTYPE = option(Recipe, "device"), option(Recipe, "dtype")

@@ -49,8 +49,8 @@ def run(
     as_json: AsJson = False,
 ) -> None:
     """Carry out a recipe, one complete run."""
-    asked = load_recipe(recipe, overrides or ())
-    carry_out(asked, overwrite, resume, as_json, dry_run, push, push_plan)
+    loaded = load_recipe(recipe, overrides or ())
+    carry_out(loaded, overwrite, resume, as_json, dry_run, push, push_plan)
 
 
 FASTER: JSON = {"method": "wina", "active": 0.8, "gradients": True, "gradient_tokens": 1024}
@@ -81,15 +81,17 @@ def demo(
         name: Recipe(model, str(out / name), (step_config(verb, options),), SHOWN, measured)
         for name, (model, verb, options, measured) in DEMO.items()
     }
-    known = {name: record_of(out / name) for name, r in halves.items() if resume and _is_whole(r)}
-    left = {name: recipe for name, recipe in halves.items() if name not in known}
-    for recipe in left.values():
+    finished = {
+        name: record_of(out / name) for name, r in halves.items() if resume and _is_whole(r)
+    }
+    remaining = {name: recipe for name, recipe in halves.items() if name not in finished}
+    for recipe in remaining.values():
         check_run(recipe, overwrite=overwrite, resume=resume)
     check_free(out, overwrite or resume)
     check_drawing(out / PAGE, ".html")
     warn_of_company()
-    made = {name: carried_out(recipe, overwrite, resume) for name, recipe in left.items()}
-    records = {name: record for name in halves if (record := {**known, **made}[name])}
+    fresh = {name: carried_out(recipe, overwrite, resume) for name, recipe in remaining.items()}
+    records = {name: record for name in halves if (record := {**finished, **fresh}[name])}
     from rich.console import Group
 
     from moesaic import report
@@ -97,8 +99,8 @@ def demo(
     file = out / PAGE
     write_drawing(file, report.html([*records.values()]))
     tables = [report.terminal(record) for record in records.values()]
-    said = f"Checkpoints in {out}, both runs on one page in {file}"
-    emit(as_json, {n: r.output() for n, r in records.items()}, Group(*tables, said))
+    summary = f"Checkpoints in {out}, both runs on one page in {file}"
+    emit(as_json, {n: r.output() for n, r in records.items()}, Group(*tables, summary))
     if page:
         show_page(file)
 
@@ -118,8 +120,8 @@ def warn_of_company() -> None:
 
 def _is_whole(recipe: Recipe) -> bool:
     """Whether a recipe's result is there."""
-    asked = placed(Path(recipe.out), RECIPE)
-    return asked.is_file() and asked.read_text("utf-8") == recipe.to_yaml()
+    file = placed(Path(recipe.out), RECIPE)
+    return file.is_file() and file.read_text("utf-8") == recipe.to_yaml()
 
 
 def apply(
@@ -155,16 +157,16 @@ def export(
     out: Out,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
-    **given: Value,
+    **options: Value,
 ) -> None:
     """Write a model for transformers, vLLM, SGLang or llama.cpp: exact, or refused."""
-    given = plain_values(ExportArgs, given)
-    asked = ExportArgs(**given)  # before anything slow is imported
+    options = plain_values(ExportArgs, options)
+    args = ExportArgs(**options)  # before anything slow is imported
     check_name(model)
-    (check_file if asked.to == "gguf" else check_out)(out, overwrite, [model])
+    (check_file if args.to == "gguf" else check_out)(out, overwrite, [model])
     from moesaic.exports import export
 
-    record = export(model, out, overwrite=overwrite, **given)
+    record = export(model, out, overwrite=overwrite, **options)
     emit(as_json, record, exported(record))
 
 
@@ -238,9 +240,9 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """One page about one or more results: what is lost, what is saved, layer by layer."""
-    for field, given, known in (("saved", saved, SAVED), ("lost", lost, LOST)):
-        if given and given not in known:
-            raise MoesaicError(f"{field} {given!r} is not known; known: {', '.join(known)}.")
+    for axis, key, axes in (("saved", saved, SAVED), ("lost", lost, LOST)):
+        if key and key not in axes:
+            raise MoesaicError(f"{axis} {key!r} is not known; known: {', '.join(axes)}.")
     types = Evaluation(baselines=tuple(baselines or ())).baselines  # or says which there are
     check_drawing(out, ".html", ".svg")
     records = [record_of(folder) for folder in runs]
@@ -269,28 +271,28 @@ def beside_rounding(
     from moesaic.cli.bars import bars
     from moesaic.pipeline import with_baselines
 
-    seen, found = set[str](), []
+    seen, updated = set[str](), []
     for run, record in zip(runs, records, strict=True):
         if record.model not in seen:
             file = placed(run, RECIPE) if run.is_dir() else run.with_name(RECIPE)
             record = with_baselines(load_recipe(file), record, types, bars)
         seen.add(record.model)
-        found.append(record)
-    return found
+        updated.append(record)
+    return updated
 
 
 def architectures(as_json: AsJson = False) -> None:
     """Model types that are supported, and those that are not, with the reason."""
     from moesaic.arch.tried import tried
 
-    found = tried()
-    lines = [f"With transformers {found['transformers']}:"]
+    outcomes = tried()
+    lines = [f"With transformers {outcomes['transformers']}:"]
     titles = ("mixtures of experts", "dense models", "with parts beside text")
     for kind, words in zip(("moe", "dense", "beside"), titles, strict=True):
-        lines.append(f"\n{len(found[kind])} {words}\n{', '.join(found[kind])}")
-    lines.append(f"\n{len(found['unsupported'])} not supported")
-    lines += [f"{name}: {reason}" for name, reason in found["unsupported"].items()]
-    emit(as_json, found, "\n".join(lines))
+        lines.append(f"\n{len(outcomes[kind])} {words}\n{', '.join(outcomes[kind])}")
+    lines.append(f"\n{len(outcomes['unsupported'])} not supported")
+    lines += [f"{name}: {reason}" for name, reason in outcomes["unsupported"].items()]
+    emit(as_json, outcomes, "\n".join(lines))
 
 
 def commands() -> None:
@@ -298,7 +300,7 @@ def commands() -> None:
     register("run", run, "moesaic run recipes/more-llama-3.1-8b.yaml out=my-folder")
     register("demo", demo, "moesaic demo --out moesaic-demo")
     register("apply", apply, "moesaic apply smollm2 out rebuilt")
-    form = [option(ExportArgs, of.name) for of in fields(ExportArgs)]
+    form = [option(ExportArgs, field.name) for field in fields(ExportArgs)]
     register("export", export, "moesaic export out out-native --to native", form)
     register("report", report, "moesaic report out-0.8 out-0.7 --out compare.html")
     register("architectures", architectures, "moesaic architectures --json")

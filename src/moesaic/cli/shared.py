@@ -49,10 +49,9 @@ class Guided(TyperGroup):
         if word not in self.commands and names_model(word):
             return GUIDE, self.commands[GUIDE], args
         if word not in self.commands and not word.startswith("-"):
-            known = [name for name, of in self.commands.items() if not of.hidden]
-            raise MoesaicError(
-                f"No such command: {word}. Models by name: {MODELS}.{meant(word, [*known, *KNOWN])}"
-            )
+            commands = [name for name, command in self.commands.items() if not command.hidden]
+            hint = meant(word, [*commands, *KNOWN])
+            raise MoesaicError(f"No such command: {word}. Models by name: {MODELS}.{hint}")
         return super().resolve_command(ctx, args)
 
 
@@ -75,13 +74,15 @@ class Brief(TyperCommand):
 
     def format_help(self, ctx: Context, formatter: HelpFormatter) -> None:
         """Write the help of the method that ``--method`` names, else of the first one."""
-        asked, by_name = sys.argv, {o.name: o for o in self.options}
+        arguments, by_name = sys.argv, {o.name: o for o in self.options}
         methods = dict.fromkeys(m for o in self.options for m in o.methods)
-        named = [m for m in methods if f"--method={m}" in asked or m in _after("--method", asked)]
+        named = [
+            m for m in methods if f"--method={m}" in arguments or m in _after("--method", arguments)
+        ]
         method = next(iter(named or methods), "")
         left_out: list[str] = []
         shared: list[str] = []
-        brief = any(o.common for o in self.options) and ALL not in asked
+        brief = any(o.common for o in self.options) and ALL not in arguments
         for parameter in self.params:
             option = by_name.get(str(parameter.name))
             if parameter.name in RUNS and isinstance(parameter, TyperOption):
@@ -90,7 +91,7 @@ class Brief(TyperCommand):
             if option is None or not isinstance(parameter, TyperOption):
                 continue
             parameter.help = option.methods.get(method, option.help)
-            common = option.common and ALL not in asked
+            common = option.common and ALL not in arguments
             seldom = option.hidden and (brief or not option.methods)
             parameter.hidden = (
                 seldom or common or bool(option.methods and method not in option.methods)
@@ -98,8 +99,8 @@ class Brief(TyperCommand):
             left_out += [option.flag.split()[0].partition("/")[0]] if common else []
         more = []
         if left_out:
-            said = f"For text, measuring and device: {' '.join(left_out)}."
-            more.append(f"{said} For the run: {' '.join(shared)} (see {ALL}).")
+            sentence = f"For text, measuring and device: {' '.join(left_out)}."
+            more.append(f"{sentence} For the run: {' '.join(shared)} (see {ALL}).")
         if len(methods) > 1:
             others = ", ".join(m for m in methods if m != method)
             more.append(f"These are the options of {method}; of {others}: --method NAME --help.")
@@ -123,7 +124,7 @@ def register(
 
     Args:
         name: of the command.
-        run: its parameters and its docstring are the command's; ``**given`` takes the options,
+        run: its parameters and its docstring are the command's; ``**options`` takes the options,
             those that were given.
         example: a command line that works.
         options: options made from dataclasses, which follow the function's own parameters.
@@ -131,34 +132,34 @@ def register(
         hidden: it is not in the list of commands.
     """
     signature = inspect.signature(run, eval_str=True)
-    own = [
+    parameters = [
         p.replace(kind=p.KEYWORD_ONLY)
         for p in signature.parameters.values()
         if p.kind is not p.VAR_KEYWORD
     ]
-    arguments = [p for p in own if _is_argument(p)]
-    switches = [p for p in own if not _is_argument(p)]
+    arguments = [p for p in parameters if _is_argument(p)]
+    switches = [p for p in parameters if not _is_argument(p)]
     flags = {p.name: _flag(p) for p in switches}
     flags |= {field: f"-o {field}" for field in seldom}
     flags |= {o.name: o.flag for o in options if not o.hidden}
-    read = {o.name: o for o in options}
+    by_name = {o.name: o for o in options}
 
-    def command(**given: Value) -> None:
-        said = {
-            key: read[key].read(value) if key in read else expanded(value)
-            for key, value in given.items()
-            if key not in read or value is not None
+    def command(**values: Value) -> None:
+        parsed = {
+            key: by_name[key].read(value) if key in by_name else expanded(value)
+            for key, value in values.items()
+            if key not in by_name or value is not None
         }
         try:
-            run(**said)
+            run(**parsed)
         except MoesaicError as error:
             raise MoesaicError(in_flags(str(error), flags)) from error
 
     leading = [p for p in switches if p.name not in LAST]
     following = [p for p in switches if p.name in LAST]
-    made = [*arguments, *leading, *(o.parameter for o in options), *following]
+    ordered = [*arguments, *leading, *(o.parameter for o in options), *following]
     command.__name__, command.__doc__ = run.__name__, run.__doc__
-    command.__signature__ = signature.replace(parameters=made)  # type: ignore[attr-defined]
+    command.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
     cls = type("Brief", (Brief,), {"options": options, "example": example})
     names = ["--help", ALL] if any(o.common for o in options) else ["--help"]
     app.command(
@@ -188,9 +189,11 @@ def _is_argument(parameter: inspect.Parameter) -> bool:
 
 def _flag(parameter: inspect.Parameter) -> str:
     info = _info(parameter)
-    said = [str(one) for one in (info.default, *(info.param_decls or ()))]  # typer's first is there
+    names = [
+        str(one) for one in (info.default, *(info.param_decls or ()))
+    ]  # typer's first is there
     return next(
-        (one for one in said if one.startswith("--")), f"--{parameter.name.replace('_', '-')}"
+        (one for one in names if one.startswith("--")), f"--{parameter.name.replace('_', '-')}"
     )
 
 
@@ -269,8 +272,8 @@ def carry_out(
     err_console.print(
         f"{place}, report in {Path(recipe.out) / OWN / PAGE}", markup=False, soft_wrap=True
     )
-    found = pushed(recipe.out, push, push_plan)
-    emit(as_json, {**record.output(), **found}, report.terminal(record))
+    upload = pushed(recipe.out, push, push_plan)
+    emit(as_json, {**record.output(), **upload}, report.terminal(record))
 
 
 def foretell(recipe: Recipe, as_json: bool) -> None:
@@ -278,16 +281,16 @@ def foretell(recipe: Recipe, as_json: bool) -> None:
     from moesaic.estimates import estimate
     from moesaic.report.numbers import memory, span
 
-    found = estimate(recipe).as_json()
-    sizes = (name for name in found if name.endswith("_bytes"))
-    table = {**found, **{name.removesuffix("_bytes"): memory(found[name]) for name in sizes}}
+    figures = estimate(recipe).as_json()
+    sizes = (name for name in figures if name.endswith("_bytes"))
+    table = {**figures, **{name.removesuffix("_bytes"): memory(figures[name]) for name in sizes}}
     table = {name: value for name, value in table.items() if not name.endswith("_bytes")}
     table["time"] = span(table.pop("seconds"))
     lacks = table.pop("loads_in")
     table |= {name: "; ".join(reasons) or "loads it" for name, reasons in lacks.items()}
     view = columns({recipe.out: table})
     view.caption = "Memory, disk and time are predicted; nothing was computed."
-    emit(as_json, {"out": recipe.out, "estimate": found}, view)
+    emit(as_json, {"out": recipe.out, "estimate": figures}, view)
 
 
 def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
@@ -307,12 +310,12 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
         )
     except KeyboardInterrupt:
         kept = any(unfinished(recipe.out).rglob("*.safetensors"))
-        told = (
+        message = (
             "Finished layers are kept; --resume continues from them."
             if kept
-            else ("Nothing is finished yet: the same command begins anew.")
+            else "Nothing is finished yet: the same command begins anew."
         )
-        fail(f"Interrupted. {told}", 130)
+        fail(f"Interrupted. {message}", 130)
 
 
 def tell(line: str) -> None:
@@ -329,8 +332,8 @@ def fail(message: str, code: int) -> NoReturn:
 
     from moesaic.cli.bars import err_console
 
-    said = Text.assemble(("Error:", "bold red"), " ", message)
-    err_console.print(said, soft_wrap=True)
+    text = Text.assemble(("Error:", "bold red"), " ", message)
+    err_console.print(text, soft_wrap=True)
     sys.exit(code)
 
 

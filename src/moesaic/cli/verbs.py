@@ -34,7 +34,7 @@ from moesaic.io.outputs import check_file
 from moesaic.methods import VERBS, methods_of
 from moesaic.recipe import Recipe, checked, former_options, method_of, renewed, step_config
 
-SELDOM = tuple(of.name for of in fields(Evaluation) if about(of).seldom)
+SELDOM = tuple(field.name for field in fields(Evaluation) if about(field).seldom)
 
 
 def verb_options(verb: Verb) -> list[Option]:
@@ -42,27 +42,27 @@ def verb_options(verb: Verb) -> list[Option]:
     methods = methods_of(verb.name)
     names = TEXT if verb.calibrates else ()
     calibration = [option(Calibration, name) for name in names]
-    own = of_methods(methods, {o.flag for o in calibration})
+    method_options = of_methods(methods, {o.flag for o in calibration})
     bundles: dict[str, list[str]] = {}
     for method, config in methods.items():
         for name in config.bundles:
             bundles.setdefault(name, []).append(method)
-    taken = {o.flag for o in own if not o.hidden}
+    taken = {o.flag for o in method_options if not o.hidden}
     data = "--eval-data" if "--data" in taken else "--data"
     first, rest = [], []
     if len(methods) > 1:
         default = next(iter(methods))
         default += " with --recipe best" if "best" in methods[default].bundles else ""
-        told = f"{', '.join(methods)}. Default: {default}."
-        first.append(Option("method", "--method", str, told))
+        help = f"{', '.join(methods)}. Default: {default}."
+        first.append(Option("method", "--method", str, help))
     if bundles:
         several = len(methods) > 1
         named = (f"{n} ({', '.join(m)})" if several else n for n, m in bundles.items())
-        told = f"Options that belong together: {', '.join(named)}."
-        rest.append(Option("recipe", "--recipe", str, told, metavar="NAME"))
+        help = f"Options that belong together: {', '.join(named)}."
+        rest.append(Option("recipe", "--recipe", str, help, metavar="NAME"))
     if verb.compares:
-        told = f"Also measure {verb.compares}. Repeatable."
-        rest.append(option(Evaluation, "compare", help=told))
+        help = f"Also measure {verb.compares}. Repeatable."
+        rest.append(option(Evaluation, "compare", help=help))
     rest.append(Option("option", "--option -o", list, "Any other, of --help-all.", "KEY=VALUE"))
     if verb.observes:
         rest.append(option(Calibration, "stats"))
@@ -72,14 +72,16 @@ def verb_options(verb: Verb) -> list[Option]:
         evaluation[0] = replace(evaluation[0], name="eval_data")
     common = [*calibration, *evaluation, DEVICE, DTYPE]
     hidden = [
-        Option(name, of.flag, bool if of.switch else str, f"--{of.name} now.", hidden=True)
-        for name, of in former_options(verb.name).items()
+        Option(
+            name, former.flag, bool if former.switch else str, f"--{former.name} now.", hidden=True
+        )
+        for name, former in former_options(verb.name).items()
     ]
-    said = [*first, *(o for o in own if not o.hidden), *rest]
-    said += [replace(o, common=True) for o in common]
-    flags = {o.flag for o in said}
-    seldom = [o for o in own if o.hidden and o.flag not in flags]
-    return [*said, *seldom, *hidden]
+    visible = [*first, *(o for o in method_options if not o.hidden), *rest]
+    visible += [replace(o, common=True) for o in common]
+    flags = {o.flag for o in visible}
+    seldom = [o for o in method_options if o.hidden and o.flag not in flags]
+    return [*visible, *seldom, *hidden]
 
 
 def command(verb: Verb, names: Collection[str]) -> Callable[..., None]:
@@ -104,30 +106,32 @@ def command(verb: Verb, names: Collection[str]) -> Callable[..., None]:
         push: Push = "",
         push_plan: PushPlan = False,
         as_json: AsJson = False,
-        **given: Value,
+        **options: Value,
     ) -> None:
-        extra = pairs(given.pop("option", None))
-        device = {name: given.pop(name) for name in ("device", "dtype") if name in given}
-        calibration = {name: given.pop(name) for name in text & given.keys()}
+        extra = pairs(options.pop("option", None))
+        device = {name: options.pop(name) for name in ("device", "dtype") if name in options}
+        calibration = {name: options.pop(name) for name in text & options.keys()}
         measured = {
-            name: given.pop(key)
+            name: options.pop(key)
             for key, name in (
                 ("data" if "eval_data" not in names else "eval_data", "data"),
                 ("max_tokens", "max_tokens"),
                 ("compare", "compare"),
                 ("baselines", "baselines"),
             )
-            if key in given
+            if key in options
         }
-        chosen = methods.get(method_of(verb.name, renewed(verb.name, given)))
-        own = {of.name for of in fields(chosen)} if chosen else set()
-        measured |= {key: extra.pop(key) for key in SELDOM if key in extra and key not in own}
-        if "seed" in calibration and "seed" in own:
-            given["seed"] = calibration["seed"]
+        config = methods.get(method_of(verb.name, renewed(verb.name, options)))
+        config_fields = {field.name for field in fields(config)} if config else set()
+        measured |= {
+            key: extra.pop(key) for key in SELDOM if key in extra and key not in config_fields
+        }
+        if "seed" in calibration and "seed" in config_fields:
+            options["seed"] = calibration["seed"]
         recipe = Recipe(
             model=model,
             out=str(out),
-            steps=(step_config(verb.name, {**given, **extra}),),
+            steps=(step_config(verb.name, {**options, **extra}),),
             calibration=checked(Calibration, calibration, ""),
             evaluation=checked(Evaluation, measured, "") if evaluate else None,
             **device,
@@ -154,16 +158,16 @@ def observe(
     overwrite: Overwrite = False,
     resume: Resume = False,
     as_json: AsJson = False,
-    **given: Value,
+    **options: Value,
 ) -> None:
     """Observe a model once; prune, slim and skip then decide in seconds with --stats."""
     check_file(stats, overwrite, [model, *(merge or ())])
     if not merge:
         check_name(model)
-    device = check_device(given.pop("device", Recipe.device))
-    dtype = parse_dtype(given.pop("dtype", Recipe.dtype))
-    gram = {"gram_mb": given.pop("gram_mb")} if "gram_mb" in given else {}
-    calibration = checked(Calibration, given, "")
+    device = check_device(options.pop("device", Recipe.device))
+    dtype = parse_dtype(options.pop("dtype", Recipe.dtype))
+    gram = {"gram_mb": options.pop("gram_mb")} if "gram_mb" in options else {}
+    calibration = checked(Calibration, options, "")
     from moesaic import api
     from moesaic.cli.bars import bars
     from moesaic.distributed import process
@@ -198,10 +202,12 @@ def commands() -> None:
     """Make the commands of all verbs, and of observe."""
     for name in VERBS:
         verb, options = VERBS[name], verb_options(VERBS[name])
-        known = [of.name for config in methods_of(name).values() for of in fields(config)]
+        field_names = [
+            field.name for config in methods_of(name).values() for field in fields(config)
+        ]
         run = command(verb, {o.name for o in options})
-        register(name, run, verb.example, options, [*SELDOM, *known])
-    told = "MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with them."
+        register(name, run, verb.example, options, [*SELDOM, *field_names])
+    help = "MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with them."
     text = [option(Calibration, name) for name in TEXT]
-    options = [*text, Option("gram_mb", "--gram-mb", int, told), DEVICE, DTYPE]
+    options = [*text, Option("gram_mb", "--gram-mb", int, help), DEVICE, DTYPE]
     register("observe", observe, "moesaic observe tiny-moe tiny-moe.stats", options)
