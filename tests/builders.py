@@ -327,7 +327,7 @@ def quantise(folder: Path, form: Any, chosen: Callable[[str, Tensor], bool]) -> 
             out[name] = tensor.to(torch.bfloat16)
     save_file(out, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config |= {"quantization_config": form.said, "dtype": "bfloat16"}
+    config |= {"quantization_config": form.config, "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 

@@ -747,7 +747,7 @@ def test_the_page_lists_every_schema() -> None:
         extra = ", ".join(f"`{name}`" for name in schema.may)
         (line,) = [x for x in page.splitlines() if x.startswith(f"| {columns}") and "|" in x]
         assert extra in line
-        assert schema.of in line
+        assert schema.data_sets in line
 
 
 def test_eval_refuses_what_a_result_was_calibrated_on(

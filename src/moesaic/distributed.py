@@ -44,13 +44,13 @@ def wait_for_all() -> None:
         torch.distributed.barrier()
 
 
-def gathered(own: T) -> list[T]:
+def gathered(value: T) -> list[T]:
     """What every process gives, in the order of their numbers; the same list in each."""
     _, world = process()
     if world == 1:
-        return [own]
+        return [value]
     every: list[T | None] = [None] * world
-    torch.distributed.all_gather_object(every, own)
+    torch.distributed.all_gather_object(every, value)
     return cast("list[T]", every)
 
 

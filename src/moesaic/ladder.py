@@ -50,8 +50,8 @@ class Shape:
         >>> Shape(1, 32, 4).widths[:2], Shape(1, 32, 8).widths[:2], len(Shape(1, 1408, 8).widths)
         ((0.125, 0.25), (0.25, 0.5), 22)
         """
-        wanted = (s for s in (64, 32, 16, 8) if self.multiple <= s <= self.width // 8)
-        step = next(wanted, self.multiple)
+        steps = (s for s in (64, 32, 16, 8) if self.multiple <= s <= self.width // 8)
+        step = next(steps, self.multiple)
         return tuple(n / self.width for n in range(step, self.width + 1, step))
 
 

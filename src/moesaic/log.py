@@ -39,18 +39,18 @@ class Log(logging.Handler):
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Time what happens inside."""
-        said: JSON = {"stage": name}
+        entry: JSON = {"stage": name}
         if self._open:
-            said["within"] = self._open[-1]
-        self.stages.append(said)
+            entry["within"] = self._open[-1]
+        self.stages.append(entry)
         self._open.append(name)
         clock, cpu = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
             self._open.remove(name)
-            said["seconds"] = round(time.perf_counter() - clock, 3)
-            said["cpu_seconds"] = round(time.process_time() - cpu, 3)
+            entry["seconds"] = round(time.perf_counter() - clock, 3)
+            entry["cpu_seconds"] = round(time.process_time() - cpu, 3)
 
     def track(self, items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
         """Pass the items on, and show and time that."""
@@ -81,15 +81,15 @@ class Log(logging.Handler):
         if self._alone and logging.lastResort is not None:
             logging.lastResort.handle(record)
 
-    def note(self, said: str, of_speed: bool = False) -> None:
+    def note(self, message: str, of_speed: bool = False) -> None:
         """Keep a warning, unless it is there."""
-        for known in (self.warnings, self.of_speed) if of_speed else (self.warnings,):
-            if said not in known:
-                known.append(said)
+        for notes in (self.warnings, self.of_speed) if of_speed else (self.warnings,):
+            if message not in notes:
+                notes.append(message)
 
     def as_json(self) -> JSON:
         """``stages`` that are over, ``warnings``, and those of them that are ``of_speed``."""
-        over = [said for said in self.stages if "seconds" in said]
+        over = [entry for entry in self.stages if "seconds" in entry]
         return {
             "stages": over,
             "warnings": list(self.warnings),

@@ -26,13 +26,13 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __init__(self, group: str, entries: Mapping[str, str]) -> None:
         self.group = group
-        self._own = dict(entries)
+        self._entries = dict(entries)
         self._loaded: dict[str, T] = {}
 
     @cached_property
     def _where(self) -> dict[str, str]:
         added = {e.name: e.value for e in entry_points(group=self.group)}
-        return {**added, **self._own}
+        return {**added, **self._entries}
 
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:
@@ -43,8 +43,8 @@ class Registry(Mapping[str, T], Generic[T]):
         return name in self._where
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._own
-        yield from (name for name in self._where if name not in self._own)
+        yield from self._entries
+        yield from (name for name in self._where if name not in self._entries)
 
     def __len__(self) -> int:
         return len(self._where)

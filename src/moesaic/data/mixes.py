@@ -82,11 +82,11 @@ def sources_of(spec: str, use: Use) -> tuple[TextSource, ...]:
         MoesaicError: it is no such name, or a mix whose data sets cannot be read: no other text
             takes their place, so that results do not depend on the network.
     """
-    found: dict[TextSource, float] = {}
+    weights: dict[TextSource, float] = {}
     for part in (p for source in text_sources(spec) for p in _parts(source, use)):
         key = replace(part, weight=1.0)
-        found[key] = found.get(key, 0.0) + part.weight
-    return tuple(replace(source, weight=weight) for source, weight in found.items())
+        weights[key] = weights.get(key, 0.0) + part.weight
+    return tuple(replace(source, weight=weight) for source, weight in weights.items())
 
 
 def check_apart(used: Iterable[str], measured: str) -> None:

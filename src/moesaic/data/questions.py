@@ -98,24 +98,26 @@ def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None)
                     f"{field} {value} is of tasks; name some, such as tasks=arc_easy."
                 )
         return []
-    found: list[Wanted] = []
+    wanted: list[Wanted] = []
     for name in names:
         if name.endswith((".jsonl", ".json")):
-            found.append(_local(Path(name).expanduser(), shots))
+            wanted.append(_local(Path(name).expanduser(), shots))
         elif name in PRESETS:
-            found += [Wanted(t, own if shots is None else shots) for t, own in PRESETS[name]]
+            wanted += [
+                Wanted(t, default if shots is None else shots) for t, default in PRESETS[name]
+            ]
         else:
-            found.append(Wanted(name, shots))
-    double = {task.name for task in found if [t.name for t in found].count(task.name) > 1}
+            wanted.append(Wanted(name, shots))
+    double = {task.name for task in wanted if [t.name for t in wanted].count(task.name) > 1}
     if double:
         raise MoesaicError(f"tasks names {', '.join(sorted(double))} twice; leave one out.")
-    named = [task.name for task in found if not task.questions]
+    named = [task.name for task in wanted if not task.questions]
     if named and importlib.util.find_spec("lm_eval") is None:
         raise MoesaicError(
             f"tasks {named[0]!r} is a task of lm-eval, which is not here: "
             f"{how_to_install('tasks')}, or give a FILE.jsonl of questions."
         )
-    return found
+    return wanted
 
 
 def _local(file: Path, shots: int | None) -> Wanted:
@@ -136,7 +138,7 @@ def read_questions(file: Path) -> list[Question]:
     """
     if not file.is_file():
         raise MoesaicError(f"tasks: no file at {file}.")
-    found = []
+    questions = []
     try:
         lines = file.read_text("utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -144,14 +146,14 @@ def read_questions(file: Path) -> list[Question]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(_question(json.loads(line)))
+                questions.append(_question(json.loads(line)))
             except (ValueError, TypeError) as error:
                 raise MoesaicError(
                     f"tasks: {file}, line {number}: {error}. A line is {FIELDS}."
                 ) from None
-    if not found:
+    if not questions:
         raise MoesaicError(f"tasks: {file} has no questions. A line is {FIELDS}.")
-    return found
+    return questions
 
 
 def _question(row: object) -> Question:
@@ -193,8 +195,8 @@ def right_one(answer: object, choices: Sequence[str]) -> int:
         for labels in (list(choices), letters):
             if labels.count(answer) == 1:
                 return labels.index(answer)
-    known = f"0 to {len(choices) - 1}, {letters[0]} to {letters[-1]}, or a choice itself"
-    raise ValueError(f"answer {answer!r} is none of {known}")
+    accepted = f"0 to {len(choices) - 1}, {letters[0]} to {letters[-1]}, or a choice itself"
+    raise ValueError(f"answer {answer!r} is none of {accepted}")
 
 
 def context(questions: Sequence[Question], number: int, shots: int) -> str:

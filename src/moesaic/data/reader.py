@@ -76,18 +76,18 @@ class Taken:
             ``source``; ``split`` where there are several; ``rows``, first and one past the last,
             where they are not all; ``held_out`` where it is so.
         """
-        told: JSON = {"source": self.source or "shipped"}
+        values: JSON = {"source": self.source or "shipped"}
         if self.split:
-            told["split"] = self.split
+            values["split"] = self.split
         if self.start or self.stop is not None:
-            told["rows"] = [self.start, self.stop]
-        return {**told, "held_out": True} if self.held_out else told
+            values["rows"] = [self.start, self.stop]
+        return {**values, "held_out": True} if self.held_out else values
 
     @classmethod
-    def of(cls, told: Values) -> Taken:
+    def of(cls, values: Values) -> Taken:
         """The rows that :meth:`as_json` tells of."""
-        start, stop = told.get("rows") or (0, None)
-        return cls(str(told.get("source", "")), str(told.get("split", "")), start, stop)
+        start, stop = values.get("rows") or (0, None)
+        return cls(str(values.get("source", "")), str(values.get("split", "")), start, stop)
 
 
 class Rows(ABC):
@@ -122,12 +122,12 @@ class Held(Rows):
 
     def shuffled(self, seed: str) -> Iterator[Row]:
         """All rows once, in a uniformly random order; long documents in pieces."""
-        drawn = random.Random(seed)
-        rows = self._read(drawn.sample(self._range, len(self._range)))
+        rng = random.Random(seed)
+        rows = self._read(rng.sample(self._range, len(self._range)))
         if len(self._range) > 1:
             return rows
         cut = [piece for row in rows for piece in _pieces(row)]
-        return iter(drawn.sample(cut, len(cut)))
+        return iter(rng.sample(cut, len(cut)))
 
     def _read(self, order: Iterable[int]) -> Iterator[Row]:
         with _readable(self._where or self.taken.source):
@@ -153,10 +153,10 @@ class Streamed(Rows):
 
     def shuffled(self, seed: str) -> Iterator[Row]:
         """All rows once: some shards at a time in a random order, rows drawn from a buffer."""
-        drawn = random.Random(seed)
+        rng = random.Random(seed)
         shards = self._shards()
-        drawn.shuffle(shards)
-        return drawn_from(interleaved(shards, drawn), drawn, BUFFER)
+        rng.shuffle(shards)
+        return drawn_from(interleaved(shards, rng), rng, BUFFER)
 
     def _shards(self) -> list[Iterable[Row]]:
         taken, data = self.taken, self._data
@@ -190,12 +190,12 @@ class _Guarded:
             yield from self.rows
 
 
-def interleaved(shards: Sequence[Iterable[Row]], drawn: random.Random) -> Iterator[Row]:
+def interleaved(shards: Sequence[Iterable[Row]], rng: random.Random) -> Iterator[Row]:
     """Rows of all shards, each from a shard drawn from a few that are open."""
     waiting = iter(shards)
     active = [iter(shard) for shard in islice(waiting, OPEN)]
     while active:
-        place = drawn.randrange(len(active))
+        place = rng.randrange(len(active))
         for row in active[place]:
             yield row
             break
@@ -207,15 +207,15 @@ def interleaved(shards: Sequence[Iterable[Row]], drawn: random.Random) -> Iterat
                 active[place] = iter(following)
 
 
-def drawn_from(rows: Iterator[Row], drawn: random.Random, size: int) -> Iterator[Row]:
+def drawn_from(rows: Iterator[Row], rng: random.Random, size: int) -> Iterator[Row]:
     """The same rows, each drawn from a buffer."""
-    held = list(islice(rows, size))
+    buffer = list(islice(rows, size))
     for row in rows:
-        place = drawn.randrange(len(held))
-        yield held[place]
-        held[place] = row
-    drawn.shuffle(held)
-    yield from held
+        place = rng.randrange(len(buffer))
+        yield buffer[place]
+        buffer[place] = row
+    rng.shuffle(buffer)
+    yield from buffer
 
 
 def _pieces(row: Row) -> Iterator[Row]:
@@ -423,8 +423,8 @@ def _data_set(source: TextSource, use: Use) -> Rows:
         splits = datasets.get_dataset_split_names(place, config, **where)
         builder = datasets.load_dataset_builder(place, config, **where)
     split, held_out = chosen_split(source, splits, use)
-    known = (builder.info.splits or {}).get(split)
-    count = known and known.num_examples
+    info = (builder.info.splits or {}).get(split)
+    count = info and info.num_examples
     with _reached(str(source)):
         whole = _size(source, builder.info) <= AT_HAND
         data = datasets.load_dataset(place, config, split=split, streaming=not whole, **where)

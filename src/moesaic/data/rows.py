@@ -66,7 +66,7 @@ class Asked:
 class Schema:
     """Columns that belong together."""
 
-    of: str
+    data_sets: str
     """The data sets that have them."""
     needs: tuple[str, ...]
     may: tuple[str, ...]
@@ -79,10 +79,10 @@ class Schema:
         return row.keys() >= set(self.needs) and row.keys() <= known
 
 
-def _alpaca(instruction: str, given: str, answer: str) -> Asked:
-    instruction, given = instruction.strip(), given.strip()
-    if given:
-        return Asked(ALPACA_INPUT.format(instruction, given), answer)
+def _alpaca(instruction: str, context: str, answer: str) -> Asked:
+    instruction, context = instruction.strip(), context.strip()
+    if context:
+        return Asked(ALPACA_INPUT.format(instruction, context), answer)
     return Asked(ALPACA.format(instruction), answer)
 
 
@@ -162,16 +162,17 @@ def _turns(row: Row) -> list[dict[str, str]] | None:
     turns = next((row[name] for name in TURNS if isinstance(row.get(name), Sequence)), None)
     if turns is None:
         return None
-    found = []
+    conversation = []
     for turn in turns:
-        given = turn if isinstance(turn, Mapping) else {}
-        role, said = given.get("role", given.get("from")), given.get("content", given.get("value"))
-        if not isinstance(role, str) or not isinstance(said, str):
+        fields = turn if isinstance(turn, Mapping) else {}
+        role = fields.get("role", fields.get("from"))
+        content = fields.get("content", fields.get("value"))
+        if not isinstance(role, str) or not isinstance(content, str):
             raise MoesaicError(
                 f"A conversation's turn has role and content, or from and value; got {turn!r:.70}."
             )
-        found.append({"role": ROLES.get(role, role), "content": said})
-    return found
+        conversation.append({"role": ROLES.get(role, role), "content": content})
+    return conversation
 
 
 def _conversation(
@@ -189,9 +190,9 @@ def _conversation(
 
     from jinja2 import TemplateError
 
-    def shown(given: Sequence[Mapping[str, str]]) -> str:
+    def shown(messages: Sequence[Mapping[str, str]]) -> str:
         return str(
-            tokenizer.apply_chat_template([*given], tokenize=False, add_generation_prompt=prompt)
+            tokenizer.apply_chat_template([*messages], tokenize=False, add_generation_prompt=prompt)
         )
 
     try:
@@ -199,8 +200,8 @@ def _conversation(
     except TemplateError:  # some know no system's turns: what it says begins the first other one
         system = [turn["content"] for turn in turns if turn["role"] == "system"]
         first, *others = [turn for turn in turns if turn["role"] != "system"] or turns
-        whole = "\n\n".join([*system, first["content"]])
-        return shown([{**first, "content": whole}, *others])
+        content = "\n\n".join([*system, first["content"]])
+        return shown([{**first, "content": content}, *others])
 
 
 def _answered(turns: Sequence[Mapping[str, str]], tokenizer: Tokenizer | None) -> Asked:
@@ -234,7 +235,7 @@ def asked(row: Row, tokenizer: Tokenizer | None = None) -> Asked | None:
                     return schema.read(row)
                 except (AttributeError, TypeError, KeyError) as error:
                     raise MoesaicError(
-                        f"A row with the columns of {schema.of} does not hold text in them: "
+                        f"A row with the columns of {schema.data_sets} does not hold text in them: "
                         f"{dict(row)!r:.120}"
                     ) from error
         if any(isinstance(row.get(name), str) for name in PLAIN):
@@ -260,9 +261,9 @@ def text_of(row: Row, tokenizer: Tokenizer | None = None) -> str:
     if isinstance(row, str):
         return row
     if isinstance(row, Mapping):
-        own = next((row[name] for name in PLAIN if isinstance(row.get(name), str)), None)
-        if own is not None:
-            return own
+        plain = next((row[name] for name in PLAIN if isinstance(row.get(name), str)), None)
+        if plain is not None:
+            return plain
     turns = _turns(row)
     if turns:
         return _conversation(turns, tokenizer)

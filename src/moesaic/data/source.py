@@ -91,9 +91,9 @@ class TextSource:
 
     @property
     def _split(self) -> re.Match[str]:
-        found = SPLIT.fullmatch(self.split)
-        assert found is not None
-        return found
+        match = SPLIT.fullmatch(self.split)
+        assert match is not None
+        return match
 
     def _row(self, text: str | None, count: int | None) -> int | None:
         if text is None:
@@ -127,22 +127,22 @@ def text_sources(spec: str) -> tuple[TextSource, ...]:
     spec = at_home(spec)
     if "=" not in spec or Path(spec).exists():
         return (_parsed(spec),)
-    found = []
+    sources = []
     for pair in spec.split(","):
         name, _, weight = pair.rpartition("=")
         try:
-            found.append(_parsed(name.strip(), float(weight)))
+            sources.append(_parsed(name.strip(), float(weight)))
         except ValueError:
-            found.append(TextSource())
-    names = [str(source) for source in found]
-    if "" in names or min(source.weight for source in found) <= 0:
+            sources.append(TextSource())
+    names = [str(source) for source in sources]
+    if "" in names or min(source.weight for source in sources) <= 0:
         raise MoesaicError(
             f"{spec!r} is not a mix such as code=3,prose=1: a source and its "
             "weight, above 0, for each part."
         )
     if len(set(names)) < len(names):
         raise MoesaicError(f"{spec!r} names a source twice.")
-    return tuple(found)
+    return tuple(sources)
 
 
 def spelled(value: object) -> str:
@@ -165,16 +165,16 @@ def _parsed(text: str, weight: float = 1.0) -> TextSource:
 
 
 def _from_json(spec: str) -> tuple[TextSource, ...]:
-    known = [of.name for of in fields(TextSource) if not of.kw_only]
+    names = [entry.name for entry in fields(TextSource) if not entry.kw_only]
     try:
-        given = json.loads(spec)
+        listed = json.loads(spec)
     except ValueError as error:
         raise MoesaicError(f"{spec:.60} is not JSON: {error}") from error
-    found = []
-    for part in given if isinstance(given, list) else [given]:
-        if not isinstance(part, Mapping) or not part.keys() <= set(known) or not part.get("name"):
+    sources = []
+    for part in listed if isinstance(listed, list) else [listed]:
+        if not isinstance(part, Mapping) or not part.keys() <= set(names) or not part.get("name"):
             raise MoesaicError(
-                f"A source of text is a mapping with a name; known: {', '.join(known)}; "
+                f"A source of text is a mapping with a name; known: {', '.join(names)}; "
                 f"got {part!r:.80}."
             )
         weight = part.get("weight", 1.0)
@@ -183,10 +183,10 @@ def _from_json(spec: str) -> tuple[TextSource, ...]:
             raise MoesaicError(f"The weight of a source of text is above 0; got {weight!r:.40}.")
         if not all(isinstance(v, str) for v in words.values()):
             raise MoesaicError(f"The fields of a source of text are words; got {part!r:.80}.")
-        found.append(TextSource(**words, weight=float(weight)))
-    if not found:
+        sources.append(TextSource(**words, weight=float(weight)))
+    if not sources:
         raise MoesaicError("A list of sources of text names none.")
-    return tuple(found)
+    return tuple(sources)
 
 
 def plain(source: TextSource) -> JSON:
@@ -200,11 +200,11 @@ def read_by(config: object) -> list[str]:
     Raises:
         MoesaicError: a name of text is none.
     """
-    found: list[str] = []
-    for of in fields(config) if is_dataclass(config) else ():
-        value, said = getattr(config, of.name), about(of)
-        if said.parse == "text":
-            found += [source.name for source in text_sources(value or "")]
-        elif {"MODEL", "FILE", "FILE.jsonl"} & {*said.metavar.split("|")}:
-            found += str(value or "").split(",")
-    return [at_home(name) for name in found if name]
+    names: list[str] = []
+    for entry in fields(config) if is_dataclass(config) else ():
+        value, info = getattr(config, entry.name), about(entry)
+        if info.parse == "text":
+            names += [source.name for source in text_sources(value or "")]
+        elif {"MODEL", "FILE", "FILE.jsonl"} & {*info.metavar.split("|")}:
+            names += str(value or "").split(",")
+    return [at_home(name) for name in names if name]

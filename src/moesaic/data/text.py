@@ -45,8 +45,8 @@ class Origin:
     def as_json(self) -> JSON:
         """The keys of :meth:`moesaic.data.reader.Taken.as_json`, ``windows``, and of a part of
         a named mix ``mix``."""
-        told = {"mix": self.mix} if self.mix else {}
-        return {**self.taken.as_json(), "windows": self.windows, **told}
+        mix = {"mix": self.mix} if self.mix else {}
+        return {**self.taken.as_json(), "windows": self.windows, **mix}
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ class Tokens:
             None if tensor is None else tensor[chosen]
             for tensor in (self.attention_mask, self.part_NL)
         )
-        origins = self.origins if len(self.origins) == 1 else ()
-        told = tuple(replace(origin, windows=len(ids)) for origin in origins)
-        return Tokens(ids, mask, told, self.parts, part)
+        known = self.origins if len(self.origins) == 1 else ()
+        origins = tuple(replace(origin, windows=len(ids)) for origin in known)
+        return Tokens(ids, mask, origins, self.parts, part)
 
     def padded(self, length: int) -> Tokens:
         """The same windows with padding up to a length."""
@@ -160,7 +160,7 @@ class Tokens:
         ids, mask = self.input_ids, self.attention_mask
         labels = ids if mask is None else ids.where(mask, IGNORED)
         pairs = zip(ids.tolist(), labels.tolist(), strict=True)
-        return [{"input_ids": row, "labels": own} for row, own in pairs]
+        return [{"input_ids": row, "labels": targets} for row, targets in pairs]
 
     def batches(self, tokens_per_batch: int = 2048) -> Iterator[Tokens]:
         """Consecutive groups of windows of at most about ``tokens_per_batch`` tokens."""
@@ -189,22 +189,23 @@ def _whole_numbers(tensor: object, name: str) -> Tensor:
 
 
 def shared_out(
-    tokens: Tokens, number: int, of: int, tokens_per_batch: int = 2048
+    tokens: Tokens, number: int, processes: int, tokens_per_batch: int = 2048
 ) -> tuple[Tokens, list[int]]:
-    """Every ``of``-th batch from ``number`` on, and the numbers of those batches.
+    """Every ``processes``-th batch from ``number`` on, and the numbers of those batches.
 
     Raises:
         MoesaicError: there are fewer batches than processes.
     """
     batches = list(tokens.batches(tokens_per_batch))
-    if len(batches) < of:
+    if len(batches) < processes:
         raise MoesaicError(
-            f"{of} processes cannot share {len(batches)} calibration batches; give more text."
+            f"{processes} processes cannot share {len(batches)} calibration batches; give more "
+            "text."
         )
-    mine = list(range(number, len(batches), of))
-    masks = [batches[i].attention_mask for i in mine]
-    ids = torch.cat([batches[i].input_ids for i in mine])
-    return Tokens(ids, None if masks[0] is None else torch.cat(masks)), mine  # type: ignore[arg-type]
+    numbers = list(range(number, len(batches), processes))
+    masks = [batches[i].attention_mask for i in numbers]
+    ids = torch.cat([batches[i].input_ids for i in numbers])
+    return Tokens(ids, None if masks[0] is None else torch.cat(masks)), numbers  # type: ignore[arg-type]
 
 
 def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
@@ -272,9 +273,9 @@ def apart(windows: Tokens, others: Tokens, run: int = RUN) -> Tokens:
     >>> apart(Tokens(torch.tensor([[9, 2, 3, 9], [2, 9, 4, 6]])), others, 2).input_ids.tolist()
     [[2, 9, 4, 6]]
     """
-    rows, known = windows.input_ids, others.input_ids
+    rows, others_ids = windows.input_ids, others.input_ids
     run = min(run, rows.shape[1])
-    pieces = {tuple(piece) for piece in known.unfold(1, run, 1).flatten(0, 1).tolist()}
+    pieces = {tuple(piece) for piece in others_ids.unfold(1, run, 1).flatten(0, 1).tolist()}
     kept = [
         i
         for i, row in enumerate(rows)
@@ -389,9 +390,9 @@ def calibration_tokens(
         rows = Held(source, Taken(GIVEN))
         return draw(rows, length=length or window, samples=samples or SAMPLES)
     sources = sources_of(source, "calibration")
-    wanted: list[int | None] = [samples]
+    shares: list[int | None] = [samples]
     if len(sources) > 1:
-        wanted = [*split_evenly(samples or SAMPLES, [s.weight for s in sources])]
+        shares = [*split_evenly(samples or SAMPLES, [s.weight for s in sources])]
     parts = [
         _told(
             _drawn_of_file(Path(s.name), length, share, seed)
@@ -403,7 +404,7 @@ def calibration_tokens(
             ),
             s,
         )
-        for s, share in zip(sources, wanted, strict=True)
+        for s, share in zip(sources, shares, strict=True)
         if share != 0
     ]
     return joined(parts)
@@ -411,8 +412,8 @@ def calibration_tokens(
 
 def _told(tokens: Tokens, source: TextSource) -> Tokens:
     """The same windows, of which it is known what mix they are for."""
-    told = (replace(origin, mix=source.mix) for origin in tokens.origins)
-    return replace(tokens, origins=tuple(told))
+    origins = (replace(origin, mix=source.mix) for origin in tokens.origins)
+    return replace(tokens, origins=tuple(origins))
 
 
 def _windows(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, seed: int) -> Tokens:
@@ -430,14 +431,14 @@ def _documents(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, s
             f"samples {samples}: the calibration text has {len(order)} documents; give more text, "
             f"or pass samples={len(order)}."
         )
-    found = [
+    encoded = [
         tokenizer(texts[i], truncation=True, max_length=length, verbose=False)["input_ids"]
         for i in order
     ]
-    longest = max(map(len, found))
+    longest = max(map(len, encoded))
     filling = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    ids = torch.tensor([row + [filling] * (longest - len(row)) for row in found])
-    mask = torch.tensor([[i < len(row) for i in range(longest)] for row in found])
+    ids = torch.tensor([row + [filling] * (longest - len(row)) for row in encoded])
+    mask = torch.tensor([[i < len(row) for i in range(longest)] for row in encoded])
     origins = (Origin(rows.taken, samples),)
     return Tokens(ids, None if bool(mask.all()) else mask, origins)
 
@@ -484,13 +485,13 @@ def _pool(rows: Rows, tokens: int, seed: int, tokenizer: Tokenizer) -> list[str]
 
 def _some(texts: Iterable[str], limit: int | None) -> list[str]:
     """The first texts, until they have so many characters."""
-    found, count = [], 0
+    first, count = [], 0
     for text in texts:
-        found.append(text)
+        first.append(text)
         count += len(text)
         if limit is not None and count >= limit:
             break
-    return found
+    return first
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:
@@ -507,8 +508,8 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
     ids = torch.cat([part.input_ids for part in padded])
     mask = None
     if any(m is not None for m in masks):
-        whole = [torch.ones_like(part.input_ids, dtype=torch.bool) for part in padded]
-        mask = torch.cat([w if m is None else m for w, m in zip(whole, masks, strict=True)])
+        ones = [torch.ones_like(part.input_ids, dtype=torch.bool) for part in padded]
+        mask = torch.cat([w if m is None else m for w, m in zip(ones, masks, strict=True)])
     origins = tuple(origin for part in parts for origin in part.origins)
     part_NL = torch.cat([torch.full_like(p.input_ids, i) for i, p in enumerate(padded)])
     return Tokens(ids, mask, origins, tuple(map(_name_of, parts)), part_NL)
@@ -562,14 +563,14 @@ def token_file(path: Path, length: int | None = None) -> Tokens:
     mask = None if mask is None or bool(mask.all()) else mask
     if tokens.count == 0:
         raise MoesaicError(f"{path} holds no token.")
-    own = ids.shape[1]
-    if length is not None and length > own:
+    stored = ids.shape[1]
+    if length is not None and length > stored:
         raise MoesaicError(
-            f"length {length}: {path} has windows of {own} tokens; pass length={own} or less."
+            f"length {length}: {path} has windows of {stored} tokens; pass length={stored} or less."
         )
-    if length is not None and length < own:
-        ids = ids[:, : own // length * length].reshape(-1, length)
+    if length is not None and length < stored:
+        ids = ids[:, : stored // length * length].reshape(-1, length)
         if mask is not None:
-            mask = mask[:, : own // length * length].reshape(-1, length)
+            mask = mask[:, : stored // length * length].reshape(-1, length)
             ids, mask = ids[mask.any(1)], mask[mask.any(1)]
     return Tokens(ids, mask, (Origin(Taken(str(path.resolve())), len(ids)),))

@@ -117,28 +117,28 @@ class PackedText(IterableDataset[Example]):
     @property
     def fingerprint(self) -> str:
         """Changes with the sources, their shares, the draws, and the first windows of each."""
-        said = hashlib.sha256(repr((self.weights, self.length, self.seed, self.answers)).encode())
+        digest = hashlib.sha256(repr((self.weights, self.length, self.seed, self.answers)).encode())
         for name in self.weights:
-            said.update(repr(list(islice(self._examples(name), SEEN))).encode())
-        return said.hexdigest()[:16]
+            digest.update(repr(list(islice(self._examples(name), SEEN))).encode())
+        return digest.hexdigest()[:16]
 
     def __iter__(self) -> Iterator[Example]:
-        drawn = random.Random(self.seed)
+        rng = random.Random(self.seed)
         names = list(self.weights)
         streams = {
             name: self._shuffled(name, random.Random(f"{self.seed} {name}")) for name in names
         }
         while True:
-            (name,) = drawn.choices(names, list(self.weights.values()))
+            (name,) = rng.choices(names, list(self.weights.values()))
             yield next(streams[name])
 
-    def _shuffled(self, name: str, drawn: random.Random) -> Iterator[Example]:
+    def _shuffled(self, name: str, rng: random.Random) -> Iterator[Example]:
         examples = self._examples(name)
-        held = [next(examples) for _ in range(self.buffer)]
+        buffer = [next(examples) for _ in range(self.buffer)]
         while True:
-            place = drawn.randrange(len(held))
-            yield held[place]
-            held[place] = next(examples)
+            place = rng.randrange(len(buffer))
+            yield buffer[place]
+            buffer[place] = next(examples)
 
     def _examples(self, name: str) -> Iterator[Example]:
         end = self.tokenizer.eos_token_id
@@ -146,19 +146,19 @@ class PackedText(IterableDataset[Example]):
         rest: list[int] = []
         passes = 0
         while True:
-            found = False
+            has_text = False
             for row in self._rows[name].shuffled(f"{self.seed} {name} {passes}"):
                 pair = self._asked(row)
                 if pair is not None:
                     example = answered(pair, self.tokenizer, self.length)
                     if example is not None:
-                        found = True
+                        has_text = True
                         yield example
                     continue
                 text = text_of(row, self.tokenizer)
                 if not text:
                     continue
-                found = True
+                has_text = True
                 for start in range(0, len(text), AT_ONCE):
                     rest += self._ids(text[start : start + AT_ONCE])
                 rest += between
@@ -167,7 +167,7 @@ class PackedText(IterableDataset[Example]):
                     ids = rest[start : start + self.length]
                     yield {"input_ids": ids, "labels": ids}
                 del rest[:whole]
-            if not found:
+            if not has_text:
                 raise MoesaicError(f"{name or 'The text that ships'} has no text in it.")
             passes += 1
 
@@ -200,7 +200,7 @@ def answered(pair: Asked, tokenizer: Tokenizer, length: int) -> Example | None:
 
 
 def training_text(
-    given: str | Sequence[Any] | Tokens | Tensor,
+    text: str | Sequence[Any] | Tokens | Tensor,
     tokenizer: Tokenizer | None,
     length: int,
     *,
@@ -213,7 +213,7 @@ def training_text(
     """Texts to train on, whatever they are given as.
 
     Args:
-        given: a source; texts, or rows with columns as in :mod:`moesaic.data.rows`; mappings with
+        text: a source; texts, or rows with columns as in :mod:`moesaic.data.rows`; mappings with
             input_ids and labels; or tokens (N, L).
         tokenizer: for text.
         length: tokens of a text at most.
@@ -231,28 +231,28 @@ def training_text(
         MoesaicError: there is no such text, no tokenizer for it, a token that the model does not
             know, or a mix and no ``steps``.
     """
-    if isinstance(given, str):
-        sources = sources_of(given, "calibration")
+    if isinstance(text, str):
+        sources = sources_of(text, "calibration")
         if len(sources) == 1 and sources[0].tokenised:
-            given = token_file(Path(sources[0].name))
-    if isinstance(given, Tensor):
-        given = Tokens(given)
-    if isinstance(given, Tokens):
+            text = token_file(Path(sources[0].name))
+    if isinstance(text, Tensor):
+        text = Tokens(text)
+    if isinstance(text, Tokens):
         if config is not None:
-            given.check(config)
-        return given.examples()
-    if not isinstance(given, str):
-        if len(given) > 0 and isinstance(given[0], Mapping) and "labels" in given[0]:
-            return list(given)
-        return training_examples(given, _needed(tokenizer), length, answers)
+            text.check(config)
+        return text.examples()
+    if not isinstance(text, str):
+        if len(text) > 0 and isinstance(text[0], Mapping) and "labels" in text[0]:
+            return list(text)
+        return training_examples(text, _needed(tokenizer), length, answers)
     tokenizer = _needed(tokenizer)
     if len(sources) > 1 and steps is None:
-        raise MoesaicError(f"{given!r} is a mix, which has no end: say how many steps.")
+        raise MoesaicError(f"{text!r} is a mix, which has no end: say how many steps.")
     if stream or len(sources) > 1:
-        return PackedText(given, tokenizer, length, seed, answers=answers)
+        return PackedText(text, tokenizer, length, seed, answers=answers)
     rows = open_rows(sources[0], "calibration")
     if steps is not None and not rows.at_hand:
-        return PackedText(given, tokenizer, length, seed, answers=answers)
+        return PackedText(text, tokenizer, length, seed, answers=answers)
     return _whole(rows, tokenizer, length, answers)
 
 

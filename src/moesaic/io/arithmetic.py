@@ -28,8 +28,8 @@ def has_products(dtype: torch.dtype, device: str) -> bool:
     """
     if torch.device(device).type != "cpu" or dtype not in SUPPORTED:
         return True
-    there = torch.backends.mkldnn.is_available()  # not on a Mac
-    return there and bool(getattr(torch.ops.mkldnn, SUPPORTED[dtype])())
+    available = torch.backends.mkldnn.is_available()  # not on a Mac
+    return available and bool(getattr(torch.ops.mkldnn, SUPPORTED[dtype])())
 
 
 def working_type(
@@ -46,10 +46,10 @@ def working_type(
         what was asked for. Where nothing was: None for the checkpoint's own, or float32, which
         holds the same weights exactly, where the device has no products of the own type.
     """
-    own = config.dtype
-    if dtype is not None or own is None or has_products(own, device):
+    stored = config.dtype
+    if dtype is not None or stored is None or has_products(stored, device):
         return dtype
-    _say(str(own).removeprefix("torch."))
+    _say(str(stored).removeprefix("torch."))
     return torch.float32
 
 
@@ -59,8 +59,8 @@ def sizes_in(module: nn.Module, dtype: torch.dtype | None = None) -> list[int]:
 
 
 @cache
-def _say(own: str) -> None:
+def _say(name: str) -> None:
     logger.warning(
-        f"This processor has no products of {own}: models are computed in float32, and saved in "
+        f"This processor has no products of {name}: models are computed in float32, and saved in "
         "their own types."
     )

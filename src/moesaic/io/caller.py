@@ -54,21 +54,21 @@ def untouched(*models: object) -> Iterator[None]:
     # weakly: a model that is converted in place gives up its old modules meanwhile
     modes = [(weakref.ref(m), m.training) for model in loaded for m in model.modules()]
     learning = [(weakref.ref(p), p.requires_grad) for model in loaded for p in model.parameters()]
-    drawn = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     for model in loaded:
         model.eval()
     try:
         yield
     finally:
         for module, training in modes:
-            if (own := module()) is not None:
-                own.training = training
+            if (live := module()) is not None:
+                live.training = training
         for parameter, learns in learning:
             if (weight := parameter()) is not None:
                 weight.requires_grad_(learns)
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])  # noqa: NPY002
-        torch.set_rng_state(drawn[2])
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
 
 
 def leaves_untouched(verb: Callable[P, T]) -> Callable[P, T]:
@@ -85,12 +85,12 @@ def leaves_untouched(verb: Callable[P, T]) -> Callable[P, T]:
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside, a module's forward is another; then the one that it had, a hook's own included."""
-    own = vars(module).get("forward")  # device_map's hooks stand here
+    before = vars(module).get("forward")  # device_map's hooks stand here
     module.forward = forward  # shadows the class's
     try:
         yield
     finally:
-        if own is None:
+        if before is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = before

@@ -213,8 +213,8 @@ def place(tensor: Tensor) -> Stored | None:
     address, stored = _STORED.get(tensor, (0, None))
     if stored is None or tensor.is_meta:
         return stored
-    there = tensor.data_ptr() == address and tensor.is_contiguous()
-    same = there and tuple(tensor.shape) == tuple(stored.shape) and _is_as_read(tensor, stored)
+    unmoved = tensor.data_ptr() == address and tensor.is_contiguous()
+    same = unmoved and tuple(tensor.shape) == tuple(stored.shape) and _is_as_read(tensor, stored)
     return stored if same else None
 
 
@@ -291,8 +291,8 @@ def header_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     for name in stored_order(tensors):
         tensor = tensors[name]
         end = start + tensor.nbytes
-        said = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = {**said, "data_offsets": [start, end]}
+        entry = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = {**entry, "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     return _begun_at_a_line(text)
@@ -338,9 +338,9 @@ def _write(name: str, stored: Stored, out: BinaryIO) -> None:
         MoesaicError: the file ends early, or a value is not finite.
     """
     kind = TYPES[stored.kind]
-    seen = kind in COMPUTABLE
-    for piece in _pieces(stored, 0 if seen else _copied(stored, out)):
-        if seen:
+    checked = kind in COMPUTABLE
+    for piece in _pieces(stored, 0 if checked else _copied(stored, out)):
+        if checked:
             check_finite(name, torch.frombuffer(piece, dtype=kind))
         out.write(piece)
 
@@ -438,11 +438,11 @@ def narrowed(model: Model) -> Callable[[str], torch.dtype]:
     dtype, wide = model.dtype, model._keep_in_fp32_modules_strict or ()
     types = {name: p.dtype for name, p in model.named_parameters()}
 
-    def of(name: str) -> torch.dtype:
+    def type_of(name: str) -> torch.dtype:
         strict = any(part in name for part in wide)
         return torch.float32 if strict else types.get(name, dtype)
 
-    return of
+    return type_of
 
 
 def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
@@ -457,14 +457,14 @@ def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
     """
     dtype = dtype or config.dtype or torch.get_default_dtype()
     key = f"{type(config).__name__} {dtype} {config.to_json_string(use_diff=False)}"
-    found = _SHAPES.pop(key, None)
-    if found is None:
+    model = _SHAPES.pop(key, None)
+    if model is None:
         with torch.device("cpu"):  # a converted model asks while it is made on the meta device
-            found = skeleton(config, dtype, bare=True)
+            model = skeleton(config, dtype, bare=True)
     while len(_SHAPES) >= SHAPES:
         del _SHAPES[next(iter(_SHAPES))]
-    _SHAPES[key] = found
-    return found
+    _SHAPES[key] = model
+    return model
 
 
 class _NoRoom(TorchFunctionMode):
@@ -484,10 +484,10 @@ class _NoRoom(TorchFunctionMode):
 def _parameters_on_meta() -> Iterator[None]:
     """Inside, parameters lose their values as soon as a module has them; buffers keep theirs."""
 
-    def moved(_: nn.Module, __: str, own: nn.Parameter | None) -> nn.Parameter | None:
-        if own is None or own.is_meta:
-            return own
-        return type(own)(own.to("meta"), requires_grad=own.requires_grad)
+    def moved(_: nn.Module, __: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter
+        return type(parameter)(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     hook = register_module_parameter_registration_hook(moved)  # type: ignore[arg-type]
     try:
@@ -523,9 +523,9 @@ def skeleton(config: Config, dtype: torch.dtype | None = None, bare: bool = Fals
     except MoesaicError:
         raise
     except Exception as error:  # transformers raises anything over a config that is odd
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise MoesaicError(
             f"config.json describes no {config.model_type} that can be made: "
-            f"{type(error).__name__}: {said:.300}"
+            f"{type(error).__name__}: {message:.300}"
         ) from error
     return model

@@ -83,21 +83,21 @@ def of_files(files: Iterable[Path]) -> str:
 
 def of_stored(stored: Mapping[str, Stored]) -> str:
     """The fingerprint of tensors by name, wherever they lie."""
-    said = hashlib.sha256()
+    total = hashlib.sha256()
     digests: dict[str, str] = {}
     for path, names in _by_file(stored).items():
         with path.open("rb") as file:
             for name in names:
-                one = hashlib.sha256()
+                digest = hashlib.sha256()
                 for first, last in pieces(stored[name].nbytes, len(stored)):
                     file.seek(stored[name].begin + first)
-                    one.update(file.read(last - first))
-                digests[name] = one.hexdigest()
+                    digest.update(file.read(last - first))
+                digests[name] = digest.hexdigest()
     for name in sorted(stored):
-        said.update(
+        total.update(
             json.dumps([name, stored[name].kind, stored[name].shape, digests[name]]).encode()
         )
-    return said.hexdigest()[:16]
+    return total.hexdigest()[:16]
 
 
 def _by_file(stored: Mapping[str, Stored]) -> dict[Path, list[str]]:
@@ -110,13 +110,13 @@ def _by_file(stored: Mapping[str, Stored]) -> dict[Path, list[str]]:
 
 def of_tensors(tensors: Mapping[str, Tensor]) -> str:
     """The fingerprint of tensors in memory, wherever they live; of meta ones, of their shapes."""
-    said = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach()
-        said.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         for sample in _samples(tensor, len(tensors)):
-            said.update(sample)
-    return said.hexdigest()[:16]
+            digest.update(sample)
+    return digest.hexdigest()[:16]
 
 
 def _samples(tensor: Tensor, tensors: int) -> Iterator[bytes]:
@@ -125,8 +125,8 @@ def _samples(tensor: Tensor, tensors: int) -> Iterator[bytes]:
     flat = tensor.reshape(-1)
     size = flat.element_size()
     parts = [flat[a // size : -(-b // size)] for a, b in pieces(flat.numel() * size, tensors)]
-    seen = torch.cat(parts).cpu()
-    yield seen.view(torch.uint8).numpy().tobytes()
+    sampled = torch.cat(parts).cpu()
+    yield sampled.view(torch.uint8).numpy().tobytes()
 
 
 def of_model(model: Model) -> str:
@@ -139,12 +139,12 @@ def of_examples(examples: Iterable[Values]) -> str:
 
     A stream may have one of its own, ``fingerprint``; else it is that of its beginning.
     """
-    own = getattr(examples, "fingerprint", None)
-    if own is not None:
-        return str(own)
-    said = hashlib.sha256()
-    whole = hasattr(examples, "__len__")
-    for example in examples if whole else islice(examples, EXAMPLES):
+    fingerprint = getattr(examples, "fingerprint", None)
+    if fingerprint is not None:
+        return str(fingerprint)
+    digest = hashlib.sha256()
+    sized = hasattr(examples, "__len__")
+    for example in examples if sized else islice(examples, EXAMPLES):
         plain = {name: list(map(int, ids)) for name, ids in sorted(example.items())}
-        said.update(json.dumps(plain).encode())
-    return said.hexdigest()[:16]
+        digest.update(json.dumps(plain).encode())
+    return digest.hexdigest()[:16]

@@ -34,7 +34,7 @@ class Format(ABC):
     """A way to store matrices in few bits.
 
     Args:
-        said: ``quantization_config`` of a checkpoint's config.
+        config: ``quantization_config`` of a checkpoint's config.
     """
 
     method: ClassVar[str]
@@ -45,11 +45,11 @@ class Format(ABC):
     plainly: ClassVar[str] = "modules_to_not_convert"
     """The key of a config that lists modules that are in no format."""
 
-    def __init__(self, said: JSON) -> None:
-        self.said = said
+    def __init__(self, config: JSON) -> None:
+        self.config = config
 
     @abstractmethod
-    def found(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         """The weights that are in the format, and the ends of their stored tensors' names.
 
         Args:
@@ -107,8 +107,8 @@ class Format(ABC):
         Args:
             modules: their names; experts are one.
         """
-        before = self.said.get(self.plainly) or []
-        return {**self.said, self.plainly: sorted({*before, *modules})}
+        before = self.config.get(self.plainly) or []
+        return {**self.config, self.plainly: sorted({*before, *modules})}
 
     @abstractmethod
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
@@ -127,29 +127,29 @@ class BlockScaled(Format):
     method = "fp8"
     ends = ("", "_scale_inv")
 
-    def __init__(self, said: JSON) -> None:
-        super().__init__(said)
-        if said.get("activation_scheme", "dynamic") != "dynamic":
+    def __init__(self, config: JSON) -> None:
+        super().__init__(config)
+        if config.get("activation_scheme", "dynamic") != "dynamic":
             raise MoesaicError("FP8 with static activation scales is not read; dynamic is.")
-        if said.get("expert_dtype", "fp8") != "fp8":
-            raise MoesaicError(f"FP8 with experts in {said['expert_dtype']} is not read.")
+        if config.get("expert_dtype", "fp8") != "fp8":
+            raise MoesaicError(f"FP8 with experts in {config['expert_dtype']} is not read.")
 
-    def found(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         scales = self.ends[1]
-        there = {n.removesuffix(scales) for n in types if n.endswith(scales)}
-        for name in [n for n, kind in types.items() if kind == "F8_E4M3" or n in there]:
+        scaled = {n.removesuffix(scales) for n in types if n.endswith(scales)}
+        for name in [n for n, kind in types.items() if kind == "F8_E4M3" or n in scaled]:
             if types[name] != "F8_E4M3":
                 raise ValueError(
                     f"{name} has scales and is stored as {types[name]}, which is not read; "
                     "F8_E4M3 is"
                 )
             yield name, self.ends
-        for name in sorted(there - {*types}):
+        for name in sorted(scaled - {*types}):
             yield name, self.ends
 
     def block(self, shape: Sequence[int]) -> tuple[int, int]:
         """Rows and columns of a block."""
-        rows, columns = self.said.get("weight_block_size") or shape[-2:]
+        rows, columns = self.config.get("weight_block_size") or shape[-2:]
         return int(rows), int(columns)
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
@@ -188,7 +188,7 @@ class BlockScaled(Format):
         most = blocks.abs().amax((-3, -1))
         scales = torch.where(most > 0, most / torch.finfo(FP8).max, torch.ones_like(most))
         kind = like[self.ends[1]].dtype
-        if kind in (torch.uint8, torch.float8_e8m0fnu) or self.said.get("scale_fmt") == "ue8m0":
+        if kind in (torch.uint8, torch.float8_e8m0fnu) or self.config.get("scale_fmt") == "ue8m0":
             scales = scales.log2().ceil().exp2()
         codes = blocks / scales.unsqueeze(-1).unsqueeze(-3)
         most_fp8 = torch.finfo(FP8).max
@@ -218,7 +218,7 @@ class Microscaled(Format):
     whole = group
     ends = ("_blocks", "_scales")
 
-    def found(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         names = (n.removesuffix(end) for n in types for end in self.ends if n.endswith(end))
         for name in dict.fromkeys(names):
             for part in (name + end for end in self.ends):
@@ -239,8 +239,8 @@ class Microscaled(Format):
         self.shape({end: tuple(t.shape) for end, t in parts.items()})
         table = torch.tensor([*FP4, *(-v for v in FP4)], device=codes.device)
         both = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
-        found = torch.ldexp(table[both], scales.int().unsqueeze(-1) - EXPONENTS)
-        return found.flatten(-2).transpose(1, 2).contiguous()
+        values = torch.ldexp(table[both], scales.int().unsqueeze(-1) - EXPONENTS)
+        return values.flatten(-2).transpose(1, 2).contiguous()
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
         if values.shape[1] % self.group:
@@ -289,23 +289,26 @@ class Compressed(Format):
         "mixed-precision",
     )
 
-    def __init__(self, said: JSON) -> None:
-        super().__init__(said)
-        groups: list[JSON] = list((said.get("config_groups") or {}).values())
-        formats = {str(said.get("format")), *(str(g["format"]) for g in groups if g.get("format"))}
+    def __init__(self, config: JSON) -> None:
+        super().__init__(config)
+        groups: list[JSON] = list((config.get("config_groups") or {}).values())
+        formats = {
+            str(config.get("format")),
+            *(str(g["format"]) for g in groups if g.get("format")),
+        }
         odd = sorted(formats - {*self.layouts})
         if odd:
             raise MoesaicError(
                 f"compressed-tensors of format {odd[0]!r} is not read; "
                 f"{', '.join(self.layouts)} are. Dequantise it first."
             )
-        if said.get("quantization_status", "compressed") != "compressed":
-            status = said["quantization_status"]
+        if config.get("quantization_status", "compressed") != "compressed":
+            status = config["quantization_status"]
             raise MoesaicError(
                 f"compressed-tensors of status {status!r} is not read; compressed is."
             )
-        sparse = (said.get("sparsity_config") or {}).get("format", "dense")
-        if sparse != "dense" or said.get("transform_config"):
+        sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+        if sparse != "dense" or config.get("transform_config"):
             raise MoesaicError("compressed-tensors with sparse or transformed weights is not read.")
         if any((g.get("input_activations") or {}).get("dynamic", True) is False for g in groups):
             raise MoesaicError(
@@ -315,9 +318,9 @@ class Compressed(Format):
         packed = [w for w in weights if w.get("type", "int") == "int"]
         bits = {int(w.get("num_bits", 8)) for w in packed}
         if not bits <= {4, 8} or len(bits) > 1:
-            found = " and ".join(map(str, sorted(bits)))
+            widths = " and ".join(map(str, sorted(bits)))
             raise MoesaicError(
-                f"compressed-tensors with integers of {found} bits is not read; of 4 or of 8 is."
+                f"compressed-tensors with integers of {widths} bits is not read; of 4 or of 8 is."
             )
         self.bits = bits.pop() if bits else 8
         self.each = 32 // self.bits
@@ -329,7 +332,7 @@ class Compressed(Format):
         }
         return super().leaving(names)
 
-    def found(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         packed, scale = self.ends[0], f"weight{self.ends[1]}"
         for name, kind in types.items():
             weight = name.removesuffix(packed) if name.endswith(f"weight{packed}") else name
@@ -343,14 +346,17 @@ class Compressed(Format):
             elif name.endswith(".weight") and kind in ("F8_E4M3", "I8"):
                 yield weight, (*self.plain, *zero)
             elif name.endswith(f".{scale}"):
-                own = name.removesuffix(self.ends[1])
-                if own + packed not in types and types.get(own, "I8") not in ("F8_E4M3", "I8"):
+                scaled = name.removesuffix(self.ends[1])
+                if scaled + packed not in types and types.get(scaled, "I8") not in (
+                    "F8_E4M3",
+                    "I8",
+                ):
                     raise ValueError(
-                        f"{own} has scales and is stored as {types[own]}, which is not read; "
+                        f"{scaled} has scales and is stored as {types[scaled]}, which is not read; "
                         "F8_E4M3 and I8 are"
                     )
-                if own + packed not in types and own not in types:
-                    yield own, self.ends
+                if scaled + packed not in types and scaled not in types:
+                    yield scaled, self.ends
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         codes, scales = shapes.get("", ()), shapes["_scale"]
@@ -374,9 +380,9 @@ class Compressed(Format):
         """
         grid = (*scales, *[1] * (2 - len(scales)))
         if len(grid) == 2:
-            declared = self.said.get("config_groups") or {}
-            asked = (group.get("weights") or {} for group in declared.values())
-            for block in (w["block_structure"] for w in asked if w.get("block_structure")):
+            declared = self.config.get("config_groups") or {}
+            weights = (group.get("weights") or {} for group in declared.values())
+            for block in (w["block_structure"] for w in weights if w.get("block_structure")):
                 if grid == tuple(-(-n // int(b)) for n, b in zip(shape, block, strict=True)):
                     return int(block[0]), int(block[1])
             if all(n % parts == 0 for n, parts in zip(shape, grid, strict=True)):
@@ -393,11 +399,11 @@ class Compressed(Format):
 
     def _group_sizes(self) -> set[int]:
         """Columns of a group, where a config says that all weights are in groups."""
-        declared = (self.said.get("config_groups") or {}).values()
-        asked: list[JSON] = [group.get("weights") or {} for group in declared]
-        if any(w.get("strategy") != "group" or not w.get("group_size") for w in asked):
+        declared = (self.config.get("config_groups") or {}).values()
+        weights: list[JSON] = [group.get("weights") or {} for group in declared]
+        if any(w.get("strategy") != "group" or not w.get("group_size") for w in weights):
             return set()
-        return {int(w["group_size"]) for w in asked}
+        return {int(w["group_size"]) for w in weights}
 
     def _codes(self, parts: Parts) -> Tensor:
         """The codes (O, I), zero points not taken off."""
@@ -426,13 +432,11 @@ class Compressed(Format):
     def check(self, parts: Parts) -> None:
         super().check(parts)
         if "_packed" in parts:
-            said, found = (
-                parts["_shape"].tolist(),
-                self.shape({end: tuple(part.shape) for end, part in parts.items()}),
-            )
-            if tuple(said) != found:
+            declared = parts["_shape"].tolist()
+            shape = self.shape({end: tuple(part.shape) for end, part in parts.items()})
+            if tuple(declared) != shape:
                 raise ValueError(
-                    f"it is said to be {_spoken(said)}, and its codes are {_spoken(found)}"
+                    f"it is said to be {_spoken(declared)}, and its codes are {_spoken(shape)}"
                 )
 
     def values(self, parts: Parts) -> Tensor:
@@ -448,10 +452,10 @@ class Compressed(Format):
         if scales.dim() < 2 or scales.shape[axis] == 1:
             return super().taken(parts, axis, order)
         block = [*self._block(codes.shape, scales.shape)]
-        own, block[axis] = order // block[axis], 1
+        blocks, block[axis] = order // block[axis], 1
         chosen = _rows(codes, axis, order).float()
         wide = [
-            _spread(_rows(part.float(), axis, own), chosen.shape, (block[0], block[1]))
+            _spread(_rows(part.float(), axis, blocks), chosen.shape, (block[0], block[1]))
             for part in (scales, zeros)
             if part is not None
         ]

@@ -46,22 +46,22 @@ def mapping_of(path: Path) -> JSON:
         MoesaicError: it cannot be read, or holds something else.
     """
     try:
-        said = parsed(path.read_bytes(), str(path))
+        content = parsed(path.read_bytes(), str(path))
     except OSError as error:
         raise MoesaicError(f"{path} cannot be read: {error}.") from error
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise MoesaicError(f"{path} cannot be read: it holds no JSON object.")
-    return said
+    return content
 
 
 def _once(pairs: list[tuple[str, Any]]) -> JSON:
     """A JSON object whose keys are all different."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
+        twice = next(name for name in mapping if names.count(name) > 1)
         raise ValueError(f"{twice!r} is there twice")
-    return found
+    return mapping
 
 
 def header_of(path: Path) -> tuple[JSON, int]:

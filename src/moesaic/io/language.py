@@ -41,9 +41,9 @@ def predicts_tokens(model_type: str) -> bool:
         return False
     config_class = CONFIG_MAPPING[model_type]
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        made = _with_head(config_class, HEADLESS[model_type])
+        model_class = _with_head(config_class, HEADLESS[model_type])
         # or it would not be taken: the config is transformers' own
-        AutoModelForCausalLM.register(config_class, made, exist_ok=True)
+        AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
         table = conversions(model_type)
         if table is not None:
             register_checkpoint_conversion_mapping(model_type, table, overwrite=True)
@@ -69,21 +69,21 @@ def _with_head(config_class: type, name: str) -> type:
         **options: Any,
     ) -> CausalLMOutputWithPast:
         options.pop("output_router_logits", None)
-        made = self.model(input_ids=input_ids, **options)
+        outputs = self.model(input_ids=input_ids, **options)
         last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(made.last_hidden_state[:, last])
+        logits = self.lm_head(outputs.last_hidden_state[:, last])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=getattr(made, "past_key_values", None),
-            hidden_states=getattr(made, "hidden_states", None),
-            attentions=getattr(made, "attentions", None),
+            past_key_values=getattr(outputs, "past_key_values", None),
+            hidden_states=getattr(outputs, "hidden_states", None),
+            attentions=getattr(outputs, "attentions", None),
         )
 
-    said = {
+    namespace = {
         "__module__": base.__module__,
         "__init__": __init__,
         "forward": forward,
@@ -91,4 +91,4 @@ def _with_head(config_class: type, name: str) -> type:
         "base_model_prefix": "model",
         "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
     }
-    return type(name, (base.__mro__[1], GenerationMixin), said)
+    return type(name, (base.__mro__[1], GenerationMixin), namespace)

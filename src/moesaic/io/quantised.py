@@ -27,27 +27,31 @@ FORMATS: dict[str, type[Format]] = {
 }
 
 
-def format_of(said: JSON | None) -> Format | None:
+def format_of(config: JSON | None) -> Format | None:
     """The format that a ``quantization_config`` describes; None without one.
 
     Raises:
         MoesaicError: it is none that is read.
     """
-    if not said:
+    if not config:
         return None
-    method = str(said.get("quant_method"))
+    method = str(config.get("quant_method"))
     if method not in FORMATS:
         raise MoesaicError(
             f"This checkpoint's weights are in the format {method!r}, which is not read; "
             f"{', '.join(FORMATS)} are. Dequantise it first."
         )
-    return FORMATS[method](said)
+    return FORMATS[method](config)
 
 
 def said_of(config: Config) -> JSON | None:
     """The ``quantization_config`` of a config as plain JSON."""
-    said: Config = getattr(config, "quantization_config", None)
-    return said if said is None or isinstance(said, dict) else cast(JSON, said.to_dict())
+    quantization: Config = getattr(config, "quantization_config", None)
+    return (
+        quantization
+        if quantization is None or isinstance(quantization, dict)
+        else cast(JSON, quantization.to_dict())
+    )
 
 
 T = TypeVar("T")
@@ -67,17 +71,17 @@ class Packed(Tensor):
     """None where the values were changed."""
     parts: Parts
     _row: bool
-    _known: Tensor | None
+    _values: Tensor | None
 
     @staticmethod
     def __new__(cls, format: Format, parts: Parts, row: bool = False) -> Packed:
         shape = format.shape({end: tuple(part.shape) for end, part in parts.items()})
         device = next(iter(parts.values())).device
-        made: Packed = Tensor._make_wrapper_subclass(
+        tensor: Packed = Tensor._make_wrapper_subclass(
             cls, shape[1:] if row else shape, dtype=torch.float32, device=device
         )
-        made.format, made.parts, made._row, made._known = format, parts, row, None
-        return made
+        tensor.format, tensor.parts, tensor._row, tensor._values = format, parts, row, None
+        return tensor
 
     @classmethod
     def of(cls, format: Format, parts: Parts) -> Packed:
@@ -92,8 +96,8 @@ class Packed(Tensor):
     @property
     def plain(self) -> Tensor:
         """Its values, float32."""
-        if self._known is not None or self.format is None:
-            return cast(Tensor, self._known)
+        if self._values is not None or self.format is None:
+            return cast(Tensor, self._values)
         values = self.format.values(self.parts)
         return values[0] if self._row else values
 
@@ -118,7 +122,7 @@ class Packed(Tensor):
                 return func(*args, **(kwargs or {}))
             name = getattr(func, "__name__", "")
             if name.endswith("_") and not name.startswith("_") and isinstance(args[0], Packed):
-                args[0]._known = args[0].plain
+                args[0]._values = args[0].plain
                 args[0].format = None  # its values change
             carried = None
             if func is Tensor.index_select:
@@ -147,16 +151,16 @@ SAID = {
 """What a tensor says of itself without its values."""
 
 
-def _plain(given: T) -> T:
+def _plain(argument: T) -> T:
     """Arguments with values in place of packed weights."""
-    made: object = given
-    if isinstance(given, Packed):
-        made = given.plain
-    elif isinstance(given, dict):
-        made = {name: _plain(value) for name, value in given.items()}
-    elif type(given) in (list, tuple):
-        made = type(given)(map(_plain, cast("list[object]", given)))  # type: ignore[call-arg]
-    return cast(T, made)
+    plain: object = argument
+    if isinstance(argument, Packed):
+        plain = argument.plain
+    elif isinstance(argument, dict):
+        plain = {name: _plain(value) for name, value in argument.items()}
+    elif type(argument) in (list, tuple):
+        plain = type(argument)(map(_plain, cast("list[object]", argument)))  # type: ignore[call-arg]
+    return cast(T, plain)
 
 
 def _chosen(source: Tensor, axis: int, order: Tensor) -> Tensor | None:
@@ -167,8 +171,8 @@ def _chosen(source: Tensor, axis: int, order: Tensor) -> Tensor | None:
     parts = source.format.chosen(source.parts, axis, order)
     if parts is not None:
         return Packed(source.format, parts, source._row)
-    found = source.format.taken(source.parts, axis, order)
-    return found[0] if source._row else found
+    values = source.format.taken(source.parts, axis, order)
+    return values[0] if source._row else values
 
 
 def _stacked(rows: Sequence[Tensor]) -> Packed | None:
@@ -204,10 +208,10 @@ class QuantisedCheckpoint(Checkpoint):
         self.format, self.dtype = format, dtype
         self.plain: set[str] = set()
         """Modules of which something was written that is in no format."""
-        there = super().names()
+        stored_names = super().names()
         self._parts: dict[str, dict[str, str]] = {}
         try:
-            weights = list(format.found(self._types))
+            weights = list(format.weights(self._types))
         except ValueError as error:
             raise MoesaicError(f"{folder} cannot be read: {error}.") from error
         for weight, ends in weights:
@@ -225,7 +229,7 @@ class QuantisedCheckpoint(Checkpoint):
             self._parts[weight] = stored
             self.shape(weight)
         owned = {part: w for w, parts in self._parts.items() for part in parts.values()}
-        self._names = list(dict.fromkeys(owned.get(name, name) for name in there))
+        self._names = list(dict.fromkeys(owned.get(name, name) for name in stored_names))
 
     def names(self) -> list[str]:
         return self._names
@@ -295,8 +299,8 @@ class Awaited:
 
     def __getitem__(self, index: EllipsisType) -> Tensor:
         with self._one:  # transformers reads several at a time, a checkpoint opens one file
-            found: Tensor = self._checkpoint.tensor(self._name).as_subclass(Tensor)[index]
-            return found
+            tensor: Tensor = self._checkpoint.tensor(self._name).as_subclass(Tensor)[index]
+            return tensor
 
 
 def module_of(name: str) -> str:
@@ -318,11 +322,11 @@ def opened(folder: Path) -> Checkpoint:
     if gguf.is_indexed(folder):
         return gguf.opened(folder)
     file = folder / "config.json"
-    said = mapping_of(file) if file.is_file() else {}
-    format = format_of(said.get("quantization_config"))
+    config = mapping_of(file) if file.is_file() else {}
+    format = format_of(config.get("quantization_config"))
     if format is None:
         return Checkpoint(folder)
-    name = str(said.get("dtype") or said.get("torch_dtype") or "bfloat16")
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     dtype: torch.dtype = getattr(torch, name.removeprefix("torch."), torch.bfloat16)
     return QuantisedCheckpoint(folder, format, dtype)
 

@@ -84,8 +84,10 @@ class Source:
         except MoesaicError:
             raise
         except Exception as error:  # transformers raises anything over a config that is odd
-            said = " ".join(str(error).split())
-            raise MoesaicError(f"{self.name}: config.json cannot be used: {said:.300}") from error
+            message = " ".join(str(error).split())
+            raise MoesaicError(
+                f"{self.name}: config.json cannot be used: {message:.300}"
+            ) from error
         text = language_model(config)
         if text is not config:  # a whole's own word may be a default that its weights belie
             names = map(language, self.checkpoint.names())
@@ -112,8 +114,8 @@ class Source:
         try:
             tokenizer: Tokenizer = pretrained(AutoTokenizer, self.folder)
         except Exception as error:  # tokenizers raises anything over a file that is odd
-            said = NEEDS_CODE if brings_code(self.folder) else " ".join(str(error).split())
-            raise MoesaicError(f"{self.name} has no usable tokenizer: {said:.300}") from error
+            reason = NEEDS_CODE if brings_code(self.folder) else " ".join(str(error).split())
+            raise MoesaicError(f"{self.name} has no usable tokenizer: {reason:.300}") from error
         return tokenizer
 
     def load(
@@ -137,19 +139,19 @@ class Source:
         with _silent():
             model, info = self._pretrained({"dtype": dtype or "auto", "device_map": device_map})
         count = model.config.get_text_config().num_hidden_layers
-        made = any(placed(self.folder, name).is_file() for name in (PLAN, RECORD))
-        check_loaded(info, self.name, count, whole=made and not self.beside)
+        ours = any(placed(self.folder, name).is_file() for name in (PLAN, RECORD))
+        check_loaded(info, self.name, count, whole=ours and not self.beside)
         for weight, tensor in model.state_dict().items():
             if not tensor.is_meta:  # those that wait on disk are seen when they are read
                 check_finite(weight, tensor)
         own: Model = (model if device_map is not None else model.to(device)).eval()
         return own
 
-    def _pretrained(self, given: JSON) -> tuple[Model, Values]:
+    def _pretrained(self, arguments: JSON) -> tuple[Model, Values]:
         """As ``from_pretrained``; the weights have values, whatever they are stored as."""
         checkpoint = self.checkpoint
         # sizes that do not fit are refused by us
-        options = {**given, "output_loading_info": True, "ignore_mismatched_sizes": True}
+        options = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
         if checkpoint.loadable and not self.beside:
             read: tuple[Model, Values]
             read = pretrained(AutoModelForCausalLM, self.folder, use_safetensors=True, **options)
@@ -158,8 +160,10 @@ class Source:
         if said_of(config):
             del config.quantization_config
         named = Naming(checkpoint, config.model_type).in_memory
-        own = shape_of(config).state_dict() if self.beside else named.values()
-        weights = {language(n): Awaited(checkpoint, n) for n, name in named.items() if name in own}
+        expected = shape_of(config).state_dict() if self.beside else named.values()
+        weights = {
+            language(n): Awaited(checkpoint, n) for n, name in named.items() if name in expected
+        }
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model, info = kind.from_pretrained(None, config=config, state_dict=weights, **options)
         if (self.folder / GENERATION_CONFIG_NAME).is_file():
@@ -209,8 +213,8 @@ def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
     Raises:
         MoesaicError: names some of the weights.
     """
-    left = [key for key in info["unexpected_keys"] if not predicts(str(key), layers)]
-    info = {**info, "unexpected_keys": left}
+    unplaced = [key for key in info["unexpected_keys"] if not predicts(str(key), layers)]
+    info = {**info, "unexpected_keys": unplaced}
     kinds = {"missing_keys": "missing", "mismatched_keys": "of another shape than config.json says"}
     if whole:
         kinds["unexpected_keys"] = "left over"
@@ -220,11 +224,11 @@ def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
                 f"{name} cannot be loaded: weights are {words}: {_some(info[key])}. The checkpoint "
                 "is damaged, or was written by another version."
             )
-    if left:
+    if unplaced:
         logging.getLogger(__name__).warning(
             "%s: weights that its model has no place for are left out: %s",
             name,
-            _some(left),
+            _some(unplaced),
         )
 
 

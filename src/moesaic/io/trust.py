@@ -38,7 +38,7 @@ def brings_code(folder: Path) -> bool:
     return file.is_file() and "auto_map" in mapping_of(file)
 
 
-def check_config(said: Values, folder: Path) -> None:
+def check_config(config: Values, folder: Path) -> None:
     """Refuse what a config.json would have transformers fetch: other weights, or compiled code.
 
     Raises:
@@ -46,7 +46,7 @@ def check_config(said: Values, folder: Path) -> None:
     """
     if (folder / "adapter_config.json").exists():
         raise MoesaicError(f"{folder} holds an adapter: merge it into its model first.")
-    for key, value in said.items():
+    for key, value in config.items():
         if isinstance(value, dict):
             check_config(value, folder / key)
         if key.endswith("_implementation") and "/" in str(value):

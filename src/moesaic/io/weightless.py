@@ -41,9 +41,9 @@ class Weightless(Source):
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """Its tensors, on the meta device."""
-        found = opened(self.folder)
-        found.weightless = True
-        return found
+        checkpoint = opened(self.folder)
+        checkpoint.weightless = True
+        return checkpoint
 
     @property
     def fingerprint(self) -> str:
@@ -110,17 +110,17 @@ def _of_hub(name: str, folder: Path) -> Weightless:
 
     try:
         snapshot_download(name, allow_patterns=["*.json", *SIDE_FILES], local_dir=folder)
-        found: Any = HfApi().get_safetensors_metadata(name)
+        metadata: Any = HfApi().get_safetensors_metadata(name)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise MoesaicError(
             f"{name} could not be looked up on the hub ({type(error).__name__}: {reason:.120}). "
             "Check the name and the connection, or pass the folder of a downloaded copy."
         ) from error
-    for file, said in found.files_metadata.items():
+    for file, shard_metadata in metadata.files_metadata.items():
         tensors = {
             tensor: torch.empty(info.shape, dtype=TYPES[info.dtype], device="meta")
-            for tensor, info in said.tensors.items()
+            for tensor, info in shard_metadata.tensors.items()
         }
         header = header_bytes(tensors)
         with (folder / file).open("wb") as shard:
