@@ -148,7 +148,7 @@ class PackedText(IterableDataset[Example]):
         while True:
             has_text = False
             for row in self._rows[name].shuffled(f"{self.seed} {name} {passes}"):
-                pair = self._asked(row)
+                pair = asked(row, self.tokenizer) if self.answers else None
                 if pair is not None:
                     example = answered(pair, self.tokenizer, self.length)
                     if example is not None:
@@ -170,9 +170,6 @@ class PackedText(IterableDataset[Example]):
             if not has_text:
                 raise MoesaicError(f"{name or 'The text that ships'} has no text in it.")
             passes += 1
-
-    def _asked(self, row: Row) -> Asked | None:
-        return asked(row, self.tokenizer) if self.answers else None
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -175,10 +175,10 @@ class BlockScaled(Format):
         if axis < -2 or scales.dim() < 2:
             return super().taken(parts, axis, order)
         block = [*self.block(codes.shape)]
-        own = _rows(scales, axis, order // block[axis])  # every row or column has its scale
+        scales = _rows(scales, axis, order // block[axis])  # every row or column has its scale
         block[axis] = 1
         chosen = _rows(codes, axis, order)
-        return chosen.float() * _spread(_scales(own), chosen.shape, (block[0], block[1]))
+        return chosen.float() * _spread(_scales(scales), chosen.shape, (block[0], block[1]))
 
     def parts(self, values: Tensor, like: Parts) -> Parts:
         rows, columns = self.block(values.shape)
@@ -199,15 +199,13 @@ class BlockScaled(Format):
     def chosen(self, parts: Parts, axis: int, order: Tensor) -> Parts | None:
         codes, scales = (parts[end] for end in self.ends)
         if axis < -2:
-            own = _rows(scales, axis, order)
-        elif scales.dim() < 2:
-            own = scales
-        else:
+            scales = _rows(scales, axis, order)
+        elif scales.dim() >= 2:
             blocks = whole_blocks(order, self.block(codes.shape)[axis])
             if blocks is None:
                 return None
-            own = _rows(scales, axis, blocks)
-        return {self.ends[0]: _rows(codes, axis, order), self.ends[1]: own}
+            scales = _rows(scales, axis, blocks)
+        return {self.ends[0]: _rows(codes, axis, order), self.ends[1]: scales}
 
 
 class Microscaled(Format):

@@ -138,8 +138,7 @@ class Naming:
         reorders = {}
         for name, parts in self._parts.items():
             disk, pattern = parts[0]
-            alone = len(parts) == 1 and pattern is not None
-            if not alone:
+            if len(parts) > 1 or pattern is None:
                 continue
             converter = self._converters[pattern]
             turns = all(type(operation) is Transpose for operation in converter.operations)

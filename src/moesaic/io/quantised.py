@@ -71,7 +71,7 @@ class Packed(Tensor):
     """None where the values were changed."""
     parts: Parts
     _row: bool
-    _values: Tensor | None
+    _changed_values: Tensor | None
 
     @staticmethod
     def __new__(cls, format: Format, parts: Parts, row: bool = False) -> Packed:
@@ -80,7 +80,7 @@ class Packed(Tensor):
         tensor: Packed = Tensor._make_wrapper_subclass(
             cls, shape[1:] if row else shape, dtype=torch.float32, device=device
         )
-        tensor.format, tensor.parts, tensor._row, tensor._values = format, parts, row, None
+        tensor.format, tensor.parts, tensor._row, tensor._changed_values = format, parts, row, None
         return tensor
 
     @classmethod
@@ -96,8 +96,8 @@ class Packed(Tensor):
     @property
     def plain(self) -> Tensor:
         """Its values, float32."""
-        if self._values is not None or self.format is None:
-            return cast(Tensor, self._values)
+        if self._changed_values is not None or self.format is None:
+            return cast(Tensor, self._changed_values)
         values = self.format.values(self.parts)
         return values[0] if self._row else values
 
@@ -122,7 +122,7 @@ class Packed(Tensor):
                 return func(*args, **(kwargs or {}))
             name = getattr(func, "__name__", "")
             if name.endswith("_") and not name.startswith("_") and isinstance(args[0], Packed):
-                args[0]._values = args[0].plain
+                args[0]._changed_values = args[0].plain
                 args[0].format = None  # its values change
             carried = None
             if func is Tensor.index_select:

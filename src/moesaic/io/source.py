@@ -144,8 +144,7 @@ class Source:
         for weight, tensor in model.state_dict().items():
             if not tensor.is_meta:  # those that wait on disk are seen when they are read
                 check_finite(weight, tensor)
-        own: Model = (model if device_map is not None else model.to(device)).eval()
-        return own
+        return (model if device_map is not None else model.to(device)).eval()
 
     def _pretrained(self, arguments: JSON) -> tuple[Model, Values]:
         """As ``from_pretrained``; the weights have values, whatever they are stored as."""
@@ -153,9 +152,7 @@ class Source:
         # sizes that do not fit are refused by us
         options = {**arguments, "output_loading_info": True, "ignore_mismatched_sizes": True}
         if checkpoint.loadable and not self.beside:
-            read: tuple[Model, Values]
-            read = pretrained(AutoModelForCausalLM, self.folder, use_safetensors=True, **options)
-            return read
+            return pretrained(AutoModelForCausalLM, self.folder, use_safetensors=True, **options)
         config = copy.deepcopy(self.config)
         if said_of(config):
             del config.quantization_config

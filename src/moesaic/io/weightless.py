@@ -60,10 +60,15 @@ class Outliner(ShardWriter):
     def _save(self, path: Path) -> None:
         new = sum(t.nbytes for t in self._pending.values() if place(t) is None)
         self.waiting = max(self.waiting, new)
-        header = header_bytes(self._pending)
-        with path.open("wb") as file:
-            file.write(header)
-            file.truncate(len(header) + sum(t.nbytes for t in self._pending.values()))
+        _write_outline(path, self._pending)
+
+
+def _write_outline(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A safetensors file's header; what follows it is as long as values would be."""
+    header = header_bytes(tensors)
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(t.nbytes for t in tensors.values()))
 
 
 def foretold(name: str, folder: Path) -> Weightless:
@@ -122,10 +127,7 @@ def _of_hub(name: str, folder: Path) -> Weightless:
             tensor: torch.empty(info.shape, dtype=TYPES[info.dtype], device="meta")
             for tensor, info in shard_metadata.tensors.items()
         }
-        header = header_bytes(tensors)
-        with (folder / file).open("wb") as shard:
-            shard.write(header)
-            shard.truncate(len(header) + sum(t.nbytes for t in tensors.values()))
+        _write_outline(folder / file, tensors)
     return Weightless(name, folder)
 
 

@@ -53,31 +53,31 @@ def bench(
     Raises:
         MoesaicError: the engine is unknown or not there, or a model cannot be loaded.
     """
-    asked = Bench(**options)  # type: ignore[arg-type]
-    if asked.engine == "llamacpp":
-        speeds, figures = _llamacpp(models, asked, track)
+    settings = Bench(**options)  # type: ignore[arg-type]
+    if settings.engine == "llamacpp":
+        speeds, figures = _llamacpp(models, settings, track)
     else:
-        speeds, figures = _transformers(models, asked, device, dtype, track)
-    found = {name: {**speeds[name].as_json(), **figures[name]} for name in models}
+        speeds, figures = _transformers(models, settings, device, dtype, track)
+    measured = {name: {**speeds[name].as_json(), **figures[name]} for name in models}
     if {"model", "against"} <= speeds.keys():
         theirs, ours = (figures[name]["active_parameters"] for name in ("against", "model"))
-        found["ratio"] = against(speeds["model"], speeds["against"], theirs / ours)
-    return found
+        measured["ratio"] = against(speeds["model"], speeds["against"], theirs / ours)
+    return measured
 
 
-Found = tuple[dict[str, Speed], dict[str, JSON]]
+Measured = tuple[dict[str, Speed], dict[str, JSON]]
 
 
 def _transformers(
     models: Mapping[str, str],
-    asked: Bench,
+    settings: Bench,
     device: str,
     dtype: torch.dtype | None,
     track: Track,
-) -> Found:
-    new_tokens, rounds = asked.new_tokens, asked.rounds
+) -> Measured:
+    new_tokens, rounds = settings.new_tokens, settings.rounds
     sources = {name: resolve(model) for name, model in models.items()}
-    length = _length(asked, sources.values())
+    length = _length(settings, sources.values())
     types = {name: working_type(source.config, dtype, device) for name, source in sources.items()}
     prompt = _prompt(sources, length)
     together = have_room(sources.values(), device, dtype)
@@ -100,19 +100,19 @@ def _transformers(
     }
 
 
-def _length(asked: Bench, sources: Iterable[Source]) -> int:
+def _length(settings: Bench, sources: Iterable[Source]) -> int:
     """Tokens of the prompt.
 
     Raises:
         MoesaicError: they, and what follows them, are beyond a model's positions.
     """
-    length = LENGTH if asked.length is None else asked.length
+    length = LENGTH if settings.length is None else settings.length
     for source in sources:
-        room = (positions(source.config) or sys.maxsize) - asked.new_tokens
-        if room < (length if asked.length else 2):
+        room = (positions(source.config) or sys.maxsize) - settings.new_tokens
+        if room < (length if settings.length else 2):
             raise MoesaicError(
-                f"length {length} and {asked.new_tokens} new tokens are beyond the "
-                f"{room + asked.new_tokens:,} positions of {source.name}; give fewer."
+                f"length {length} and {settings.new_tokens} new tokens are beyond the "
+                f"{room + settings.new_tokens:,} positions of {source.name}; give fewer."
             )
         length = min(length, room)
     return length
@@ -131,13 +131,13 @@ def _active(model: Model) -> int:
         return sum(p.numel() for p in model.parameters())
 
 
-def _llamacpp(models: Mapping[str, str], asked: Bench, track: Track) -> Found:
-    new_tokens, rounds = asked.new_tokens, asked.rounds
-    length = _length(asked, [resolve(m) for m in models.values() if not m.endswith(".gguf")])
+def _llamacpp(models: Mapping[str, str], settings: Bench, track: Track) -> Measured:
+    new_tokens, rounds = settings.new_tokens, settings.rounds
+    length = _length(settings, [resolve(m) for m in models.values() if not m.endswith(".gguf")])
     context = length + new_tokens + 1
     with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
         files = {
-            n: _gguf(model, Path(place) / f"{n}.gguf", asked.type) for n, model in models.items()
+            n: _gguf(model, Path(place) / f"{n}.gguf", settings.type) for n, model in models.items()
         }
         with ExitStack() as opened:
             engines = {n: opened.enter_context(Engine(f, context)) for n, f in files.items()}

@@ -95,13 +95,13 @@ def evaluate(
         tokens.check(each.config)
         if isinstance(each, Source):
             check_unseen(each, tokens, data)
-    found = scored(models, tokens, tokenizer, settings, device=device, dtype=dtype, track=track)
+    result = scored(models, tokens, tokenizer, settings, device=device, dtype=dtype, track=track)
     if generations:
         assert tokenizer is not None
         for name in models:
-            said = repeated(found.model(name), tokenizer, track=track)
-            found.scores[name] = replace(found.scores[name], generations=said)
-    return replace(found.scores["model"], against=found.scores.get("original"))
+            repetition = repeated(result.model(name), tokenizer, track=track)
+            result.scores[name] = replace(result.scores[name], generations=repetition)
+    return replace(result.scores["model"], against=result.scores.get("original"))
 
 
 @dataclass
@@ -169,23 +169,28 @@ def scored(
 
     shown = track(models.items(), "Loading models", len(models)) if sources else models.items()
     runs = {name: opened(model) for name, model in shown}
-    found = dict(zip(runs, scores([*runs.values()], tokens, track, shared), strict=True))
+    measured = dict(zip(runs, scores([*runs.values()], tokens, track, shared), strict=True))
     if wanted := wanted_tasks(settings.tasks, settings.shots, settings.limit):
         assert tokenizer is not None
-        told = {
+        figures = {
             name: measure_tasks(run, tokenizer, wanted, settings.limit, named(track, name), shared)
             for name, run in runs.items()
         }
-        found = {name: with_tasks(found[name], told[name], told.get("original")) for name in told}
-    return Scored(tokens, found, runs, together, device, dtype)
+        measured = {
+            name: with_tasks(measured[name], figures[name], figures.get("original"))
+            for name in figures
+        }
+    return Scored(tokens, measured, runs, together, device, dtype)
 
 
-def with_tasks(of: Score, tasks: dict[str, JSON], original: Mapping[str, Values] | None) -> Score:
+def with_tasks(
+    score: Score, tasks: dict[str, JSON], original: Mapping[str, Values] | None
+) -> Score:
     """A score with its tasks' figures, beside the original's where they are not its own."""
     if original is None or tasks is original:
-        return replace(of, tasks=tasks)
+        return replace(score, tasks=tasks)
     recovery = recovery_ratio(tasks, original)
-    return replace(of, tasks=with_recovery(tasks, original), recovery=recovery)
+    return replace(score, tasks=with_recovery(tasks, original), recovery=recovery)
 
 
 def named(track: Track, name: str) -> Track:
@@ -266,9 +271,11 @@ def check_unseen(source: Source, tokens: Tokens, data: object) -> None:
         return
     try:
         record = Record.from_json(mapping_of(file))
-        used = [Taken.of(told) for told in record.calibration.get("sources", ())]
+        used = [Taken.of(values) for values in record.calibration.get("sources", ())]
         steps = [(METHODS[f"{step.verb}.{step.method}"], step.config) for step in record.steps]
-        trained = [step[name] for of, step in steps for name in text_fields(of) if step.get(name)]
+        trained = [
+            step[name] for config, step in steps for name in text_fields(config) if step.get(name)
+        ]
     except (ValueError, TypeError, AttributeError, KeyError, MoesaicError):
         return  # it is another version's, or damaged
     for theirs in (origin.taken for origin in tokens.origins):
@@ -287,7 +294,7 @@ def check_unseen(source: Source, tokens: Tokens, data: object) -> None:
 def have_room(sources: Collection[Source], device: str, dtype: torch.dtype | None) -> bool:
     """Whether a device has room for all of these models at once."""
     types = ((source.config, working_type(source.config, dtype, device)) for source in sources)
-    need = sum(sum(sizes_in(shape_of(config), held)) for config, held in types)
+    need = sum(sum(sizes_in(shape_of(config), kind)) for config, kind in types)
     return ROOM * need <= free_bytes(device)
 
 

@@ -75,13 +75,13 @@ class Whole:
         self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"
     ) -> Pass:
         """Run the model batch by batch, as the logits are asked for."""
-        found = Pass(iter(()))
-        found.logits = self._logits(batches, track, label, found)
-        return found
+        result = Pass(iter(()))
+        result.logits = self._logits(batches, track, label, result)
+        return result
 
     @torch.no_grad()
     def _logits(
-        self, batches: Sequence[Tokens], track: Track, label: str, found: Pass
+        self, batches: Sequence[Tokens], track: Track, label: str, result: Pass
     ) -> Iterator[tuple[Tensor, Tokens]]:
         model = self.shape
         device = model.get_input_embeddings().weight.device
@@ -94,7 +94,7 @@ class Whole:
                 ids = batch.input_ids.to(device)
                 out = model(input_ids=ids, attention_mask=mask, **options)
                 yield out.logits, batch
-            found.routing.update(routing)
+            result.routing.update(routing)
 
 
 @dataclass
@@ -188,23 +188,23 @@ def runner(model: Model | Runner) -> Runner:
 
 def own_share(items: Sequence[T], shared: bool) -> list[T]:
     """The items that fall to this process: all, unless they are shared."""
-    number, of = process() if shared else (0, 1)
-    return list(items[number::of])
+    number, count = process() if shared else (0, 1)
+    return list(items[number::count])
 
 
-def all_shares(own: list[T], shared: bool) -> list[T]:
+def all_shares(share: list[T], shared: bool) -> list[T]:
     """What all processes made of their shares, in the order of the items."""
     if not shared:
-        return own
-    every = gathered(own)
+        return share
+    every = gathered(share)
     return [every[i % len(every)][i // len(every)] for i in range(sum(map(len, every)))]
 
 
-def all_routing(own: dict[int, Routing], shared: bool) -> dict[int, Routing]:
+def all_routing(routing: dict[int, Routing], shared: bool) -> dict[int, Routing]:
     """The routing of all processes' tokens, added up."""
     if not shared:
-        return own
-    every = [part for part in gathered(own) if part]
+        return routing
+    every = [part for part in gathered(routing) if part]
     total = every[0] if every else {}
     for part in every[1:]:
         for i, layer in total.items():

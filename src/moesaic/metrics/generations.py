@@ -84,13 +84,15 @@ def generations(
         (the share of continuations that end in a loop), ``distinct_1`` to ``distinct_3``, each a
         mean over the continuations; ``n``, their number, and ``tokens``, their mean length.
     """
-    found = {}
+    figures = {}
     for temperature in track(TEMPERATURES, "Generations", len(TEMPERATURES)):
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed(seed)
-            found[f"{temperature:g}"] = told(_continued(model, tokenizer, new_tokens, temperature))
-    return found
+            figures[f"{temperature:g}"] = told(
+                _continued(model, tokenizer, new_tokens, temperature)
+            )
+    return figures
 
 
 def told(continuations: Sequence[Sequence[int]]) -> JSON:
@@ -116,14 +118,14 @@ def _continued(
     filling = next(iter(stops), 0) if filling is None else filling
     ids = torch.tensor([[filling] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    drawn = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     out = model.generate(
         ids.to(model.device),
         attention_mask=mask.to(model.device),
         max_new_tokens=new_tokens,
         pad_token_id=filling,
         repetition_penalty=1.0,
-        **(drawn if temperature else {"do_sample": False}),
+        **(sampling if temperature else {"do_sample": False}),
     )
     return [_until(row[longest:].tolist(), stops) for row in out]
 

@@ -107,10 +107,10 @@ class Engine:
     def greedy(self, ids: Tensor, new_tokens: int) -> list[int]:
         """The greedy continuation of a prompt (L,)."""
         self._llama.reset()
-        found = [self._next(ids.tolist())]
-        while len(found) < new_tokens:
-            found.append(self._next(found[-1:]))
-        return found
+        tokens = [self._next(ids.tolist())]
+        while len(tokens) < new_tokens:
+            tokens.append(self._next(tokens[-1:]))
+        return tokens
 
     def __call__(self, prompt: Tensor, new_tokens: int) -> tuple[float, float]:
         """Seconds for a prompt (1, L), and for ``new_tokens`` greedy steps after it."""

@@ -107,7 +107,7 @@ class Measurement:
                 **{n: self.sources[n].checkpoint.nbytes() for n in ("original", "result")},
                 **self._sizes,
             },
-            "scores": {name: of.as_json() for name, of in self._scores.items()},
+            "scores": {name: score.as_json() for name, score in self._scores.items()},
             "routing": {str(i): routing.as_json() for i, routing in result.routing.items()},
             **(
                 {"generation": {"prompt": self.settings.prompt, **self._generation}}
@@ -136,8 +136,8 @@ class Measurement:
         if self.tokenizer is None:
             return
         if self.settings.generations:
-            said = repeated(model, self.tokenizer, track=named(self.track, name))
-            self._scores[name] = replace(self._scores[name], generations=said)
+            repetition = repeated(model, self.tokenizer, track=named(self.track, name))
+            self._scores[name] = replace(self._scores[name], generations=repetition)
         for _ in self.track((name,), f"Continuation, {name}", 1):
             self._generation[name] = generate(
                 model, self.tokenizer, self.settings.prompt, self.settings.new_tokens
@@ -170,11 +170,11 @@ class Measurement:
         if not have_room((original,), device, torch.float32):
             logger.warning("There is no room for the original in float32: it is not rounded.")
             return
-        made = rounded_scores(
+        rounded = rounded_scores(
             original, self._reference, self.tokens, self.settings.baselines, device, self.track
         )
-        for type, found, _ in made:
-            self._scores[type], self._sizes[type] = found, found.total_bytes
+        for type, ours, _ in rounded:
+            self._scores[type], self._sizes[type] = ours, ours.total_bytes
 
     @cached_property
     def _reference(self) -> Layerwise:
@@ -198,7 +198,9 @@ class Measurement:
                 yield from pool.map(lambda folder: peak_memory(folder, length, 8, *place), folders)
 
         shown = zip(names, self.track(peaks(), "Peak memory", 2), strict=True)
-        told = {name: {**speeds[name].as_json(), "peak_memory_bytes": peak} for name, peak in shown}
+        timed = {
+            name: {**speeds[name].as_json(), "peak_memory_bytes": peak} for name, peak in shown
+        }
         ratios = {
             "prefill": ratio(speeds["result"].prefill, speeds["original"].prefill),
             "decode": ratio(speeds["result"].decode, speeds["original"].decode),
@@ -207,28 +209,28 @@ class Measurement:
         spreads = {f"{what}_spread": list(rounds.spread) for what, rounds in ratios.items()}
         return {
             "speed_interleaved": self._scored.together,
-            "speed": told,
+            "speed": timed,
             "speed_ratio": {**medians, **spreads},
         }
 
     def _circumstances(self) -> JSON:
         """What was measured on, and how."""
         settings, config = self.settings, self.sources["original"].config
-        asked: JSON = {}
+        extra: JSON = {}
         if settings.tasks:
-            asked["tasks"] = settings.tasks
+            extra["tasks"] = settings.tasks
         for name in ("limit", "shots"):
             if getattr(settings, name) is not None:
-                asked[name] = getattr(settings, name)
+                extra[name] = getattr(settings, name)
         if settings.stream or not self._scored.together:
-            asked["layer_by_layer"] = True
+            extra["layer_by_layer"] = True
         return {
             "data": settings.data or "shipped",
             "length": self.tokens.input_ids.shape[1],
             "max_tokens": settings.max_tokens,
             "computed_in": str(self._scored.dtype or config.dtype).removeprefix("torch."),
             "sources": [origin.as_json() for origin in self.tokens.origins],
-            **asked,
+            **extra,
         }
 
 
@@ -263,9 +265,9 @@ def activity(
     """
     if not any(isinstance(m, ThresholdRouter) for m in model.modules()):
         return {}
-    found = {}
+    means = {}
     for domain in DOMAINS:
         text = evaluation_tokens(domain, tokenizer, length, tokens)
         routing = score(model, text).routing
-        found[domain] = {str(i): r.calls for i, r in routing.items()}
-    return found
+        means[domain] = {str(i): r.calls for i, r in routing.items()}
+    return means

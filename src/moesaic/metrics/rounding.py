@@ -39,24 +39,24 @@ def rounded(model: Model, type: str) -> int:
     from gguf import GGMLQuantizationType, quants
 
     kind, arch = GGMLQuantizationType[type.upper()], base_arch(model.config)
-    left, turned = set[int](), set[int]()
+    unrounded, turned = set[int](), set[int]()
     for layer in arch.layers(model):
         if isinstance(arch, MoEArch) and arch.is_moe(layer):
             view = arch.mixture(layer)
-            left |= {id(p) for p in view.router.parameters()}
+            unrounded |= {id(p) for p in view.router.parameters()}
             if arch.transposed:
                 turned |= {id(p) for p in view.experts.parameters()}
     size = 0
     for parameter in model.parameters():
         matrix: Tensor = parameter.data
         matrix = matrix.transpose(-1, -2) if id(parameter) in turned else matrix
-        if matrix.ndim < 2 or matrix.shape[-1] % BLOCK or id(parameter) in left:
+        if matrix.ndim < 2 or matrix.shape[-1] % BLOCK or id(parameter) in unrounded:
             size += 4 * matrix.numel()
             continue
         for part in matrix if matrix.ndim == 3 else [matrix]:
-            made = quants.quantize(part.contiguous().float().cpu().numpy(), kind)
-            size += int(made.nbytes)
-            part.copy_(torch.from_numpy(quants.dequantize(made, kind)))
+            quantised = quants.quantize(part.contiguous().float().cpu().numpy(), kind)
+            size += int(quantised.nbytes)
+            part.copy_(torch.from_numpy(quants.dequantize(quantised, kind)))
     return size
 
 

@@ -83,8 +83,8 @@ def routers(model: Model) -> dict[int, tuple[nn.Module, Routing]]:
     except MoesaicError:
         return {}
     return {
-        i: (found.router, Routing(found.shared, found.experts))
-        for i, found in routed_modules(model, arch).items()
+        i: (routed.router, Routing(routed.shared, routed.experts))
+        for i, routed in routed_modules(model, arch).items()
     }
 
 
@@ -116,12 +116,12 @@ class Counts(dict[int, Routing]):
 @contextmanager
 def counted(model: Model) -> Iterator[Counts]:
     """Count the routing of everything that runs inside."""
-    found = routers(model)
-    counts = Counts({i: routing for i, (_, routing) in found.items()})
+    by_layer = routers(model)
+    counts = Counts({i: routing for i, (_, routing) in by_layer.items()})
     counts.phases = [module.phase for module in phased(model)]
     handles = [
         router.register_forward_hook(_counter(routing, counts))
-        for router, routing in found.values()
+        for router, routing in by_layer.values()
     ]
     try:
         yield counts

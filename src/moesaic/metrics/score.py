@@ -143,8 +143,8 @@ def scores(
     with ExitStack() as modes:
         for run in runs:  # channels: what is read is counted
             modes.enter_context(set_mode(run.shape, "always"))
-        found = qualities(runs, tokens, track, shared)
-        sizes = [model_size(run.shape, q.routing) for run, q in zip(runs, found, strict=True)]
+        measured = qualities(runs, tokens, track, shared)
+        sizes = [model_size(run.shape, q.routing) for run, q in zip(runs, measured, strict=True)]
     return [
         Score(
             perplexity=quality.perplexity,
@@ -160,7 +160,7 @@ def scores(
             kl=quality.kl,
             top1_agreement=quality.top1_agreement,
         )
-        for run, quality, size in zip(runs, found, sizes, strict=True)
+        for run, quality, size in zip(runs, measured, sizes, strict=True)
     ]
 
 
@@ -196,30 +196,30 @@ def qualities(
     sums: list[Tensor] = []
     for parts in zip(*(passed.logits for passed in passes), strict=True):
         batch = parts[0][1]
-        logits = [of for of, _ in parts]
-        predicted = [of.shape[-1] for of in logits]
+        logits = [out for out, _ in parts]
+        predicted = [out.shape[-1] for out in logits]
         if len({*predicted}) > 1:
             raise MoesaicError(
                 f"against: the original predicts {predicted[1]:,} tokens, the model "
                 f"{predicted[0]:,}; measure each by itself."
             )
-        for added, of in zip(losses, logits, strict=True):
-            added.add(of, batch)
+        for added, out in zip(losses, logits, strict=True):
+            added.add(out, batch)
         for theirs in logits[1:]:
             sums.append(_compared(theirs, logits[0].to(theirs.device), batch))
-    own, *compared = (
+    quality, *compared = (
         added.quality(tokens, passed.routing, shared)
         for added, passed in zip(losses, passes, strict=True)
     )
     if others:
         total, *of_parts = torch.stack(all_shares(sums, shared)).sum(0)
-        divergence, agreement = (total / own.tokens).tolist()
+        divergence, agreement = (total / quality.tokens).tolist()
         sources = {
             name: _beside(part, sums_2)
-            for (name, part), sums_2 in zip(own.sources.items(), of_parts, strict=True)
+            for (name, part), sums_2 in zip(quality.sources.items(), of_parts, strict=True)
         }
-        own = replace(own, sources=sources, kl=divergence, top1_agreement=agreement)
-    return [own, *compared]
+        quality = replace(quality, sources=sources, kl=divergence, top1_agreement=agreement)
+    return [quality, *compared]
 
 
 def _beside(part: Part, sums_2: Tensor) -> Part:
@@ -245,8 +245,8 @@ class _Losses:
             batch: its tokens; padding is not scored, nor anything behind padding.
         """
         ids = batch.input_ids.to(logits.device)
-        given = logits[:, :-1].float()
-        loss = F.cross_entropy(given.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        predicted = logits[:, :-1].float()
+        loss = F.cross_entropy(predicted.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         loss_BL = loss.view(len(ids), -1).double()
         scored_BL = _scored(batch).to(logits.device)
         loss_BL = loss_BL.masked_fill(~scored_BL, 0)
@@ -336,10 +336,16 @@ def check_vocabularies(model: Tokenizer, original: Tokenizer) -> None:
     Raises:
         MoesaicError: a number stands for two tokens.
     """
-    ours, theirs = ({i: token for token, i in of.get_vocab().items()} for of in (model, original))
-    other = [i for i in sorted(ours.keys() & theirs.keys()) if ours[i] != theirs[i]]
-    if other or not ours.keys() & theirs.keys():
-        first = f": {other[0]} is {ours[other[0]]!r}, there {theirs[other[0]]!r}" if other else ""
+    ours, theirs = (
+        {i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (model, original)
+    )
+    different = [i for i in sorted(ours.keys() & theirs.keys()) if ours[i] != theirs[i]]
+    if different or not ours.keys() & theirs.keys():
+        first = (
+            f": {different[0]} is {ours[different[0]]!r}, there {theirs[different[0]]!r}"
+            if different
+            else ""
+        )
         raise MoesaicError(
             f"against: its vocabulary differs from the model's{first}. Their predictions cannot be "
             "compared token by token; measure each by itself."

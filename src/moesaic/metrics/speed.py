@@ -144,16 +144,16 @@ def against(ours: Speed, theirs: Speed, ideal: float) -> dict[str, JSON]:
         for ``prefill`` and ``decode`` the median ``ratio`` of the rounds, its ``spread``, the
         ``ideal`` one, and the ``share`` of it that is reached.
     """
-    found = {}
+    figures = {}
     for what in ("prefill", "decode"):
         rounds = ratio(getattr(ours, what), getattr(theirs, what))
-        found[what] = {
+        figures[what] = {
             "ratio": rounds.median,
             "spread": list(rounds.spread),
             "ideal": ideal,
             "share": rounds.median / ideal,
         }
-    return found
+    return figures
 
 
 def peak_memory(

@@ -50,7 +50,7 @@ class _Row:
     """One sequence to run, and the continuations that are read off it."""
 
     ids: tuple[int, ...]
-    wanted: list[tuple[int, list[int]]] = field(default_factory=list)
+    continuations: list[tuple[int, list[int]]] = field(default_factory=list)
     """Numbers of pairs, and their continuations, which end one token behind ``ids``."""
 
 
@@ -76,16 +76,22 @@ def loglikelihoods(
     rows: dict[tuple[int, ...], _Row] = {}
     for i, (before, after) in enumerate(pairs):
         ids = tuple((before + after)[-(longest + 1) :][:-1])
-        rows.setdefault(ids, _Row(ids)).wanted.append((i, after))
+        rows.setdefault(ids, _Row(ids)).continuations.append((i, after))
     groups = own_share(_groups(rows.values()), shared)
-    found: list[list[tuple[int, float, bool]]] = []
+    scored: list[list[tuple[int, float, bool]]] = []
     batches = [Tokens(_filled(group)) for group in groups]
-    made = model.run(batches, track, label)
-    for group, (logits, _) in zip(groups, made.logits, strict=True):
-        found.append(
-            [_read(row, own, logits[r]) for r, row in enumerate(group) for own in row.wanted]
+    passed = model.run(batches, track, label)
+    for group, (logits, _) in zip(groups, passed.logits, strict=True):
+        scored.append(
+            [
+                _read(row, continuation, logits[r])
+                for r, row in enumerate(group)
+                for continuation in row.continuations
+            ]
         )
-    likely = {i: (value, greedy) for part in all_shares(found, shared) for i, value, greedy in part}
+    likely = {
+        i: (value, greedy) for part in all_shares(scored, shared) for i, value, greedy in part
+    }
     return [likely[i] for i in range(len(pairs))]
 
 
@@ -106,8 +112,10 @@ def _filled(group: Sequence[_Row]) -> Tensor:
     return torch.tensor([[*row.ids, *[0] * (length - len(row.ids))] for row in group])
 
 
-def _read(row: _Row, wanted: tuple[int, list[int]], logits_LV: Tensor) -> tuple[int, float, bool]:
-    number, after = wanted
+def _read(
+    row: _Row, continuation: tuple[int, list[int]], logits_LV: Tensor
+) -> tuple[int, float, bool]:
+    number, after = continuation
     end = len(row.ids)
     log_KV = logits_LV[end - len(after) : end].float().log_softmax(-1)
     ids_K = torch.tensor(after, device=log_KV.device)
@@ -146,14 +154,14 @@ def answers(
         track: shows progress.
         shared: several processes share the batches, and all of them call this.
     """
-    asked = task.questions[:limit]
+    questions = task.questions[:limit]
     pairs = [
         encoded(tokenizer, context(task.questions, i, task.shots or 0), question.continuation(c))
-        for i, question in enumerate(asked)
+        for i, question in enumerate(questions)
         for c in range(len(question.choices))
     ]
-    found = iter(loglikelihoods(model, pairs, track, task.name, shared))
-    return [answered(q, [next(found)[0] for _ in q.choices]) for q in asked]
+    scored = iter(loglikelihoods(model, pairs, track, task.name, shared))
+    return [answered(q, [next(scored)[0] for _ in q.choices]) for q in questions]
 
 
 def answered(question: Question, likely: Sequence[float]) -> Answer:
@@ -180,18 +188,18 @@ def standard_error(values: Sequence[float]) -> float:
     return math.sqrt(squares / max(1, len(values) - 1) / len(values))
 
 
-def accuracy(found: Sequence[Answer]) -> JSON:
+def accuracy(answers: Sequence[Answer]) -> JSON:
     """What is told of a task.
 
     Returns:
         ``acc``, ``acc_norm``, the standard error of each (``stderr``, ``acc_norm_stderr``), and
         ``n``, the questions.
     """
-    told: JSON = {}
+    summary: JSON = {}
     for name, error in (("acc", "stderr"), ("acc_norm", "acc_norm_stderr")):
-        values = [float(getattr(answer, name)) for answer in found]
-        told |= {name: sum(values) / len(values), error: standard_error(values)}
-    return {**told, "n": len(found)}
+        values = [float(getattr(answer, name)) for answer in answers]
+        summary |= {name: sum(values) / len(values), error: standard_error(values)}
+    return {**summary, "n": len(answers)}
 
 
 # --- all tasks -----------------------------------------------------------------------------------
@@ -223,14 +231,14 @@ def measure_tasks(
         MoesaicError: a task is unknown, or its data cannot be had.
     """
     check_tasks(tasks)
-    found: dict[str, JSON] = {}
+    by_task: dict[str, JSON] = {}
     for task in tasks:
         if task.questions:
-            found[task.name] = accuracy(answers(model, tokenizer, task, limit, track, shared))
+            by_task[task.name] = accuracy(answers(model, tokenizer, task, limit, track, shared))
     named = [task for task in tasks if not task.questions]
     if named:
-        found |= _by_harness(model, tokenizer, named, limit, track, shared)
-    return {task.name: found[task.name] for task in tasks}
+        by_task |= _by_harness(model, tokenizer, named, limit, track, shared)
+    return {task.name: by_task[task.name] for task in tasks}
 
 
 HEADLINE = ("acc_norm", "acc", "exact_match", "f1")
@@ -244,11 +252,13 @@ def headline(task: Values) -> float | None:
 
 def with_recovery(ours: dict[str, JSON], theirs: Values) -> dict[str, JSON]:
     """Figures of tasks, each with ``recovery``: its headline over the original's."""
-    told = {}
+    compared = {}
     for name, task in ours.items():
-        own, before = headline(task), headline(theirs.get(name, {}))
-        told[name] = {**task, "recovery": own / before} if own is not None and before else task
-    return told
+        after, before = headline(task), headline(theirs.get(name, {}))
+        compared[name] = (
+            {**task, "recovery": after / before} if after is not None and before else task
+        )
+    return compared
 
 
 def recovery_ratio(ours: Values, theirs: Values) -> float | None:
@@ -266,9 +276,11 @@ def recovery_ratio(ours: Values, theirs: Values) -> float | None:
     0.8
     """
     pairs = [(headline(task), headline(theirs.get(name, {}))) for name, task in ours.items()]
-    known = [(own, before) for own, before in pairs if own is not None and before is not None]
-    whole = sum(before for _, before in known)
-    return sum(own for own, _ in known) / whole if whole else None
+    complete = [
+        (after, before) for after, before in pairs if after is not None and before is not None
+    ]
+    total = sum(before for _, before in complete)
+    return sum(after for after, _ in complete) / total if total else None
 
 
 # --- lm-eval -------------------------------------------------------------------------------------
@@ -345,7 +357,7 @@ def harness(
 
     name = task if isinstance(task, str) else task["task"]
     try:
-        found: Values = simple_evaluate(
+        results: Values = simple_evaluate(
             lm,
             tasks=[task],
             num_fewshot=shots,
@@ -360,7 +372,7 @@ def harness(
         if (reason := _not_ours(error, name, shots)) is None:
             raise
         raise MoesaicError(reason) from error
-    return found
+    return results
 
 
 ABSENT = ("Connection", "Offline", "DatasetNotFound", "LocalEntryNotFound", "HfHubHTTP", "Timeout")
@@ -451,34 +463,36 @@ def _rows(model: Whole) -> int:
     return 16 if model.shape.config.vocab_size <= 64_000 else 4
 
 
-def figures(found: Values, name: str) -> JSON:
+def figures(report: Values, name: str) -> JSON:
     """The figures of a task, or of a group of tasks, as lm-eval found them.
 
     Args:
-        found: what lm-eval returned.
+        report: what lm-eval returned.
         name: of the task.
 
     Returns:
         see :func:`measure_tasks`.
     """
-    results = found.get("groups", {}).get(name) or found["results"][name]
-    told: JSON = {}
-    for key, value in results.items():
+    metrics = report.get("groups", {}).get(name) or report["results"][name]
+    summary: JSON = {}
+    for key, value in metrics.items():
         metric, comma, _ = key.partition(",")
         if not comma or not isinstance(value, int | float) or math.isnan(value):
             continue
-        told.setdefault("stderr" if metric == "acc_stderr" else metric, value)  # the first filter's
-    samples = found.get("n-samples", {})
-    parts = found.get("group_subtasks", {}).get(name) or [name]
-    counts = [samples[part]["effective"] for part in _leaves(parts, found) if part in samples]
-    return {**told, "n": sum(counts)}
+        summary.setdefault(
+            "stderr" if metric == "acc_stderr" else metric, value
+        )  # the first filter's
+    samples = report.get("n-samples", {})
+    parts = report.get("group_subtasks", {}).get(name) or [name]
+    counts = [samples[part]["effective"] for part in _leaves(parts, report) if part in samples]
+    return {**summary, "n": sum(counts)}
 
 
-def _leaves(names: Iterable[str], found: Values) -> list[str]:
+def _leaves(names: Iterable[str], report: Values) -> list[str]:
     """The tasks of a group, and of the groups in it."""
-    below = found.get("group_subtasks", {})
+    below = report.get("group_subtasks", {})
     leaves: list[str] = []
     for name in names:
         inner = [part for part in below.get(name) or [] if part != name]
-        leaves += _leaves(inner, found) if inner else [name]
+        leaves += _leaves(inner, report) if inner else [name]
     return leaves
