@@ -129,8 +129,8 @@ def test_the_objectives_terms_by_hand() -> None:
     two = {"width": 15.0, "union": 0.9, "balance": 0.4}
     heads = [{"qk": 2.0, "vo": 3.0, "union": 0.8}, {"qk": 4.0, "vo": 1.0, "union": 0.2}]
     for i, (ffn, attention) in enumerate(zip((one, two), heads, strict=True)):
-        masking.seen[i, "mlp"] = {n: torch.tensor(v) for n, v in ffn.items()}
-        masking.seen[i, "mha"] = {n: torch.tensor(v) for n, v in attention.items()}
+        masking.measured[i, "mlp"] = {n: torch.tensor(v) for n, v in ffn.items()}
+        masking.measured[i, "mha"] = {n: torch.tensor(v) for n, v in attention.items()}
     # 18 weights a neuron, 192 / 2 / 4 = 24 a dimension of all heads
     used = 18 * 4 + 24 * (2 + 3) + 18 * 15 + 24 * (4 + 1)
     active = used / (180 + 360 + 2 * 192)
@@ -171,7 +171,7 @@ def test_an_ffns_masks_by_hand(index: int) -> None:
     best = [row.index(max(row)) for row in logits]
     for t in range(10):
         assert s_BLM.flatten(0, 1)[t].bool().tolist() == mask_NM[best[t]]
-    seen = {name: value.item() for name, value in masking.seen[index, "mlp"].items()}
+    seen = {name: value.item() for name, value in masking.measured[index, "mlp"].items()}
     assert seen["width"] == max(widths)
     together = [any(column) for column in zip(*mask_NM, strict=True)]
     assert seen["union"] == pytest.approx(sum(together) / len(together))
@@ -193,7 +193,7 @@ def test_the_widest_toss_is_counted_where_the_paper_does(monkeypatch: pytest.Mon
     s_BLM = masking.ffn(0, inputs())
     widths = s_BLM.sum(-1).flatten().tolist()
     assert len(set(widths)) > 1
-    assert masking.seen[0, "mlp"]["width"].item() == max(widths)
+    assert masking.measured[0, "mlp"]["width"].item() == max(widths)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -211,7 +211,7 @@ def test_attentions_masks_by_hand(index: int) -> None:
     assert found["k"].bool().tolist() == [*pairs, *pairs] * 2
     for part, heads in (("v", 2), ("o", 4)):
         assert found[part].flatten(0, 1).bool().tolist() == [row * heads for row in tokens]
-    seen = {name: value.item() for name, value in masking.seen[index, "mha"].items()}
+    seen = {name: value.item() for name, value in masking.measured[index, "mha"].items()}
     real = tokens[:8]
     assert seen["qk"] == 2 * sum(pairs)
     assert seen["vo"] == pytest.approx(sum(map(sum, real)) / 8)
@@ -229,7 +229,7 @@ def test_masks_are_tossed_and_what_is_deployed_is_counted() -> None:
         found = [getattr(masking, made)(0, inputs()) for masking in (quiet, tossed)]
         masks = [f if made == "ffn" else f["v"] for f in found]
         assert not torch.equal(*masks)
-        terms = [masking.seen[0, term] for masking in (quiet, tossed)]
+        terms = [masking.measured[0, term] for masking in (quiet, tossed)]
         assert terms[0][count] == terms[1][count]
         assert terms[0]["union"] == terms[1]["union"]
 
@@ -248,7 +248,7 @@ def test_the_gradient_of_the_load_balance(monkeypatch: pytest.MonkeyPatch) -> No
         weight = masking.mlp_modules(0).router.weight
         weight.grad = None
         masking.ffn(0, x_BLD)
-        masking.seen[0, "mlp"]["balance"].backward()
+        masking.measured[0, "mlp"]["balance"].backward()
         W = weight.detach().double().requires_grad_()
         added = noise.flatten(0, 1)[valid_BL.flatten()] * tossed
         P_TN = torch.exp((x_TD.double() @ W.T + added) / 0.4)

@@ -202,7 +202,7 @@ def test_compressed_tensors_by_its_own_package(layout):
     stored = theirs.compress(state, scheme)
     parts = {key.removeprefix("weight"): tensor for key, tensor in stored.items()}
     ends = (*(form.ends if "_packed" in parts else form.plain), *parts.keys() & {form.zero})
-    assert [*form.found(types(parts))] == [("up.weight", ends)]
+    assert [*form.weights(types(parts))] == [("up.weight", ends)]
     assert torch.equal(form.values(parts).bfloat16(), theirs.decompress(stored, scheme)["weight"])
     mine = form.parts(values, parts)
     assert {end: t.shape for end, t in mine.items()} == {end: t.shape for end, t in parts.items()}

@@ -109,11 +109,11 @@ class Method(ABC, Generic[C, A]):
         Raises:
             MoesaicError: there is no such comparison.
         """
-        made = {}
+        methods = {}
         for name in names:
             self.config.compared(name)
-            made[name] = type(self)(replace(self.config, **{self.varies: name}))
-        return made
+            methods[name] = type(self)(replace(self.config, **{self.varies: name}))
+        return methods
 
     @abstractmethod
     def find(self, config: Config) -> A:

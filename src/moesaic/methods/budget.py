@@ -135,11 +135,11 @@ def split_for_target(
         petal = step * round((1 - share) * width / idle / step)
         petal = min(petal, width // experts // step * step)
         splits[i] = Split(width - experts * petal, petal, experts, top_k)
-    found = active_ratio(sizes, {i: split.active_width for i, split in splits.items()})
-    if multiple and abs(found - active) > APART:
+    actual = active_ratio(sizes, {i: split.active_width for i, split in splits.items()})
+    if multiple and abs(actual - active) > APART:
         raise MoesaicError(
             f"active {active:g} is out of reach with multiple={multiple}, {experts} experts and "
-            f"top-{top_k}; the nearest that works is active={found:.4g}."
+            f"top-{top_k}; the nearest that works is active={actual:.4g}."
         )
     return splits
 

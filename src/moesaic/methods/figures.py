@@ -24,14 +24,14 @@ def finite(value: object) -> float | None:
 def series(name: str, points: Iterable[tuple[object, object]]) -> Series:
     """A line through those points that are known, thinned where they are many."""
     every = ((finite(x), finite(y)) for x, y in points)
-    known = [(x, y) for x, y in every if x is not None and y is not None]
-    return Series(name, tuple(known[:: -(-len(known) // MOST) or 1]))
+    complete = [(x, y) for x, y in every if x is not None and y is not None]
+    return Series(name, tuple(complete[:: -(-len(complete) // MOST) or 1]))
 
 
-def lines(section: str, title: str, of: Sequence[Series], y: str, **more: Any) -> list[Figure]:
+def lines(section: str, title: str, curves: Sequence[Series], y: str, **more: Any) -> list[Figure]:
     """Lines by layer, or by what ``x`` says; nothing where nothing is known."""
-    whole = tuple(s for s in of if s.points)
-    return [Lines(section=section, title=title, series=whole, y=y, **more)] if whole else []
+    drawn = tuple(s for s in curves if s.points)
+    return [Lines(section=section, title=title, series=drawn, y=y, **more)] if drawn else []
 
 
 def bars(
@@ -50,11 +50,13 @@ def bars(
         layers: the rows.
         columns: by name and format, a value a layer.
     """
-    made = [Column(name, tuple(map(finite, of)), form) for (name, form), of in columns.items()]
-    known = tuple(column for column in made if any(v is not None for v in column.values))
+    every = [
+        Column(name, tuple(map(finite, values)), form) for (name, form), values in columns.items()
+    ]
+    drawn = tuple(column for column in every if any(v is not None for v in column.values))
     rows = tuple(str(layer.index) for layer in layers)
-    figure = Bars(section=section, title=title, caption=caption, rows=rows, columns=known)
-    return [figure] if known else []
+    figure = Bars(section=section, title=title, caption=caption, rows=rows, columns=drawn)
+    return [figure] if drawn else []
 
 
 # --- experts of mixtures -------------------------------------------------------------------------
@@ -62,9 +64,11 @@ def bars(
 
 def calls(layer: LayerRecord, count: int) -> tuple[float | None, ...]:
     """The share of a layer's calls that each expert had; None where that was not counted."""
-    of = list(layer.analysis.get("calls") or ())
-    every = sum(of)
-    return tuple(finite(of[j] / every) if every and j < len(of) else None for j in range(count))
+    counts = list(layer.analysis.get("calls") or ())
+    total = sum(counts)
+    return tuple(
+        finite(counts[j] / total) if total and j < len(counts) else None for j in range(count)
+    )
 
 
 def kept(
@@ -93,8 +97,8 @@ def kept(
     caption = ["Blue experts stay, crossed ones are gone."]
     caption += [SHADES] if any("calls" in layer.analysis for layer in cut) else []
     barred = any(row.bar is not None for row in rows)
-    meant = lost or "what the layer loses by the measure that decided"
-    caption += [f"Bars: {meant}."] if barred else []
+    measure = lost or "what the layer loses by the measure that decided"
+    caption += [f"Bars: {measure}."] if barred else []
     return [
         Heat(
             section=section,
@@ -114,9 +118,9 @@ def kept(
 def refitted(layers: Iterable[LayerRecord]) -> list[Figure]:
     """The error of each layer's output before and after its down projections were refitted."""
     errors = [
-        (layer.index, 100 * seen["lost"], 100 * seen["lost"] * (1 - seen["recovered"]))
+        (layer.index, 100 * refit["lost"], 100 * refit["lost"] * (1 - refit["recovered"]))
         for layer in layers
-        if {"lost", "recovered"} <= (seen := layer.analysis.get("refit") or {}).keys()
+        if {"lost", "recovered"} <= (refit := layer.analysis.get("refit") or {}).keys()
     ]
     return lines(
         "What the refit gives back",
@@ -151,8 +155,8 @@ def trained(training: Values) -> list[Figure]:
             drawn.append((str(labels[name]), curve))
     caption = f"Of the batch of each step. Trained: {training.get('what') or 'weights'}."
     if share := training.get("trained_parameters"):
-        whole = training.get("total_parameters")
-        caption += f" {share:,}{f' of {whole:,}' if whole else ''} parameters."
+        total = training.get("total_parameters")
+        caption += f" {share:,}{f' of {total:,}' if total else ''} parameters."
     caption += f" Constant: {', '.join(constant)}." if constant else ""
     return [
         Lines(

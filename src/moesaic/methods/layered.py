@@ -21,7 +21,7 @@ from torch import nn
 from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.methods.base import A, C, Decision, Method, Outline
-from moesaic.methods.refit import of, recover, settled
+from moesaic.methods.refit import recover, refit_name, settled
 from moesaic.observation.branches import divergences
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.layers import (
@@ -40,7 +40,7 @@ S = TypeVar("S")
 """What a layer may become, such as a number of experts."""
 RESULT = "result"
 """The name of what was asked for, beside its comparisons."""
-Made = Mapping[S, tuple[LayerPlan, JSON]]
+Decided = Mapping[S, tuple[LayerPlan, JSON]]
 """By size a layer's plan, and what was seen on the way; of losses ``relative_loss``."""
 
 
@@ -54,7 +54,7 @@ class Case(Generic[A]):
     """What was observed; None where nothing is known but the layer's shape."""
     site: Site[Any] | None = None
     """The layer and its tokens, where ``needs`` asked for them."""
-    own: Any = None
+    statistic: Any = None
     """What the method's ``observe`` made of them."""
 
     @property
@@ -93,7 +93,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """A statistic of the method's own, from a layer's tokens; the same for all comparisons."""
 
     @abstractmethod
-    def decide(self, case: Case[A], sizes: Sequence[S]) -> Made[S]:
+    def decide(self, case: Case[A], sizes: Sequence[S]) -> Decided[S]:
         """What a layer becomes at each size.
 
         Args:
@@ -166,7 +166,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         config = self.config
         methods: Mapping[str, LayerMethod[C, A, S]]
         rivals = self.rivals()
-        held = job.held_back() if rivals else None
+        held_out = job.held_back() if rivals else None
         methods = {RESULT: self, **rivals, **self.compared(job.args.compare)}
         sizes = {name: method.sizes(job) for name, method in methods.items()}
         self.check(job)
@@ -184,28 +184,28 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         self._decide(job, methods, sizes, observation, finished)
         plans, analyses, losses = {}, {}, {}
         for name, method in methods.items():
-            made = {
+            decided = {
                 i: {size: finished[method._key(name, size), i] for size in options}
                 for i, options in sizes[name].items()
             }
-            losses[name] = _losses(made)
-            chosen = {i: made[i][size] for i, size in method.allocate(losses[name]).items()}
+            losses[name] = _losses(decided)
+            chosen = {i: decided[i][size] for i, size in method.allocate(losses[name]).items()}
             layers = method.finish(job, {i: layer for i, (layer, _) in chosen.items()})
             plans[name] = Plan(config.name, job.base, layers, asdict(method.config), calibration)
-            analyses[name] = {i: seen for i, (_, seen) in chosen.items()}
+            analyses[name] = {i: analysis for i, (_, analysis) in chosen.items()}
         if refit:
             follow = bool(self._option("progressive"))
-            plans, found = recover(job, plans, finished, propagate=follow)
-            for name, of_plan in found.items():
+            plans, refits = recover(job, plans, finished, propagate=follow)
+            for name, of_plan in refits.items():
                 analyses[name] = {
-                    i: {**seen, "refit": of_plan[i]} for i, seen in analyses[name].items()
+                    i: {**analysis, "refit": of_plan[i]} for i, analysis in analyses[name].items()
                 }
         best, compared = RESULT, JSON()
-        if held is not None:
+        if held_out is not None:
             names = [RESULT, *rivals]
-            stream = job.stream(list(sizes[RESULT]), job.arch.view, held)
-            found_kl = divergences(stream, [plans[name].layers for name in names], job.track)
-            by_name = dict(zip(names, found_kl, strict=True))
+            stream = job.stream(list(sizes[RESULT]), job.arch.view, held_out)
+            kls = divergences(stream, [plans[name].layers for name in names], job.track)
+            by_name = dict(zip(names, kls, strict=True))
             best = min(names, key=lambda name: by_name[name])
             self.config = methods[best].config
             compared = {"compared": by_name}
@@ -233,29 +233,29 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
 
         def decided(observed: Observed) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
             i, stats, site = observed
-            found: dict[str, tuple[LayerPlan, JSON]] = {}
-            own = self.observe(site) if site is not None and i in missing else None
-            case = Case(i, job, stats, site, own)
+            results: dict[str, tuple[LayerPlan, JSON]] = {}
+            statistic = self.observe(site) if site is not None and i in missing else None
+            case = Case(i, job, stats, site, statistic)
             for name in missing.get(i, ()):
                 method, options = methods[name], sizes[name][i]
-                for size, made in method.decide(case, options).items():
-                    found[method._key(name, size)] = made
+                for size, decision in method.decide(case, options).items():
+                    results[method._key(name, size)] = decision
                     if method._at_once(job, observation.needs, options):
                         assert site is not None
-                        found[of(name)] = made[0].refit(site)
+                        results[refit_name(name)] = decision[0].refit(site)
             if follow and site is not None:
                 key = self._key(RESULT, sizes[RESULT][i][0])
-                layer, _ = found[key] if key in found else finished[key, i]
+                layer, _ = results[key] if key in results else finished[key, i]
                 site.change = self.passing_on(site, layer)
-            return i, found
+            return i, results
 
         def source(layers: Sequence[int]) -> Iterator[Observed]:
             return observation.layers(layers, follow)
 
         wanted = sorted(sizes[RESULT] if follow else missing)
         shared = observation.whole and not follow
-        for i, found in each_layer(job, wanted, source, decided, self.words, shared=shared):
-            for name, (layer, analysis) in found.items():
+        for i, results in each_layer(job, wanted, source, decided, self.words, shared=shared):
+            for name, (layer, analysis) in results.items():
                 finished.add(name, i, layer, analysis)
 
     def _at_once(self, job: Job[A], needs: Collection[str], options: Sequence[S]) -> bool:
@@ -273,13 +273,13 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
     def outline(self, job: Job[A]) -> Outline:
         """What :meth:`decide` makes of layers of which nothing is known but their shapes."""
         sizes = self.sizes(job)
-        made = {i: self.decide(Case(i, job, None), options) for i, options in sizes.items()}
-        chosen = self.allocate(_losses(made))
-        layers = self.finish(job, {i: made[i][size][0] for i, size in chosen.items()})
+        decided = {i: self.decide(Case(i, job, None), options) for i, options in sizes.items()}
+        chosen = self.allocate(_losses(decided))
+        layers = self.finish(job, {i: decided[i][size][0] for i, size in chosen.items()})
         cost = cost_of(self.needs, job, list(sizes), self.gram_bytes) + self.cost(job, sizes)
         refit = 0.0
         if self._option("refit"):
-            at_once = all(self._at_once(job, self.needs, of) for of in sizes.values())
+            at_once = all(self._at_once(job, self.needs, options) for options in sizes.values())
             refit = (1.0 if at_once else 2.0) + bool(self._option("progressive"))
         return Outline(
             Plan(self.config.name, job.base, layers, asdict(self.config)),
@@ -291,9 +291,12 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         )
 
 
-def _losses(made: Mapping[int, Made[S]]) -> dict[int, dict[S, float]]:
+def _losses(decided: Mapping[int, Decided[S]]) -> dict[int, dict[S, float]]:
     """What was told of every layer and size."""
     return {
-        i: {size: float(seen.get("relative_loss", 0.0)) for size, (_, seen) in of.items()}
-        for i, of in made.items()
+        i: {
+            size: float(analysis.get("relative_loss", 0.0))
+            for size, (_, analysis) in of_layer.items()
+        }
+        for i, of_layer in decided.items()
     }

@@ -62,18 +62,18 @@ def recover(
         i: [
             name
             for name, plan in plans.items()
-            if i in plan.layers and (of(name), i) not in finished
+            if i in plan.layers and (refit_name(name), i) not in finished
         ]
         for i in layers
     }
 
     def refitted(site: Site[Any]) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
         i = site.index
-        found = {name: plans[name].layers[i].refit(site) for name in missing[i]}
+        results = {name: plans[name].layers[i].refit(site) for name in missing[i]}
         if propagate:
-            layer = found["result"] if "result" in found else finished[of("result"), i]
+            layer = results["result"] if "result" in results else finished[refit_name("result"), i]
             site.change = applied(site.layer, job.arch, layer[0])
-        return i, found
+        return i, results
 
     def source(wanted: Sequence[int]) -> Iterable[Site[Any]]:
         return job.stream(wanted, job.arch.view, follow=propagate)
@@ -81,18 +81,19 @@ def recover(
     if any(missing.values()):
         wanted = layers if propagate else [i for i in layers if missing[i]]
         done = each_layer(job, wanted, source, refitted, "Refitting layers", shared=not propagate)
-        for i, found in done:
-            for name, (layer, said) in found.items():
-                finished.add(of(name), i, layer, said)
+        for i, results in done:
+            for name, (layer, figures) in results.items():
+                finished.add(refit_name(name), i, layer, figures)
     refit = {
-        name: replace(plan, layers={i: finished[of(name), i][0] for i in plan.layers})
+        name: replace(plan, layers={i: finished[refit_name(name), i][0] for i in plan.layers})
         for name, plan in plans.items()
     }
     return refit, {
-        name: {i: finished[of(name), i][1] for i in plan.layers} for name, plan in plans.items()
+        name: {i: finished[refit_name(name), i][1] for i in plan.layers}
+        for name, plan in plans.items()
     }
 
 
-def of(name: str) -> str:
+def refit_name(name: str) -> str:
     """A plan's name after its layers were refitted."""
     return f"{name}-refit"

@@ -25,13 +25,13 @@ def number(count: int) -> str:
     return NUMBERS[count] if 0 <= count < len(NUMBERS) else f"{count:,}"
 
 
-def some(count: int, of: int) -> str:
+def some(count: int, total: int) -> str:
     """How many layers: ``all layers``, ``2 of 8 layers``.
 
     >>> some(8, 8), some(2, 8)
     ('all layers', '2 of 8 layers')
     """
-    return "all layers" if count == of else f"{count} of {of} layers"
+    return "all layers" if count == total else f"{count} of {total} layers"
 
 
 def carved(config: MethodConfig, active: float | None) -> str:
@@ -41,8 +41,8 @@ def carved(config: MethodConfig, active: float | None) -> str:
         config: the method's options.
         active: the share of its projections that a token uses; None where that is not known.
     """
-    known = "" if active is None else f" to {percent(active)} active"
+    target = "" if active is None else f" to {percent(active)} active"
     if not config.beyond:
-        return f"carved with {config.base_label}{known}"
+        return f"carved with {config.base_label}{target}"
     added = f"carved, beyond {config.base_label} ({', '.join(config.beyond)})"
-    return f"{added},{known}" if known else added
+    return f"{added},{target}" if target else added

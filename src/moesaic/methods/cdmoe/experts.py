@@ -157,14 +157,14 @@ def tail_exponent(value_N: Tensor) -> float:
     starts = [i for i in near if i < len(value_N) - 1] or [
         min(int((value_N < peak).sum()), len(value_N) - 2)
     ]
-    found = []
+    fits = []
     for start in starts:
         ratio_K = value_N[start:] / value_N[start]
         alpha = 1 + (len(ratio_K) - 1) / ratio_K.log().sum().clamp(min=1e-12).item()
         below_K = torch.arange(len(ratio_K)) / len(ratio_K)
         distance = (1 - ratio_K ** (1 - alpha) - below_K).abs().max().item()
-        found.append((distance, start, alpha))
-    return min(found)[-1]
+        fits.append((distance, start, alpha))
+    return min(fits)[-1]
 
 
 def weight_scores(view: MoEFFN, search: str, layer: int, seed: int) -> list[float]:

@@ -92,15 +92,15 @@ class ExpertSearch:
         config = self.config
         g_E, calls_E = self._gates(view, inputs)
         shared, routed = self._shared(view, inputs), NONE_K
-        found: JSON = {"calls": calls_E.tolist()}
+        analysis: JSON = {"calls": calls_E.tolist()}
         if config.keep == "shared+routed":
             k = view.top_k if config.experts is None else config.experts
             if config.expert_search == "greedy":
                 order, losses = self._greedy(block, view, hidden, inputs, reference, shared, g_E, k)
-                found["expert_losses"] = losses
+                analysis["expert_losses"] = losses
             else:
                 scores = weight_scores(view, config.expert_search, block.index, config.seed)
-                found["scores"] = scores
+                analysis["scores"] = scores
                 order = ranked_experts(scores, g_E, k)
             routed = torch.tensor(order, dtype=torch.int64)
         both = _with_experts(shared, routed, g_E, view)
@@ -112,11 +112,11 @@ class ExpertSearch:
         variants[config.keep] = variants.get(config.keep, both)
         if config.keep == "shared":
             variants["shared"] = both
-        found |= {
+        analysis |= {
             "divergence": {n: self._cost(block, v, hidden, reference) for n, v in variants.items()},
             "cosine": self._importance(block, hidden, reference),
         }
-        return variants[config.keep], found
+        return variants[config.keep], analysis
 
     def _gates(self, view: MoEFFN, inputs: Spill) -> tuple[Tensor, Tensor]:
         """g_E of Eq. 2 over the tokens of all processes, and how often each was chosen."""
@@ -256,7 +256,7 @@ class Added:
     """What each candidate added to the model's loss when it was last tried."""
 
     def __init__(self, done: Sequence[tuple[int, Mapping[int, float]]] = ()) -> None:
-        self.known: dict[int, float] = {}
+        self.rise: dict[int, float] = {}
         self.loss = 0.0
         """Of the model with all layers that were chosen."""
         for i, losses in done:
@@ -264,12 +264,12 @@ class Added:
 
     def note(self, chosen: int, losses: Mapping[int, float]) -> None:
         """A round: the layer that was chosen, and the losses of those that were tried."""
-        self.known |= {i: loss - self.loss for i, loss in losses.items()}
+        self.rise |= {i: loss - self.loss for i, loss in losses.items()}
         self.loss = losses[chosen]
 
     def ranked(self, left: Sequence[int]) -> list[int]:
         """The layers that are left, those that added least first."""
-        return sorted(left, key=lambda i: (self.known.get(i, 0.0), i))
+        return sorted(left, key=lambda i: (self.rise.get(i, 0.0), i))
 
 
 class LayerSearch:
@@ -297,11 +297,11 @@ class LayerSearch:
             for part in self._judged(final):
                 self._reference.append(part)
             final.clear()
-        found: dict[int, float] = {}
+        losses: dict[int, float] = {}
         for i, final in zip(candidates, branches(self.stream, changes), strict=True):
-            found[i] = self._loss(final)
+            losses[i] = self._loss(final)
             final.clear()
-        return found
+        return losses
 
     def _judged(self, final: Spill) -> Iterator[Tensor]:
         """What is compared of each batch: (T, D) after the final norm, or (B,) perplexities."""
@@ -343,9 +343,9 @@ class LayerSearch:
             elif search == "lazy":
                 losses = self._likeliest(chosen, left, added)
             best = min(losses.keys() & left, key=lambda i: (losses[i], i))
-            found = {i: losses[i] for i in left if i in losses}
-            yield best, found
-            added.note(best, found)
+            tried = {i: losses[i] for i in left if i in losses}
+            yield best, tried
+            added.note(best, tried)
             chosen.append(best)
             left.remove(best)
 
@@ -353,14 +353,14 @@ class LayerSearch:
         self, chosen: Sequence[int], left: Sequence[int], added: Added
     ) -> dict[int, float]:
         """The losses of as many candidates as have to be tried until the best is known."""
-        waiting, found = added.ranked(left), dict[int, float]()
+        waiting, losses = added.ranked(left), dict[int, float]()
         while waiting:
-            some = waiting if not added.known else waiting[:BATCH]
+            some = waiting if not added.rise else waiting[:BATCH]
             waiting = waiting[len(some) :]
-            found |= self.losses(chosen, some)
-            if waiting and min(found.values()) - added.loss <= MARGIN * added.known[waiting[0]]:
+            losses |= self.losses(chosen, some)
+            if waiting and min(losses.values()) - added.loss <= MARGIN * added.rise[waiting[0]]:
                 break
-        return found
+        return losses
 
     def close(self) -> None:
         """Let go of what is kept on disk."""

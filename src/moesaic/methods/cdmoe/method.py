@@ -136,14 +136,14 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         def plan(some: dict[int, LayerPlan]) -> Plan:
             return Plan(config.name, job.base, some, options, fingerprint)
 
-        made = {name: plan(finish(chosen[:count])) for name, count in counts.items()}
-        made["result"] = plan(layers)
+        results = {name: plan(finish(chosen[:count])) for name, count in counts.items()}
+        results["result"] = plan(layers)
         if config.refit:
-            made, found = recover(job, made, finished)
-            for i, seen in found["result"].items():
-                if seen:
-                    analyses[i] = {**analyses.get(i, {}), "refit": seen}
-        return Decision(made.pop("result"), analyses, made, summary)
+            results, refits = recover(job, results, finished)
+            for i, refit in refits["result"].items():
+                if refit:
+                    analyses[i] = {**analyses.get(i, {}), "refit": refit}
+        return Decision(results.pop("result"), analyses, results, summary)
 
     # --- searches --------------------------------------------------------------------------------
 
@@ -161,8 +161,8 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         search = ExpertSearch(self.config, stream, job.arch)
         with torch.no_grad():
             for turn in job.track(stream.turns(missing), "Choosing experts", len(missing)):
-                layer, found = search.decide(turn.block, turn.states)
-                finished.add("experts", turn.block.index, layer, found)
+                layer, analysis = search.decide(turn.block, turn.states)
+                finished.add("experts", turn.block.index, layer, analysis)
 
     def _in_order(
         self,
@@ -180,12 +180,12 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         ]
         yield from done
         search = LayerSearch(stream, plans, config.metric)
-        found = search.order(config.layer_search, self._scores(plans, finished), done)
+        order = search.order(config.layer_search, self._scores(plans, finished), done)
         total = len(plans) if config.count is None else config.count
         try:
-            for n, (i, losses) in enumerate(job.track(found, "Choosing layers", total), len(done)):
-                seen = {"losses": {str(j): x for j, x in losses.items()}}
-                finished.add(f"round-{n:04d}", i, plans[i], seen)
+            for n, (i, losses) in enumerate(job.track(order, "Choosing layers", total), len(done)):
+                analysis = {"losses": {str(j): x for j, x in losses.items()}}
+                finished.add(f"round-{n:04d}", i, plans[i], analysis)
                 yield i, losses
         finally:
             search.close()
@@ -197,18 +197,18 @@ class Condenser(Method[CondenseConfig, MoEArch]):
             generator = torch.Generator().manual_seed(config.seed)
             drawn = torch.rand(len(plans), dtype=torch.float64, generator=generator).tolist()
             return dict(zip(plans, drawn, strict=True))
-        seen = {i: finished["experts", i][1] for i in plans}
+        analyses = {i: finished["experts", i][1] for i in plans}
         if config.layer_search == "cosine":
             which = "nothing" if config.keep == "nothing" else "attention"
-            return {i: found["cosine"][which] for i, found in seen.items()}
-        return {i: found["divergence"][config.keep] for i, found in seen.items()}
+            return {i: analysis["cosine"][which] for i, analysis in analyses.items()}
+        return {i: analysis["divergence"][config.keep] for i, analysis in analyses.items()}
 
     # --- words -----------------------------------------------------------------------------------
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
         config = self.config
         chosen: list[int] = decision.summary["layers"]
-        every = sum("cosine" in seen for seen in decision.analyses.values())
+        every = sum("cosine" in analysis for analysis in decision.analyses.values())
         shapes = [layers[i].shape for i in chosen]
         if config.keep == "shared" and shapes and not any(shape["shared"] for shape in shapes):
             # nothing was shared
@@ -220,17 +220,17 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         done = {"attention": "feed-forward blocks dropped", "nothing": "layers dropped"}
         what = done.get(config.keep, "layers condensed")
         title = f"{len(chosen)} of {every} {what}{credited(config, 'with')}"
-        told = {
+        text = {
             "attention": "Without feed-forward block",
             "nothing": "Dropped, attention included",
         }.get(config.keep, "Turned from mixtures of experts into small dense layers")
-        told += f": {listed(sorted(chosen))}"
-        told += f", keeping {' and '.join(stays)}" if stays else ""
-        told += "."
+        text += f": {listed(sorted(chosen))}"
+        text += f", keeping {' and '.join(stays)}" if stays else ""
+        text += "."
         if config.refit and chosen:
-            told += " Their down projections were then refitted."
+            text += " Their down projections were then refitted."
         output = {"layers": chosen, "experts": decision.summary["experts"]}
-        return Told(title, told, output)
+        return Told(title, text, output)
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         order, section = decision.summary["layers"], "Which layers were condensed"
@@ -242,8 +242,12 @@ class Condenser(Method[CondenseConfig, MoEArch]):
                 section,
                 "What a layer loses.",
                 [
-                    figures.series(name, [(i, of.get(name)) for i, of in divergence.items()])
-                    for name in dict.fromkeys(name for of in divergence.values() for name in of)
+                    figures.series(
+                        name, [(i, values.get(name)) for i, values in divergence.items()]
+                    )
+                    for name in dict.fromkeys(
+                        name for values in divergence.values() for name in values
+                    )
                 ],
                 f"{self.config.metric} divergence",
                 strong=self.config.keep,
@@ -305,16 +309,16 @@ def _search(rounds: Sequence[JSON], section: str) -> list[Figure]:
         rounds: of each the ``layer`` taken, and the ``losses`` by layer.
         section: the heading.
     """
-    losses = [{int(j): figures.finite(v) for j, v in of["losses"].items()} for of in rounds]
-    columns = sorted({j for of in losses for j in of} | {of["layer"] for of in rounds})
+    losses = [{int(j): figures.finite(v) for j, v in step["losses"].items()} for step in rounds]
+    columns = sorted({j for step in losses for j in step} | {step["layer"] for step in rounds})
     rows = []
-    for n, (of, loss) in enumerate(zip(rounds, losses, strict=True), 1):
+    for n, (step, loss) in enumerate(zip(rounds, losses, strict=True), 1):
         values = tuple(loss.get(j) for j in columns)
-        taken = loss.get(of["layer"])
+        taken = loss.get(step["layer"])
         note = "" if taken is None else f"{taken:.4g}"
-        known = [v for v in values if v is not None]
-        outlined = (columns.index(of["layer"]),)
-        rows.append(Row(str(n), values, max(known, default=0.0), outlined=outlined, note=note))
+        finite = [v for v in values if v is not None]
+        outlined = (columns.index(step["layer"]),)
+        rows.append(Row(str(n), values, max(finite, default=0.0), outlined=outlined, note=note))
     if not rows:
         return []
     return [

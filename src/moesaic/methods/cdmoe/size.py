@@ -32,7 +32,7 @@ class Footprint:
         self._whole = [_count(layer) for layer in layers]
         self._idle = [round(use.ffn - use.active_ffn) for use in uses]
         self._skeleton = layers if job.on_disk else job.arch.layers(shape_of(shape.config))
-        self._left: dict[tuple[int, str], int] = {}
+        self._counts: dict[tuple[int, str], int] = {}
 
     def of(self, plans: Mapping[int, LayerPlan]) -> tuple[int, int]:
         """Bytes and active parameters with the layers' plans applied."""
@@ -46,9 +46,9 @@ class Footprint:
     def _parameters(self, index: int, plan: LayerPlan) -> int:
         """Parameters of a layer as its plan will have it."""
         key = (index, json.dumps(plan.header()))
-        if key not in self._left:
-            self._left[key] = _count(shaped(self._skeleton[index], self._arch, plan))
-        return self._left[key]
+        if key not in self._counts:
+            self._counts[key] = _count(shaped(self._skeleton[index], self._arch, plan))
+        return self._counts[key]
 
 
 def _count(module: nn.Module) -> int:

@@ -44,9 +44,9 @@ def gradient_sizes(
     squares, arch = Squares(), stream.arch
 
     def watch(block: Block) -> AbstractContextManager[None]:
-        seen = partial(_take, squares, block.index, arch.experts_in(block.layer))
+        take = partial(_take, squares, block.index, arch.experts_in(block.layer))
         paths = [p.path for p in wanted[block.index]]
-        return tapped(block.layer, arch, paths, seen, stream.masks(), gradients=True)
+        return tapped(block.layer, arch, paths, take, stream.masks(), gradients=True)
 
     return {
         (i, p.path): _size(squares, (i, p.path), p.experts).float()

@@ -160,10 +160,10 @@ class Channels(Method[ChannelsConfig, Arch]):
         Raises:
             MoesaicError: no share meets the target; says what is within reach.
         """
-        own = {f"{i}.{p.path}": p.run for i, parts in wanted.items() for p in parts}
+        weights = {f"{i}.{p.path}": p.run for i, parts in wanted.items() for p in parts}
         all_run = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
-        others = max(0.0, all_run - sum(own.values()))
-        share = shares_for(own, others, self.config.active)
+        others = max(0.0, all_run - sum(weights.values()))
+        share = shares_for(weights, others, self.config.active)
         lowest = others / all_run
         if share <= 0:
             raise MoesaicError(
@@ -214,9 +214,9 @@ class Channels(Method[ChannelsConfig, Arch]):
                 finished.add("gradients", i, ChannelsLayer(cuts, "given", by_path), {})
         factors = {i: cast(ChannelsLayer, finished["gradients", i][0]).factors for i in wanted}
         scores = {
-            (turn.block.index, path): of
+            (turn.block.index, path): path_scores
             for turn in self._turns(job, wanted)
-            for path, of in scored(turn, job.arch, factors[turn.block.index]).items()
+            for path, path_scores in scored(turn, job.arch, factors[turn.block.index]).items()
         }
         every = {(i, p.path): p for i, parts in wanted.items() for p in parts}
         thresholds = one_threshold(
@@ -228,8 +228,10 @@ class Channels(Method[ChannelsConfig, Arch]):
         for i, parts in wanted.items():
             cuts = {}
             for p in parts:
-                of = scores[i, p.path]
-                cuts[p.path] = cut_of(p, of.share(thresholds[i, p.path]), of, self.config.choice)
+                path_scores = scores[i, p.path]
+                cuts[p.path] = cut_of(
+                    p, path_scores.share(thresholds[i, p.path]), path_scores, self.config.choice
+                )
             yield i, ChannelsLayer(cuts, "given", factors[i])
 
     def _factor(self, layer: nn.Module, p: Projection, arch: Arch) -> Tensor | None:
@@ -248,15 +250,15 @@ class Channels(Method[ChannelsConfig, Arch]):
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
         config = self.config
         assert decision.plan is not None
-        known = config.active if active is None else active
+        share = config.active if active is None else active
         where = "Projections" if config.where == "all" else "Feed-forward projections"
-        title = f"channels skipped with {config.label}, to {percent(known)} read"
-        told = (
+        title = f"channels skipped with {config.label}, to {percent(share)} read"
+        text = (
             f"{where} of {some(len(decision.plan.layers), len(layers))} leave out each token's "
             "channels of lowest score at decoding; prompts run dense, and no weight is changed. "
             "Perplexity and active ratio are measured with every token as at decoding."
         )
-        return Told(title, told)
+        return Told(title, text)
 
 
 def scored(turn: Turn, arch: Arch, factors: Mapping[str, Tensor | None]) -> dict[str, Scores]:
@@ -269,14 +271,14 @@ def scored(turn: Turn, arch: Arch, factors: Mapping[str, Tensor | None]) -> dict
     """
     scores = {path: Scores() for path in factors}
 
-    def seen(event: Event) -> None:
+    def add(event: Event) -> None:
         factor, score_NI = factors[event.path], event.x_NI.abs().float()
         if factor is not None:
             factor_I = factor if event.expert is None else factor[event.expert]
             score_NI = score_NI * factor_I.to(score_NI.device)
         scores[event.path].add(score_NI)
 
-    with tapped(turn.block.layer, arch, [*scores], seen, iter(turn.masks), instead=True):
+    with tapped(turn.block.layer, arch, [*scores], add, iter(turn.masks), instead=True):
         turn.run()
     return scores
 

@@ -42,12 +42,12 @@ def projections(layer: nn.Module, arch: Arch, use: LayerUse, where: str) -> list
         use: what a token uses of it.
         where: ``all``, or ``ffn``.
     """
-    found = []
+    every = []
     if where == "all":
         for name, module in _own(layer, arch.attention_path):
             if type(module) is nn.Linear:
                 path = f"{arch.attention_path}.{name}" if name else arch.attention_path
-                found.append(_linear(path, module, attention=True))
+                every.append(_linear(path, module, attention=True))
     if isinstance(arch, MoEArch) and arch.is_moe(layer):
         view = arch.mixture(layer)
         path = f"{arch.inside}{arch.experts}"
@@ -56,12 +56,12 @@ def projections(layer: nn.Module, arch: Arch, use: LayerUse, where: str) -> list
                 weight = getattr(view.experts, name)
                 inputs, outputs = weight.shape[1:] if arch.transposed else weight.mT.shape[1:]
                 run = weight.numel() * use.top_k / max(1, use.experts)
-                found.append(Projection(f"{path}.{name}", inputs, outputs, run, False, True))
+                every.append(Projection(f"{path}.{name}", inputs, outputs, run, False, True))
         if arch.shared_at is not None:
-            found += _named(layer, arch.shared_at, arch.shared_names.projections)
+            every += _named(layer, arch.shared_at, arch.shared_names.projections)
     else:
-        found += _named(layer, arch.ffn_path, arch.ffn.projections)
-    return found
+        every += _named(layer, arch.ffn_path, arch.ffn.projections)
+    return every
 
 
 def _own(layer: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

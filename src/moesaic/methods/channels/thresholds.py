@@ -118,5 +118,5 @@ def shares_for(weights: Mapping[str, float], others: float, active: float) -> fl
     >>> round(shares_for({"up": 60.0}, 40.0, 0.7), 9)
     0.5
     """
-    own = sum(weights.values())
-    return 1 - (1 - active) * (own + others) / own
+    skipping = sum(weights.values())
+    return 1 - (1 - active) * (skipping + others) / skipping

@@ -77,14 +77,14 @@ def recorded(routers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Ten
     Yields:
         by router its input (T, D) and its output (T, N).
     """
-    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    records: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def note(router: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        seen[router] = (args[0], out)
+        records[router] = (args[0], out)
 
     handles = [router.register_forward_hook(note) for router in routers]
     try:
-        yield seen
+        yield records
     finally:
         for handle in handles:
             handle.remove()
@@ -112,11 +112,11 @@ class SparseObjective(Objective):
         self, model: nn.Module, inputs: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         labels_BL = inputs.pop("labels")
-        with recorded(self.routers) as seen:
+        with recorded(self.routers) as records:
             logits_BLV = model(**inputs).logits
         language = next_token_loss(logits_BLV, labels_BL)
         valid_T = predicting(labels_BL).flatten()
-        G_LTN = torch.stack([seen[router][1][valid_T] for router in self.routers])
+        G_LTN = torch.stack([records[router][1][valid_T] for router in self.routers])
         on_LTN = G_LTN.detach() > self._idle
         figures = {
             "language": language,
@@ -124,7 +124,7 @@ class SparseObjective(Objective):
             "idle_tokens": (~on_LTN.any(-1)).float().mean(0).sum(),
         }
         if self.config.variant == "top-k":
-            inputs_of = {router: seen[router][0][valid_T] for router in self.routers}
+            inputs_of = {router: records[router][0][valid_T] for router in self.routers}
             layers = [
                 imbalance(G_TN, router.probabilities(inputs_of[router]))  # type: ignore[operator]
                 for router, G_TN in zip(self.routers, G_LTN, strict=True)

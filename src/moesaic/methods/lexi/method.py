@@ -112,16 +112,16 @@ class FewerExperts(LayerMethod[LExIConfig, MoEArch, int]):
         self, case: Case[MoEArch], sizes: Sequence[int]
     ) -> dict[int, tuple[LayerPlan, JSON]]:
         top_k: int = case.view.top_k
-        seen: JSON = {}
+        analysis: JSON = {}
         if case.stats is not None and case.stats.experts is not None:
             stats = case.stats.experts
-            seen["losses"] = losses(stats, routing_of(case.job, case.index, stats), top_k)
-        off = seen.get("losses", [1 - k / top_k for k in range(1, top_k + 1)])
+            analysis["losses"] = losses(stats, routing_of(case.job, case.index, stats), top_k)
+        off = analysis.get("losses", [1 - k / top_k for k in range(1, top_k + 1)])
         lost = {k: {} if self.config.uniform else {"relative_loss": off[k - 1]} for k in sizes}
         return {
             k: (
                 FewerLayer(k, top_k),
-                {**seen, **lost[k], "calls_per_token": k, "skipped": 1 - k / top_k},
+                {**analysis, **lost[k], "calls_per_token": k, "skipped": 1 - k / top_k},
             )
             for k in sizes
         }
@@ -146,11 +146,11 @@ class FewerExperts(LayerMethod[LExIConfig, MoEArch, int]):
         }
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
-        told = {i: seen["calls_per_token"] for i, seen in decision.analyses.items()}
+        counts = {i: analysis["calls_per_token"] for i, analysis in decision.analyses.items()}
         before = decision.plan.layers if decision.plan is not None else {}
         was = span([layer.before for layer in before.values() if isinstance(layer, FewerLayer)])
-        numbers, mean = span(told.values()), sum(told.values()) / len(told)
-        output = {"experts_per_token": [told.get(layer.index) for layer in layers]}
+        numbers, mean = span(counts.values()), sum(counts.values()) / len(counts)
+        output = {"experts_per_token": [counts.get(layer.index) for layer in layers]}
         if self.config.uniform:
             title = f"{numbers} of {was} experts a token"
             return Told(

@@ -68,7 +68,9 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         (split,) = sizes
         if case.site is None:
             return {split: (self._outlined(case.view.width, case.view.up_MD.shape[1], split), {})}
-        return {split: (self.carved(case.own, case.site, split), self.analyse(case.own))}
+        return {
+            split: (self.carved(case.statistic, case.site, split), self.analyse(case.statistic))
+        }
 
     def summary(self, job: Job[Arch], losses: Mapping[int, Mapping[Split, float]]) -> JSON:
         if not self.config.share and not self.config.multiple:
@@ -107,14 +109,14 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         assert decision.plan is not None
         carved_layers = [layer for layer in layers if layer.index in decision.plan.layers]
         where = f"The feed-forward networks of {some(len(carved_layers), len(layers))}"
-        told = f"{where} are {self._made(carved_layers)}."
+        text = f"{where} are {self._made(carved_layers)}."
         if self.config.multiple:
-            told += (
+            text += (
                 f" Widths are multiples of {self.config.multiple}: with them a token uses "
                 f"{nominal:.4g} of the projections' parameters, where {self.config.active:g} was "
                 "asked for."
             )
-        return Told(title, told)
+        return Told(title, text)
 
     def _made(self, layers: list[LayerRecord]) -> str:
         """The FFNs that these options make, in words."""
@@ -177,8 +179,8 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
             stats.h_square_M += h_TM.double().square().sum(0)
             stats.h_size_M += h_TM.abs().sum(0, dtype=torch.float64)
             add_coactivation(stats.coactivation_MM, channels_TK)
-            for share, seen in stats.covered.items():
-                seen[largest_TK[:, : int(share * width)].flatten()] = True
+            for share, covered_M in stats.covered.items():
+                covered_M[largest_TK[:, : int(share * width)].flatten()] = True
         mirror(stats.coactivation_MM)
         return stats
 
@@ -247,7 +249,8 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
         return {
             "tokens": stats.tokens,
             "never_activated": {
-                str(share): 1 - seen.double().mean().item() for share, seen in stats.covered.items()
+                str(share): 1 - covered_M.double().mean().item()
+                for share, covered_M in stats.covered.items()
             },
             "activation_mass": (mass_M[quantiles] / mass_M[-1]).tolist(),
         }
@@ -269,14 +272,14 @@ def _without_backbone(
 
 def _activated(layers: Sequence[LayerRecord]) -> list[Figure]:
     """How many channels no token activated, and how much of the activation the strongest have."""
-    section, seen = "Layer by layer", {layer.index: layer.analysis for layer in layers}
-    never = {i: of.get("never_activated") or {} for i, of in seen.items()}
+    section, analyses = "Layer by layer", {layer.index: layer.analysis for layer in layers}
+    never = {i: x.get("never_activated") or {} for i, x in analyses.items()}
     curves = [
         figures.series(
             f"top {100 * float(ratio):g}\u00a0%",
-            [(i, 100 * of[ratio]) for i, of in never.items() if of.get(ratio) is not None],
+            [(i, 100 * x[ratio]) for i, x in never.items() if x.get(ratio) is not None],
         )
-        for ratio in sorted({ratio for of in never.values() for ratio in of}, key=float)
+        for ratio in sorted({ratio for x in never.values() for ratio in x}, key=float)
     ]
     caption = (
         "Percent of a layer’s channels that were not among a token’s strongest for any "
@@ -285,9 +288,9 @@ def _activated(layers: Sequence[LayerRecord]) -> list[Figure]:
     title, form = "Channels never activated.", ".1f"
     drawn = figures.lines(section, title, curves, "percent", form=form, log=False, caption=caption)
     rows = tuple(
-        Row(str(i), tuple(map(figures.finite, of["activation_mass"][1:])), 1.0)
-        for i, of in seen.items()
-        if len(of.get("activation_mass") or ()) > 1
+        Row(str(i), tuple(map(figures.finite, x["activation_mass"][1:])), 1.0)
+        for i, x in analyses.items()
+        if len(x.get("activation_mass") or ()) > 1
     )
     if not rows:
         return drawn

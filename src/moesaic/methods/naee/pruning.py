@@ -165,19 +165,19 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         for r in sorted(sizes, reverse=True):
             path = greedy(losses, path_E, r, groups)
             path_E = path.kept_E
-            looked = int(stats.sampled_T.sum()) or stats.tokens
-            found, gap = self._search(losses, path, r, groups, looked)
-            loss = max(found.loss, 0) ** 0.5 if criterion.squared else found.loss
+            tokens = int(stats.sampled_T.sum()) or stats.tokens
+            best, gap = self._search(losses, path, r, groups, tokens)
+            loss = max(best.loss, 0) ** 0.5 if criterion.squared else best.loss
             analysis = {
                 "loss": loss,
                 "relative_loss": loss / scale if scale else 0.0,
-                "search": found.search,
-                "sets": found.evaluated,
+                "search": best.search,
+                "sets": best.evaluated,
                 **gap,
                 "calls": stats.calls_E.tolist(),
-                "tokens": looked,
+                "tokens": tokens,
             }
-            decided[r] = (_layer(found.kept_E), analysis)
+            decided[r] = (_layer(best.kept_E), analysis)
         return decided
 
     def _search(
@@ -278,10 +278,10 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         title = f"pruned{credited(self.config, 'by')}{comma} to {stay} of {before} experts"
         chosen = self.config.chosen
         by = chosen.title + (" on calibration text" if chosen.observes else "")
-        told = f"{stay} of {before} experts stay in every layer that routes, chosen by {by}."
+        text = f"{stay} of {before} experts stay in every layer that routes, chosen by {by}."
         if self.config.refit:
-            told += " The down projections of the experts that stay were then refitted."
-        return Told(title, told)
+            text += " The down projections of the experts that stay were then refitted."
+        return Told(title, text)
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         return [*figures.kept(layers), *super().figures(layers, decision)]

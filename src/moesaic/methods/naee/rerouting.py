@@ -139,7 +139,7 @@ class Rerouting:
         self.pairs = stats.gram_SP.shape[1]
         self.place_EE = packed_places(self.count).to(device)
         self._start(stats)
-        self._known: list[tuple[Tensor, _Rows]] = []
+        self._remembered: list[tuple[Tensor, _Rows]] = []
 
     def _start(self, stats: ExpertStats) -> None:
         """What stays the same for every set."""
@@ -235,20 +235,20 @@ class Rerouting:
 
     def _known_rows(self, kept_E: Tensor) -> _Rows:
         """A set's rows, from those of a set that differs in one expert where there is one."""
-        for number, (known_E, rows) in enumerate(self._known):
+        for number, (known_E, rows) in enumerate(self._remembered):
             differing = (known_E != kept_E).nonzero().flatten()
             if len(differing) > 1:
                 continue
-            self._known.append(self._known.pop(number))  # used last
+            self._remembered.append(self._remembered.pop(number))  # used last
             if len(differing) == 0:
                 return rows
-            found = self._moved(rows, known_E, kept_E, int(differing))
+            result = self._moved(rows, known_E, kept_E, int(differing))
             break
         else:
             every = torch.arange(len(self.logits_SE), device=self.device)
-            found = self._rows(every, kept_E)
-        self._known = [*self._known[1 - REMEMBERED :], (kept_E, found)]
-        return found
+            result = self._rows(every, kept_E)
+        self._remembered = [*self._remembered[1 - REMEMBERED :], (kept_E, result)]
+        return result
 
     def _moved(self, rows: _Rows, known_E: Tensor, kept_E: Tensor, expert: int) -> _Rows:
         """The rows when one expert has gone or come back."""
@@ -333,7 +333,7 @@ class Rerouting:
         rows = self._known_rows(kept_E)
         error_S = self._errors(rows, slice(None))[:, 0]
         whole = rows.chosen_SRK.shape[1] == 1  # with no more experts than a token runs
-        found = []
+        sums = []
         for expert in candidates.tolist():
             with_E = kept_E.clone()
             with_E[expert] = True
@@ -348,5 +348,5 @@ class Rerouting:
             now_S = now_S.index_copy(
                 0, touched_N, square_N - 2 * inner_N + self.target_S[touched_N]
             )
-            found.append(self._sums(now_S))
-        return torch.stack(found)
+            sums.append(self._sums(now_S))
+        return torch.stack(sums)

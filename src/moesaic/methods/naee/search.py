@@ -133,9 +133,9 @@ def greedy(losses: Losses, kept_E: Tensor, keep: int, groups: int = 1) -> Found:
     return Found(kept_E, loss, "greedy", evaluated)
 
 
-def refined(losses: Losses, found: Found, groups: int = 1, rounds: int = 64) -> Found:
+def refined(losses: Losses, start: Found, groups: int = 1, rounds: int = 64) -> Found:
     """Put one expert back and take another out, as long as that makes it better."""
-    kept_E, loss, evaluated = found.kept_E, found.loss, found.evaluated
+    kept_E, loss, evaluated = start.kept_E, start.loss, start.evaluated
     near = neighbours(losses)
     group_E = torch.arange(len(kept_E)) // (len(kept_E) // groups)
     for _ in range(rounds):

@@ -106,18 +106,18 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         return unskipped(config)
 
     def sizes(self, job: Job[MoEArch]) -> dict[int, list[float | None]]:
-        wanted = routed_layers(job)
+        layers = routed_layers(job)
         betas = self.config.betas
         if len(betas) == 1:
-            betas = betas * len(wanted)
-        if betas and len(betas) != len(wanted):
+            betas = betas * len(layers)
+        if betas and len(betas) != len(layers):
             raise MoesaicError(
-                f"betas: {len(betas)} numbers for {len(wanted)} layers that route; give one for "
+                f"betas: {len(betas)} numbers for {len(layers)} layers that route; give one for "
                 "each, or one for all."
             )
-        for i in wanted:
+        for i in layers:
             self.rule(job.arch.mixture(job.layers[i]).top_k)
-        return {i: [beta] for i, beta in zip(wanted, betas or [None] * len(wanted), strict=True)}
+        return {i: [beta] for i, beta in zip(layers, betas or [None] * len(layers), strict=True)}
 
     def decide(
         self, case: Case[MoEArch], sizes: Sequence[float | None]
@@ -131,21 +131,21 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         return {beta: self.calibrated(weights_TK, beta) for beta in sizes}
 
     def calibrated(
-        self, weights_TK: Tensor, given: float | None = None
+        self, weights_TK: Tensor, fixed: float | None = None
     ) -> tuple[SkippingLayer, JSON]:
         """A layer's beta, and how much it skips of the calibration tokens.
 
         Args:
             weights_TK: combine weights of the experts that tokens run, in falling order.
-            given: its beta, where that was asked for.
+            fixed: its beta, where that was asked for.
 
         Returns:
             the layer's plan, and ``calls_per_token`` and ``skipped``, the share of calls.
         """
         config, top_k = self.config, weights_TK.shape[1]
         rule = self.rule(top_k)
-        if given is not None:
-            beta = given
+        if fixed is not None:
+            beta = fixed
         elif config.calls is not None:
             beta = beta_for_calls(weights_TK, config.calls, rule)
         else:
@@ -173,14 +173,14 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
         return kind
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
-        shares = [seen["skipped"] for seen in decision.analyses.values()]
+        shares = [analysis["skipped"] for analysis in decision.analyses.values()]
         skipped = _percents(min(shares), max(shares))
         title = f"{skipped} of expert calls skipped with {self.config.label}"
-        told = (
+        text = (
             "The routers leave out experts that weigh little, token by token, by the rule of "
             f"{self.config.label}: {skipped} of expert calls on the calibration text."
         )
-        return Told(title, told, {"beta": [layer.shape.get("beta") for layer in layers]})
+        return Told(title, text, {"beta": [layer.shape.get("beta") for layer in layers]})
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         skip = [layer for layer in layers if "beta" in layer.shape]

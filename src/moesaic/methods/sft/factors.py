@@ -44,7 +44,7 @@ def factors(arch: Arch, config: Config, plan: Plan | None) -> dict[int, Tensor]:
         config: of the model.
         plan: the plan that it was made by; None where it is not known.
     """
-    found = {}
+    fixed = {}
     for i, layer in (plan.layers if plan else {}).items():
         if isinstance(layer, CondensedLayer) and layer.width and isinstance(arch, MoEArch):
             assert plan is not None
@@ -53,8 +53,8 @@ def factors(arch: Arch, config: Config, plan: Plan | None) -> dict[int, Tensor]:
                 continue  # it was dense, and is only filled up
             g_M = _fixed_weights(layer, arch.shared_width_in(config, expert), expert)
             if (g_M != 1).any():
-                found[i] = g_M
-    return found
+                fixed[i] = g_M
+    return fixed
 
 
 @contextmanager

@@ -119,14 +119,17 @@ class Tuning(Method[TuneConfig, Arch]):
         else:
             chosen = trainable(model, job.arch, config.what, _plan(job))
             count = sum(p.numel() for p in chosen.values())
-        told = foretold_tokens(config.data) or _TOKENS
-        texts = round(config.epochs * told / config.length)
+        tokens = foretold_tokens(config.data) or _TOKENS
+        texts = round(config.epochs * tokens / config.length)
         if config.steps is not None:
             texts = config.steps * config.batch * config.accumulate
-        teacher, held = job.args.teacher, None
+        teacher, dtype = job.args.teacher, None
         if teacher is None and config.teacher:
-            said = resolve(config.teacher).config
-            teacher, held = shape_of(said), working_type(said, job.dtype, job.device)
+            teacher_config = resolve(config.teacher).config
+            teacher, dtype = (
+                shape_of(teacher_config),
+                working_type(teacher_config, job.dtype, job.device),
+            )
         return Outline(
             Plan(config.name, job.base, {}, asdict(config)),
             passes=0.0,
@@ -135,16 +138,16 @@ class Tuning(Method[TuneConfig, Arch]):
             tokens=texts * config.length,
             batch=config.batch * config.length,
             taught=teacher is not None,
-            beside=0 if teacher is None else sum(sizes_in(teacher, held)),
+            beside=0 if teacher is None else sum(sizes_in(teacher, dtype)),
         )
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
         """Says what was trained, for how long, and towards what."""
         what, training = TRAINED[self.config.what], decision.summary["training"]
-        told = f"{what[0].upper()}{what[1:]} were trained for {len(training['losses']):,} steps"
+        text = f"{what[0].upper()}{what[1:]} were trained for {len(training['losses']):,} steps"
         if training["distilled"]:
-            told += ", towards a teacher's next-token distribution"
-        return Told(f"{what} trained", f"{told}.")
+            text += ", towards a teacher's next-token distribution"
+        return Told(f"{what} trained", f"{text}.")
 
 
 def touched(names: Iterable[str], arch: Arch, count: int) -> list[int]:

@@ -45,24 +45,24 @@ def trainable(
     if what in ("condensed", "attention"):
         parts = tuple(f"{{ffn}}{name}." for name in PROJECTIONS)
         parts = ("{layer}" + arch.attention_path + ".",) if what == "attention" else parts
-        found = {} if plan is None else _condensed(model, arch, plan, parts)
-        if not found:
+        parameters = {} if plan is None else _condensed(model, arch, plan, parts)
+        if not parameters:
             raise MoesaicError(
                 "This model has no condensed layers"
                 + (" with attention" if what == "attention" else "")
                 + "; condense it first."
             )
-        return found
+        return parameters
     routers = {
         id(parameter)
         for routed in routed_modules(model, arch).values()
         if getattr(routed.router, "learns", True)
         for parameter in routed.router.parameters(recurse=False)
     }
-    found = {name: p for name, p in model.named_parameters() if id(p) in routers}
-    if not found:
+    parameters = {name: p for name, p in model.named_parameters() if id(p) in routers}
+    if not parameters:
         raise MoesaicError("This model has no routers that learn.")
-    return found
+    return parameters
 
 
 def _condensed(

@@ -25,13 +25,13 @@ from moesaic.observation.stream import Site
 
 def neurons_of(stats: LayerStats, seed: int) -> Neurons:
     """The neurons of the routed experts (E, M)."""
-    seen, curved, products = stats.neurons, stats.curvature, stats.products
-    assert seen is not None
+    neurons, curvature, products = stats.neurons, stats.curvature, stats.products
+    assert neurons is not None
     return Neurons(
-        seen.energy_EM,
-        seen.reach_EM,
-        seen.size_EM,
-        None if curved is None else curved.routed_EM,
+        neurons.energy_EM,
+        neurons.reach_EM,
+        neurons.size_EM,
+        None if curvature is None else curvature.routed_EM,
         seed,
         None if products is None else products.gram_EMM,
         None if products is None else products.down_EDM,
@@ -40,13 +40,13 @@ def neurons_of(stats: LayerStats, seed: int) -> Neurons:
 
 def shared_neurons(stats: LayerStats, seed: int) -> Neurons:
     """The neurons of the shared path, as one expert's (1, S)."""
-    seen, curved, products = stats.neurons, stats.curvature, stats.products
-    assert seen is not None
+    neurons, curvature, products = stats.neurons, stats.curvature, stats.products
+    assert neurons is not None
     return Neurons(
-        seen.shared_energy_S[None],
-        seen.shared_reach_S[None],
-        seen.shared_size_S[None],
-        None if curved is None else curved.shared_S[None],
+        neurons.shared_energy_S[None],
+        neurons.shared_reach_S[None],
+        neurons.shared_size_S[None],
+        None if curvature is None else curvature.shared_S[None],
         seed,
         None if products is None else products.shared_SS[None],
         None if products is None else products.shared_DS[None],
@@ -102,8 +102,8 @@ def uneven(score_EM: Tensor, count: int, reach_EM: Tensor, step: int = 1) -> Ten
     ranked_EM = ranked(score_EM, reach_EM)
     blocks = ranked_EM[:, : ranked_EM.shape[1] // step * step].unflatten(1, (-1, step))
     worth_EB, reach_EB = (
-        of_EM.gather(1, blocks.flatten(1)).square().view(blocks.shape).sum(2)
-        for of_EM in (score_EM, reach_EM)
+        table_EM.gather(1, blocks.flatten(1)).square().view(blocks.shape).sum(2)
+        for table_EM in (score_EM, reach_EM)
     )
     worth_EB[:, 0] = torch.inf
     best = ranked(worth_EB.view(1, -1), reach_EB.view(1, -1))[0, : count // step]
@@ -156,14 +156,14 @@ def losses(site: Site[Any], shapes: Sequence[Shape]) -> list[float]:
     residual stream behind the layer, which all later layers read: so losses of different layers can
     be compared.
     """
-    whole, errors = 0.0, [0.0] * len(shapes)
+    total, errors = 0.0, [0.0] * len(shapes)
     for x_TD, r_TD in zip(site.inputs(), site.residuals(), strict=True):
         y_TD = routed(site.view, x_TD)
-        whole += r_TD.double().square().sum().item()
+        total += r_TD.double().square().sum().item()
         for c, (kept, neurons_NW) in enumerate(shapes):
             error_TD = routed(site.view, x_TD, kept, neurons_NW) - y_TD
             errors[c] += error_TD.double().square().sum().item()
-    return [(error / max(whole, 1e-300)) ** 0.5 for error in errors]
+    return [(error / max(total, 1e-300)) ** 0.5 for error in errors]
 
 
 def routed(

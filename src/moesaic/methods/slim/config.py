@@ -126,8 +126,8 @@ class SlimConfig(MethodConfig):
 
     @property
     def decides_from_stats(self) -> bool:
-        seen = self.score is not None and (self.chosen.gradients or self.chosen.gram)
-        return not (self.measures or seen)
+        needs_model = self.score is not None and (self.chosen.gradients or self.chosen.gram)
+        return not (self.measures or needs_model)
 
     @property
     def credit(self) -> str:

@@ -210,13 +210,14 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         Raises:
             MoesaicError: the checkpoint's format cannot hold what was asked for.
         """
-        asked, block = self.config.multiple, job.block
-        if asked is not None and block and asked % block:
+        multiple, block = self.config.multiple, job.block
+        if multiple is not None and block and multiple % block:
             raise MoesaicError(
-                f"multiple {asked}: this checkpoint stores experts in blocks of {block}, so widths "
-                f"are a multiple of {block}. With a dtype the result is plain, and any will do."
+                f"multiple {multiple}: this checkpoint stores experts in blocks of {block}, so "
+                f"widths are a multiple of {block}. With a dtype the result is plain, and any will "
+                "do."
             )
-        return asked or block or None
+        return multiple or block or None
 
     def _check_uneven(self, views: Mapping[int, Any]) -> None:
         """Refuse models whose experts cannot differ in width.
@@ -330,13 +331,13 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         groups = arch.group_count(config) if isinstance(arch, MoEArch) else 1
         blind = case.stats is None
         score_EM = self._scored(stats, case.index, blind)
-        made = {s: self.choose(stats, case.index, score_EM, s, groups, blind) for s in sizes}
+        decided = {s: self.choose(stats, case.index, score_EM, s, groups, blind) for s in sizes}
         if self.config.measures and case.site is not None:
-            shapes = [_shape(layer) for layer, _ in made.values()]
+            shapes = [_shape(layer) for layer, _ in decided.values()]
             exact = losses(case.site, shapes)
-            for (_, analysis), loss in zip(made.values(), exact, strict=True):
+            for (_, analysis), loss in zip(decided.values(), exact, strict=True):
                 analysis["relative_loss"] = loss
-        return made
+        return decided
 
     def _scored(self, stats: LayerStats, layer: int, blind: bool) -> Tensor:
         """Each neuron's score (E, M)."""
@@ -369,20 +370,20 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             the plan, and ``calls``, and of scores that look at tokens ``relative_loss``: the share
             of all squared scores that goes.
         """
-        config, own, seen = self.config, self.config.chosen, stats.neurons
-        assert seen is not None
-        kept, neurons_NW = choose(score_EM, size.count, size.width, seen.reach_EM, groups)
+        config, chosen, neurons = self.config, self.config.chosen, stats.neurons
+        assert neurons is not None
+        kept, neurons_NW = choose(score_EM, size.count, size.width, neurons.reach_EM, groups)
         if config.uneven:
-            neurons_NW = uneven(score_EM, size.neurons, seen.reach_EM, config.multiple or 1)
+            neurons_NW = uneven(score_EM, size.neurons, neurons.reach_EM, config.multiple or 1)
         analysis: JSON = {}
-        if own.observes or blind:
+        if chosen.observes or blind:
             lost = share_lost(score_EM, kept, neurons_NW)
-            analysis = {"relative_loss": lost, "calls": seen.calls_E.tolist()}
+            analysis = {"relative_loss": lost, "calls": neurons.calls_E.tolist()}
         if size.dense:
             return narrowest(score_EM[0], size.width), analysis
         order_S: Tensor | None = None
         if size.room:
-            score = SCORES["random"] if blind else own
+            score = SCORES["random"] if blind else chosen
             beside = shared_neurons(stats, self._seed(layer) + 1)
             order_1S = highest(score.score(beside), size.shared, beside.reach)
             order_S = filled_up(order_1S[0], size.room)
@@ -406,22 +407,24 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         """The widths of least squared loss; or the number of experts that every layer can keep."""
         if self.config.by_layer:
             firsts = [next(iter(of_layer)) for of_layer in losses.values()]
-            whole = sum(size.count * size.before for size in firsts)
-            curves = {i: {s.neurons: x for s, x in of.items()} for i, of in losses.items()}
-            spent = allocate(curves, self.config.keep * whole)
+            total = sum(size.count * size.before for size in firsts)
+            curves = {
+                i: {s.neurons: x for s, x in of_layer.items()} for i, of_layer in losses.items()
+            }
+            spent = allocate(curves, self.config.keep * total)
             return {i: next(s for s in losses[i] if s.neurons == n) for i, n in spent.items()}
         if self.config.experts != "auto":
             return super().allocate(losses)
         totals = _by_count(losses)
         best = min(totals, key=lambda count: totals[count])
-        return {i: next(s for s in of if s.count == best) for i, of in losses.items()}
+        return {i: next(s for s in of_layer if s.count == best) for i, of_layer in losses.items()}
 
     def summary(self, job: Job[Arch], losses: Mapping[int, Mapping[Size, float]]) -> JSON:
         step = min(size.step for of_layer in losses.values() for size in of_layer)
-        told: JSON = {"multiple": step, "loss": self._loss_in_words()}
+        summary: JSON = {"multiple": step, "loss": self._loss_in_words()}
         if self.config.experts == "auto":
-            told["tried"] = {str(count): loss for count, loss in _by_count(losses).items()}
-        return told
+            summary["tried"] = {str(count): loss for count, loss in _by_count(losses).items()}
+        return summary
 
     def _loss_in_words(self) -> str:
         if self.config.measures:
@@ -434,15 +437,15 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         slim = [layer for layer in layers if "neurons" in layer.shape]
-        lost, meant = [x.analysis.get("relative_loss") for x in slim], decision.summary["loss"]
+        lost, measure = [x.analysis.get("relative_loss") for x in slim], decision.summary["loss"]
         columns = {
             ("neurons that stay", ",.0f"): [layer.shape["neurons"] for layer in slim],
             ("lost", ".1%"): lost,
         }
-        section, caption = "How narrow experts become", f"Lost: {meant}." if any(lost) else ""
+        section, caption = "How narrow experts become", f"Lost: {measure}." if any(lost) else ""
         return [
             *figures.bars(section, "Neurons by layer.", caption, slim, columns),
-            *figures.kept(slim, section, meant),
+            *figures.kept(slim, section, measure),
             *super().figures(layers, decision),
         ]
 
@@ -459,17 +462,17 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         title = f"slimmed to {stay} of {before} neurons{each}{differ} by {by}{beyond}"
         by += " on calibration text" if self.config.chosen.observes else ""
         where = "each routed expert" if mixture else "each feed-forward network"
-        told = f"{stay} of {before} neurons of {where} stay{differ}, chosen by {by}."
-        told += " Experts of a layer differ in width." if differ else ""
-        told += _compared(decision.summary)
+        text = f"{stay} of {before} neurons of {where} stay{differ}, chosen by {by}."
+        text += " Experts of a layer differ in width." if differ else ""
+        text += _compared(decision.summary)
         fewer = [layer for layer in changed if "kept" in layer.shape]
         if fewer:
             kept = span([len(layer.shape["kept"]) for layer in fewer])
             were = span([layer.shape["before"] for layer in fewer])
-            told += f" {kept} of {were} experts stay."
+            text += f" {kept} of {were} experts stay."
         if self.config.refit:
-            told += " The down projections were then refitted."
-        return Told(title, told, {"layers": [_laid_open(x, decision.plan) for x in layers]})
+            text += " The down projections were then refitted."
+        return Told(title, text, {"layers": [_laid_open(x, decision.plan) for x in layers]})
 
 
 def _compared(summary: Values) -> str:
@@ -477,16 +480,18 @@ def _compared(summary: Values) -> str:
     by_name = summary.get("compared")
     if not by_name:
         return ""
-    equal, own = by_name[EQUAL], by_name[RESULT]
-    kept = "were kept" if equal <= own else "would lose more"
-    return f" Equal widths {kept}: KL {equal:.3g} beside {own:.3g} on windows held back."
+    equal, unequal = by_name[EQUAL], by_name[RESULT]
+    kept = "were kept" if equal <= unequal else "would lose more"
+    return f" Equal widths {kept}: KL {equal:.3g} beside {unequal:.3g} on windows held back."
 
 
 def _by_count(losses: Mapping[int, Mapping[Size, float]]) -> dict[int, float]:
     """By number of experts that every layer can keep, the summed squared loss of all layers."""
     every = set.intersection(*({s.count for s in of_layer} for of_layer in losses.values()))
     return {
-        count: sum(x**2 for of in losses.values() for s, x in of.items() if s.count == count)
+        count: sum(
+            x**2 for of_layer in losses.values() for s, x in of_layer.items() if s.count == count
+        )
         for count in sorted(every, reverse=True)
     }
 

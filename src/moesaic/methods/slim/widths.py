@@ -73,10 +73,10 @@ def width_for(
         raise MoesaicError(
             f"multiple {multiple} is out of reach: there are {width} neurons, the most that works."
         )
-    found, step = nearest(target, multiple, width), multiple
-    if abs(found - target) > max(CLOSE * width, 0.5):
+    best, step = nearest(target, multiple, width), multiple
+    if abs(best - target) > max(CLOSE * width, 0.5):
         raise MoesaicError(
             f"{option} {target / width:.4g} is out of reach with multiple {step} of {width} "
-            f"neurons; the nearest that works is {found / width:.4g} ({found} neurons)."
+            f"neurons; the nearest that works is {best / width:.4g} ({best} neurons)."
         )
-    return found, step
+    return best, step

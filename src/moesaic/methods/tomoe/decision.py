@@ -223,8 +223,8 @@ def _rows(parts: Mapping[str, Tensor], heads: Heads, names: AttentionNames) -> d
     sizes: dict[str, int] = {}
     for part, name in (("q", names.q), ("k", names.k), ("v", names.v)):
         start = sizes.get(name, 0)
-        own = parts[part] + start
-        rows[name] = torch.cat([rows[name], own]) if name in rows else own
+        added = parts[part] + start
+        rows[name] = torch.cat([rows[name], added]) if name in rows else added
         sizes[name] = start + full[part]
     return {name: kept for name, kept in rows.items() if kept.numel() < sizes[name]}
 

@@ -229,7 +229,7 @@ class MaskingModules(nn.Module):
         self.E_all = torch.empty(0)
         self.valid_T = torch.empty(0)
         self.kept: dict[int, list[Tensor]] | None = None
-        self.seen: dict[tuple[int, str], dict[str, Tensor]] = {}
+        self.measured: dict[tuple[int, str], dict[str, Tensor]] = {}
 
     def mlp_modules(self, index: int) -> _MLPModules:
         return cast(_MLPModules, self.mlp[index])
@@ -269,7 +269,7 @@ class MaskingModules(nn.Module):
             s = self._neurons(self.mlp_modules(index).proj_d(embedded), self.noise)
             s_NM = self._neurons(self.expert_logits(index), tossed)
             valid = self.valid_T
-            self.seen[index, "mlp"] = {
+            self.measured[index, "mlp"] = {
                 "width": (s.flatten(0, 1)[valid] if tossed else s_NM).sum(-1).max(),
                 "union": union(s_NM),
                 "balance": load_balance(
@@ -298,7 +298,7 @@ class MaskingModules(nn.Module):
             if self.kept is not None:
                 self.kept.setdefault(index, []).append(logits.flatten(0, -2)[self.valid_T])
             widths_T = s_TA.sum(-1)
-            self.seen[index, "mha"] = {
+            self.measured[index, "mha"] = {
                 "qk": deployed.sum(),
                 "vo": widths_T.max() if tossed else widths_T.mean(),
                 "union": union(s_TA),
@@ -330,15 +330,15 @@ class MaskingModules(nn.Module):
         """
         used = self.E_all.new_zeros(())
         for i, shape in enumerate(self.shapes):
-            used = used + shape.neuron * self.seen[i, "mlp"]["width"]
+            used = used + shape.neuron * self.measured[i, "mlp"]["width"]
             if self.config.attention == "none":
                 used = used + shape.attention
             else:
-                mha = self.seen[i, "mha"]
+                mha = self.measured[i, "mha"]
                 used = used + shape.dimension * (mha["qk"] + mha["vo"])
         active = used / self.total
-        unions = torch.stack([seen["union"] for seen in self.seen.values()])
-        balance = [seen["balance"] for seen in self.seen.values() if "balance" in seen]
+        unions = torch.stack([part["union"] for part in self.measured.values()])
+        balance = [part["balance"] for part in self.measured.values() if "balance" in part]
         return {
             "parameters": f_reg(active, self.config.active),
             "union": f_reg(unions, 1.0).mean(),

@@ -181,15 +181,17 @@ def parameters(module: torch.nn.Module) -> int:
 
 def _attention(decision: Decision) -> str:
     """A sentence on what attention lost."""
-    found = decision.analyses.values()
-    cut = {part for part in ("qk", "vo") if any(x[part] < x["head_dim"] for x in found)}
+    analyses = decision.analyses.values()
+    cut = {part for part in ("qk", "vo") if any(x[part] < x["head_dim"] for x in analyses)}
     if not cut:
         return "Attention stays whole."
     if cut == {"qk"}:
         return "Attention is cut down, for all tokens alike."
-    own = "Each token uses only a part of attention's values and outputs"
+    sentence = "Each token uses only a part of attention's values and outputs"
     return (
-        f"{own}; queries and keys are cut down for all tokens alike." if "qk" in cut else f"{own}."
+        f"{sentence}; queries and keys are cut down for all tokens alike."
+        if "qk" in cut
+        else f"{sentence}."
     )
 
 

@@ -103,8 +103,8 @@ class Student(nn.Module):
         loss = distillation_loss(self.logits(input_ids, attention_mask), taught, labels)
         loss = loss / predicting(labels).sum().clamp(min=1)
         terms = self.masking.terms()
-        whole = loss + self.masking.penalty(terms)
-        return {"loss": whole, "terms": {"distillation": loss, **terms}}
+        total = loss + self.masking.penalty(terms)
+        return {"loss": total, "terms": {"distillation": loss, **terms}}
 
     @torch.no_grad()
     def head_logits(self, tokens: Tokens) -> dict[int, Tensor]:
@@ -141,8 +141,8 @@ class StudentLoss(Objective):
     def __call__(
         self, model: nn.Module, inputs: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        number, of = process()
-        torch.manual_seed(1_000_003 * self.seed + int(self.state["batches"]) * of + number)
+        number, processes = process()
+        torch.manual_seed(1_000_003 * self.seed + int(self.state["batches"]) * processes + number)
         self.state["batches"] += 1
         count = predicting(inputs["labels"]).sum()
         out = model(**inputs)
