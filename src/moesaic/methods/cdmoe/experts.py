@@ -40,6 +40,7 @@ from torch import Tensor
 from moesaic.arch.mixture import MoEFFN
 from moesaic.distributed import mean_over_processes
 from moesaic.methods.cdmoe.divergence import DIVERGENCES
+from moesaic.methods.naee.criteria import random_scores
 
 BLOCK_BYTES = 64 << 20
 """Candidates' outputs held at a time."""
@@ -170,8 +171,7 @@ def tail_exponent(value_N: Tensor) -> float:
 def weight_scores(view: MoEFFN, search: str, layer: int, seed: int) -> list[float]:
     """A score for each expert that needs no tokens; the lowest stay."""
     if search == "random":
-        generator = torch.Generator().manual_seed(seed * 10_007 + layer)
-        return torch.rand(view.count, dtype=torch.float64, generator=generator).tolist()
+        return random_scores(view.count, layer, seed).tolist()
     experts = [view.weights_of(i) for i in range(view.count)]
     if search == "l1":
         return [sum(w.double().abs().sum().item() for w in weights) for weights in experts]

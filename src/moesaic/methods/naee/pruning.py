@@ -247,8 +247,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
     ) -> AbstractContextManager[nn.Module | None]:
         allowed_E = torch.zeros(site.view.count, dtype=torch.bool)
         allowed_E[cast(PrunedLayer, layer).experts] = True
-        restricted: AbstractContextManager[None] = site.view.restricted(allowed_E)
-        return restricted
+        return site.view.restricted(allowed_E)
 
     @property
     def final(self) -> bool:
