@@ -108,14 +108,14 @@ PADDING = -1
 
 
 def check_numbers(
-    what: str, numbers: Tensor | None, of: int | None, padding: bool = False, lists: int = 1
+    what: str, numbers: Tensor | None, count: int | None, padding: bool = False, lists: int = 1
 ) -> None:
     """Refuse lists of experts, neurons or rows that a layer has not, or has not so many of.
 
     Args:
         what: they are, for messages.
         numbers: (N,) or (L, N) of L lists; None for none.
-        of: how many there are; None where that is found out when they are taken.
+        count: how many there are; None where that is found out when they are taken.
         padding: PADDING may stand among them, as often as there is room for.
         lists: as many may stand side by side.
 
@@ -128,10 +128,10 @@ def check_numbers(
         raise ValueError(f"{what} are numbered by {numbers.dtype} of shape {tuple(numbers.shape)}")
     rows = numbers.reshape(-1, numbers.shape[-1])
     low, high = (int(n) for n in numbers.aminmax())
-    if low < (PADDING if padding else 0) or (of is not None and high >= of):
-        there = "" if of is None else f", and there are {of}"
-        raise ValueError(f"{what} are numbered {low} to {high}{there}")
-    places = rows.unique().numel() if of is None else of
+    if low < (PADDING if padding else 0) or (count is not None and high >= count):
+        limit = "" if count is None else f", and there are {count}"
+        raise ValueError(f"{what} are numbered {low} to {high}{limit}")
+    places = rows.unique().numel() if count is None else count
     if len(rows) > lists or rows.shape[1] > places:
         shape = " x ".join(map(str, rows.shape))
         raise ValueError(f"there are {places} {what}, and places for {shape}")
@@ -285,7 +285,7 @@ class RoutingPlan(LayerPlan):
 
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> RoutingPlan:
-        return cls(**{of.name: header[of.name] for of in fields(cls)})
+        return cls(**{f.name: header[f.name] for f in fields(cls)})
 
     def sources(self, arch: Arch) -> tuple[str, ...]:
         return ()

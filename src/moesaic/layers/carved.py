@@ -107,8 +107,8 @@ class CarvedLayer(LayerPlan):
 
     def tensors(self) -> dict[str, Tensor]:
         optional = {"router": self.router_RD, "down": self.down_DM}
-        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-        return {"order": self.order_M, **given}
+        present = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        return {"order": self.order_M, **present}
 
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> CarvedLayer:
@@ -153,9 +153,9 @@ class CarvedLayer(LayerPlan):
 
     def describe(self, experts: int) -> Description:
         header = self.header()
-        told = f"{self._told()}; prompts run dense" if self.prompts == "dense" else self._told()
+        text = f"{self._told()}; prompts run dense" if self.prompts == "dense" else self._told()
         shape = {k: header[k] for k in header if k not in ("kind", "top_k")}
-        return Description(told, shape, (self.backbone, *self.petals))
+        return Description(text, shape, (self.backbone, *self.petals))
 
     def _told(self) -> str:
         if not self.petals:
@@ -170,13 +170,13 @@ class CarvedLayer(LayerPlan):
         ffn = arch.ffn_of(layer)
         assert isinstance(ffn, CarvedFFN)
         stored = sum(weight_of(ffn, name).numel() for name in arch.ffn.projections)
-        own, experts = arch.width_of(layer), len(ffn.petals)
-        missing = stored * (width - own) // own
+        current, experts = arch.width_of(layer), len(ffn.petals)
+        missing = stored * (width - current) // current
         routed = ffn.top_k * sum(ffn.petals) / experts if experts else 0
         sizes = {*ffn.petals}
         return LayerUse(
             cls.kind,
-            own,
+            current,
             ffn.backbone + routed,
             arch.attention_size(layer),
             stored,
@@ -216,8 +216,8 @@ class CarvedLayer(LayerPlan):
             site: the layer as it was, and its tokens.
         """
         order_M = self.order_M.to(site.view.device)
-        down_DM, found = refitted_down(site, order_M, self.running(site))
-        return replace(self, down_DM=down_DM), found
+        down_DM, figures = refitted_down(site, order_M, self.running(site))
+        return replace(self, down_DM=down_DM), figures
 
     def running(self, site: Seen[DenseFFN]) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of hidden activations, and of those that a token still runs.

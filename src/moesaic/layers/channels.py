@@ -56,7 +56,7 @@ class ChannelsLayer(LayerPlan):
 
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> ChannelsLayer:
-        cuts = {path: Cut(**said) for path, said in header["projections"].items()}
+        cuts = {path: Cut(**cut) for path, cut in header["projections"].items()}
         return cls(cuts, header["score"], tensors)
 
     def check(self, sizes: Sizes) -> None:
@@ -89,8 +89,8 @@ class ChannelsLayer(LayerPlan):
         shares = {path: cut.share for path, cut in self.cuts.items()}
         low, high = 100 * min(shares.values()), 100 * max(shares.values())
         span = f"{low:.0f}" if f"{low:.0f}" == f"{high:.0f}" else f"{low:.0f} to {high:.0f}"
-        told = f"decoding reads {span}\u00a0% of each projection's channels; prompts run dense"
-        return Description(told, {"channels": shares})
+        text = f"decoding reads {span}\u00a0% of each projection's channels; prompts run dense"
+        return Description(text, {"channels": shares})
 
     @classmethod
     def refine(cls, use: LayerUse, layer: nn.Module, arch: Arch, header: Header) -> LayerUse:

@@ -140,14 +140,14 @@ class CondensedLayer(LayerPlan):
         stays = ["the shared path"] if self.shared else []
         if self.experts:
             stays.append(f"{len(self.experts)} of {experts} experts with fixed weights")
-        told = " and ".join(stays) or "nothing of the feed-forward block"
+        text = " and ".join(stays) or "nothing of the feed-forward block"
         shape: JSON = {
             "before": experts,
             "chosen": self.experts,
             "gates": self.gates_K.tolist(),
             "shared": self.shared,
         }
-        return Description(f"one dense MLP: {told}" if stays else f"{told} stays", shape)
+        return Description(f"one dense MLP: {text}" if stays else f"{text} stays", shape)
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
@@ -182,17 +182,17 @@ class CondensedLayer(LayerPlan):
         module = self.module(site.layer, view.arch)
         down_DM: Tensor = module.down_proj.weight.detach()
         balance = Balance(down_DM.shape[0], down_DM.shape[1], down_DM.device)
-        seen: list[Tensor] = []
-        module.down_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        features: list[Tensor] = []
+        module.down_proj.register_forward_pre_hook(lambda _, args: features.append(args[0]))
         for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):
             y_TD = view.output(x_TD) if target_TD is None else target_TD
             if view.arch.beside is not None and view.shared is not None:
                 y_TD = y_TD + view.shared(x_TD)
             kept_TD = module.written(x_TD)
-            balance.add(seen.pop(), kept_TD, y_TD)
-        fit, found = balance.solve()
+            balance.add(features.pop(), kept_TD, y_TD)
+        fit, figures = balance.solve()
         new_DM = (down_DM.double() + fit.weight_FO.T).to(down_DM.dtype)
-        return replace(self, down_DM=new_DM.cpu()), found
+        return replace(self, down_DM=new_DM.cpu()), figures
 
     def module(self, layer: nn.Module, arch: MoEArch) -> CondensedFFN:
         """The MLP that takes the place of a live layer's block; the layer stays as it is."""

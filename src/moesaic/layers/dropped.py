@@ -53,9 +53,9 @@ class DroppedLayer(LayerPlan):
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         hidden = arch.nothing_written(layers[index]).shape[1]
-        own = attributes(layers[index])
+        noted = attributes(layers[index])
         layers[index] = PassThrough(hidden, arch.ffn_path)
-        vars(layers[index]).update(own)  # some models ask a layer of what type it is
+        vars(layers[index]).update(noted)  # some models ask a layer of what type it is
 
     def describe(self, experts: int) -> Description:
         return Description("the whole layer is gone")

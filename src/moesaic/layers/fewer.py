@@ -43,8 +43,8 @@ class FewerLayer(RoutingPlan):
             view.block.top_k = header["top_k"]
 
     def describe(self, experts: int) -> Description:
-        told = f"a token runs {self.top_k} of {experts} experts, instead of {self.before}"
-        return Description(told, {"experts_per_token": self.top_k})
+        text = f"a token runs {self.top_k} of {experts} experts, instead of {self.before}"
+        return Description(text, {"experts_per_token": self.top_k})
 
     @classmethod
     def obstacle(cls, header: Header) -> str | None:

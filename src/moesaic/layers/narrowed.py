@@ -96,8 +96,8 @@ class NarrowedLayer(LayerPlan):
     # --- said of it ------------------------------------------------------------------------------
 
     def describe(self, experts: int) -> Description:
-        told = f"{self.width:,} of {self.before:,} neurons stay, the same for every token"
-        return Description(told, {"neurons": self.width, "of": self.before}, (self.width,))
+        text = f"{self.width:,} of {self.before:,} neurons stay, the same for every token"
+        return Description(text, {"neurons": self.width, "of": self.before}, (self.width,))
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
@@ -122,5 +122,5 @@ class NarrowedLayer(LayerPlan):
         """
         order_W = self.order_W.to(site.view.device)
         running = ((h_TM, h_TM[:, order_W]) for _, h_TM in site.activations())
-        down_DW, found = refitted_down(site, order_W, running)
-        return replace(self, down_DW=down_DW), found
+        down_DW, figures = refitted_down(site, order_W, running)
+        return replace(self, down_DW=down_DW), figures

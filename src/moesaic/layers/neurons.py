@@ -45,11 +45,11 @@ def twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
     >>> twice(order, 3).tolist(), twice(order, 3, alternate=True).tolist()
     ([2, 0, -1, 5, 3, -1], [4, 5, 0, 1, -1, -1])
     """
-    there = order_W != PADDING
+    real = order_W != PADDING
     if alternate:
         both = torch.stack([2 * order_W, 2 * order_W + 1], -1)
-        return both.masked_fill(~there[:, None], PADDING).flatten()
-    return torch.cat([order_W, (order_W + width).masked_fill(~there, PADDING)])
+        return both.masked_fill(~real[:, None], PADDING).flatten()
+    return torch.cat([order_W, (order_W + width).masked_fill(~real, PADDING)])
 
 
 def of_mlp(

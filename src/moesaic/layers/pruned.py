@@ -183,8 +183,8 @@ class PrunedLayer(LayerPlan):
 
     def refit(self, site: Seen[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
         """New down projections of the experts that stay, one after the other."""
-        down_E, _, found = refitted_downs(self, site)
-        return replace(self, down_E=down_E), found
+        down_E, _, figures = refitted_downs(self, site)
+        return replace(self, down_E=down_E), figures
 
 
 def resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:

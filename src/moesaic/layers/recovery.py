@@ -69,8 +69,8 @@ class Balance:
         fit = self.ridge.solve()
         missing = self.ridge.fit.square + self.ridge.held.square
         strength = fit.strength if math.isfinite(fit.strength) else None
-        found = recovered(missing, fit.unexplained * missing, self.whole)
-        return fit, {**found, "strength": strength}
+        errors = recovered(missing, fit.unexplained * missing, self.whole)
+        return fit, {**errors, "strength": strength}
 
 
 def recovered(missing: float, left: float, whole: float) -> JSON:
@@ -108,9 +108,9 @@ def refitted_down(
     for (whole_TM, h_TM), target_TD in zip(running, site.targets(), strict=True):
         y_TD = ffn.output(whole_TM) if target_TD is None else target_TD
         balance.add(h_TM, F.linear(h_TM, down_DM, ffn.down_bias_D), y_TD)
-    fit, found = balance.solve()
+    fit, figures = balance.solve()
     new_DM = (down_DM.double() + fit.weight_FO.T).to(down_DM.dtype).cpu()
-    return new_DM, found
+    return new_DM, figures
 
 
 SHARED = -1
@@ -223,12 +223,12 @@ def refitted_downs(
     for i, part in parts.items():
         if len(part.gone) and not part.tokens:
             part.fit_alone(site, i)
-    told = recovered(lost, left * lost, whole)
+    figures = recovered(lost, left * lost, whole)
     shared_DS = None
     if SHARED in parts:
         shared = parts.pop(SHARED)
         shared_DS = shared.refitted().to(shared.down_DM.dtype).contiguous().cpu()
-    return _placed(layer, view, parts), shared_DS, told
+    return _placed(layer, view, parts), shared_DS, figures
 
 
 def _missing(site: Seen[MoEFFN], layer: Staying, parts: dict[int, _Part]) -> tuple[_Missing, float]:

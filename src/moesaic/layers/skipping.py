@@ -35,8 +35,8 @@ class SkippingLayer(RoutingPlan):
         make_skipping(view.router, header["beta"], header["rule"], view.experts)
 
     def describe(self, experts: int) -> Description:
-        told = f"experts are left out by beta {self.beta:.3g}"
-        return Description(told, {"beta": self.beta, "rule": self.rule})
+        text = f"experts are left out by beta {self.beta:.3g}"
+        return Description(text, {"beta": self.beta, "rule": self.rule})
 
     @classmethod
     def obstacle(cls, header: Header) -> str | None:

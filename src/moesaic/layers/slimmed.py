@@ -80,8 +80,8 @@ class SlimmedLayer(PrunedLayer):
 
     def tensors(self) -> dict[str, Tensor]:
         optional = {"shared": self.shared_S, "shared_down": self.shared_DS}
-        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-        return {**super().tensors(), "neurons": self.neurons_EW, **given}
+        present = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        return {**super().tensors(), "neurons": self.neurons_EW, **present}
 
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> SlimmedLayer:
@@ -144,14 +144,14 @@ class SlimmedLayer(PrunedLayer):
         before = super().describe(experts)
         whose = f"of each of {before.told.removesuffix(' stay')}" if fewer else "of each expert"
         width = round(sum(self.widths) / len(self.widths)) if self.uneven else self.width
-        told = f"{width:,} of {self.before:,} neurons {whose} stay"
+        text = f"{width:,} of {self.before:,} neurons {whose} stay"
         shape = {**(before.shape if fewer else {}), "neurons": width, "of": self.before}
         if self.uneven:
-            told += f" in the mean, {min(self.widths):,} to {max(self.widths):,}"
+            text += f" in the mean, {min(self.widths):,} to {max(self.widths):,}"
             shape["widths"] = self.widths
         if self.shared_S is not None:
             shape["shared"] = int((self.shared_S >= 0).sum())
-        return Description(told, shape)
+        return Description(text, shape)
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
@@ -171,10 +171,10 @@ class SlimmedLayer(PrunedLayer):
 
     @classmethod
     def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
-        found = super().routed(layer, arch, header)
-        if found is None or "widths" not in header:
-            return found
-        return replace(found, experts=tuple(header["widths"]))
+        router = super().routed(layer, arch, header)
+        if router is None or "widths" not in header:
+            return router
+        return replace(router, experts=tuple(header["widths"]))
 
     @classmethod
     def obstacle(cls, header: Header) -> str | None:
@@ -202,11 +202,11 @@ class SlimmedLayer(PrunedLayer):
         shared_S, width = self.shared_S, site.view.shared_width
         if shared_S is None and width:
             shared_S = torch.arange(width)
-        down_E, down_DS, found = refitted_downs(self, site, shared_S)
+        down_E, down_DS, figures = refitted_downs(self, site, shared_S)
         if shared_S is None or down_DS is None:
-            return replace(self, down_E=down_E), found
+            return replace(self, down_E=down_E), figures
         down_DS = F.pad(down_DS, (0, len(shared_S) - down_DS.shape[1]))
-        return replace(self, down_E=down_E, shared_S=shared_S, shared_DS=down_DS), found
+        return replace(self, down_E=down_E, shared_S=shared_S, shared_DS=down_DS), figures
 
 
 class Narrowed(Rewritten):
@@ -225,8 +225,8 @@ class Narrowed(Rewritten):
 
     def stored(self, *prefixes: str) -> Iterator[tuple[str, str]]:
         """Without the experts where they are stored in a form of their own."""
-        found = super().stored(*prefixes)
-        return (p for p in found if not (self._plan.uneven and p[1].startswith(self._experts)))
+        names = super().stored(*prefixes)
+        return (p for p in names if not (self._plan.uneven and p[1].startswith(self._experts)))
 
     def fused(self, leaf: str) -> Tensor:
         """A tensor of all experts, in memory's form, filled up to the widest."""

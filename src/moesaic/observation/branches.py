@@ -59,8 +59,8 @@ def branches(
                     block.branch(hidden, born, layer or block.layer)
                     grown.append((some, born))
         groups = grown
-    of = {n: hidden for members, hidden in groups for n in members}
-    return [of[n] for n in range(len(changes))]
+    by_change = {n: hidden for members, hidden in groups for n in members}
+    return [by_change[n] for n in range(len(changes))]
 
 
 @torch.no_grad()

@@ -101,14 +101,14 @@ def curvatures(job: Job[Arch], layers: Sequence[int]) -> dict[int, Curvature]:
 
 @contextmanager
 def _watched(
-    arch: Arch, block: Block, seen: Callable[[Tensor, Tensor], None], masks: Masks
+    arch: Arch, block: Block, take: Callable[[Tensor, Tensor], None], masks: Masks
 ) -> Iterator[None]:
     """Inside, what enters the layer's FFN, and the gradient at what its parts add up to."""
     entered: list[Tensor] = []
 
     def after(y: Tensor) -> None:
         x, mask = entered.pop(), next(masks)
-        y.register_hook(lambda g: seen(valid(x.detach(), mask), valid(g, mask)))
+        y.register_hook(lambda g: take(valid(x.detach(), mask), valid(g, mask)))
 
     ffn = arch.ffn_of(block.layer)
     handles = (arch.enter(ffn, entered.append), arch.watch(ffn, after))

@@ -112,9 +112,9 @@ class ExpertStats:
             axes = name.rpartition("_")[2]
             if "." in name or (not tensor.numel() and name != "sampled_T"):
                 continue
-            wanted = [sampled if axis == "S" else sizes[axis] for axis in axes]
-            if list(tensor.shape) != wanted:
-                raise ValueError(f"{name} is of shape {list(tensor.shape)}, not {wanted}")
+            expected = [sampled if axis == "S" else sizes[axis] for axis in axes]
+            if list(tensor.shape) != expected:
+                raise ValueError(f"{name} is of shape {list(tensor.shape)}, not {expected}")
 
     def merge(self, other: ExpertStats) -> ExpertStats:
         """The statistics of both token sets together, tokens in the order of their batches."""
@@ -122,18 +122,18 @@ class ExpertStats:
         batch_S = [s.batch_T[s.sampled_T] for s in (self, other)]
         order_S = torch.cat(batch_S).argsort(stable=True)
         merged = {}
-        for of in fields(self):
-            a, b = getattr(self, of.name), getattr(other, of.name)
-            if of.name in ("spread_E", "bias_E"):
-                merged[of.name] = a
-            elif of.name == "neurons":
-                merged[of.name] = a.merge(b)
-            elif of.name.endswith(("_E", "_EE")) and not of.name.startswith("cross"):
-                merged[of.name] = a + b
+        for entry in fields(self):
+            a, b = getattr(self, entry.name), getattr(other, entry.name)
+            if entry.name in ("spread_E", "bias_E"):
+                merged[entry.name] = a
+            elif entry.name == "neurons":
+                merged[entry.name] = a.merge(b)
+            elif entry.name.endswith(("_E", "_EE")) and not entry.name.startswith("cross"):
+                merged[entry.name] = a + b
             else:
                 both = torch.cat([a, b])
-                by = order_T if of.name.endswith(("_T", "_TE")) else order_S
-                merged[of.name] = both[by] if len(both) else both
+                by = order_T if entry.name.endswith(("_T", "_TE")) else order_S
+                merged[entry.name] = both[by] if len(both) else both
         return ExpertStats(**merged)
 
     @classmethod
@@ -143,16 +143,16 @@ class ExpertStats:
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields by name, those of neurons under ``neurons.``."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "neurons"}
+        outer = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "neurons"}
         inner = {f"neurons.{name}": tensor for name, tensor in self.neurons.tensors().items()}
-        return {name: tensor.contiguous() for name, tensor in {**own, **inner}.items()}
+        return {name: tensor.contiguous() for name, tensor in {**outer, **inner}.items()}
 
     @classmethod
     def of_tensors(cls, tensors: Mapping[str, Tensor]) -> ExpertStats:
         """The inverse of :meth:`tensors`."""
         inner = {n.removeprefix("neurons."): t for n, t in tensors.items() if "." in n}
-        own = {n: t for n, t in tensors.items() if "." not in n}
-        return cls(neurons=NeuronStats.of_tensors(inner), **own)
+        outer = {n: t for n, t in tensors.items() if "." not in n}
+        return cls(neurons=NeuronStats.of_tensors(inner), **outer)
 
 
 def packed(gram_SEE: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ class _Observer:
         parts, routed_TE = set(self.parts), w_TE != 0
         energy_EM = torch.zeros_like(self.of_weights.energy_EM)
 
-        def seen(tokens: Tensor, i: int, rows: Tensor, h_NM: Tensor) -> None:
+        def show(tokens: Tensor, i: int, rows: Tensor, h_NM: Tensor) -> None:
             """Sums over the tokens that are routed to expert i; the others' weights are zero."""
             if "neurons" in parts:
                 energy_EM[i] += square_sums(h_NM.float() * w_TE[tokens[rows], i, None])
@@ -305,7 +305,7 @@ class _Observer:
         delta_TD = None
         if target_TD is not None and sampled_T.any():
             delta_TD = target_TD.double() - self.view.output(x_TD).double()
-        for at, f_PED in self._outputs(x_TD, ran_TE, seen):
+        for at, f_PED in self._outputs(x_TD, ran_TE, show):
             chosen = sampled_T[at]
             if "outputs" in parts:
                 sums.add_sizes(f_PED, w_TE[at].double(), routed_TE[at])
@@ -326,21 +326,21 @@ class _Observer:
                 stats.neurons.shared_energy_S = square_sums(h_TS)
 
     def _outputs(
-        self, x_TD: Tensor, ran_TE: Tensor, seen: Callable[[Tensor, int, Tensor, Tensor], None]
+        self, x_TD: Tensor, ran_TE: Tensor, show: Callable[[Tensor, int, Tensor, Tensor], None]
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Experts' outputs, as many tokens at a time as there is room for.
 
         Args:
             x_TD: a batch.
             ran_TE: the experts that are run for a token.
-            seen: is shown each expert's number, tokens, their rows among these, and h.
+            show: is shown each expert's number, tokens, their rows among these, and h.
 
         Yields:
             tokens (P,), and what every expert makes of each (P, E, D), float64.
         """
         rows = max(1, BLOCK_BYTES // (self.view.count * x_TD.shape[1] * x_TD.element_size()))
         for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
-            f_BED = self.view.outputs(x_TD[block], ran_TE[block], partial(seen, block))
+            f_BED = self.view.outputs(x_TD[block], ran_TE[block], partial(show, block))
             for part in torch.arange(len(block), device=x_TD.device).split(max(1, rows // 8)):
                 yield block[part], f_BED[part].double()
 

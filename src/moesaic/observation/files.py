@@ -126,10 +126,10 @@ def observed_layers(job: Job[Arch]) -> list[int]:
     """
     if not any(job.base.experts):
         return list(range(len(job.base.widths)))
-    found = sorted(job.base.routed)
-    if not found:
+    routed = sorted(job.base.routed)
+    if not routed:
         raise MoesaicError("No layer of this model routes.")
-    return found
+    return routed
 
 
 # --- the file -------------------------------------------------------------------------------------
@@ -202,8 +202,8 @@ class StatsFile:
             with safe_open(self.path, framework="pt") as opened:
                 start = f"{index}."
                 names = [n.removeprefix(start) for n in opened.keys() if n.startswith(start)]
-                read = {n: opened.get_tensor(start + n).clone() for n in names}
-            stats = ExpertStats.of_tensors(read)
+                tensors = {n: opened.get_tensor(start + n).clone() for n in names}
+            stats = ExpertStats.of_tensors(tensors)
             stats.check()
         except (SafetensorError, TypeError, KeyError, ValueError) as error:
             raise MoesaicError(

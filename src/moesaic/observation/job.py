@@ -114,9 +114,9 @@ class Job(Generic[A]):
             MoesaicError: there is no such text, too little of it, no tokenizer for it, or a token
                 in it that the model does not know.
         """
-        text, drawn = self.args.text, self.args.calibration
+        text, calibration = self.args.text, self.args.calibration
         config = self.original.config
-        text = drawn.source if text is None else text
+        text = calibration.source if text is None else text
         if isinstance(text, torch.Tensor):
             text = Tokens(text)
         if not isinstance(text, Tokens):
@@ -131,20 +131,20 @@ class Job(Generic[A]):
                 raise MoesaicError(
                     "Calibration text needs a tokenizer: pass tokenizer=, or token ids."
                 )
-            text = self._drawn(text, drawn.samples)
+            text = self._drawn(text, calibration.samples)
         text.check(config)
         return text
 
     def _drawn(self, text: Any, samples: int | None) -> Tokens:
         """So many windows of a text."""
-        drawn, most = self.args.calibration, positions(self.original.config)
+        calibration, most = self.args.calibration, positions(self.original.config)
         return calibration_tokens(
             text,
             self.tokenizer_for(text),
             samples,
-            drawn.length,
-            drawn.seed,
-            documents=drawn.documents,
+            calibration.length,
+            calibration.seed,
+            documents=calibration.documents,
             window=min(self._length, most or self._length),
         )
 
@@ -170,12 +170,12 @@ class Job(Generic[A]):
 
     def _more_than(self, every: Tokens, count: int) -> Tokens | None:
         """So many windows of the text beside some; None where it has no more."""
-        drawn = self.args.calibration
+        calibration = self.args.calibration
         if self.args.text is not None:
             return None
         wanted = len(every.input_ids) + 2 * count
         try:
-            more = self._drawn(drawn.source, wanted)
+            more = self._drawn(calibration.source, wanted)
         except MoesaicError:
             return None
         others = apart(more, every)
@@ -184,8 +184,8 @@ class Job(Generic[A]):
     @property
     def planned_tokens(self) -> int:
         """Calibration tokens that were asked for; :attr:`tokens` may be fewer."""
-        drawn = self.args.calibration
-        return (drawn.samples or SAMPLES) * (drawn.length or self._length)
+        calibration = self.args.calibration
+        return (calibration.samples or SAMPLES) * (calibration.length or self._length)
 
     @cached_property
     def shape(self) -> Model:
@@ -249,17 +249,17 @@ class Job(Generic[A]):
         """The type in which layers from disk are looked at; None for the checkpoint's own."""
         return working_type(self.original.config, self.dtype, self.device) if self.on_disk else None
 
-    def request(self, asked: Values) -> JSON:
+    def request(self, values: Values) -> JSON:
         """Everything that a run must have in common with the one that it continues.
 
         Args:
-            asked: what identifies the run beside the model: config, comparisons, text.
+            values: what identifies the run beside the model: config, comparisons, text.
         """
         return {
             "base": asdict(self.base),
             "dtype": str(self._type),
             "computed_in": str(self.working_type or self._type),
-            **asked,
+            **values,
         }
 
     @cached_property
@@ -307,8 +307,9 @@ class Job(Generic[A]):
 
         if self.on_disk:
             return self.original.load("cpu", self.dtype)
-        own = self.args.inplace if inplace is None else inplace
-        return self.original if own else copy.deepcopy(self.original)
+        if inplace is None:
+            inplace = self.args.inplace
+        return self.original if inplace else copy.deepcopy(self.original)
 
     def finished(self, request: Values) -> Finished:
         """Layers of this request that were decided before, and where new ones are kept.

@@ -141,8 +141,8 @@ class Observation:
         for site in self.job.stream(wanted, self.job.arch.view, tokens):
             i, stats = site.index, None
             if self.needs & OF_NEURONS:
-                own = observe_neurons(site)
-                stats = own if whole else NeuronStats.merged(gathered(own))
+                part = observe_neurons(site)
+                stats = part if whole else NeuronStats.merged(gathered(part))
             products = Products.of(site, not whole) if "products" in self.needs else None
             yield i, LayerStats(None, stats, products, curved.get(i)), site
 
@@ -216,8 +216,8 @@ def cost_of(
     for view in views:
         if set(needs) & set(PARTS) - OF_WEIGHTS:
             pairs = view.count * (view.count + 1) // 2 * len(view.weights_of(0)[-1])
-            one = sum(w.numel() for w in view.weights_of(0))
-            work += 2.0 * ((view.count - view.top_k) * one + pairs * ("gram" in needs))
+            size = sum(w.numel() for w in view.weights_of(0))
+            work += 2.0 * ((view.count - view.top_k) * size + pairs * ("gram" in needs))
         if "products" in needs:  # and what scoring by them takes, in float64 as they are
             turns = 16.0 * view.count * view.width**3
             work += 4.0 * view.top_k * view.width**2 + turns / job.planned_tokens

@@ -45,15 +45,16 @@ class NeuronStats:
     @classmethod
     def none(cls) -> NeuronStats:
         """Nothing observed."""
-        sums = {of.name: torch.zeros(0, dtype=torch.float64) for of in fields(cls)[2:]}
+        sums = {field.name: torch.zeros(0, dtype=torch.float64) for field in fields(cls)[2:]}
         return cls(tokens=0, calls_E=torch.zeros(0, dtype=torch.int64), **sums)
 
     def merge(self, other: NeuronStats) -> NeuronStats:
         """The statistics of both token sets together."""
         summed = ("tokens", "calls_E", "energy_EM", "shared_energy_S")
         merged = {
-            of.name: getattr(self, of.name) + (getattr(other, of.name) if of.name in summed else 0)
-            for of in fields(self)
+            field.name: getattr(self, field.name)
+            + (getattr(other, field.name) if field.name in summed else 0)
+            for field in fields(self)
         }
         return NeuronStats(**merged)
 
@@ -64,7 +65,7 @@ class NeuronStats:
 
     def tensors(self) -> dict[str, Tensor]:
         """The fields by name, the number of tokens as a tensor of one."""
-        named = {of.name: getattr(self, of.name) for of in fields(self)}
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
         return {n: torch.tensor(t) if n == "tokens" else t.contiguous() for n, t in named.items()}
 
     @classmethod
@@ -153,14 +154,14 @@ def watching(layer: nn.Module, arch: Arch, stats: NeuronStats, masks: Masks) -> 
     routed = isinstance(arch, MoEArch) and arch.is_moe(layer)
     inside = f"{arch.experts}.down_proj" if isinstance(arch, MoEArch) and routed else arch.ffn.down
 
-    def seen(event: Event) -> None:
+    def add(event: Event) -> None:
         h_NM = event.x_NI.float()
         if event.weights_N1 is not None:
             h_NM = h_NM * event.weights_N1.float()
         stats.calls_E[event.expert or 0] += len(h_NM)
         stats.energy_EM[event.expert or 0] += square_sums(h_NM)
 
-    with tapped(layer, arch, [f"{arch.inside}{inside}"], seen, masks, instead=True):
+    with tapped(layer, arch, [f"{arch.inside}{inside}"], add, masks, instead=True):
         yield
 
 

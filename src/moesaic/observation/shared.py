@@ -33,11 +33,11 @@ def each_layer(
             before it, or processes share the tokens.
     """
     number, world = process() if shared else (0, 1)
-    mine = sorted(layers)[number::world]
-    items = iter(job.track(source(mine) if mine else (), words, len(mine)))
+    numbers = sorted(layers)[number::world]
+    items = iter(job.track(source(numbers) if numbers else (), words, len(numbers)))
     for _ in range(-(-len(layers) // world)):
-        own = [work(item) for item in (next(items, None),) if item is not None]
-        for made in gathered(own) if shared else [own]:
-            yield from made
+        results = [work(item) for item in (next(items, None),) if item is not None]
+        for part in gathered(results) if shared else [results]:
+            yield from part
     for _ in items:  # lets the source end
         pass

@@ -194,12 +194,12 @@ class Block:
     def _made(self, layer: nn.Module, states: Tensor, key: Key) -> Tensor:
         which, batch, index = key
         before = self._carried.get((which, batch, index - 1))
-        given = self._kwargs[batch][index]
-        given = {name: before if v is CARRIED else v for name, v in given.items()}
-        made = layer(states.to(self.device), **given)
-        after: Tensor = made
-        if isinstance(made, tuple):
-            after, self._carried[key] = made[0], made[1]
+        arguments = self._kwargs[batch][index]
+        arguments = {name: before if v is CARRIED else v for name, v in arguments.items()}
+        result = layer(states.to(self.device), **arguments)
+        after: Tensor = result
+        if isinstance(result, tuple):
+            after, self._carried[key] = result[0], result[1]
             self._carried.pop((which, batch, index - 2), None)
         return after
 
@@ -458,13 +458,13 @@ class LayerStream(Generic[V]):
         with self._open_rest(), self._open_head() if logits else nullcontext():
             for batch, last in zip(self._batches, states, strict=True):
 
-                def given(_: int, states: Tensor, options: JSON, last: Tensor = last) -> Tensor:
+                def replay(_: int, states: Tensor, options: JSON, last: Tensor = last) -> Tensor:
                     return last.to(states.device)
 
-                with self._replaced(given), torch.set_grad_enabled(gradients):
+                with self._replaced(replay), torch.set_grad_enabled(gradients):
                     run = self.model if logits else self.model.base_model
-                    made = self._run(run, batch)[0]
-                yield made, batch
+                    result = self._run(run, batch)[0]
+                yield result, batch
 
     def _valid(self, states: Spill) -> Iterator[Tensor]:
         return (valid(s, mask) for s, mask in zip(states, self.masks(), strict=True))
@@ -518,10 +518,10 @@ class LayerStream(Generic[V]):
         kwargs: list[list[JSON]] = []
         first: list[Tensor] = []
 
-        def identity(index: int, states: Tensor, given: JSON) -> Tensor:
+        def identity(index: int, states: Tensor, arguments: JSON) -> Tensor:
             if index == 0:
                 first.append(states)
-            kwargs[-1].append(given)
+            kwargs[-1].append(arguments)
             return states
 
         with self._open_rest(), self._replaced(identity):
@@ -556,8 +556,10 @@ def _standing_in(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..
     _, _, *names = inspect.signature(type(layer).forward).parameters
     handing = hands_on(type(layer).forward)
 
-    def forward(hidden_states: Tensor, *args: object, **given: object) -> object:
-        states = stand_in(index, hidden_states, {**dict(zip(names, args, strict=False)), **given})
+    def forward(hidden_states: Tensor, *args: object, **keywords: object) -> object:
+        states = stand_in(
+            index, hidden_states, {**dict(zip(names, args, strict=False)), **keywords}
+        )
         return (states, CARRIED) if handing else states
 
     return forward

@@ -31,7 +31,7 @@ class Event:
     """An expert's combine weights."""
 
 
-Seen = Callable[[Event], None]
+Notify = Callable[[Event], None]
 Masks = Iterator[Tensor | None]
 """By batch the tokens that count (B, L); None for all."""
 
@@ -41,7 +41,7 @@ def tapped(
     layer: nn.Module,
     arch: Arch,
     paths: Collection[str],
-    seen: Seen,
+    notify: Notify,
     masks: Masks | None = None,
     *,
     gradients: bool = False,
@@ -53,7 +53,7 @@ def tapped(
         layer: the decoder layer, live.
         arch: its architecture.
         paths: of projections in the layer; of routed experts those of their tensors.
-        seen: called once a projection and a batch, of experts once for each that runs.
+        notify: called once a projection and a batch, of experts once for each that runs.
         masks: by batch the tokens that count (B, L); None for all.
         gradients: show the gradient with respect to what each projection alone takes in, once the
             loss goes backward.
@@ -68,12 +68,12 @@ def tapped(
 
     def linear(path: str) -> Callable[..., None]:
         def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen(Event(path, _counted(args[0].flatten(0, -2), real[0])))
+            notify(Event(path, _counted(args[0].flatten(0, -2), real[0])))
 
         def after(module: Any, args: object, out: Tensor) -> None:
             weight_OI, of_batch = module.weight.detach(), real[0]
             out.register_hook(
-                lambda g: seen(Event(path, _counted(g.flatten(0, -2) @ weight_OI, of_batch)))
+                lambda g: notify(Event(path, _counted(g.flatten(0, -2) @ weight_OI, of_batch)))
             )
 
         return after if gradients else before
@@ -92,7 +92,7 @@ def tapped(
             handle = register(hook) if register else module.register_forward_pre_hook(hook)
             hooks.callback(handle.remove)
         if view is not None and tensors:
-            experts = _Experts(view, tensors, seen, real, gradients)
+            experts = _Experts(view, tensors, notify, real, gradients)
             if instead or gradients:
                 hooks.enter_context(forward_replaced(view.experts, experts.forward))
             else:
@@ -112,7 +112,7 @@ class _Experts:
     view: MoEFFN
     tensors: Mapping[str, str]
     """By the name of a tensor that holds all experts' projections, its path in the layer."""
-    seen: Seen
+    notify: Notify
     real: list[Tensor | None]
     """Of the batch at hand the tokens that count (T,)."""
     gradients: bool
@@ -138,7 +138,7 @@ class _Experts:
 
         def show(shown_NI: Tensor) -> None:
             counted_N1 = _counted(weights_N1, real_N)
-            self.seen(Event(path, _counted(shown_NI, real_N), i, counted_N1))
+            self.notify(Event(path, _counted(shown_NI, real_N), i, counted_N1))
 
         if self.gradients:
             x_NI.register_hook(show)
