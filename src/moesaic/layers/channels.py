@@ -134,7 +134,5 @@ def column_norms(weight: Tensor, transposed: bool = False) -> Tensor:
     >>> column_norms(torch.tensor([[3.0, 1.0], [4.0, 0.0]]))
     tensor([5., 1.])
     """
-    norms: Tensor = torch.linalg.vector_norm(
-        weight, dim=-1 if transposed else -2, dtype=torch.float32
-    )
-    return norms
+    dim = -1 if transposed else -2
+    return torch.linalg.vector_norm(weight, dim=dim, dtype=torch.float32)

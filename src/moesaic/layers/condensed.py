@@ -66,8 +66,7 @@ class CondensedLayer(LayerPlan):
     @property
     def experts(self) -> list[int]:
         """The routed experts in the order they were chosen."""
-        numbers: list[int] = self.experts_K.tolist()
-        return numbers
+        return self.experts_K.tolist()
 
     def header(self) -> JSON:
         return {

@@ -53,8 +53,7 @@ class PrunedLayer(LayerPlan):
     @property
     def kept(self) -> list[int]:
         """The original expert at each new place, PADDING where there is none."""
-        numbers: list[int] = self.kept_E.tolist()
-        return numbers
+        return self.kept_E.tolist()
 
     @property
     def experts(self) -> Tensor:

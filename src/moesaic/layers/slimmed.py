@@ -63,8 +63,7 @@ class SlimmedLayer(PrunedLayer):
     @property
     def widths(self) -> list[int]:
         """Neurons that each expert keeps."""
-        widths: list[int] = (self.neurons_EW != PADDING).sum(1).tolist()
-        return widths
+        return (self.neurons_EW != PADDING).sum(1).tolist()
 
     def padded(self, count: int, groups: int = 1) -> SlimmedLayer:
         few = PrunedLayer(self.kept_E, down_E=self.down_E).padded(count, groups)

@@ -152,8 +152,7 @@ def from_file(job: Job[Arch], path: str | Path, needs_gram: bool) -> StatsFile:
 
 def plain(base: BaseShape) -> JSON:
     """A base's shape as JSON reads it back."""
-    shape: JSON = json.loads(json.dumps(asdict(base)))
-    return shape
+    return json.loads(json.dumps(asdict(base)))
 
 
 class StatsFile:

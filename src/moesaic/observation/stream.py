@@ -373,11 +373,12 @@ class LayerStream(Generic[V]):
                 i, layer = block.index, block.layer
                 ffn = self.arch.ffn_of(layer)
                 wanted = i in self.layers
-                with self.seen(ffn, None if followed else inputs, targets, i, wanted):
+                entering = None if followed else inputs
+                with self.collected(ffn, entering, targets, i) if wanted else nullcontext():
                     block.run(hidden)
                 if wanted:
                     if followed is not None:
-                        with self.seen(ffn, inputs, None, i, wanted):
+                        with self.collected(ffn, inputs, None, i):
                             for _ in block.outputs(followed):
                                 pass
                     site = Site(
@@ -476,13 +477,10 @@ class LayerStream(Generic[V]):
         return copied
 
     @contextmanager
-    def seen(
-        self, ffn: nn.Module, inputs: Spill | None, outputs: Spill | None, layer: int, wanted: bool
+    def collected(
+        self, ffn: nn.Module, inputs: Spill | None, outputs: Spill | None, layer: int
     ) -> Iterator[None]:
-        """Collect what enters and leaves a wanted ``ffn``, padding dropped, one entry a batch."""
-        if not wanted:
-            yield
-            return
+        """Collect what enters and leaves ``ffn``, padding dropped, one entry a batch."""
         entering, leaving = self.masks(), self.masks()
 
         def before(x: Tensor) -> None:

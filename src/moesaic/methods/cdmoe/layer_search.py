@@ -72,7 +72,7 @@ class ExpertSearch:
         view = self.arch.mixture(block.layer)
         inputs, reference = Spill(1 << 30), Spill(1 << 30)
         try:
-            with self.stream.seen(view.block, inputs, None, block.index, True):
+            with self.stream.collected(view.block, inputs, None, block.index):
                 self._keep(block, hidden, reference)
             return self._decide(block, view, hidden, inputs, reference)
         finally:
