@@ -98,10 +98,10 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
     with whole_folder(out, overwrite, [source.name, place]) as folder:
         for number in range(max(done, default=0), len(steps)):
             last, before = number == len(steps) - 1, source.folder
-            made = folder if last else folder / f"step-{number}"
-            made.mkdir(exist_ok=True)
-            save_applied(source, steps[number], made, parse_dtype(steps[number].dtype))
-            source = Source(f"the result of step {number + 1}", made)
+            target = folder if last else folder / f"step-{number}"
+            target.mkdir(exist_ok=True)
+            save_applied(source, steps[number], target, parse_dtype(steps[number].dtype))
+            source = Source(f"the result of step {number + 1}", target)
             if before.parent == folder:
                 shutil.rmtree(before)
         decided.save(own(folder))
@@ -165,7 +165,7 @@ def _run(
     if not resume and process()[0] == 0:
         Progress(work, {}).discard()
     wait_for_all()
-    result, known = _converted(recipe, work, log)
+    result, earlier = _converted(recipe, work, log)
 
     def measurement(folder: Path) -> Measurement:
         """Made in all processes, which share the text."""
@@ -195,7 +195,7 @@ def _run(
             with log.stage("measure"):
                 measured |= measurement(folder).figures(result.builders)
         further = more(folder) if more is not None else {}
-        record = _record(recipe, result, known, {**measured, **found, **further})
+        record = _record(recipe, result, earlier, {**measured, **found, **further})
         record.log = log.as_json()
         describe(record, recipe, folder)
     Progress(work, {}).discard()
@@ -204,7 +204,7 @@ def _run(
 
 def _converted(recipe: Recipe, work: Path, log: Log) -> tuple[Result, Record | None]:
     """The result of a recipe's last step, and what is known of the steps before it."""
-    settings, known = recipe.evaluation, None
+    settings, earlier = recipe.evaluation, None
     model, last = recipe.model, len(recipe.steps) - 1
     for i, config in enumerate(recipe.steps):
         compare = settings.compare if settings and i == last else ()
@@ -212,37 +212,37 @@ def _converted(recipe: Recipe, work: Path, log: Log) -> tuple[Result, Record | N
         with log.stage(config.verb):
             result = convert(config, _args(recipe, model, compare, progress, log.track))
         if i < last:
-            known = _record(recipe, result, known)
+            earlier = _record(recipe, result, earlier)
             model = str(work / f"step-{i}")  # on disk until the run is done
             if process()[0] == 0:
                 _keep(result, Path(model))
             wait_for_all()
-    return result, known
+    return result, earlier
 
 
 def _keep(result: Result, folder: Path) -> None:
     """Save a step's result, unless it is there already: the same, made from the same weights."""
     note = folder.with_name(f"{folder.name}.json")
-    made: JSON = json.loads(json.dumps(result.identity()))
+    identity: JSON = json.loads(json.dumps(result.identity()))
     if folder.exists() and note.exists():
-        kept: JSON = json.loads(note.read_text("utf-8"))
-        if kept == {**made, "saved": resolve(str(folder)).fingerprint}:
+        noted: JSON = json.loads(note.read_text("utf-8"))
+        if noted == {**identity, "saved": resolve(str(folder)).fingerprint}:
             return
     result.save(folder, overwrite=True)
-    saved = {**made, "saved": resolve(str(folder)).fingerprint}
+    saved = {**identity, "saved": resolve(str(folder)).fingerprint}
     note.write_text(json.dumps(saved), "utf-8")
 
 
 def describe(record: Record, recipe: Recipe, folder: Path) -> None:
     """Write recipe, record, card, page and picture into a result's folder."""
-    asked = recipe.to_yaml()
+    recipe_yaml = recipe.to_yaml()
     files = {
-        RECIPE: asked,
+        RECIPE: recipe_yaml,
         RECORD: json.dumps(record.as_json(), indent=1),
         PAGE: marked(report.html([record])),
         PICTURE: marked(report.picture(record)),
     }
-    (folder / CARD).write_text(report.model_card(record, asked), "utf-8")
+    (folder / CARD).write_text(report.model_card(record, recipe_yaml), "utf-8")
     for name, text in files.items():
         (own(folder) / name).write_text(text, "utf-8")
 
@@ -300,6 +300,6 @@ def with_baselines(
     tokens, _ = measured_text(source, replace(recipe.evaluation, tasks=""))
     reference = Layerwise(source, device, parse_dtype(recipe.dtype), keep=True)
     sizes = dict(record.measured.get("files") or {})
-    for type, found, _ in rounded_scores(source, reference, tokens, wanted, device, track):
-        scores[type], sizes[type] = found.as_json(), found.total_bytes
+    for type, score, _ in rounded_scores(source, reference, tokens, wanted, device, track):
+        scores[type], sizes[type] = score.as_json(), score.total_bytes
     return replace(record, measured={**record.measured, "scores": scores, "files": sizes})

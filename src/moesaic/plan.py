@@ -105,22 +105,22 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Changes with the decision, and with the weights that it was made from."""
-        said = json.dumps([self.header(), of_tensors(self.tensors())], sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()[:16]
+        text = json.dumps([self.header(), of_tensors(self.tensors())], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def save(self, folder: Path) -> None:
         """Write ``plan.json`` and ``plan.safetensors`` into an existing folder."""
-        said, tensors = self._said, self.tensors()
+        content, tensors = self._content, self.tensors()
         if self.earlier:
-            said["earlier"] = [plan._said for plan in self.earlier]
+            content["earlier"] = [plan._content for plan in self.earlier]
         for number, plan in enumerate(self.earlier):
             tensors |= {_start(number) + name: t for name, t in plan.tensors().items()}
         save_file(tensors, folder / PLAN_TENSORS)
         let_read(folder / PLAN_TENSORS)
-        (folder / PLAN).write_text(json.dumps(said, indent=1) + "\n")
+        (folder / PLAN).write_text(json.dumps(content, indent=1) + "\n")
 
     @property
-    def _said(self) -> JSON:
+    def _content(self) -> JSON:
         return {**self.header(), "dtype": self.dtype}
 
     @classmethod
@@ -143,8 +143,8 @@ class Plan:
             header_of(file.with_name(PLAN_TENSORS))
             tensors = load_file(file.with_name(PLAN_TENSORS))
             earlier = tuple(
-                cls._of(said, _under(tensors, _start(number)))
-                for number, said in enumerate(header.get("earlier", []))
+                cls._of(plan, _under(tensors, _start(number)))
+                for number, plan in enumerate(header.get("earlier", []))
             )
             return replace(cls._of(header, tensors), earlier=earlier)
         except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
@@ -154,8 +154,8 @@ class Plan:
     def _of(cls, header: JSON, tensors: Mapping[str, Tensor]) -> Plan:
         """A plan of what its files say of it alone."""
         layers = {
-            int(i): KINDS[said["kind"]].load(said, _under(tensors, f"{i}."))
-            for i, said in header["layers"].items()
+            int(i): KINDS[layer["kind"]].load(layer, _under(tensors, f"{i}."))
+            for i, layer in header["layers"].items()
         }
         base, dtype = BaseShape.load(header["base"]), header.get("dtype", "auto")
         return cls(header["method"], base, layers, header["config"], header["calibration"], dtype)
@@ -276,8 +276,8 @@ def differing(kept: Values, asked: Values) -> Iterator[str]:
 
 def _flat(plain: Values, start: str = "") -> dict[str, object]:
     """Mappings within mappings as one, by dotted keys."""
-    found: dict[str, object] = {}
+    flat: dict[str, object] = {}
     for key, value in plain.items():
         within = isinstance(value, Mapping)
-        found |= _flat(value, f"{start}{key}.") if within else {f"{start}{key}": value}
-    return found
+        flat |= _flat(value, f"{start}{key}.") if within else {f"{start}{key}": value}
+    return flat

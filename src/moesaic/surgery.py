@@ -47,14 +47,14 @@ def check_base(plan: Plan, model: Model, arch: Arch) -> None:
     Raises:
         MoesaicError: says what each of them is, or what a layer has not that the plan names.
     """
-    found = base_shape(model, arch)
-    if found != plan.base:
+    shape = base_shape(model, arch)
+    if shape != plan.base:
         raise MoesaicError(
-            f"The plan was made for {_described(plan.base)}; this is {_described(found)}."
+            f"The plan was made for {_described(plan.base)}; this is {_described(shape)}."
         )
     for i, layer in plan.layers.items():
         try:
-            sizes = Sizes(found.hidden_size, found.widths[i], found.experts_of(i))
+            sizes = Sizes(shape.hidden_size, shape.widths[i], shape.experts_of(i))
             layer.check(sizes)
         except (ValueError, TypeError, IndexError) as error:
             raise MoesaicError(f"The plan of layer {i} does not fit the model: {error}.") from error
@@ -82,13 +82,13 @@ def headers_of(config: Config) -> dict[int, list[Header]]:
     Raises:
         MoesaicError: another version wrote the config.
     """
-    said = getattr(config, "moesaic", None) or {"format": FORMAT, "layers": {}}
-    if said.get("format") != FORMAT:
+    section = getattr(config, "moesaic", None) or {"format": FORMAT, "layers": {}}
+    if section.get("format") != FORMAT:
         raise MoesaicError(
-            f"This {config.model_type} was written in format {said.get('format')}; this version "
+            f"This {config.model_type} was written in format {section.get('format')}; this version "
             f"reads {FORMAT}. Convert the original again."
         )
-    return {int(i): list(stack) for i, stack in said["layers"].items()}
+    return {int(i): list(stack) for i, stack in section["layers"].items()}
 
 
 def kind_of(config: Config, index: int) -> tuple[type[LayerPlan], Header] | None:
@@ -97,7 +97,7 @@ def kind_of(config: Config, index: int) -> tuple[type[LayerPlan], Header] | None
     Kinds that refine a layer leave it the kind that it was.
     """
     kinds = [(KINDS[header["kind"]], header) for header in headers_of(config).get(index, [])]
-    return next((found for found in reversed(kinds) if not found[0].refines), None)
+    return next((kind for kind in reversed(kinds) if not kind[0].refines), None)
 
 
 def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
@@ -107,14 +107,14 @@ def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
         model: dense or converted; a skeleton will do.
         arch: its architecture.
     """
-    said = getattr(model.config, "moesaic", None)
+    section = getattr(model.config, "moesaic", None)
     uses = []
     for i, layer in enumerate(arch.layers(model)):
         kind = kind_of(model.config, i)
-        if kind is None or said is None:
+        if kind is None or section is None:
             use = arch.use(layer)
         else:
-            use = kind[0].use(layer, arch, kind[1], said["base"]["widths"][i])
+            use = kind[0].use(layer, arch, kind[1], section["base"]["widths"][i])
         for header in headers_of(model.config).get(i, []):
             use = KINDS[header["kind"]].refine(use, layer, arch, header)
         uses.append(use)
@@ -123,13 +123,13 @@ def layer_uses(model: Model, arch: Arch) -> list[LayerUse]:
 
 def routed_modules(model: Model, arch: Arch) -> dict[int, RoutedModule]:
     """The module that chooses experts in every decoder layer that routes, converted or not."""
-    found = {}
+    modules = {}
     for i, layer in enumerate(arch.layers(model)):
         kind = kind_of(model.config, i)
         routed = arch.routed(layer) if kind is None else kind[0].routed(layer, arch, kind[1])
         if routed is not None:
-            found[i] = routed
-    return found
+            modules[i] = routed
+    return modules
 
 
 def install(model: Model, arch: Arch, config: Config) -> None:
@@ -220,14 +220,14 @@ def predicting_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, 
         by the start of their names in memory their routed experts, 0 for a dense one.
     """
     block = f".{arch.inside}"
-    found: dict[str, int] = {}
+    blocks: dict[str, int] = {}
     for name in naming.in_memory.values():
         if predicts(name, len(base.widths)) and block in name:
             start, _, inside = name.partition(block)
-            found.setdefault(f"{start}.", 0)
+            blocks.setdefault(f"{start}.", 0)
             if isinstance(arch, MoEArch) and inside == arch.parts.weight:
-                found[f"{start}."] = (naming.shape(name) or (0,))[0]
-    return found
+                blocks[f"{start}."] = (naming.shape(name) or (0,))[0]
+    return blocks
 
 
 def outgrown(naming: Naming, arch: Arch, plan: Plan, changed: JSON | None) -> bool:
@@ -261,10 +261,10 @@ def kept(model: Model, along: bool, beside: bool) -> Callable[[str], bool]:
         along: layers that predict further tokens stay.
         beside: so do parts beside the language model.
     """
-    own, count = {*model.state_dict()}, model.config.num_hidden_layers
+    names, count = {*model.state_dict()}, model.config.num_hidden_layers
 
     def stays(name: str) -> bool:
-        return along if predicts(name, count) else beside or name in own
+        return along if predicts(name, count) else beside or name in names
 
     return stays
 
@@ -342,7 +342,7 @@ def _fitting(tensors: Iterator[tuple[str, Tensor]], prefix: str) -> Iterator[tup
     try:
         yield from tensors
     except (IndexError, KeyError, ValueError, TypeError, RuntimeError) as error:
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         raise MoesaicError(
-            f"The plan of {prefix.rstrip('.')} does not fit the model: {said:.200}"
+            f"The plan of {prefix.rstrip('.')} does not fit the model: {message:.200}"
         ) from error

@@ -118,9 +118,9 @@ class ChannelLinear(nn.Linear):
             self.product = Product(rows_of(weight), scale, self.cut.keep, self.cut.threshold)
         return self.product
 
-    def _apply(self, *given: Any, **more: Any) -> ChannelLinear:
+    def _apply(self, *args: Any, **kwargs: Any) -> ChannelLinear:
         self.product = None  # which holds the weight as it was before
-        return super()._apply(*given, **more)  # type: ignore[no-untyped-call]
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> JSON:
         return {**vars(self), "product": None}
@@ -205,14 +205,14 @@ def make_channels(layer: nn.Module, header: Values) -> None:
         header: of a :class:`moesaic.layers.channels.ChannelsLayer`.
     """
     phase = Phase.of(layer)
-    for path, said in header["projections"].items():
+    for path, fields in header["projections"].items():
         owner_path, _, leaf = path.rpartition(".")
         owner = layer.get_submodule(owner_path)
         target: Any = getattr(owner, leaf)
         if isinstance(target, nn.Parameter):
-            _make_experts(owner, leaf, Cut(**said), phase, header["scaled"])
+            _make_experts(owner, leaf, Cut(**fields), phase, header["scaled"])
         else:
-            _make_linear(target, Cut(**said), phase, header["scaled"])
+            _make_linear(target, Cut(**fields), phase, header["scaled"])
 
 
 def _make_linear(linear: Any, cut: Cut, phase: Phase, scaled: bool) -> None:

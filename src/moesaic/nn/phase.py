@@ -70,14 +70,14 @@ def set_mode(model: nn.Module, mode: str) -> Iterator[None]:
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
-    found = phased(model)
-    before = [m.phase.mode for m in found]
-    for module in found:
+    modules = phased(model)
+    before = [m.phase.mode for m in modules]
+    for module in modules:
         module.phase.mode = mode
     try:
         yield
     finally:
-        for module, old in zip(found, before, strict=True):
+        for module, old in zip(modules, before, strict=True):
             module.phase.mode = old
             if old != mode:
                 for tally in getattr(module, "tallies", {}).values():

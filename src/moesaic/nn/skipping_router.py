@@ -57,8 +57,8 @@ class Skipping:
     beta: float
     rule: str
 
-    def forward(self, hidden_states: Tensor, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, chosen = super().forward(hidden_states, *given)  # type: ignore[misc]
+    def forward(self, hidden_states: Tensor, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, chosen = super().forward(hidden_states, *args)  # type: ignore[misc]
         return logits, *skip(weights, chosen, self.beta, self.rule, logits.shape[-1])
 
 

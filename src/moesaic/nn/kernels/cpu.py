@@ -162,8 +162,8 @@ def _fetch(typing, address):
         pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
         fetch = builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
-        said = [number(0), number(3), number(1)]  # to be read, kept near, of data
-        builder.call(fetch, [builder.inttoptr(arguments[0], pointer), *said])
+        hints = [number(0), number(3), number(1)]  # to be read, kept near, of data
+        builder.call(fetch, [builder.inttoptr(arguments[0], pointer), *hints])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -252,13 +252,13 @@ def _sums(
         count = choose(x_I, scale_I, keep, _float(threshold), bits_I, chosen_N, value_N)
         sum_O[:] = 0
         if half:
-            own = rows + 2 * number * inputs * apart
-            halves = carray(_at(own), (inputs, apart), np.uint16)
-            _add_half(own, halves, chosen_N, value_N, count, start, stop, sum_O)
+            matrix = rows + 2 * number * inputs * apart
+            halves = carray(_at(matrix), (inputs, apart), np.uint16)
+            _add_half(matrix, halves, chosen_N, value_N, count, start, stop, sum_O)
         else:
-            own = rows + 4 * number * inputs * apart
-            whole = carray(_at(own), (inputs, apart), np.float32)
-            _add(own, whole, chosen_N, value_N, count, start, stop, sum_O)
+            matrix = rows + 4 * number * inputs * apart
+            whole = carray(_at(matrix), (inputs, apart), np.float32)
+            _add(matrix, whole, chosen_N, value_N, count, start, stop, sum_O)
         _write(sum_O, narrow, out + size * (t * outputs + start))
 
 
@@ -272,11 +272,11 @@ arguments."""
 def _parts(call):
     """Do one part of the outputs after another, until none is left."""
     numbers = carray(call, (_HEAD + _GIVEN,), np.int64)
-    given = to_fixed_tuple(numbers[_HEAD:], _GIVEN)
+    arguments = to_fixed_tuple(numbers[_HEAD:], _GIVEN)
     outputs, step = numbers[1], numbers[2]
     start = _claimed(call, step)
     while start < outputs:
-        _sums(*given, start, min(start + step, outputs))
+        _sums(*arguments, start, min(start + step, outputs))
         start = _claimed(call, step)
 
 
@@ -285,10 +285,10 @@ def _compiled() -> tuple[Any, Any]:
     """The loop as ctypes calls it, and what holds its code; on disk where there is a place."""
     signature, options = types.void(types.voidptr), {"error_model": "numpy"}
     try:
-        made = cfunc(signature, cache=True, **options)(_parts)
+        compiled = cfunc(signature, cache=True, **options)(_parts)
     except RuntimeError:  # no folder that can be written to
-        made = cfunc(signature, **options)(_parts)
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(made.address), made
+        compiled = cfunc(signature, **options)(_parts)
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address), compiled
 
 
 @cache
@@ -303,23 +303,23 @@ def _torch_threads() -> Any:
     return run
 
 
-def sums(*given: int, size: int, step: int = 0) -> None:
+def sums(*arguments: int, size: int, step: int = 0) -> None:
     """out[t] = sum over token t's chosen channels i of x[t, i] rows[group[t], i]; parts of outputs.
 
     Args:
-        given: x, group, out, tokens, narrow, scale, rows, inputs, outputs, apart, keep, threshold
-            and half. Five are addresses: x (T, I) and out (T, O) float32, or bfloat16 where
+        arguments: x, group, out, tokens, narrow, scale, rows, inputs, outputs, apart, keep,
+            threshold and half. Five are addresses: x (T, I) and out (T, O) float32, or bfloat16 where
             ``narrow``; group (T) int64, or 0 for the first; scale (G, I) float32, or 0 for ones;
             rows (G, I, O) float32, or bfloat16 where ``half``, so many numbers ``apart``. The
             threshold is a float32's bits.
         size: outputs.
         step: outputs of a part, which one thread does; 0 for one part.
     """
-    call, made = _compiled()
-    held = array("q", (0, size, step or size, *given))
-    place, _ = held.buffer_info()
+    call, compiled = _compiled()
+    numbers = array("q", (0, size, step or size, *arguments))
+    place, _ = numbers.buffer_info()
     run = _torch_threads() if 0 < step < size else None
     if run is None:
         call(place)
     else:
-        run(made.address, place, torch.get_num_threads(), 0)
+        run(compiled.address, place, torch.get_num_threads(), 0)
