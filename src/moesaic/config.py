@@ -81,29 +81,33 @@ def seed_option(help: str = "Seed of every random choice.", **about: Any) -> Any
     return option(0, help, minimum=0, maximum=2**32 - 1, **about)
 
 
-def about(of: Field[Any]) -> About:
+def about(field: Field[Any]) -> About:
     """An option's help text and the rest; empty for a field that is no option."""
-    said: About = of.metadata.get("about", About(""))
+    said: About = field.metadata.get("about", About(""))
     return said
 
 
-def in_words(of: Field[Any]) -> str:
+def in_words(field: Field[Any]) -> str:
     """What a field is, and its default, for people."""
-    said, default = about(of).help, of.default
+    text, default = about(field).help, field.default
     plain = isinstance(default, int | float | str) and default not in ("", False)
-    return f"{said} Default: {default}." if said and plain and "efault" not in said else said
+    return f"{text} Default: {default}." if text and plain and "efault" not in text else text
 
 
-def explained(doc: str | None, own: Iterable[tuple[str, str]]) -> str:
+def explained(doc: str | None, options: Iterable[tuple[str, str]]) -> str:
     """A docstring that also tells of options, each by its name."""
-    told = [fill(f"{name}: {words}", 96, subsequent_indent="    ") for name, words in own if words]
-    return "\n".join([inspect.cleandoc(doc or ""), "", "Options:", indent("\n".join(told), "    ")])
+    lines = [
+        fill(f"{name}: {words}", 96, subsequent_indent="    ") for name, words in options if words
+    ]
+    return "\n".join(
+        [inspect.cleandoc(doc or ""), "", "Options:", indent("\n".join(lines), "    ")]
+    )
 
 
 def documented(config: type[T]) -> type[T]:
     """A dataclass of options whose docstring tells of them."""
-    own = ((of.name, in_words(of)) for of in fields(config))  # type: ignore[arg-type]
-    config.__doc__ = explained(config.__doc__, own)
+    options = ((entry.name, in_words(entry)) for entry in fields(config))  # type: ignore[arg-type]
+    config.__doc__ = explained(config.__doc__, options)
     return config
 
 
@@ -119,14 +123,14 @@ def types_of(config: type[Any]) -> Mapping[str, Any]:
 
 def text_fields(config: type[Any]) -> list[str]:
     """The fields that hold names of text."""
-    return [of.name for of in fields(config) if about(of).parse == "text"]
+    return [entry.name for entry in fields(config) if about(entry).parse == "text"]
 
 
 def choices(config: type[Any], name: str) -> tuple[str, ...]:
     """The values an option may have, in order; empty where it is not one of a few."""
-    for of in fields(config):
-        if of.name == name and about(of).choices:
-            return about(of).choices
+    for entry in fields(config):
+        if entry.name == name and about(entry).choices:
+            return about(entry).choices
     kind = types_of(config)[name]
     kinds = (kind, *get_args(kind))
     return next((get_args(k) for k in kinds if get_origin(k) is Literal), ())
@@ -138,21 +142,23 @@ def check_options(config: Config) -> None:
     Raises:
         MoesaicError: names the field, its value and what would work.
     """
-    for of in fields(config):
-        value, said = getattr(config, of.name), about(of)
-        hint = types_of(type(config))[of.name]
+    for entry in fields(config):
+        value, info = getattr(config, entry.name), about(entry)
+        hint = types_of(type(config))[entry.name]
         if value is None and suits(None, hint):
             continue
-        known = choices(type(config), of.name)
-        if known and value not in known:
-            listed = ", ".join(known)
-            raise MoesaicError(f"{of.name} {value!r:.60} is none of {listed}.{meant(value, known)}")
+        allowed = choices(type(config), entry.name)
+        if allowed and value not in allowed:
+            listed = ", ".join(allowed)
+            raise MoesaicError(
+                f"{entry.name} {value!r:.60} is none of {listed}.{meant(value, allowed)}"
+            )
         if not suits(value, hint):
-            raise MoesaicError(f"{of.name} must be {_in_words(hint)}; got {value!r:.60}.")
-        if said.minimum is not None and value < said.minimum:
-            raise MoesaicError(f"{of.name} {value!r} must be at least {said.minimum:g}.")
-        if said.maximum is not None and value > said.maximum:
-            raise MoesaicError(f"{of.name} {value!r} must be at most {said.maximum:.0f}.")
+            raise MoesaicError(f"{entry.name} must be {_in_words(hint)}; got {value!r:.60}.")
+        if info.minimum is not None and value < info.minimum:
+            raise MoesaicError(f"{entry.name} {value!r} must be at least {info.minimum:g}.")
+        if info.maximum is not None and value > info.maximum:
+            raise MoesaicError(f"{entry.name} {value!r} must be at most {info.maximum:.0f}.")
 
 
 WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
@@ -225,10 +231,10 @@ class MethodConfig:
     def __init_subclass__(cls, **options: Any) -> None:
         """Tell of the fields in the docstring; they are no dataclass's yet."""
         super().__init_subclass__(**options)
-        known = {**getattr(cls, "__dataclass_fields__", {}), **vars(cls)}
-        own = {name: of for name, of in known.items() if isinstance(of, Field)}
+        attributes = {**getattr(cls, "__dataclass_fields__", {}), **vars(cls)}
+        members = {name: value for name, value in attributes.items() if isinstance(value, Field)}
         doc = vars(cls).get("__doc__") or cls.title
-        cls.__doc__ = explained(doc, ((name, in_words(of)) for name, of in own.items()))
+        cls.__doc__ = explained(doc, ((name, in_words(value)) for name, value in members.items()))
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -572,15 +578,15 @@ class RunArgs:
         Raises:
             TypeError: an option is unknown.
         """
-        given = options.pop("calibration", "")
-        drawn = {f.name for f in fields(Calibration)} & options.keys()
-        settings = {name: options.pop(name) for name in sorted(drawn)}
-        if isinstance(given, Calibration):
-            calibration = given
-        elif isinstance(given, str | Path):
-            calibration = Calibration(**{"source": str(given), **settings})
+        text = options.pop("calibration", "")
+        names = {f.name for f in fields(Calibration)} & options.keys()
+        settings = {name: options.pop(name) for name in sorted(names)}
+        if isinstance(text, Calibration):
+            calibration = text
+        elif isinstance(text, str | Path):
+            calibration = Calibration(**{"source": str(text), **settings})
         else:
-            options["text"], calibration = given, Calibration(**settings)
+            options["text"], calibration = text, Calibration(**settings)
         options["compare"] = tuple(options.get("compare", ()))
         if isinstance(options.get("dtype"), str):
             options["dtype"] = parse_dtype(options["dtype"])
@@ -601,20 +607,20 @@ def takes_options(*configs: type[MethodConfig]) -> Callable[[V], V]:
     Args:
         configs: of the methods that it carries out.
     """
-    drawn = {of.name: of for of in fields(Calibration)}
-    run = {of.name: of for of in fields(RunArgs) if about(of).help}
-    options = {"calibration": drawn.pop("source"), **drawn, **run}
-    words = {name: in_words(of) for name, of in options.items()}
+    calibration = {entry.name: entry for entry in fields(Calibration)}
+    run = {entry.name: entry for entry in fields(RunArgs) if about(entry).help}
+    options = {"calibration": calibration.pop("source"), **calibration, **run}
+    words = {name: in_words(entry) for name, entry in options.items()}
     if configs:
         names = ", ".join(config.__name__ for config in configs)
         words = {"config": f"What to do, by default what measures best. One of {names}.", **words}
     kind = inspect.Parameter.KEYWORD_ONLY
 
     def named(verb: V) -> V:
-        own = inspect.signature(verb)
-        taken = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        more = [inspect.Parameter(n, kind, default=of.default) for n, of in options.items()]
-        vars(verb)["__signature__"] = own.replace(parameters=[*taken, *more])
+        signature = inspect.signature(verb)
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        more = [inspect.Parameter(n, kind, default=entry.default) for n, entry in options.items()]
+        vars(verb)["__signature__"] = signature.replace(parameters=[*parameters, *more])
         verb.__doc__ = explained(verb.__doc__, words.items())
         return verb
 
@@ -647,10 +653,10 @@ def parse_bytes(text: str) -> int:
     """
     units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
     units |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
-    if found is None or found[2] not in units:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in units:
         raise MoesaicError(f"{text!r} is not a number of bytes such as 800MB or 12.5GB.")
-    return int(float(found[1]) * units[found[2]])
+    return int(float(match[1]) * units[match[2]])
 
 
 _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
@@ -676,8 +682,8 @@ def check_device(name: str) -> str:
     if name == "cpu":
         return name
     if name.partition(":")[0] not in DEVICES:
-        known = ", ".join(DEVICES)
-        raise MoesaicError(f"device {name!r} is none of {known}, with a number such as cuda:1.")
+        listed = ", ".join(DEVICES)
+        raise MoesaicError(f"device {name!r} is none of {listed}, with a number such as cuda:1.")
     import torch
 
     try:

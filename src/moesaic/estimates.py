@@ -148,25 +148,25 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
             )
             exact &= step.outline.exact
         source, dtype = steps[-1].result, parse_dtype(recipe.dtype)
-        made = Built(source.config, dtype)
+        result = Built(source.config, dtype)
         if recipe.evaluation is not None:
             original = Built(steps[0].job.original.config, dtype)
             held = max(step.outline.libraries for step in steps)
             held += TRAINER * any(step.outline.trained for step in steps)
             last = steps[-1].outline
-            held += made.bytes * (last.trained > last.added)  # the live model is the result
-            stages += measuring(original, made, recipe.evaluation, recipe.device, held)
+            held += result.bytes * (last.trained > last.added)  # the live model is the result
+            stages += measuring(original, result, recipe.evaluation, recipe.device, held)
             disk += PAGES
         machine = machine or Machine.here(recipe.device)
-        config = made.config
+        config = result.config
         return Estimate(
             output_bytes=weight_bytes(source.folder),
-            output_parameters=made.size.total_parameters,
-            active_parameters=made.size.active_parameters,
-            active_ratio=made.size.active_ratio,
+            output_parameters=result.size.total_parameters,
+            active_parameters=result.size.active_parameters,
+            active_ratio=result.size.active_ratio,
             exact=exact,
             model_type=str(config.model_type),
-            native=made.native,
+            native=result.native,
             loads_in=loads_in(config),
             peak_memory_bytes=machine.resident + max(stage.memory for stage in stages),
             disk_bytes=disk,
@@ -184,13 +184,13 @@ QUICK = 1e10
 """Operations that no machine takes long for; what takes no more is not worth a dry run."""
 
 
-def stopping_nothing(told: Callable[P, str]) -> Callable[P, str]:
+def stopping_nothing(predict: Callable[P, str]) -> Callable[P, str]:
     """A prediction that is empty where it cannot be made: what is wrong, the run says better."""
 
-    @wraps(told)
+    @wraps(predict)
     def cautious(*arguments: P.args, **options: P.kwargs) -> str:
         try:
-            return told(*arguments, **options)
+            return predict(*arguments, **options)
         except Exception:
             return ""
 
@@ -202,9 +202,14 @@ def notice(recipe: Recipe) -> str:
     """What a run is predicted to take, in a line; empty where that is no minute."""
     if at_least(recipe) < QUICK:
         return ""
-    told = estimate(recipe)
-    sizes = f"weights {memory(told.input_bytes)} -> {memory(told.output_bytes)}"
-    return in_words(told.seconds, told.peak_memory_bytes, f"{memory(told.disk_bytes)} disk", sizes)
+    prediction = estimate(recipe)
+    sizes = f"weights {memory(prediction.input_bytes)} -> {memory(prediction.output_bytes)}"
+    return in_words(
+        prediction.seconds,
+        prediction.peak_memory_bytes,
+        f"{memory(prediction.disk_bytes)} disk",
+        sizes,
+    )
 
 
 def at_least(recipe: Recipe) -> float:
@@ -278,8 +283,8 @@ def outlined(
         shape: a skeleton of the source, where one is at hand.
     """
     method = cast("Method[Any, Any]", implementation(config))
-    drawn, dtype = recipe.calibration, parse_dtype(recipe.dtype)
-    args = RunArgs(model=source, calibration=drawn, device=recipe.device, dtype=dtype)
+    calibration, dtype = recipe.calibration, parse_dtype(recipe.dtype)
+    args = RunArgs(model=source, calibration=calibration, device=recipe.device, dtype=dtype)
     job: Job[Arch] = Job(args, method.find, config.window, shape)
     for _ in method.settle(job):
         pass  # said by the run itself
@@ -315,8 +320,8 @@ def loads_in(config: Config) -> dict[str, list[str]]:
     if not config.model_type.startswith(PREFIX):
         return {"transformers": [], **limits(config)}
     stacks = headers_of(config).values()
-    told = [KINDS[header["kind"]].obstacle(header) for stack in stacks for header in stack]
-    reasons = list(dict.fromkeys(reason for reason in told if reason))
+    obstacles = [KINDS[header["kind"]].obstacle(header) for stack in stacks for header in stack]
+    reasons = list(dict.fromkeys(reason for reason in obstacles if reason))
     lacks = reasons or [f"{config.model_type}: export it --to native first"]
     return {"transformers": ["needs this package"], **dict.fromkeys(ENGINES, lacks)}
 
@@ -388,9 +393,9 @@ def making(
     model, dtype = job.shape, job.working_type
     uses = model_size(model).layers
     sizes = [sizes_in(layer, dtype) for layer in job.layers]
-    layers = [sum(of) for of in sizes]
+    layers = [sum(parts) for parts in sizes]
     # while a layer is read, stacks of experts are copied, of which the largest has two parts
-    read = max(sum(of) + max(of) // 2 for of in sizes)
+    read = max(sum(parts) + max(parts) // 2 for parts in sizes)
     hidden = model.get_input_embeddings().weight.shape[1]
     vocabulary = model.get_input_embeddings().weight.shape[0]
     item = (dtype or next(model.parameters()).dtype).itemsize
@@ -449,11 +454,11 @@ def kept_of_token(uses: Sequence[LayerUse], hidden: int, item: int) -> float:
         hidden: hidden size.
         item: bytes of a number in the type that the model computes in.
     """
-    found = 0.0
+    total = 0.0
     for use in uses:
         routed = 2 * 4 * use.top_k * (use.experts > 0)
-        found += (30 + 2 * item + routed) * hidden + 4 * item * use.active_width
-    return found
+        total += (30 + 2 * item + routed) * hidden + 4 * item * use.active_width
+    return total
 
 
 def logits_held(vocabulary: int, length: int) -> int:
@@ -619,14 +624,14 @@ class Machine:
                 return cls(**kept, started=started, resident=resident)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
-        found = measured(device)
+        speeds = measured(device)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with whole_file(file) as partial:
-                partial.write_text(json.dumps({"of": key, **found}), "utf-8")
+                partial.write_text(json.dumps({"of": key, **speeds}), "utf-8")
         except OSError:
             pass  # nowhere to keep it
-        return cls(**found, started=started, resident=resident)
+        return cls(**speeds, started=started, resident=resident)
 
 
 def measured(device: str) -> dict[str, float]:

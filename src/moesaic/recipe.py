@@ -76,8 +76,8 @@ class Recipe:
     @property
     def inputs(self) -> list[str]:
         """The names of all that is read: models, files, and text."""
-        asked = (*self.steps, self.calibration, self.evaluation)
-        return [self.model, *(name for config in asked for name in read_by(config))]
+        configs = (*self.steps, self.calibration, self.evaluation)
+        return [self.model, *(name for config in configs for name in read_by(config))]
 
 
 def _plain(value: object) -> object:
@@ -159,9 +159,11 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     methods = methods_of(verb)
     if not isinstance(options, dict):
         raise MoesaicError(f"{where}: expected options such as 'method: ...', got {options!r:.60}.")
-    for name, of in former_options(verb).items():
+    for name, former in former_options(verb).items():
         if name in options:
-            logging.getLogger(__name__).warning("%s: %s is called %s now.", where, name, of.name)
+            logging.getLogger(__name__).warning(
+                "%s: %s is called %s now.", where, name, former.name
+            )
     options = renewed(verb, options)
     method = method_of(verb, options)
     if method not in methods:
@@ -180,7 +182,11 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
 
 def former_options(verb: str) -> dict[str, Former]:
     """Options of a verb's methods by the names that they had."""
-    return {name: of for config in methods_of(verb).values() for name, of in config.former.items()}
+    return {
+        name: former
+        for config in methods_of(verb).values()
+        for name, former in config.former.items()
+    }
 
 
 def renewed(verb: str, options: Values) -> JSON:
@@ -205,36 +211,39 @@ def method_of(verb: str, options: JSON) -> str:
     methods = methods_of(verb)
     if "method" in options:
         return str(options["method"])
-    asked, bundle = options.keys() - {"recipe"}, options.get("recipe")
+    names, bundle = options.keys() - {"recipe"}, options.get("recipe")
     having = [name for name in methods if bundle in methods[name].bundles]
-    known = having or list(methods)
-    able = [name for name in known if asked <= {f.name for f in fields(methods[name])}] or known
+    candidates = having or list(methods)
+    able = [
+        name for name in candidates if names <= {f.name for f in fields(methods[name])}
+    ] or candidates
     if not having or len(able) == 1:
         return able[0]
     raise MoesaicError(
-        f"Recipe {bundle!r} is for {', '.join(known)}: say method={able[0]}, or another of them."
+        f"Recipe {bundle!r} is for {', '.join(candidates)}: say method={able[0]}, or another of "
+        "them."
     )
 
 
 def plain_values(config: type[Any], options: JSON) -> JSON:
     """The same options with sizes and names of text as a dataclass's fields hold them."""
-    read = dict(options)
-    for of in fields(config):
-        value = options.get(of.name)
-        if about(of).parse == "bytes" and isinstance(value, str):
-            read[of.name] = parse_bytes(value)
-        if about(of).parse == "text" and isinstance(value, dict | list):
-            read[of.name] = spelled(value)
-    return read
+    values = dict(options)
+    for entry in fields(config):
+        value = options.get(entry.name)
+        if about(entry).parse == "bytes" and isinstance(value, str):
+            values[entry.name] = parse_bytes(value)
+        if about(entry).parse == "text" and isinstance(value, dict | list):
+            values[entry.name] = spelled(value)
+    return values
 
 
 def _bundle(verb: str, method: str, name: object, where: str) -> JSON:
     """The options that a name stands for."""
     bundles = {other: config.bundles for other, config in methods_of(verb).items()}
-    own = bundles[method].get(str(name))
-    if own is not None:
-        return dict(own)
-    known = dict.fromkeys(n for other in bundles.values() for n in other)
+    options = bundles[method].get(str(name))
+    if options is not None:
+        return dict(options)
+    known = dict.fromkeys(n for names in bundles.values() for n in names)
     if name not in known:
         listed = ", ".join(known) or "none"
         raise MoesaicError(f"{where}: unknown recipe {name!r}; known: {listed}.")
@@ -260,12 +269,12 @@ def checked(cls: type[T], data: object, where: str) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join([where, *map(str, first["loc"])]).strip(".")
-        known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
         if first["type"] == "unexpected_keyword_argument":
-            of = f" of {cls.name}" if issubclass(cls, MethodConfig) else ""
+            owner = f" of {cls.name}" if issubclass(cls, MethodConfig) else ""
             raise MoesaicError(
-                f"{place} is not an option{of}; known: {', '.join(known)}."
-                f"{meant(first['loc'][-1], known)}"
+                f"{place} is not an option{owner}; known: {', '.join(names)}."
+                f"{meant(first['loc'][-1], names)}"
             ) from None
         raise MoesaicError(f"{place}: {first['msg']} (got {first['input']!r:.60}).") from None
 

@@ -253,11 +253,11 @@ class Record:
             raise ValueError(
                 f"not of this version of Moesaic, format {FORMAT}: make the result anew."
             )
-        own = {f.name for f in fields(cls)} - {"measured"}
+        names = {f.name for f in fields(cls)} - {"measured"}
         try:
             if version == WITHOUT_FIGURES:
                 plain = _of_before(plain)
-            measured = {k: v for k, v in plain.items() if k not in own}
+            measured = {k: v for k, v in plain.items() if k not in names}
             return _known(cls, {**plain, "measured": measured})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not whole: {error}.") from None

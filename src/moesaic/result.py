@@ -187,8 +187,8 @@ class Result:
                 logging.getLogger(__name__).warning(ALONE)
             hub.save_live(self.model, tokenizer, folder)
         if plan is not None:
-            asked = self.job.dtype if self.job.on_disk else None
-            dtype = str(asked or "auto").removeprefix("torch.")
+            kind = self.job.dtype if self.job.on_disk else None
+            dtype = str(kind or "auto").removeprefix("torch.")
             replace(plan, dtype=dtype, earlier=self._earlier).save(own(folder))
 
     @property
@@ -247,11 +247,11 @@ class Result:
         shape = self.shape
         before = {} if earlier is None else {layer.index: layer for layer in earlier.layers}
         uses = model_size(shape).layers
-        own = [self._layer(i, use) for i, use in enumerate(uses)]
-        layers = [self._after(layer, before.get(layer.index)) for layer in own]
+        this_step = [self._layer(i, use) for i, use in enumerate(uses)]
+        layers = [self._after(layer, before.get(layer.index)) for layer in this_step]
         step = replace(
             self._step(layers, measured or {}),
-            figures=tuple(self.method.figures(own, self.decision)),
+            figures=tuple(self.method.figures(this_step, self.decision)),
         )
         model_type = str(shape.config.model_type)
         return Record(
@@ -288,19 +288,19 @@ class Result:
         """What is known of the result now, with :attr:`scores` if they were asked for."""
         source = self.job.original
         scores = vars(self).get("scores", {})
-        measured = {"scores": {name: found.as_json() for name, found in scores.items()}}
+        measured = {"scores": {name: s.as_json() for name, s in scores.items()}}
         if "result" in scores:
-            found = scores["result"].routing
-            measured["routing"] = {str(i): usage.as_json() for i, usage in found.items()}
+            s = scores["result"].routing
+            measured["routing"] = {str(i): usage.as_json() for i, usage in s.items()}
         name = source.name if self.job.on_disk else f"a {source.config.model_type} in memory"
         return self.record(name, "", measured=measured if scores else {})
 
     def __repr__(self) -> str:
-        told = self.told
-        scores = told.measured.get("scores", {})
-        figures = [f"{name} {found['perplexity']:.4g}" for name, found in scores.items()]
+        record = self.told
+        scores = record.measured.get("scores", {})
+        figures = [f"{name} {s['perplexity']:.4g}" for name, s in scores.items()]
         measured = f"; perplexity: {', '.join(figures)}" if figures else ""
-        return f"<Result: {report.title(told)}{measured}>"
+        return f"<Result: {report.title(record)}{measured}>"
 
     def __rich__(self) -> RenderableType:
         """Tables and sentences, as the command line shows them."""
@@ -336,19 +336,19 @@ class Result:
         """This step in words."""
         config, decision, plan = self.method.config, self.decision, self.plan
         active = measured.get("scores", {}).get("result", {}).get("active_ratio")
-        said = self.method.tell(layers, decision, active)
-        summary, told = dict(decision.summary), said.told
+        words = self.method.tell(layers, decision, active)
+        summary, text = dict(decision.summary), words.told
         if self.job.predicting:
-            fate, words = self._predicting
+            fate, fate_words = self._predicting
             summary[fate] = {NEXT: self.job.predicting}
-            told += f" Layers that predict further tokens, for speculative decoding, {words}."
+            text += f" Layers that predict further tokens, for speculative decoding, {fate_words}."
         changed = [] if plan is None else [layer.weights for layer in plan.layers.values()]
         return Step(
             verb=config.verb,
             method=config.name,
             label=config.label,
-            title=said.title,
-            told=told,
+            title=words.title,
+            told=text,
             paper=config.credit,
             beyond=config.beyond,
             weights="trained" if decision.trained is not None else strongest(changed),
@@ -357,7 +357,7 @@ class Result:
             unit=config.unit,
             ratio=self.method.ratio,
             summary=summary,
-            output=said.output,
+            output=words.output,
         )
 
     @property
@@ -390,14 +390,14 @@ class Result:
         )
         if plan is not None and index in plan.layers:
             planned = plan.layers[index]
-            said = planned.describe(routed)
+            description = planned.describe(routed)
             layer = replace(
                 layer,
                 kind=planned.kind,
-                told=said.told,
+                told=description.told,
                 weights=planned.weights,
-                shape=said.shape,
-                parts=said.parts,
+                shape=description.shape,
+                parts=description.parts,
                 width_before=base.widths[index],
                 experts_before=routed,
             )
@@ -435,14 +435,14 @@ def check_weights(plan: Plan, source: Source) -> None:
     Raises:
         MoesaicError: names both models and their fingerprints.
     """
-    made, found = plan.base.weights, source.fingerprint
-    if made.startswith(IN_MEMORY):
+    expected, actual = plan.base.weights, source.fingerprint
+    if expected.startswith(IN_MEMORY):
         dtype = getattr(torch, plan.base.dtype.removeprefix("torch."), None)
-        known = isinstance(dtype, torch.dtype)
-        found = of_model(source.load(dtype=dtype if known else None))
-    if made == found:  # which dry runs have none of
+        named = isinstance(dtype, torch.dtype)
+        actual = of_model(source.load(dtype=dtype if named else None))
+    if expected == actual:  # which dry runs have none of
         return
-    if not made:
+    if not expected:
         logging.getLogger(__name__).warning(
             "The plan names no weights that it was made from, so it is applied to those of %s "
             "unchecked.",
@@ -450,8 +450,8 @@ def check_weights(plan: Plan, source: Source) -> None:
         )
     else:
         raise MoesaicError(
-            f"The plan was made from {plan.base.name or 'a model in memory'} with weights {made}; "
-            f"{source.name} has weights {found}."
+            f"The plan was made from {plan.base.name or 'a model in memory'} with weights "
+            f"{expected}; {source.name} has weights {actual}."
         )
 
 
@@ -499,5 +499,7 @@ def save_applied(
     hub.write_stub(config, folder)
     source.checkpoint.copy_side_files(folder)
     if writer is None:  # what a plan asks for may be no model
-        made = Source("What the plan makes", folder)
-        Naming(made.checkpoint, base_arch(made.config).model_type).check(shape_of(made.config))
+        result = Source("What the plan makes", folder)
+        Naming(result.checkpoint, base_arch(result.config).model_type).check(
+            shape_of(result.config)
+        )

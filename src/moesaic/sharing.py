@@ -50,24 +50,24 @@ def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
             f"push_plan: the plan in {folder} does not rebuild the result, for a step before the "
             "last was trained. Push it whole."
         )
-    kept = anywhere(*PATCH) if plan_only else None
+    patterns = anywhere(*PATCH) if plan_only else None
     hub = HfApi()
     try:
         repo = hub.create_repo(repo, exist_ok=True).repo_id
         card = report.model_card(record, recipe, repo, plan_only)
-        said = f"{report.title(record)}, by moesaic"
+        title = f"{report.title(record)}, by moesaic"
         hub.upload_file(
             path_or_fileobj=card.encode(),
             path_in_repo=CARD,
             repo_id=repo,
-            commit_message=f"Card: {said}",
+            commit_message=f"Card: {title}",
         )
         hub.upload_folder(
             repo_id=repo,
             folder_path=folder,
-            allow_patterns=kept,
+            allow_patterns=patterns,
             ignore_patterns=[CARD],
-            commit_message=said,
+            commit_message=title,
         )
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()

@@ -70,8 +70,8 @@ class _Loop(Trainer):  # type: ignore[misc]
         count = predicting(inputs["labels"]).sum()
         loss, figures = self.objective(model, inputs)
         sums = {"tokens": count, **figures}
-        known = self._sums or {}
-        self._sums = {k: known.get(k, 0) + v.detach() for k, v in sums.items()}
+        before = self._sums or {}
+        self._sums = {k: before.get(k, 0) + v.detach() for k, v in sums.items()}
         if num_items_in_batch is None:
             loss = loss / count.clamp(min=1)
         else:  # DDP takes the mean of the processes' gradients
@@ -81,8 +81,8 @@ class _Loop(Trainer):  # type: ignore[misc]
     def log(self, logs: dict[str, float], *rest: object, **options: object) -> None:
         if self.objective is not None and self._sums is not None and "loss" in logs:
             names, sums = zip(*self._sums.items(), strict=True)
-            whole = self.accelerator.reduce(torch.stack([s.double() for s in sums]), "sum")
-            tokens, *totals = whole.tolist()
+            reduced = self.accelerator.reduce(torch.stack([s.double() for s in sums]), "sum")
+            tokens, *totals = reduced.tolist()
             figures = {n: t / max(1, tokens) for n, t in zip(names[1:], totals, strict=True)}
             logs = {**logs, **figures, **self.objective.stepped(figures)}
             self._sums = None
@@ -100,11 +100,11 @@ class _Loop(Trainer):  # type: ignore[misc]
         self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None
     ) -> None:
         model = self.accelerator.unwrap_model(self.model)
-        wanted = {n for n, p in model.named_parameters() if p.requires_grad}
+        names = {n for n, p in model.named_parameters() if p.requires_grad}
         state = model.state_dict() if state_dict is None else state_dict
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        trained = {n: state[n].detach().cpu().contiguous() for n in wanted}
+        trained = {n: state[n].detach().cpu().contiguous() for n in names}
         save_file(trained, folder / TRAINED_NAME)
         if self.objective is not None:
             (folder / STATE_NAME).write_text(json.dumps(self.objective.state))
@@ -173,8 +173,8 @@ class _Shape:
 
 def _hooks(module: nn.Module) -> dict[str, dict[int, object]]:
     """A module's hooks of all kinds, by the attributes that hold them."""
-    own = {n: v for n, v in vars(module).items() if n.startswith("_") and "_hooks" in n}
-    return {n: dict(v) for n, v in own.items() if isinstance(v, dict)}
+    tables = {n: v for n, v in vars(module).items() if n.startswith("_") and "_hooks" in n}
+    return {n: dict(v) for n, v in tables.items() if isinstance(v, dict)}
 
 
 def last_checkpoint(folder: Path) -> str | None:
@@ -195,15 +195,15 @@ class _Arguments(TrainingArguments):  # type: ignore[misc]
 
     @cached_property
     def _setup_devices(self) -> torch.device:
-        found: torch.device = super()._setup_devices
-        asked = torch.device(self.place)
+        device: torch.device = super()._setup_devices
+        place = torch.device(self.place)
         self._n_gpu = min(int(vars(self)["_n_gpu"]), 1)
-        if found.type != asked.type or asked.index is None:
-            return found
+        if device.type != place.type or place.index is None:
+            return device
         if self.distributed_state.distributed_type != DistributedType.NO:
-            return found  # each process on its own
-        torch.get_device_module(asked).set_device(asked)
-        return asked
+            return device  # each process on its own
+        torch.get_device_module(place).set_device(place)
+        return place
 
 
 class _Bar(TrainerCallback):  # type: ignore[misc]
@@ -274,13 +274,13 @@ def train(
     with ExitStack() as meanwhile:
         if folder is None:
             folder = Path(meanwhile.enter_context(TemporaryDirectory(prefix="moesaic-")))
-        asked = {
+        identity = {
             **(request or {}),
             "schedule": asdict(schedule),
             "texts": of_examples(examples),
             "trained": sorted(trainable),
         }
-        run = Progress(folder, asked)
+        run = Progress(folder, identity)
         run.check()
         wait_for_all()  # nobody writes before all have looked
         if process()[0] == 0:

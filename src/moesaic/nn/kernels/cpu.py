@@ -308,10 +308,10 @@ def sums(*arguments: int, size: int, step: int = 0) -> None:
 
     Args:
         arguments: x, group, out, tokens, narrow, scale, rows, inputs, outputs, apart, keep,
-            threshold and half. Five are addresses: x (T, I) and out (T, O) float32, or bfloat16 where
-            ``narrow``; group (T) int64, or 0 for the first; scale (G, I) float32, or 0 for ones;
-            rows (G, I, O) float32, or bfloat16 where ``half``, so many numbers ``apart``. The
-            threshold is a float32's bits.
+            threshold and half. Five are addresses: x (T, I) and out (T, O) float32, or bfloat16
+            where ``narrow``; group (T) int64, or 0 for the first; scale (G, I) float32, or 0 for
+            ones; rows (G, I, O) float32, or bfloat16 where ``half``, so many numbers ``apart``.
+            The threshold is a float32's bits.
         size: outputs.
         step: outputs of a part, which one thread does; 0 for one part.
     """
