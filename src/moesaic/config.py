@@ -83,8 +83,7 @@ def seed_option(help: str = "Seed of every random choice.", **about: Any) -> Any
 
 def about(field: Field[Any]) -> About:
     """An option's help text and the rest; empty for a field that is no option."""
-    said: About = field.metadata.get("about", About(""))
-    return said
+    return field.metadata.get("about", About(""))
 
 
 def in_words(field: Field[Any]) -> str:
@@ -641,8 +640,7 @@ def parse_dtype(name: str) -> torch.dtype | None:
         return None
     import torch
 
-    kind: torch.dtype = getattr(torch, name)
-    return kind
+    return getattr(torch, name)
 
 
 def parse_bytes(text: str) -> int:

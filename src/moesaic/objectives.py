@@ -54,8 +54,7 @@ class Schedule:
 def checkpointing(model: nn.Module, do: str) -> Callable[..., None]:
     """transformers' method to enable or disable it, by its name of today or its old one."""
     names = (f"{kind}_checkpointing_{do}" for kind in ("activation", "gradient"))
-    method: Callable[..., None] = next(getattr(model, n) for n in names if hasattr(model, n))
-    return method
+    return next(getattr(model, n) for n in names if hasattr(model, n))
 
 
 def collate(examples: Sequence[Example]) -> dict[str, Tensor]:

@@ -84,8 +84,7 @@ class Result:
 
     @property
     def arch(self) -> Arch:
-        arch: Arch = self.job.arch
-        return arch
+        return self.job.arch
 
     # --- the model -------------------------------------------------------------------------------
 

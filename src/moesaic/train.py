@@ -65,8 +65,7 @@ class _Loop(Trainer):  # type: ignore[misc]
         num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         if self.objective is None:
-            own: Tensor = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            return own
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         count = predicting(inputs["labels"]).sum()
         loss, figures = self.objective(model, inputs)
         sums = {"tokens": count, **figures}

@@ -172,8 +172,7 @@ class Tokens:
 
 def positions(config: Config) -> int | None:
     """Tokens that a model takes at most; None where its config says nothing."""
-    most: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return most
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def _whole_numbers(tensor: object, name: str) -> Tensor:

@@ -172,8 +172,7 @@ class PackedText(IterableDataset[Example]):
             passes += 1
 
     def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def answered(pair: Asked, tokenizer: Tokenizer, length: int) -> Example | None:

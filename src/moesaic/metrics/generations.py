@@ -170,5 +170,4 @@ def generate(
         do_sample=False,
         pad_token_id=padding,
     )
-    text: str = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    return text
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)

@@ -434,8 +434,7 @@ def harness_model(model: Runner, tokenizer: Tokenizer, track: Track, shared: boo
             self, string: str, add_special_tokens: bool | None = None, **_: object
         ) -> list[int]:
             how = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-            ids: list[int] = tokenizer(string, verbose=False, **how)["input_ids"]
-            return ids
+            return tokenizer(string, verbose=False, **how)["input_ids"]
 
         def _loglikelihood_tokens(
             self, requests: Sequence[tuple[object, list[int], list[int]]], **_: object

@@ -114,8 +114,7 @@ class CarvedFFN(nn.Module):
         on_TR = self._routed(x_TD) if self.training else on_TR
         if on_TR is not None:
             h_TM = h_TM * self._by_neuron(on_TR, h_TM.shape[1]).to(h_TM.dtype)
-        y_TD: Tensor = getattr(self, names.down)(h_TM)
-        return y_TD
+        return getattr(self, names.down)(h_TM)
 
     def _apart(self, x_TD: Tensor, on_TR: Tensor) -> Tensor:
         """The same, by the backbone over all tokens, and each petal once over those that run it."""

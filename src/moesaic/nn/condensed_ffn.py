@@ -56,8 +56,7 @@ class CondensedFFN(nn.Module):
         if self.gated:
             scale = torch.sigmoid(self.shared_gate(x))
             h = torch.cat([scale * h[..., : self.gated], h[..., self.gated :]], -1)
-        out: Tensor = self.down_proj(h)
-        return out
+        return self.down_proj(h)
 
     def extra_repr(self) -> str:
         return f"gated={self.gated}" if self.gated else ""

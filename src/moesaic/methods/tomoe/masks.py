@@ -145,8 +145,7 @@ class Hypernetwork(nn.Module):
 
     def forward(self) -> Tensor:
         """E_all (slots, N, E)."""
-        embeddings: Tensor = self.gru(self.z)[0]
-        return embeddings
+        return self.gru(self.z)[0]
 
 
 class _ProjD(nn.Module):
@@ -158,8 +157,7 @@ class _ProjD(nn.Module):
         self.linear = nn.Linear(EMBEDDING, width, bias=False)
 
     def forward(self, e: Tensor) -> Tensor:
-        logits: Tensor = self.linear(F.gelu(self.norm(e)))
-        return logits
+        return self.linear(F.gelu(self.norm(e)))
 
 
 class _MLPModules(nn.Module):
@@ -255,8 +253,7 @@ class MaskingModules(nn.Module):
 
     def expert_logits(self, index: int) -> Tensor:
         """Proj_D(E) of one FFN (N, M), Eq. 11."""
-        logits: Tensor = self.mlp_modules(index).proj_d(self.E_all[2 * index + 1])
-        return logits
+        return self.mlp_modules(index).proj_d(self.E_all[2 * index + 1])
 
     def ffn(self, index: int, x_BLD: Tensor) -> Tensor:
         """s (B, L, M), Eq. 3."""
@@ -312,8 +309,7 @@ class MaskingModules(nn.Module):
 
     def static_logits(self, index: int) -> Tensor:
         """Proj_D(mean E): logits that hold for every token; of V/O dimensions, then of Q/K ones."""
-        logits: Tensor = self.mha_modules(index).proj_d(self.mean_embedding(index))
-        return logits
+        return self.mha_modules(index).proj_d(self.mean_embedding(index))
 
     def head_logits(self, index: int, x_BLD: Tensor) -> Tensor:
         """Logits of the V/O dimensions (B, L, A)."""

@@ -47,8 +47,7 @@ class Student(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.base.dtype
-        return dtype
+        return self.base.dtype
 
     @property
     def config(self) -> Config:
@@ -85,8 +84,7 @@ class Student(nn.Module):
         valid = torch.ones_like(ids_BL) if mask_BL is None else mask_BL
         self.masking.begin(valid.bool(), self.training)
         out = self.base(input_ids=ids_BL, attention_mask=mask_BL, use_cache=False)
-        logits: Tensor = out.logits
-        return logits
+        return out.logits
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
