@@ -302,7 +302,7 @@ def _by_part(batch: Tokens, values_TC: Tensor, chosen_NL: Tensor) -> Tensor:
 def _compared(theirs: Tensor, ours: Tensor, batch: Tokens) -> Tensor:
     """Sums over the scored tokens of the divergence and of the agreement, of all and then of each
     part of the text, float64 (1 + P, 2)."""
-    total, found = torch.zeros(2, dtype=torch.float64), []
+    total, figures = torch.zeros(2, dtype=torch.float64), []
     scored_NL = _scored(batch)
     for p_LV, q_LV, scored_L in zip(theirs, ours, scored_NL, strict=True):
         chosen = scored_L.to(theirs.device)
@@ -310,8 +310,8 @@ def _compared(theirs: Tensor, ours: Tensor, batch: Tokens) -> Tensor:
         agreed = (p.argmax(-1) == q.argmax(-1)).double()
         figures_T2 = torch.stack([kl(p, q), agreed], -1)
         total += figures_T2.sum(0).cpu()
-        found.append(figures_T2.cpu())
-    return torch.cat([total[None], _by_part(batch, torch.cat(found), scored_NL)])
+        figures.append(figures_T2.cpu())
+    return torch.cat([total[None], _by_part(batch, torch.cat(figures), scored_NL)])
 
 
 def kl(p_TV: Tensor, q_TV: Tensor) -> Tensor:
