@@ -118,6 +118,13 @@ def test_what_is_not_known_is_not_hopeless() -> None:
     assert not found.hopeless("condense")
 
 
+def test_observe_tells_where(tmp_path: Path) -> None:
+    words = ["observe", "tiny-moe", str(tmp_path / "a.stats"), "--samples", "8", "--length", "64"]
+    shown = CliRunner().invoke(app, words).stdout
+    assert "Each expert is needed" in shown
+    assert {"d", "n"} <= {*shown.partition("KL over the percentage")[2].partition("└")[0]}
+
+
 def test_inspect_tells_where_from_a_file_of_statistics(tmp_path: Path) -> None:
     file = tmp_path / "tiny.stats"
     moesaic.observe("tiny-moe", file, samples=8, length=64)

@@ -13,10 +13,7 @@ from moesaic.cli.options import DEVICE, DTYPE, AsJson, Model, Value, option
 from moesaic.cli.shared import columns, emit, register, tell
 from moesaic.config import (
     Bench,
-    Calibration,
     Evaluation,
-    MethodConfig,
-    RunArgs,
     check_device,
     parse_dtype,
 )
@@ -155,21 +152,23 @@ def inspect(
     )
     shown: list[Value] = [table]
     if stats is not None:
-        redundancy = _redundancy(model, stats)
-        figures, shown = {**figures, "redundancy": redundancy.as_json()}, [table, redundancy.told()]
+        from moesaic.cli.bars import bars
+        from moesaic.fitting.redundancy import observed_redundancy
+
+        redundancy = observed_redundancy(model, str(stats), bars)
+        figures["redundancy"] = redundancy.as_json()
+        shown.append(redundancy_shown(redundancy))
     emit(as_json, figures, Group(*shown))
 
 
-def _redundancy(model: str, stats: Path) -> Redundancy:
-    from moesaic.cli.bars import bars
-    from moesaic.data.text import evaluation_tokens
-    from moesaic.fitting.redundancy import WINDOWS, redundancy
-    from moesaic.io.source import resolve
+def redundancy_shown(redundancy: Redundancy) -> Group:
+    """Where a mixture is redundant: a paragraph and a picture."""
+    from rich.console import Group
 
-    length = MethodConfig.window
-    text = evaluation_tokens("", resolve(model).tokenizer, length, WINDOWS * length)
-    args = RunArgs.of(model, calibration=Calibration(stats=str(stats)))
-    return redundancy(args, text, bars)
+    from moesaic.report.console import plane
+
+    title = "KL over the percentage that goes: d drops experts, n narrows each"
+    return Group(redundancy.told(), plane(redundancy.points, title))
 
 
 def generate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +30,7 @@ from moesaic.cli.options import (
 )
 from moesaic.cli.shared import carry_out, emit, register, tell
 from moesaic.config import Calibration, Evaluation, Verb, about, check_device, parse_dtype
+from moesaic.errors import MoesaicError
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_file
 from moesaic.methods import VERBS, methods_of
@@ -168,10 +170,14 @@ def observe(
     dtype = parse_dtype(options.pop("dtype", Recipe.dtype))
     gram = {"gram_mb": options.pop("gram_mb")} if "gram_mb" in options else {}
     calibration = checked(Calibration, options, "")
+    from rich.console import Group
+
     from moesaic import api
     from moesaic.cli.bars import bars
+    from moesaic.cli.measure import redundancy_shown
     from moesaic.distributed import process
     from moesaic.estimates import notice_of_observing
+    from moesaic.fitting.redundancy import observed_redundancy
     from moesaic.observation.files import StatsFile, merge_files
 
     if merge:
@@ -195,7 +201,13 @@ def observe(
         return
     header = StatsFile(stats).header
     figures = {"stats": str(stats), "bytes": stats.stat().st_size, "layers": header["layers"]}
-    emit(as_json, figures, f"Statistics of {len(header['layers'])} layers in {stats}")
+    shown: list[Value] = [f"Statistics of {len(header['layers'])} layers in {stats}"]
+    if not merge:
+        with suppress(MoesaicError):  # dense, or without a tokenizer for text that ships
+            redundancy = observed_redundancy(model, str(stats), bars)
+            figures["redundancy"] = redundancy.as_json()
+            shown.append(redundancy_shown(redundancy))
+    emit(as_json, figures, Group(*shown))
 
 
 def commands() -> None:

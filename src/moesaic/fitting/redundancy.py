@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from moesaic.arch.lookup import moe_arch
-from moesaic.config import MethodConfig, RunArgs
-from moesaic.data.text import Tokens
+from moesaic.config import Calibration, MethodConfig, RunArgs
+from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Track, silent
+from moesaic.io.source import resolve
 from moesaic.layers.base import LayerPlan
 from moesaic.methods.naee.config import QUICK, PruneConfig
 from moesaic.methods.slim.config import SlimConfig
@@ -102,6 +103,12 @@ class Redundancy:
             "entropy of even routing."
         )
 
+    @property
+    def points(self) -> list[tuple[float, float, str]]:
+        """By way the share that goes in percent and the KL: ``d`` drops experts, ``n`` narrows."""
+        ways = (("d", self.dropped), ("n", self.narrowed))
+        return [(100 * part, kl, mark) for mark, way in ways for part, kl in way.items()]
+
     def as_json(self) -> JSON:
         """All of it, with ``lies``."""
         keyed = {
@@ -138,6 +145,23 @@ def redundancy(args: RunArgs, windows: Tokens, track: Track = silent) -> Redunda
         for way in ("dropped", "narrowed")
     )
     return Redundancy(dropped, narrowed, *_figures(stats))
+
+
+def observed_redundancy(model: str, stats: str, track: Track = silent) -> Redundancy:
+    """Look where a mixture is redundant, on text that ships.
+
+    Args:
+        model: a name for :func:`moesaic.io.source.resolve`.
+        stats: a file of ``observe``.
+        track: shows progress.
+
+    Raises:
+        MoesaicError: as of :func:`redundancy`; or the model has no tokenizer.
+    """
+    length = MethodConfig.window
+    text = evaluation_tokens("", resolve(model).tokenizer, length, WINDOWS * length)
+    args = RunArgs.of(model, calibration=Calibration(stats=stats))
+    return redundancy(args, text, track)
 
 
 def _figures(stats: StatsFile) -> tuple[float | None, float, float]:
