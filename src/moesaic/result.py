@@ -57,7 +57,7 @@ class Result:
     """What a method made of a model; of methods that train, too."""
 
     method: Method[Any, Any]
-    job: Job[Any]
+    job: Job[Arch]
     decision: Decision
     evaluation: Tokens | None = field(default=None, repr=False)
     """Tokens for :attr:`scores`; None for the text that ships."""

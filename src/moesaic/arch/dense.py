@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +134,7 @@ class Arch:
         """The feed-forward part of a dense decoder layer, as methods see it."""
         return dense_ffn(self.ffn_of(layer), self.ffn)
 
-    def view(self, layer: nn.Module) -> Any:
+    def view(self, layer: nn.Module) -> FFN:
         """The feed-forward part of any decoder layer, as methods see it."""
         return self.dense(layer)
 
@@ -173,7 +173,7 @@ class Arch:
     def watch(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
         """Show what an FFN's parts add up to (..., D) whenever it runs, before any norm of it."""
 
-        def hook(_: nn.Module, args: object, out: Any) -> None:
+        def hook(_: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
             seen(out[0] if isinstance(out, tuple) else out)
 
         return ffn.register_forward_hook(hook)
@@ -289,6 +289,44 @@ class Heads:
             return chosen.new_ones(*chosen.shape[:-1], self.size)
         pairs = chosen[..., : self.rotary // 2]
         return torch.cat([pairs, pairs, chosen[..., self.rotary // 2 :]], -1)
+
+
+class FFN(Protocol):
+    """A feed-forward part as experts that tokens run: a mixture's, or one that is a dense block."""
+
+    @property
+    def count(self) -> int:
+        """Experts."""
+
+    @property
+    def top_k(self) -> int:
+        """Experts that a token runs."""
+
+    @property
+    def width(self) -> int:
+        """Neurons of one expert."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+
+    @property
+    def shared_ffn(self) -> DenseFFN | None:
+        """The shared path's MLP; None without one."""
+
+    def weights_of(self, i: int) -> tuple[Tensor, ...]:
+        """gate (M, D) if there is one, up (M, D) and down (D, M) of expert ``i``, views."""
+
+    def weighted(
+        self, x_TD: Tensor, allowed_E: Tensor | None = None
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The experts that run; see :meth:`moesaic.arch.mixture.MoEFFN.weighted`."""
+
+    def bias_sum(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
+        """The sum of the experts' output biases times their combine weights (T, D); 0 without."""
+
+    def shared_weighted(self, x_TD: Tensor) -> Tensor | None:
+        """The input of the shared path's down projection times the path's own weight (T, M)."""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from moesaic.arch.dense import Arch
 from moesaic.arch.lookup import moe_arch
 from moesaic.config import Calibration, MethodConfig, RunArgs
 from moesaic.data.text import Tokens, evaluation_tokens
@@ -129,7 +129,7 @@ def redundancy(args: RunArgs, windows: Tokens, track: Track = silent) -> Redunda
     Raises:
         MoesaicError: the model is dense, or the file is of another one.
     """
-    job: Job[Any] = Job(args, moe_arch)
+    job: Job[Arch] = Job(args, moe_arch)
     stats = from_file(job, args.calibration.stats, needs_gram=False)
     experts = max(job.base.experts)
     wanted: dict[tuple[str, float], MethodConfig] = {}

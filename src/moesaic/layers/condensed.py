@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, FFNNames, hands_on, put
+from moesaic.arch.dense import FFN, Arch, FFNNames, hands_on, put
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
@@ -170,7 +170,7 @@ class CondensedLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: Seen[Any], **options: bool) -> tuple[CondensedLayer, JSON]:
+    def refit(self, site: Seen[FFN], **options: bool) -> tuple[CondensedLayer, JSON]:
         """A new down projection. Features are h~ of the shared path and the chosen experts.
 
         A layer that was dense before, and one of which nothing is left, stay as they are.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import FFN, Arch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State
@@ -76,6 +76,6 @@ class DroppedLayer(LayerPlan):
     def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
         return None
 
-    def refit(self, site: Seen[Any], **options: bool) -> tuple[DroppedLayer, JSON]:
+    def refit(self, site: Seen[FFN], **options: bool) -> tuple[DroppedLayer, JSON]:
         """The layer as it is: nothing is left of it that could be fitted."""
         return self, {}

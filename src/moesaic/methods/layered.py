@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import nn
 
+from moesaic.arch.dense import FFN
 from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.methods.base import A, C, Decision, Method, Outline
@@ -58,7 +59,7 @@ class Case(Generic[A]):
     """What the method's ``observe`` made of them."""
 
     @property
-    def view(self) -> Any:
+    def view(self) -> FFN:
         """The layer's view; without values where the model is on disk."""
         return self.job.arch.view(self.job.layers[self.index])
 
@@ -134,7 +135,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         """
 
     def passing_on(
-        self, site: Site[Any], layer: LayerPlan
+        self, site: Site[FFN], layer: LayerPlan
     ) -> AbstractContextManager[nn.Module | None]:
         """Of options that are ``progressive``: inside, a layer passes on what it became makes."""
         raise NotImplementedError

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
 from moesaic.data.text import Tokens
 from moesaic.data.training import Examples, training_text
@@ -30,7 +31,7 @@ def spent(config: MethodConfig, length: int) -> JSON:
 
 
 def examples_of(
-    job: Job[Any], config: MethodConfig, text: str | Sequence[Any] | Tokens | Tensor, **how: bool
+    job: Job[Arch], config: MethodConfig, text: str | Sequence[Any] | Tokens | Tensor, **how: bool
 ) -> Examples:
     """Text to train on, in windows or rows as :func:`~moesaic.data.training.training_text` has it.
 
@@ -53,7 +54,7 @@ def examples_of(
 
 
 def learn(
-    job: Job[Any],
+    job: Job[Arch],
     config: MethodConfig,
     model: nn.Module,
     trainable: Mapping[str, nn.Parameter],

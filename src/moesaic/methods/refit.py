@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from moesaic.arch.dense import FFN, Arch
 from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.observation.job import Finished, Job
@@ -21,7 +21,7 @@ from moesaic.plan import Plan
 from moesaic.surgery import applied
 
 
-def settled(job: Job[Any], refit: bool | None) -> tuple[bool, str]:
+def settled(job: Job[Arch], refit: bool | None) -> tuple[bool, str]:
     """Whether layers are refitted: as asked for, and by default where nothing stands against it.
 
     Returns:
@@ -34,7 +34,7 @@ def settled(job: Job[Any], refit: bool | None) -> tuple[bool, str]:
 
 @torch.no_grad()
 def recover(
-    job: Job[Any],
+    job: Job[Arch],
     plans: Mapping[str, Plan],
     finished: Finished,
     *,
@@ -67,7 +67,7 @@ def recover(
         for i in layers
     }
 
-    def refitted(site: Site[Any]) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
+    def refitted(site: Site[FFN]) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
         i = site.index
         results = {name: plans[name].layers[i].refit(site) for name in missing[i]}
         if propagate:
@@ -75,7 +75,7 @@ def recover(
             site.change = applied(site.layer, job.arch, layer[0])
         return i, results
 
-    def source(wanted: Sequence[int]) -> Iterable[Site[Any]]:
+    def source(wanted: Sequence[int]) -> Iterable[Site[FFN]]:
         return job.stream(wanted, job.arch.view, follow=propagate)
 
     if any(missing.values()):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moesaic.arch.dense import Arch
 from moesaic.data.text import IGNORED, Tokens
 from moesaic.foreign import Track
 from moesaic.objectives import next_token_loss
@@ -28,7 +29,7 @@ Watch = Callable[[Block], AbstractContextManager[object]]
 
 @torch.no_grad()
 def backward(
-    stream: LayerStream[Any], layers: Collection[int], watch: Watch, track: Track
+    stream: LayerStream[object], layers: Collection[int], watch: Watch, track: Track
 ) -> Iterator[int]:
     """Carry the gradient of the summed next-token loss back through the layers.
 
@@ -77,7 +78,7 @@ def _through(
         gradients.replace(b, gradient)
 
 
-def _of_head(stream: LayerStream[Any], states: Spill) -> Iterator[Tensor]:
+def _of_head(stream: LayerStream[object], states: Spill) -> Iterator[Tensor]:
     """Batches of the loss's gradient at the last layer's output (B, L, D)."""
     leaves = [last.detach().requires_grad_() for last in states]
     heads = stream.heads(leaves, logits=True, gradients=True)
@@ -94,7 +95,7 @@ def labels_of(batch: Tokens) -> Tensor:
     return ids if mask is None else ids.masked_fill(~mask.bool(), IGNORED)
 
 
-def kept_for_backward(job: Job[Any], tokens: int) -> int:
+def kept_for_backward(job: Job[Arch], tokens: int) -> int:
     """Bytes of what enters the layers for so many tokens, as far as they stay in memory."""
     weight = job.shape.get_input_embeddings().weight
     item = (job.working_type or weight.dtype).itemsize

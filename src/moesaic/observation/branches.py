@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ LIMIT = 4 << 30
 
 @torch.no_grad()
 def branches(
-    stream: LayerStream[Any], changes: Sequence[Change], track: Track = silent
+    stream: LayerStream[object], changes: Sequence[Change], track: Track = silent
 ) -> list[Spill]:
     """The last layer's output under each of several changes.
 
@@ -65,7 +64,7 @@ def branches(
 
 @torch.no_grad()
 def divergences(
-    stream: LayerStream[Any], changes: Sequence[Change], track: Track = silent
+    stream: LayerStream[object], changes: Sequence[Change], track: Track = silent
 ) -> list[float]:
     """KL(original || changed) of the next token's distribution, in nats a token.
 
@@ -82,7 +81,7 @@ def divergences(
             spill.clear()
 
 
-def _divergence(stream: LayerStream[Any], reference: Spill, final: Spill) -> float:
+def _divergence(stream: LayerStream[object], reference: Spill, final: Spill) -> float:
     pairs: Iterator[torch.Tensor] = map(torch.cat, zip(reference, final, strict=True))
     total, count = 0.0, 0
     for both, batch in stream.heads(pairs, logits=True):

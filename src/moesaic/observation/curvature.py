@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import FFN, Arch
 from moesaic.distributed import gathered
 from moesaic.observation.backward import backward
 from moesaic.observation.job import Job
@@ -47,7 +46,7 @@ class _Sums:
     tokens: int = 0
 
     @classmethod
-    def of(cls, view: Any) -> _Sums:
+    def of(cls, view: FFN) -> _Sums:
         width = view.weights_of(0)[-1].shape[1]
         shared = 0 if view.shared_ffn is None else view.shared_ffn.width
         return cls(
@@ -56,7 +55,7 @@ class _Sums:
             torch.zeros(shared, dtype=torch.float64),
         )
 
-    def add(self, view: Any, x_TD: Tensor, g_TD: Tensor) -> None:
+    def add(self, view: FFN, x_TD: Tensor, g_TD: Tensor) -> None:
         """Take in the tokens of a batch: the layer's input, and the gradient at its output."""
         self.tokens += len(x_TD)
         g_TD = g_TD.float()
@@ -69,7 +68,7 @@ class _Sums:
     def mean(self) -> Curvature:
         """The means over the tokens of all processes."""
         parts = gathered(self)
-        calls_E = sum(p.calls_E for p in parts).clamp(min=1)  # type: ignore[union-attr]
+        calls_E = torch.stack([p.calls_E for p in parts]).sum(0).clamp(min=1)
         tokens = max(1, sum(p.tokens for p in parts))
         routed_EM = torch.stack([p.routed_EM for p in parts]).sum(0)
         shared_S = torch.stack([p.shared_S for p in parts]).sum(0)

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -31,6 +31,7 @@ from moesaic.io.outputs import alone, check_file, discard, unfinished, whole_fil
 from moesaic.observation.experts import ExpertStats, observed
 from moesaic.observation.job import Job
 from moesaic.observation.neurons import NeuronStats, observe_neurons
+from moesaic.observation.stream import Site
 from moesaic.plan import BaseShape, differing
 
 FORMAT = 3
@@ -106,7 +107,8 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
             if site.index in done:
                 continue
             if isinstance(site.view, MoEFFN):
-                stats = observed(site, job.tokens, numbers, gram_mb << 20)
+                routed = cast("Site[MoEFFN]", site)
+                stats = observed(routed, job.tokens, numbers, gram_mb << 20)
             else:
                 neurons = NeuronStats.merged(gathered(observe_neurons(site)))
                 stats = replace(ExpertStats.none(1), neurons=neurons)

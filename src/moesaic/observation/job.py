@@ -39,13 +39,13 @@ from moesaic.observation.stream import LayerStream
 from moesaic.plan import BaseShape, Progress
 from moesaic.surgery import base_shape, predicting_blocks
 
-A = TypeVar("A", bound=Arch)
+A_co = TypeVar("A_co", bound=Arch, covariant=True)
 V = TypeVar("V")
 HELD_BACK = 8
 """One of so many calibration windows compares decisions that the others made."""
 
 
-class Job(Generic[A]):
+class Job(Generic[A_co]):
     """A model, its architecture and its calibration tokens, opened when they are asked for.
 
     Args:
@@ -58,7 +58,7 @@ class Job(Generic[A]):
     def __init__(
         self,
         args: RunArgs,
-        find: Callable[[Config], A],
+        find: Callable[[Config], A_co],
         length: int = 256,
         shape: Model | None = None,
     ) -> None:
@@ -78,7 +78,7 @@ class Job(Generic[A]):
             self.home = str(model.device)
             if self.home != "cpu":
                 self.device = self.home
-        self.arch: A = find(self.original.config)
+        self.arch: A_co = find(self.original.config)
         self._length = length
 
     @staticmethod
@@ -238,7 +238,7 @@ class Job(Generic[A]):
         return replace(shape, weights=weights, name=name, dtype=str(self._type))
 
     @property
-    def _type(self) -> Any:
+    def _type(self) -> torch.dtype:
         """The floating-point type that the model runs in."""
         if not self.on_disk:
             return self.original.dtype

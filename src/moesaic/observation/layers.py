@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import FFN, Arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, process
 from moesaic.errors import MoesaicError
@@ -53,7 +54,7 @@ class LayerStats:
     curvature: Curvature | None = None
 
 
-Observed = tuple[int, LayerStats, Site[Any] | None]
+Observed = tuple[int, LayerStats, Site[FFN] | None]
 """A layer's number, its statistics, and its tokens where they are at hand."""
 
 
@@ -69,7 +70,7 @@ class Observation:
         MoesaicError: the file is of another model, or lacks what is needed.
     """
 
-    def __init__(self, job: Job[Any], needs: Collection[str], gram_bytes: int = 0) -> None:
+    def __init__(self, job: Job[Arch], needs: Collection[str], gram_bytes: int = 0) -> None:
         self.job, self.needs, self.gram_bytes = job, frozenset(needs), gram_bytes
         path = job.args.calibration.stats
         self._file = self._opened(path) if path and self.needs else None
@@ -129,8 +130,9 @@ class Observation:
         return self.job.tokens, *self.job.share
 
     def _experts(self, wanted: Sequence[int], follow: bool) -> Iterator[Observed]:
-        every, share, numbers = self._tokens
-        for site in self.job.stream(wanted, self.job.arch.mixture, share, follow=follow):
+        arch, (every, share, numbers) = self.job.arch, self._tokens
+        assert isinstance(arch, MoEArch)
+        for site in self.job.stream(wanted, arch.mixture, share, follow=follow):
             stats = observed(site, every, numbers, self.gram_bytes, self.needs)
             yield site.index, LayerStats(stats, stats.neurons), site
 
@@ -162,7 +164,7 @@ class Observation:
         return curvatures(self.job, wanted) if "curvature" in self.needs else {}
 
 
-def shows_tokens(job: Job[Any], needs: Collection[str]) -> bool:
+def shows_tokens(job: Job[Arch], needs: Collection[str]) -> bool:
     """Whether layers come with all their tokens, as one more pass would show them."""
     sites = {*OF_EXPERTS, "shared", "products", "tokens"} & set(needs)
     apart = "tokens" not in sites and process()[1] > 1
@@ -196,7 +198,7 @@ class Cost:
 
 
 def cost_of(
-    needs: Collection[str], job: Job[Any], layers: Sequence[int], gram_bytes: int = 0
+    needs: Collection[str], job: Job[Arch], layers: Sequence[int], gram_bytes: int = 0
 ) -> Cost:
     """What observing some layers takes; read from their shapes.
 

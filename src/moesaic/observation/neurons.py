@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, DenseFFN
-from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.dense import FFN, Arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.distributed import gathered
 from moesaic.observation.stream import Site
 from moesaic.observation.tap import Event, Masks, square_sums, tapped
@@ -91,7 +90,7 @@ def norms(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return reach_M.sqrt().cpu(), size_M.sqrt().cpu()
 
 
-def weight_stats(view: DenseFFN | MoEFFN) -> NeuronStats:
+def weight_stats(view: FFN) -> NeuronStats:
     """The statistics of no tokens: sizes of weights, and sums that are zero."""
     # in two pieces: small ones would lie between what norms take, and hold its room
     reach_EM, size_EM = (torch.empty(view.count, view.width, dtype=torch.float64) for _ in range(2))
@@ -125,7 +124,7 @@ def no_stats(experts: int, width: int, shared: int) -> NeuronStats:
 
 
 @torch.no_grad()
-def observe_neurons(site: Site[Any]) -> NeuronStats:
+def observe_neurons(site: Site[FFN]) -> NeuronStats:
     """Run a site's tokens through its router and the experts that they run, once."""
     stats = weight_stats(site.view)
     for x_TD in site.inputs():
@@ -175,7 +174,7 @@ class Products:
     shared_DS: Tensor
 
     @classmethod
-    def of(cls, site: Site[Any], shared_out: bool) -> Products:
+    def of(cls, site: Site[FFN], shared_out: bool) -> Products:
         """Of a layer's tokens; of those of all processes, where they were shared out."""
         parts = gathered(grams(site)) if shared_out else [grams(site)]
         gram_EMM, shared_SS = (torch.stack(p).sum(0) for p in zip(*parts, strict=True))
@@ -186,7 +185,7 @@ class Products:
 
 
 @torch.no_grad()
-def grams(site: Site[Any]) -> tuple[Tensor, Tensor]:
+def grams(site: Site[FFN]) -> tuple[Tensor, Tensor]:
     """Inner products of neurons over a site's tokens: sum of (w h_j)(w h_k), float64.
 
     Returns:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from moesaic.arch.dense import Arch
 from moesaic.distributed import gathered, process
 from moesaic.observation.job import Job
 
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 
 def each_layer(
-    job: Job[Any],
+    job: Job[Arch],
     layers: Sequence[int],
     source: Callable[[Sequence[int]], Iterable[V]],
     work: Callable[[V], T],

@@ -85,18 +85,18 @@ class Spill:
             self._folder = None
 
 
-V = TypeVar("V")
+V_co = TypeVar("V_co", covariant=True)
 """A method's view of a layer: a DenseFFN or a MoEFFN."""
 
 
 @dataclass
-class Site(Generic[V]):
+class Site(Generic[V_co]):
     """One decoder layer, its weights present, and the tokens that reach its FFN."""
 
     index: int
     layer: nn.Module
     ffn: nn.Module
-    view: V
+    view: V_co
     _device: torch.device
     _inputs: Spill
     _cache_bytes: int
@@ -243,7 +243,7 @@ class Turn:
         self.passed = True
 
 
-class LayerStream(Generic[V]):
+class LayerStream(Generic[V_co]):
     """Iterating yields a :class:`Site` for each wanted layer, in order.
 
     Args:
@@ -266,7 +266,7 @@ class LayerStream(Generic[V]):
         tokens: Tokens | Sequence[Tokens],
         layers: Collection[int] | None = None,
         *,
-        view: Callable[[nn.Module], V],
+        view: Callable[[nn.Module], V_co],
         tokens_per_batch: int = 2048,
         spill_bytes: int = 4 << 30,
         cache_bytes: int = 2 << 30,
@@ -299,12 +299,12 @@ class LayerStream(Generic[V]):
         tokens: Tokens | Sequence[Tokens],
         layers: Collection[int] | None = None,
         *,
-        view: Callable[[nn.Module], V],
+        view: Callable[[nn.Module], V_co],
         device: str | torch.device = "cpu",
         dtype: torch.dtype | None = None,
         model: Model | None = None,
         **options: Any,
-    ) -> LayerStream[V]:
+    ) -> LayerStream[V_co]:
         """Read each layer from a checkpoint folder when its turn comes.
 
         Args:
@@ -363,7 +363,7 @@ class LayerStream(Generic[V]):
         return len(self.layers)
 
     @torch.no_grad()
-    def __iter__(self) -> Iterator[Site[V]]:
+    def __iter__(self) -> Iterator[Site[V_co]]:
         hidden, kwargs = self.record()
         followed = self._copied(hidden) if self._follow else None
         share = self._spill_bytes // (4 if self._follow else 2)

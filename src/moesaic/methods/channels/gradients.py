@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +28,7 @@ Key = tuple[int, str]
 
 
 def gradient_sizes(
-    stream: LayerStream[Any], wanted: Mapping[int, Collection[Projection]], track: Track
+    stream: LayerStream[object], wanted: Mapping[int, Collection[Projection]], track: Track
 ) -> dict[Key, Tensor]:
     """The root mean square of the loss's gradient by channel, float32: (I), of experts (E, I).
 

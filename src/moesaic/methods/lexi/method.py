@@ -111,7 +111,7 @@ class FewerExperts(LayerMethod[LExIConfig, MoEArch, int]):
     def decide(
         self, case: Case[MoEArch], sizes: Sequence[int]
     ) -> dict[int, tuple[LayerPlan, JSON]]:
-        top_k: int = case.view.top_k
+        top_k = case.view.top_k
         analysis: JSON = {}
         if case.stats is not None and case.stats.experts is not None:
             stats = case.stats.experts

@@ -67,7 +67,8 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
     ) -> dict[Split, tuple[LayerPlan, JSON]]:
         (split,) = sizes
         if case.site is None:
-            return {split: (self._outlined(case.view.width, case.view.up_MD.shape[1], split), {})}
+            hidden_size, width = case.view.weights_of(0)[-1].shape
+            return {split: (self._outlined(width, hidden_size, split), {})}
         return {
             split: (self.carved(case.statistic, case.site, split), self.analyse(case.statistic))
         }

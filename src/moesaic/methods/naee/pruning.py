@@ -23,11 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from moesaic.arch.dense import FFN
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
@@ -243,11 +244,12 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         return {i: layer.padded(most, groups) for i, layer in pruned.items()}
 
     def passing_on(
-        self, site: Site[Any], layer: LayerPlan
+        self, site: Site[FFN], layer: LayerPlan
     ) -> AbstractContextManager[nn.Module | None]:
-        allowed_E = torch.zeros(site.view.count, dtype=torch.bool)
+        view = cast(MoEFFN, site.view)
+        allowed_E = torch.zeros(view.count, dtype=torch.bool)
         allowed_E[cast(PrunedLayer, layer).experts] = True
-        return site.view.restricted(allowed_E)
+        return view.restricted(allowed_E)
 
     @property
     def final(self) -> bool:

@@ -122,7 +122,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
     def decide(
         self, case: Case[MoEArch], sizes: Sequence[float | None]
     ) -> dict[float | None, tuple[LayerPlan, JSON]]:
-        top_k: int = case.view.top_k
+        top_k = case.view.top_k
         if case.stats is None or case.stats.experts is None:
             return {beta: (SkippingLayer(0.5, self.rule(top_k)), {}) for beta in sizes}
         stats = case.stats.experts

@@ -7,13 +7,11 @@ size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import DenseFFN
-from moesaic.arch.mixture import MoEFFN
+from moesaic.arch.dense import FFN
 from moesaic.layers.base import PADDING
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.neurons import filled_up
@@ -149,7 +147,7 @@ Shape = tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def losses(site: Site[Any], shapes: Sequence[Shape]) -> list[float]:
+def losses(site: Site[FFN], shapes: Sequence[Shape]) -> list[float]:
     """The exact error of the routed output for each of several shapes.
 
     ||F' - F|| / ||r|| over the site's tokens, F' with the router as it will decide, and r the
@@ -167,7 +165,7 @@ def losses(site: Site[Any], shapes: Sequence[Shape]) -> list[float]:
 
 
 def routed(
-    view: DenseFFN | MoEFFN,
+    view: FFN,
     x_TD: Tensor,
     kept: Tensor | None = None,
     neurons_NW: Tensor | None = None,

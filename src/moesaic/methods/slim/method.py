@@ -23,12 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import FFN, Arch
 from moesaic.arch.lookup import uncarved_arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
@@ -171,7 +170,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
                 options = self._even_sizes(job, i, multiple, row)
             if config.by_layer:  # the result is no engine's own, so none is asked
                 options = self._spread(options[0], multiple or row)
-            sizes[i] = [self._with_shared(job.arch, view, size) for size in options]
+            sizes[i] = [self._with_shared(view, size) for size in options]
         return sizes
 
     def _even_sizes(self, job: Job[Arch], layer: int, multiple: int | None, row: int) -> list[Size]:
@@ -219,7 +218,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             )
         return multiple or block or None
 
-    def _check_uneven(self, views: Mapping[int, Any]) -> None:
+    def _check_uneven(self, views: Mapping[int, FFN]) -> None:
         """Refuse models whose experts cannot differ in width.
 
         Raises:
@@ -300,11 +299,11 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         sizes = [min(w * count + beyond, most) for w in widths]
         return [Size(count, -(-n // count), n, width, step) for n in sizes]
 
-    def _with_shared(self, arch: Arch, view: Any, size: Size) -> Size:
+    def _with_shared(self, view: FFN, size: Size) -> Size:
         """The size with what becomes of the shared path."""
-        if not isinstance(arch, MoEArch):
+        if not isinstance(view, MoEFFN):
             return replace(size, dense=True)
-        config, whole = self.config, view.shared_width
+        config, arch, whole = self.config, view.arch, view.shared_width
         if not whole:
             return size
         shared = whole
