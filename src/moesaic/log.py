@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from moesaic.foreign import JSON, Track, silent
 
@@ -62,9 +62,16 @@ class Log(logging.Handler):
         """Inside, warnings are noted; they are shown as before."""
         ours, show = logging.getLogger("moesaic"), warnings.showwarning
 
-        def noted(message: Warning | str, *where: object, **options: object) -> None:
+        def noted(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
             self.note(str(message))
-            show(message, *where, **options)  # type: ignore[arg-type]
+            show(message, category, filename, lineno, file, line)
 
         self._alone = not ours.hasHandlers()
         ours.addHandler(self)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 from accelerate import DistributedType
@@ -51,7 +52,7 @@ _NOT_DRAWN = (*_NOT_KEPT, "learning_rate")
 _DECAYS = {"cosine": "cosine", "constant": "constant_with_warmup"}
 
 
-class _Loop(Trainer):  # type: ignore[misc]
+class _Loop(Trainer):
     """Keeps only what trains in its checkpoints, and may have an objective of its own."""
 
     objective: Objective | None = None
@@ -184,7 +185,7 @@ def last_checkpoint(folder: Path) -> str | None:
 
 
 @dataclass
-class _Arguments(TrainingArguments):  # type: ignore[misc]
+class _Arguments(TrainingArguments):
     """On the one device that was asked for: several GPUs are for several processes.
 
     Left alone, one process takes all that it sees into nn.DataParallel, or the first of them.
@@ -205,7 +206,7 @@ class _Arguments(TrainingArguments):  # type: ignore[misc]
         return place
 
 
-class _Bar(TrainerCallback):  # type: ignore[misc]
+class _Bar(TrainerCallback):
     """Turns steps into the passing of their figures, of which bar and curves are drawn."""
 
     def __init__(self, track: Track) -> None:
@@ -318,7 +319,7 @@ def _learning(
     Yields:
         whether the rest computes in bfloat16.
     """
-    dtype: torch.dtype = model.dtype  # type: ignore[assignment]
+    dtype = cast(torch.dtype, model.dtype)
     model.requires_grad_(False)
     in_own_type = has_products(dtype, device)
     wide = list((trainable if in_own_type else dict(model.named_parameters())).values())

@@ -25,7 +25,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import (
 
 
 @strict
-class DeepseekConfig(LlamaConfig):  # type: ignore[misc]
+class DeepseekConfig(LlamaConfig):
     """The keys of DeepSeekMoE's ``config.json``, with their defaults there."""
 
     model_type = "deepseek"
@@ -75,7 +75,7 @@ class DeepseekMoE(nn.Module):
         return y_TD.view_as(hidden_states)
 
 
-class DeepseekDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
+class DeepseekDecoderLayer(LlamaDecoderLayer):
     """Llama's, with a mixture in the place of its MLP where the config says so."""
 
     def __init__(self, config: DeepseekConfig, layer_idx: int) -> None:
@@ -84,7 +84,7 @@ class DeepseekDecoderLayer(LlamaDecoderLayer):  # type: ignore[misc]
             self.mlp = DeepseekMoE(config)
 
 
-class _Deepseek(PreTrainedModel):  # type: ignore[misc]
+class _Deepseek(PreTrainedModel):
     """What model and head have in common."""
 
     config_class = DeepseekConfig
@@ -105,7 +105,7 @@ class _Deepseek(PreTrainedModel):  # type: ignore[misc]
         return True  # transformers looks for its decorator in this file
 
 
-class DeepseekModel(_Deepseek, LlamaModel):  # type: ignore[misc]
+class DeepseekModel(_Deepseek, LlamaModel):
     """Everything but the head."""
 
     def __init__(self, config: DeepseekConfig) -> None:
@@ -121,7 +121,7 @@ class DeepseekModel(_Deepseek, LlamaModel):  # type: ignore[misc]
         self.post_init()
 
 
-class DeepseekForCausalLM(_Deepseek, LlamaForCausalLM):  # type: ignore[misc]
+class DeepseekForCausalLM(_Deepseek, LlamaForCausalLM):
     """DeepSeekMoE with its head."""
 
     def __init__(self, config: DeepseekConfig) -> None:

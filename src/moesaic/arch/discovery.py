@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, AttentionNames, FFNNames
 from moesaic.arch.mixture import MoEArch
-from moesaic.arch.routing import RouterParts, RoutingFunction, arguments, set_top_k, unbound
+from moesaic.arch.routing import RouterParts, RoutingFunction, arguments, place, set_top_k, unbound
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
 from moesaic.io.checkpoint import shape_of
@@ -487,11 +487,8 @@ def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) 
     )
     for path, value in ((parts.weight, 1.0), (parts.choice_bias, 0.0), (parts.scale, 1.0)):
         if path is not None:
-            owner, _, leaf = path.rpartition(".")
-            module = twin.get_submodule(owner)
             shape = [count if n == whole else n for n in attrgetter(path)(block).shape]
-            places = module._buffers if leaf in module._buffers else module._parameters
-            places[leaf] = torch.full(shape, value, dtype=torch.float32)
+            place(twin, path, torch.full(shape, value, dtype=torch.float32))
     for name in vars(router):
         if name == "num_experts":
             setattr(router, name, count)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -157,14 +156,13 @@ class MoEArch(Arch):
         view = self.mixture(layer)
         if view.shared_ffn is not None:
             return view.shared_ffn.act
-        act: Callable[[Tensor], Tensor] = view.experts.act_fn
-        return act
+        return view.experts.act_fn
 
     def nothing_written(self, layer: nn.Module) -> Tensor:
         if not self.is_moe(layer):
             return super().nothing_written(layer)
         experts = self.mixture(layer).experts
-        down: Tensor = experts.down_proj
+        down = experts.down_proj
         return down.new_empty(0, down.shape[2 if experts.is_transposed else 1])
 
     def enter(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
@@ -287,17 +285,37 @@ class MoEArch(Arch):
 # --- the block -----------------------------------------------------------------------------------
 
 
+class Experts(nn.Module):
+    """What the modules have that hold all experts of a layer; they are transformers' own."""
+
+    down_proj: Tensor
+    """Of all experts (E, D, M), or (E, M, D) where it ``is_transposed``; so are the others."""
+    gate_up_proj: Tensor
+    """Where it ``has_gate``; else there is an ``up_proj``."""
+    down_proj_bias: Tensor
+    """(E, D), where it ``has_bias``."""
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    is_concatenated: bool
+    """Gates first, then ups; else they alternate."""
+    act_fn: Callable[[Tensor], Tensor]
+    _apply_gate: Callable[[Tensor], Tensor]
+    _is_expert_parallel: bool
+
+
 @dataclass(frozen=True)
 class MoEFFN:
     """A routed block: ``y = sum_i w_i(x) f_i(x) + shared(x)``; tensors are the module's own."""
 
     arch: MoEArch
     block: nn.Module
-    router: Any
-    experts: Any
+    router: nn.Module
+    experts: Experts
     routing: RoutingFunction
     shared: Callable[[Tensor], Tensor] | None
-    shared_module: Any
+    shared_module: nn.Module | None
     """The MLP of the shared path; None without one."""
     before: Callable[[Tensor], Tensor] = lambda x_TD: x_TD
     """What experts see of the block's input."""
@@ -362,8 +380,7 @@ class MoEFFN:
         up = self.matrix(name)[i]
         bias = self.matrix(f"{name}_bias")[i] if m.has_bias else None
         up_TM = F.linear(self.before(x_TD), up.T if m.is_transposed else up, bias)
-        h_TM: Tensor = m._apply_gate(up_TM) if m.has_gate else m.act_fn(up_TM)
-        return h_TM
+        return m._apply_gate(up_TM) if m.has_gate else m.act_fn(up_TM)
 
     def written(self, i: int, h_TM: Tensor) -> Tensor:
         """What expert ``i``'s down projection makes of its input (T, D)."""
@@ -403,8 +420,7 @@ class MoEFFN:
         """The sum of the experts' output biases times their combine weights (T, D); 0 without."""
         if not self.experts.has_bias:
             return 0.0
-        bias_ED: Tensor = self.experts.down_proj_bias
-        return self.combine_weights(x_TD, allowed_E) @ bias_ED.float()
+        return self.combine_weights(x_TD, allowed_E) @ self.experts.down_proj_bias.float()
 
     @property
     def shared_ffn(self) -> DenseFFN | None:
@@ -506,7 +522,7 @@ class MoEFFN:
                 handle.remove()
 
 
-def _gated_by(experts: Any, acts: Sequence[Callable[[Tensor], Tensor]]) -> bool:
+def _gated_by(experts: Experts, acts: Sequence[Callable[[Tensor], Tensor]]) -> bool:
     """Whether experts make ``act(gate) * up``, and all of some functions are that ``act``."""
     drawn = torch.Generator("cpu").manual_seed(0)
     both = 100 * torch.randn(64, 8, generator=drawn, dtype=torch.float32, device="cpu")

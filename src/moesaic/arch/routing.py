@@ -17,10 +17,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from moesaic.foreign import JSON
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class RouterParts:
         return (within,) if outside is None or outside.startswith(within) else (within, outside)
 
 
-def arguments(block: nn.Module, router: nn.Module) -> dict[str, Any]:
+def arguments(block: nn.Module, router: nn.Module) -> JSON:
     """What a block hands its router beside hidden states: attributes of its own, by name."""
     given = list(inspect.signature(type(router).forward).parameters)[2:]
     return {name: getattr(block, name) for name in given if getattr(block, name, None) is not None}
@@ -101,7 +105,7 @@ class RoutingFunction:
         weight: Tensor = attrgetter(parts.weight)(block)
         self.count, self.hidden = weight.shape
         if hasattr(self._router, "hidden_dim") and not parts.apart:
-            self._router.hidden_dim = self.count
+            vars(self._router)["hidden_dim"] = self.count
         self.factor = 1.0 if parts.factor is None else float(getattr(block, parts.factor))
         self.bias_E: Tensor | None = None
         """By expert what the router adds to choose, or its factor: it has one or the other."""
@@ -116,8 +120,9 @@ class RoutingFunction:
         for path in (self._weight, self._inside or ""):
             owner = self._router
             for part in path.split(".")[:-1]:
-                owner._modules[part] = unbound(getattr(owner, part))
-                owner = owner._modules[part]
+                own = unbound(owner.get_submodule(part))
+                owner._modules[part] = own
+                owner = own
 
     def of_fewer(self, top_k: int) -> RoutingFunction:
         """The same router with another number of experts a token."""
@@ -164,12 +169,12 @@ class RoutingFunction:
             x_NE = logits_NE.new_zeros(len(logits_NE), self.hidden, device=device)
         else:
             eye_EE = torch.eye(self.count, dtype=logits_NE.dtype, device=logits_NE.device)
-            projection = self._set(self._weight, eye_EE)
+            projection = place(self._router, self._weight, eye_EE)
             if projection._parameters.get("bias") is not None:
                 bias = f"{self._weight.removesuffix('weight')}bias"
-                self._set(bias, logits_NE.new_zeros(self.count))
+                place(self._router, bias, logits_NE.new_zeros(self.count))
         if self._inside is not None and bias_E is not None:
-            self._set(self._inside, bias_E.to(logits_NE.device))
+            place(self._router, self._inside, bias_E.to(logits_NE.device))
         if self._outside is not None and bias_E is not None:
             given = {**given, self._outside: bias_E.to(logits_NE.device)}
         if self._parts.lifted:
@@ -185,13 +190,14 @@ class RoutingFunction:
         )  # one place more: a skipped expert's number is the count
         return w_NE.scatter_(1, chosen_NK, weights_NK.float())[:, :-1]
 
-    def _set(self, name: str, tensor: Tensor) -> nn.Module:
-        """Put a tensor in place of the router's own; returns the module that holds it."""
-        owner, _, leaf = name.rpartition(".")
-        module: nn.Module = self._router.get_submodule(owner)
-        places = module._buffers if leaf in module._buffers else module._parameters
-        places[leaf] = tensor  # type: ignore[assignment]
-        return module
+
+def place(module: nn.Module, name: str, tensor: Tensor) -> nn.Module:
+    """Put a tensor in place of a module's own, be that a parameter; returns what holds it."""
+    owner, _, leaf = name.rpartition(".")
+    holder = module.get_submodule(owner)
+    table = "_buffers" if leaf in holder._buffers else "_parameters"
+    vars(holder)[table][leaf] = tensor
+    return holder
 
 
 class _Said(nn.Module):
@@ -205,7 +211,7 @@ class _Said(nn.Module):
         return self.logits_NE
 
 
-def set_top_k(router: Any, parts: RouterParts, top_k: int) -> None:
+def set_top_k(router: nn.Module, parts: RouterParts, top_k: int) -> None:
     """Let a router choose another number of experts a token."""
     owner, _, leaf = parts.top_k.rpartition(".")
     if owner:  # other modules have the same config
@@ -213,7 +219,7 @@ def set_top_k(router: Any, parts: RouterParts, top_k: int) -> None:
     setattr(getattr(router, owner) if owner else router, leaf, top_k)
 
 
-def unbound(module: Any) -> Any:
+def unbound(module: M) -> M:
     """A shallow copy with tables of tensors and modules of its own, and no hooks."""
     twin = copy.copy(module)
     for table in ("_parameters", "_buffers", "_modules"):

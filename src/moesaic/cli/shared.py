@@ -159,7 +159,7 @@ def register(
     following = [p for p in switches if p.name in LAST]
     ordered = [*arguments, *leading, *(o.parameter for o in options), *following]
     command.__name__, command.__doc__ = run.__name__, run.__doc__
-    command.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
+    vars(command)["__signature__"] = signature.replace(parameters=ordered)
     cls = type("Brief", (Brief,), {"options": options, "example": example})
     names = ["--help", ALL] if any(o.common for o in options) else ["--help"]
     app.command(

@@ -202,9 +202,9 @@ def shared_out(
             "text."
         )
     numbers = list(range(number, len(batches), processes))
-    masks = [batches[i].attention_mask for i in numbers]
+    masks = [mask for i in numbers if (mask := batches[i].attention_mask) is not None]
     ids = torch.cat([batches[i].input_ids for i in numbers])
-    return Tokens(ids, None if masks[0] is None else torch.cat(masks)), numbers  # type: ignore[arg-type]
+    return Tokens(ids, torch.cat(masks) if masks else None), numbers
 
 
 def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:

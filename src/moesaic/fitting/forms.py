@@ -112,13 +112,8 @@ def _shape(source: Source, config: FitConfig) -> Shape:
 
 
 def _alone(ladder: Ladder[MethodConfig]) -> Form:
-    careful = [ladder.careful] if ladder.careful else []
-    return Form(
-        ladder.name,
-        ladder.shares,
-        lambda share: (ladder.quick(share),),
-        [lambda share, make=make: (make(share),) for make in careful],  # type: ignore[misc]
-    )
+    careful = [_after((), ladder.careful)] if ladder.careful else []
+    return Form(ladder.name, ladder.shares, _after((), ladder.quick), careful)
 
 
 def _pairs(ladders: Sequence[Ladder[MethodConfig]], fill: Ladder[MethodConfig]) -> Iterator[Form]:
@@ -128,9 +123,13 @@ def _pairs(ladders: Sequence[Ladder[MethodConfig]], fill: Ladder[MethodConfig]) 
         yield Form(
             f"{rung.name}, {fill.name}",
             fill.shares,
-            lambda share, first=rung.quick: (first, fill.quick(share)),  # type: ignore[misc]
-            [lambda share, first=rung.careful: (first, make(share))],  # type: ignore[misc]
+            _after((rung.quick,), fill.quick),
+            [_after((rung.careful,), make)],
         )
+
+
+def _after(first: Steps, make: Callable[[float], MethodConfig]) -> Callable[[float], Steps]:
+    return lambda share: (*first, make(share))
 
 
 def _as_files(found: Sequence[Form], type: str) -> Iterator[Form]:

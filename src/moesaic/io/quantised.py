@@ -159,7 +159,8 @@ def _plain(argument: T) -> T:
     elif isinstance(argument, dict):
         plain = {name: _plain(value) for name, value in argument.items()}
     elif type(argument) in (list, tuple):
-        plain = type(argument)(map(_plain, cast("list[object]", argument)))  # type: ignore[call-arg]
+        parts = map(_plain, cast("list[object]", argument))
+        plain = tuple(parts) if isinstance(argument, tuple) else [*parts]
     return cast(T, plain)
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -100,9 +100,10 @@ class ChannelsLayer(LayerPlan):
         left = 1.0
         ffn = every = 0.0
         for path, share in read.items():
-            target: Any = attrgetter(path)(layer)
+            target: nn.Parameter | nn.Linear = attrgetter(path)(layer)
             routed = isinstance(target, nn.Parameter)
-            size = float(target.numel() if routed else target.weight.numel())
+            weight = target if isinstance(target, nn.Parameter) else target.weight
+            size = float(weight.numel())
             if path.startswith(attention):
                 left -= (1 - share) * size / use.attention
                 continue

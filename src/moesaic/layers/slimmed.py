@@ -134,7 +134,9 @@ class SlimmedLayer(PrunedLayer):
         else:
             narrow_experts(block, arch, header["before"], header["width"])
         if "shared" in header:
-            narrow_mlp(arch.mixture(layer).shared_module, arch.shared_names, header["shared"])
+            shared = arch.mixture(layer).shared_module
+            assert shared is not None
+            narrow_mlp(shared, arch.shared_names, header["shared"])
 
     # --- said of it ------------------------------------------------------------------------------
 

@@ -414,7 +414,7 @@ def harness_model(model: Runner, tokenizer: Tokenizer, track: Track, shared: boo
         )
     from lm_eval.api.model import TemplateLM
 
-    class Asked(TemplateLM):  # type: ignore[misc]
+    class Asked(TemplateLM):
         """lm-eval's requests, scored by a runner."""
 
         def __init__(self) -> None:

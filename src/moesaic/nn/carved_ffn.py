@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +69,7 @@ class CarvedFFN(nn.Module):
         self.top_k = top_k
         self.slices = tuple(pairwise(accumulate(self.petals, initial=backbone)))
         self.weighs = routing in WEIGHING
-        self.router: Any = None
+        self.router: nn.Module | None = None
         if petals:
             self.router = make_router(hidden_size, len(petals), top_k, routing, gate)
 

@@ -12,9 +12,9 @@ an expert.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -118,9 +118,9 @@ class ChannelLinear(nn.Linear):
             self.product = Product(rows_of(weight), scale, self.cut.keep, self.cut.threshold)
         return self.product
 
-    def _apply(self, *args: Any, **kwargs: Any) -> ChannelLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ChannelLinear:
         self.product = None  # which holds the weight as it was before
-        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return nn.Linear._apply(self, fn, recurse)
 
     def __getstate__(self) -> JSON:
         return {**vars(self), "product": None}
@@ -129,72 +129,72 @@ class ChannelLinear(nn.Linear):
         return f"{super().extra_repr()}, share={self.cut.share:.3f}"
 
 
-class ChannelExperts:
+class ChannelExperts(nn.Module):
     """Mixed into the class of a layer's experts: same weights, same names, channels skipped."""
 
-    cuts: Mapping[str, Cut]
+    cuts: dict[str, Cut]
     phase: Phase
     tallies: Mapping[str, _Tally]
+    down_proj: Tensor
+    has_bias: bool
+    is_transposed: bool
+    _apply_gate: Callable[[Tensor], Tensor]
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not self.phase.skips:
-            return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
+            return super().forward(hidden_states, top_k_index, top_k_weights)
         many = self.phase.mode == "always" or len(hidden_states) > FEW
         run = self._by_expert if many else self._by_pair
         return run(hidden_states, top_k_index, top_k_weights)
 
     def _by_pair(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Few tokens: each with each of its experts."""
-        module: Any = self
-        count = module.down_proj.shape[0]
+        count = self.down_proj.shape[0]
         top_k = expert_TK.shape[1]
         expert_S = expert_TK.reshape(-1)
         there_S = expert_S < count  # a number too high: skipped by the router
         expert_S = expert_S.clamp(max=count - 1)
         h_SM = self._few("gate_up_proj", x_TD.repeat_interleave(top_k, 0), expert_S)
-        y_SD = self._few("down_proj", module._apply_gate(h_SM), expert_S)
+        y_SD = self._few("down_proj", self._apply_gate(h_SM), expert_S)
         weight_S = weight_TK.reshape(-1).masked_fill(~there_S, 0)
         y_TKD = (y_SD * weight_S[:, None]).view(len(x_TD), top_k, -1)
         return y_TKD.sum(1).to(x_TD.dtype)
 
     def _few(self, name: str, x_SI: Tensor, expert_S: Tensor) -> Tensor:
-        module: Any = self
-        weight, cut = getattr(module, name), self.cuts[name]
-        scale_EI = getattr(module, f"{name}_scale", None)
+        weight, cut = getattr(self, name), self.cuts[name]
+        scale_EI = getattr(self, f"{name}_scale", None)
         if here(x_SI[:1], weight):
-            rows = weight.data if module.is_transposed else rows_of(weight)
+            rows = weight.data if self.is_transposed else rows_of(weight)
             y_SO = Product(rows, scale_EI, cut.keep, cut.threshold)(x_SI, expert_S)
         else:
             scale_SI = None if scale_EI is None else scale_EI[expert_S]
             x_SI = x_SI * chosen(x_SI, scale_SI, cut.keep, cut.threshold)
-            form = "si,sio->so" if module.is_transposed else "si,soi->so"
+            form = "si,sio->so" if self.is_transposed else "si,soi->so"
             y_SO = torch.einsum(form, x_SI, weight[expert_S])
-        return y_SO + getattr(module, f"{name}_bias")[expert_S] if module.has_bias else y_SO
+        return y_SO + getattr(self, f"{name}_bias")[expert_S] if self.has_bias else y_SO
 
     def _by_expert(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Many tokens: each expert with its own."""
-        module: Any = self
         y_TD = torch.zeros_like(x_TD)
         for number in expert_TK.unique().tolist():
-            if number < module.down_proj.shape[0]:  # a number too high: skipped by the router
+            if number < self.down_proj.shape[0]:  # a number too high: skipped by the router
                 token, place = (expert_TK == number).nonzero(as_tuple=True)
                 real = self.phase.real
                 real = None if real is None else real.flatten()[token]
-                h_TM = module._apply_gate(self._one("gate_up_proj", x_TD[token], number, real))
+                h_TM = self._apply_gate(self._one("gate_up_proj", x_TD[token], number, real))
                 part_TD = self._one("down_proj", h_TM, number, real) * weight_TK[token, place, None]
                 y_TD.index_add_(0, token, part_TD.to(y_TD.dtype))
         return y_TD
 
     def _one(self, name: str, x_TI: Tensor, number: int, real_T: Tensor | None) -> Tensor:
-        module: Any = self
-        cut, weight = self.cuts[name], getattr(module, name)[number]
-        scale_EI = getattr(module, f"{name}_scale", None)
+        cut, weight = self.cuts[name], getattr(self, name)[number]
+        scale_EI = getattr(self, f"{name}_scale", None)
         scale_I = None if scale_EI is None else scale_EI[number]
         on_TI = chosen(x_TI, scale_I, cut.keep, cut.threshold)
         if self.phase.mode == "always":
             self.tallies[name].add(on_TI, real_T)
-        bias = getattr(module, f"{name}_bias")[number] if module.has_bias else None
-        return F.linear(x_TI * on_TI, weight.T if module.is_transposed else weight, bias)
+        bias = getattr(self, f"{name}_bias")[number] if self.has_bias else None
+        return F.linear(x_TI * on_TI, weight.T if self.is_transposed else weight, bias)
 
 
 def make_channels(layer: nn.Module, header: Values) -> None:
@@ -208,14 +208,14 @@ def make_channels(layer: nn.Module, header: Values) -> None:
     for path, fields in header["projections"].items():
         owner_path, _, leaf = path.rpartition(".")
         owner = layer.get_submodule(owner_path)
-        target: Any = getattr(owner, leaf)
+        target: nn.Parameter | nn.Module = getattr(owner, leaf)
         if isinstance(target, nn.Parameter):
             _make_experts(owner, leaf, Cut(**fields), phase, header["scaled"])
         else:
             _make_linear(target, Cut(**fields), phase, header["scaled"])
 
 
-def _make_linear(linear: Any, cut: Cut, phase: Phase, scaled: bool) -> None:
+def _make_linear(linear: nn.Module, cut: Cut, phase: Phase, scaled: bool) -> None:
     if type(linear) is not nn.Linear:
         raise TypeError(f"{type(linear).__name__} is no linear projection")
     linear.__class__ = ChannelLinear
@@ -223,13 +223,13 @@ def _make_linear(linear: Any, cut: Cut, phase: Phase, scaled: bool) -> None:
     _buffer(linear, "scale", (linear.in_features,) if scaled else None)
 
 
-def _make_experts(experts: Any, name: str, cut: Cut, phase: Phase, scaled: bool) -> None:
+def _make_experts(experts: nn.Module, name: str, cut: Cut, phase: Phase, scaled: bool) -> None:
     if not isinstance(experts, ChannelExperts):
         base = type(experts)
         experts.__class__ = type(f"Channel{base.__name__}", (ChannelExperts, base), {})
-        experts.cuts = dict.fromkeys(EXPERTS, WHOLE)
-        experts.tallies = {name: _Tally() for name in EXPERTS}
-        experts.phase = phase
+        tallies = {name: _Tally() for name in EXPERTS}
+        vars(experts).update(cuts=dict.fromkeys(EXPERTS, WHOLE), tallies=tallies, phase=phase)
+    experts = cast(ChannelExperts, experts)
     experts.cuts[name] = cut
     weight = getattr(experts, name)
     inputs = weight.shape[1 if experts.is_transposed else 2]
@@ -245,10 +245,10 @@ def _buffer(module: nn.Module, name: str, shape: tuple[int, ...] | None) -> None
 def measured_share(layer: nn.Module, path: str) -> float:
     """The share of one projection's channels that a token reads: as counted, else nominal."""
     owner_path, _, leaf = path.rpartition(".")
-    owner: Any = layer.get_submodule(owner_path)
+    owner = layer.get_submodule(owner_path)
     if isinstance(owner, ChannelExperts):
         return owner.tallies[leaf].share(owner.cuts[leaf].share)
-    linear: Any = getattr(owner, leaf)
+    linear = owner.get_submodule(leaf)
     if not isinstance(linear, ChannelLinear):  # an adapter around it
-        linear = linear.base_layer
-    return float(linear.tallies["weight"].share(linear.cut.share))
+        linear = cast(ChannelLinear, linear.base_layer)
+    return linear.tallies["weight"].share(linear.cut.share)

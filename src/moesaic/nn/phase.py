@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.foreign import Values
 from moesaic.nn.kernels import reads_rows
 
 MODES = ("decoding", "always", "never")
@@ -42,7 +43,7 @@ class Phase:
         layer.register_forward_pre_hook(phase.see, with_kwargs=True)
         return phase
 
-    def see(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+    def see(self, layer: nn.Module, args: tuple[Tensor, ...], kwargs: Values) -> None:
         """Before the layer runs: hidden states (B, L, D) of one position are decoded."""
         hidden = args[0] if args else kwargs["hidden_states"]
         self.single = hidden.shape[1] == 1 and (

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+
+from moesaic.arch.mixture import Experts
 
 RULES = ("top2", "tail")
 
@@ -51,23 +51,23 @@ def skip(
     return left_TK, chosen_TK.masked_fill(~stays_TK, count)
 
 
-class Skipping:
+class Skipping(nn.Module):
     """Mixed into a router's class: same weights, same names, and some experts skipped."""
 
     beta: float
     rule: str
 
     def forward(self, hidden_states: Tensor, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, chosen = super().forward(hidden_states, *args)  # type: ignore[misc]
+        logits, weights, chosen = super().forward(hidden_states, *args)
         return logits, *skip(weights, chosen, self.beta, self.rule, logits.shape[-1])
 
 
-def make_skipping(router: nn.Module, beta: float, rule: str, experts: Any) -> None:
+def make_skipping(router: nn.Module, beta: float, rule: str, experts: Experts) -> None:
     """Let a router skip, in place, and let the experts know that it may."""
     if rule not in RULES:
         raise ValueError(f"rule {rule!r} is not one of {RULES}")
     base = type(router)
     router.__class__ = type(f"Skipping{base.__name__}", (Skipping, base), {})
-    router.beta, router.rule = beta, rule  # type: ignore[assignment]
+    vars(router).update(beta=beta, rule=rule)
     # transformers' word for: some chosen experts may not be here; their number is the count
     experts._is_expert_parallel = True

@@ -6,29 +6,32 @@ expert, H neurons of one, R neurons of all experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.arch.mixture import Experts
+
 UP_ROWS, DOWN_ROWS = "gate_up_rows", "down_rows"
 """Of each expert in turn gates, then ups (2 R, D); and columns of the down projection (R, D)."""
 
 
-class _UnevenExperts:
+class _UnevenExperts(nn.Module):
     """Mixed into the class of a layer's experts: each is as wide as it is."""
 
     slices: Sequence[tuple[int, int]]
     """The first row of each expert in ``down_rows``, and the one behind its last."""
+    gate_up_rows: Tensor
+    down_rows: Tensor
+    _apply_gate: Callable[[Tensor], Tensor]
 
     def weights_of(self, number: int) -> tuple[Tensor, Tensor]:
         """Gates and ups of an expert (2 H, D), and its down projection turned (H, D)."""
-        module: Any = self
         start, stop = self.slices[number]
-        return module.gate_up_rows[2 * start : 2 * stop], module.down_rows[start:stop]
+        return self.gate_up_rows[2 * start : 2 * stop], self.down_rows[start:stop]
 
     @property
     def gate_up_proj(self) -> Tensor:
@@ -52,20 +55,19 @@ class _UnevenExperts:
     # Group sizes differ call by call: traced, each of them would be compiled anew.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        module: Any = self
         y_TD = torch.zeros_like(hidden_states)
         for number in top_k_index.unique().tolist():
             if number >= len(self.slices):  # skipped by the router
                 continue
             token_N, place_N = (top_k_index == number).nonzero(as_tuple=True)
             both, down_HD = self.weights_of(number)
-            h_NH = module._apply_gate(F.linear(hidden_states[token_N], both))
+            h_NH = self._apply_gate(F.linear(hidden_states[token_N], both))
             written_ND = (h_NH @ down_HD) * top_k_weights[token_N, place_N, None]
             y_TD = y_TD.index_add(0, token_N, written_ND.to(y_TD.dtype))
         return y_TD
 
 
-def make_uneven(experts: Any, widths: Sequence[int]) -> None:
+def make_uneven(experts: Experts, widths: Sequence[int]) -> None:
     """Give routed experts widths of their own, in place; new parameters are on meta.
 
     Args:
@@ -74,7 +76,7 @@ def make_uneven(experts: Any, widths: Sequence[int]) -> None:
     """
     base, like = type(experts), experts.down_proj
     hidden_size, every = like.shape[1], sum(widths)
-    experts.slices = tuple(pairwise(accumulate(widths, initial=0)))
+    vars(experts)["slices"] = tuple(pairwise(accumulate(widths, initial=0)))
     for name, rows in ((UP_ROWS, 2 * every), (DOWN_ROWS, every)):
         new = torch.empty(rows, hidden_size, dtype=like.dtype, device="meta")
         experts.register_parameter(name, nn.Parameter(new, requires_grad=like.requires_grad))

@@ -54,8 +54,8 @@ def routing(record: Record) -> list[tuple[int, Values]]:
 
 def main_step(record: Record) -> Step | None:
     """The last step that changed the model's shape, else the last; None where there is none."""
-    shaped = [step for step in record.steps if step.ratio]
-    return (shaped or record.steps or [None])[-1]  # type: ignore[list-item]
+    steps = [step for step in record.steps if step.ratio] or record.steps
+    return steps[-1] if steps else None
 
 
 def by_projections(record: Record) -> bool:

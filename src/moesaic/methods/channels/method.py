@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from moesaic.methods.channels.gradients import gradient_sizes
 from moesaic.methods.channels.projections import Projection, projections
 from moesaic.methods.channels.thresholds import Scores, one_threshold, shares_for
 from moesaic.methods.words import percent, some
-from moesaic.nn.channel_linear import WHOLE, Cut
+from moesaic.nn.channel_linear import WHOLE, ChannelExperts, ChannelLinear, Cut
 from moesaic.observation.backward import BACK, kept_for_backward
 from moesaic.observation.job import Finished, Job
 from moesaic.observation.stream import Block, Turn, valid
@@ -338,12 +338,11 @@ class GreedySearch:
 def _set_cut(layer: nn.Module, path: str, cut: Cut) -> None:
     """Let one projection of a live layer read other channels."""
     owner_path, _, leaf = path.rpartition(".")
-    owner: Any = layer.get_submodule(owner_path)
-    target: Any = getattr(owner, leaf)
-    if isinstance(target, nn.Parameter):
+    owner = layer.get_submodule(owner_path)
+    if isinstance(owner, ChannelExperts):
         owner.cuts[leaf] = cut
     else:
-        target.cut = cut
+        cast(ChannelLinear, owner.get_submodule(leaf)).cut = cut
 
 
 def top(p: Projection, share: float) -> Cut:
