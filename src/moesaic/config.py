@@ -33,8 +33,9 @@ from moesaic.ladder import Ladder, Shape
 
 if TYPE_CHECKING:
     import torch
+    from _typeshed import DataclassInstance
 
-T = TypeVar("T")
+D = TypeVar("D", bound="DataclassInstance")
 STRICT: JSON = {"extra": "forbid"}
 
 
@@ -68,7 +69,7 @@ class About:
     of text, which a recipe may give as a mapping or a list of them."""
 
 
-def option(default: Any = MISSING, help: str = "", **about: Any) -> Any:
+def option(default: object = MISSING, help: str = "", **about: Any) -> Any:
     """A dataclass field with its help text; the further arguments are those of :class:`About`."""
     metadata = {"about": About(help, **about)}
     if isinstance(default, list | dict | set):
@@ -76,17 +77,17 @@ def option(default: Any = MISSING, help: str = "", **about: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def seed_option(help: str = "Seed of every random choice.", **about: Any) -> Any:
+def seed_option(help: str = "Seed of every random choice.", *, seldom: bool = False) -> int:
     """The field of a seed: a number that every library takes."""
-    return option(0, help, minimum=0, maximum=2**32 - 1, **about)
+    return option(0, help, minimum=0, maximum=2**32 - 1, seldom=seldom)
 
 
-def about(field: Field[Any]) -> About:
+def about(field: Field[object]) -> About:
     """An option's help text and the rest; empty for a field that is no option."""
     return field.metadata.get("about", About(""))
 
 
-def in_words(field: Field[Any]) -> str:
+def in_words(field: Field[object]) -> str:
     """What a field is, and its default, for people."""
     text, default = about(field).help, field.default
     plain = isinstance(default, int | float | str) and default not in ("", False)
@@ -103,29 +104,29 @@ def explained(doc: str | None, options: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def documented(config: type[T]) -> type[T]:
+def documented(config: type[D]) -> type[D]:
     """A dataclass of options whose docstring tells of them."""
-    options = ((entry.name, in_words(entry)) for entry in fields(config))  # type: ignore[arg-type]
+    options = ((entry.name, in_words(entry)) for entry in fields(config))
     config.__doc__ = explained(config.__doc__, options)
     return config
 
 
-_TYPES: dict[type[Any], Mapping[str, Any]] = {}
+_TYPES: dict[type, Values] = {}
 
 
-def types_of(config: type[Any]) -> Mapping[str, Any]:
+def types_of(config: type) -> Values:
     """The types of a dataclass's fields; to read them takes a while, and they are asked often."""
     if config not in _TYPES:
         _TYPES[config] = get_type_hints(config)
     return _TYPES[config]
 
 
-def text_fields(config: type[Any]) -> list[str]:
+def text_fields(config: type[DataclassInstance]) -> list[str]:
     """The fields that hold names of text."""
     return [entry.name for entry in fields(config) if about(entry).parse == "text"]
 
 
-def choices(config: type[Any], name: str) -> tuple[str, ...]:
+def choices(config: type[DataclassInstance], name: str) -> tuple[str, ...]:
     """The values an option may have, in order; empty where it is not one of a few."""
     for entry in fields(config):
         if entry.name == name and about(entry).choices:
@@ -160,11 +161,16 @@ def check_options(config: Config) -> None:
             raise MoesaicError(f"{entry.name} {value!r} must be at most {info.maximum:.0f}.")
 
 
-WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "text"}
+WORDS: dict[object, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+}
 """The types of options in words."""
 
 
-def _in_words(hint: Any) -> str:
+def _in_words(hint: object) -> str:
     """A field's type in words: ``a number or text``."""
     kinds = get_args(hint)
     if get_origin(hint) is tuple:
@@ -227,7 +233,7 @@ class MethodConfig:
     former: ClassVar[Mapping[str, Former]] = {}
     """Options by the names that they had."""
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         """Tell of the fields in the docstring; they are no dataclass's yet."""
         super().__init_subclass__(**options)
         attributes = {**getattr(cls, "__dataclass_fields__", {}), **vars(cls)}

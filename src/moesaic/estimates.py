@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ParamSpec, cast
+from typing import ParamSpec
 
 import psutil
 import torch
@@ -41,7 +41,7 @@ from moesaic.io.source import resolve
 from moesaic.io.weightless import Outliner, Weightless, foretold
 from moesaic.layers.base import KINDS
 from moesaic.methods import implementation
-from moesaic.methods.base import Method, Outline
+from moesaic.methods.base import Outline
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.evaluate import ROOM
@@ -282,7 +282,7 @@ def outlined(
         recipe: text, device and type.
         shape: a skeleton of the source, where one is at hand.
     """
-    method = cast("Method[Any, Any]", implementation(config))
+    method = implementation(config)
     calibration, dtype = recipe.calibration, parse_dtype(recipe.dtype)
     args = RunArgs(model=source, calibration=calibration, device=recipe.device, dtype=dtype)
     job: Job[Arch] = Job(args, method.find, config.window, shape)
@@ -336,14 +336,14 @@ class Built:
         self.config, self._dtype = config, dtype
 
     @cached_property
-    def model(self) -> nn.Module:
+    def model(self) -> Model:
         """On the meta device."""
         return shape_of(self.config, self._dtype)
 
     @cached_property
     def size(self) -> Size:
         """Its parameters."""
-        return model_size(cast(Any, self.model))
+        return model_size(self.model)
 
     @property
     def bytes(self) -> int:
@@ -367,7 +367,7 @@ class Built:
     @property
     def vocabulary(self) -> int:
         """Tokens that it knows."""
-        return int(cast(Any, self.model).get_input_embeddings().weight.shape[0])
+        return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
     def calls(self) -> float:
@@ -640,7 +640,7 @@ def measured(device: str) -> dict[str, float]:
     small = nn.Linear(8, 8, device=device)
     few = torch.ones(1, 8, device=device)
 
-    def best(run: Any, times: int) -> float:
+    def best(run: Callable[[], object], times: int) -> float:
         """The least time, which others that run beside it do not make longer."""
         took = []
         for _ in range(times):

@@ -61,7 +61,7 @@ def logits_alone(config: Config) -> JSON:
     return {name: False for name in more if getattr(config, name, False)}
 
 
-def suits(value: object, hint: Any) -> bool:
+def suits(value: object, hint: object) -> bool:
     """Whether a value is what a field's type says; a number must be finite, too."""
     origin, kinds = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):

@@ -10,7 +10,6 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -52,7 +51,7 @@ def _keep_source_out(cls: type, auto_class: str = "") -> None:
     """Instead of ``register_for_auto_class``, which would copy this package into checkpoints."""
 
 
-def _define(base: str) -> tuple[type, type]:
+def _define(base: str) -> tuple[type[Config], type[Model]]:
     """The config and model class of ``moesaic_<base>``, subclasses of the base's own."""
     base_config = CONFIG_MAPPING[base]
     base_model = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
@@ -63,12 +62,14 @@ def _define(base: str) -> tuple[type, type]:
         {"model_type": PREFIX + base, **shared},
     )
 
-    def __init__(self: Any, config: Config) -> None:
+    def __init__(self: Model, config: Config) -> None:
         base_model.__init__(self, config)
         install(self, base_arch(config), config)
         self.post_init()
 
-    def from_pretrained(cls: Any, name: Any, *args: Any, **options: Any) -> Any:
+    def from_pretrained(
+        cls: type[Model], /, name: str, *args: object, **options: object
+    ) -> Model | tuple[Model, JSON]:
         """As the base's own, but nothing is random: every weight is found, and none is left."""
         wanted = options.pop("output_loading_info", False)
         load = base_model.from_pretrained.__func__
@@ -95,10 +96,10 @@ def _define(base: str) -> tuple[type, type]:
     return config_class, model_class
 
 
-class Classes(dict[str, tuple[Any, Any]]):
+class Classes(dict[str, tuple[type[Config], type[Model]]]):
     """The config and model class of ``moesaic_<base>`` by base, made when they are asked for."""
 
-    def __missing__(self, base: str) -> tuple[Any, Any]:
+    def __missing__(self, base: str) -> tuple[type[Config], type[Model]]:
         predicts_tokens(base)  # whose class may have to be made
         name, table = PREFIX + base, conversions(base)
         if table is not None:
@@ -116,15 +117,15 @@ class _Awaited:
 
     model_type = ""
 
-    def __new__(cls, *args: Any, **options: Any) -> Any:
+    def __new__(cls, *args: object, **options: object) -> Config:
         return CLASSES[cls.model_type.removeprefix(PREFIX)][0](*args, **options)
 
     @classmethod
-    def from_dict(cls, *args: Any, **options: Any) -> Any:
+    def from_dict(cls, *args: object, **options: object) -> Config:
         return CLASSES[cls.model_type.removeprefix(PREFIX)][0].from_dict(*args, **options)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> type:
     """A class by its name, as checkpoints and pickles ask for it."""
     if name not in _NAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
@@ -34,7 +33,6 @@ from moesaic.io.outputs import alone, check_out, marked, unfinished, whole_folde
 from moesaic.io.source import Source, from_hub, resolve
 from moesaic.log import Log
 from moesaic.methods import VERBS, implementation
-from moesaic.methods.base import Method
 from moesaic.metrics.evaluate import have_room, measured_text
 from moesaic.metrics.forward import Layerwise
 from moesaic.metrics.machine import environment
@@ -62,7 +60,7 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
         raise MoesaicError(f"{verb.name} compares nothing: leave compare out.")
     if args.calibration.stats and not verb.observes:
         raise MoesaicError(f"{verb.name} takes no statistics: leave stats out.")
-    method = cast("Method[Any, Any]", implementation(config))
+    method = implementation(config)
     job = Job(args, method.find, config.window)
     for sentence in method.settle(job):
         logger.warning(sentence)

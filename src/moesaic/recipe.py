@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import yaml
 
@@ -36,7 +36,10 @@ from moesaic.io.names import check_name
 from moesaic.io.outputs import check_out, unfinished
 from moesaic.methods import VERBS, methods_of
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+D = TypeVar("D", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,7 @@ def method_of(verb: str, options: JSON) -> str:
     )
 
 
-def plain_values(config: type[Any], options: JSON) -> JSON:
+def plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
     """The same options with sizes and names of text as a dataclass's fields hold them."""
     values = dict(options)
     for entry in fields(config):
@@ -251,7 +254,7 @@ def _bundle(verb: str, method: str, name: object, where: str) -> JSON:
     raise MoesaicError(f"{where}: recipe {name!r} is for {able}, not for {method}.")
 
 
-def checked(cls: type[T], data: object, where: str) -> T:
+def checked(cls: type[D], data: object, where: str) -> D:
     """Plain data as a dataclass, every field checked.
 
     Args:
@@ -269,7 +272,7 @@ def checked(cls: type[T], data: object, where: str) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join([where, *map(str, first["loc"])]).strip(".")
-        names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        names = [f.name for f in fields(cls)]
         if first["type"] == "unexpected_keyword_argument":
             owner = f" of {cls.name}" if issubclass(cls, MethodConfig) else ""
             raise MoesaicError(

@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import RenderableType
@@ -18,7 +17,7 @@ from moesaic import __version__, hub, report
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.use import LayerUse
-from moesaic.config import Evaluation
+from moesaic.config import Evaluation, MethodConfig
 from moesaic.data.source import read_by
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
@@ -56,7 +55,7 @@ ALONE = "The result is the language model alone; other parts, such as one that s
 class Result:
     """What a method made of a model; of methods that train, too."""
 
-    method: Method[Any, Any]
+    method: Method[MethodConfig, Arch]
     job: Job[Arch]
     decision: Decision
     evaluation: Tokens | None = field(default=None, repr=False)

@@ -18,12 +18,16 @@ from functools import cached_property
 from importlib.resources import files
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
 
 from moesaic.data.rows import Row
 from moesaic.data.source import DOMAINS, SHIPPED, TextSource
 from moesaic.errors import MoesaicError, how_to_install
 from moesaic.foreign import JSON, Values
+
+if TYPE_CHECKING:
+    from datasets import DatasetInfo, IterableDataset
 
 Use = Literal["calibration", "evaluation"]
 """Calibration and training are one use."""
@@ -144,7 +148,7 @@ class Streamed(Rows):
         first_shard: the rows count within its first shard.
     """
 
-    def __init__(self, data: Any, taken: Taken, first_shard: bool) -> None:
+    def __init__(self, data: IterableDataset, taken: Taken, first_shard: bool) -> None:
         super().__init__(taken, at_hand=False)
         self._data, self._first = data, first_shard
 
@@ -168,7 +172,7 @@ class Streamed(Rows):
             return [self._part(shards[0])]
         return [self._part(shards[0]), *map(self._guarded, shards[1:])]
 
-    def _part(self, data: Any) -> Iterable[Row]:
+    def _part(self, data: IterableDataset) -> Iterable[Row]:
         taken = self.taken
         if taken.start:
             data = data.skip(taken.start)
@@ -391,7 +395,7 @@ def _readable(where: str) -> Iterator[None]:
 # --- data sets -----------------------------------------------------------------------------------
 
 
-def _datasets() -> Any:
+def _datasets() -> ModuleType:
     try:
         import datasets
     except ImportError as error:
@@ -476,7 +480,7 @@ def _default(splits: Sequence[str]) -> str:
     return "train" if "train" in splits else only
 
 
-def _size(source: TextSource, info: Any) -> float:
+def _size(source: TextSource, info: DatasetInfo) -> float:
     """Bytes of a data set; infinite where that is not known."""
     path = Path(source.name)
     if path.is_dir():

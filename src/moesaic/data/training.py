@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, overload
+from typing import cast, overload
 
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -196,7 +196,7 @@ def answered(pair: Asked, tokenizer: Tokenizer, length: int) -> Example | None:
 
 
 def training_text(
-    text: str | Sequence[Any] | Tokens | Tensor,
+    text: str | Sequence[Row] | Tokens | Tensor,
     tokenizer: Tokenizer | None,
     length: int,
     *,
@@ -239,7 +239,7 @@ def training_text(
         return text.examples()
     if not isinstance(text, str):
         if len(text) > 0 and isinstance(text[0], Mapping) and "labels" in text[0]:
-            return list(text)
+            return list(cast("Sequence[Example]", text))
         return training_examples(text, _needed(tokenizer), length, answers)
     tokenizer = _needed(tokenizer)
     if len(sources) > 1 and steps is None:

@@ -17,7 +17,6 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 
 def main(request: str) -> None:
@@ -34,8 +33,8 @@ def main(request: str) -> None:
     glm.Glm4MoeModel.set_vocab = lambda self: self._set_vocab_gpt2()
     load = base.ModelBase.load_hparams
 
-    def completed(*args: Any, **options: Any) -> dict[str, Any]:
-        hparams: dict[str, Any] = load(*args, **options)
+    def completed(*args: object, **options: object) -> dict[str, object]:
+        hparams: dict[str, object] = load(*args, **options)
         if hparams.get("model_type") == "deepseek_v3":
             hparams.setdefault("scoring_func", "sigmoid")
         return hparams
@@ -43,7 +42,7 @@ def main(request: str) -> None:
     base.ModelBase.load_hparams = staticmethod(completed)
     known = base.TextModel.get_vocab_base_pre
 
-    def split_by(self: Any, tokenizer: Any) -> str:
+    def split_by(self: object, tokenizer: object) -> str:
         try:
             name: str = known(self, tokenizer)
         except NotImplementedError:

@@ -47,7 +47,7 @@ def importance(
         source.checkpoint, source.config, arch, tokens, view=lambda layer: layer
     )
     hidden, kwargs = stream.record()
-    squares = Squares()
+    squares: Squares[str] = Squares()
     for block in track(stream.blocks(kwargs), "Importance", stream.count):
         names = dict(_names(block.layer, block.index, arch, named))
         count = arch.experts_in(block.layer)
@@ -58,7 +58,7 @@ def importance(
     return means(squares)
 
 
-def means(squares: Squares) -> dict[str, Tensor]:
+def means(squares: Squares[str]) -> dict[str, Tensor]:
     """E[x_i^2], float32, the experts one after the other (E I,).
 
     An expert that no token reached has ones: all of its inputs weigh the same.
@@ -70,7 +70,9 @@ def means(squares: Squares) -> dict[str, Tensor]:
     }
 
 
-def _take(squares: Squares, names: Mapping[str, Sequence[str]], experts: int, event: Event) -> None:
+def _take(
+    squares: Squares[str], names: Mapping[str, Sequence[str]], experts: int, event: Event
+) -> None:
     for name in names[event.path]:
         count = 1 if event.expert is None else experts
         squares.add(name, event.x_NI.float(), event.expert, count)

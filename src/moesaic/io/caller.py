@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -83,7 +83,7 @@ def leaves_untouched(verb: Callable[P, T]) -> Callable[P, T]:
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def forward_replaced(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Inside, a module's forward is another; then the one that it had, a hook's own included."""
     before = vars(module).get("forward")  # device_map's hooks stand here
     module.forward = forward  # shadows the class's

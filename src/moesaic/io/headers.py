@@ -54,7 +54,7 @@ def mapping_of(path: Path) -> JSON:
     return content
 
 
-def _once(pairs: list[tuple[str, Any]]) -> JSON:
+def _once(pairs: list[tuple[str, object]]) -> JSON:
     """A JSON object whose keys are all different."""
     mapping = dict(pairs)
     if len(mapping) < len(pairs):

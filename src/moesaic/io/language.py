@@ -6,8 +6,6 @@ class that predicts tokens, and no architecture of its own to be told by.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -18,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
+from moesaic.foreign import Config, Model
 from moesaic.io.naming import conversions
 
 TEXT = "_text"
@@ -52,9 +51,9 @@ def predicts_tokens(model_type: str) -> bool:
 
 def _with_head(config_class: type, name: str) -> type:
     """The class of a base model with a head."""
-    base: Any = MODEL_MAPPING[config_class]
+    base: type[Model] = MODEL_MAPPING[config_class]
 
-    def __init__(self: Any, config: Any) -> None:
+    def __init__(self: Model, config: Config) -> None:
         PreTrainedModel.__init__(self, config)
         self.model = base(config)
         self.vocab_size = config.vocab_size
@@ -62,11 +61,11 @@ def _with_head(config_class: type, name: str) -> type:
         self.post_init()
 
     def forward(
-        self: Any,
+        self: Model,
         input_ids: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        **options: Any,
+        **options: object,
     ) -> CausalLMOutputWithPast:
         options.pop("output_router_logits", None)
         outputs = self.model(input_ids=input_ids, **options)

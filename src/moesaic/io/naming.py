@@ -10,7 +10,7 @@ import copy
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,9 +48,13 @@ def language(name: str) -> str:
     return rest if rest.startswith(_HEAD) else f"model.{rest}"
 
 
-def conversions(model_type: str) -> list[Any] | None:
+Step: TypeAlias = WeightConverter | WeightRenaming
+"""One of transformers' own conversions."""
+
+
+def conversions(model_type: str) -> list[Step] | None:
     """transformers' own table for a model_type: by its name, else by its base model's class."""
-    steps: list[Any] | None = get_checkpoint_conversion_mapping(model_type)
+    steps: list[Step] | None = get_checkpoint_conversion_mapping(model_type)
     if steps is None and model_type in MODEL_MAPPING_NAMES:
         steps = get_checkpoint_conversion_mapping(MODEL_MAPPING_NAMES[model_type])
     if steps is None and model_type.endswith("_text"):  # its whole's, which names it otherwise
@@ -71,7 +75,7 @@ class Naming:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, model_type: str, steps: Sequence[Any] | None = None
+        self, checkpoint: Checkpoint, model_type: str, steps: Sequence[Step] | None = None
     ) -> None:
         self.checkpoint = checkpoint
         steps = conversions(model_type) or [] if steps is None else steps
@@ -133,7 +137,7 @@ class Naming:
         )
 
     @cached_property
-    def _reorders(self) -> dict[str, Any]:
+    def _reorders(self) -> dict[str, WeightConverter]:
         """The converters of tensors that are one on disk and in memory, in another order."""
         reorders = {}
         for name, parts in self._parts.items():

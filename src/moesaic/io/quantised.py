@@ -112,11 +112,11 @@ class Packed(Tensor):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: Values | None = None,
-    ) -> Any:
+    ) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             if func in SAID:
                 return func(*args, **(kwargs or {}))
@@ -134,11 +134,11 @@ class Packed(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: object,
-        args: tuple[Any, ...] = (),
+        args: tuple[object, ...] = (),
         kwargs: Values | None = None,
-    ) -> Any:
+    ) -> object:
         """What reaches torch after all is done with values."""
         return func(*_plain(args), **_plain(kwargs or {}))
 

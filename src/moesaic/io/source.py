@@ -11,7 +11,6 @@ from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -229,7 +228,7 @@ def check_loaded(info: Values, name: str, layers: int, whole: bool) -> None:
         )
 
 
-def _some(keys: Collection[Any]) -> str:
+def _some(keys: Collection[str | tuple[str, ...]]) -> str:
     """A few names, and how many there are.
 
     >>> _some(["d", "c", "b", "a"])

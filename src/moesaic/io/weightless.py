@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +114,7 @@ def _of_hub(name: str, folder: Path) -> Weightless:
 
     try:
         snapshot_download(name, allow_patterns=["*.json", *SIDE_FILES], local_dir=folder)
-        metadata: Any = HfApi().get_safetensors_metadata(name)
+        metadata = HfApi().get_safetensors_metadata(name)
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
         raise MoesaicError(

@@ -203,14 +203,16 @@ class CondensedLayer(LayerPlan):
 
 
 def _made(
-    layer: nn.Module, arch: Arch, width: int, gated: int, device: str | None = None
+    layer: nn.Module, arch: Arch, width: int, gated: int, device: str | torch.device | None = None
 ) -> CondensedFFN:
     """The module that takes the place of a live layer's FFN, where nothing else is said there."""
     like_0D = arch.nothing_written(layer)
-    place: JSON = {"dtype": like_0D.dtype, "device": device or like_0D.device}
+    device = device or like_0D.device
     act = arch.act_of(layer) if width else nn.Identity()
     more = hands_on(type(arch.ffn_of(layer)).forward)
-    return CondensedFFN(like_0D.shape[1], width, act, gated, more, **place)
+    return CondensedFFN(
+        like_0D.shape[1], width, act, gated, more, device=device, dtype=like_0D.dtype
+    )
 
 
 def hidden_reader(arch: Arch, state: State) -> Tensor:

@@ -7,9 +7,15 @@ A method is a config (what can be asked for, what it says of itself; imports no 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 from moesaic.config import MethodConfig, Verb
 from moesaic.errors import MoesaicError
 from moesaic.registry import Registry, imported
+
+if TYPE_CHECKING:
+    from moesaic.arch.dense import Arch
+    from moesaic.methods.base import Method
 
 VERBS: Registry[Verb] = Registry(
     "moesaic.verbs",
@@ -56,8 +62,8 @@ def methods_of(verb: str) -> dict[str, type[MethodConfig]]:
     return {key.partition(".")[2]: METHODS[key] for key in keys}
 
 
-def implementation(config: MethodConfig) -> object:
+def implementation(config: MethodConfig) -> Method[MethodConfig, Arch]:
     """The :class:`~moesaic.methods.base.Method` that carries a config out; imports torch."""
     method = imported(config.implementation)
     assert callable(method)
-    return method(config)
+    return cast("Method[MethodConfig, Arch]", method(config))

@@ -158,9 +158,9 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             self.config = replace(config, refit=refit)
             yield from filter(None, [why_not])
 
-    def _option(self, name: str) -> Any:
-        """An option that some configs have."""
-        return getattr(self.config, name, False)
+    def _option(self, name: str) -> bool:
+        """Whether an option that some configs have is on."""
+        return bool(getattr(self.config, name, False))
 
     @torch.no_grad()
     def run(self, job: Job[A]) -> Decision:
@@ -174,7 +174,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         needs = {name for method in methods.values() for name in method.needs}
         gram_bytes = max(method.gram_bytes for method in methods.values())
         observation = Observation(job, needs, gram_bytes)
-        calibration, refit = observation.calibration, bool(self._option("refit"))
+        calibration, refit = observation.calibration, self._option("refit")
         request = {
             "config": asdict(config),
             "compare": list(job.args.compare),
@@ -195,7 +195,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
             plans[name] = Plan(config.name, job.base, layers, asdict(method.config), calibration)
             analyses[name] = {i: analysis for i, (_, analysis) in chosen.items()}
         if refit:
-            follow = bool(self._option("progressive"))
+            follow = self._option("progressive")
             plans, refits = recover(job, plans, finished, propagate=follow)
             for name, of_plan in refits.items():
                 analyses[name] = {
@@ -230,7 +230,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
                     missing.setdefault(i, []).append(name)
         if not missing:
             return
-        follow = bool(self._option("progressive"))
+        follow = self._option("progressive")
 
         def decided(observed: Observed) -> tuple[int, dict[str, tuple[LayerPlan, JSON]]]:
             i, stats, site = observed
@@ -262,7 +262,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
     def _at_once(self, job: Job[A], needs: Collection[str], options: Sequence[S]) -> bool:
         """Whether a layer is refitted as it is decided, on the tokens that are at hand."""
         alone = len(options) == 1 and self.final and not self._option("progressive")
-        return bool(self._option("refit")) and alone and shows_tokens(job, needs)
+        return self._option("refit") and alone and shows_tokens(job, needs)
 
     def _key(self, name: str, size: S) -> str:
         """The name under which a layer of a size is kept."""
@@ -281,7 +281,7 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         refit = 0.0
         if self._option("refit"):
             at_once = all(self._at_once(job, self.needs, options) for options in sizes.values())
-            refit = (1.0 if at_once else 2.0) + bool(self._option("progressive"))
+            refit = (1.0 if at_once else 2.0) + self._option("progressive")
         return Outline(
             Plan(self.config.name, job.base, layers, asdict(self.config)),
             exact=all(len(options) == 1 for options in sizes.values()),

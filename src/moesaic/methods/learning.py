@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
 from moesaic.config import MethodConfig
+from moesaic.data.rows import Row
 from moesaic.data.text import Tokens
 from moesaic.data.training import Examples, training_text
 from moesaic.foreign import JSON, Values
@@ -31,7 +32,7 @@ def spent(config: MethodConfig, length: int) -> JSON:
 
 
 def examples_of(
-    job: Job[Arch], config: MethodConfig, text: str | Sequence[Any] | Tokens | Tensor, **how: bool
+    job: Job[Arch], config: MethodConfig, text: str | Sequence[Row] | Tokens | Tensor, **how: bool
 ) -> Examples:
     """Text to train on, in windows or rows as :func:`~moesaic.data.training.training_text` has it.
 

@@ -6,8 +6,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from types import ModuleType, TracebackType
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ _SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 """Instead of llama.cpp's log; kept, or it would be collected while in use."""
 
 
-def library() -> Any:
+def library() -> ModuleType:
     """llama-cpp-python, silent.
 
     Raises:

@@ -118,7 +118,7 @@ def counted(model: Model) -> Iterator[Counts]:
     """Count the routing of everything that runs inside."""
     by_layer = routers(model)
     counts = Counts({i: routing for i, (_, routing) in by_layer.items()})
-    counts.phases = [module.phase for module in phased(model)]
+    counts.phases = [phase for _, phase in phased(model)]
     handles = [
         router.register_forward_hook(_counter(routing, counts))
         for router, routing in by_layer.values()

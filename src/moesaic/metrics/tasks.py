@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from moesaic.foreign import JSON, Tokenizer, Track, Values, silent
 from moesaic.metrics.forward import BATCH, Runner, Whole, all_shares, own_share
 
 if TYPE_CHECKING:
+    from lm_eval.api.model import LM
     from lm_eval.tasks import TaskManager
 
 Pair = tuple[list[int], list[int]]
@@ -336,7 +337,7 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 def harness(
-    lm: Any, task: str | JSON, manager: Any, shots: int | None, limit: int | None
+    lm: LM, task: str | JSON, manager: TaskManager, shots: int | None, limit: int | None
 ) -> Values:
     """One task of lm-eval, in its own Python API.
 
@@ -400,7 +401,7 @@ def _not_ours(error: BaseException, name: str, shots: int | None) -> str | None:
     return None
 
 
-def harness_model(model: Runner, tokenizer: Tokenizer, track: Track, shared: bool) -> Any:
+def harness_model(model: Runner, tokenizer: Tokenizer, track: Track, shared: bool) -> LM:
     """The model as lm-eval takes it.
 
     One in memory is run by lm-eval itself; otherwise lm-eval asks, and its requests are scored

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,8 @@ class CondensedFFN(nn.Module):
         act: the base's activation function.
         gated: neurons that the shared path's gate scales.
         more: the base's block returns a pair, of which the second part is for the router's loss.
-        options: dtype and device.
+        device: of the new parameters.
+        dtype: their type.
     """
 
     def __init__(
@@ -33,18 +33,20 @@ class CondensedFFN(nn.Module):
         act: Callable[[Tensor], Tensor],
         gated: int = 0,
         more: bool = False,
-        **options: Any,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         with warnings.catch_warnings():  # torch warns of an empty matrix; it is what is meant
             warnings.simplefilter("ignore", UserWarning)
-            self.gate_proj = nn.Linear(hidden_size, width, bias=False, **options)
-            self.up_proj = nn.Linear(hidden_size, width, bias=False, **options)
-            self.down_proj = nn.Linear(width, hidden_size, bias=False, **options)
+            self.gate_proj = nn.Linear(hidden_size, width, bias=False, device=device, dtype=dtype)
+            self.up_proj = nn.Linear(hidden_size, width, bias=False, device=device, dtype=dtype)
+            self.down_proj = nn.Linear(width, hidden_size, bias=False, device=device, dtype=dtype)
         self.act_fn = act
         self.gated, self.more = gated, more
         if gated:
-            self.shared_gate = nn.Linear(hidden_size, 1, bias=False, **options)
+            self.shared_gate = nn.Linear(hidden_size, 1, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, None]:
         """The block's output, of the shape of its input (..., D)."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,9 +57,9 @@ class Phase:
         return self.mode == "always" or (self.single and self.mode == "decoding")
 
 
-def phased(model: nn.Module) -> list[Any]:
-    """The modules that leave parts out at decoding; each has its layer's ``phase``."""
-    return [m for m in model.modules() if vars(m).get("phase")]
+def phased(model: nn.Module) -> list[tuple[nn.Module, Phase]]:
+    """The modules that leave parts out at decoding, each with its layer's ``phase``."""
+    return [(m, phase) for m in model.modules() if (phase := vars(m).get("phase"))]
 
 
 @contextmanager
@@ -72,14 +71,14 @@ def set_mode(model: nn.Module, mode: str) -> Iterator[None]:
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is none of {', '.join(MODES)}")
     modules = phased(model)
-    before = [m.phase.mode for m in modules]
-    for module in modules:
-        module.phase.mode = mode
+    before = [phase.mode for _, phase in modules]
+    for _, phase in modules:
+        phase.mode = mode
     try:
         yield
     finally:
-        for module, old in zip(modules, before, strict=True):
-            module.phase.mode = old
+        for (module, phase), old in zip(modules, before, strict=True):
+            phase.mode = old
             if old != mode:
                 for tally in getattr(module, "tallies", {}).values():
                     tally.clear()

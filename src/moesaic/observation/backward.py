@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,7 +44,7 @@ def backward(
     states, kwargs = stream.record()
     batches = len(states)
     entering, gradients = Spill(LIMIT), Spill(LIMIT)
-    handed: list[list[Any]] = []
+    handed: list[list[object]] = []
     try:
         for block in stream.blocks(kwargs):
             for before in states:
@@ -67,7 +66,7 @@ def backward(
 
 
 def _through(
-    block: Block, entering: Spill, handed: list[Any], gradients: Spill, batches: int
+    block: Block, entering: Spill, handed: list[object], gradients: Spill, batches: int
 ) -> None:
     """Every batch back through one layer; ``gradients`` become those at what enters it."""
     for b in range(batches):

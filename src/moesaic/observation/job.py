@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import nn
 
 from moesaic.arch.dense import PREFIX, Arch
 from moesaic.config import RunArgs
+from moesaic.data.rows import Row
 from moesaic.data.text import (
     SAMPLES,
     Tokens,
@@ -135,7 +136,7 @@ class Job(Generic[A_co]):
         text.check(config)
         return text
 
-    def _drawn(self, text: Any, samples: int | None) -> Tokens:
+    def _drawn(self, text: str | Sequence[Row], samples: int | None) -> Tokens:
         """So many windows of a text."""
         calibration, most = self.args.calibration, positions(self.original.config)
         return calibration_tokens(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ from moesaic.errors import MoesaicError
 from moesaic.observation.backward import BACK, kept_for_backward
 from moesaic.observation.curvature import Curvature, curvatures
 from moesaic.observation.experts import PARTS, ExpertStats, gram_room, observed
-from moesaic.observation.files import from_file
+from moesaic.observation.files import StatsFile, from_file
 from moesaic.observation.job import Job
 from moesaic.observation.neurons import (
     NeuronStats,
@@ -76,7 +75,7 @@ class Observation:
         self._file = self._opened(path) if path and self.needs else None
         self.reads_text = self._file is None and bool(self.needs - OF_WEIGHTS)
 
-    def _opened(self, path: str) -> Any:
+    def _opened(self, path: str) -> StatsFile:
         lacking = [words for name, words in MODEL.items() if name in self.needs]
         if lacking:
             raise MoesaicError(

@@ -167,7 +167,7 @@ class Block:
     index: int
     layer: nn.Module
     _kwargs: list[list[JSON]]
-    _carried: dict[Key, Any] = field(default_factory=dict)
+    _carried: dict[Key, object] = field(default_factory=dict)
     """What layers hand on beside hidden states."""
 
     @property
@@ -186,7 +186,7 @@ class Block:
         self._carried[(0, batch, self.index - 1)] = handed
         return self._made(self.layer, states, (0, batch, self.index))
 
-    def handed(self, states: Spill) -> list[Any]:
+    def handed(self, states: Spill) -> list[object]:
         """By batch what the layer before handed on beside hidden states that passed it."""
         before = self.index - 1
         return [self._carried.get((id(states), b, before)) for b in range(len(states))]
@@ -437,7 +437,7 @@ class LayerStream(Generic[V_co]):
             stop: the layer to end before; None for all.
             order: the layers in another order, such as backward.
         """
-        carried: dict[Key, Any] = {}
+        carried: dict[Key, object] = {}
         for i in range(self.count if stop is None else stop) if order is None else order:
             with self._open_layer(i):
                 yield Block(i, self.arch.layers(self.model)[i], kwargs, carried)
@@ -549,7 +549,7 @@ class LayerStream(Generic[V_co]):
             yield
 
 
-def _standing_in(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..., Any]:
+def _standing_in(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..., object]:
     """A layer's forward that takes and returns what the layer's own does."""
     _, _, *names = inspect.signature(type(layer).forward).parameters
     handing = hands_on(type(layer).forward)

@@ -5,10 +5,10 @@ Shape suffixes: T tokens of a batch, N of them, I inputs, E experts, D hidden si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ def tapped(
         def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             notify(Event(path, _counted(args[0].flatten(0, -2), real[0])))
 
-        def after(module: Any, args: object, out: Tensor) -> None:
+        def after(module: nn.Linear, args: object, out: Tensor) -> None:
             weight_OI, of_batch = module.weight.detach(), real[0]
             out.register_hook(
                 lambda g: notify(Event(path, _counted(g.flatten(0, -2) @ weight_OI, of_batch)))
@@ -160,16 +160,19 @@ class _Experts:
         return y_TD.view_as(x)
 
 
-class Squares:
+K = TypeVar("K", bound=Hashable)
+
+
+class Squares(Generic[K]):
     """Sums of squares over tokens, by any key: (E, I), one row where there are no experts."""
 
     def __init__(self) -> None:
-        self.sums: dict[Any, Tensor] = {}
+        self.sums: dict[K, Tensor] = {}
         """float64 (E, I), on the CPU."""
-        self.counts: dict[Any, Tensor] = {}
+        self.counts: dict[K, Tensor] = {}
         """int64 (E,): tokens."""
 
-    def add(self, key: object, x_NI: Tensor, expert: int | None = None, experts: int = 1) -> None:
+    def add(self, key: K, x_NI: Tensor, expert: int | None = None, experts: int = 1) -> None:
         """Take tokens in; products are made in their own type."""
         if key not in self.sums:
             self.sums[key] = torch.zeros(experts, x_NI.shape[-1], dtype=torch.float64)
@@ -177,7 +180,7 @@ class Squares:
         self.sums[key][expert or 0] += square_sums(x_NI)
         self.counts[key][expert or 0] += len(x_NI)
 
-    def mean(self, key: object) -> Tensor:
+    def mean(self, key: K) -> Tensor:
         """Of each row over its own tokens (E, I); 0 where there were none."""
         return self.sums[key] / self.counts[key].clamp(min=1)[:, None]
 

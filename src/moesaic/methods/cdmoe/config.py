@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from moesaic.config import Former, MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Values
+from moesaic.foreign import JSON, Values
 from moesaic.ladder import Ladder, Rung, Shape
 
 CD_MOE = (
@@ -142,7 +142,7 @@ class CondenseConfig(MethodConfig):
         parts = {max(1, round(share * model.layers)) for share in (1 / 6, 1 / 3, 1 / 2)}
         for kind in kinds:
             most = model.layers - (kind == "nothing" and model.first_routes)
-            options: dict[str, Any] = {"keep": kind}
+            options: JSON = {"keep": kind}
             if model.layers > SEARCHED:
                 options["layer_search"] = "rank" if kind == "shared" else "cosine"
             if model.native:  # such a result has no gate token by token

@@ -40,7 +40,8 @@ def gradient_sizes(
         wanted: projections by decoder layer.
         track: shows progress.
     """
-    squares, arch = Squares(), stream.arch
+    squares: Squares[Key] = Squares()
+    arch = stream.arch
 
     def watch(block: Block) -> AbstractContextManager[None]:
         take = partial(_take, squares, block.index, arch.experts_in(block.layer))
@@ -54,12 +55,12 @@ def gradient_sizes(
     }
 
 
-def _take(squares: Squares, layer: int, experts: int, event: Event) -> None:
+def _take(squares: Squares[Key], layer: int, experts: int, event: Event) -> None:
     count = 1 if event.expert is None else experts
     squares.add((layer, event.path), event.x_NI.double(), event.expert, count)
 
 
-def _size(squares: Squares, key: Key, experts: bool) -> Tensor:
+def _size(squares: Squares[Key], key: Key, experts: bool) -> Tensor:
     """The root of the mean square (I), of experts (E, I)."""
     mean_EI, calls_E = squares.mean(key), squares.counts[key]
     if not experts:

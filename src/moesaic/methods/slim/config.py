@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from moesaic.config import Former, MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
-from moesaic.foreign import Values
+from moesaic.foreign import JSON, Values
 from moesaic.ladder import FINEST, Ladder, Shape, shares_of
 from moesaic.methods.slim.scores import SCORES, Compared, Score
 
@@ -97,7 +97,7 @@ class SlimConfig(MethodConfig):
             )
 
         yield ladder("slim", model.widths)
-        best, shares, options = "slim", model.widths, dict[str, Any]()
+        best, shares, options = "slim", model.widths, JSON()
         if model.uneven:
             one_each = -(-FINEST // model.width)
             shares, options = shares_of(FINEST, one_each), {"allocate": "experts", "multiple": 1}

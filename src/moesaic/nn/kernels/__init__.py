@@ -12,7 +12,7 @@ import logging
 from functools import cache
 from math import prod
 from struct import pack
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -36,23 +36,24 @@ TYPES = (torch.float32, torch.bfloat16)
 
 
 @cache
-def fast(kind: str = "cpu") -> Any:
+def fast(kind: str = "cpu") -> ModuleType | None:
     """The module of compiled functions for a type of device; None where there are none, which is
     said once."""
-    module: Any = None
     try:
         if kind == "cpu":
-            from moesaic.nn.kernels import cpu as module
+            from moesaic.nn.kernels import cpu
 
             one = torch.ones(1)
             at = one.data_ptr()  # compiles, or says why not
-            module.sums(at, 0, at, 1, 0, 0, at, 1, 1, 1, 1, 0, 0, size=1)
-        elif kind == "cuda":
-            from moesaic.nn.kernels import gpu as module
+            cpu.sums(at, 0, at, 1, 0, 0, at, 1, 1, 1, 1, 0, 0, size=1)
+            return cpu
+        if kind == "cuda":
+            from moesaic.nn.kernels import gpu
 
             one = torch.ones(1, 1, device=kind)
-            module.sums(one, one, None, 0.0, None)
-        elif kind != "meta":
+            gpu.sums(one, one, None, 0.0, None)
+            return gpu
+        if kind != "meta":
             raise RuntimeError("neither numba nor Triton knows it")
     except Exception as error:  # whatever a compiler may raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -60,8 +61,7 @@ def fast(kind: str = "cpu") -> Any:
             "No compiled functions for %s here (%.100s): decoding leaves out no channels, "
             "and is not faster for them.", kind, reason,
         )  # fmt: skip
-        return None
-    return module
+    return None
 
 
 def reads_rows(device: torch.device, dtype: torch.dtype) -> bool:
@@ -125,9 +125,10 @@ class Product:
         self.rows_GIO, self.scale_GI = rows_GIO, scale_GI
         self.keep, self.threshold = keep, threshold
         self.inputs, self.outputs = rows_GIO.shape[-2:]
-        self.compiled = fast(rows_GIO.device.type)
-        if not reads_rows(rows_GIO.device, rows_GIO.dtype):
+        compiled = fast(rows_GIO.device.type)
+        if compiled is None or not reads_rows(rows_GIO.device, rows_GIO.dtype):
             raise TypeError(f"no compiled functions for {rows_GIO.dtype} on {rows_GIO.device}")
+        self.compiled = compiled
         self.held_GI = None if scale_GI is None else scale_GI.float().contiguous()
         self.fixed = (
             0 if self.held_GI is None else self.held_GI.data_ptr(), rows_GIO.data_ptr(),
@@ -191,7 +192,7 @@ def rows_of(weight: Tensor) -> Tensor:
 
 
 def by_triton(
-    compiled: Any,
+    compiled: ModuleType,
     x_TI: Tensor,
     rows_GIO: Tensor,
     scale_GI: Tensor | None,

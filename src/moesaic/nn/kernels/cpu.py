@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -24,7 +25,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.unsafe.ndarray import to_fixed_tuple
 
-_OPTIONS: Any = {"fastmath": {"contract", "reassoc", "nsz"}, "nogil": True, "error_model": "numpy"}
+_OPTIONS: dict[str, object] = {
+    "fastmath": {"contract", "reassoc", "nsz"},
+    "nogil": True,
+    "error_model": "numpy",
+}
 
 
 @intrinsic
@@ -292,7 +297,7 @@ def _compiled() -> tuple[Any, Any]:
 
 
 @cache
-def _torch_threads() -> Any:
+def _torch_threads() -> Callable[..., object] | None:
     """OpenMP's own entry, in the library that torch has loaded; None where it has another."""
     try:
         run = ctypes.CDLL(torch._C.__file__).GOMP_parallel
