@@ -121,6 +121,7 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "gemma4_text": {"enable_moe_block": True},
+    "llama4_text": {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 96},
     **dict.fromkeys(("qwen3_vl_moe_text", "qwen3_vl_text"), sections(2, 1, 1)),
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "glm_image_text"), sections(2, 1, 1)),
     **dict.fromkeys(("glm4v_moe_text", "glm4v_text", "glm_ocr_text"), sections(1, 1, 0)),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from builders import equal, saved, weights
-from contract import beside, held, logits
+from builders import equal, loaded, saved, weights
+from contract import TOKENS, beside, held, logits
 from safetensors.torch import save_file
 from shrunken import TYPES, small_config, small_model, small_whole
 
 import moesaic
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.tried import tried
+from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.forms import forms
@@ -24,12 +26,19 @@ from moesaic.io.source import Source, resolve
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.cdmoe.config import KEEPS
 from moesaic.methods.cdmoe.method import obstacle
+from moesaic.methods.lexi.config import LExIConfig
+from moesaic.methods.naee.config import PruneConfig, SkipConfig
 from moesaic.methods.sft.config import TuneConfig
+from moesaic.methods.slim.config import SlimConfig
+from moesaic.metrics.routing import counted
+from moesaic.observation.neurons import observe_neurons, watching, weight_stats
+from moesaic.observation.stream import LayerStream
 from moesaic.plan import Plan
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
+TEXT = Tokens(TOKENS)
 SOME = (
     "afmoe",  # sentences to a router with a bias of its block
     "gemma4_text",  # experts in the decoder layer itself, with norms of their own
@@ -38,6 +47,7 @@ SOME = (
     "hunyuan_v1_moe",  # no attribute for the shared path
     "jamba",  # experts and dense layers of one width
     "laguna",  # a factor of the block
+    "llama4_text",  # scores that scale what experts are given, layers that route by a list
     "qwen3_5_moe",  # a part that sees
     "nemotron_h",  # layers without FFN, experts without gates, another prefix on disk
     "stablelm",
@@ -65,6 +75,7 @@ def test_it_does_what_is_said_of_it(model_type):
         ("kimi_k25", "deepseek_v3"),
         ("mistral3", "mistral"),
         ("gemma4", "gemma4_text"),
+        ("llama4", "llama4_text"),
     ],
 )
 def test_parts_beside_a_language_model_keep_their_bytes(whole: str, language: str) -> None:
@@ -119,6 +130,47 @@ def test_experts_in_the_decoder_layer_itself_are_not_condensed(tmp_path: Path) -
     layer = arch.layers(model)[0]
     for keep in KEEPS:
         assert "stand in the decoder layer" in obstacle(arch.view(layer), layer, keep)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", ["gemma4_text", "llama4_text", "nemotron_h", "qwen2_moe"])
+def test_what_passes_experts_is_what_their_view_says(model_type: str) -> None:
+    """One by one in the place of their module, they make the same of the same."""
+    model = small_model(model_type)
+    arch = base_arch(model.config)
+    i = arch.moe_layers(model)[0]
+    layer = arch.layers(model)[i]
+    seen, before = weight_stats(arch.view(layer)), logits(model)
+    with counted(model) as routed, watching(layer, arch, seen, iter([None])):
+        torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-5)
+    (wanted,) = (observe_neurons(s) for s in LayerStream(model, arch, TEXT, [i], view=arch.view))
+    assert seen.calls_E.tolist() == wanted.calls_E.tolist() == routed[i].counts
+    torch.testing.assert_close(seen.energy_EM, wanted.energy_EM, rtol=1e-3, atol=1e-9)
+
+
+@torch.no_grad()
+def test_scores_of_one_expert_a_token_scale_what_it_is_given(tmp_path: Path) -> None:
+    """Llama 4 as it is published: Eq. 3's loss is the block's own, and nothing can be skipped."""
+    model = small_model("llama4_text", num_experts_per_tok=1)
+    arch = base_arch(model.config)
+    i = arch.moe_layers(model)[0]
+    block = arch.ffn_of(arch.layers(model)[i])
+    entered: list[torch.Tensor] = []
+    block.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
+    logits(model)
+    config = PruneConfig(keep=5, refit=False)
+    result = moesaic.prune(copy.deepcopy(model), config, text=TEXT)
+    pruned = arch.ffn_of(arch.layers(result.model)[i])
+    error = (pruned(entered[0])[0] - block(entered[0])[0]).norm().item()
+    assert result.analyses[i]["loss"] == pytest.approx(error, rel=1e-4)
+    assert result.model.config.model_type == "llama4_text"
+    alike = SlimConfig(keep=0.5, shared=0.5, allocate="uniform", refit=False)
+    narrow = loaded(moesaic.slim(copy.deepcopy(model), alike, text=TEXT).save(tmp_path / "out"))
+    assert (narrow.config.model_type, narrow.config.intermediate_size) == ("llama4_text", 32)
+    assert narrow.config.intermediate_size_mlp == 96
+    for skipping in (SkipConfig(), LExIConfig(top_k=2)):
+        with pytest.raises(MoesaicError, match="nothing to skip|from 1 to 1 works"):
+            moesaic.skip(model, skipping, text=TEXT)
 
 
 def test_a_result_that_is_the_language_model_alone_says_so(

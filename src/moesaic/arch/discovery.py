@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, AttentionNames, FFNNames
-from moesaic.arch.mixture import MoEArch
+from moesaic.arch.mixture import ROUTED, MoEArch
 from moesaic.arch.routing import RouterParts, RoutingFunction, arguments, place, set_top_k, unbound
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
@@ -37,6 +37,7 @@ DENSE_LAYERS = (
     "moe_layer_start_index",
     "num_dense_layers",
     "mlp_layer_types",
+    ROUTED,
 )
 GROUPS = ("n_group", "num_expert_group")
 CHOSEN = ("per_tok", "topk", "top_k", "moe_k")
@@ -65,6 +66,9 @@ IN_LAYER = {
     )
 }
 """Of experts that stand in the decoder layer itself, beside others: no rule can tell which."""
+INWARD = ("llama4_text",)
+"""Of routers whose scores multiply what experts are given, which do not follow transformers'
+interface and are (inputs, outputs): no rule can tell."""
 _FOUND: dict[str, Arch] = {}
 
 
@@ -108,7 +112,7 @@ def of_model(model: Model, config: Config) -> Arch:
     if path is None:
         raise Unknown(f"{name}: no list of {config.num_hidden_layers} decoder layers was found.")
     layers = list(model.get_submodule(path))
-    routed = [layer for layer in layers if _experts_paths(layer)]
+    routed = [layer for layer in layers if _experts_paths(name, layer)]
     if routed:
         return _mixture(name, path, layers, routed, config)
     return _dense(name, path, layers, config)
@@ -214,14 +218,15 @@ def _attention(layer: nn.Module) -> tuple[str, AttentionNames]:
 # --- mixtures of experts -------------------------------------------------------------------------
 
 
-def _experts_paths(layer: nn.Module) -> list[str]:
+def _experts_paths(name: str, layer: nn.Module) -> list[str]:
     """The modules of a decoder layer that follow transformers' interface of experts."""
-    return [path for path, m in layer.named_modules() if hasattr(m, "has_post_expert_norm")]
+    mark = "gate_up_proj" if name in INWARD else "has_post_expert_norm"
+    return [path for path, m in layer.named_modules() if hasattr(m, mark)]
 
 
 def _experts_place(name: str, routed: Sequence[nn.Module]) -> tuple[str, str]:
     """The path of the block that holds the experts in every routed layer, and their name in it."""
-    places = {tuple(_experts_paths(layer)) for layer in routed}
+    places = {tuple(_experts_paths(name, layer)) for layer in routed}
     if len(places) != 1 or len(*places) != 1:
         raise Unknown(f"{name}: its layers have experts at several places: {sorted(places)}.")
     ((place,),) = places
@@ -240,11 +245,12 @@ def _mixture(
     layer = routed[0]
     block = layer.get_submodule(block_path)
     experts = block.get_submodule(leaf)
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):
         raise Unknown(f"{name}: a norm is behind every expert.")
     down: Tensor = experts.get_parameter("down_proj")
-    count, width = down.shape[0], down.shape[1 if experts.is_transposed else 2]
-    parts = _router(name, block, leaf, count)
+    transposed = bool(getattr(experts, "is_transposed", name in INWARD))
+    count, width = down.shape[0], down.shape[1 if transposed else 2]
+    parts = replace(_router(name, block, leaf, count), inward=name in INWARD)
     for other in routed:
         _check_router(name, other.get_submodule(block_path), parts)
     norms, gate = IN_LAYER.get(name), None
@@ -268,8 +274,8 @@ def _mixture(
         count=_counting(name, said, count),
         width=_widening(name, said, width),
         chosen=_choosing(said, block.get_submodule(parts.router), parts),
-        transposed=bool(experts.is_transposed),
-        alternating=not experts.is_concatenated,
+        transposed=transposed,
+        alternating=not getattr(experts, "is_concatenated", True),
         parts=parts,
         experts=leaf,
         shared=shared,

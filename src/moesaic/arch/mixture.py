@@ -24,6 +24,8 @@ from moesaic.foreign import JSON, Config
 
 PLAIN = FFNNames()
 ROUTER = RouterParts()
+ROUTED = "moe_layers"
+"""The config attribute that lists the layers that route, where it is that one."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class MoEArch(Arch):
     """The shared path's width in widths of a routed expert, where no attribute of the config says
     it; 0 where one does."""
     dense_layers: str | None = None
-    """The config attribute that says which layers are dense: a list of their numbers, of all
-    layers' types, or how many of the first."""
+    """The config attribute that says which layers are dense: a list of their numbers, or of the
+    others', of all layers' types, or how many of the first."""
     never: str | None = None
     """Tensor of the block that, at its lowest, keeps an expert from ever being chosen and changes
     nothing else; None where there is none. (Ernie's choice bias is none: its softmax would still
@@ -163,7 +165,7 @@ class MoEArch(Arch):
             return super().nothing_written(layer)
         experts = self.mixture(layer).experts
         down = experts.down_proj
-        return down.new_empty(0, down.shape[2 if experts.is_transposed else 1])
+        return down.new_empty(0, down.shape[2 if self.transposed else 1])
 
     def enter(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
         return super().enter(ffn if self.entry is None else ffn.get_submodule(self.entry), seen)
@@ -247,6 +249,8 @@ class MoEArch(Arch):
         if self.dense_layers is None:
             return None
         said = getattr(config, self.dense_layers)
+        if self.dense_layers == ROUTED:
+            return {ROUTED: [i for i in range(config.num_hidden_layers) if i not in layers]}
         if isinstance(said, list) and said and isinstance(said[0], str):
             kinds = ("dense" if i in layers else "sparse" for i in range(len(said)))
             return {self.dense_layers: list(kinds)} if {*said} <= {"dense", "sparse"} else None
@@ -286,7 +290,10 @@ class MoEArch(Arch):
 
 
 class Experts(nn.Module):
-    """What the modules have that hold all experts of a layer; they are transformers' own."""
+    """What the modules have that hold all experts of a layer; they are transformers' own.
+
+    Llama 4's have matrices and ``act_fn`` alone.
+    """
 
     down_proj: Tensor
     """Of all experts (E, D, M), or (E, M, D) where it ``is_transposed``; so are the others."""
@@ -307,7 +314,11 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True)
 class MoEFFN:
-    """A routed block: ``y = sum_i w_i(x) f_i(x) + shared(x)``; tensors are the module's own."""
+    """A routed block: ``y = sum_i w_i(x) f_i(x) + shared(x)``; tensors are the module's own.
+
+    Where a router's score scales what an expert F_i is given, ``f_i(x) = F_i(w_i x) / w_i``, with
+    the weight that the expert has whenever it is chosen: w_i f_i is what it adds to y.
+    """
 
     arch: MoEArch
     block: nn.Module
@@ -337,12 +348,22 @@ class MoEFFN:
     @property
     def width(self) -> int:
         """Neurons of one expert."""
-        return int(self.experts.down_proj.shape[1 if self.experts.is_transposed else 2])
+        return int(self.experts.down_proj.shape[1 if self.arch.transposed else 2])
+
+    @property
+    def gated(self) -> bool:
+        """Experts have gates."""
+        return bool(getattr(self.experts, "has_gate", True))
+
+    @property
+    def biased(self) -> bool:
+        """Experts' projections have biases."""
+        return bool(getattr(self.experts, "has_bias", False))
 
     @property
     def matrices(self) -> tuple[str, str]:
         """The names of the experts' matrices: up, gates with it where there are any, and down."""
-        return ("gate_up_proj" if self.experts.has_gate else "up_proj"), "down_proj"
+        return ("gate_up_proj" if self.gated else "up_proj"), "down_proj"
 
     def matrix(self, name: str) -> Tensor:
         """A matrix of all experts, as their module holds it."""
@@ -367,26 +388,63 @@ class MoEFFN:
     def weights_of(self, i: int) -> tuple[Tensor, ...]:
         """gate (M, D) if there is one, up (M, D) and down (D, M) of expert ``i``, views."""
         both, down = (self.matrix(name)[i] for name in self.matrices)
-        if self.experts.is_transposed:
+        if self.arch.transposed:
             both, down = both.T, down.T
-        if not self.experts.has_gate:
+        if not self.gated:
             return both, down
-        gate, up = both.chunk(2) if self.experts.is_concatenated else (both[::2], both[1::2])
+        gate, up = (both[::2], both[1::2]) if self.arch.alternating else both.chunk(2)
         return gate, up, down
 
     def hidden(self, i: int, x_TD: Tensor) -> Tensor:
         """The input of expert ``i``'s down projection (T, M)."""
+        if not self.arch.parts.inward:
+            return self.activated(i, self.before(x_TD))
+        w_TE = self.routing.of_fewer(self.count).weights(self.logits(x_TD))
+        w_T1 = w_TE[:, i, None].to(x_TD.dtype).clamp(min=torch.finfo(x_TD.dtype).tiny)
+        return self.activated(i, w_T1 * x_TD) / w_T1
+
+    def activated(self, i: int, x_TD: Tensor) -> Tensor:
+        """The same for what expert ``i`` itself is given."""
         m, name = self.experts, self.matrices[0]
         up = self.matrix(name)[i]
-        bias = self.matrix(f"{name}_bias")[i] if m.has_bias else None
-        up_TM = F.linear(self.before(x_TD), up.T if m.is_transposed else up, bias)
-        return m._apply_gate(up_TM) if m.has_gate else m.act_fn(up_TM)
+        bias = self.matrix(f"{name}_bias")[i] if self.biased else None
+        up_TM = F.linear(x_TD, up.T if self.arch.transposed else up, bias)
+        if not self.gated:
+            return m.act_fn(up_TM)
+        if not hasattr(m, "_apply_gate"):
+            gate_TM, up_TM = up_TM.chunk(2, dim=-1)
+            return m.act_fn(gate_TM) * up_TM
+        return m._apply_gate(up_TM)
+
+    def given(self, x_RD: Tensor, *routed: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """What the experts' module is called with, taken apart.
+
+        Args:
+            x_RD: its rows: tokens; or every expert's tokens in turn, zero where it does not run.
+            routed: the chosen experts and their weights (T, K), where the module is told.
+
+        Yields:
+            each expert that runs: its number, its rows (N,), these (N, D), and what its output is
+            multiplied by (N, 1).
+        """
+        for i in range(self.count):
+            if routed:
+                chosen_TK, weights_TK = routed
+                rows, place_N = (chosen_TK == i).nonzero(as_tuple=True)
+                weights_N1 = weights_TK[rows, place_N, None]
+            else:
+                tokens = len(x_RD) // self.count
+                runs_T = (x_RD[i * tokens : (i + 1) * tokens] != 0).any(1)
+                rows = i * tokens + runs_T.nonzero().flatten()
+                weights_N1 = x_RD.new_ones(len(rows), 1)
+            if len(rows):
+                yield i, rows, x_RD[rows], weights_N1
 
     def written(self, i: int, h_TM: Tensor) -> Tensor:
         """What expert ``i``'s down projection makes of its input (T, D)."""
         m = self.experts
-        down = m.down_proj[i].T if m.is_transposed else m.down_proj[i]
-        return F.linear(h_TM, down, m.down_proj_bias[i] if m.has_bias else None)
+        down = m.down_proj[i].T if self.arch.transposed else m.down_proj[i]
+        return F.linear(h_TM, down, m.down_proj_bias[i] if self.biased else None)
 
     def expert(self, i: int, x_TD: Tensor) -> Tensor:
         """f_i(x), the output of expert ``i`` without its weight (T, D)."""
@@ -418,7 +476,7 @@ class MoEFFN:
 
     def bias_sum(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
         """The sum of the experts' output biases times their combine weights (T, D); 0 without."""
-        if not self.experts.has_bias:
+        if not self.biased:
             return 0.0
         return self.combine_weights(x_TD, allowed_E) @ self.experts.down_proj_bias.float()
 
@@ -477,11 +535,11 @@ class MoEFFN:
     @property
     def odd(self) -> str:
         """What sets the experts' matrices apart from gate, up and down; "" where nothing does."""
-        if not self.experts.has_gate:
+        if not self.gated:
             return "its experts have no gates"
-        if self.experts.has_bias:
+        if self.biased:
             return "its experts have biases"
-        if self.experts.is_transposed or not self.experts.is_concatenated:
+        if self.arch.transposed or self.arch.alternating:
             return "its experts lie in memory in another way"
         return ""
 
@@ -513,7 +571,7 @@ class MoEFFN:
                 logits_TE = logits(out)
                 allowed_TE = allowed_E.to(logits_TE.device).expand_as(logits_TE)
                 weights_TK, chosen_TK = self.routing.restricted(logits_TE, allowed_TE)
-                return out[0], weights_TK.to(out[1].dtype), chosen_TK
+                return self.arch.parts.written(out, weights_TK, chosen_TK)
 
             handle = self.router.register_forward_hook(route)
             try:

@@ -44,6 +44,9 @@ class RouterParts:
     """The block's own attribute by which it multiplies what the experts make."""
     top_k: str = "top_k"
     """The router's own number of experts a token, or that of its config."""
+    inward: bool = False
+    """The router returns every expert's score, zero where it is not chosen, and then the logits; a
+    score multiplies what its expert is given instead of what it makes."""
     apart: bool = False
     """The projection is not given hidden states as they are, or what it makes is not what the
     router says first: logits are seen behind the projection itself."""
@@ -52,7 +55,7 @@ class RouterParts:
     def projected(self, router: nn.Module) -> Iterator[Callable[[tuple[Tensor, ...]], Tensor]]:
         """Inside, a function from what the router returns to the logits (N, E) that it chose by."""
         if not self.apart:
-            yield lambda out: out[0]
+            yield lambda out: out[1 if self.inward else 0]
             return
         last: list[Tensor] = []
         projection = router.get_submodule(self.projection)
@@ -61,6 +64,23 @@ class RouterParts:
             yield lambda _: last.pop()
         finally:
             handle.remove()
+
+    def read(self, router: nn.Module, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The logits (N, E), the chosen experts' weights and their numbers (N, K) of an output."""
+        if not self.inward:
+            return out
+        scores_NE, logits_NE = out
+        return (logits_NE, *scores_NE.topk(attrgetter(self.top_k)(router), dim=-1))
+
+    def written(
+        self, out: tuple[Tensor, ...], weights_NK: Tensor, chosen_NK: Tensor
+    ) -> tuple[Tensor, ...]:
+        """A router's output as it would be with other experts; the inverse of :meth:`read`."""
+        if not self.inward:
+            return out[0], weights_NK.to(out[1].dtype), chosen_NK
+        scores_NE, logits_NE = out
+        none_NE = torch.zeros_like(scores_NE)
+        return none_NE.scatter(1, chosen_NK, weights_NK.to(scores_NE.dtype)), logits_NE
 
     @property
     def projection(self) -> str:
@@ -179,8 +199,7 @@ class RoutingFunction:
             given = {**given, self._outside: bias_E.to(logits_NE.device)}
         if self._parts.lifted:
             x_NE = x_NE[None]
-        routed: tuple[Tensor, ...] = self._forward(self._router, x_NE, **given)
-        return routed
+        return self._parts.read(self._router, self._forward(self._router, x_NE, **given))
 
     def weights(self, logits_NE: Tensor, allowed_NE: Tensor | None = None) -> Tensor:
         """w, the combine weight of every expert, zero for those not chosen (N, E), float32."""

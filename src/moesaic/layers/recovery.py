@@ -259,7 +259,7 @@ def _missing(site: Seen[MoEFFN], layer: Staying, parts: dict[int, _Part]) -> tup
 
 def _placed(layer: Staying, view: MoEFFN, parts: dict[int, _Part]) -> Tensor:
     """The experts' down projections by place, zero where there is none (E, D, W)."""
-    fused, transposed = view.experts.down_proj, view.experts.is_transposed
+    fused, transposed = view.experts.down_proj, view.arch.transposed
     room = max(len(part.order_W) for part in parts.values())
     new_DW = []
     for i in layer.kept:

@@ -463,7 +463,7 @@ class LayerStream(Generic[V_co]):
                     return last.to(states.device)
 
                 with self._replaced(replay), torch.set_grad_enabled(gradients):
-                    run = self.model if logits else self.model.base_model
+                    run = self.model if logits else self._body
                     result = self._run(run, batch)[0]
                 yield result, batch
 
@@ -525,9 +525,17 @@ class LayerStream(Generic[V_co]):
         with self._open_rest(), self._replaced(identity):
             for batch in self._batches:
                 kwargs.append([])
-                self._run(self.model.base_model, batch)
+                self._run(self._body, batch)
                 hidden.append(first.pop())
         return hidden, kwargs
+
+    @property
+    def _body(self) -> Model:
+        """The model without its head."""
+        body: Model = self.model.base_model
+        if body is not self.model:
+            return body
+        return self.model.get_submodule(self.arch.layers_path.rpartition(".")[0])  # Llama 4
 
     def _run(self, model: Model, batch: Tokens) -> Sequence[Tensor]:
         device = self.model.get_input_embeddings().weight.device

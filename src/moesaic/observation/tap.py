@@ -117,16 +117,10 @@ class _Experts:
     """Of the batch at hand the tokens that count (T,)."""
     gradients: bool
 
-    def each(
-        self, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor
-    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Each expert that runs: its number, its tokens' rows, their weights (N, 1), and h."""
-        for i in range(self.view.count):
-            rows, place_N = (chosen_TK == i).nonzero(as_tuple=True)
-            if not len(rows):
-                continue
-            x_NI, weights_N1 = x_TD[rows], weights_TK[rows, place_N, None]
-            h_NI = self.view.hidden(i, x_NI)
+    def each(self, x_RD: Tensor, *routed: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+        """Each expert that runs: its number, its rows, their weights (N, 1), and h."""
+        for i, rows, x_NI, weights_N1 in self.view.given(x_RD, *routed):
+            h_NI = self.view.activated(i, x_NI)
             up, down = self.view.matrices
             for name, taken_NI in ((up, x_NI), (down, h_NI)):
                 if name in self.tensors:
@@ -134,7 +128,10 @@ class _Experts:
             yield i, rows, weights_N1, h_NI
 
     def _show(self, path: str, i: int, rows: Tensor, x_NI: Tensor, weights_N1: Tensor) -> None:
-        real_N = None if self.real[0] is None else self.real[0].to(rows.device)[rows]
+        real_N = None
+        if self.real[0] is not None:
+            real_T = self.real[0].to(rows.device)
+            real_N = real_T[rows % len(real_T)]
 
         def show(shown_NI: Tensor) -> None:
             counted_N1 = _counted(weights_N1, real_N)
@@ -150,14 +147,14 @@ class _Experts:
         for _made in self.each(args[0].flatten(0, -2), *args[1:3]):
             pass
 
-    def forward(self, x: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *routed: Tensor) -> Tensor:
         """Instead of the experts' own forward."""
-        x_TD = x.flatten(0, -2)
-        y_TD = torch.zeros_like(x_TD)
-        for i, rows, weights_N1, h_NI in self.each(x_TD, chosen_TK, weights_TK):
+        x_RD = x.flatten(0, -2)
+        y_RD = torch.zeros_like(x_RD)
+        for i, rows, weights_N1, h_NI in self.each(x_RD, *routed):
             written_ND = self.view.written(i, h_NI) * weights_N1
-            y_TD.index_add_(0, rows, written_ND.to(y_TD.dtype))
-        return y_TD.view_as(x)
+            y_RD.index_add_(0, rows, written_ND.to(y_RD.dtype))
+        return y_RD.view_as(x)
 
 
 K = TypeVar("K", bound=Hashable)

@@ -51,7 +51,8 @@ def projections(layer: nn.Module, arch: Arch, use: LayerUse, where: str) -> list
     if isinstance(arch, MoEArch) and arch.is_moe(layer):
         view = arch.mixture(layer)
         path = f"{arch.inside}{arch.experts}"
-        if not type(view.experts).__module__.startswith(_OURS):
+        ours = type(view.experts).__module__.startswith(_OURS)
+        if view.matrices == EXPERTS and not (ours or arch.parts.inward):
             for name in EXPERTS:
                 weight = getattr(view.experts, name)
                 inputs, outputs = weight.shape[1:] if arch.transposed else weight.mT.shape[1:]

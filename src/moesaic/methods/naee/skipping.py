@@ -117,6 +117,11 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
             )
         for i in layers:
             self.rule(job.arch.mixture(job.layers[i]).top_k)
+        if job.arch.parts.inward:
+            raise MoesaicError(
+                f"A router of {job.arch.model_type} scales what experts are given: those that stay "
+                "cannot take over the weight of others. skip --top-k N works."
+            )
         return {i: [beta] for i, beta in zip(layers, betas or [None] * len(layers), strict=True)}
 
     def decide(
