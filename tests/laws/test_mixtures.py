@@ -23,6 +23,7 @@ from torch import Tensor
 from moesaic.api import verb as verb_of
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
+from moesaic.arch.routing import set_top_k
 from moesaic.arch.tried import tried
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
@@ -50,20 +51,22 @@ SOME = (
     "gpt_oss",  # biases, a clamped gate
     "granitemoehybrid",  # a shared path beside the block, which every layer calls
     "hy_v4",  # a clamped gate, several residual streams, layers that hand on
+    "llama4_text",  # scores scale what experts are given
     "lfm2_moe",  # dense layers without an activation module, no hidden_act
     "nemotron_h",  # no gates, layers without FFN
     "qwen2_moe",  # a gated shared path
 )
 OTHERS = sorted({*tried()["moe"]} - {*SOME})
-WHOLE = {"dots3_note", "qwen3_5_moe", "qwen4_exp"}
+WHOLE = {"dots3_note", "gemma4", "llama4", "qwen3_5_moe", "qwen4_exp"}
 """They have parts beside text; their language models are others of the list."""
 TYPES = [*SOME, *(pytest.param(t, marks=pytest.mark.slow) for t in OTHERS if t not in WHOLE)]
 TEXT = Tokens(torch.randint(1, 384, (8, 16), generator=torch.Generator().manual_seed(1)))
 
-BIASED, TURNED, UNGATED = {"gpt_oss"}, {"aria_text", "gpt_oss"}, {"nemotron_h"}
+BIASED, TURNED, UNGATED = {"gpt_oss"}, {"aria_text", "gpt_oss", "llama4_text"}, {"nemotron_h"}
 OWN_GATE = {"gpt_oss", "hy_v4", "inkling2_text"}
 NORMED = {"axk1"}
 HANDING_ON = {"glm_moe_dsa", "hy_v4"}
+INWARD, IN_LAYER = {"llama4_text"}, {"gemma4_text"}
 ONE_NUMBER = {"phimoe"}
 """What sets architectures apart, by ``model_type``."""
 
@@ -106,7 +109,8 @@ class Tried:
                     found[i] = args[0].flatten(0, -2)
 
                 block = self.arch.ffn_of(self.arch.layers(self.model)[i])
-                hooks.callback(block.register_forward_pre_hook(hook).remove)
+                entry = block if self.arch.entry is None else getattr(block, self.arch.entry)
+                hooks.callback(entry.register_forward_pre_hook(hook).remove)
             logits(self.model, TEXT)
         return found
 
@@ -115,6 +119,11 @@ class Tried:
         """What a block and the path beside it write on those inputs, before a norm (T, D)."""
         layer = self.arch.layers(self.model)[i] if layer is None else layer
         block, seen = self.arch.ffn_of(layer), []
+        if self.model_type in IN_LAYER:  # no block is run that is not the whole layer
+            _, w_TK, chosen_TK = block.router(self.inputs[i])
+            given_TD = getattr(block, self.arch.before)(self.inputs[i])
+            made_TD: Tensor = block.experts(given_TD, chosen_TK, w_TK)
+            return made_TD
         norm = getattr(block, self.arch.after) if self.arch.after else None
         if norm is not None:
             handle = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -125,7 +134,7 @@ class Tried:
             made = seen[0]
         if self.arch.beside is not None:
             made = made + getattr(layer, self.arch.beside)(self.inputs[i][None])
-        return made[0]
+        return made.view_as(self.inputs[i])
 
     def error(self, i: int, model: Any) -> float:
         """How far a result's block is from the original's on the tokens of the text."""
@@ -153,7 +162,7 @@ class Tried:
                 elif isinstance(plan, SkippingLayer):
                     _skipping(view, plan)
                 elif isinstance(plan, FewerLayer):
-                    view.router.top_k = plan.top_k
+                    set_top_k(view.router, self.arch.parts, plan.top_k)
             yield twin
 
     def check(self, layers: Any, model: Any) -> None:
@@ -253,11 +262,15 @@ def test_criteria_by_hand(seen):
         x_TD, view = seen.inputs[i], seen.view(i)
         w_TE = view.routing.weights(view.logits(x_TD))
         one = torch.ones(len(x_TD), 1)
-        norms = []
-        for e in range(view.count):
-            y_TD = view.experts(x_TD, torch.full((len(x_TD), 1), e), one)
-            norms.append(y_TD.norm(dim=-1) * (w_TE[:, e] != 0))
-        norm_TE, calls_E = torch.stack(norms, 1), (w_TE != 0).sum(0)
+        if seen.model_type in INWARD:  # all at once, each of what its scores make of x: w f(x)
+            every = view.experts((w_TE.T[..., None] * x_TD).flatten(0, 1)).view(-1, *x_TD.shape)
+            norms = [*(every.norm(dim=-1) / w_TE.T.clamp(min=1e-9))]
+        else:
+            given_TD = view.before(x_TD)
+            chosen = (torch.full((len(x_TD), 1), e) for e in range(view.count))
+            each = (view.experts(given_TD, chosen_T1, one) for chosen_T1 in chosen)
+            norms = [y_TD.norm(dim=-1) for y_TD in each]
+        norm_TE, calls_E = torch.stack(norms, 1) * (w_TE != 0), (w_TE != 0).sum(0)
         wanted = {
             "frequency": calls_E.float(),
             "gate": w_TE.sum(0),
@@ -348,6 +361,7 @@ def test_condense(keep, seen):
         "shared+routed": NORMED | UNGATED | TURNED | BIASED | OWN_GATE,
         "nothing": HANDING_ON,
     }.get(keep, set())
+    why = why if why is True else why | IN_LAYER
     last = seen.layers[-1]
     config = CondenseConfig(count=1, keep=keep, candidates=(last,), refit=False)
     result = seen.refused("condense", config, why)
@@ -371,8 +385,9 @@ def test_condense(keep, seen):
 
 
 def test_skip(seen):
-    result = seen.refused("skip", SkipConfig(), set())
-    seen.check(result.plan.layers, result.model)
+    result = seen.refused("skip", SkipConfig(), INWARD)
+    if result is not None:
+        seen.check(result.plan.layers, result.model)
     for mean in (1.0, 1.5):
         config = LExIConfig(top_k=mean, allocate="uniform" if mean == 1 else "layers")
         fewer = seen.refused("skip", config, ONE_NUMBER)
@@ -401,6 +416,7 @@ def test_saved_told_and_exported(verb, options, seen, tmp_path):
     kind = {"prune": PruneConfig, "slim": SlimConfig, "condense": CondenseConfig}[verb]
     base, out, config = tmp_path / "base", tmp_path / "out", kind(**options)
     without = {"shared": NORMED | UNGATED, "nothing": HANDING_ON}.get(options["keep"], set())
+    without = without | IN_LAYER if verb == "condense" else without
     if seen.model_type in without or (options["keep"] == "shared" and not seen.arch.shared_at):
         return
     seen.model.save_pretrained(base)
