@@ -188,6 +188,40 @@ def tiny_moe(model_type: str, experts: int = 8, top_k: int = 2, **changes: Any) 
     return model
 
 
+BEHIND, APART = "model.layers.{number}.", "mtp.layers.{depth}."
+PREDICTING = {
+    BEHIND: ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
+    APART: ("mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+}
+"""Of layers that predict further tokens, by the start of their names: what joins token and hidden
+state, the norms of both, and the last one; within the layer, or by their whole names."""
+
+
+def predicting(model: Any, folder: Path, count: int = 1, start: str = BEHIND) -> Path:
+    """Save a model with layers that predict further tokens behind it, as its publishers would.
+
+    They are like the last layer, their values at random.
+    """
+    model.save_pretrained(folder)
+    file, last = folder / "model.safetensors", model.config.num_hidden_layers - 1
+    tensors = load_file(file)
+    like = {n: t for n, t in tensors.items() if n.startswith(f"model.layers.{last}.")}
+    width = model.config.hidden_size
+    draw = torch.Generator().manual_seed(11)
+    for depth in range(count):
+        own = start.format(number=last + 1 + depth, depth=depth)
+        join, *norms = (part if start == APART else own + part for part in PREDICTING[start])
+        more = {n.replace(f"model.layers.{last}.", own): t for n, t in like.items()}
+        shapes = {n: (tuple(t.shape), t.dim() == 1) for n, t in more.items()}
+        shapes |= {f"{join}.weight": ((width, 2 * width), False)}
+        shapes |= {f"{norm}.weight": ((width,), True) for norm in norms}
+        for name, (shape, vector) in shapes.items():
+            values = torch.randn(shape, generator=draw)
+            tensors[name] = 1 + 0.1 * values if vector else 0.3 * values
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
 # --- text ----------------------------------------------------------------------------------------
 
 

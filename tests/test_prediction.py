@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from builders import equal, logits, tiny_moe, weights
+from builders import APART, BEHIND, equal, logits, predicting, tiny_moe, weights
 from safetensors.torch import load_file, save_file
 
 import moesaic
@@ -18,23 +18,14 @@ from moesaic.plan import Plan
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
 
-BEHIND = "model.layers.3."
-LAYOUTS = {"deepseek_v3": BEHIND, "glm4_moe": BEHIND, "qwen3_moe": "mtp.layers.0."}
-LAST = "model.layers.2."
+BEHIND_3 = BEHIND.format(number=3)
+LAYOUTS = {"deepseek_v3": BEHIND_3, "glm4_moe": BEHIND_3, "qwen3_moe": "mtp.layers.0."}
 
 
-def published(model_type, folder, **changes):
+def published(model_type, folder):
     """A checkpoint with one layer more, of random values."""
-    start = LAYOUTS[model_type]
-    changes = {"num_nextn_predict_layers": 1, **changes}
-    tiny_moe(model_type, **changes).save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    draw = torch.Generator().manual_seed(11)
-    more = {n.replace(LAST, start): t for n, t in tensors.items() if n.startswith(LAST)}
-    more |= {f"{start}eh_proj.weight": torch.zeros(32, 64), f"{start}enorm.weight": torch.ones(32)}
-    tensors |= {n: torch.randn(t.shape, generator=draw) for n, t in more.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    start = BEHIND if LAYOUTS[model_type] == BEHIND_3 else APART
+    return predicting(tiny_moe(model_type, num_nextn_predict_layers=1), folder, start=start)
 
 
 def loaded(folder):

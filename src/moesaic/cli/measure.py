@@ -36,6 +36,13 @@ Original = Annotated[
     ),
 ]
 
+Mtp = Annotated[
+    bool,
+    typer.Option(
+        "--mtp", help="Tell how many drafts of its multi-token-prediction layers are accepted."
+    ),
+]
+
 
 def place(options: JSON) -> JSON:
     """Device and floating-point type, taken out of what was given."""
@@ -46,6 +53,7 @@ def place(options: JSON) -> JSON:
 def evaluate(
     model: Model,
     against: Original = None,
+    mtp: Mtp = False,
     as_json: AsJson = False,
     **options: Value,
 ) -> None:
@@ -66,7 +74,7 @@ def evaluate(
     if not process()[0]:
         names = [model] if against is None else [model, against]
         tell(notice_of_scoring(names, evaluation, **where))
-    result = evaluate(model, against=against, **settings, track=track).as_json()
+    result = evaluate(model, against=against, mtp=mtp, **settings, track=track).as_json()
     if process()[0]:  # the first process tells what all have found
         return
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
