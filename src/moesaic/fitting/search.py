@@ -832,7 +832,9 @@ def carried_out(
     recipe = search.recipe
     best = replace(recipe, steps=chosen.converted)
     refused = [{"form": form, "reason": reason} for form, reason in search.refused.items()]
+    looked: Redundancy | None = vars(search).get("redundancy")  # where that was asked for
     found: JSON = {
+        **({} if looked is None else {"redundancy": looked.as_json()}),
         "chosen": chosen.as_json(),
         "tried": [c.as_json() for c in tried],
         "refused": refused,

@@ -10,7 +10,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from moesaic.foreign import Values
-from moesaic.record import WITHOUT_FIGURES, Heat, LayerRecord, Record, Row
+from moesaic.record import (
+    WITHOUT_FIGURES,
+    Figure,
+    Heat,
+    LayerRecord,
+    Lines,
+    Record,
+    Row,
+    Series,
+)
 from moesaic.report import draw, numbers, read, tables, words
 from moesaic.report.frontier import SHAPES, frontiers, tried
 from moesaic.report.read import by_layer, figure, part
@@ -19,6 +28,8 @@ View = dict[str, object]
 """Values for the template, by the names that it uses."""
 Drawing = tuple[str, str, Markup]
 """A caption in a few words, how to read the drawing, the drawing."""
+SEARCH = "The search"
+"""The heading of what came before a recipe was found."""
 MANY = 6
 """Layers told apart beyond this number are only in the table of layers."""
 LARGEST = 1_000_000
@@ -215,12 +226,30 @@ def drawings(record: Record) -> list[tuple[str, list[Drawing]]]:
         drawing = (chart.title, chart.caption, draw.drawn(chart))
         by_section.setdefault(chart.section, []).append(drawing)
     if searched := tried(record):
-        by_section["The search"] = [("What was tried.", *searched)]
+        by_section.setdefault(SEARCH, []).append(("What was tried.", *searched))
     return list(by_section.items())
 
 
-def _of_measured(record: Record) -> Iterator[Heat]:
-    """Where tokens went, and how many experts they ran."""
+def _of_measured(record: Record) -> Iterator[Figure]:
+    """Where it was redundant, where tokens went, and how many experts they ran."""
+    redundancy = part(record.measured, "redundancy")
+    ways = {"whole experts go": "dropped", "each gets narrower": "narrowed"}
+    series = [
+        Series(name, tuple(sorted((float(k), float(v)) for k, v in part(redundancy, way).items())))
+        for name, way in ways.items()
+    ]
+    if series := [line for line in series if line.points]:
+        yield Lines(
+            section=SEARCH,
+            title="Where it is redundant.",
+            caption="KL from the original before any refit, by the share of experts' parameters "
+            "that goes, in both ways.",
+            series=tuple(series),
+            x="share that goes",
+            y="KL",
+            form=".3f",
+            log=False,
+        )
     unit, routed = read.unit(record), read.routing(record)
     texts = part(record.measured, "activity")
     means = {name: dict(by_layer(part(texts, name))) for name in texts}
