@@ -140,9 +140,9 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
         stages, exact, disk = [Stage(starts=RUN)], True, 0
         for step in steps:
             files = sum(f.stat().st_size for f in step.result.folder.iterdir())
-            written = weight_bytes(step.result.folder)
+            output_bytes = weight_bytes(step.result.folder)
             decided = bool(recipe.calibration.stats)
-            stages += making(step.job, step.outline, written, decided, step.waiting)
+            stages += making(step.job, step.outline, output_bytes, decided, step.waiting)
             disk += files + 2 * sum(
                 tensor.nbytes for tensor in step.outline.plan.tensors().values()
             )
@@ -151,11 +151,11 @@ def estimate(recipe: Recipe, machine: Machine | None = None) -> Estimate:
         result = Built(source.config, dtype)
         if recipe.evaluation is not None:
             original = Built(steps[0].job.original.config, dtype)
-            held = max(step.outline.libraries for step in steps)
-            held += TRAINER * any(step.outline.trained for step in steps)
+            overhead = max(step.outline.libraries for step in steps)
+            overhead += TRAINER * any(step.outline.trained for step in steps)
             last = steps[-1].outline
-            held += result.bytes * (last.trained > last.added)  # the live model is the result
-            stages += measuring(original, result, recipe.evaluation, recipe.device, held)
+            overhead += result.bytes * (last.trained > last.added)  # the live model is the result
+            stages += measuring(original, result, recipe.evaluation, recipe.device, overhead)
             disk += PAGES
         machine = machine or Machine.here(recipe.device)
         config = result.config
@@ -379,14 +379,14 @@ class Built:
 
 
 def making(
-    job: Job[Arch], outline: Outline, written: int, decided: bool, waiting: int = 0
+    job: Job[Arch], outline: Outline, output_bytes: int, decided: bool, waiting: int = 0
 ) -> list[Stage]:
     """Observing and deciding, training, and writing of one step.
 
     Args:
         job: its model and text.
         outline: its result, told beforehand.
-        written: bytes of the result's weights.
+        output_bytes: of the result's weights.
         decided: statistics are at hand.
         waiting: bytes of new weights that are in memory at most, before they are written.
     """
@@ -438,7 +438,7 @@ def making(
                 0.0,
             )
         )
-    stages.append(Stage(libraries + waiting, bytes=2.0 * written))
+    stages.append(Stage(libraries + waiting, bytes=2.0 * output_bytes))
     return stages
 
 
@@ -475,7 +475,7 @@ def logits_held(vocabulary: int, length: int) -> int:
 
 
 def measuring(
-    original: Built, result: Built, settings: Evaluation, device: str, held: int = 0
+    original: Built, result: Built, settings: Evaluation, device: str, overhead: int = 0
 ) -> list[Stage]:
     """Quality of both models, then speed and memory.
 
@@ -484,10 +484,10 @@ def measuring(
         result: the other.
         settings: how much is measured.
         device: where.
-        held: bytes that deciding left behind: libraries, a model that was trained.
+        overhead: bytes that deciding left behind: libraries, a model that was trained.
     """
     both = (original, result)
-    quality = scoring(both, settings, device, held)
+    quality = scoring(both, settings, device, overhead)
     if not settings.rounds:
         return [quality]
     head = logits_held(original.vocabulary, settings.length or 512)
@@ -504,7 +504,7 @@ def measuring(
 
 
 def scoring(
-    models: Sequence[Built], settings: Evaluation, device: str = "cpu", held: int = 0
+    models: Sequence[Built], settings: Evaluation, device: str = "cpu", overhead: int = 0
 ) -> Stage:
     """Quality of models on one text, side by side; tasks are not counted.
 
@@ -512,10 +512,10 @@ def scoring(
         models: one, or two that are compared.
         settings: how much is measured.
         device: where.
-        held: bytes beside the models.
+        overhead: bytes beside the models.
     """
     tokens, vocabulary = settings.max_tokens or MEASURED, models[0].vocabulary
-    kept = MEASURING + held + REMEMBERED * any(use.experts for use in models[0].size.layers)
+    kept = MEASURING + overhead + REMEMBERED * any(use.experts for use in models[0].size.layers)
     weights = sum(model.held(device) for model in models)
     if (settings.stream and not settings.rounds) or weights * ROOM > free_bytes(device):
         weights = round(2 * max(model.held(device) / model.depth for model in models))

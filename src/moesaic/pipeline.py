@@ -288,7 +288,7 @@ def with_baselines(
         MoesaicError: the run was not measured, its original is not there or has no room in float32.
     """
     scores = dict(record.measured.get("scores") or {})
-    if not (wanted := [type for type in types if type not in scores]):
+    if not (missing := [type for type in types if type not in scores]):
         return record
     if recipe.evaluation is None or "original" not in scores:
         raise MoesaicError(f"{recipe.out} was not measured: rounding cannot be set beside it.")
@@ -298,6 +298,6 @@ def with_baselines(
     tokens, _ = measured_text(source, replace(recipe.evaluation, tasks=""))
     reference = Layerwise(source, device, parse_dtype(recipe.dtype), keep=True)
     sizes = dict(record.measured.get("files") or {})
-    for type, score, _ in rounded_scores(source, reference, tokens, wanted, device, track):
+    for type, score, _ in rounded_scores(source, reference, tokens, missing, device, track):
         scores[type], sizes[type] = score.as_json(), score.total_bytes
     return replace(record, measured={**record.measured, "scores": scores, "files": sizes})

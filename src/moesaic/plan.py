@@ -251,13 +251,13 @@ class Progress:
         discard(self.folder)
 
 
-def differing(kept: Values, asked: Values) -> Iterator[str]:
+def differing(stored: Values, requested: Values) -> Iterator[str]:
     """In words, what two requests do not have in common.
 
     >>> [*differing({"config": {"keep": 6}, "seed": 0}, {"config": {"keep": 5}, "seed": 0})]
     ['config.keep was 6, is 5']
     """
-    before, now = _flat(kept), _flat(asked)
+    before, now = _flat(stored), _flat(requested)
     names = [before.pop("base.name", ""), now.pop("base.name", "")]
     for flat in (before, now):
         flat.pop("base.dtype", "")  # a run's own stands beside it

@@ -151,9 +151,9 @@ def apply_layer(layers: nn.ModuleList, index: int, arch: Arch, plan: LayerPlan) 
     plan.install(layers, index, arch, plan.header())
     layer = layers[index]
     missing = layer.load_state_dict(tensors, strict=False, assign=True)
-    left = [n for n in missing.missing_keys if n.startswith(plan.sources(arch) or "\0")]
-    if left or missing.unexpected_keys:
-        raise RuntimeError(f"layer {index}: {left} unset, {missing.unexpected_keys} unknown")
+    unset = [n for n in missing.missing_keys if n.startswith(plan.sources(arch) or "\0")]
+    if unset or missing.unexpected_keys:
+        raise RuntimeError(f"layer {index}: {unset} unset, {missing.unexpected_keys} unknown")
     layer.train(training)
 
 

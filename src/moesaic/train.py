@@ -179,8 +179,8 @@ def _hooks(module: nn.Module) -> dict[str, dict[int, object]]:
 
 def last_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint that is whole: the Trainer writes its own state last."""
-    whole = [note.parent for note in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
-    newest = max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
+    complete = [note.parent for note in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    newest = max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
     return None if newest is None else str(newest)
 
 
@@ -226,9 +226,9 @@ class _Bar(TrainerCallback):
             return
         self._figures = Figures({k: v for k, v in logs.items() if k not in _NOT_DRAWN})
         if self._passing is None:
-            left = range(state.global_step, state.max_steps + 1)
-            items = (self._figures for _ in left)
-            self._passing = iter(self._track(items, "Training", len(left)))
+            steps = range(state.global_step, state.max_steps + 1)
+            items = (self._figures for _ in steps)
+            self._passing = iter(self._track(items, "Training", len(steps)))
         next(self._passing, None)
 
     def close(self) -> None:

@@ -213,10 +213,10 @@ def look(recipe: Recipe) -> Situation:
     built = Built(source.config, parse_dtype(recipe.dtype))
     size, free = built.size, free_bytes(recipe.device)
     routed = [use for use in size.layers if use.experts]
-    what = f"{len(size.layers)} dense layers"
+    shape = f"{len(size.layers)} dense layers"
     if routed:
         first = routed[0]
-        what = (
+        shape = (
             f"{first.experts} experts in each of {len(routed)} layers, of which a token runs "
             f"{first.top_k}"
         )
@@ -229,7 +229,7 @@ def look(recipe: Recipe) -> Situation:
     accelerator = f"{accelerators} accelerators" if accelerators else "no accelerator"
     threads = f"{machine['threads']} thread{'s' if machine['threads'] != 1 else ''}"
     lines = (
-        f"{recipe.model}: {source.config.model_type}, {what}; {count(size.total_parameters)} "
+        f"{recipe.model}: {source.config.model_type}, {shape}; {count(size.total_parameters)} "
         f"parameters, {count(size.active_parameters)} of them a token.",
         f"This machine: {name}, {threads}, {accelerator}; {memory(free)} are free.",
         f"Its weights take {memory(built.bytes)}: that {fits}.",

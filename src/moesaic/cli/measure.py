@@ -158,15 +158,15 @@ def inspect(
         f"{figures['total_parameters']:,} parameters, of which a token uses "
         f"{figures['active_parameters']:,}; without embeddings {figures['active_ratio']:.1%}"
     )
-    shown: list[Value] = [table]
+    output: list[Value] = [table]
     if stats is not None:
         from moesaic.cli.bars import bars
         from moesaic.fitting.redundancy import observed_redundancy
 
         redundancy = observed_redundancy(model, str(stats), bars)
         figures["redundancy"] = redundancy.as_json()
-        shown.append(redundancy_shown(redundancy))
-    emit(as_json, figures, Group(*shown))
+        output.append(redundancy_shown(redundancy))
+    emit(as_json, figures, Group(*output))
 
 
 def redundancy_shown(redundancy: Redundancy) -> Group:

@@ -68,7 +68,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Task:
     """One task that was asked for."""
 
     name: str
@@ -79,7 +79,7 @@ class Wanted:
     """Of a local file; empty for a task of lm-eval."""
 
 
-def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None) -> list[Wanted]:
+def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None) -> list[Task]:
     """The tasks that a request names.
 
     Args:
@@ -98,36 +98,34 @@ def wanted_tasks(tasks: str, shots: int | None = None, limit: int | None = None)
                     f"{field} {value} is of tasks; name some, such as tasks=arc_easy."
                 )
         return []
-    wanted: list[Wanted] = []
+    chosen: list[Task] = []
     for name in names:
         if name.endswith((".jsonl", ".json")):
-            wanted.append(_local(Path(name).expanduser(), shots))
+            chosen.append(_local(Path(name).expanduser(), shots))
         elif name in PRESETS:
-            wanted += [
-                Wanted(t, default if shots is None else shots) for t, default in PRESETS[name]
-            ]
+            chosen += [Task(t, default if shots is None else shots) for t, default in PRESETS[name]]
         else:
-            wanted.append(Wanted(name, shots))
-    double = {task.name for task in wanted if [t.name for t in wanted].count(task.name) > 1}
+            chosen.append(Task(name, shots))
+    double = {task.name for task in chosen if [t.name for t in chosen].count(task.name) > 1}
     if double:
         raise MoesaicError(f"tasks names {', '.join(sorted(double))} twice; leave one out.")
-    named = [task.name for task in wanted if not task.questions]
+    named = [task.name for task in chosen if not task.questions]
     if named and importlib.util.find_spec("lm_eval") is None:
         raise MoesaicError(
             f"tasks {named[0]!r} is a task of lm-eval, which is not here: "
             f"{how_to_install('tasks')}, or give a FILE.jsonl of questions."
         )
-    return wanted
+    return chosen
 
 
-def _local(file: Path, shots: int | None) -> Wanted:
+def _local(file: Path, shots: int | None) -> Task:
     questions = read_questions(file)
     if shots and shots >= len(questions):
         raise MoesaicError(
             f"shots {shots}: the examples are other questions of the file, and {file} has "
             f"{len(questions)}; lower it, or give more questions."
         )
-    return Wanted(file.stem, shots or 0, tuple(questions))
+    return Task(file.stem, shots or 0, tuple(questions))
 
 
 def read_questions(file: Path) -> list[Question]:

@@ -430,9 +430,9 @@ def _data_set(source: TextSource, use: Use) -> Rows:
     info = (builder.info.splits or {}).get(split)
     count = info and info.num_examples
     with _reached(str(source)):
-        whole = _size(source, builder.info) <= AT_HAND
-        data = datasets.load_dataset(place, config, split=split, streaming=not whole, **where)
-    if whole:
+        at_hand = _size(source, builder.info) <= AT_HAND
+        data = datasets.load_dataset(place, config, split=split, streaming=not at_hand, **where)
+    if at_hand:
         count = len(data)
     taken = Taken(str(replace(source, name=place, split="")), split)
     apart = len(splits) > 1 and any(name in splits for name in MEASURED)
@@ -445,7 +445,7 @@ def _data_set(source: TextSource, use: Use) -> Rows:
             taken = replace(taken, stop=spared, held_out=True)
         elif use == "calibration":
             taken = replace(taken, start=spared)
-    if not whole:
+    if not at_hand:
         return Streamed(data, taken, first_shard=not source.sliced)
     return Held(data, taken)
 

@@ -206,11 +206,11 @@ def _conversation(
 
 def _answered(turns: Sequence[Mapping[str, str]], tokenizer: Tokenizer | None) -> Asked:
     """What comes before the last turn, and that turn."""
-    whole = _conversation(turns, tokenizer)
-    before = _conversation(turns[:-1], tokenizer, prompt=True) if len(turns) > 1 else ""
-    pairs = enumerate(zip(before, whole, strict=False))
-    end = next((i for i, (a, b) in pairs if a != b), min(len(before), len(whole)))
-    return Asked(whole[:end], whole[end:])
+    text = _conversation(turns, tokenizer)
+    prompt = _conversation(turns[:-1], tokenizer, prompt=True) if len(turns) > 1 else ""
+    pairs = enumerate(zip(prompt, text, strict=False))
+    end = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(text)))
+    return Asked(text[:end], text[end:])
 
 
 def asked(row: Row, tokenizer: Tokenizer | None = None) -> Asked | None:

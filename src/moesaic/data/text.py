@@ -217,8 +217,8 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
 
 def _cut(values: Tensor, length: int) -> Tensor:
     """Windows (N, length) of values one after the other; what fills none is left out."""
-    whole = len(values) // length
-    return values[: whole * length].view(whole, length)
+    count = len(values) // length
+    return values[: count * length].view(count, length)
 
 
 @lru_cache(maxsize=1)

@@ -62,8 +62,8 @@ class Source:
     @property
     def beside(self) -> bool:
         """Whether it has parts beside a language model, such as one that sees."""
-        whole, language = self._configs
-        return whole is not language
+        config, text_config = self._configs
+        return config is not text_config
 
     @cached_property
     def _configs(self) -> tuple[Config, Config]:

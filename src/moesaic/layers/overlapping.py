@@ -176,8 +176,8 @@ class OverlappingLayer(LayerPlan):
         for name in names.projections:
             weight = weight_of(attention, name)
             rows, columns = weight.shape
-            whole = rows * partial.outputs if name == names.o else columns * partial.sizes[name]
-            dropped += whole - weight.numel()
+            full = rows * partial.outputs if name == names.o else columns * partial.sizes[name]
+            dropped += full - weight.numel()
         if partial.router is not None:
             v, o = (weight_of(attention, name) for name in (names.v, names.o))
             routed = v.shape[1] * (partial.sizes[names.v] - partial.value_start) + o.numel()

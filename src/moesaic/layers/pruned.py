@@ -137,13 +137,13 @@ class PrunedLayer(LayerPlan):
 
     def _taken(self, arch: MoEArch, name: str, tensor: Tensor, axis: int) -> Tensor:
         """The kept experts' part of a tensor; padding is never chosen and holds zeros."""
-        taken = tensor.index_select(axis, self.kept_E.clamp(min=0).to(tensor.device))
+        selected = tensor.index_select(axis, self.kept_E.clamp(min=0).to(tensor.device))
         padding = (self.kept_E == PADDING).nonzero().flatten()
         if len(padding):
             never = name == arch.never
             lowest = torch.finfo(tensor.dtype).min / 4
-            taken.index_fill_(axis, padding.to(tensor.device), lowest if never else 0)
-        return taken
+            selected.index_fill_(axis, padding.to(tensor.device), lowest if never else 0)
+        return selected
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

@@ -57,34 +57,34 @@ class Balance:
 
     def __init__(self, outputs: int, features: int, device: torch.device) -> None:
         self.ridge = Ridge(features, outputs, device)
-        self.whole = 0.0
+        self.square = 0.0
 
     def add(self, h_TF: Tensor, kept_TD: Tensor, y_TD: Tensor) -> None:
         """Take in a batch: features, the output that is left, and the original's output."""
         self.ridge.add(h_TF.float(), (y_TD - kept_TD).float())
-        self.whole += y_TD.double().square().sum().item()
+        self.square += y_TD.double().square().sum().item()
 
     def solve(self) -> tuple[Fit, JSON]:
         """The weights; and ``lost``, ``recovered`` and ``strength`` for the record."""
         fit = self.ridge.solve()
         missing = self.ridge.fit.square + self.ridge.held.square
         strength = fit.strength if math.isfinite(fit.strength) else None
-        errors = recovered(missing, fit.unexplained * missing, self.whole)
+        errors = recovered(missing, fit.unexplained * missing, self.square)
         return fit, {**errors, "strength": strength}
 
 
-def recovered(missing: float, left: float, whole: float) -> JSON:
+def recovered(before: float, after: float, square: float) -> JSON:
     """Squared errors for the record.
 
     Args:
-        missing: before the refit.
-        left: after it.
-        whole: the square of the output.
+        before: of what is missing, before the refit.
+        after: the same after it.
+        square: of the output itself.
 
     Returns:
         ``lost``: the error before, relative to the output; ``recovered``: the share that went.
     """
-    return {"lost": missing / max(whole, 1e-300), "recovered": 1 - left / max(missing, 1e-300)}
+    return {"lost": before / max(square, 1e-300), "recovered": 1 - after / max(before, 1e-300)}
 
 
 def refitted_down(
@@ -214,16 +214,16 @@ def refitted_downs(
     ffn = view.shared_ffn
     if shared_S is not None and ffn is not None:
         parts[SHARED] = _Part(ffn.down_DM.detach(), shared_S[shared_S >= 0])
-    missing, whole = _missing(site, layer, parts)
+    missing, square = _missing(site, layer, parts)
     lost = sum(r_TD.double().square().sum().item() for r_TD in missing.residuals)
     before = max(missing.held_out(), 1e-300)
     for part in parts.values():
         part.fit(missing)
-    left = missing.held_out() / before
+    after = missing.held_out() / before
     for i, part in parts.items():
         if len(part.gone) and not part.tokens:
             part.fit_alone(site, i)
-    figures = recovered(lost, left * lost, whole)
+    figures = recovered(lost, after * lost, square)
     shared_DS = None
     if SHARED in parts:
         shared = parts.pop(SHARED)
@@ -239,7 +239,7 @@ def _missing(site: Seen[MoEFFN], layer: Staying, parts: dict[int, _Part]) -> tup
     view = site.view
     allowed_E = torch.zeros(view.count, dtype=torch.bool, device=view.device)
     allowed_E[layer.experts.to(view.device)] = True
-    missing, whole = _Missing([], []), 0.0
+    missing, square = _Missing([], []), 0.0
     for b, (x_TD, target_TD) in enumerate(zip(site.inputs(), site.targets(), strict=True)):
         y_TD = view.output(x_TD) if target_TD is None else target_TD
         with view.restricted(allowed_E):
@@ -253,8 +253,8 @@ def _missing(site: Seen[MoEFFN], layer: Staying, parts: dict[int, _Part]) -> tup
             parts[SHARED].take(b, every, h_TS, residual_TD)
         missing.residuals.append(residual_TD)
         missing.cuts.append(len(x_TD) - len(x_TD) // HELD_OUT)
-        whole += y_TD.double().square().sum().item()
-    return missing, whole
+        square += y_TD.double().square().sum().item()
+    return missing, square
 
 
 def _placed(layer: Staying, view: MoEFFN, parts: dict[int, _Part]) -> Tensor:

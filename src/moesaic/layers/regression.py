@@ -95,9 +95,9 @@ class Ridge:
             error = self.held.error(weight_FO)
             if error < least:
                 best, least, trial_FO = strength, error, weight_FO
-        whole = Sums(self.fit.gram_FF + self.held.gram_FF, self.fit.cross_FO + self.held.cross_FO)
+        sums = Sums(self.fit.gram_FF + self.held.gram_FF, self.fit.cross_FO + self.held.cross_FO)
         unexplained = least / max(self.held.square, 1e-300)
-        return Fit(self._weight(whole, best), best, unexplained, trial_FO)
+        return Fit(self._weight(sums, best), best, unexplained, trial_FO)
 
     def _weight(self, sums: Sums, strength: float) -> Tensor:
         """(X^T X + lambda)^-1 X^T Y by one Cholesky factorisation."""

@@ -210,16 +210,16 @@ def solved_top_k(
     """
     width = sizes[layers[0]].width
     idle = (1 - min(max(ffn_share(sizes, layers, active), 0.0), 1.0)) * width
-    wanted = idle + (width - idle) / 3
+    target = idle + (width - idle) / 3
 
     def idling(petal: int) -> int:
         return min(max(round(idle / petal), 1), experts - 1)
 
     def rank(petal: int) -> tuple[float, float, int]:
-        missed, apart = abs(idling(petal) * petal - idle), abs(experts * petal - wanted)
+        missed, apart = abs(idling(petal) * petal - idle), abs(experts * petal - target)
         return max(missed, NEAR * width), max(apart, 0.1 * width), petal
 
-    petal = max(1, round(wanted / experts))
+    petal = max(1, round(target / experts))
     if multiple:
         petals = range(multiple, width // experts + 1, multiple)
         petal = min(petals, key=rank, default=multiple)

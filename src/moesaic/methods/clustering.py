@@ -31,20 +31,20 @@ def spectral_embedding(affinity_MM: Tensor, members: Tensor, dims: int, seed: in
     """
     from scipy.sparse.linalg import LinearOperator, eigsh
 
-    device, whole, count = affinity_MM.device, len(affinity_MM), len(members)
+    device, size, count = affinity_MM.device, len(affinity_MM), len(members)
     diagonal = affinity_MM.diagonal()[members].double()
     scale = affinity_degree(affinity_MM, members).rsqrt()
 
     def matmul(V_NK: Tensor) -> Tensor:
         scaled = scale[:, None] * V_NK.double()
-        padded = torch.zeros(whole, V_NK.shape[1], dtype=affinity_MM.dtype, device=device)
+        padded = torch.zeros(size, V_NK.shape[1], dtype=affinity_MM.dtype, device=device)
         padded[members] = scaled.to(affinity_MM.dtype)
         product = (affinity_MM @ padded)[members].double() - diagonal[:, None] * scaled
         return scale[:, None] * product
 
     def matvec(v: np.ndarray) -> np.ndarray:
         scaled = scale * torch.from_numpy(v.ravel()).to(device)
-        padded = torch.zeros(whole, dtype=affinity_MM.dtype, device=device)
+        padded = torch.zeros(size, dtype=affinity_MM.dtype, device=device)
         padded[members] = scaled.to(affinity_MM.dtype)
         product = (affinity_MM @ padded)[members].double() - diagonal * scaled
         return np.asarray((scale * product).cpu())

@@ -30,8 +30,8 @@ def series(name: str, points: Iterable[tuple[object, object]]) -> Series:
 
 def lines(section: str, title: str, curves: Sequence[Series], y: str, **more: Any) -> list[Figure]:
     """Lines by layer, or by what ``x`` says; nothing where nothing is known."""
-    drawn = tuple(s for s in curves if s.points)
-    return [Lines(section=section, title=title, series=drawn, y=y, **more)] if drawn else []
+    filled = tuple(s for s in curves if s.points)
+    return [Lines(section=section, title=title, series=filled, y=y, **more)] if filled else []
 
 
 def bars(
@@ -53,10 +53,10 @@ def bars(
     every = [
         Column(name, tuple(map(finite, values)), form) for (name, form), values in columns.items()
     ]
-    drawn = tuple(column for column in every if any(v is not None for v in column.values))
+    filled = tuple(column for column in every if any(v is not None for v in column.values))
     rows = tuple(str(layer.index) for layer in layers)
-    figure = Bars(section=section, title=title, caption=caption, rows=rows, columns=drawn)
-    return [figure] if drawn else []
+    figure = Bars(section=section, title=title, caption=caption, rows=rows, columns=filled)
+    return [figure] if filled else []
 
 
 # --- experts of mixtures -------------------------------------------------------------------------
@@ -147,12 +147,12 @@ def trained(training: Values) -> list[Figure]:
     """
     curves = _curves(training.get("losses") or ())
     labels = {name: name.replace("_", " ") for name in curves} | (training.get("labels") or {})
-    drawn, constant = [], []
+    varying, constant = [], []
     for name, curve in curves.items():
         if len(curve.points) > 1 and len({y for _, y in curve.points}) == 1:
             constant.append(f"{labels[name]} {curve.points[0][1]:g}")
         else:
-            drawn.append((str(labels[name]), curve))
+            varying.append((str(labels[name]), curve))
     caption = f"Of the batch of each step. Trained: {training.get('what') or 'weights'}."
     if share := training.get("trained_parameters"):
         total = training.get("total_parameters")
@@ -168,7 +168,7 @@ def trained(training: Values) -> list[Figure]:
             y=label,
             log=False,
         )
-        for n, (label, curve) in enumerate(drawn)
+        for n, (label, curve) in enumerate(varying)
     ]
 
 

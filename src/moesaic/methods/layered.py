@@ -253,9 +253,9 @@ class LayerMethod(Method[C, A], Generic[C, A, S]):
         def source(layers: Sequence[int]) -> Iterator[Observed]:
             return observation.layers(layers, follow)
 
-        wanted = sorted(sizes[RESULT] if follow else missing)
+        indices = sorted(sizes[RESULT] if follow else missing)
         shared = observation.whole and not follow
-        for i, results in each_layer(job, wanted, source, decided, self.words, shared=shared):
+        for i, results in each_layer(job, indices, source, decided, self.words, shared=shared):
             for name, (layer, analysis) in results.items():
                 finished.add(name, i, layer, analysis)
 

@@ -75,13 +75,13 @@ def recover(
             site.change = applied(site.layer, job.arch, layer[0])
         return i, results
 
-    def source(wanted: Sequence[int]) -> Iterable[Site[FFN]]:
-        return job.stream(wanted, job.arch.view, follow=propagate)
+    def source(indices: Sequence[int]) -> Iterable[Site[FFN]]:
+        return job.stream(indices, job.arch.view, follow=propagate)
 
     if any(missing.values()):
-        wanted = layers if propagate else [i for i in layers if missing[i]]
-        done = each_layer(job, wanted, source, refitted, "Refitting layers", shared=not propagate)
-        for i, results in done:
+        indices = layers if propagate else [i for i in layers if missing[i]]
+        words, shared = "Refitting layers", not propagate
+        for i, results in each_layer(job, indices, source, refitted, words, shared=shared):
             for name, (layer, figures) in results.items():
                 finished.add(refit_name(name), i, layer, figures)
     refit = {

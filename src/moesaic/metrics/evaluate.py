@@ -187,13 +187,13 @@ def scored(
             return Whole(model)
         return Whole.of(model, device, dtype) if whole else Layerwise(model, device, dtype, keep)
 
-    shown = track(models.items(), "Loading models", len(models)) if sources else models.items()
-    runs = {name: opened(model) for name, model in shown}
+    items = track(models.items(), "Loading models", len(models)) if sources else models.items()
+    runs = {name: opened(model) for name, model in items}
     measured = dict(zip(runs, scores([*runs.values()], tokens, track, shared), strict=True))
-    if wanted := wanted_tasks(settings.tasks, settings.shots, settings.limit):
+    if tasks := wanted_tasks(settings.tasks, settings.shots, settings.limit):
         assert tokenizer is not None
         figures = {
-            name: measure_tasks(run, tokenizer, wanted, settings.limit, named(track, name), shared)
+            name: measure_tasks(run, tokenizer, tasks, settings.limit, named(track, name), shared)
             for name, run in runs.items()
         }
         measured = {

@@ -173,8 +173,8 @@ class Measurement:
         rounded = rounded_scores(
             original, self._reference, self.tokens, self.settings.baselines, device, self.track
         )
-        for type, ours, _ in rounded:
-            self._scores[type], self._sizes[type] = ours, ours.total_bytes
+        for type, quality, _ in rounded:
+            self._scores[type], self._sizes[type] = quality, quality.total_bytes
 
     @cached_property
     def _reference(self) -> Layerwise:

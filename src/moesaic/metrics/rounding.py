@@ -84,6 +84,6 @@ def rounded_scores(
     for type in types:
         run = Whole.of(source, device, torch.float32)
         size = rounded(run.shape, type)
-        ours, theirs = scores([run, reference], tokens, named(track, type))
-        yield type, replace(ours, total_bytes=size), theirs
-        del run, ours, theirs  # before the next one comes
+        score, reference_score = scores([run, reference], tokens, named(track, type))
+        yield type, replace(score, total_bytes=size), reference_score
+        del run, score, reference_score  # before the next one comes

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moesaic.data.questions import PRESETS, Question, Wanted, context
+from moesaic.data.questions import PRESETS, Question, Task, context
 from moesaic.data.text import Tokens
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
@@ -41,9 +41,9 @@ def encoded(tokenizer: Tokenizer, before: str, after: str) -> Pair:
     continuation, as in lm-eval.
     """
     text = before.rstrip()
-    whole = tokenizer(before + after, verbose=False)["input_ids"]
+    ids = tokenizer(before + after, verbose=False)["input_ids"]
     head = tokenizer(text, verbose=False)["input_ids"]
-    return whole[: len(head)], whole[len(head) :]
+    return ids[: len(head)], ids[len(head) :]
 
 
 @dataclass
@@ -140,7 +140,7 @@ class Answer:
 def answers(
     model: Runner,
     tokenizer: Tokenizer,
-    task: Wanted,
+    task: Task,
     limit: int | None = None,
     track: Track = silent,
     shared: bool = False,
@@ -209,7 +209,7 @@ def accuracy(answers: Sequence[Answer]) -> JSON:
 def measure_tasks(
     model: Runner,
     tokenizer: Tokenizer,
-    tasks: Sequence[Wanted],
+    tasks: Sequence[Task],
     limit: int | None = None,
     track: Track = silent,
     shared: bool = False,
@@ -298,7 +298,7 @@ def task_manager() -> TaskManager:
 def _by_harness(
     model: Runner,
     tokenizer: Tokenizer,
-    tasks: Sequence[Wanted],
+    tasks: Sequence[Task],
     limit: int | None,
     track: Track,
     shared: bool,
@@ -311,7 +311,7 @@ def _by_harness(
     }
 
 
-def check_tasks(tasks: Iterable[Wanted]) -> None:
+def check_tasks(tasks: Iterable[Task]) -> None:
     """Refuse tasks that lm-eval does not know, before anything is measured.
 
     Raises:

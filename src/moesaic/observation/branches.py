@@ -85,8 +85,8 @@ def _divergence(stream: LayerStream[object], reference: Spill, final: Spill) -> 
     pairs: Iterator[torch.Tensor] = map(torch.cat, zip(reference, final, strict=True))
     total, count = 0.0, 0
     for both, batch in stream.heads(pairs, logits=True):
-        theirs, ours = both.chunk(2)
+        reference_logits, logits = both.chunk(2)
         labels = labels_of(batch).to(both.device)
-        total += distillation_loss(ours, theirs, labels).item()
+        total += distillation_loss(logits, reference_logits, labels).item()
         count += int(predicting(labels).sum())
     return total / max(1, count)

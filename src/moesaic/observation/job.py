@@ -174,9 +174,9 @@ class Job(Generic[A_co]):
         calibration = self.args.calibration
         if self.args.text is not None:
             return None
-        wanted = len(every.input_ids) + 2 * count
+        windows = len(every.input_ids) + 2 * count
         try:
-            more = self._drawn(calibration.source, wanted)
+            more = self._drawn(calibration.source, windows)
         except MoesaicError:
             return None
         others = apart(more, every)

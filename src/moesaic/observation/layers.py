@@ -101,25 +101,25 @@ class Observation:
             return str(self._file.header["calibration"])
         return self.job.tokens.fingerprint if self.reads_text else ""
 
-    def layers(self, wanted: Sequence[int], follow: bool = False) -> Iterator[Observed]:
+    def layers(self, layers: Sequence[int], follow: bool = False) -> Iterator[Observed]:
         """Layers in turn, observed on the tokens of all processes.
 
         Args:
-            wanted: their numbers, rising.
+            layers: their numbers, rising.
             follow: as of :class:`~moesaic.observation.stream.LayerStream`.
         """
         if self._file is not None:
-            for i in wanted:
+            for i in layers:
                 stats = self._file.layer(i)
                 yield i, LayerStats(stats, stats.neurons), None
         elif self.needs & OF_EXPERTS:
-            yield from self._experts(wanted, follow)
+            yield from self._experts(layers, follow)
         elif self.needs & {"shared", "products", "tokens"}:
-            yield from self._sites(wanted)
+            yield from self._sites(layers)
         elif self.needs:
-            yield from self._passing(wanted)
+            yield from self._passing(layers)
         else:
-            yield from ((i, LayerStats(), None) for i in wanted)
+            yield from ((i, LayerStats(), None) for i in layers)
 
     @property
     def _tokens(self) -> tuple[Tokens, Tokens, Sequence[int]]:
@@ -128,18 +128,18 @@ class Observation:
             return NO_TEXT, NO_TEXT, [0]
         return self.job.tokens, *self.job.share
 
-    def _experts(self, wanted: Sequence[int], follow: bool) -> Iterator[Observed]:
+    def _experts(self, layers: Sequence[int], follow: bool) -> Iterator[Observed]:
         arch, (every, share, numbers) = self.job.arch, self._tokens
         assert isinstance(arch, MoEArch)
-        for site in self.job.stream(wanted, arch.mixture, share, follow=follow):
+        for site in self.job.stream(layers, arch.mixture, share, follow=follow):
             stats = observed(site, every, numbers, self.gram_bytes, self.needs)
             yield site.index, LayerStats(stats, stats.neurons), site
 
-    def _sites(self, wanted: Sequence[int]) -> Iterator[Observed]:
+    def _sites(self, layers: Sequence[int]) -> Iterator[Observed]:
         """Layers whose tokens are at hand; of several processes each sees all where asked for."""
-        curved, whole = self._curved(wanted), "tokens" in self.needs
+        curved, whole = self._curved(layers), "tokens" in self.needs
         tokens = self.job.tokens if whole else self.job.share[0]
-        for site in self.job.stream(wanted, self.job.arch.view, tokens):
+        for site in self.job.stream(layers, self.job.arch.view, tokens):
             i, stats = site.index, None
             if self.needs & OF_NEURONS:
                 part = observe_neurons(site)
@@ -147,11 +147,11 @@ class Observation:
             products = Products.of(site, not whole) if "products" in self.needs else None
             yield i, LayerStats(None, stats, products, curved.get(i)), site
 
-    def _passing(self, wanted: Sequence[int]) -> Iterator[Observed]:
+    def _passing(self, layers: Sequence[int]) -> Iterator[Observed]:
         """Statistics taken in while the tokens pass through: one pass; no shared path's."""
-        curved, arch = self._curved(wanted), self.job.arch
+        curved, arch = self._curved(layers), self.job.arch
         tokens = self._tokens[1]
-        for turn in self.job.stream(wanted, arch.view, tokens).turns():
+        for turn in self.job.stream(layers, arch.view, tokens).turns():
             i, layer = turn.block.index, turn.block.layer
             stats = replace(weight_stats(arch.view(layer)), tokens=tokens.count)
             with watching(layer, arch, stats, iter(turn.masks)):
@@ -159,8 +159,8 @@ class Observation:
             merged = NeuronStats.merged(gathered(stats))
             yield i, LayerStats(None, merged, None, curved.get(i)), None
 
-    def _curved(self, wanted: Sequence[int]) -> Mapping[int, Curvature]:
-        return curvatures(self.job, wanted) if "curvature" in self.needs else {}
+    def _curved(self, layers: Sequence[int]) -> Mapping[int, Curvature]:
+        return curvatures(self.job, layers) if "curvature" in self.needs else {}
 
 
 def shows_tokens(job: Job[Arch], needs: Collection[str]) -> bool:

@@ -135,9 +135,9 @@ def made(record: Record) -> str:
 def stored_ratio(record: Record, name: str = "result") -> float | None:
     """Parameters that a model stores, relative to the original."""
     scores = record.measured.get("scores")
-    ours = figure(scores, name, "total_parameters")
-    theirs = figure(scores, "original", "total_parameters")
-    return ours / theirs if ours is not None and theirs else None
+    model = figure(scores, name, "total_parameters")
+    original = figure(scores, "original", "total_parameters")
+    return model / original if model is not None and original else None
 
 
 def active_ratio(record: Record, name: str = "result") -> float | None:
@@ -146,8 +146,8 @@ def active_ratio(record: Record, name: str = "result") -> float | None:
     scores = part(record.measured, "scores")
     if by_projections(record):
         return figure(scores, name, "active_ratio")
-    ours, theirs = (figure(scores, n, "active_parameters") for n in (name, "original"))
-    return ours / theirs if ours is not None and theirs else None
+    model, original = (figure(scores, n, "active_parameters") for n in (name, "original"))
+    return model / original if model is not None and original else None
 
 
 def size(record: Record, name: str, where: str) -> float | None:

@@ -111,8 +111,8 @@ def text_table(record: Record) -> Table:
         values = {name: figure(scores, name, "sources", kind, "perplexity") for name in columns}
         cells = [cell(numbers.perplexity, value) for value in values.values()]
         if compared:
-            ours, theirs = values["result"], values["original"]
-            worse = ours / theirs - 1 if ours is not None and theirs else None
+            result, original = values["result"], values["original"]
+            worse = result / original - 1 if result is not None and original else None
             kl = figure(scores, "result", "sources", kind, "kl")
             cells += [cell(tenths, worse), cell(numbers.share, kl)]
         rows.append((kind, cells))
@@ -138,13 +138,13 @@ def task_table(record: Record) -> Table:
     if not {"result", "original"} <= {*columns}:
         return Table(columns, rows)
     for _, cells in rows:
-        ours, theirs = (cells[columns.index(name)].value for name in ("result", "original"))
-        cells.append(_recovery(ours, theirs))
+        result, original = (cells[columns.index(name)].value for name in ("result", "original"))
+        cells.append(_recovery(result, original))
     return Table([*columns, "recovery"], rows)
 
 
-def _recovery(ours: float | None, theirs: float | None) -> Cell:
-    return cell(tenths, ours / theirs if ours is not None and theirs else None)
+def _recovery(result: float | None, original: float | None) -> Cell:
+    return cell(tenths, result / original if result is not None and original else None)
 
 
 def _task(task: str, results: Sequence[Values]) -> tuple[str, list[Cell]]:
@@ -220,8 +220,10 @@ def _ratio_spread(record: Record, what: str) -> tuple[float, float] | None:
     key, measured = f"{what}_spread", record.measured
     if spread := _pair(measured, "speed_ratio", key):
         return spread
-    ours, theirs = (_pair(measured, "speed", name, key) for name in ("result", "original"))
-    return (ours[0] / theirs[1], ours[1] / theirs[0]) if ours and theirs and all(theirs) else None
+    result, original = (_pair(measured, "speed", name, key) for name in ("result", "original"))
+    if not (result and original and all(original)):
+        return None
+    return result[0] / original[1], result[1] / original[0]
 
 
 def _pair(mapping: Values, *keys: str) -> tuple[float, float] | None:

@@ -127,31 +127,31 @@ def _size(record: Record) -> list[Change]:
 def _active(record: Record) -> list[Change]:
     """The share of the parameters that a token runs, where it is another."""
     scores = part(record.measured, "scores")
-    ours, theirs = (figure(scores, n, "active_parameters") for n in ("result", "original"))
-    if not ours or not theirs or abs(ours / theirs - 1) < SAME:
+    result, original = (figure(scores, n, "active_parameters") for n in ("result", "original"))
+    if not result or not original or abs(result / original - 1) < SAME:
         return []
-    share, tone = numbers.percent(ours / theirs), "better" if ours < theirs else "worse"
-    difference = f"{'fewer' if ours < theirs else 'more'} than before"
+    share, tone = numbers.percent(result / original), "better" if result < original else "worse"
+    difference = f"{'fewer' if result < original else 'more'} than before"
     sizes = read.sizes(record)
     smaller = sizes is not None and sizes[1] < (1 - SAME) * sizes[0]
     # what is smaller runs fewer, too: that is said once
-    clause = "" if smaller and ours < theirs else f"runs {share} of the parameters per token"
+    clause = "" if smaller and result < original else f"runs {share} of the parameters per token"
     return [Change(share, "of the parameters run per token", difference, tone, clause)]
 
 
 def _quality(record: Record) -> list[Change]:
     """Perplexity, and what is kept of the scores on tasks."""
     scores = part(record.measured, "scores")
-    theirs, ours = (figure(scores, name, "perplexity") for name in ("original", "result"))
+    original, result = (figure(scores, name, "perplexity") for name in ("original", "result"))
     quality, what = [], "perplexity on this text"
-    if ours is not None and theirs is not None:
-        both = f"{numbers.perplexity(theirs)} → {numbers.perplexity(ours)}"
-        difference, tone = _worse(ours / theirs - 1 if theirs else math.inf)
+    if result is not None and original is not None:
+        both = f"{numbers.perplexity(original)} → {numbers.perplexity(result)}"
+        difference, tone = _worse(result / original - 1 if original else math.inf)
         clause = f"{difference} on this text (perplexity {both})"
         quality.append(Change(both, what, difference, tone, clause))
-    elif ours is not None:
-        written = numbers.perplexity(ours)
-        quality.append(Change(written, what, "", clause=f"perplexity {written}"))
+    elif result is not None:
+        perplexity = numbers.perplexity(result)
+        quality.append(Change(perplexity, what, "", clause=f"perplexity {perplexity}"))
     kept = figure(scores, "result", "recovery")
     if kept is not None:
         share = numbers.percent(kept, 1)

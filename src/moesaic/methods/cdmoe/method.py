@@ -195,12 +195,12 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         config = self.config
         if config.layer_search == "random":
             generator = torch.Generator().manual_seed(config.seed)
-            drawn = torch.rand(len(plans), dtype=torch.float64, generator=generator).tolist()
-            return dict(zip(plans, drawn, strict=True))
+            scores = torch.rand(len(plans), dtype=torch.float64, generator=generator).tolist()
+            return dict(zip(plans, scores, strict=True))
         analyses = {i: finished["experts", i][1] for i in plans}
         if config.layer_search == "cosine":
-            which = "nothing" if config.keep == "nothing" else "attention"
-            return {i: analysis["cosine"][which] for i, analysis in analyses.items()}
+            key = "nothing" if config.keep == "nothing" else "attention"
+            return {i: analysis["cosine"][key] for i, analysis in analyses.items()}
         return {i: analysis["divergence"][config.keep] for i, analysis in analyses.items()}
 
     # --- words -----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ Key = tuple[int, str]
 
 
 def gradient_sizes(
-    stream: LayerStream[object], wanted: Mapping[int, Collection[Projection]], track: Track
+    stream: LayerStream[object], skipping: Mapping[int, Collection[Projection]], track: Track
 ) -> dict[Key, Tensor]:
     """The root mean square of the loss's gradient by channel, float32: (I), of experts (E, I).
 
@@ -37,7 +37,7 @@ def gradient_sizes(
 
     Args:
         stream: the model, and the tokens; padding is left out of the loss.
-        wanted: projections by decoder layer.
+        skipping: projections by decoder layer.
         track: shows progress.
     """
     squares: Squares[Key] = Squares()
@@ -45,13 +45,13 @@ def gradient_sizes(
 
     def watch(block: Block) -> AbstractContextManager[None]:
         take = partial(_take, squares, block.index, arch.experts_in(block.layer))
-        paths = [p.path for p in wanted[block.index]]
+        paths = [p.path for p in skipping[block.index]]
         return tapped(block.layer, arch, paths, take, stream.masks(), gradients=True)
 
     return {
         (i, p.path): _size(squares, (i, p.path), p.experts).float()
-        for i in backward(stream, wanted, watch, track)
-        for p in wanted[i]
+        for i in backward(stream, skipping, watch, track)
+        for p in skipping[i]
     }
 
 

@@ -48,7 +48,7 @@ from moesaic.plan import Plan
 from moesaic.record import LayerRecord
 from moesaic.surgery import applied, headers_of, layer_uses
 
-Wanted = Mapping[int, Sequence[Projection]]
+Skipping = Mapping[int, Sequence[Projection]]
 
 BATCH, BACKWARD_BATCH = 512, 1024
 """Tokens of a calibration batch, of which the greedy search looks at the first, and of a batch that
@@ -89,26 +89,26 @@ class Channels(Method[ChannelsConfig, Arch]):
         if job.args.compare:
             raise MoesaicError(f"compare={job.args.compare[0]}: {config.title} has no comparisons.")
         uses = layer_uses(job.shape, job.arch)
-        wanted = self.choose(job, uses)
-        share = self.share(wanted, uses)
+        skipping = self.choose(job, uses)
+        share = self.share(skipping, uses)
         fingerprint = job.tokens.fingerprint if config.calibrates else ""
         options = asdict(config)
         finished = job.finished({"config": options, "calibration": fingerprint})
-        if not all(("result", i) in finished for i in wanted):
-            for i, layer in self._decided(job, wanted, share, finished):
+        if not all(("result", i) in finished for i in skipping):
+            for i, layer in self._decided(job, skipping, share, finished):
                 finished.add("result", i, layer, {})
-        layers = {i: finished["result", i][0] for i in wanted}
+        layers = {i: finished["result", i][0] for i in skipping}
         plan = Plan(config.name, job.base, layers, options, fingerprint)
-        return Decision(plan, {i: {} for i in wanted})
+        return Decision(plan, {i: {} for i in skipping})
 
     def outline(self, job: Job[Arch]) -> Outline:
         """Every projection reads the share that they read in the mean."""
         config = self.config
         uses = layer_uses(job.shape, job.arch)
-        wanted = self.choose(job, uses)
-        share = self.share(wanted, uses)
+        skipping = self.choose(job, uses)
+        share = self.share(skipping, uses)
         layers = {}
-        for i, parts in wanted.items():
+        for i, parts in skipping.items():
             factors = {
                 p.path: torch.zeros((uses[i].experts, p.inputs) if p.experts else p.inputs)
                 for p in parts
@@ -121,7 +121,7 @@ class Channels(Method[ChannelsConfig, Arch]):
             )
         passes = float(config.calibrates)
         if config.shares == "greedy" and not config.gradients:
-            tried = config.steps * max(map(len, wanted.values()))
+            tried = config.steps * max(map(len, skipping.values()))
             passes += tried * BATCH / max(BATCH, job.planned_tokens)
         held = 0
         if config.gradients:
@@ -135,7 +135,7 @@ class Channels(Method[ChannelsConfig, Arch]):
             held=held,
         )
 
-    def choose(self, job: Job[Arch], uses: Sequence[LayerUse]) -> Wanted:
+    def choose(self, job: Job[Arch], uses: Sequence[LayerUse]) -> Skipping:
         """The projections that skip channels, by layer.
 
         Raises:
@@ -146,21 +146,21 @@ class Channels(Method[ChannelsConfig, Arch]):
             i: projections(job.layers[i], job.arch, uses[i], config.where)
             for i in chosen_layers(config.layers, len(uses))
         }
-        wanted = {i: parts for i, parts in every.items() if parts}
-        if not wanted:
+        skipping = {i: parts for i, parts in every.items() if parts}
+        if not skipping:
             raise MoesaicError(
                 f"No projection of layers {config.layers} can skip channels with where "
                 f"{config.where}: they have forms of their own. Try where=all, or the original."
             )
-        return wanted
+        return skipping
 
-    def share(self, wanted: Wanted, uses: Sequence[LayerUse]) -> float:
+    def share(self, skipping: Skipping, uses: Sequence[LayerUse]) -> float:
         """The share of the channels that projections read in the mean.
 
         Raises:
             MoesaicError: no share meets the target; says what is within reach.
         """
-        weights = {f"{i}.{p.path}": p.run for i, parts in wanted.items() for p in parts}
+        weights = {f"{i}.{p.path}": p.run for i, parts in skipping.items() for p in parts}
         all_run = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
         others = max(0.0, all_run - sum(weights.values()))
         share = shares_for(weights, others, self.config.active)
@@ -175,21 +175,21 @@ class Channels(Method[ChannelsConfig, Arch]):
     # --- decided ---------------------------------------------------------------------------------
 
     def _decided(
-        self, job: Job[Arch], wanted: Wanted, share: float, finished: Finished
+        self, job: Job[Arch], skipping: Skipping, share: float, finished: Finished
     ) -> Iterator[tuple[int, ChannelsLayer]]:
         """The plan of every layer, of those that have none yet where layers are decided alone."""
         config = self.config
         if config.gradients:
-            yield from self._by_gradients(job, wanted, share, finished)
+            yield from self._by_gradients(job, skipping, share, finished)
             return
         if not config.calibrates:
-            for i, parts in wanted.items():
+            for i, parts in skipping.items():
                 yield i, ChannelsLayer({p.path: top(p, share) for p in parts}, config.score)
             return
-        missing = [i for i in wanted if ("result", i) not in finished]
+        missing = [i for i in skipping if ("result", i) not in finished]
         for turn in self._turns(job, missing):
             i, layer = turn.block.index, turn.block.layer
-            parts = wanted[i]
+            parts = skipping[i]
             factors = {p.path: self._factor(layer, p, job.arch) for p in parts}
             first = turn.states[0].clone()
             scores = scored(turn, job.arch, factors)
@@ -201,31 +201,31 @@ class Channels(Method[ChannelsConfig, Arch]):
             yield i, ChannelsLayer(cuts, config.score)
 
     def _by_gradients(
-        self, job: Job[Arch], wanted: Wanted, share: float, finished: Finished
+        self, job: Job[Arch], skipping: Skipping, share: float, finished: Finished
     ) -> Iterator[tuple[int, ChannelsLayer]]:
         """One threshold for the whole model, on scores by the sizes of gradients."""
-        if not all(("gradients", i) in finished for i in wanted):  # kept, to resume from
+        if not all(("gradients", i) in finished for i in skipping):  # kept, to resume from
             few = Tokens(*_first(job.tokens, self.config.gradient_tokens))
-            stream = job.stream([*wanted], job.arch.ffn_of, few, tokens_per_batch=BACKWARD_BATCH)
-            sizes = gradient_sizes(stream, wanted, job.track)
-            for i, parts in wanted.items():
+            stream = job.stream([*skipping], job.arch.ffn_of, few, tokens_per_batch=BACKWARD_BATCH)
+            sizes = gradient_sizes(stream, skipping, job.track)
+            for i, parts in skipping.items():
                 by_path = {p.path: sizes[i, p.path] for p in parts}
                 cuts = dict.fromkeys(by_path, WHOLE)
                 finished.add("gradients", i, ChannelsLayer(cuts, "given", by_path), {})
-        factors = {i: cast(ChannelsLayer, finished["gradients", i][0]).factors for i in wanted}
+        factors = {i: cast(ChannelsLayer, finished["gradients", i][0]).factors for i in skipping}
         scores = {
             (turn.block.index, path): path_scores
-            for turn in self._turns(job, wanted)
+            for turn in self._turns(job, skipping)
             for path, path_scores in scored(turn, job.arch, factors[turn.block.index]).items()
         }
-        every = {(i, p.path): p for i, parts in wanted.items() for p in parts}
+        every = {(i, p.path): p for i, parts in skipping.items() for p in parts}
         thresholds = one_threshold(
             scores,
             {key: p.run for key, p in every.items()},
             {key: float(p.outputs) for key, p in every.items()},
             share,
         )
-        for i, parts in wanted.items():
+        for i, parts in skipping.items():
             cuts = {}
             for p in parts:
                 path_scores = scores[i, p.path]
@@ -241,9 +241,9 @@ class Channels(Method[ChannelsConfig, Arch]):
         weight = layer.get_parameter(p.path if p.experts else f"{p.path}.weight")
         return column_norms(weight, p.experts and isinstance(arch, MoEArch) and arch.transposed)
 
-    def _turns(self, job: Job[Arch], wanted: Collection[int]) -> Iterator[Turn]:
-        stream = job.stream(wanted, job.arch.ffn_of, tokens_per_batch=BATCH)
-        return iter(job.track(stream.turns(), "Weighing channels", len(wanted)))
+    def _turns(self, job: Job[Arch], skipping: Collection[int]) -> Iterator[Turn]:
+        stream = job.stream(skipping, job.arch.ffn_of, tokens_per_batch=BATCH)
+        return iter(job.track(stream.turns(), "Weighing channels", len(skipping)))
 
     # --- said of it ------------------------------------------------------------------------------
 

@@ -46,11 +46,11 @@ class Scores:
         if share >= 1:
             return 0.0
         above = self.counts.flip(0).cumsum(0).flip(0)
-        wanted = share * float(above[0])
-        place = int((above > wanted).sum())  # the first bin from which fewer are left
+        target = share * float(above[0])
+        place = int((above > target).sum())  # the first bin from which fewer are left
         inside = float(self.counts[max(place - 1, 0)])
         left = float(above[place]) if place < len(above) else 0.0
-        part = 1 - (wanted - left) / inside if inside else 1.0  # of the bin before, gone as well
+        part = 1 - (target - left) / inside if inside else 1.0  # of the bin before, gone as well
         exponent = _OCTAVES[0] + (max(place - 1, 0) + part) / BINS
         return 2.0**exponent
 

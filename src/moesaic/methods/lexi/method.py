@@ -90,7 +90,7 @@ class FewerExperts(LayerMethod[LExIConfig, MoEArch, int]):
         return 0 if self.config.uniform else self.config.gram_mb << 20
 
     def sizes(self, job: Job[MoEArch]) -> dict[int, Sequence[int]]:
-        arch, wanted = job.arch, self.config.top_k
+        arch, target = job.arch, self.config.top_k
         tops = {i: arch.mixture(job.layers[i]).top_k for i in routed_layers(job)}
         if arch.chosen is None:
             raise MoesaicError(
@@ -99,13 +99,13 @@ class FewerExperts(LayerMethod[LExIConfig, MoEArch, int]):
             )
         least = min(tops.values())
         most = least if self.config.uniform else sum(tops.values()) / len(tops)
-        if wanted is not None and wanted > most:
+        if target is not None and target > most:
             raise MoesaicError(
-                f"top_k {wanted:g} is out of reach: a token runs "
+                f"top_k {target:g} is out of reach: a token runs "
                 f"{span(tops.values())} experts now; from 1 to {most:g} works."
             )
-        if wanted is not None and self.config.uniform:
-            return {i: [int(wanted)] for i in tops}
+        if target is not None and self.config.uniform:
+            return {i: [int(target)] for i in tops}
         return {i: range(1, top_k + 1) for i, top_k in tops.items()}
 
     def decide(

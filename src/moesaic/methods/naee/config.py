@@ -185,13 +185,13 @@ class PruneConfig(MethodConfig):
             raise MoesaicError(f"{by} sees no tokens: progressive changes nothing.")
 
 
-def _at_least(counts: range, wanted: list[float]) -> list[int]:
+def _at_least(counts: range, wishes: list[float]) -> list[int]:
     """For each wish the smallest number that is not below it, falling; each number once.
 
     >>> _at_least(range(4, 13, 4), [11, 9, 6, 3])
     [12, 8, 4]
     """
-    chosen = {next((n for n in counts if n >= wish), counts[-1]) for wish in wanted}
+    chosen = {next((n for n in counts if n >= wish), counts[-1]) for wish in wishes}
     return sorted(chosen, reverse=True)
 
 

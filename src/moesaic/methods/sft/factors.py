@@ -66,7 +66,7 @@ def outside(model: Model, arch: Arch, factors: Mapping[int, Tensor]) -> Iterator
         arch: its architecture.
         factors: by layer (M,), none of them 0.
     """
-    handles, held = [], []
+    handles, scaled = [], []
 
     def multiply(g_M: Tensor, _: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return ((args[0].float() * g_M.to(args[0].device)).to(args[0].dtype),)
@@ -74,7 +74,7 @@ def outside(model: Model, arch: Arch, factors: Mapping[int, Tensor]) -> Iterator
     for i, g_M in factors.items():
         ffn = arch.ffn_of(arch.layers(model)[i])
         down = getattr(ffn, arch.ffn.down)
-        held.append((down, weight_of(ffn, arch.ffn.down).dtype, g_M))
+        scaled.append((down, weight_of(ffn, arch.ffn.down).dtype, g_M))
         down.weight.data = down.weight.data.float() / g_M.to(down.weight.device)
         handles.append(down.register_forward_pre_hook(partial(multiply, g_M)))
     try:
@@ -82,5 +82,5 @@ def outside(model: Model, arch: Arch, factors: Mapping[int, Tensor]) -> Iterator
     finally:
         for handle in handles:
             handle.remove()
-        for down, dtype, g_M in held:
+        for down, dtype, g_M in scaled:
             down.weight.data = (down.weight.data.float() * g_M.to(down.weight.device)).to(dtype)

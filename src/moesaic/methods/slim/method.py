@@ -135,7 +135,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
     def needs(self) -> set[str]:
         """Statistics of neurons; the tokens themselves where several sizes are compared on them."""
         config, score = self.config, self.config.chosen
-        wanted = {
+        needs = {
             "sizes": True,
             "energy": score.observes,
             "shared": score.observes and config.shared is not None,
@@ -143,7 +143,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             "curvature": score.gradients,
             "tokens": config.measures,
         }
-        return {name for name, need in wanted.items() if need}
+        return {name for name, need in needs.items() if need}
 
     # --- sizes -----------------------------------------------------------------------------------
 

@@ -73,8 +73,8 @@ class _LayerMasks:
         parts: dict[str, str] = {}
         for part, name in (("q", names.q), ("k", names.k), ("v", names.v)):
             parts[name] = parts.get(name, "") + part
-        for name, written in parts.items():
-            hook = partial(self._written, written)
+        for name, letters in parts.items():
+            hook = partial(self._written, letters)
             handles.append(getattr(attention, name).register_forward_hook(hook))
         handles.append(getattr(attention, names.o).register_forward_pre_hook(self._read_heads))
         for name in arch.ffn.projections:
