@@ -94,7 +94,7 @@ def layers(model: Any, tokens: Any, count: int) -> tuple[dict[str, float], bool]
     base = result.plan.base
     plans = {i: cast(CondensedLayer, p) for i, p in result.plan.layers.items() if base.experts[i]}
     start = time.perf_counter()
-    search = LayerSearch(LayerStream(model, arch, tokens, view=arch.mixture), plans)
+    search = LayerSearch([LayerStream(model, arch, tokens, view=arch.mixture)], plans)
     order = search.order("greedy", dict.fromkeys(plans, 0.0))
     found = [layer for layer, _ in itertools.islice(order, count)]
     search.close()

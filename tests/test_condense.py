@@ -13,6 +13,7 @@ import torch
 from builders import tiny_model, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from moesaic import CondenseConfig, MoesaicError, Tokens, condense
@@ -27,7 +28,7 @@ from moesaic.methods.cdmoe.experts import (
     tail_exponent,
     weight_scores,
 )
-from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch
+from moesaic.methods.cdmoe.layer_search import ExpertSearch, LayerSearch, legs
 from moesaic.observation.stream import LayerStream
 from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
@@ -279,8 +280,8 @@ def test_layer_search_is_the_search_by_full_forwards(
     assert disk.summary == result.summary
 
 
-def test_a_lazy_search_tries_few_and_chooses_the_same(
-    tokens: Tokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_race_takes_less_text_and_chooses_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of twelve layers that matter unequally; a search that was stopped goes on as it would."""
     model = tiny_moe("qwen2_moe", num_hidden_layers=12, mlp_only_layers=[], decoder_sparse_step=1)
@@ -288,40 +289,61 @@ def test_a_lazy_search_tries_few_and_chooses_the_same(
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.experts.down_proj.mul_(8 * torch.rand(1, generator=draw).item())
-    tried: dict[str, list[int]] = {"greedy": [], "lazy": []}
-    found, losses = {}, LayerSearch.losses
+    tokens = Tokens(torch.randint(3, 60, (64, 8), generator=draw))
+    assert [len(leg.input_ids) for leg in legs(tokens)] == [8, 24, 32]
+    windows: dict[str, int] = {"greedy": 0, "racing": 0}
+    found, sums = {}, LayerSearch.sums
 
-    def counted(self: LayerSearch, chosen: Any, candidates: Any) -> dict[int, float]:
-        tried[kind].append(len(candidates))
-        return losses(self, chosen, candidates)
+    def counted(self: LayerSearch, chosen: Any, candidates: Any, leg: int) -> dict[int, Tensor]:
+        result = sums(self, chosen, candidates, leg)
+        windows[kind] += sum(of.shape[1] for of in result.values())
+        return result
 
-    monkeypatch.setattr(LayerSearch, "losses", counted)
-    for kind in ("greedy", "lazy"):
+    monkeypatch.setattr(LayerSearch, "sums", counted)
+    for kind in ("greedy", "racing"):
         config = CondenseConfig(count=5, layer_search=kind, refit=False)
         found[kind] = condense(model, config, calibration=tokens).summary
-    assert found["lazy"]["layers"] == found["greedy"]["layers"]
-    assert tried["greedy"] == [12, 11, 10, 9, 8]
-    assert tried["lazy"][:2] == [12, 4]
-    assert sum(tried["lazy"]) < 0.8 * sum(tried["greedy"])
-    for lazy, every in zip(found["lazy"]["search"], found["greedy"]["search"], strict=True):
-        assert lazy["losses"].items() <= every["losses"].items()
+    assert found["racing"]["layers"] == found["greedy"]["layers"]
+    assert windows["greedy"] == 64 * (12 + 11 + 10 + 9 + 8)
+    assert windows["racing"] < 0.5 * windows["greedy"]
+    for race in found["racing"]["search"]:
+        assert race["losses"][str(race["layer"])] == min(race["losses"].values())
 
     folder, rounds = tmp_path / "progress", 0
 
-    def stopped(self: LayerSearch, chosen: Any, candidates: Any) -> dict[int, float]:
+    def stopped(self: LayerSearch, chosen: Any, candidates: Any, leg: int) -> dict[int, Tensor]:
         nonlocal rounds
-        rounds += 1
+        rounds += leg == 0
         if rounds == 3:
             raise KeyboardInterrupt
-        return losses(self, chosen, candidates)
+        return sums(self, chosen, candidates, leg)
 
-    kind = "lazy"
     run = {"calibration": tokens, "progress": folder}
-    monkeypatch.setattr(LayerSearch, "losses", stopped)
+    monkeypatch.setattr(LayerSearch, "sums", stopped)
     with pytest.raises(KeyboardInterrupt):
         condense(model, config, **run)
-    monkeypatch.setattr(LayerSearch, "losses", counted)
-    assert condense(model, config, **run).summary == found["lazy"]
+    monkeypatch.setattr(LayerSearch, "sums", counted)
+    assert condense(model, config, **run).summary == found["racing"]
+
+
+def test_the_losses_of_a_race_are_those_of_all_its_text(tokens: Tokens) -> None:
+    """Cut into legs or whole, with padding and without, by hidden states and by perplexity."""
+    model = tiny_moe("deepseek_v2", num_hidden_layers=5)
+    arch, text = moe_arch(model.config), Tokens(tokens.input_ids.repeat(5, 1)[:16])
+    mask = torch.ones_like(text.input_ids, dtype=torch.bool)
+    mask[3:9, 5:] = False
+    plans, _ = searched(model, tokens)
+    for windows in (text, replace(text, attention_mask=mask)):
+        for metric in ("js", "ppl"):
+            whole, cut = (
+                LayerSearch(
+                    [LayerStream(model, arch, part, view=arch.mixture) for part in parts],
+                    plans,
+                    metric,
+                ).losses((), list(plans))
+                for parts in ([windows], legs(windows))
+            )
+            assert cut == pytest.approx(whole, rel=1e-5)
 
 
 def test_rankings_and_metrics(tokens: Tokens) -> None:
@@ -337,7 +359,7 @@ def test_rankings_and_metrics(tokens: Tokens) -> None:
     arch = moe_arch(model.config)
     stream = LayerStream(model, arch, tokens, view=arch.mixture)
     plans, _ = searched(model, tokens)
-    alone = LayerSearch(stream, plans).losses((), list(plans))
+    alone = LayerSearch([stream], plans).losses((), list(plans))
     assert order(layer_search="global-rank") == sorted(alone, key=lambda i: alone[i])
     assert order(layer_search="greedy")[0] == min(alone, key=lambda i: alone[i])
     cosines = {i: f["cosine"]["attention"] for i, f in found.items()}

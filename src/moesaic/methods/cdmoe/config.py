@@ -86,10 +86,10 @@ class CondenseConfig(MethodConfig):
         "How the experts that stay are chosen; greedy is the paper's Alg. 1.",
         seldom=True,
     )
-    layer_search: Literal["lazy", "greedy", "rank", "global-rank", "cosine", "random"] = option(
-        "lazy",
-        "How layers are chosen; greedy is the paper's Alg. 2, which lazy follows but tries few "
-        "layers again; cosine is of He et al.",
+    layer_search: Literal["racing", "greedy", "rank", "global-rank", "cosine", "random"] = option(
+        "racing",
+        "How layers are chosen; greedy is the paper's Alg. 2, which racing follows, "
+        "each round on as much text as it takes; cosine is of He et al.",
         seldom=True,
     )
     candidates: tuple[int, ...] = option(

@@ -4,9 +4,10 @@ Alg. 2 adds the layer that moves the model's last hidden state least, after the 
 and again. One round is one pass over the layers: each candidate branches off at its own layer, and
 all branches go on together, so that a model read from disk is read once a round.
 
-``lazy`` tries fewer. What a candidate adds to the loss grows little from round to round, and seldom
-falls: in the order of what they added when they were last tried, candidates are tried anew, a few
-at a time, until none that is left added less then than the best of them does now.
+``racing`` compares the same candidates on less text. Each round begins with all of them on a few
+windows, and those that are behind the best one for good, by the standard error of the difference
+from window to window, are out; the others go on with four times the text, until one is left or the
+text ends.
 
 Comparisons (Tab. 7): ``rank`` orders layers by the divergence of the layer's own output,
 ``global-rank`` by the model's with that layer alone condensed. ``cosine`` is the rule of He et al.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import hands_on
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
-from moesaic.distributed import mean_over_processes
+from moesaic.distributed import gathered, mean_over_processes
 from moesaic.foreign import JSON
 from moesaic.layers.condensed import NO_FFN, NONE_K, CondensedLayer
 from moesaic.layers.dropped import DroppedLayer
@@ -47,10 +49,13 @@ from moesaic.surgery import applied
 Replaced: TypeAlias = CondensedLayer | DroppedLayer
 CHUNK_BYTES = 128 << 20
 """Expert outputs computed at a time."""
-BATCH = 4
-"""Candidates that a lazy search tries in one pass over the layers."""
-MARGIN = 0.7
-"""What a candidate adds may have fallen to so much of what it added, and is not missed."""
+FIRST, LEAST, GROWTH = 16, 8, 4
+"""A race begins on one of so many windows, and at least on so many, and goes on with so many times
+the text."""
+RACED = 1 / 3
+"""Of the forward passes of the paper's search what a race takes, about."""
+SURE = 3.0
+"""Standard errors of the mean difference by which a candidate is behind for good."""
 
 
 class ExpertSearch:
@@ -252,120 +257,156 @@ def _mean(parts: Sequence[Tensor]) -> float:
 # --- Alg. 2 --------------------------------------------------------------------------------------
 
 
-class Added:
-    """What each candidate added to the model's loss when it was last tried."""
-
-    def __init__(self, done: Sequence[tuple[int, Mapping[int, float]]] = ()) -> None:
-        self.rise: dict[int, float] = {}
-        self.loss = 0.0
-        """Of the model with all layers that were chosen."""
-        for i, losses in done:
-            self.note(i, losses)
-
-    def note(self, chosen: int, losses: Mapping[int, float]) -> None:
-        """A round: the layer that was chosen, and the losses of those that were tried."""
-        self.rise |= {i: loss - self.loss for i, loss in losses.items()}
-        self.loss = losses[chosen]
-
-    def ranked(self, left: Sequence[int]) -> list[int]:
-        """The layers that are left, those that added least first."""
-        return sorted(left, key=lambda i: (self.rise.get(i, 0.0), i))
+def legs(tokens: Tokens) -> list[Tokens]:
+    """The windows of a race in a random order, cut where it goes on with more text."""
+    count = len(tokens.input_ids)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    ends, end = [0], max(LEAST, count // FIRST)
+    while 2 * end <= count:
+        ends.append(end)
+        end *= GROWTH
+    return [tokens.rows(order[start:end]) for start, end in pairwise([*ends, count])]
 
 
 class LayerSearch:
-    """Orders layers by what condensing them does to the model's output."""
+    """Orders layers by what condensing them does to the model's output.
+
+    Args:
+        streams: over the text, or over its :func:`legs`.
+        plans: what each layer would become.
+        metric: of the output's change: ``js``, ``kl`` or ``ppl``.
+    """
 
     def __init__(
         self,
-        stream: LayerStream[MoEFFN],
+        streams: Sequence[LayerStream[MoEFFN]],
         plans: Mapping[int, Replaced],
         metric: str = "js",
     ) -> None:
-        self.stream = stream
+        self.streams = streams
         self.plans = plans
         self.metric = metric
-        self._reference: Spill | None = None
+        self._references: dict[int, Spill] = {}
 
-    @torch.no_grad()
     def losses(self, chosen: Collection[int], candidates: Collection[int]) -> dict[int, float]:
         """The model's loss with the chosen layers condensed, and each candidate as well."""
-        some = {i: self.plans[i] for i in chosen}
+        parts = [self.sums(chosen, candidates, n) for n in range(len(self.streams))]
+        return {i: _mean_of([part[i] for part in parts]) for i in candidates}
+
+    @torch.no_grad()
+    def sums(
+        self, chosen: Collection[int], candidates: Collection[int], leg: int
+    ) -> dict[int, Tensor]:
+        """By candidate what each window of one leg loses, summed, and the tokens or windows that it
+        is the sum of, float64 (2, N); of all processes."""
+        some, stream = {i: self.plans[i] for i in chosen}, self.streams[leg]
         changes = [{**some, i: self.plans[i]} for i in candidates]
-        if self._reference is None:
-            self._reference = Spill(1 << 30)
-            (final,) = branches(self.stream, [{}])
-            for part in self._judged(final):
-                self._reference.append(part)
+        if leg not in self._references:
+            reference = self._references[leg] = Spill(1 << 30)
+            (final,) = branches(stream, [{}])
+            for output, _ in self._judged(stream, final):
+                reference.append(output)
             final.clear()
-        losses: dict[int, float] = {}
-        for i, final in zip(candidates, branches(self.stream, changes), strict=True):
-            losses[i] = self._loss(final)
+        sums: dict[int, Tensor] = {}
+        for i, final in zip(candidates, branches(stream, changes), strict=True):
+            own = self._by_window(stream, self._references[leg], final)
+            sums[i] = torch.cat(gathered(own), 1)
             final.clear()
-        return losses
+        return sums
 
-    def _judged(self, final: Spill) -> Iterator[Tensor]:
-        """What is compared of each batch: (T, D) after the final norm, or (B,) perplexities."""
-        for out, batch in self.stream.heads(final, logits=self.metric == "ppl"):
+    def _judged(
+        self, stream: LayerStream[MoEFFN], final: Spill
+    ) -> Iterator[tuple[Tensor, Sequence[int]]]:
+        """What is compared of each batch, (T, D) after the final norm or (B,) perplexities, and how
+        many rows of it each window has."""
+        for out, batch in stream.heads(final, logits=self.metric == "ppl"):
+            windows, mask = len(batch.input_ids), batch.attention_mask
             if self.metric == "ppl":
-                yield window_perplexities(out, batch)
+                yield window_perplexities(out, batch), [1] * windows
+            elif mask is None:
+                yield valid(out, None), [out.shape[1]] * windows
             else:
-                yield valid(out, batch.attention_mask)
+                yield valid(out, mask), mask.sum(1).tolist()
 
-    def _loss(self, final: Spill) -> float:
-        assert self._reference is not None
-        pairs = zip(self._reference, self._judged(final), strict=True)
-        if self.metric == "ppl":
-            return _mean([new - old for old, new in pairs])
-        return _mean([DIVERGENCES[self.metric](old, new) for old, new in pairs])
+    def _by_window(self, stream: LayerStream[MoEFFN], reference: Spill, final: Spill) -> Tensor:
+        """Sums and counts of :meth:`sums`, of this process's windows."""
+        sums, counts = list[float](), list[int]()
+        for before, (after, rows) in zip(reference, self._judged(stream, final), strict=True):
+            if self.metric == "ppl":
+                losses = after - before
+            else:
+                losses = DIVERGENCES[self.metric](before, after)
+            sums += [part.double().sum().item() for part in losses.split([*rows])]
+            counts += rows
+        return torch.tensor([sums, counts], dtype=torch.float64)
 
     def order(
-        self,
-        search: str,
-        scores: Mapping[int, float],
-        done: Sequence[tuple[int, Mapping[int, float]]] = (),
+        self, search: str, scores: Mapping[int, float], done: Sequence[int] = ()
     ) -> Iterator[tuple[int, dict[int, float]]]:
         """Layers in the order they should be condensed, each with the losses it was chosen by.
 
         Args:
-            search: lazy, greedy, global-rank, or another by ``scores``.
+            search: racing, greedy, global-rank, or another by ``scores``.
             scores: of every layer; the lowest goes first.
-            done: layers that were chosen before, in order, each with its losses.
+            done: layers that were chosen before, in order.
         """
-        chosen = [i for i, _ in done]
+        chosen = [*done]
         left = [i for i in self.plans if i not in chosen]
         losses: dict[int, float] = dict(scores)
         if search == "global-rank" and left:
             losses = self.losses((), left)
-        added = Added(done)
         while left:
             if search == "greedy":
                 losses = self.losses(chosen, left)
-            elif search == "lazy":
-                losses = self._likeliest(chosen, left, added)
+            elif search == "racing":
+                losses = self._raced(chosen, left)
             best = min(losses.keys() & left, key=lambda i: (losses[i], i))
-            tried = {i: losses[i] for i in left if i in losses}
-            yield best, tried
-            added.note(best, tried)
+            yield best, {i: losses[i] for i in left if i in losses}
             chosen.append(best)
             left.remove(best)
 
-    def _likeliest(
-        self, chosen: Sequence[int], left: Sequence[int], added: Added
-    ) -> dict[int, float]:
-        """The losses of as many candidates as have to be tried until the best is known."""
-        waiting, losses = added.ranked(left), dict[int, float]()
-        while waiting:
-            some = waiting if not added.rise else waiting[:BATCH]
-            waiting = waiting[len(some) :]
-            losses |= self.losses(chosen, some)
-            if waiting and min(losses.values()) - added.loss <= MARGIN * added.rise[waiting[0]]:
+    def _raced(self, chosen: Sequence[int], left: Sequence[int]) -> dict[int, float]:
+        """The losses of those that ran the last leg, on all text that they were compared on."""
+        running, seen = [*left], {i: list[Tensor]() for i in left}
+        losses = dict[int, float]()
+        for leg in range(len(self.streams)):
+            for i, sums_2N in self.sums(chosen, running, leg).items():
+                seen[i].append(sums_2N)
+            losses = {i: _mean_of(seen[i]) for i in running}
+            best = torch.cat(seen[min(running, key=lambda i: (losses[i], i))], 1)
+            running = [i for i in running if not behind(torch.cat(seen[i], 1), best)]
+            if len(running) == 1:
                 break
         return losses
 
     def close(self) -> None:
         """Let go of what is kept on disk."""
-        if self._reference is not None:
-            self._reference.clear()
+        for reference in self._references.values():
+            reference.clear()
+
+
+def _mean_of(parts: Sequence[Tensor]) -> float:
+    """The mean loss over windows, of their sums and counts (2, N) each."""
+    total, count = torch.cat([*parts], 1).sum(1).tolist()
+    return float(total / max(1.0, count))
+
+
+def behind(sums_2N: Tensor, best_2N: Tensor) -> bool:
+    """Whether a candidate loses more than the best one, by :data:`SURE` standard errors.
+
+    Args:
+        sums_2N: of the candidate, as of :meth:`LayerSearch.sums`.
+        best_2N: of the best one, on the same windows.
+
+    >>> best_2N = torch.tensor([[2.0, 3.0, 4.0], [1.0, 1.0, 1.0]])
+    >>> behind(best_2N + torch.tensor([[1.0], [0.0]]), best_2N)
+    True
+    >>> behind(best_2N.flip(1), best_2N), behind(best_2N, best_2N)
+    (False, False)
+    """
+    difference_N = (sums_2N[0] - best_2N[0]) / sums_2N[1].clamp(min=1)
+    error = difference_N.std() / len(difference_N) ** 0.5
+    return bool(difference_N.mean() > SURE * error)
 
 
 def window_perplexities(logits_BLV: Tensor, batch: Tokens) -> Tensor:

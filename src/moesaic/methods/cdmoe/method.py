@@ -24,7 +24,7 @@ from moesaic.layers.dropped import DroppedLayer
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Told
 from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
-from moesaic.methods.cdmoe.layer_search import BATCH, ExpertSearch, LayerSearch, Replaced
+from moesaic.methods.cdmoe.layer_search import RACED, ExpertSearch, LayerSearch, Replaced, legs
 from moesaic.methods.cdmoe.size import Footprint
 from moesaic.methods.mixtures import credited, listed, original, routed_layers, span
 from moesaic.methods.refit import recover, settled
@@ -62,14 +62,12 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         depth = len(job.base.widths)
         first, rest = candidates[: max(0, count - 1)], candidates[max(0, count - 1) :]
         others = {size.of(finish([*first, i])) for i in rest} if count else set()
-        left = [len(candidates) - n for n in range(count)]  # in each round
-        if config.layer_search == "lazy":
-            left = [n if n == len(candidates) else min(n, BATCH) for n in left]
-        tried = sum(left) if config.layer_search in ("greedy", "lazy") else 0
+        tried = sum(len(candidates) - n for n in range(count))  # each half a pass
+        share = {"greedy": 1.0, "racing": RACED}.get(config.layer_search, 0.0)
         return Outline(
             Plan(config.name, job.base, finish(candidates[:count]), asdict(config)),
             exact=len(others) <= 1,
-            passes=2.0 + 4 * len(candidates) / depth + tried / 2 + 2 * bool(config.refit),
+            passes=2.0 + 4 * len(candidates) / depth + share * tried / 2 + 2 * bool(config.refit),
         )
 
     def _finish(self, job: Job[MoEArch], plans: Mapping[int, Replaced]) -> Finish:
@@ -179,8 +177,13 @@ class Condenser(Method[CondenseConfig, MoEArch]):
             for name, i in rounds
         ]
         yield from done
-        search = LayerSearch(stream, plans, config.metric)
-        order = search.order(config.layer_search, self._scores(plans, finished), done)
+        streams = [stream]
+        if config.layer_search == "racing":
+            parts = legs(job.share[0])
+            streams = [job.stream(list(plans), job.arch.mixture, part) for part in parts]
+        search = LayerSearch(streams, plans, config.metric)
+        scores = self._scores(plans, finished)
+        order = search.order(config.layer_search, scores, [i for i, _ in done])
         total = len(plans) if config.count is None else config.count
         try:
             for n, (i, losses) in enumerate(job.track(order, "Choosing layers", total), len(done)):

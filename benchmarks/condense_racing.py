@@ -1,9 +1,9 @@
-"""CD-MoE's search over layers, lazy beside the paper's: same choices, and forwards that it takes.
+"""CD-MoE's search over layers, racing beside the paper's: same choices, and what they take.
 
 Generated mixtures whose layers matter unequally, and tiny-shared-moe. A full-inference equivalent
 is every token through every layer once.
 
-    python benchmarks/condense_lazy.py [--depths 16 24 32] [--seeds 2]
+    python benchmarks/condense_racing.py [--depths 16 24 32 48] [--seeds 2]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.io.source import resolve
 from moesaic.layers.condensed import CondensedLayer
-from moesaic.methods.cdmoe.layer_search import LayerSearch
+from moesaic.methods.cdmoe.layer_search import LayerSearch, legs
 from moesaic.metrics.machine import environment
 from moesaic.observation.stream import Block, LayerStream
 
@@ -63,47 +63,54 @@ def generated(depth: int, seed: int) -> Any:
     return model
 
 
-def compared(model: Any, tokens: Tokens, count: int, passed: Counted) -> dict[str, Any]:
+def compared(
+    model: Any, tokens: Tokens, count: int, passed: Counted, keep: Any = "shared"
+) -> dict[str, Any]:
     """Both searches on one model: of each the order, the last loss, and what it took."""
     arch = moe_arch(model.config)
     every = len(arch.moe_layers(model))
-    options = CondenseConfig(count=every, refit=False, layer_search="random")
+    options = CondenseConfig(count=every, keep=keep, refit=False, layer_search="random")
     plan = condense(model, options, calibration=tokens).plan
     assert plan is not None
     plans = {i: cast(CondensedLayer, p) for i, p in plan.layers.items() if plan.base.experts[i]}
+    whole = LayerSearch([LayerStream(model, arch, tokens, view=arch.mixture)], plans)
     found: dict[str, Any] = {"layers": every, "condensed": count}
-    for kind in ("greedy", "lazy"):
-        search = LayerSearch(LayerStream(model, arch, tokens, view=arch.mixture), plans)
+    for kind, parts in (("greedy", [tokens]), ("racing", legs(tokens))):
+        streams = [LayerStream(model, arch, part, view=arch.mixture) for part in parts]
+        search = LayerSearch(streams, plans)
         before = passed.tokens
         steps = list(itertools.islice(search.order(kind, {}), count))
         search.close()
+        passes = (passed.tokens - before) / (every * tokens.count * count)
         found[kind] = {
             "order": [i for i, _ in steps],
-            "divergence": steps[-1][1][steps[-1][0]],
-            "inferences_a_layer": (passed.tokens - before) / (every * tokens.count * count),
+            "divergence": whole.losses([i for i, _ in steps[:-1]], [steps[-1][0]])[steps[-1][0]],
+            "inferences_a_layer": passes,
         }
-    both = zip(found["greedy"]["order"], found["lazy"]["order"], strict=True)
-    found["same_steps"] = sum(a == b for a, b in both)
+    orders = [found[kind]["order"] for kind in ("greedy", "racing")]
+    found["same_steps"] = sum(a == b for a, b in zip(*orders, strict=True))
+    found["same_layers"] = len({*orders[0]} & {*orders[1]})
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--depths", type=int, nargs="+", default=[16, 24, 32])
+    parser.add_argument("--depths", type=int, nargs="+", default=[16, 24, 32, 48])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
     given = parser.parse_args()
     passed = Counted()
     record: dict[str, Any] = {"environment": environment(), "models": {}}
-    ids = torch.randint(1, 256, (6, 48), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(1, 256, (100, 32), generator=torch.Generator().manual_seed(0))
     for depth, seed in itertools.product(given.depths, range(given.seeds)):
         made = compared(generated(depth, seed), Tokens(ids), depth // 2, passed)
         record["models"][f"generated, {depth} layers, seed {seed}"] = made
-    source = resolve("tiny-shared-moe")
-    tokens = calibration_tokens("", source.tokenizer, 16, 128)
-    model = source.load("cpu", torch.float32)
-    record["models"]["tiny-shared-moe"] = compared(model, tokens, 4, passed)
-    record["command"] = "python benchmarks/condense_lazy.py"
+    for name, keep in (("tiny-shared-moe", "shared"), ("tiny-moe", "shared+routed")):
+        source = resolve(name)
+        tokens = calibration_tokens("", source.tokenizer, 100, 128)
+        model = source.load("cpu", torch.float32)
+        record["models"][name] = compared(model, tokens, 4, passed, keep)
+    record["command"] = "python benchmarks/condense_racing.py"
     given.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
