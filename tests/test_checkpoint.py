@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import inside
+from builders import equal, inside, tiny_model, weights
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from moesaic.cli.entry import disk_full
 from moesaic.errors import MoesaicError
 from moesaic.io import checkpoint
-from moesaic.io.checkpoint import Checkpoint, ShardWriter, check_finite
+from moesaic.io.checkpoint import INDEX_NAME, Checkpoint, ShardWriter, check_finite, extend
 from moesaic.io.outputs import check_out, whole_folder
+from moesaic.io.source import resolve
 
 
 def test_shards_hold_what_was_added(tmp_path):
@@ -259,3 +260,15 @@ def test_every_tokenizers_files_are_carried_over(tmp_path, name):
     (tmp_path / "out").mkdir()
     Checkpoint(tmp_path).copy_side_files(tmp_path / "out")
     assert (tmp_path / "out" / name).read_text() == "words"
+
+
+@pytest.mark.parametrize("shard", ["10MB", "60KB"])
+def test_a_further_shard_joins_those_that_are_there(shard, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size=shard)
+    before = weights(tmp_path)
+    more = {"mtp.fc.weight": torch.ones(4, 8), "mtp.norm.weight": torch.zeros(4)}
+    extend(tmp_path, more)
+    assert equal(weights(tmp_path), {**before, **more})
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    assert {*index["weight_map"].values()} == {f.name for f in tmp_path.glob("*.safetensors")}
+    assert equal(dict(resolve(str(tmp_path)).load().state_dict()), before)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from builders import (
     APART,
     BEHIND,
+    logits,
     pages,
     predicting,
     quantise,
@@ -23,7 +24,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 import moesaic
-from moesaic import CondenseConfig, LExIConfig, PruneConfig, SkipConfig, SlimConfig
+from moesaic import CondenseConfig, LExIConfig, PruneConfig, SkipConfig, SlimConfig, TuneConfig
 from moesaic.api import verb
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
@@ -47,6 +48,10 @@ def published(model_type, folder, start=BEHIND, count=1):
     else:
         model = tiny_moe(model_type, num_nextn_predict_layers=count)
     return predicting(model, folder, count, start)
+
+
+def loaded(folder):
+    return resolve(str(folder)).load()
 
 
 def changed(folder, change):
@@ -195,6 +200,23 @@ def test_they_run_in_every_result_that_has_them(model_type, asked, tokens, tmp_p
     moesaic.apply(str(base), str(plan.parent), again)
     assert Drafts(resolve(str(again))).layers
     assert (again / "config.json").read_text() == (out / "config.json").read_text()
+
+
+def test_they_stay_in_what_is_trained(tokens, tmp_path):
+    """As they were, whatever the model has learnt: what that does to their drafts is measured."""
+    base = published("glm4_moe", tmp_path / "base")
+    config = TuneConfig(what="all", steps=2, batch=2, length=16, lr=1e-2, data=pages("calibration"))
+    result = moesaic.tune(str(base), config, tokenizer=tiny_tokenizer())
+    out = result.save(tmp_path / "out")
+    assert "stay as they are" in result.record(str(base), str(out)).steps[-1].told
+    before, after = weights(base), weights(out)
+    assert before.keys() == after.keys()
+    assert {n for n in before if torch.equal(before[n], after[n])} >= {
+        n for n in before if n.startswith("model.layers.3.")
+    }
+    found = evaluate(str(out), against=str(base), data=tokens, mtp=True)
+    assert found.mtp["tokens"] == found.against.mtp["tokens"]
+    assert torch.equal(logits(loaded(out), tokens), logits(result.model, tokens))
 
 
 def test_few_bits_stay_and_are_run(tokens, tmp_path):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
@@ -24,7 +25,7 @@ from moesaic.arch.lookup import architectures, base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import how_to_install
 from moesaic.foreign import JSON, Config, Model, Tokenizer
-from moesaic.io.checkpoint import align, shape_of
+from moesaic.io.checkpoint import align, extend, shape_of
 from moesaic.io.language import HEADLESS, predicts_tokens
 from moesaic.io.naming import conversions
 from moesaic.io.prediction import leave_out
@@ -394,10 +395,25 @@ def _every_key(config: Config) -> JSON:
     return plain
 
 
-def save_live(model: Model, tokenizer: Tokenizer | None, folder: Path) -> None:
-    """Write a loaded model, with what it takes to load it again."""
-    leave_out(model.config)
+def save_live(
+    model: Model,
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    predicting: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write a loaded model, with what it takes to load it again.
+
+    Args:
+        model: to be written.
+        tokenizer: beside it; None for none.
+        folder: an existing one.
+        predicting: tensors of layers that predict further tokens, by their names on disk.
+    """
+    if not predicting:
+        leave_out(model.config)
     model.save_pretrained(folder)
+    if predicting:
+        extend(folder, predicting)
     for file in folder.glob("*.safetensors"):
         align(file)
     write_config(model.config, folder)

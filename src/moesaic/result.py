@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from rich.console import RenderableType
+from torch import Tensor
 
 from moesaic import __version__, hub, report
 from moesaic.arch.dense import PREFIX, Arch
@@ -23,12 +24,12 @@ from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Values
 from moesaic.io.caller import untouched
-from moesaic.io.checkpoint import ShardWriter, Writer, narrowed, shape_of
+from moesaic.io.checkpoint import ShardWriter, Writer, cast, narrowed, shape_of
 from moesaic.io.fingerprint import IN_MEMORY, of_model
 from moesaic.io.layout import own
-from moesaic.io.naming import Naming
+from moesaic.io.naming import Naming, language
 from moesaic.io.outputs import check_drawing, whole_folder, write_drawing
-from moesaic.io.prediction import NEXT, leave_out
+from moesaic.io.prediction import NEXT, leave_out, predicts
 from moesaic.io.quantised import settle
 from moesaic.io.source import Source
 from moesaic.methods.base import Decision, Method
@@ -183,11 +184,25 @@ class Result:
                 tokenizer = self.job.tokenizer
             if self.job.on_disk and self.job.original.beside:
                 logging.getLogger(__name__).warning(ALONE)
-            hub.save_live(self.model, tokenizer, folder)
+            hub.save_live(self.model, tokenizer, folder, self._carried)
         if plan is not None:
             kind = self.job.dtype if self.job.on_disk else None
             dtype = str(kind or "auto").removeprefix("torch.")
             replace(plan, dtype=dtype, earlier=self._earlier).save(own(folder))
+
+    @property
+    def _carried(self) -> Mapping[str, Tensor]:
+        """Layers that predict further tokens, as the original has them, of a model that was only
+        trained."""
+        if self.plan is not None or not self.job.on_disk or not self.job.predicting:
+            return {}
+        checkpoint, type_of = self.job.original.checkpoint, narrowed(self.model)
+        last = self.model.config.num_hidden_layers
+        return {
+            language(disk): cast(checkpoint.tensor(disk), type_of(name))
+            for disk, name in self.job.naming.in_memory.items()
+            if predicts(name, last)
+        }
 
     @property
     def _inputs(self) -> list[str | Path]:
@@ -362,6 +377,8 @@ class Result:
     def _predicting(self) -> tuple[str, str]:
         """What becomes of layers that predict further tokens: a key of records, and words."""
         job, plan = self.job, self.plan
+        if self._carried:
+            return "kept", "stay as they are"
         if plan is None or self.decision.trained is not None or not job.on_disk:
             return "left_out", "are left out"
         changed = hub.convert_config(copy.deepcopy(job.original.config), self.arch, plan)

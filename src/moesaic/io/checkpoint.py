@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 import struct
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
@@ -408,6 +409,26 @@ class ShardWriter:
             weight_map.update(dict.fromkeys(names, final))
         index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
         (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
+
+
+def extend(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Put further tensors into a checkpoint that is written, in a shard of their own."""
+    written = Checkpoint(folder)
+    count = len({*written._files.values()}) + 1
+    names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+    shards = dict(zip(sorted({*written._files.values()}), names, strict=False))
+    weight_map = {name: shards[file] for name, file in written._files.items()}
+    for file, name in shards.items():
+        file.rename(folder / name)
+    writer = ShardWriter(folder, sys.maxsize)
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer._save(folder / names[-1])
+    size = sum(stored.nbytes for stored in written._stored.values())
+    size += sum(tensor.nbytes for tensor in tensors.values())
+    weight_map.update(dict.fromkeys(tensors, names[-1]))
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
