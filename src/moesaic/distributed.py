@@ -61,7 +61,7 @@ def mean_over_processes(total: Tensor, count: float) -> Tensor:
         total: sums, of any shape.
         count: this process's tokens.
     """
-    both = torch.cat([total.double().cpu().flatten(), torch.tensor([float(count)]).double()])
+    sums = torch.cat([total.double().cpu().flatten(), torch.tensor([float(count)]).double()])
     if process()[1] > 1:
-        both = torch.stack(gathered(both)).sum(0)
-    return (both[:-1] / both[-1].clamp(min=1)).view(total.shape)
+        sums = torch.stack(gathered(sums)).sum(0)
+    return (sums[:-1] / sums[-1].clamp(min=1)).view(total.shape)

@@ -619,9 +619,9 @@ class Machine:
         file = cache_folder() / "speed.json"
         key = [__version__, torch.__version__, torch.get_num_threads(), device, EFFICIENCY, CALL]
         try:
-            kept: JSON = json.loads(file.read_text("utf-8"))
-            if kept.pop("of") == key:
-                return cls(**kept, started=started, resident=resident)
+            cached: JSON = json.loads(file.read_text("utf-8"))
+            if cached.pop("of") == key:
+                return cls(**cached, started=started, resident=resident)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
         speeds = measured(device)

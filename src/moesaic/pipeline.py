@@ -186,8 +186,8 @@ def _run(
     with whole_folder(Path(recipe.out), overwrite) as folder:
         with log.stage("write"):
             result.write(folder)
-        stored = {"original": resolve(recipe.model), "result": Source("result", folder)}
-        measured: JSON = {"files": {n: s.checkpoint.nbytes() for n, s in stored.items()}}
+        sources = {"original": resolve(recipe.model), "result": Source("result", folder)}
+        measured: JSON = {"files": {n: s.checkpoint.nbytes() for n, s in sources.items()}}
         if settings is not None:
             gathered(str(folder))  # the others wait until it is whole
             with log.stage("measure"):

@@ -195,8 +195,8 @@ class Progress:
         if self._checked or not note.is_file():
             return
         try:
-            kept = mapping_of(note)
-            changed = [*differing(kept, self.request)]
+            request = mapping_of(note)
+            changed = [*differing(request, self.request)]
         except MoesaicError as error:
             raise MoesaicError(f"{error} Start anew by overwriting it.") from None
         if changed:

@@ -353,9 +353,9 @@ def _first_of_file(path: Path, length: int | None, max_tokens: int | None) -> To
     if max_tokens is None:
         return tokens
     mask = tokens.attention_mask
-    each = torch.full((len(tokens.input_ids),), tokens.input_ids.shape[1])
-    each = each if mask is None else mask.sum(1)
-    return tokens.rows(slice(max(1, int((each.cumsum(0) <= max_tokens).sum()))))
+    lengths = torch.full((len(tokens.input_ids),), tokens.input_ids.shape[1])
+    lengths = lengths if mask is None else mask.sum(1)
+    return tokens.rows(slice(max(1, int((lengths.cumsum(0) <= max_tokens).sum()))))
 
 
 def calibration_tokens(

@@ -559,8 +559,8 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 def _positive(scales: Tensor, kind: torch.dtype) -> Tensor:
     """Scales as they are stored; one where there is nothing to scale."""
-    stored = torch.where(scales > 0, scales, torch.ones_like(scales)).to(kind)
-    return stored.clamp(min=torch.finfo(kind).tiny)
+    positive = torch.where(scales > 0, scales, torch.ones_like(scales)).to(kind)
+    return positive.clamp(min=torch.finfo(kind).tiny)
 
 
 def _spread(grid: Tensor, shape: Sequence[int], block: Sequence[int]) -> Tensor:
@@ -575,11 +575,11 @@ def _spoken(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "one number"
 
 
-def _scales(stored: Tensor) -> Tensor:
+def _scales(scales: Tensor) -> Tensor:
     """Scales as numbers: exponents of two are stored in bytes."""
-    if stored.dtype == torch.uint8:
-        return torch.exp2(stored.float() - EXPONENTS)
-    return stored.float()
+    if scales.dtype == torch.uint8:
+        return torch.exp2(scales.float() - EXPONENTS)
+    return scales.float()
 
 
 def _like(tensor: Tensor, like: Tensor) -> list[int]:

@@ -44,8 +44,8 @@ def free_bytes(device: str | torch.device) -> int:
     """Memory of a device that nothing holds: of an accelerator's, or of this machine."""
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(free + kept)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + cached)
     import psutil
 
     return int(psutil.virtual_memory().available)

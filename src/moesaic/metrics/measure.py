@@ -91,9 +91,8 @@ class Measurement:
         Returns:
             the fields of :attr:`moesaic.record.Record.measured`.
         """
-        each = [{name: source} for name, source in self.sources.items()]
         together, place = self._scored.together, (self._scored.device, self._scored.dtype)
-        alone = together or all(have_room([*one.values()], *place) for one in each)
+        alone = together or all(have_room((source,), *place) for source in self.sources.values())
         speeds: dict[str, Speed] = {}
         if alone:
             for group in [["original", "result"]] if together else [["original"], ["result"]]:

@@ -97,9 +97,9 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
         discard(folder)
     done = [i for i in layers if layer_file(folder, i).exists()]
     for i in done:
-        other = [*differing(StatsFile(layer_file(folder, i)).header, request)]
-        if other:
-            raise MoesaicError(f"{folder} holds layers of another request: {other[0]}.")
+        differences = [*differing(StatsFile(layer_file(folder, i)).header, request)]
+        if differences:
+            raise MoesaicError(f"{folder} holds layers of another request: {differences[0]}.")
     if len(done) < len(layers):
         share, numbers = job.share
         stream = job.stream(layers, job.arch.view, share)
@@ -144,9 +144,9 @@ def from_file(job: Job[Arch], path: str | Path, needs_gram: bool) -> StatsFile:
         MoesaicError: it is of another model, or lacks what is needed.
     """
     file = StatsFile(Path(path))
-    other = [*differing({"base": file.header["base"]}, {"base": plain(job.base)})]
-    if other:
-        raise MoesaicError(f"{path} was observed on another model than this: {other[0]}.")
+    differences = [*differing({"base": file.header["base"]}, {"base": plain(job.base)})]
+    if differences:
+        raise MoesaicError(f"{path} was observed on another model than this: {differences[0]}.")
     if needs_gram and not file.header["gram"]:
         raise MoesaicError(f"{path} holds no Gram matrices, which reconstruction needs.")
     return file
@@ -267,11 +267,11 @@ def merge_files(paths: Sequence[Path], out: Path) -> None:
     first = files[0].header
     for file in files:
         same = {"base": file.header["base"], "layers": file.layers, "dtype": file.header["dtype"]}
-        other = [*differing(same, {name: first[name] for name in same})]
-        if other:
+        differences = [*differing(same, {name: first[name] for name in same})]
+        if differences:
             raise MoesaicError(
                 f"{file.path} and {paths[0]} are of different models and cannot be merged: "
-                f"{other[0]}."
+                f"{differences[0]}."
             )
     header = {**first, "calibration": "+".join(f.header["calibration"] for f in files)}
     with alone(out), TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:

@@ -152,10 +152,10 @@ def _quality(record: Record) -> list[Change]:
     elif result is not None:
         perplexity = numbers.perplexity(result)
         quality.append(Change(perplexity, what, "", clause=f"perplexity {perplexity}"))
-    kept = figure(scores, "result", "recovery")
-    if kept is not None:
-        share = numbers.percent(kept, 1)
-        tone = "worse" if kept < 1 - SAME else ""
+    recovery = figure(scores, "result", "recovery")
+    if recovery is not None:
+        share = numbers.percent(recovery, 1)
+        tone = "worse" if recovery < 1 - SAME else ""
         clause = f"{share} of the original’s score on tasks"
         quality.append(Change(share, "of the original’s score on tasks", "", tone, clause))
     return quality

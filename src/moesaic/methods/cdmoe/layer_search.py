@@ -108,15 +108,15 @@ class ExpertSearch:
                 analysis["scores"] = scores
                 order = ranked_experts(scores, g_E, k)
             routed = torch.tensor(order, dtype=torch.int64)
-        both = _with_experts(shared, routed, g_E, view)
+        with_experts = _with_experts(shared, routed, g_E, view)
         variants: dict[str, Replaced] = {"attention": NO_FFN}
         if not hands_on(type(block.layer).forward):
             variants["nothing"] = DroppedLayer()
         if shared.shared and not view.apart(routed=False):
             variants["shared"] = shared
-        variants[config.keep] = variants.get(config.keep, both)
+        variants[config.keep] = variants.get(config.keep, with_experts)
         if config.keep == "shared":
-            variants["shared"] = both
+            variants["shared"] = with_experts
         analysis |= {
             "divergence": {n: self._cost(block, v, hidden, reference) for n, v in variants.items()},
             "cosine": self._importance(block, hidden, reference),
