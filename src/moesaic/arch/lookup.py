@@ -30,6 +30,8 @@ PLUGINS: Registry[Arch] = Registry("moesaic.architectures", {})
 
 OWN = ("moesaic", "auto_map", "model_type", "quantization_config")
 """What a config says beyond its base's shape."""
+PLAIN = "plain"
+"""Where the header of a config that tells of each layer keeps what its base's says instead."""
 
 
 def architectures() -> dict[str, list[str]]:
@@ -86,9 +88,12 @@ def plain_config(config: Config, base: str) -> Config:
     """The config of the model that a config's was made from, without weights' formats."""
     if config.model_type == base and getattr(config, "quantization_config", None) is None:
         return config
-    made: Config = CONFIG_MAPPING[base].from_dict(
-        {key: value for key, value in config.to_dict().items() if key not in OWN}
-    )
+    said = {key: value for key, value in config.to_dict().items() if key not in OWN}
+    for key, value in (getattr(config, "moesaic", None) or {}).get(PLAIN, {}).items():
+        said.pop(key, None)
+        if value is not None:
+            said[key] = value
+    made: Config = CONFIG_MAPPING[base].from_dict(said)
     return made
 
 

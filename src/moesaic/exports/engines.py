@@ -33,6 +33,13 @@ def _experts(config: Config) -> int:
     return next((n for name in names if (n := getattr(config, name, None))), 0)
 
 
+def _chosen(config: Config) -> list[int]:
+    """Experts that a token runs, in all layers or in each."""
+    names = ("num_experts_per_tok", "moe_k", "moe_topk")
+    said = next((n for name in names if (n := getattr(config, name, None))), 0)
+    return said if isinstance(said, list) else [said]
+
+
 def _activation(config: Config) -> Iterator[str]:
     names = ("hidden_act", "mlp_hidden_act", "hidden_activation")
     act = next((act for name in names if (act := getattr(config, name, None))), "silu")
@@ -110,9 +117,11 @@ def _llamacpp(config: Config, ep: int) -> Iterator[str]:
         yield from _activation(config)
     if count > 1024:
         yield f"{count} experts: LLAMA_MAX_EXPERTS is 1024"
-    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None) or 0
-    if chosen > 20:  # two nodes each; graphs have room for eight a tensor
-        yield f"{chosen} experts a token: its graphs have no room for more than about 20"
+    chosen = _chosen(config)
+    if max(chosen) > 20:  # two nodes each; graphs have room for eight a tensor
+        yield f"{max(chosen)} experts a token: its graphs have no room for more than about 20"
+    if min(chosen) < max(chosen):  # build_moe_ffn in src/llama-graph.cpp
+        yield "experts a token by layer: it chooses as many as in the first, and adds up each's own"
     if count and getattr(config, "mlp_only_layers", None):
         yield "dense layers between routed ones: its loader wants experts in every layer"
     if config.model_type in _LLAMACPP:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
+from moesaic import by_layer
 from moesaic.arch.dense import Arch
 from moesaic.foreign import Config, Values
 from moesaic.io.checkpoint import Writer
@@ -37,6 +38,7 @@ class Export:
 def base_config(config: Config, arch: Arch) -> Config:
     """A converted config as its base's own."""
     plain = copy.deepcopy(config)
+    by_layer.take_back(plain)
     own = CONFIG_MAPPING[arch.model_type]
     plain.__class__ = own
     plain.model_type = arch.model_type

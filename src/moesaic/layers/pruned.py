@@ -189,7 +189,8 @@ class PrunedLayer(LayerPlan):
 def resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
     """Give a routed block room for another number of experts, in place.
 
-    Parameters and buffers that count experts become new ones on the meta device.
+    Parameters that count experts become new ones on the meta device, and buffers new ones where
+    they are: vLLM gives values to parameters alone.
     """
     view = arch.mixture(layer)
     before = view.count
@@ -200,8 +201,9 @@ def resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
         owner, _, leaf = name.rpartition(".")
         shape = list(tensor.shape)
         shape[axis] = count
-        new = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        if isinstance(tensor, nn.Parameter):
+        learned = isinstance(tensor, nn.Parameter)
+        new = torch.empty(shape, dtype=tensor.dtype, device="meta" if learned else tensor.device)
+        if learned:
             new = nn.Parameter(new, requires_grad=tensor.requires_grad)
         setattr(view.block.get_submodule(owner), leaf, new)
     for module in (view.block, *view.router.modules(), view.experts):
