@@ -12,6 +12,7 @@ from builders import (
     UNEVEN,
     carved_layer,
     condensed_layer,
+    equal,
     same_model,
     saved,
     tiny_config,
@@ -22,12 +23,15 @@ from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
 
 from moesaic import export
+from moesaic.arch.decilm import DeciLMConfig
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
 from moesaic.exports import llamacpp
 from moesaic.exports.engines import ENGINES, limits
 from moesaic.exports.native import decide, verify, write
+from moesaic.io.source import resolve
 from moesaic.layers.dropped import DroppedLayer
+from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.skipping import SkippingLayer
 
@@ -219,10 +223,120 @@ def test_unknown_forms_and_targets(tmp_path):
 def test_layers_without_petals_stay_in_their_architecture(model_type, tmp_path, tokens):
     layers = {i: carved_layer(width, (), seed=i) for i, width in enumerate((40, 48, 32, 40))}
     source = saved(tmp_path / "carved", tiny_model(model_type), layers)
-    decided, model = same_model(source, tmp_path / "native", tokens)
+    target = model_type if model_type == "llama" else ""  # which is DeciLM's where it is left out
+    decided, model = same_model(source, tmp_path / "native", tokens, target=target)
     assert decided.model_type == model_type
     assert model.config.intermediate_size == 48
     assert decided.costs["active_neurons"] == [160, 192]
+
+
+WIDTHS = (40, 48, 32, 40)
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
+DECILM = {
+    "llama": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biases": ("llama", {"mlp_bias": True, "attention_bias": True}),
+    "wide heads": ("llama", {"head_dim": 16}),
+    "llama3 rotary scaling": ("llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("mistral", {"sliding_window": None}),
+}
+
+
+def uneven(folder, model_type="llama", widths=WIDTHS, **changes):
+    """A dense model whose layers were pruned to these widths."""
+    if model_type == "llama":
+        changes = {"mlp_bias": False, **changes}
+    layers = {i: NarrowedLayer(torch.arange(w), 64) for i, w in enumerate(widths)}
+    return saved(folder, tiny_model(model_type, **changes), layers)
+
+
+@pytest.mark.parametrize("case", DECILM)
+def test_widths_that_differ_are_a_decilm_with_the_same_tensors(case, tmp_path):
+    """Which transformers runs by the code beside them, and we read as what it was."""
+    model_type, changes = DECILM[case]
+    source, out = uneven(tmp_path / "pruned", model_type, **changes), tmp_path / "native"
+    record = export(str(source.folder), out)
+    assert record["model_type"] == "nemotron-nas"
+    assert record["trust_remote_code"]
+    assert record["largest_difference"] < 1e-6
+    assert record["costs"]["stored_neurons"] == [160, 160]
+    assert record["engines"]["vllm"] == record["engines"]["llama.cpp"] == []
+    lacks = record["engines"]["mlx-lm"]
+    assert "no multiples of 256" in lacks[0]
+    assert (case == "wide heads") == ("heads of 16" in lacks[-1])
+    assert (case == "biases") == ("biases" in record["engines"]["sglang"][-1])
+    before, after = (load_file(f / "model.safetensors") for f in (source.folder, out))
+    assert equal(before, after)
+    read = resolve(str(out))
+    assert read.config.model_type == "moesaic_llama"
+    assert equal(read.load().state_dict(), source.load().state_dict())
+    again = export(str(out), tmp_path / "again")
+    assert again["model_type"] == "nemotron-nas"
+
+
+def test_widths_in_multiples_of_256_are_said_as_all_engines_read_them(tmp_path):
+    widths = (512, 256, 768, 256)
+    model = tiny_model("llama", intermediate_size=1024, mlp_bias=False)
+    layers = {i: NarrowedLayer(torch.arange(w), 1024) for i, w in enumerate(widths)}
+    source = saved(tmp_path / "pruned", model, layers)
+    record = export(str(source.folder), tmp_path / "native")
+    assert not any(record["engines"].values())
+    said = json.loads((tmp_path / "native/config.json").read_text())
+    assert [block["ffn"]["ffn_mult"] for block in said["block_configs"]] == [24, 12, 36, 12]
+    assert "intermediate_size" not in said["block_configs"][0]["ffn"]
+    assert resolve(str(tmp_path / "native")).config.moesaic["base"]["widths"] == [*widths]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("qwen3", {}, "deci lacks the attention of qwen3: qwen3 holds this model, filled up"),
+        ("llama", {"hidden_act": "gelu"}, "deci lacks the activation gelu"),
+        ("mistral", {"sliding_window": 8}, "deci lacks sliding-window attention"),
+    ],
+)
+def test_what_decilm_does_not_compute_is_filled_up(model_type, changes, message, tmp_path, tokens):
+    source = uneven(tmp_path / "pruned", model_type, **changes)
+    with pytest.raises(MoesaicError, match=message):
+        decide(source, "deci")
+    assert decide(source).model_type == model_type
+    with pytest.raises(MoesaicError, match=f"exported as {model_type} or deci, not mixtral"):
+        decide(source, "mixtral")
+
+
+def without_the_last(blocks):
+    del blocks[-1]
+
+
+def without_attention(blocks):
+    blocks[1]["attention"]["no_op"] = True
+
+
+def without_a_width(blocks):
+    del blocks[2]["ffn"]["intermediate_size"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_the_last, "block_configs has 3 entries for 4 layers"),
+        (without_attention, r"block_configs\[1\] is no layer of a Llama"),
+        (without_a_width, r"block_configs\[2\] is no layer of a Llama"),
+    ],
+)
+def test_what_is_no_llama_with_other_widths_is_refused(change, message, tmp_path):
+    """By us, and by the class that lies beside the weights."""
+    source, folder = uneven(tmp_path / "pruned"), tmp_path / "native"
+    folder.mkdir()
+    write(source, decide(source), folder)
+    said = json.loads((folder / "config.json").read_text())
+    change(said["block_configs"])
+    (folder / "config.json").write_text(json.dumps(said))
+    with pytest.raises(MoesaicError, match=message):
+        _ = resolve(str(folder)).config
+    with pytest.raises(ValueError, match=message):
+        DeciLMConfig(**said)
 
 
 # --- mixtures ------------------------------------------------------------------------------------
@@ -355,10 +469,8 @@ def test_limits_of_engines():
     assert "gelu" in lacking("mixtral", "vllm", hidden_act="gelu")
     assert lacking("llama", "vllm", hidden_act="gelu") == ""
     assert "1024" in lacking("mixtral", "llama.cpp", num_local_experts=1100)
-    llama3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
-              "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
-    assert "frequency factors" in lacking("glm4_moe", "llama.cpp", rope_parameters=llama3)
-    assert lacking("granitemoeshared", "llama.cpp", rope_parameters=llama3, **granite) == ""
+    assert "frequency factors" in lacking("glm4_moe", "llama.cpp", rope_parameters=LLAMA3)
+    assert lacking("granitemoeshared", "llama.cpp", rope_parameters=LLAMA3, **granite) == ""
 
 
 LLAMACPP = {
@@ -397,6 +509,10 @@ class ModelBase:
     def load_hparams(model_type): return {"model_type": model_type}
 class TextModel:
     def get_vocab_base_pre(self, tokenizer): return "known"
+class LlamaModel:
+    def set_vocab(self): return "a Llama's"
+class DeciModel:
+    def set_vocab(self): return "SentencePiece"
 class Glm4MoeModel:
     def set_vocab(self): raise KeyError("[gMASK]")
     def _set_vocab_gpt2(self): return "general"
@@ -407,6 +523,10 @@ def main():
     assert said == [None, "sigmoid"]
     writer = GGUFWriter(outfile, "llama")
     writer.add_string("said", outtype + Glm4MoeModel().set_vocab())
+    hparams = ModelBase.load_hparams("nemotron-nas")
+    if "intermediate_size" in hparams:
+        writer.add_array("widths", hparams["intermediate_size"])
+        writer.add_string("vocabulary", DeciModel().set_vocab())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -436,6 +556,18 @@ def test_gguf_goes_through_the_converter(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*other*"))
 
 
+def test_the_converter_is_told_the_width_of_every_layer(tmp_path, monkeypatch):
+    """And reads a Llama's vocabulary."""
+    (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    out = tmp_path / "model.gguf"
+    record = export(str(uneven(tmp_path / "pruned").folder), out, to="gguf")
+    assert "trust_remote_code" not in record
+    fields = GGUFReader(out).fields
+    assert tuple(fields["widths"].contents()) == WIDTHS
+    assert fields["vocabulary"].contents() == "a Llama's"
+
+
 def test_gguf_without_a_converter_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -461,5 +593,10 @@ def test_the_converter_is_told_of_layers_that_predict_further_tokens(
     with pytest.raises(MoesaicError, match="converter refused base: stopped"):
         llamacpp.convert(tmp_path / "script.py", folder, tmp_path / "out.gguf", "f32")
     assert told == [
-        [*map(str, (tmp_path / "script.py", folder, tmp_path / "out.gguf")), "f32", predicting]
+        [
+            *map(str, (tmp_path / "script.py", folder, tmp_path / "out.gguf")),
+            "f32",
+            predicting,
+            None,
+        ]
     ]

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from builders import equal, loaded, logits, pages, tiny_model, tiny_moe, weights
+from builders import converted, equal, loaded, logits, pages, tiny_model, tiny_moe, weights
 from gguf import GGMLQuantizationType as Type
 from shrunken import small_model
 from transformers import AutoModelForCausalLM
@@ -30,6 +30,7 @@ from moesaic.io.checkpoint import ShardWriter, skeleton
 from moesaic.io.gguf import Converted, Processed
 from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
+from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.plan import Plan
 from moesaic.result import save_applied
@@ -38,6 +39,7 @@ from moesaic.surgery import base_shape
 pytestmark = pytest.mark.filterwarnings("ignore")
 ARCHITECTURES = {
     "llama": "llama",
+    "moesaic_llama": "deci",
     "mixtral": "llama",
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2moe",
@@ -118,7 +120,9 @@ def written(model, tokenizer, file, kind=Type.F32, change=lambda tensors: None, 
         ),
         **said,
     }.items():
-        if value is not None:
+        if isinstance(value, list):
+            writer.add_array(f"{architecture}.{field}", value)
+        elif value is not None:
             split = field.startswith("split")
             writer.add_uint32(field if split else f"{architecture}.{field}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
@@ -127,7 +131,7 @@ def written(model, tokenizer, file, kind=Type.F32, change=lambda tensors: None, 
     tensors = stacked(model, file.with_suffix(""))
     change(tensors)
     for name, tensor in tensors.items():
-        if architecture == "llama" and ("attn_q." in name or "attn_k." in name):
+        if architecture in ("llama", "deci") and ("attn_q." in name or "attn_k." in name):
             heads = config.num_attention_heads if "_q" in name else config.num_key_value_heads
             tensor = interleaved(tensor, heads)
         plain = tensor.ndim < 2 or "ffn_gate_inp" in name
@@ -189,6 +193,28 @@ def same(model, other):
     a, b = model.state_dict(), other.state_dict()
     assert a.keys() == b.keys()
     return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def of_widths(widths, **sizes):
+    """A Llama whose layers kept so many neurons of 64."""
+    layers = {i: NarrowedLayer(torch.arange(w), 64) for i, w in enumerate(widths)}
+    return converted(model_of("llama", **sizes), layers)
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_layers_of_different_widths_are_read_as_what_they_were(kind, tmp_path, tokenizer, command):
+    model = of_widths((64, 32), tie_word_embeddings=True)
+    file = tmp_path / "model.gguf"
+    kind = Type[kind.upper()]
+    written(model, tokenizer, file, kind, feed_forward_length=[64, 32])
+    found = resolve(str(file)).load()
+    assert [layer.mlp.up_proj.out_features for layer in found.model.layers] == [64, 32]
+    if kind == Type.F32:
+        assert same(found, model)
+    code, text, _ = command("eval", file, "--max-tokens", 64, "--json")
+    assert code == 0, text
+    with pytest.raises(MoesaicError, match="was carved already"):
+        moesaic.slim(str(file), SlimConfig(keep=0.5), calibration=pages("calibration"))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen2_moe"])
@@ -481,6 +507,13 @@ def test_what_would_be_wrong_is_refused(change, said, message, tmp_path, tokeniz
         resolve(str(file))
     assert command("prune", file, tmp_path / "out")[0] == 2
     assert not [*(tmp_path / "cache").glob("*")]
+
+
+def test_a_list_of_widths_that_is_too_short_is_refused(tmp_path, tokenizer):
+    file = tmp_path / "model.gguf"
+    written(of_widths((64, 32)), tokenizer, file, feed_forward_length=[64, 32, 32])
+    with pytest.raises(MoesaicError, match="feed_forward_length has 3 entries for 2 layers"):
+        resolve(str(file))
 
 
 def test_architectures_and_types_that_are_not_read(tmp_path, tokenizer, monkeypatch):

@@ -21,6 +21,12 @@ def dtype(folder):
     return "auto" if "quantization_config" in config else config["dtype"]
 
 
+def ours(folder):
+    """Whether a checkpoint is of a class of this package."""
+    config = json.loads((Path(folder) / "config.json").read_text("utf-8"))
+    return config["model_type"].startswith("moesaic_")
+
+
 def transformers():
     """transformers alone."""
     import torch
@@ -28,7 +34,7 @@ def transformers():
 
     def answer(folder, prompt, new_tokens):
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype(folder), output_loading_info=True
+            folder, dtype=dtype(folder), output_loading_info=True, trust_remote_code=True
         )
         if troubles := {name: keys for name, keys in info.items() if keys}:
             raise ValueError(troubles)
@@ -76,12 +82,11 @@ def vllm():
             prompt_logprobs=0,
             detokenize=False,
         )
-        ours = json.loads((Path(folder) / "config.json").read_text("utf-8"))["model_type"]
-        remote = {"model_impl": "transformers", "trust_remote_code": True}
         try:
             engine = LLM(
                 folder,
-                **(remote if ours.startswith("moesaic_") else {}),
+                model_impl="transformers" if ours(folder) else "auto",
+                trust_remote_code=True,
                 dtype=dtype(folder),
                 enforce_eager=True,
                 skip_tokenizer_init=True,
@@ -157,7 +162,8 @@ def main(engine, request, answers):
     version, answer = globals()[engine]()
     with open(answers, "a", encoding="utf-8", buffering=1) as out:
         out.write(json.dumps({"version": version}) + "\n")
-        for name, folder in asked["models"].items():
+        models = asked["models"].items()  # with our package there, a DeciLM is read as its own
+        for name, folder in sorted(models, key=lambda model: ours(model[1])):
             line = {"name": name}
             try:
                 line["logprobs"], line["greedy"] = answer(

@@ -113,6 +113,7 @@ DENSE_VERBS: dict[str, MethodConfig] = {
     "carve --method more --variant static": MoREConfig(variant="static", active=0.75, layers="all"),
     "slim": SLIMMED,
     "slim --no-refit": SlimConfig(keep=0.5, refit=False),
+    "slim --allocate layers": SlimConfig(keep=0.5, allocate="layers"),
 }
 
 
@@ -147,11 +148,20 @@ class Made:
     folder: Path | None
     source: Path | None = None
     """The result that it was exported from, itself where it is native."""
+    config: Any = None
+    """What the folder's says, as the class that was written there has it."""
+    listed: bool = False
+    """vLLM runs the result itself, by our class."""
     refusal: str = ""
 
-    def of(self, engine: str, verb: str) -> Path | None:
-        """What an engine is given: vLLM the result itself, where it runs our class."""
-        return self.source if engine == "vllm" and verb in BY_LAYER else self.folder
+    def of(self, engine: str) -> Path | None:
+        """What an engine is given."""
+        return self.source if engine == "vllm" and self.listed else self.folder
+
+    def config_of(self, engine: str) -> Any:
+        """The config of what an engine is given."""
+        given = self.of(engine)
+        return self.config if given == self.folder else resolve(str(given)).config
 
 
 def falling_back_to_bytes() -> PreTrainedTokenizerFast:
@@ -209,13 +219,15 @@ def make(model: str, asked: str, place: Path) -> Made:
     config = verbs_of(model)[asked]
     result, native = place / model / asked / "result", place / model / asked / "native"
     ids = torch.randint(3, VOCAB, (32, 64), generator=torch.Generator().manual_seed(1))
+    listed = model in LISTED and asked in BY_LAYER
     try:
         verb(config.verb, str(start), config, calibration=Tokens(ids)).save(result)
         source = resolve(str(result))
         if not source.config.model_type.startswith("moesaic_"):
-            return Made(result, result)
+            return Made(result, result, source.config)
         native.mkdir()
-        write(source, decide(source), native)  # the suite itself verifies it
-        return Made(native, result)
+        decided = decide(source)
+        write(source, decided, native)  # the suite itself verifies it
+        return Made(native, result, decided.config, listed)
     except MoesaicError as refusal:
-        return Made(None, result, refusal=str(refusal))
+        return Made(None, result, listed=listed, refusal=str(refusal))

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 from models import CASES, FORMATS, REFUSED, Made, make
-from transformers import AutoConfig
 
 from moesaic.exports.engines import limits
 from moesaic.io.source import resolve
@@ -75,7 +74,8 @@ def asked(engine: str, folders: dict[str, Path], place: Path) -> tuple[str, dict
         request.write_text(json.dumps({"models": left, "prompt": PROMPT, "new_tokens": NEW}))
         lines.write_text("")
         script = HERE / "ask.py"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        more = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(place)}
+        environment = {**os.environ, **more}
         if engine == "vllm":  # for results of our own classes, which it finds in the checkpoint
             paths = (str(SOURCE), os.environ.get("PYTHONPATH", ""))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -122,7 +122,7 @@ class Trial:
     def answer(self, engine: str, model: str, verb: str) -> Any:
         if engine not in self.answers:
             cases = sorted(case[1:] for case in self.wanted if case[0] == engine)
-            folders = {" ".join(c): f for c in cases if (f := self.made(*c).of(engine, c[1]))}
+            folders = {" ".join(c): f for c in cases if (f := self.made(*c).of(engine))}
             place = self.place / engine
             place.mkdir()
             self.versions[engine], self.answers[engine] = asked(engine, folders, place)
@@ -179,13 +179,12 @@ def test_an_engine_computes_what_the_result_does(
         pytest.skip(why)
     made = trial.made(model, verb)
     assert bool(made.refusal) == (model in REFUSED.get(verb, ())), made.refusal
-    folder = made.of(engine, verb)
-    if folder is None:
+    if made.of(engine) is None:
         trial.outcomes[engine, model, verb] = f"refused: {made.refusal}"
         return
     found = trouble(engine, model, trial.answer(engine, model, verb), trial.reference(model, verb))
     machine = [why for words, why in HERE_ALONE.items() if words in found]
-    lacks = limits(AutoConfig.from_pretrained(folder)).get(LIMITS.get(engine, ""), [])
+    lacks = limits(made.config_of(engine)).get(LIMITS.get(engine, ""), [])
     if machine:
         trial.outcomes[engine, model, verb] = f"machine: {machine[0]}"
         pytest.skip(machine[0])

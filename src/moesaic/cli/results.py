@@ -176,7 +176,7 @@ def exported(record: JSON) -> Table:
 
     table = Table(show_header=False)
     differences = ("largest_difference", "mean_difference", "same_next_token")
-    for name in ("out", "model_type", "type", "bytes", "exact", *differences):
+    for name in ("out", "model_type", "type", "bytes", "exact", *differences, "trust_remote_code"):
         if name in record:
             table.add_row(name.replace("_", " "), figure(record[name]))
     for name, weights in record.get("types", {}).items():

@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
+from moesaic.arch import decilm
 from moesaic.arch.dense import Arch, DenseFFN, FFNNames, assembled
 from moesaic.arch.lookup import base_arch
 from moesaic.errors import MoesaicError
-from moesaic.exports.form import Export, base_config
+from moesaic.exports.form import CODE, Export, base_config
 from moesaic.exports.targets import (
     TARGETS,
     Header,
@@ -22,6 +24,8 @@ from moesaic.exports.targets import (
     Target,
     backbone_of,
     filled,
+    head_dim_of,
+    windowed,
 )
 from moesaic.foreign import JSON, Config, Values
 from moesaic.io.checkpoint import Checkpoint, Writer, skeleton
@@ -34,6 +38,8 @@ _SHARED_SETTINGS = (
     "bos_token_id", "eos_token_id", "rope_parameters", "dtype",
 )  # fmt: skip
 """Config attributes that mean the same in every architecture of the table."""
+DECI, DECI_BASES = "deci", ("llama", "mistral")
+"""DeciLM as llama.cpp calls it, and the dense architectures that compute what it does."""
 
 
 # --- carved layers as experts --------------------------------------------------------------------
@@ -178,30 +184,78 @@ def _write_carved(
     writer.close()
 
 
-# --- layers that lost neurons: the same architecture, narrower -----------------------------------
+# --- layers that lost neurons: dense, and narrower -----------------------------------------------
 
 
-def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None]) -> Export:
-    """Static pruning and the like: one intermediate size, filled up with zeros."""
+def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], target: str) -> Export:
+    """Static pruning and the like: DeciLM, or one intermediate size, filled up with zeros.
+
+    Args:
+        source: the pruned model.
+        arch: its table entry.
+        headers: of every layer.
+        target: ``deci`` or the base's own; empty for the former where widths differ, if it can.
+
+    Raises:
+        MoesaicError: the target is another one, or does not compute as the base does.
+    """
     widths = _source_widths(source)
-    width = max(widths)
     config = base_config(source.config, arch)
-    config.intermediate_size = width
+    config.intermediate_size = max(widths)
+    lacks = _decilm_lacks(config)
+    if target not in ("", DECI, arch.model_type):
+        raise MoesaicError(
+            f"Without experts it is exported as {arch.model_type} or {DECI}, not {target}."
+        )
+    if target == DECI and lacks:
+        raise MoesaicError(
+            f"{DECI} lacks {lacks}: {arch.model_type} holds this model, filled up with zeros."
+        )
+    wanted = [max(widths)] * len(widths)
+    code = None
+    if target == DECI or (not target and not lacks and widths != wanted):
+        wanted, code = widths, Path(decilm.__file__)
+        config = _decilm_config(config, widths)
 
     def write(writer: Writer) -> None:
         checkpoint = source.checkpoint
-        blocks = tuple(arch.ffn_prefix(i) for i in range(len(headers)))
+        blocks = {arch.ffn_prefix(i): width for i, width in enumerate(wanted)}
         for name in checkpoint.names():
-            if not name.startswith(blocks):
+            if not name.startswith(tuple(blocks)):
                 writer.add(name, checkpoint.tensor(name))
-        for prefix in blocks:
+        for prefix, width in blocks.items():
             ffn, _ = _read_ffn(checkpoint, prefix, arch.ffn)
             for name, tensor in _ffn_tensors(filled(ffn, width), arch.ffn).items():
                 writer.add(prefix + name, tensor)
         writer.close()
 
-    neurons = [sum(widths), width * len(widths)]
-    return Export(config, write, {"active_neurons": neurons, "stored_neurons": neurons})
+    neurons = [sum(widths), sum(wanted)]
+    costs = {"active_neurons": neurons, "stored_neurons": neurons}
+    return Export(config, write, costs, code=code)
+
+
+def _decilm_lacks(config: Config) -> str | None:
+    """What a Llama whose layers differ in width does not compute of a dense model."""
+    if config.model_type not in DECI_BASES:
+        return f"the attention of {config.model_type}"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"the activation {config.hidden_act}"
+    return "sliding-window attention" if windowed(config) else None
+
+
+def _decilm_config(config: Config, widths: Sequence[int]) -> Config:
+    """The config of a Llama or Mistral as DeciLM's, with a width for each layer."""
+    said = {
+        **_shared_settings(config),
+        "intermediate_size": config.intermediate_size,
+        "head_dim": head_dim_of(config),
+        **{k: getattr(config, k, False) for k in ("attention_bias", "mlp_bias")},
+    }
+    made: Config = decilm.DeciLMConfig(block_configs=decilm.blocks_of(widths, said), **said)
+    made.architectures = [decilm.DeciLMForCausalLM.__name__]
+    kinds = {"AutoConfig": decilm.DeciLMConfig, "AutoModelForCausalLM": decilm.DeciLMForCausalLM}
+    made.auto_map = {auto: f"{CODE}.{kind.__name__}" for auto, kind in kinds.items()}
+    return made
 
 
 def _ffn_tensors(ffn: DenseFFN, names: FFNNames) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Run by path in a process of its own: llama.cpp's converter, with four gaps filled.
+"""Run by path in a process of its own: llama.cpp's converter, with five gaps filled.
 
 Its class for GLM4-MoE writes the vocabulary of GLM's own tokenizer, whose special tokens it looks
 up by name. An export has its base's tokenizer, so the converter's general way takes its place.
@@ -11,6 +11,10 @@ asks for it by name. One that splits text as GPT-2 does, and changes nothing of 
 
 It asks Qwen's mixtures for layers that predict further tokens, which transformers does not write:
 where a checkpoint has none, it is told so.
+
+Of DeciLM's layers it reads widths in multiples of 256, which NVIDIA's models have, and vocabularies
+that are SentencePiece's or Llama 3's. Its own way for one width takes a list as well; vocabularies
+are those of Llamas.
 """
 
 import importlib.util
@@ -21,22 +25,27 @@ from pathlib import Path
 
 def main(request: str) -> None:
     """``request`` is the JSON list that :func:`moesaic.exports.llamacpp.convert` sends."""
-    script, folder, out, outtype, predicting = json.loads(request)
+    script, folder, out, outtype, predicting, widths = json.loads(request)
     sys.path.insert(0, str(Path(script).parent))
     converter = importlib.import_module(Path(script).stem)
     split = importlib.util.find_spec("conversion")  # into one file a family, lately
-    glm, base = (
+    glm, deci, llama, base = (
         importlib.import_module(f"conversion.{name}") if split else converter
-        for name in ("glm", "base")
+        for name in ("glm", "deci", "llama", "base")
     )
     base.ModelBase.no_mtp = not predicting
     glm.Glm4MoeModel.set_vocab = lambda self: self._set_vocab_gpt2()
+    deci.DeciModel.set_vocab = llama.LlamaModel.set_vocab
+    deci.DeciModel.origin_hf_arch = None  # which LlamaModel looks at there
     load = base.ModelBase.load_hparams
 
     def completed(*args: object, **options: object) -> dict[str, object]:
         hparams: dict[str, object] = load(*args, **options)
         if hparams.get("model_type") == "deepseek_v3":
             hparams.setdefault("scoring_func", "sigmoid")
+        if widths:
+            hparams["intermediate_size"] = widths
+            hparams.pop("block_configs", None)
         return hparams
 
     base.ModelBase.load_hparams = staticmethod(completed)

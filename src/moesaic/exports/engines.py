@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from moesaic.arch.decilm import BLOCK, DeciLMConfig
 from moesaic.exports.targets import head_dim_of
 from moesaic.foreign import Config
 from moesaic.io.quantised import said_of
@@ -53,6 +54,11 @@ def _granite_attention(config: Config) -> Iterator[str]:
         yield f"heads of {head_dim_of(config)}: its Granite takes hidden size / heads, {head_dim}"
 
 
+def _decilm(config: Config) -> Iterator[str]:
+    if any("ffn_mult" not in block["ffn"] for block in config.block_configs):
+        yield f"widths that are no multiples of {BLOCK}: its DeciLM reads no others"
+
+
 def _vllm(config: Config, ep: int) -> Iterator[str]:
     """vllm-project/vllm: model_executor/models/{granitemoe,granitemoeshared,glm4_moe,mixtral}.py.
 
@@ -90,6 +96,10 @@ def _mlx(config: Config, ep: int) -> Iterator[str]:
     alone = kind in ("deepseek_v3", "glm4_moe") and config.num_experts_per_tok == 1
     if alone and config.norm_topk_prob:
         yield "one expert a token: its weight is not normalised there"
+    if kind == DeciLMConfig.model_type:
+        yield from _decilm(config)
+        if head_dim_of(config) != config.hidden_size // config.num_attention_heads:
+            yield f"heads of {head_dim_of(config)}: its DeciLM takes hidden size / heads"
     if method == "fp8" and kind != "deepseek_v3":
         yield "weights in FP8: it reads them in DeepSeek-V3 alone"
     if method == "compressed-tensors":
@@ -97,7 +107,11 @@ def _mlx(config: Config, ep: int) -> Iterator[str]:
 
 
 def _sglang(config: Config, ep: int) -> Iterator[str]:
-    """sgl-project/sglang: srt/models/{granitemoeshared,glm4_moe}.py, srt/layers/moe."""
+    """sgl-project/sglang: srt/models/{granitemoeshared,glm4_moe,nemotron_nas}.py; layers/moe."""
+    if config.model_type == DeciLMConfig.model_type:
+        yield from _decilm(config)
+        if config.attention_bias or config.mlp_bias:
+            yield "biases of attention's output and of MLPs: its DeciLM leaves them out"
     count = _experts(config)
     if not count:
         return

@@ -18,6 +18,9 @@ from moesaic.foreign import Config, Values
 from moesaic.io.checkpoint import Writer
 from moesaic.io.prediction import leave_out
 
+CODE = "modeling_decilm"
+"""The module beside an export's weights that has its classes."""
+
 
 @dataclass(frozen=True)
 class Export:
@@ -29,6 +32,8 @@ class Export:
     """Neurons before and after filling up, by name."""
     exact: bool = True
     """False where weights that should be one are nearly one."""
+    code: Path | None = None
+    """The file of its classes, where transformers has none; it goes along as :data:`CODE`."""
 
     @property
     def model_type(self) -> str:
@@ -49,7 +54,7 @@ def base_config(config: Config, arch: Arch) -> Config:
     return plain
 
 
-def run_script(name: str, request: str) -> str | None:
+def run_script(name: str, request: str, **env: str) -> str | None:
     """Run a script of this folder in a process of its own; the last line of what went wrong.
 
     Its folder stays off the path, or its neighbours would pass for packages of the same names.
@@ -59,7 +64,7 @@ def run_script(name: str, request: str) -> str | None:
         [sys.executable, str(script), request],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        env={**os.environ, "PYTHONSAFEPATH": "1", **env},
     )
     said = run.stderr.strip().splitlines()[-1:] or ["no message"]
     return said[0] if run.returncode else None

@@ -98,6 +98,7 @@ def export_gguf(
         if other or source.config.model_type.startswith(PREFIX):
             folder = Path(place) / "native"
             record = export_native(model, folder, asked)
+            record.pop("trust_remote_code", None)  # llama.cpp has a class of its own
         elif isinstance(source.checkpoint, GgufCheckpoint):
             folder = Path(place) / "plain"
             source.checkpoint.unpack(folder)
@@ -180,7 +181,9 @@ def convert(script: Path, folder: Path, out: Path, type: str) -> None:
     source = resolve(str(folder))
     layers = source.config.num_hidden_layers
     predicting = any(predicts(name, layers) for name in source.checkpoint.names())
-    request = json.dumps([str(script), str(folder), str(out), type, predicting])
+    said = getattr(source.config, "moesaic", None)  # as a DeciLM is read
+    widths = said["base"]["widths"] if said else None
+    request = json.dumps([str(script), str(folder), str(out), type, predicting, widths])
     trouble = run_script("convert.py", request)
     if trouble is not None or not out.is_file():
         raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")

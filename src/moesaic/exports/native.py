@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.as_experts import as_experts, narrowed
 from moesaic.exports.engines import limits
-from moesaic.exports.form import Export, run_script
+from moesaic.exports.form import CODE, Export, run_script
 from moesaic.exports.mixtures import reduced
 from moesaic.foreign import JSON
 from moesaic.hub import write_config
@@ -48,13 +49,14 @@ def export_native(
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the folder to make.
-        asked: its ``target`` is one of :data:`moesaic.exports.targets.TARGETS`, or empty for the
-            architecture with the fewest active neurons; its ``type`` is not used.
+        asked: its ``target`` is one of :data:`moesaic.exports.targets.TARGETS`, ``deci``, or empty
+            for the architecture with the fewest active neurons; its ``type`` is not used.
         overwrite: replace ``out`` if it exists.
 
     Returns:
         ``model_type``, ``exact``, what :func:`verify` found, ``engines`` (what each lacks),
-        ``costs``.
+        ``costs``; ``trust_remote_code`` where transformers and vLLM need it for a class that lies
+        beside the weights.
 
     Raises:
         MoesaicError: no architecture holds the model; nothing is left at ``out``.
@@ -73,6 +75,7 @@ def export_native(
         **differences,
         "engines": limits(export.config, asked.ep),
         "costs": dict(export.costs),
+        **({} if export.code is None else {"trust_remote_code": True}),
     }
 
 
@@ -93,19 +96,14 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
         obstacle = KINDS[header["kind"]].obstacle(header)
         if obstacle is not None:
             raise MoesaicError(obstacle)
-    layers = [stacks[i][-1] if i in stacks else None for i in range(config.num_hidden_layers)]
-    routed = isinstance(arch, MoEArch)
-    if not routed and any(header and header.get("petals") for header in layers):
-        return as_experts(source, arch, layers, target, ep)
-    if target not in ("", arch.model_type):
-        raise MoesaicError(
-            f"A {arch.model_type} stays a {arch.model_type}, not a {target}."
-            if routed
-            else f"Without experts it is exported as {arch.model_type}, not {target}."
-        )
     if isinstance(arch, MoEArch):
+        if target not in ("", arch.model_type):
+            raise MoesaicError(f"A {arch.model_type} stays a {arch.model_type}, not a {target}.")
         return reduced(source, arch, stacks, ep)
-    return narrowed(source, arch, layers)
+    layers = [stacks[i][-1] if i in stacks else None for i in range(config.num_hidden_layers)]
+    if any(header and header.get("petals") for header in layers):
+        return as_experts(source, arch, layers, target, ep)
+    return narrowed(source, arch, layers, target)
 
 
 def write(source: Source, export: Export, folder: Path, untie: bool = False) -> None:
@@ -115,6 +113,8 @@ def write(source: Source, export: Export, folder: Path, untie: bool = False) -> 
         export.config.tie_word_embeddings = False
         writer.add(HEAD, source.checkpoint.tensor(EMBEDDING).clone())
     export.write(writer)
+    if export.code is not None:
+        shutil.copyfile(export.code, folder / f"{CODE}.py")
     write_config(export.config, folder)
     source.checkpoint.copy_side_files(folder)
 
@@ -141,7 +141,8 @@ def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) 
     with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
         given, found = Path(place) / "ids.safetensors", Path(place) / "logits.safetensors"
         save_file({"input_ids": ids}, given)
-        trouble = run_script("plain.py", json.dumps([str(folder), str(given), str(found)]))
+        request = json.dumps([str(folder), str(given), str(found)])
+        trouble = run_script("plain.py", request, HF_MODULES_CACHE=place)
         if trouble is not None:
             raise MoesaicError(f"The export does not load in plain transformers: {trouble}")
         logits = load_file(found)["logits"]

@@ -293,18 +293,19 @@ def head_dim_of(config: Config) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _windowed(config: Config) -> bool:
+def windowed(config: Config) -> bool:
+    """Whether attention does not reach back to the first token."""
     window = getattr(config, "sliding_window", None)
     used = getattr(config, "use_sliding_window", True)
     return bool(used and window and window < config.max_position_embeddings)
 
 
 def _granite_lacks(config: Config, sizes: Sizes) -> str | None:
-    return "sliding-window attention" if _windowed(config) else None
+    return "sliding-window attention" if windowed(config) else None
 
 
 def _glm_lacks(config: Config, sizes: Sizes) -> str | None:
-    if _windowed(config):
+    if windowed(config):
         return "sliding-window attention"
     if config.model_type != "qwen2" and getattr(config, "attention_bias", False):
         return "a bias of the attention's output projection"

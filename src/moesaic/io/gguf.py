@@ -48,6 +48,9 @@ COUNT, USED = "expert_count", "expert_used_count"
 MIXTURES = {"llama": ("mixtral", {COUNT: "num_local_experts", USED: "num_experts_per_tok"})}
 """Mixtures that llama.cpp names as it names dense models, which transformers takes them for: their
 model_type, and attributes of its config by fields of the file."""
+PROCESSED_AS = {"deci": "llama"}
+"""Architectures whose values transformers would leave as llama.cpp's converter writes them, and one
+of which it undoes the same."""
 SAID = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -181,7 +184,8 @@ def processor_of(architecture: str, config: JSON) -> TensorProcessor:
     """transformers' processor, which undoes what llama.cpp's converter does to values."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
-    return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config)
+    own = PROCESSED_AS.get(architecture, architecture)
+    return TENSOR_PROCESSORS.get(own, TensorProcessor)(config=config)
 
 
 def values(raw: Bytes, kind: str, shape: list[int]) -> Numbers:
