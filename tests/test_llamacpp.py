@@ -40,6 +40,7 @@ from moesaic.fitting.search import fit
 from moesaic.io.source import Source, resolve
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.layers.fewer import FewerLayer
+from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.plan import Plan
@@ -198,6 +199,64 @@ def test_static_pruning_has_the_same_logits(model_type, vocabularies, tmp_path):
     layers = {i: carved_layer(width, (), seed=i) for i, width in enumerate((40, 48, 32, 40))}
     bound = 2e-3 if model_type.startswith("gemma") else 1e-4
     assert largest_difference(model, layers, vocabularies, tmp_path) < bound
+
+
+DECILM = {
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "wide heads": {"head_dim": 16},
+    "llama3 rotary scaling": {
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("case", DECILM)
+def test_layers_of_different_widths_have_the_same_logits(case, vocabularies, tmp_path):
+    """As they are, in deci, whose converter takes no such widths, nor such a vocabulary."""
+    model = tiny_model("llama", vocab_size=BPE, **{"mlp_bias": False, **DECILM[case]})
+    widths = (40, 48, 32, 40)
+    layers = {i: NarrowedLayer(torch.arange(width), 64) for i, width in enumerate(widths)}
+    assert largest_difference(model, layers, vocabularies, tmp_path) < 1e-4
+    fields = GGUFReader(tmp_path / "model.gguf").fields
+    assert tuple(fields["deci.feed_forward_length"].contents()) == widths
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """A dense model that knows some English, with widths by layer."""
+    config = SlimConfig(keep=0.6, allocate="layers", multiple=32)
+    result = slim("tiny-dense", config, samples=16, length=128)
+    folder = result.save(tmp_path_factory.mktemp("uneven") / "model")
+    assert resolve(str(folder)).config.model_type == "moesaic_llama"
+    return folder
+
+
+@pytest.mark.parametrize("asked", [{"type": "q8_0"}, {"type": "q4_k_m"}, {"memory": 4_000_000}])
+def test_layers_of_different_widths_in_narrow_types(asked, uneven, tmp_path):
+    """With an importance matrix, and types by layer; our own reader and llama.cpp agree."""
+    file = tmp_path / "model.gguf"
+    record = export(str(uneven), file, to="gguf", **asked)
+    assert record["bytes"] <= asked.get("memory", record["bytes"])
+    source = resolve(str(uneven))
+    ids = source.tokenizer(TEXT, return_tensors="pt").input_ids[0, :256]
+    with torch.no_grad():
+        wanted, read = (
+            opened.load(dtype=torch.float32)(ids[None]).logits[0].log_softmax(-1)
+            for opened in (source, resolve(str(file)))
+        )
+    with llamacpp.Engine(file, 320, exact=True) as engine:
+        found = engine.logits(ids).log_softmax(-1)
+    for made in (found, read):
+        assert (wanted.exp() * (wanted - made)).sum(-1).mean() < LIMITS["q4_k_m"]
+    assert (read.exp() * (read - found)).sum(-1).mean() < LIMITS["q8_0"]
 
 
 MOE = {

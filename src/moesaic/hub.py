@@ -210,11 +210,11 @@ class _DeciLM:
 
     model_type = ""
 
-    def __new__(cls, **said: Any) -> Any:
+    def __new__(cls, **said: object) -> Config:
         return cls.from_dict(said)
 
     @classmethod
-    def from_dict(cls, said: Values, **options: Any) -> Any:
+    def from_dict(cls, said: Values, **options: object) -> Config:
         count, widths = said["num_hidden_layers"], said["intermediate_size"]
         if "block_configs" in said:
             widths = widths_of(said)

@@ -38,7 +38,7 @@ _SHARED_SETTINGS = (
     "bos_token_id", "eos_token_id", "rope_parameters", "dtype",
 )  # fmt: skip
 """Config attributes that mean the same in every architecture of the table."""
-DECI, DECI_BASES = "deci", ("llama", "mistral")
+DECI, DECI_BASES = "deci", ("llama", "mistral", "qwen2")
 """DeciLM as llama.cpp calls it, and the dense architectures that compute what it does."""
 
 
@@ -202,7 +202,7 @@ def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], targe
     widths = _source_widths(source)
     config = base_config(source.config, arch)
     config.intermediate_size = max(widths)
-    lacks = _decilm_lacks(config)
+    lacks = _decilm_lacks(config, widths)
     if target not in ("", DECI, arch.model_type):
         raise MoesaicError(
             f"Without experts it is exported as {arch.model_type} or {DECI}, not {target}."
@@ -227,6 +227,11 @@ def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], targe
             ffn, _ = _read_ffn(checkpoint, prefix, arch.ffn)
             for name, tensor in _ffn_tensors(filled(ffn, width), arch.ffn).items():
                 writer.add(prefix + name, tensor)
+        if code is not None and arch.model_type == "qwen2":
+            for i in range(len(wanted)):
+                attention = f"{arch.layer_prefix(i)}self_attn."
+                like = checkpoint.tensor(f"{attention}q_proj.bias")
+                writer.add(f"{attention}o_proj.bias", like.new_zeros(config.hidden_size))
         writer.close()
 
     neurons = [sum(widths), sum(wanted)]
@@ -234,22 +239,29 @@ def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], targe
     return Export(config, write, costs, code=code)
 
 
-def _decilm_lacks(config: Config) -> str | None:
+def _decilm_lacks(config: Config, widths: Sequence[int]) -> str | None:
     """What a Llama whose layers differ in width does not compute of a dense model."""
     if config.model_type not in DECI_BASES:
         return f"the attention of {config.model_type}"
     if config.hidden_act not in ("silu", "swish"):
         return f"the activation {config.hidden_act}"
+    if not all(widths):
+        return "layers without neurons"  # llama.cpp would leave out their attention, too
     return "sliding-window attention" if windowed(config) else None
 
 
 def _decilm_config(config: Config, widths: Sequence[int]) -> Config:
-    """The config of a Llama or Mistral as DeciLM's, with a width for each layer."""
+    """A config as DeciLM's, with a width for each layer.
+
+    All four projections of attention have a bias there, or none has: Qwen2's output projection gets
+    one of zeros.
+    """
     said = {
         **_shared_settings(config),
         "intermediate_size": config.intermediate_size,
         "head_dim": head_dim_of(config),
-        **{k: getattr(config, k, False) for k in ("attention_bias", "mlp_bias")},
+        "attention_bias": getattr(config, "attention_bias", config.model_type == "qwen2"),
+        "mlp_bias": getattr(config, "mlp_bias", False),
     }
     made: Config = decilm.DeciLMConfig(block_configs=decilm.blocks_of(widths, said), **said)
     made.architectures = [decilm.DeciLMForCausalLM.__name__]

@@ -34,6 +34,7 @@ def main(request: str) -> None:
         for name in ("glm", "deci", "llama", "base")
     )
     base.ModelBase.no_mtp = not predicting
+    base.ModelBase.widths = widths  # looked at there, so that no model gets those of the one before
     glm.Glm4MoeModel.set_vocab = lambda self: self._set_vocab_gpt2()
     deci.DeciModel.set_vocab = llama.LlamaModel.set_vocab
     deci.DeciModel.origin_hf_arch = None  # which LlamaModel looks at there
@@ -43,8 +44,8 @@ def main(request: str) -> None:
         hparams: dict[str, object] = load(*args, **options)
         if hparams.get("model_type") == "deepseek_v3":
             hparams.setdefault("scoring_func", "sigmoid")
-        if widths:
-            hparams["intermediate_size"] = widths
+        if base.ModelBase.widths:
+            hparams["intermediate_size"] = base.ModelBase.widths
             hparams.pop("block_configs", None)
         return hparams
 
