@@ -28,6 +28,8 @@ def main(request: str) -> None:
     script, folder, out, outtype, predicting, widths = json.loads(request)
     sys.path.insert(0, str(Path(script).parent))
     converter = importlib.import_module(Path(script).stem)
+    if widths:  # transformers loads no tokenizer beside a config that it does not know
+        importlib.import_module("moesaic")
     split = importlib.util.find_spec("conversion")  # into one file a family, lately
     glm, deci, llama, base = (
         importlib.import_module(f"conversion.{name}") if split else converter
