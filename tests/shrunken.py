@@ -121,6 +121,10 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "gemma4_text": {"enable_moe_block": True},
+    "minimax_m3_vl_text": {
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "dense_intermediate_size": 48,
+    },
     "llama4_text": {"interleave_moe_layer_step": 2, "intermediate_size_mlp": 96},
     **dict.fromkeys(("qwen3_vl_moe_text", "qwen3_vl_text"), sections(2, 1, 1)),
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "glm_image_text"), sections(2, 1, 1)),

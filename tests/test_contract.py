@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from shrunken import TYPES, small_config, small_model, small_whole
 
 import moesaic
 from moesaic.arch.lookup import base_arch
+from moesaic.arch.mixture import MoEArch
 from moesaic.arch.tried import tried
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
@@ -24,7 +26,7 @@ from moesaic.fitting.forms import forms
 from moesaic.io.language import predicts_tokens
 from moesaic.io.source import Source, resolve
 from moesaic.layers.slimmed import SlimmedLayer
-from moesaic.methods.cdmoe.config import KEEPS
+from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
 from moesaic.methods.cdmoe.method import obstacle
 from moesaic.methods.lexi.config import LExIConfig
 from moesaic.methods.naee.config import PruneConfig, SkipConfig
@@ -47,6 +49,7 @@ SOME = (
     "hunyuan_v1_moe",  # no attribute for the shared path
     "jamba",  # experts and dense layers of one width
     "laguna",  # a factor of the block
+    "lfm2",  # an activation function that is no module
     "llama4_text",  # scores that scale what experts are given, layers that route by a list
     "qwen3_5_moe",  # a part that sees
     "nemotron_h",  # layers without FFN, experts without gates, another prefix on disk
@@ -76,6 +79,7 @@ def test_it_does_what_is_said_of_it(model_type):
         ("mistral3", "mistral"),
         ("gemma4", "gemma4_text"),
         ("llama4", "llama4_text"),
+        ("minimax_m3_vl", "minimax_m3_vl_text"),
     ],
 )
 def test_parts_beside_a_language_model_keep_their_bytes(whole: str, language: str) -> None:
@@ -173,6 +177,50 @@ def test_scores_of_one_expert_a_token_scale_what_it_is_given(tmp_path: Path) -> 
             moesaic.skip(model, skipping, text=TEXT)
 
 
+@torch.no_grad()
+def test_an_mlp_with_bounds_of_its_own_is_asked_for_them(tmp_path: Path) -> None:
+    """MiniMax M3's, whose gates and ups are apart on disk; act(gate) * up is another model."""
+    model = small_model("minimax_m3_vl_text")
+    arch = base_arch(model.config)
+    assert isinstance(arch, MoEArch)
+    assert arch.shared_names.own
+    x_TD = 300 * torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    view = arch.mixture(arch.layers(model)[1])
+    ffn, module = view.shared_ffn, view.shared_module
+    torch.testing.assert_close(ffn.output(ffn.hidden(x_TD)), module(x_TD))
+    plain = replace(ffn, own=False, act=torch.nn.functional.silu)
+    assert not torch.allclose(plain.output(plain.hidden(x_TD)), module(x_TD), rtol=0.1)
+    config = SlimConfig(keep=0.5, shared=0.5, allocate="uniform", refit=True)
+    predicts_tokens("minimax_m3_vl_text")
+    model.save_pretrained(tmp_path / "base")
+    assert any("shared_experts.gate_proj" in name for name in weights(tmp_path / "base"))
+    disk = moesaic.slim(str(tmp_path / "base"), config, text=TEXT)
+    again = loaded(disk.save(tmp_path / "out"))
+    assert again.config.shared_intermediate_size == 12
+    live = moesaic.slim(model, config, text=TEXT)
+    assert equal(dict(again.state_dict()), dict(live.model.state_dict()))
+    with pytest.raises(MoesaicError, match="one projection of an MLP's gates and ups"):
+        moesaic.condense(model, CondenseConfig(count=1, keep="attention"), text=TEXT)
+
+
+@pytest.mark.parametrize(
+    "there", [(), ("preprocessor_config.json",), ("processor_config.json", "chat_template.jinja")]
+)
+def test_what_prepares_images_goes_along_as_far_as_it_is_there(
+    there: tuple[str, ...], tmp_path: Path
+) -> None:
+    base = tmp_path / "base"
+    small_whole("qwen3_vl_moe", "qwen3_vl_moe_text").save_pretrained(base)
+    for name in there:
+        (base / name).write_text('{ "image_processor_type":  "Qwen2VLImageProcessorFast" }')
+    config = PruneConfig(keep=6, score="frequency", refit=False)
+    out = moesaic.prune(str(base), config, text=TEXT).save(tmp_path / "out")
+    before, after = ({p.name for p in f.iterdir() if p.is_file()} for f in (base, out))
+    assert after == before
+    for name in there:
+        assert (out / name).read_bytes() == (base / name).read_bytes()
+
+
 def test_a_result_that_is_the_language_model_alone_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -200,7 +248,10 @@ def test_the_page_is_made_from_the_list():
     sys.path.insert(0, str(SCRIPTS))
     import architectures
 
-    assert architectures.PAGE.read_text() == architectures.page(tried())
+    found = tried()
+    assert architectures.PAGE.read_text() == architectures.page(found)
+    numbers = f"{len(found['dense'])} dense ones and {len(found['moe'])} mixtures of experts"
+    assert numbers in (architectures.ROOT / "README.md").read_text("utf-8")
 
 
 def test_an_odd_router_is_named(monkeypatch):

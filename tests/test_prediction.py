@@ -123,3 +123,16 @@ def test_what_cannot_come_along_is_left_out(tmp_path):
     assert not further(tmp_path / "out", "glm4_moe")
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said["num_nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_one_that_the_config_names_and_no_file_holds_is_named_no_more(model_type, tokens, tmp_path):
+    """transformers writes such folders: it drops the layers and keeps their number."""
+    base = tmp_path / "base"
+    tiny_moe(model_type, num_nextn_predict_layers=1).save_pretrained(base)
+    said = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**said, "num_nextn_predict_layers": 1}))
+    config = PruneConfig(keep=6, score="frequency", refit=False)
+    out = moesaic.prune(str(base), config, calibration=tokens).save(tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert torch.isfinite(logits(loaded(out), tokens)).all()

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from moesaic.arch.routing import Said, unbound
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
@@ -40,6 +41,8 @@ class FFNNames:
     down: str = "down_proj"
     gate: str | None = "gate_proj"
     act: str = "act_fn"
+    own: bool = False
+    """What goes into the down projection is not act(gate) * up: the module's own code is asked."""
 
     @property
     def fused(self) -> bool:
@@ -229,10 +232,39 @@ def weight_of(module: nn.Module, name: str) -> Tensor:
     return weight
 
 
-def act_of(module: nn.Module, names: FFNNames) -> Callable[[Tensor], Tensor]:
-    """The activation function of a feed-forward module."""
-    act: Callable[[Tensor], Tensor] = getattr(module, names.act)
-    return act
+def act_of(module: nn.Module, names: FFNNames) -> Callable[..., Tensor]:
+    """The activation function of a feed-forward module; where it is its own, of gates and ups."""
+    act: Callable[..., Tensor] | None = getattr(module, names.act, None)
+    return OwnAct(module, names) if names.own or act is None else act
+
+
+class OwnAct:
+    """What a gated feed-forward module makes of gates and ups: its code without its projections.
+
+    Args:
+        module: keeps its weights to itself.
+        names: its projections.
+    """
+
+    def __init__(self, module: nn.Module, names: FFNNames) -> None:
+        self._twin, self._names = unbound(module), names
+        self._twin._modules |= dict.fromkeys(names.projections, nn.Identity())
+
+    def __call__(self, gate_TM: Tensor, up_TM: Tensor | None = None) -> Tensor:
+        """h (T, M).
+
+        Args:
+            gate_TM: gates.
+            up_TM: ups; None for ones.
+        """
+        names, twin = self._names, unbound(self._twin)
+        up_TM = torch.ones_like(gate_TM) if up_TM is None else up_TM
+        if names.fused:
+            twin._modules[names.up] = Said(torch.cat([gate_TM, up_TM], -1))
+        else:
+            twin._modules |= {names.gate or "": Said(gate_TM), names.up: Said(up_TM)}
+        h_TM: Tensor = type(twin).forward(twin, up_TM)
+        return h_TM
 
 
 def put(layer: nn.Module, path: str, module: nn.Module | None) -> None:
@@ -340,10 +372,12 @@ class DenseFFN:
     up_MD: Tensor
     down_DM: Tensor
     gate_MD: Tensor | None
-    act: Callable[[Tensor], Tensor]
+    act: Callable[..., Tensor]
     up_bias_M: Tensor | None = None
     gate_bias_M: Tensor | None = None
     down_bias_D: Tensor | None = None
+    own: bool = False
+    """``act`` is given gates and ups, and makes h of both."""
 
     @property
     def width(self) -> int:
@@ -362,7 +396,8 @@ class DenseFFN:
         up_TM = F.linear(x_TD, self.up_MD, self.up_bias_M)
         if self.gate_MD is None:
             return self.act(up_TM)
-        return self.act(F.linear(x_TD, self.gate_MD, self.gate_bias_M)) * up_TM
+        gate_TM = F.linear(x_TD, self.gate_MD, self.gate_bias_M)
+        return self.act(gate_TM, up_TM) if self.own else self.act(gate_TM) * up_TM
 
     count: ClassVar[int] = 1
     top_k: ClassVar[int] = 1
@@ -440,7 +475,7 @@ def dense_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
         names,
         {name: p.weight for name, p in projections.items()},
         {name: p.bias for name, p in projections.items()},
-        getattr(module, names.act),
+        act_of(module, names),
     )
 
 
@@ -448,7 +483,7 @@ def assembled(
     names: FFNNames,
     weights: Mapping[str, Tensor],
     biases: Mapping[str, Tensor | None],
-    act: Callable[[Tensor], Tensor],
+    act: Callable[..., Tensor],
 ) -> DenseFFN:
     """A block from its projections' tensors by name."""
     up_MD, up_bias = weights[names.up], biases.get(names.up)
@@ -460,4 +495,4 @@ def assembled(
     else:
         gate_MD, gate_bias = weights[names.gate], biases.get(names.gate)
     down_DM, down_bias = weights[names.down], biases.get(names.down)
-    return DenseFFN(up_MD, down_DM, gate_MD, act, up_bias, gate_bias, down_bias)
+    return DenseFFN(up_MD, down_DM, gate_MD, act, up_bias, gate_bias, down_bias, names.own)

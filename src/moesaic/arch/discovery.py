@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, AttentionNames, FFNNames
+from moesaic.arch.dense import Arch, AttentionNames, FFNNames, OwnAct
 from moesaic.arch.mixture import ROUTED, MoEArch
 from moesaic.arch.routing import RouterParts, RoutingFunction, arguments, place, set_top_k, unbound
 from moesaic.errors import MoesaicError
@@ -132,11 +132,39 @@ def mlp_names(module: nn.Module) -> FFNNames | None:
     linears = {n: m for n, m in module.named_children() if isinstance(m, nn.Linear)}
     act = next((n for n in ACTIVATIONS if callable(getattr(module, n, None))), None)
     rest = [m for n, m in module.named_children() if n not in linears]
-    if act is None or any(True for part in rest for _ in part.parameters()):
+    if any(True for part in rest for _ in part.parameters()):
         return None
     if [*module.parameters(recurse=False)] or not 2 <= len(linears) <= 3:
         return None
-    return _projections(linears, act)
+    names = _projections(linears, act or ACTIVATIONS[0])
+    if names is None or names.gate is None:
+        return names if act else None
+    return _acting(module, names, known=act is not None)
+
+
+def _acting(module: nn.Module, names: FFNNames, known: bool) -> FFNNames | None:
+    """Whether a gated MLP makes act(gate) * up, or something else, neuron by neuron.
+
+    Asked of usual gates and ups, and of some so large that what bounds them shows.
+
+    Args:
+        module: the MLP.
+        names: its projections.
+        known: it has an activation function.
+    """
+    drawn = torch.Generator("cpu").manual_seed(0)
+    both = torch.randn(2, PROBES, 8, generator=drawn, dtype=torch.float32, device="cpu")
+    gate, up = torch.cat([both, FAR * both], 1)
+    own, few = OwnAct(copy.deepcopy(module).eval(), names), slice(2, 5)
+    act = getattr(module, names.act) if known else own
+    try:
+        h = own(gate, up)
+        if torch.allclose(act(gate) * up, h, rtol=1e-4, atol=1e-4):
+            return names
+        alone = torch.allclose(own(gate[:, few], up[:, few]), h[:, few])
+    except (RuntimeError, TypeError, AttributeError, ValueError):  # it asks for more than x
+        return names if known else None
+    return replace(names, own=True) if alone else None
 
 
 def _projections(linears: dict[str, nn.Linear], act: str) -> FFNNames | None:
@@ -197,6 +225,8 @@ def _dense(name: str, path: str, layers: Sequence[nn.Module], config: Config) ->
     names = {found[place] for found in each}
     if len(names) > 1:
         raise Unknown(f"{name}: the MLPs of its decoder layers have different projections.")
+    if any(found.own for found in names):
+        raise Unknown(f"{name}: what its MLPs make of gates and ups is not act(gate) * up.")
     at, attention = _attention(layers[0])
     return Arch(name, names.pop(), place, path, attention, at)
 

@@ -554,6 +554,8 @@ class MoEFFN:
             return "a norm follows the sum of what experts and shared path make"
         if ffn is not None and ffn.gate_MD is None:
             return "its shared path has no gate"
+        if ffn is not None and ffn.own:
+            return "its shared path has an activation of its own"
         if ffn is not None and any(b is not None for b in ffn.biases):
             return "its shared path has biases"
         if not routed or self.odd:

@@ -183,7 +183,7 @@ class RoutingFunction:
         x_NE = logits_NE
         if self._parts.apart:
             owner, _, leaf = self._parts.projection.rpartition(".")
-            self._router.get_submodule(owner)._modules[leaf] = _Said(logits_NE)
+            self._router.get_submodule(owner)._modules[leaf] = Said(logits_NE)
             others = (p for n, p in self._router.named_parameters() if n != self._inside)
             device = next((p.device for p in others), logits_NE.device)  # meta, of a closed layer
             x_NE = logits_NE.new_zeros(len(logits_NE), self.hidden, device=device)
@@ -219,7 +219,7 @@ def place(module: nn.Module, name: str, tensor: Tensor) -> nn.Module:
     return holder
 
 
-class _Said(nn.Module):
+class Said(nn.Module):
     """Stands for a projection, and says logits whatever it is given."""
 
     def __init__(self, logits_NE: Tensor) -> None:

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from moesaic.foreign import Config, Model
-from moesaic.io.naming import conversions
+from moesaic.io.naming import conversions, register_conversions
 
 TEXT = "_text"
 HEADLESS: dict[str, str] = {
@@ -35,6 +35,7 @@ def predicts_tokens(model_type: str) -> bool:
     Those are made when they are first asked for.
     """
     if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        register_conversions(model_type)
         return True
     if model_type not in HEADLESS:
         return False

@@ -14,7 +14,10 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
@@ -53,16 +56,41 @@ Step: TypeAlias = WeightConverter | WeightRenaming
 
 
 def conversions(model_type: str) -> list[Step] | None:
-    """transformers' own table for a model_type: by its name, else by its base model's class."""
+    """transformers' own table for a model_type, or that of the whole that it is within."""
+    steps = _own_conversions(model_type)
+    if steps is None and model_type.endswith("_text"):  # its whole's, which names it otherwise
+        of_whole = get_checkpoint_conversion_mapping(model_type.removesuffix("_text")) or []
+        steps = [copy.deepcopy(step) for step in of_whole if not _places(step)] or None
+    return steps
+
+
+def read_as(model_type: str, stored: str) -> str:
+    """What a tensor of a model_type's checkpoints is called in memory."""
+    steps = conversions(model_type) or []
+    renamings = [step for step in steps if isinstance(step, WeightRenaming)]
+    converters = [step for step in steps if isinstance(step, WeightConverter)]
+    memory_name: str = rename_source_key(stored, renamings, converters)[0]
+    return memory_name
+
+
+def register_conversions(model_type: str) -> None:
+    """Let transformers read a type's checkpoints as its whole's, where it has no table for it."""
+    steps = conversions(model_type)
+    if steps is not None and _own_conversions(model_type) is None:
+        register_checkpoint_conversion_mapping(model_type, steps, overwrite=True)
+
+
+def _own_conversions(model_type: str) -> list[Step] | None:
+    """transformers' own table: by a type's name, else by its base model's class."""
     steps: list[Step] | None = get_checkpoint_conversion_mapping(model_type)
     if steps is None and model_type in MODEL_MAPPING_NAMES:
         steps = get_checkpoint_conversion_mapping(MODEL_MAPPING_NAMES[model_type])
-    if steps is None and model_type.endswith("_text"):  # its whole's, which names it otherwise
-        of_whole = get_checkpoint_conversion_mapping(model_type.removesuffix("_text")) or []
-        steps = [
-            copy.deepcopy(step) for step in of_whole if isinstance(step, WeightConverter)
-        ] or None
     return steps
+
+
+def _places(step: Step) -> bool:
+    """Whether a conversion only says where in a whole a part is: by how names begin."""
+    return isinstance(step, WeightRenaming) and any(p.startswith("^") for p in step.source_patterns)
 
 
 class Naming:

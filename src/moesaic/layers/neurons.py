@@ -53,7 +53,12 @@ def twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
 
 
 def of_mlp(
-    names: FFNNames, name: str, tensor: Tensor, order_W: Tensor, down_DW: Tensor | None = None
+    names: FFNNames,
+    name: str,
+    tensor: Tensor,
+    order_W: Tensor,
+    down_DW: Tensor | None = None,
+    width: int = 0,
 ) -> Tensor:
     """A tensor of an MLP with its neurons in another order.
 
@@ -63,13 +68,15 @@ def of_mlp(
         tensor: its values.
         order_W: int64: the neuron at each new place, or PADDING.
         down_DW: takes the place of the down projection.
+        width: the neurons that there were, where gates and ups may be apart as stored though one
+            projection makes both.
     """
     projection, _, part = name.rpartition(".")
     if projection == names.down:
         if part != "weight":
             return tensor
         return taken(tensor, 1, order_W) if down_DW is None else down_DW.to(tensor)
-    if names.fused:
+    if names.fused and tensor.shape[0] != width:
         order_W = twice(order_W, tensor.shape[0] // 2)
     return taken(tensor, 0, order_W)
 

@@ -242,6 +242,7 @@ class Narrowed(Rewritten):
             return of_experts(self._arch, leaf, stored, tensor, self._neurons_EW, before)
         order_S = self._plan.shared_S
         if name.startswith(self._shared) and order_S is not None:
-            leaf = name.removeprefix(self._shared)
-            return of_mlp(self._arch.shared_names, leaf, tensor, order_S, self._plan.shared_DS)
+            leaf, names = name.removeprefix(self._shared), self._arch.shared_names
+            width = self._state[f"{self._shared}{names.down}.weight"].shape[1]
+            return of_mlp(names, leaf, tensor, order_S, self._plan.shared_DS, width)
         return tensor

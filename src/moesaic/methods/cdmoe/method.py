@@ -18,6 +18,7 @@ from moesaic.arch.dense import hands_on
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
+from moesaic.io.naming import read_as
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.condensed import NO_FFN, NONE_K, CondensedLayer
 from moesaic.layers.dropped import DroppedLayer
@@ -428,6 +429,9 @@ def obstacle(view: MoEFFN, layer: nn.Module, keep: str, force: bool = False) -> 
     """
     if view.arch.entry is not None:
         return "its experts stand in the decoder layer itself"
+    gate = f"{view.arch.ffn_prefix(0)}gate_proj.weight"
+    if read_as(view.arch.model_type, gate) != gate:
+        return "transformers makes one projection of an MLP's gates and ups when it reads them"
     if keep == "nothing" and hands_on(type(layer).forward):
         return "its layers hand on to the next one more than hidden states"
     if keep not in ("shared", "shared+routed"):
