@@ -64,6 +64,7 @@ TEXT = Tokens(torch.randint(1, 384, (8, 16), generator=torch.Generator().manual_
 
 BIASED, TURNED, UNGATED = {"gpt_oss"}, {"aria_text", "gpt_oss", "llama4_text"}, {"nemotron_h"}
 OWN_GATE = {"gpt_oss", "hy_v4", "inkling2_text"}
+MERGED = {"minimax_m3_vl_text"}
 NORMED = {"axk1"}
 HANDING_ON = {"glm_moe_dsa", "hy_v4"}
 INWARD, IN_LAYER = {"llama4_text"}, {"gemma4_text"}
@@ -361,7 +362,7 @@ def test_condense(keep, seen):
         "shared+routed": NORMED | UNGATED | TURNED | BIASED | OWN_GATE,
         "nothing": HANDING_ON,
     }.get(keep, set())
-    why = why if why is True else why | IN_LAYER
+    why = why if why is True else why | IN_LAYER | MERGED
     last = seen.layers[-1]
     config = CondenseConfig(count=1, keep=keep, candidates=(last,), refit=False)
     result = seen.refused("condense", config, why)
@@ -416,7 +417,7 @@ def test_saved_told_and_exported(verb, options, seen, tmp_path):
     kind = {"prune": PruneConfig, "slim": SlimConfig, "condense": CondenseConfig}[verb]
     base, out, config = tmp_path / "base", tmp_path / "out", kind(**options)
     without = {"shared": NORMED | UNGATED, "nothing": HANDING_ON}.get(options["keep"], set())
-    without = without | IN_LAYER if verb == "condense" else without
+    without = without | IN_LAYER | MERGED if verb == "condense" else without
     if seen.model_type in without or (options["keep"] == "shared" and not seen.arch.shared_at):
         return
     seen.model.save_pretrained(base)
