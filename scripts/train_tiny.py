@@ -44,6 +44,7 @@ SEED = 20
 STEPS = {"tiny-dense": 2400, "tiny-moe": 2400, "tiny-shared-moe": 2400, "wide-moe": 1000}
 MATRIX_RATE, OTHER_RATE = 0.02, 0.003
 PER_DOMAIN = 4  # windows of each domain in a batch
+OUTER = ("gate.weight", "embed_tokens.weight", "lm_head.weight")  # matrices of AdamW
 WARMUP, COOLDOWN = 72, 0.6  # steps linear up; share of them in a cosine down to a tenth
 REPORT, KEEP = 50, 400  # steps between two lines, and between two checkpoints
 BALANCE = 0.01  # weight of the load-balancing loss, weak enough to let experts specialise
@@ -125,7 +126,7 @@ def get_optimizers(model: PreTrainedModel) -> dict[float, torch.optim.Optimizer]
     """Muon for the matrices, AdamW for embeddings, routers and norms, each by its peak rate."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
-        inner = parameter.ndim > 1 and not name.endswith(("gate.weight", "embed_tokens.weight"))
+        inner = parameter.ndim > 1 and not name.endswith(OUTER)
         (matrices if inner else others).append(parameter)
     adam = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     return {MATRIX_RATE: Muon(matrices), OTHER_RATE: adam}
