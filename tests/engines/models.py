@@ -105,7 +105,7 @@ BY_LAYER: dict[str, MethodConfig] = {
     "skip --top-k 1.5": LExIConfig(top_k=1.5, allocate="layers"),
 }
 """Layers differ afterwards: vLLM runs that as it is, by our own class."""
-LISTED = ("mixtral", "qwen2_moe", "qwen3_moe")
+LISTED = ("glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """The models of which that is tried."""
 DENSE_VERBS: dict[str, MethodConfig] = {
     "carve --method more": MoREConfig(active=0.75, layers="all"),
