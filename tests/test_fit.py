@@ -22,15 +22,19 @@ from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.cli import app
 from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
-from moesaic.data.text import Tokens, calibration_tokens
+from moesaic.data.text import Tokens, apart, calibration_tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Machine
-from moesaic.exports.mixed import Sensitivities
-from moesaic.fitting import search
+from moesaic.exports.mixed import Layout, Sensitivities, of_tensors
+from moesaic.exports.quantiser import Rounded
+from moesaic.fitting import run, search, trials
+from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.forms import Form, forms, guessed, largest
-from moesaic.fitting.search import Candidate, Search, apart, fit
+from moesaic.fitting.forms import Form, ending, filed, forms, guessed, largest
+from moesaic.fitting.run import fit
+from moesaic.fitting.search import Search
 from moesaic.fitting.sizes import Costs, Weight, told
+from moesaic.fitting.trials import Trials
 from moesaic.io.source import Source, resolve
 from moesaic.ladder import Shape
 from moesaic.methods.cdmoe.config import CondenseConfig
@@ -127,56 +131,91 @@ def test_fewer_experts_a_token_serve_active_parameters_alone(native: bool, tmp_p
 # --- files ---------------------------------------------------------------------------------------
 
 
-class PlainFiles:
-    """Instead of GGUF files, safetensors folders: half of the bytes told, 0.6 of them come."""
+WIDE, NARROW = "q8_0", "q2_k"
 
-    told, came = 0.5, 0.6
+
+class PlainFiles:
+    """Instead of GGUF files, safetensors folders: a weight has as many bits as its type, and
+    llama.cpp's own file of one type is a tenth larger."""
 
     def __init__(self, source: Source, *_: Any) -> None:
-        self.whole = Built(source.config, None)
-        self.made: list[str] = []
+        self.whole, self.folder = Built(source.config, None), Path()
+        self.original = SimpleNamespace(layout=self.layout(self.whole), sensitivities=self.table)
+        self.improved: list[Any] = []
 
-    def bytes(self, type: str, removed: int) -> int:
-        return round(self.told * (self.whole.bytes - 4 * removed))
+    def layout(self, made: Built) -> Layout:
+        size = made.size.total_parameters // 256
+        tensors = {"blk.0.attn_q.weight": (256, 256), "blk.0.ffn_up.weight": (256, size - 256)}
+        held = {name: Rounded("q8_0", shape) for name, shape in tensors.items()}
+        return Layout(held, header=0, layers=1)
 
-    def make(self, model: str, out: Path, asked: Any) -> dict[str, Any]:
-        self.made.append(model)
-        out.write_text(f"{resolve(model).folder}\n")
-        size = round(self.came * Built(resolve(model).config, None).bytes)
+    def table(self, types: Any) -> Sensitivities:
+        known = of_tensors(types)
+        loss_GC = np.array([[0.0, 1.0], [0.0, 0.1]])[:, [(WIDE, NARROW).index(t) for t in known]]
+        return Sensitivities(("attn 0", "ffn 0"), known, loss_GC)
+
+    def told(self, made: Built, asked: ExportArgs) -> int:
+        return asked.memory or round(1.1 * self.layout(made).least([asked.type]))
+
+    def live(self, result: Path | None, made: Built) -> Any:
+        model = resolve(str(result) if result else "tiny-moe").load("cpu", torch.float32)
+        rounded = contextmanager(lambda _: iter([model]))
+
+        def improved(types: Any, among: Any, budget: int) -> Any:
+            self.improved.append((types, among, budget))
+            return types
+
+        return SimpleNamespace(rounded=rounded, layout=self.layout(made), improved=improved)
+
+    def make(
+        self, result: Path | None, out: Path, asked: ExportArgs, types: Any = None
+    ) -> dict[str, Any]:
+        source = resolve(str(result) if result else "tiny-moe")
+        out.write_text(f"{source.folder}\n")
+        size = self.told(Built(source.config, None), asked)
         with out.open("r+b") as file:
             file.truncate(size)
-        return {"type": asked.type, "bytes": size, "types": {asked.type: 1}}
+        return {"bytes": size, "types": types or {asked.type: 1}}
 
     @contextmanager
     def opened(self, file: Path) -> Iterator[Source]:
         yield Source(str(file), Path(file.read_bytes().partition(b"\n")[0].decode()))
 
 
-def test_forms_that_end_in_a_file_are_native_and_of_whole_blocks() -> None:
-    config = FitConfig(memory=1, types=("q8_0", "q4_k_m"))
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PlainFiles:
+    """A search makes these instead of GGUF files, and looks nowhere for what was known before."""
+    files = PlainFiles(resolve("tiny-moe"))
+    files.folder = tmp_path / "files"
+    files.folder.mkdir()
+    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(search, "Files", lambda *_: files)
+    return files
+
+
+def test_forms_of_files_are_native_and_of_whole_blocks() -> None:
+    config = FitConfig(memory=9, types=(WIDE, NARROW))
     found = forms(resolve("tiny-moe"), config)
-    assert {form.quick(1.0)[-1].type for form in found} == {"q8_0", "q4_k_m"}  # type: ignore[union-attr]
-    alone = [form for form in found if len(form.quick(1.0)) == 1]
-    assert [form.name for form in alone] == ["q8_0", "q4_k_m"]
-    slim = next(form for form in found if form.name == "slim, q8_0")
+    slim = next(form for form in found if form.name == "slim")
     assert slim.shares == (1 / 3, 2 / 3, 1.0)
     assert not any("uneven" in form.name for form in found)
-    assert told(alone[0].quick(1.0)) == [{"export": {"to": "gguf", "type": "q8_0"}}]
+    assert ending(config) == ExportArgs(to="gguf", memory=9, among=(WIDE, NARROW))
+    one = ending(FitConfig(memory=9, types=("f32", WIDE)))
+    assert one == ExportArgs(to="gguf", type="f32")
+    assert ending(FitConfig(memory=9)) is None
+    narrow = ExportArgs(to="gguf", type=NARROW)
+    refit = {"prune": {"method": "naee", "keep": 4, "refit": True}}
+    prune = filed(next(form for form in found if form.name == "prune"), narrow)
+    assert prune.name == "prune, q2_k"
+    assert [told(make(0.5)) for make in prune.careful] == [[refit, *told((narrow,))]]
 
 
-def test_of_several_types_layers_get_the_best_within_the_budget(tmp_path: Path) -> None:
-    """A file of types by layer is as large as the budget, and takes a look at each of them."""
-    config = FitConfig(memory=9, types=("q8_0", "q4_k_m"))
-    fine = {
-        form.name: [told(make(0.5)) for make in form.careful]
-        for form in forms(resolve("tiny-moe"), config)
-    }
-    assert fine["q8_0"] == fine["q4_k_m"] == []
-    refit, narrow = {"method": "naee", "keep": 4, "refit": True}, {"to": "gguf", "type": "q8_0"}
-    assert fine["prune, q8_0"] == [[{"prune": refit}, {"export": narrow}]]
-    assert search.mixed(config) == (ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m")),)
+def test_a_file_of_types_by_layer_is_as_large_as_the_budget(
+    tmp_path: Path, plain: PlainFiles
+) -> None:
+    """And takes a look at each layer in each type."""
     last = ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m"))
-    costs = Costs(recipe_of(tmp_path / "out"), tmp_path, PlainFiles(resolve("tiny-moe")))
+    costs = Costs(recipe_of(tmp_path / "out"), tmp_path, plain)  # type: ignore[arg-type]
     weight, alone = costs.of((last,)), costs.of((ExportArgs(to="gguf", type="q8_0"),))
     assert weight is not None
     assert alone is not None
@@ -188,137 +227,161 @@ def test_of_several_types_layers_get_the_best_within_the_budget(tmp_path: Path) 
     assert len(many.making) - len(one.making) == 13 * 2 * len(many.measuring)
 
 
-def table(ffn: int = 100) -> Sensitivities:
-    """Attention is dear to round, the FFN cheap."""
-    return Sensitivities(
-        groups=("attn 0", "ffn 0"),
-        types=("wide", "narrow"),
-        loss_GC=np.array([[0.0, 1.0], [0.0, 0.1]]),
-        bytes_GC=np.array([[100.0, 50.0], [100.0, 50.0]]),
-        fixed=10,
-        ffn=ffn,
-    )
+def test_bits_are_shared_out_by_what_they_lose(plain: PlainFiles) -> None:
+    """Within the budget, and the same once read back."""
+    table, layout = plain.table((WIDE, NARROW)), plain.original.layout
+    fixed, bytes_GC = layout.bytes(table.groups, table.types)
+    wide, narrow = fixed + bytes_GC.sum(0)
+    ways = [{"attn 0": a, "ffn 0": f} for a in table.types for f in table.types]
+    assert table.choice(layout, wide) == (ways[0], 0.0)
+    assert table.choice(layout, wide - 1) == (ways[1], 0.1)
+    assert table.choice(layout, layout.size(ways[1]) - 1) == (ways[3], 1.1)
+    assert [layout.size(ways[n]) for n in (0, 3)] == [wide, narrow]
+    with pytest.raises(MoesaicError, match="out of reach: the least is"):
+        table.choice(layout, narrow - 1)
+    again = Sensitivities.load(json.loads(json.dumps(table.as_json())))
+    assert again.as_json() == table.as_json()
+    unknown = replace(table, loss_GC=np.where(table.loss_GC == 0.1, np.inf, table.loss_GC))
+    assert unknown.choice(layout, wide - 1)[0] == ways[2]
+    both = table.among((NARROW,)).beside(table.among((WIDE,))).among(table.types)
+    assert np.array_equal(both.loss_GC, table.loss_GC)
 
 
-def test_bits_are_shared_out_by_what_they_lose() -> None:
-    """Over what of the FFNs stays, within the budget, and the same once read back."""
-    found = table()
-    assert found.choice(210) == ({"attn 0": "wide", "ffn 0": "wide"}, 0.0)
-    assert found.choice(209) == ({"attn 0": "wide", "ffn 0": "narrow"}, 0.1)
-    assert found.choice(209, kept=0.9) == ({"attn 0": "wide", "ffn 0": "wide"}, 0.0)
-    assert found.choice(110) == ({"attn 0": "narrow", "ffn 0": "narrow"}, 1.1)
-    with pytest.raises(MoesaicError, match="out of reach: the least is 110"):
-        found.choice(109)
-    assert found.choice(85, kept=0.5)[1] == 1.1
-    again = Sensitivities.load(json.loads(json.dumps(found.as_json())))
-    assert again.as_json() == found.as_json()
-    assert again.choice(209) == found.choice(209)
+def pruned(share: float) -> tuple[PruneConfig, ...]:
+    return (PruneConfig(keep=int(8 * share), score="reap"),)
 
 
-def test_weights_and_bits_share_one_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A form's share is where what it loses and what rounding then loses add up to the least."""
-    weights = 4 * 8 * 100  # what the sizes of results are told by
-
-    def step(share: float) -> tuple[PruneConfig, ...]:
-        return (PruneConfig(keep=int(8 * share), score="reap"),)
-
-    careful = (lambda s: (PruneConfig(keep=int(8 * s), refit=True),),)
-    few = Form("prune", tuple(n / 8 for n in range(1, 9)), step, careful)
-    pair = Form("pair", (0.5, 1.0), lambda s: step(s) * 2)
-    monkeypatch.setattr(search, "Files", PlainFiles)
-    monkeypatch.setattr(PlainFiles, "rounding", lambda *_: table(weights), raising=False)
-    monkeypatch.setattr(search, "changes", lambda *_: [pair, few])
-    config = FitConfig(memory=185, types=("q8_0", "q2_k"))
-    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work")
-    whole = looking.original.size.total_parameters
-    seen = []
-
-    def told_of(steps: Any) -> Weight:
-        gone = weights - weights * steps[0].keep // 8
-        return Weight(1, whole - gone, 1, native=True, exact=True)
-
-    def measured(self: Search, candidate: Candidate) -> Candidate:
-        keep = candidate.steps[0].keep  # type: ignore[union-attr]
-        seen.append(keep)
-        known = rounded if len(candidate.steps) > 1 else kls
-        return candidate.scored({"kl": known[keep], "loss": 0.0})
-
-    looking.costs = SimpleNamespace(of=told_of)  # type: ignore[assignment]
-    looking.redundancy = None
-    monkeypatch.setattr(Search, "measured", measured)
-    last = {"export": {"to": "gguf", "memory": 185, "among": ("q8_0", "q2_k")}}
-
-    def kept(budget: FitConfig) -> Any:
-        best = min(looking._jointly(budget), key=lambda candidate: candidate.kl)
-        assert best.form == "prune, mixed"
-        assert told(best.steps)[1] == last
-        assert best.converted[0].refit
-        return best.converted[0].keep
-
-    # six of eight experts at most fit in the wide type (10 + 100 + 75); with more, 0.1 is lost
-    kls = rounded = {n: 0.02 * (8 - n) for n in range(1, 9)}
-    assert kept(config) == 6
-    kls = rounded = {n: 0.2 * (8 - n) for n in range(1, 9)}
-    assert kept(config) == 7
-    assert set(seen) < set(range(1, 8))
-    # both together lose more than the sum says: fewer experts in more bits, as long as that pays
-    rounded = {1: 0.1, 4: 0.6, 5: 0.5, 6: 0.7, 7: 0.9}
-    assert kept(config) == 5
-    assert not [*looking._jointly(replace(config, memory=50))]
-
-
-def test_a_file_larger_than_told_gives_way_to_a_smaller_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_weights_and_bits_share_one_budget(
+    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told 0.5 of the bytes, and 0.6 come: five of eight experts were told, four fit."""
-    shares = tuple(n / 8 for n in range(2, 9))
+    """A form's share is first where what it loses and what rounding then loses add up to the least,
+    and moves while that pays."""
+    careful = (lambda s: (PruneConfig(keep=int(8 * s), refit=True),),)
+    drop = Form("prune", tuple(n / 8 for n in range(2, 9)), pruned, careful)
+    monkeypatch.setattr(search, "forms", lambda *_: [drop])
+    config = FitConfig(memory=9, types=(WIDE, NARROW), confirm=1)
+    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work")
+    looking.redundancy = None
+    layout = {n: plain.layout(looking.costs.made(pruned(n / 8))) for n in range(2, 9)}
+    wide = {n: of.least([WIDE]) for n, of in layout.items()}
+    made: list[int] = []
 
-    def forms(*_: Any) -> list[Form]:
-        last = ExportArgs(to="gguf", type="q8_0")
-        return [
-            Form("none", (1.0,), lambda _: (last,)),
-            Form("prune", shares, lambda s: (PruneConfig(keep=int(8 * s), score="reap"), last)),
-        ]
+    def found(kls: dict[int, float], losses: dict[int, float], memory: int) -> Any:
+        """The experts that are kept, of what is known of steps alone and of files."""
+        made.clear()
 
-    monkeypatch.setattr(search, "forms", forms)
-    monkeypatch.setattr(search, "Files", PlainFiles)
-    out = tmp_path / "out"
-    looking = Search(
-        recipe_of(out), FitConfig(memory=ORIGINAL.bytes, types=("q8_0",)), tmp_path / "work"
+        def measured(candidate: Candidate) -> Candidate:
+            if not candidate.converted:
+                return candidate.scored({"kl": 9.0, "loss": 0.0})
+            keep = int(candidate.converted[0].keep)  # type: ignore[attr-defined]
+            made.append(keep)
+            return candidate.scored({"kl": losses[keep], "loss": 0.0})
+
+        looking.config = replace(config, memory=memory)
+        looking.trials = SimpleNamespace(  # type: ignore[assignment]
+            measured=measured,
+            alone=lambda steps: {step: kls[step.keep] for step in steps},
+            result=lambda _: None,
+            refused={},
+        )
+        chosen, _ = looking.run()
+        assert chosen.form == "prune, mixed"
+        assert told(chosen.steps)[1]["export"]["among"] == (WIDE, NARROW)
+        assert chosen.converted[0].refit  # type: ignore[attr-defined]
+        return chosen.converted[0].keep  # type: ignore[attr-defined]
+
+    # six of eight experts at most fit in the wide type; with more, a tenth is lost
+    kls = {n: 0.02 * (8 - n) for n in range(2, 9)}
+    assert found(kls, kls | {7: 0.12}, wide[6]) == 6
+    kls = {n: 0.2 * (8 - n) for n in range(2, 9)}
+    assert found(kls, kls | {7: 0.3}, wide[6]) == 7
+    # both together lose more than the sum says: fewer experts in more bits, or less: more in fewer
+    assert found(kls | {6: 0.0}, {5: 0.6, 6: 0.5, 7: 0.4}, wide[6]) == 7
+    assert found(kls, {7: 0.9, 6: 0.7, 5: 0.5, 4: 0.6}, wide[6]) == 5
+    assert made == [7, 6, 5, 4]
+    assert plain.improved[-1][1:] == (looking.config.types, wide[6])
+    with pytest.raises(MoesaicError, match="out of reach: the least that works is"):
+        found(kls, kls, layout[2].least([NARROW]) - 1)
+    assert made == []
+    assert found({**kls, 2: 0.0}, {2: 0.3, 3: 0.4}, layout[2].least([NARROW])) == 2
+
+
+def test_what_cannot_win_is_not_made(
+    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding alone loses less than half of what any step alone does: only that is made."""
+    drop = Form("prune", (0.5, 0.75, 1.0), pruned, (pruned,))
+    monkeypatch.setattr(search, "forms", lambda *_: [drop])
+    budget = plain.original.layout.least([WIDE]) - 1
+    config = FitConfig(memory=budget, types=(WIDE, NARROW))
+    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work")
+    looking.redundancy = None
+    made: list[str] = []
+
+    def measured(candidate: Candidate) -> Candidate:
+        made.append(candidate.form)
+        return candidate.scored({"kl": 0.1, "loss": 0.0})
+
+    looking.trials = SimpleNamespace(  # type: ignore[assignment]
+        measured=measured,
+        alone=lambda steps: dict.fromkeys(steps, 0.3),
+        result=lambda _: None,
+        refused={},
     )
-    whole, half = (looking.costs.of(forms()[1].quick(share)[:1]) for share in (1.0, 0.5))
-    assert whole is not None
-    assert half is not None
-    budget = round(PlainFiles.came * half.memory)
-    record = fit(recipe_of(out), FitConfig(memory=budget, types=("q8_0",), windows=4, confirm=1))
+    chosen, _ = looking.run()
+    assert not chosen.converted
+    assert {*made} == {NARROW, "mixed"}
+
+
+@pytest.mark.parametrize("model", ["tiny-moe", "tiny-dense"])
+def test_steps_are_measured_alone_once(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As whole changed models, whichever search asks again; what the model cannot have is told."""
+    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
+    half, most = SlimConfig(keep=0.5, score="energy"), SlimConfig(keep=0.75, score="energy")
+    config = FitConfig(memory=1, windows=4)
+
+    def losses(*steps: SlimConfig) -> Any:
+        looking = Search(recipe_of(tmp_path / "out", model), config, tmp_path / "work")
+        return looking.trials.alone(steps), looking.trials
+
+    found, looked = losses(half, most)
+    assert 0 < found[most] < found[half]
+    weight = looked.costs.of((half,))
+    assert weight is not None
+    whole = looked.measured(Candidate("slim", (half,), weight))
+    assert whole.kl == pytest.approx(found[half], rel=1e-3)
+    monkeypatch.setattr(trials, "divergences", None)
+    monkeypatch.setattr(trials, "convert", None)
+    assert losses(half, most)[0] == found
+
+
+def test_files_are_made_of_what_fits(
+    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one type, the largest share whose file does; the file lies beside the result."""
+    drop = Form("prune", tuple(n / 8 for n in range(2, 9)), pruned)
+    monkeypatch.setattr(search, "forms", lambda *_: [drop])
+    out, config = tmp_path / "out", FitConfig(memory=9, types=(WIDE,), windows=4, confirm=1)
+    looking = Search(recipe_of(out), config, tmp_path / "work")
+    half = plain.told(looking.costs.made(pruned(0.5)), ExportArgs(to="gguf", type=WIDE))
+    record = fit(recipe_of(out), replace(config, memory=half + 1))
     assert record is not None
-    chosen = record.measured["chosen"]
+    chosen, file = record.measured["chosen"], out / "moesaic/model-q8_0.gguf"
     assert chosen["steps"][0]["prune"]["keep"] == 4
-    assert chosen["memory"] == budget
-    assert (
-        (out / "moesaic/model-q8_0.gguf").stat().st_size
-        == budget
-        == record.measured["gguf"]["bytes"]
-    )
+    assert chosen["memory"] == file.stat().st_size == record.measured["gguf"]["bytes"] == half
     assert record.measured["gguf"]["kl"] == pytest.approx(record.measured["scores"]["result"]["kl"])
-    assert Built(resolve(str(out)).config, None).bytes == half.memory
 
 
-def test_the_original_alone_may_be_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_original_alone_may_be_best(
+    tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then the folder holds its file, and the record says that nothing else was done."""
-
-    def forms(*_: Any) -> list[Form]:
-        last = ExportArgs(to="gguf", type="q8_0")
-        return [
-            Form("none", (1.0,), lambda _: (last,)),
-            Form("prune", (0.5,), lambda _: (PruneConfig(keep=4, score="reap"), last)),
-        ]
-
-    monkeypatch.setattr(search, "forms", forms)
-    monkeypatch.setattr(search, "Files", PlainFiles)
-    out = tmp_path / "out"
-    budget = round(0.7 * ORIGINAL.bytes)
-    record = fit(recipe_of(out), FitConfig(memory=budget, types=("q8_0",), windows=4, confirm=1))
+    drop = Form("prune", (0.5, 1.0), pruned)
+    monkeypatch.setattr(search, "forms", lambda *_: [drop])
+    out, budget = tmp_path / "out", 2 * plain.original.layout.least([WIDE])
+    record = fit(recipe_of(out), FitConfig(memory=budget, types=(WIDE,), windows=4, confirm=1))
     assert record is not None
     assert record.measured["chosen"]["steps"] == [{"export": {"to": "gguf", "type": "q8_0"}}]
     assert record.measured["gguf"]["kl"] == pytest.approx(0, abs=1e-6)
@@ -358,7 +421,7 @@ def test_files_that_cannot_be_made_are_refused_at_once(
 def test_what_chooses_shares_no_text_with_what_calibrates(tmp_path: Path) -> None:
     config = FitConfig(memory=1, windows=6)
     looking = Search(recipe_of(tmp_path / "out"), config, tmp_path)
-    first, second = looking.texts
+    first, second = looking.texts.both
     assert len(first.input_ids) == 4
     assert 3 <= len(second.input_ids) <= 6
     assert len(apart(second, first).input_ids) == len(second.input_ids)
@@ -380,7 +443,7 @@ def test_windows_of_a_file_are_divided(
     save_file({"input_ids": ids}, file)
     recipe = replace(recipe_of(tmp_path / "out"), calibration=Calibration(str(file), samples))
     looking = Search(recipe, FitConfig(memory=1), tmp_path)
-    first, second = looking.texts
+    first, second = looking.texts.both
     assert (len(first.input_ids), len(second.input_ids)) == divided
     assert len({tuple(row) for row in torch.cat([first.input_ids, second.input_ids]).tolist()}) == (
         sum(divided)
@@ -395,12 +458,12 @@ def test_text_is_divided_and_too_little_is_refused(tmp_path: Path) -> None:
     text.write_text(" ".join(str(n) for n in range(500)), "utf-8")
     recipe = replace(recipe_of(tmp_path / "out"), calibration=Calibration(str(text), length=32))
     looking = Search(recipe, FitConfig(memory=1), tmp_path)
-    first, second = (len(part.input_ids) for part in looking.texts)
+    first, second = (len(part.input_ids) for part in looking.texts.both)
     assert 2 * second <= first < 60
     assert second >= 4
     text.write_text(" ".join(str(n) for n in range(60)), "utf-8")
     with pytest.raises(MoesaicError, match=r"windows that choose.*Give more text, lower samples"):
-        _ = Search(recipe, FitConfig(memory=1), tmp_path).texts
+        _ = Search(recipe, FitConfig(memory=1), tmp_path).texts.both
 
 
 # --- the search ----------------------------------------------------------------------------------
@@ -441,40 +504,47 @@ def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(search, "forms", few)
     config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4, confirm=1)
     recipe = recipe_of(tmp_path / "out")
-    monkeypatch.setattr(search, "run_recipe", None)
+    monkeypatch.setattr(run, "run_recipe", None)
     with pytest.raises(TypeError):  # all is tried, and the result is not written
         fit(recipe, config)
     with pytest.raises(MoesaicError, match="unfinished search"):
         fit(recipe, config)
     with pytest.raises(MoesaicError, match="seed was 0, is 1"):
         fit(replace(recipe, calibration=replace(recipe.calibration, seed=1)), config, resume=True)
-    monkeypatch.setattr(search, "convert", None)
+    monkeypatch.setattr(trials, "convert", None)
     kept: list[Any] = []
-    monkeypatch.setattr(search, "run_recipe", lambda best, **_: kept.append(best))
+    monkeypatch.setattr(run, "run_recipe", lambda best, **_: kept.append(best))
     fit(recipe, config, resume=True)
     assert len(kept[0].steps) == 1
 
 
-@pytest.mark.parametrize(
-    ("types", "tried"), [(("q8_0",), []), (("q8_0", "q8_0"), []), (("q8_0", "q2_k"), ["mixed"])]
-)
-def test_rounding_layer_by_layer_is_tried_where_no_single_type_fits(
-    types: tuple[str, ...], tried: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_killed_search_resumes_to_the_same_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[str] = []
+    """What is finished is not measured again."""
+    monkeypatch.setattr(search, "forms", few)
+    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4, confirm=1)
+    real, left, seen = trials.scores, [99], list[int]()
 
-    def looked(self: Search, form: str, steps: Any, *_: Any) -> None:
-        seen.append(form)
+    def scores(*given: Any) -> Any:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        seen.append(1)
+        return real(*given)
 
-    monkeypatch.setattr(search, "Files", PlainFiles)
-    monkeypatch.setattr(search, "forms", lambda *_: [])
-    monkeypatch.setattr(search, "changes", lambda *_: [])
-    monkeypatch.setattr(Search, "texts", None)
-    monkeypatch.setattr(Search, "_try", looked)
-    looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=9, types=types), tmp_path)
-    with pytest.raises(MoesaicError, match="cannot be made smaller"):
-        looking.run()
-    assert seen == tried
+    def found(out: Path, resume: bool = False) -> Any:
+        seen.clear()
+        return run.opened(recipe_of(out), config, resume=resume).run()[0]
+
+    monkeypatch.setattr(trials, "scores", scores)
+    whole, left[0] = found(tmp_path / "whole"), 1
+    wanted = len(seen)
+    with pytest.raises(KeyboardInterrupt):
+        found(tmp_path / "out")
+    left[0] = 99
+    assert found(tmp_path / "out", resume=True) == whole
+    assert len(seen) == wanted - 1 > 0
 
 
 @pytest.mark.parametrize("confirm", [1, 9])
@@ -618,13 +688,13 @@ def test_an_interrupted_search_leaves_the_best_recipe_so_far(
     monkeypatch.setattr(search, "forms", few)
     losses = iter([0.3, 0.1])
 
-    def measured(_: Search, candidate: Candidate) -> Candidate:
+    def measured(_: Trials, candidate: Candidate) -> Candidate:
         loss = next(losses, None)
         if loss is None:
             raise KeyboardInterrupt
         return candidate.scored({"kl": loss, "loss": loss})
 
-    monkeypatch.setattr(Search, "measured", measured)
+    monkeypatch.setattr(Trials, "measured", measured)
     with pytest.raises(KeyboardInterrupt):
         fit(recipe_of(tmp_path / "out"), FitConfig(memory=ORIGINAL.bytes))
     left = load_recipe(tmp_path / "out.search" / "best.yaml")

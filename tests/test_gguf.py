@@ -21,11 +21,12 @@ from shrunken import small_model
 from transformers import AutoModelForCausalLM
 
 import moesaic
-from moesaic import SlimConfig
+from moesaic import PruneConfig, SlimConfig
 from moesaic.arch.lookup import base_arch
 from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
-from moesaic.exports.mixed import _exchanged, _grouped, group, least, sensitivities
+from moesaic.estimates import Built
+from moesaic.exports.mixed import Sensitivities, least
 from moesaic.io.checkpoint import ShardWriter, skeleton
 from moesaic.io.gguf import Converted, Processed
 from moesaic.io.naming import Naming
@@ -559,50 +560,146 @@ def test_the_least_loss_within_a_budget_is_that_of_every_choice_tried():
         assert sum(losses[g, t] for g, t in enumerate(found)) == pytest.approx(min(wanted))
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen2"])
-def test_layers_get_the_types_that_lose_least_within_a_budget(
-    model_type, tmp_path, tokenizer, tokens
-):
-    """What adds next to nothing is the first to become narrow."""
+@pytest.fixture
+def rounding(tmp_path, tokenizer, tokens, monkeypatch):
+    """Of a small model of a type, its file in f32 with what llama.cpp's quantiser makes of it."""
     pytest.importorskip("llama_cpp")
-    from moesaic.exports.llamacpp import names_of
-    from moesaic.exports.quantiser import OTHERS, quantise, tensors_of
+    from moesaic.exports.llamacpp import Rounding
 
-    model = model_of(model_type, hidden_size=256, intermediate_size=256)
-    with torch.no_grad():
+    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
+
+    def made(model_type, width=256, change=lambda model: None):
+        model = model_of(model_type, hidden_size=256, intermediate_size=width)
+        with torch.no_grad():
+            change(model)
+        folder, file = tmp_path / "model", tmp_path / "whole.gguf"
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        written(model, tokenizer, file)
+        found = Rounding(folder, file)
+        found.tokens = tokens.rows(slice(2))
+        return found
+
+    return made
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen2"])
+def test_layers_get_the_types_that_lose_least_within_a_budget(model_type, rounding, tmp_path):
+    """What adds next to nothing is the first to become narrow."""
+
+    def idle(model):
         base_arch(model.config).layers(model)[1].self_attn.v_proj.weight.mul_(1e-6)
-    folder, file = tmp_path / "model", tmp_path / "whole.gguf"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    written(model, tokenizer, file)
 
-    def rounded(out, types):
-        quantise(file, out, OTHERS, {}, types)
+    whole, among = rounding(model_type, change=idle), ("q8_0", "q2_k")
+    names = dict.fromkeys(whole.layout.rounded.values())
+    wide, narrow = (whole.layout.least([type]) for type in among)
+    wanted = {name: "q2_k" if name == "attn 1" else "q8_0" for name in names}
+    budget = whole.layout.size(wanted)
+    assert narrow < budget < wide
+    assert whole.best(among, budget) == wanted
+    assert whole.layout.size(whole.best(among, budget - 1)) < budget
+    assert set(whole.best(among, narrow).values()) == {"q2_k"}
+    with pytest.raises(MoesaicError, match="out of reach: the least is"):
+        whole.best(among, narrow - 1)
+    whole.mixed(tmp_path / "made.gguf", wanted)
+    assert (tmp_path / "made.gguf").stat().st_size == budget
 
-    def made(types):
-        rounded(tmp_path / "made.gguf", types)
-        return (tmp_path / "made.gguf").stat().st_size
 
-    names = tensors_of(file)
-    wide, narrow = (made(dict.fromkeys(names, type)) for type in ("q8_0", "q2_k"))
-    few = tokens.rows(slice(2))
-    ask = resolve(str(folder)), file
+@pytest.mark.parametrize(("model_type", "width"), [("mixtral", 96), ("qwen2", 256)])
+def test_a_model_in_memory_has_the_values_and_the_bytes_of_its_file(
+    model_type, width, rounding, tmp_path
+):
+    """Rows that blocks do not divide, and types that round by text, among them."""
+    whole, file = rounding(model_type, width), tmp_path / "made.gguf"
+    types = dict.fromkeys(whole.live.matrices, "q2_k")
+    types |= {"attn 0": "iq1_s", "ffn 1": "iq2_xxs", "ffn 0": "q3_k", "attn 1": "q6_k"}
+    assert types.keys() == {*whole.layout.rounded.values()}
+    before = {name: p.clone() for name, p in whole.live.model.named_parameters()}
+    for chosen in (types, dict.fromkeys(types, "iq1_s"), dict.fromkeys(types, "q5_k")):
+        whole.mixed(file, chosen)
+        assert file.stat().st_size == whole.layout.size(chosen)
+        read = dict(resolve(str(file)).load("cpu", torch.float32).named_parameters())
+        with whole.live.rounded(chosen) as model:
+            for name, parameter in model.named_parameters():
+                assert torch.allclose(parameter, read[name], atol=1e-6), name
+    assert all(torch.equal(p, before[name]) for name, p in whole.live.model.named_parameters())
 
-    def types_within(budget):
-        asked = ["q8_0", "q2_k"], few, names_of(file), rounded
-        types, _ = sensitivities(*ask, *asked, budget).choice(budget)
-        return {name: types[group(name, ask[0].config.num_hidden_layers)] for name in names}
 
-    idle = {name: "q2_k" if "blk.1.attn" in name else "q8_0" for name in names}
-    assert narrow < made(idle) < wide
-    assert types_within(made(idle)) == idle
-    assert made(types_within(made(idle) - 1)) < made(idle)
-    assert set(types_within(narrow).values()) == {"q2_k"}
-    with pytest.raises(MoesaicError, match=f"out of reach: the least is {narrow:,}"):
-        types_within(narrow - 1)
-    assert not [*tmp_path.glob("q*.gguf")]
-    rounded(tmp_path / "made.gguf", {"token_embd.weight": "bf16"})
-    assert tensors_of(tmp_path / "made.gguf")["token_embd.weight"].type == "bf16"
+def test_what_rounding_a_group_loses_is_measured_alone_or_among_the_others(rounding):
+    """Each as the whole model with that group rounded; far types are left out among others."""
+    live, among = rounding("mixtral").live, ("q8_0", "q4_k_m", "q2_k")
+    alone = live.sensitivities(among)
+    assert alone.types == ("q8_0", "q4_k", "q2_k")
+    near = dict.fromkeys(alone.groups, "q4_k") | {"ffn 1": "q2_k"}
+    others = live.sensitivities(among, near)
+    for g, name in enumerate(alone.groups):
+        for c, type in enumerate(alone.types):
+            assert alone.loss_GC[g, c] == pytest.approx(live.loss({name: type}), rel=1e-5)
+            told = others.loss_GC[g, c]
+            if name == "ffn 1" and type == "q8_0":
+                assert told == np.inf
+            else:
+                assert told == pytest.approx(live.loss(near | {name: type}), rel=1e-5)
+    assert live.loss({}) == pytest.approx(0, abs=1e-7)
+
+
+def test_types_move_to_their_neighbours_as_long_as_that_loses_less(rounding, monkeypatch):
+    """The sum says that nothing is better than what two groups together do not lose."""
+    live = rounding("qwen2").live
+    kls = {"q8_0": 0.0, "q4_k": 0.1, "q2_k": 0.3}
+
+    def loss(self, types):
+        pair = types["attn 0"] == types["ffn 0"] == "q2_k"
+        return sum(kls[type] for type in types.values()) + pair
+
+    def sensitivities(self, among, near):
+        names, known = tuple(near), tuple(kls)
+        return Sensitivities(
+            names, known, np.array([[loss(None, near | {n: t}) for t in known] for n in names])
+        )
+
+    monkeypatch.setattr(type(live), "loss", loss)
+    monkeypatch.setattr(type(live), "sensitivities", sensitivities)
+    first = dict.fromkeys(live.matrices, "q4_k") | {"attn 0": "q2_k", "ffn 0": "q2_k"}
+    found = live.improved(first, tuple(kls), live.layout.size(first))
+    assert loss(None, found) < loss(None, first)
+    assert live.layout.size(found) <= live.layout.size(first)
+
+
+def test_what_rounding_loses_is_kept_and_only_new_types_are_measured(rounding, monkeypatch):
+    whole = rounding("qwen2")
+    one = whole.sensitivities(["q8_0", "q2_k"])
+    seen = []
+    real = type(whole.live).sensitivities
+    monkeypatch.setattr(
+        type(whole.live),
+        "sensitivities",
+        lambda self, types: seen.append(tuple(types)) or real(self, types),
+    )
+    two = whole.sensitivities(["q4_k_m", "q2_k", "q8_0"])
+    assert seen == [("q4_k",)]
+    assert two.types == ("q8_0", "q4_k", "q2_k")
+    assert np.array_equal(two.loss_GC[:, [0, 2]], one.loss_GC)
+    whole.sensitivities(["q4_k_m"])
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("config", [PruneConfig(keep=2), SlimConfig(keep=0.5, multiple=32)])
+def test_a_smaller_model_has_the_tensors_that_are_told_of_its_file(
+    config, rounding, tmp_path, tokenizer
+):
+    from moesaic.exports.quantiser import tensors_of
+    from moesaic.fitting.files import resized
+
+    whole = rounding("mixtral")
+    text = {"calibration": pages("calibration"), "samples": 4, "length": 16}
+    result = getattr(moesaic, config.verb)(str(whole.native.folder), config, **text)
+    result.save(tmp_path / "out")
+    old, new = (resolve(str(folder)) for folder in (whole.native.folder, tmp_path / "out"))
+    told = resized(whole.layout, *(Built(of.config, None) for of in (old, new)))
+    written(new.load("cpu", torch.float32), tokenizer, tmp_path / "small.gguf")
+    held = tensors_of(tmp_path / "small.gguf")
+    assert {n: t.shape for n, t in told.tensors.items()} == {n: t.shape for n, t in held.items()}
 
 
 def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer):
@@ -619,28 +716,3 @@ def test_types_that_round_by_text_are_for_tensors_with_text(tmp_path, tokenizer)
     assert types["token_embd.weight"] == types["blk.1.ffn_up.weight"] == "q2_k"
     with pytest.raises(MoesaicError, match="type=iq1_s rounds by text: leave calibration=none out"):
         ExportArgs(to="gguf", type="iq1_s", calibration="none")
-
-
-def test_values_change_place_while_a_group_is_measured():
-    """Each parameter is in one group, and is what it was afterwards."""
-    model, other = model_of("qwen2_moe"), model_of("qwen2_moe")
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.add_(1)
-    before = {name: p.clone() for name, p in model.named_parameters()}
-
-    def named(module):
-        return module.replace("model.layers", "blk").replace("self_attn", "attn")
-
-    def unless_stacked(module):
-        return None if "experts" in module else re.sub(r"\bmlp", "ffn", named(module))
-
-    own, theirs = (_grouped(m, 2, unless_stacked) for m in (model, other))
-    assert [len(own), own.keys()] == [5, theirs.keys()]
-    assert {name for group in own.values() for name in group} == before.keys()
-    assert any("experts" in name for name in own["ffn 1"])
-    with _exchanged(own["ffn 1"], theirs["ffn 1"]):
-        for name, parameter in model.named_parameters():
-            changed = not torch.equal(parameter, before[name])
-            assert changed == (name in own["ffn 1"]), name
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())

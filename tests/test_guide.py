@@ -21,8 +21,8 @@ from moesaic import MoesaicError, pipeline
 from moesaic.cli import guide
 from moesaic.cli.guide import GOALS, Goal
 from moesaic.config import Calibration
+from moesaic.fitting.candidates import Candidate, unbeaten
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.search import Candidate, unbeaten
 from moesaic.fitting.sizes import Weight
 from moesaic.ladder import Shape
 from moesaic.methods import METHODS

@@ -36,7 +36,7 @@ from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.native import NEAR
 from moesaic.fitting.config import FitConfig
-from moesaic.fitting.search import fit
+from moesaic.fitting.run import fit
 from moesaic.io.source import Source, resolve
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.layers.fewer import FewerLayer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from moesaic.fitting import search
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.redundancy import Redundancy, cosine, redundancy
 from moesaic.fitting.search import Search
+from moesaic.fitting.trials import Trials
 from moesaic.metrics.forward import Whole
 from moesaic.metrics.score import qualities
 from moesaic.recipe import Recipe
@@ -96,11 +98,11 @@ def test_a_search_leaves_out_what_cannot_win(
 ) -> None:
     found = looked_at(mixture(kind), tokens, tmp_path)
     monkeypatch.setattr(search, "redundancy", lambda *_: found)
-    monkeypatch.setattr(Search, "texts", (tokens, tokens))
-    monkeypatch.setattr(Search, "_stats", tmp_path / "model.stats")
+    monkeypatch.setattr(Trials, "observed", lambda _: None)
     lines: list[str] = []
     recipe = Recipe("tiny-moe", str(tmp_path / "out"), (), Calibration(samples=4, length=16))
     looking = Search(recipe, FitConfig(memory=1), tmp_path / "work", tell=lines.append)
+    looking.texts = SimpleNamespace(both=(tokens, tokens))  # type: ignore[assignment]
     known = search.forms(looking.source, looking.config)
     hopeful = {form.quick(1.0)[0].verb for form, _ in looking._hopeful([(f, 1.0) for f in known])}
     assert {"prune", "slim"} & {form.quick(1.0)[0].verb for form in known} == {"prune", "slim"}

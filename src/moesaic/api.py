@@ -17,7 +17,7 @@ from typing import TypeAlias
 from moesaic.config import MethodConfig, RunArgs, takes_options
 from moesaic.estimates import estimate
 from moesaic.exports import export
-from moesaic.fitting.search import fit
+from moesaic.fitting.run import fit
 from moesaic.foreign import Model
 from moesaic.methods import methods_of
 from moesaic.metrics.bench import bench

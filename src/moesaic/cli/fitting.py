@@ -47,7 +47,7 @@ def fit(
 
     from moesaic import report
     from moesaic.cli.bars import bars, err_console
-    from moesaic.fitting.search import fit
+    from moesaic.fitting.run import fit
 
     record = fit(recipe, config, overwrite=overwrite, resume=resume, track=bars, tell=tell)
     assert record is not None

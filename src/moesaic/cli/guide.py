@@ -34,7 +34,8 @@ from moesaic.recipe import Recipe, check_run, checked, plain_values
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from moesaic.fitting.search import Candidate, Search
+    from moesaic.fitting.candidates import Candidate
+    from moesaic.fitting.search import Search
     from moesaic.record import Record
 
 SHARES = (0.8, 0.65, 0.5)
@@ -100,7 +101,7 @@ def guide(
         raise MoesaicError("memory and max_loss are two goals: give one; moesaic fit takes both.")
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
     from moesaic.cli.bars import bars, err_console
-    from moesaic.fitting.search import opened
+    from moesaic.fitting.run import opened
 
     ask = not yes and not as_json and sys.stdin.isatty()
     situation = look(recipe)
@@ -113,7 +114,7 @@ def guide(
             recipe, goal.budgets[0], overwrite=overwrite, resume=resume, track=bars, tell=tell
         )
         goal, points = explored(search, goal, asks_again)
-        rounding = search.baselines() if goal.size == "memory" else []
+        rounding = search.trials.baselines() if goal.size == "memory" else []
     err_console.print(drawn(points, rounding, goal, situation))
     if advice := better_rounded(points, rounding):
         err_console.print(advice)
@@ -420,7 +421,7 @@ class Session:
     def save(self, number: int, folder: Path) -> Record:
         """Make, measure and save a point; says the command that would do it again."""
         from moesaic.cli.bars import err_console
-        from moesaic.fitting.search import carried_out
+        from moesaic.fitting.run import carried_out
 
         chosen = self.points[number - 1]
         self.search.recipe = replace(self.search.recipe, out=str(folder))

@@ -49,7 +49,7 @@ def importance(
     hidden, kwargs = stream.record()
     squares: Squares[str] = Squares()
     for block in track(stream.blocks(kwargs), "Importance", stream.count):
-        names = dict(_names(block.layer, block.index, arch, named))
+        names = dict(names_in(block.layer, block.index, arch, named))
         count = arch.experts_in(block.layer)
         seen = partial(_take, squares, names, count)
         with tapped(block.layer, arch, names, seen):
@@ -78,7 +78,7 @@ def _take(
         squares.add(name, event.x_NI.float(), event.expert, count)
 
 
-def _names(
+def names_in(
     layer: nn.Module, index: int, arch: Arch, named: Callable[[str], str | None]
 ) -> Iterator[tuple[str, Sequence[str]]]:
     """The matrices of a layer by their path in it, each with llama.cpp's names of its parts."""

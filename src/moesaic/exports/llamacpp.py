@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor
 
+from moesaic import __version__
 from moesaic.arch.dense import PREFIX
 from moesaic.config import ExportArgs
 from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.engines import limits
 from moesaic.exports.form import run_script
-from moesaic.exports.importance import importance
-from moesaic.exports.mixed import TYPES, WINDOWS, Sensitivities, group, sensitivities
+from moesaic.exports.live import Live, Types
+from moesaic.exports.mixed import (
+    TYPES,
+    Layout,
+    Sensitivities,
+    of_tensors,
+)
 from moesaic.exports.native import export_native
-from moesaic.exports.quantiser import OTHERS, quantise, tensors_of, types_of
+from moesaic.exports.quantiser import OTHERS, WHOLE, quantise, tensors_of, types_of
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.gguf import GgufCheckpoint
-from moesaic.io.outputs import alone, check_file, put_file
+from moesaic.io.names import cache_folder
+from moesaic.io.outputs import alone, check_file, put_file, whole_file
 from moesaic.io.prediction import predicts
 from moesaic.io.source import resolve
 from moesaic.metrics.llamacpp import library
@@ -61,6 +70,7 @@ def export_gguf(
     asked: ExportArgs | None = None,
     overwrite: bool = False,
     track: Track = silent,
+    types: Mapping[str, str] | None = None,
 ) -> JSON:
     """Write a model and its tokenizer as one GGUF file.
 
@@ -74,6 +84,7 @@ def export_gguf(
             With ``memory`` types are chosen layer by layer, see :mod:`moesaic.exports.mixed`.
         overwrite: replace ``out`` if it exists.
         track: shows progress.
+        types: with ``memory``, of each group of tensors where they are known.
 
     Returns:
         ``out``, ``type``, ``bytes``, and ``types``: how many weights each of llama.cpp's types
@@ -108,72 +119,99 @@ def export_gguf(
         work = Path(place) / "model.gguf"
         convert(script, folder, work, asked.type if plain else "f32")
         if not plain:
-            work = _Rounding(folder, work, asked, track).made()
-        types = types_of(work)
+            rounding = Rounding(folder, work, asked.calibration, track)
+            work = work.with_name("quantised.gguf")
+            if asked.memory is None:
+                rounding.made(work, asked.type)
+            else:
+                types = types or rounding.best(asked.among or TYPES, asked.memory)
+                rounding.mixed(work, types)
+        held = types_of(work)
         put_file(work, out, overwrite)
-    said = {"out": str(out), "type": asked.called, "bytes": out.stat().st_size, "types": types}
+    said = {"out": str(out), "type": asked.called, "bytes": out.stat().st_size, "types": held}
     return {**record, **said}
 
 
-def rounding(
-    model: str, folder: Path, types: Sequence[str], text: str = "", track: Track = silent
-) -> Sensitivities:
-    """What a native model loses by each type in each group of its tensors.
-
-    Args:
-        model: a name for :func:`moesaic.io.source.resolve`.
-        folder: an existing one, for files that go afterwards.
-        types: llama.cpp's, of files.
-        text: source of the text that decides.
-        track: shows progress.
-    """
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        whole, source = Path(place) / "model.gguf", resolve(model)
-        convert(find_converter(), source.folder, whole, "f32")
-        asked = ExportArgs(to="gguf", calibration=text)
-        return _Rounding(source.folder, whole, asked, track).sensitivities(types)
-
-
-class _Rounding:
-    """A file in f32 that llama.cpp's quantiser rounds, in several ways.
+class Rounding:
+    """A native checkpoint's file in f32, and what llama.cpp's quantiser makes of it.
 
     Args:
         folder: the checkpoint.
         whole: its file.
-        asked: the text, and the types.
+        text: by which what is rounded is weighed; ``none``: all alike.
         track: shows progress.
     """
 
-    def __init__(self, folder: Path, whole: Path, asked: ExportArgs, track: Track) -> None:
+    def __init__(self, folder: Path, whole: Path, text: str = "", track: Track = silent) -> None:
         self.native, self.named = resolve(str(folder)), names_of(whole)
-        self.whole, self.asked, self.track = whole, asked, track
-        self.weights: Mapping[str, Tensor] = {}
-        self.tokens: Tokens | None = None
-        if asked.calibration != NO_TEXT:
-            text, tokenizer = asked.calibration, self.native.tokenizer
-            self.tokens = calibration_tokens(text, tokenizer, SAMPLES, LENGTH)
-            self.weights = importance(self.native, self.tokens, self.named, track)
+        self.whole, self.text, self.track = whole, text, track
+        self.layers = self.native.config.num_hidden_layers
 
-    def made(self) -> Path:
-        """The file that was asked for, beside the whole one."""
-        out = self.whole.with_name("quantised.gguf")
-        if self.asked.memory is None:
-            quantise(self.whole, out, self.asked.type, self.weights)
-            return out
-        budget = self.asked.memory
-        types, _ = self.sensitivities(self.asked.among or TYPES, budget).choice(budget)
-        layers = self.native.config.num_hidden_layers
-        self._write(out, {name: types[group(name, layers)] for name in tensors_of(self.whole)})
-        return out
+    @cached_property
+    def tokens(self) -> Tokens | None:
+        """The text's."""
+        if self.text == NO_TEXT:
+            return None
+        return calibration_tokens(self.text, self.native.tokenizer, SAMPLES, LENGTH)
 
-    def sensitivities(self, types: Sequence[str], budget: int | None = None) -> Sensitivities:
-        """By group of tensors and type; a budget out of reach is refused before all measuring."""
+    @cached_property
+    def live(self) -> Live:
+        """It in memory."""
         assert self.tokens is not None  # without text no types are chosen
-        place = self.native, self.whole, types, self.tokens.rows(slice(WINDOWS))
-        return sensitivities(*place, self.named, self._write, budget, self.track)
+        return Live(self.native, self.layout, self.named, self.tokens, self.track)
 
-    def _write(self, file: Path, types: Mapping[str, str]) -> None:
-        quantise(self.whole, file, OTHERS, self.weights, types)
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """Of each matrix those of its inputs."""
+        return {} if self.tokens is None else self.live.weights
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Its tensors; no text is looked at."""
+        file = self.whole.with_name(f"{self.whole.stem}-{OTHERS}.gguf")
+        quantise(self.whole, file, OTHERS, {})
+        tensors, size = tensors_of(file), file.stat().st_size
+        file.unlink()
+        header = size - sum(tensor.bytes for tensor in tensors.values())
+        return Layout(tensors, header, self.layers)
+
+    def made(self, out: Path, type: str) -> None:
+        """A file of one type."""
+        if type == WHOLE:
+            shutil.copyfile(self.whole, out)
+            return
+        quantise(self.whole, out, type, self.weights)
+
+    def mixed(self, out: Path, types: Mapping[str, str]) -> None:
+        """A file with types by groups."""
+        told = {name: types[group] for name, group in self.layout.rounded.items()}
+        quantise(self.whole, out, OTHERS, self.weights, told)
+
+    def sensitivities(self, types: Sequence[str]) -> Sensitivities:
+        """What it loses by types, of which each is measured once and kept in the cache."""
+        assert self.tokens is not None  # without text no types are chosen
+        key = f"{__version__} {self.native.fingerprint} {self.tokens.fingerprint}"
+        name = hashlib.sha256(key.encode()).hexdigest()[:16]
+        file = cache_folder() / f"rounding-{name}.json"
+        kept = Sensitivities.load(json.loads(file.read_text("utf-8"))) if file.is_file() else None
+        new = [type for type in of_tensors(types) if kept is None or type not in kept.types]
+        if new:
+            found = self.live.sensitivities(new)
+            kept = found if kept is None else kept.beside(found)
+            with whole_file(file) as partial:
+                partial.write_text(json.dumps(kept.as_json()), "utf-8")
+        assert kept is not None
+        return kept.among(of_tensors(types))
+
+    def best(self, among: Sequence[str], budget: int) -> Types:
+        """The types by groups that lose least within a budget.
+
+        Raises:
+            MoesaicError: it is out of reach, which is said before anything is measured.
+        """
+        self.layout.check(among, budget)
+        first, _ = self.sensitivities(among).choice(self.layout, budget)
+        return self.live.improved(first, among, budget)
 
 
 def convert(script: Path, folder: Path, out: Path, type: str) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from moesaic.config import by_text
@@ -23,14 +27,110 @@ OTHERS = "q8_0"
 """The type of tensors of which none is said, where it is said of some."""
 
 
+FALLBACK = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+"""What llama.cpp takes where blocks of 256 do not divide a row; of the iq types ``LEFT``."""
+LEFT, WHOLE = "iq4_nl", "f32"
+
+
 @dataclass(frozen=True)
 class Rounded:
     """A tensor of a file."""
 
     type: str
-    bytes: int
-    """With what fills it up to the place of the next one."""
-    weights: int
+    shape: tuple[int, ...]
+    """The length of a row first."""
+
+    @property
+    def weights(self) -> int:
+        """How many it has."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """What it takes, with what fills it up to the place of the next one."""
+        block, size = _block(self.type)
+        return -(-(self.weights // block * size) // ALIGNED) * ALIGNED
+
+    def told(self, type: str, weighed: bool) -> Rounded:
+        """What it becomes where a type is asked for.
+
+        Args:
+            type: of tensors.
+            weighed: there is a weight for its inputs.
+        """
+        if self.type == WHOLE:  # norms, routers
+            return self
+        if by_text(type) and not weighed:
+            type = NARROW
+        if self.shape[0] % _block(type)[0]:
+            type = FALLBACK.get(type, LEFT if type.startswith("iq") else type)
+        return replace(self, type="f16" if self.shape[0] % _block(type)[0] else type)
+
+
+@torch.no_grad()
+def rounded_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> Tensor:
+    """The values that a file holds of a matrix, by ggml's own quantiser.
+
+    Args:
+        matrix: float32, of rows (R, I), or several of them (E, R, I).
+        type: of a tensor, whose blocks divide the rows.
+        weights: of the inputs (I), or of each matrix's (E, I); by default all weigh the same.
+
+    Returns:
+        float32, of the matrix's shape.
+    """
+    from gguf import GGMLQuantizationType, quants
+
+    kind = GGMLQuantizationType[type.upper()]
+    values = quants.dequantize(held_rows(matrix, type, weights), kind)
+    return torch.from_numpy(values).view(matrix.shape)
+
+
+def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> npt.NDArray[np.uint8]:
+    """The bytes of a matrix in a file, row by row; the arguments are :func:`rounded_rows`'s."""
+    from gguf import GGMLQuantizationType
+
+    library()
+    from llama_cpp._ggml import libggml
+
+    chunk = libggml.ggml_quantize_chunk
+    chunk.restype = ctypes.c_size_t
+    floats = ctypes.POINTER(ctypes.c_float)
+    block, size = _block(type)
+    source_ERI = matrix.detach().float().contiguous().view(-1, *matrix.shape[-2:]).numpy()
+    mean_EI = None if weights is None else weights.float().contiguous().numpy()
+    experts, rows, inputs = source_ERI.shape
+    held = np.zeros((experts, rows, inputs // block * size), np.uint8)
+    for e in range(experts):
+        mean_I = None if mean_EI is None else mean_EI.reshape(-1, inputs)[e]
+        chunk(
+            ctypes.c_int(GGMLQuantizationType[type.upper()].value),
+            source_ERI[e].ctypes.data_as(floats),
+            held[e].ctypes.data_as(ctypes.c_void_p),
+            ctypes.c_int64(0),
+            ctypes.c_int64(rows),
+            ctypes.c_int64(inputs),
+            None if mean_I is None else mean_I.ctypes.data_as(floats),
+        )
+    return held.reshape(experts * rows, -1)
+
+
+def bits(type: str) -> float:
+    """Bits of a weight in a type of tensors.
+
+    >>> bits("q8_0"), bits("iq1_s")
+    (8.5, 1.5625)
+    """
+    block, size = _block(type)
+    return 8 * size / block
+
+
+def _block(type: str) -> tuple[int, int]:
+    """Weights that are rounded together, and their bytes."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    found: tuple[int, int] = GGML_QUANT_SIZES[GGMLQuantizationType[type.upper()]]
+    return found
 
 
 def quantise(
@@ -91,11 +191,7 @@ def tensors_of(file: Path) -> dict[str, Rounded]:
     from gguf import GGUFReader
 
     return {
-        tensor.name: Rounded(
-            tensor.tensor_type.name.lower(),
-            -(-int(tensor.n_bytes) // ALIGNED) * ALIGNED,
-            int(tensor.n_elements),
-        )
+        tensor.name: Rounded(tensor.tensor_type.name.lower(), tuple(map(int, tensor.shape)))
         for tensor in GGUFReader(file).tensors
     }
 

@@ -21,6 +21,10 @@ BLOCK = 32
 """Weights that GGUF's types round together, at least."""
 
 
+WHOLE = "f32"
+"""The type in which nothing is rounded."""
+
+
 @dataclass(frozen=True)
 class Form:
     """Recipes of one form, of which one number is open."""
@@ -40,19 +44,7 @@ class Form:
 
 
 def forms(source: Source, config: FitConfig) -> list[Form]:
-    """All forms of recipe that a model may be fitted by.
-
-    Raises:
-        MoesaicError: the model is of no architecture that can be made smaller.
-    """
-    found = changes(source, config)
-    if not config.types:
-        return found
-    return [form for type in config.types for form in _as_files(found, type)]
-
-
-def changes(source: Source, config: FitConfig) -> list[Form]:
-    """The forms before any file is made: ladders of methods, alone and in pairs.
+    """All forms of recipe that a model may be fitted by: ladders of methods, alone and in pairs.
 
     Raises:
         MoesaicError: the model is of no architecture that can be made smaller.
@@ -71,11 +63,14 @@ def changes(source: Source, config: FitConfig) -> list[Form]:
     return found
 
 
-def mixed(config: FitConfig) -> Sequence[ExportArgs]:
-    """The file whose layers have the best of several types; nothing where one was asked for."""
-    if len({*config.types} - {"f32"}) < 2:
-        return ()
-    return (ExportArgs(to="gguf", memory=config.memory, among=config.types),)
+def ending(config: FitConfig) -> ExportArgs | None:
+    """The file that recipes end in: of one type, or of the best of several by layer."""
+    if not config.types:
+        return None
+    several = {*config.types} - {WHOLE}
+    if len(several) > 1:
+        return ExportArgs(to="gguf", memory=config.memory, among=config.types)
+    return ExportArgs(to="gguf", type=config.types[0])  # type: ignore[arg-type]
 
 
 def _shape(source: Source, config: FitConfig) -> Shape:
@@ -132,13 +127,10 @@ def _after(first: Steps, make: Callable[[float], MethodConfig]) -> Callable[[flo
     return lambda share: (*first, make(share))
 
 
-def _as_files(found: Sequence[Form], type: str) -> Iterator[Form]:
-    """The same forms, and none, with a GGUF file of one type made in the end."""
-    last = ExportArgs(to="gguf", type=type)  # type: ignore[arg-type]
-    yield Form(type, (1.0,), lambda _: (last,))
-    for form in found:
-        careful = [_before(make, last) for make in form.careful]
-        yield Form(f"{form.name}, {type}", form.shares, _before(form.quick, last), careful)
+def filed(form: Form, last: ExportArgs) -> Form:
+    """The same form with a file in the end."""
+    careful = [_before(make, last) for make in form.careful]
+    return Form(f"{form.name}, {last.called}", form.shares, _before(form.quick, last), careful)
 
 
 def _before(steps: Callable[[float], Steps], last: ExportArgs) -> Callable[[float], Steps]:
@@ -168,27 +160,6 @@ def largest(
             middle, guess = guess, guess + 1
         low, high = (middle + 1, high) if fits(shares[middle]) else (low, middle)
     return shares[low - 1] if low else None
-
-
-def lowest(
-    shares: Sequence[float], loss: Callable[[float], float], few: int
-) -> tuple[float, float]:
-    """The share of least loss, where loss falls and then rises; and that loss.
-
-    Args:
-        shares: rising.
-        loss: asked of each share once at most.
-        few: shares, evenly spread, that are looked at before those beside the best of them.
-
-    >>> lowest([1, 2, 3, 4, 5, 6, 7, 8], lambda share: (share - 6) ** 2, few=3)
-    (6, 0)
-    """
-    known = {share: loss(share) for share in shares[:: -(-len(shares) // few)]}
-    place = shares.index(min(known, key=lambda share: known[share]))
-    beside = shares[max(0, place - 1) : place + 2]
-    known |= {share: loss(share) for share in beside if share not in known}
-    best = min(known, key=lambda share: known[share])
-    return best, known[best]
 
 
 def guessed(shares: Sequence[float], least: Weight, most: Weight, config: FitConfig) -> int:

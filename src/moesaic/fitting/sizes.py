@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 
 from moesaic.arch.dense import Arch
-from moesaic.arch.lookup import base_arch
-from moesaic.arch.mixture import MoEArch
 from moesaic.config import Evaluation, ExportArgs, MethodConfig, parse_dtype
 from moesaic.errors import MoesaicError
 from moesaic.estimates import (
@@ -63,6 +61,8 @@ class _Known:
     making: list[Stage]
     """Of the last step."""
     measuring: list[Stage]
+    made: Built
+    """The result, without values."""
 
 
 class Costs:
@@ -97,6 +97,17 @@ class Costs:
         known = self._of(steps)
         return None if known is None else known.weight
 
+    def made(self, steps: Steps) -> Built:
+        """A result without values, the original where there are no steps.
+
+        Raises:
+            MoesaicError: the steps cannot be carried out.
+        """
+        known = self._of(steps) if steps else None
+        if steps and known is None:
+            raise MoesaicError(self.reason(steps))
+        return known.made if known else self._original
+
     def reason(self, steps: Steps) -> str:
         """Why steps cannot be carried out."""
         return self._reasons.get(_key(steps), "") if self._of(steps) is None else ""
@@ -127,8 +138,7 @@ class Costs:
             step: of a recipe.
             number: its place there.
         """
-        mixture = isinstance(base_arch(self._source.config), MoEArch)
-        return mixture and not number and getattr(step, "decides_from_stats", False)
+        return not number and getattr(step, "decides_from_stats", False)
 
     @cached_property
     def _observing(self) -> list[Stage]:
@@ -147,12 +157,13 @@ class Costs:
     def _weighed(self, steps: Steps) -> _Known:
         *before, last = steps
         if isinstance(last, ExportArgs):
-            weight = self._as_file(self.of(tuple(before)) if before else self._whole, last)
-            known = self._of(tuple(before)) if before else None
+            made, known = self.made(tuple(before)), self._of(tuple(before)) if before else None
+            weight = self._as_file(known.weight if known else self._whole, made, last)
             measuring = known.measuring if known else self._measuring(self._original)
             # read and converted, written, read and rounded, written
             written = [Stage(bytes=4.0 * weight.memory)]
-            return _Known(weight, written + self._looks(last) * measuring, measuring)
+            looks = 0 if before else self._looks(last)  # types follow from the original's losses
+            return _Known(weight, written + looks * measuring, measuring, made)
         source, exact = self._source, True
         for number in range(len(before)):
             step = self._after(source, tuple(before[: number + 1]))
@@ -164,7 +175,7 @@ class Costs:
         weight = _weight(made, exact and outline.exact)
         decided = self.decided(last, len(before)) and not getattr(last, "refit", False)
         stages = making(job, outline, weight.memory, decided)
-        return _Known(weight, stages, self._measuring(made))
+        return _Known(weight, stages, self._measuring(made), made)
 
     def _measuring(self, made: Built) -> list[Stage]:
         return measuring(self._original, made, self._measured, self.recipe.device)
@@ -179,12 +190,10 @@ class Costs:
         """The original's."""
         return _weight(self._original, exact=True)
 
-    def _as_file(self, weight: Weight | None, asked: ExportArgs) -> Weight:
-        if weight is None or self.files is None:
-            raise MoesaicError("There is nothing to make a file of.")
-        removed = self._whole.parameters - weight.parameters
-        told = asked.memory or self.files.bytes(asked.type, removed)
-        return replace(weight, memory=told, exact=False)
+    def _as_file(self, weight: Weight, made: Built, asked: ExportArgs) -> Weight:
+        if self.files is None:
+            raise MoesaicError("types are of files.")
+        return replace(weight, memory=self.files.told(made, asked))
 
     def _looks(self, asked: ExportArgs) -> int:
         """How often a model is measured until each layer's type is known."""
@@ -209,6 +218,11 @@ def _weight(made: Built, exact: bool) -> Weight:
     size = made.size
     sizes = size.total_parameters, size.active_parameters
     return Weight(made.bytes, *sizes, native=made.native, exact=exact)
+
+
+def converting(steps: Steps) -> tuple[MethodConfig, ...]:
+    """The steps without the file."""
+    return tuple(step for step in steps if isinstance(step, MethodConfig))
 
 
 def told(steps: Steps) -> list[JSON]:

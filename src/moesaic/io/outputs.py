@@ -39,7 +39,6 @@ SCRATCH = (
     "stats*.safetensors",
     "step-*.json",
     "tried-*.json",
-    "rounding-*.json",
     "*.stats",
     ".*.writing",
     ".*.lock",

@@ -7,11 +7,14 @@ layers before a change are run once for all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
+from moesaic.arch.dense import Arch
+from moesaic.data.text import Tokens
 from moesaic.foreign import Track, silent
 from moesaic.layers.base import LayerPlan
 from moesaic.objectives import distillation_loss, predicting
@@ -19,7 +22,11 @@ from moesaic.observation.backward import labels_of
 from moesaic.observation.stream import LayerStream, Spill
 from moesaic.surgery import applied
 
-Change = Mapping[int, LayerPlan]
+StandIn = Callable[[nn.Module], AbstractContextManager[nn.Module]]
+"""Makes of a layer what stands in its place while the context lasts."""
+Original = Callable[[Sequence[Tokens]], Iterator[tuple[torch.Tensor, Tokens]]]
+"""What a model makes of batches of tokens: the logits (B, L, V) of each, and the tokens."""
+Change = Mapping[int, LayerPlan | StandIn]
 """Some layers of a model, by number, as they would be."""
 LIMIT = 4 << 30
 """Bytes of hidden states that all branches together keep in memory."""
@@ -33,7 +40,7 @@ def branches(
 
     Args:
         stream: the model, and the tokens.
-        changes: whole layers; the plan of a layer that several share is one object.
+        changes: whole layers; what several share in a layer is one object.
         track: shows progress.
 
     Returns:
@@ -48,8 +55,7 @@ def branches(
             plans = {id(p): p for n in members for p in (changes[n].get(block.index),)}
             for place, (key, plan) in enumerate(plans.items(), 1):
                 some = [n for n in members if id(changes[n].get(block.index)) == key]
-                changed = None if plan is None else applied(block.layer, stream.arch, plan)
-                with changed or nullcontext() as layer:
+                with _changed(block.layer, stream.arch, plan) as layer:
                     if place == len(plans):  # the last to leave takes the states along
                         block.run(hidden, layer)
                         grown.append((some, hidden))
@@ -62,9 +68,20 @@ def branches(
     return [by_change[n] for n in range(len(changes))]
 
 
+def _changed(
+    layer: nn.Module, arch: Arch, plan: LayerPlan | StandIn | None
+) -> AbstractContextManager[nn.Module | None]:
+    if plan is None:
+        return nullcontext()
+    return applied(layer, arch, plan) if isinstance(plan, LayerPlan) else plan(layer)
+
+
 @torch.no_grad()
 def divergences(
-    stream: LayerStream[object], changes: Sequence[Change], track: Track = silent
+    stream: LayerStream[object],
+    changes: Sequence[Change],
+    track: Track = silent,
+    original: Original | None = None,
 ) -> list[float]:
     """KL(original || changed) of the next token's distribution, in nats a token.
 
@@ -72,21 +89,40 @@ def divergences(
         stream: the model, and the tokens.
         changes: as of :func:`branches`.
         track: shows progress.
+        original: what is compared with, where the model is another one already.
     """
-    reference, *finals = branches(stream, [{}, *changes], track)
+    first: list[Change] = [] if original else [{}]
+    finals = branches(stream, [*first, *changes], track)
+    own = None if original else finals[0]
     try:
-        return [_divergence(stream, reference, final) for final in finals]
+        return [_divergence(stream, final, own, original) for final in finals[len(first) :]]
     finally:
-        for spill in (reference, *finals):
+        for spill in finals:
             spill.clear()
 
 
-def _divergence(stream: LayerStream[object], reference: Spill, final: Spill) -> float:
-    pairs: Iterator[torch.Tensor] = map(torch.cat, zip(reference, final, strict=True))
+def _divergence(
+    stream: LayerStream[object], final: Spill, own: Spill | None, original: Original | None
+) -> float:
     total, count = 0.0, 0
-    for both, batch in stream.heads(pairs, logits=True):
-        reference_logits, logits = both.chunk(2)
-        labels = labels_of(batch).to(both.device)
+    for reference_logits, logits, batch in _logits(stream, final, own, original):
+        labels = labels_of(batch).to(logits.device)
         total += distillation_loss(logits, reference_logits, labels).item()
         count += int(predicting(labels).sum())
     return total / max(1, count)
+
+
+def _logits(
+    stream: LayerStream[object], final: Spill, own: Spill | None, original: Original | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, Tokens]]:
+    """By batch the original's and a change's logits (B, L, V), and the tokens."""
+    if own is not None:
+        pairs = map(torch.cat, zip(own, final, strict=True))
+        for both, batch in stream.heads(pairs, logits=True):
+            theirs, ours = both.chunk(2)
+            yield theirs, ours, batch
+    elif original is not None:
+        known = original(stream.batches)
+        heads = stream.heads(final, logits=True)
+        for (theirs, _), (ours, batch) in zip(known, heads, strict=True):
+            yield theirs, ours, batch

@@ -282,7 +282,7 @@ class LayerStream(Generic[V_co]):
         self.layers = range(self.count) if layers is None else sorted(layers)
         if isinstance(tokens, Tokens):
             tokens = list(tokens.batches(tokens_per_batch))
-        self._batches = tokens
+        self.batches = self._batches = tokens
         self._spill_bytes = spill_bytes
         self._cache_bytes = cache_bytes
         self._follow = follow

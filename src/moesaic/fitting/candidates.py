@@ -1,0 +1,84 @@
+"""Recipes that fit a budget, with what came of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+
+from moesaic.config import ExportArgs, MethodConfig
+from moesaic.fitting.sizes import Steps, Weight, converting, told
+from moesaic.foreign import JSON
+from moesaic.metrics.score import Score
+
+ALIKE = 1.03
+"""Sizes of which one is less than so many times the other are alike: what loses less counts."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A recipe that fits, and what came of it."""
+
+    form: str
+    steps: Steps
+    weight: Weight
+    score: JSON | None = None
+    """``perplexity``, ``loss`` (its rise, relative), ``kl`` and ``tokens``; None: not measured."""
+    stage: str = "rough"
+    """``rough`` or ``refined``: with how much care it was made."""
+    types: Mapping[str, str] | None = None
+    """Of a file whose layers differ, by group of tensors."""
+
+    def scored(self, score: JSON) -> Candidate:
+        """With its figures; ``memory`` among them is what a file came to."""
+        memory = score.get("memory", self.weight.memory)
+        return replace(self, score=score, weight=replace(self.weight, memory=memory))
+
+    @property
+    def converted(self) -> tuple[MethodConfig, ...]:
+        """The steps without the file."""
+        return converting(self.steps)
+
+    @property
+    def file(self) -> ExportArgs | None:
+        """The GGUF file that it ends in, if it does."""
+        last = self.steps[-1]
+        return last if isinstance(last, ExportArgs) else None
+
+    def as_json(self) -> JSON:
+        """The form, the steps, sizes and figures."""
+        said = {"form": self.form, "stage": self.stage, "steps": told(self.steps)}
+        types = {"types": dict(self.types)} if self.types else {}
+        return {**said, **types, **asdict(self.weight), **(self.score or {})}
+
+    @property
+    def kl(self) -> float:
+        """By which candidates are compared."""
+        return float(self.score["kl"]) if self.score else math.inf
+
+
+def unbeaten(found: Iterable[Candidate], size: str) -> list[Candidate]:
+    """The candidates than which none is as small and loses as little, the largest first.
+
+    Args:
+        found: measured.
+        size: what is counted, ``memory`` or ``active_parameters``.
+    """
+    best: list[Candidate] = []
+    for one in sorted(found, key=lambda c: (getattr(c.weight, size), c.kl)):
+        if best and one.kl >= best[-1].kl:
+            continue
+        if best and getattr(one.weight, size) < ALIKE * getattr(best[-1].weight, size):
+            best.pop()
+        best.append(one)
+    return best[::-1]
+
+
+def figures(ours: Score, theirs: Score) -> JSON:
+    """``perplexity``, ``loss``, ``kl`` and ``tokens`` of a candidate beside the original."""
+    return {
+        "perplexity": ours.perplexity,
+        "loss": ours.perplexity / theirs.perplexity - 1,
+        "kl": ours.kl,
+        "tokens": ours.tokens,
+    }

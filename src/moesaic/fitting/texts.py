@@ -1,0 +1,102 @@
+"""The text of a search: windows that candidates decide on, and others that choose among them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from moesaic.config import Calibration, MethodConfig
+from moesaic.data.text import SAMPLES, Tokens, apart, calibration_tokens
+from moesaic.errors import MoesaicError
+from moesaic.fitting.forms import largest
+from moesaic.io.source import Source
+
+LEAST = 4
+"""Windows that choose, at least."""
+PART = 4
+"""Of less text than is wanted every so manieth window chooses."""
+
+
+class Texts:
+    """Windows of one length that share nothing with each other.
+
+    Args:
+        drawn: what was asked for; where it does not say how many windows calibrate, those that
+            there are get divided.
+        source: the model, for its tokenizer.
+        windows: that choose.
+    """
+
+    def __init__(self, drawn: Calibration, source: Source, windows: int) -> None:
+        self.source, self.windows = source, windows
+        self._drawn: dict[int | None, Tokens] = {}
+        self.drawn = drawn if tokenised(drawn) else with_length(drawn)
+        """What calibrates, with its length and number."""
+        self.drawn = self._with_number()
+
+    @cached_property
+    def both(self) -> tuple[Tokens, Tokens]:
+        """Windows that candidates decide on, and others that share nothing with them.
+
+        Raises:
+            MoesaicError: there is too little text.
+        """
+        first = self._windows(self.drawn.samples)
+        count = len(first.input_ids)
+        there = self._there(count + self.windows)
+        others = apart(self._windows(there), first)
+        if len(others.input_ids) < LEAST:
+            raise MoesaicError(
+                f"fit needs windows that choose beside those that calibrate, {LEAST} at least: "
+                f"of {there}, {count} calibrate and {len(others.input_ids)} share no text with "
+                "them. Give more text, lower samples, or lower length."
+            )
+        return first, others.rows(slice(self.windows))
+
+    def _with_number(self) -> Calibration:
+        """Some windows are left to choose by."""
+        if self.drawn.samples is not None:
+            return self.drawn
+        every = tokenised(self.drawn)
+        there = len(self._windows(None).input_ids) if every else self._there(SAMPLES + self.windows)
+        return replace(self.drawn, samples=there - min(self.windows, there // PART))
+
+    def _there(self, most: int) -> int:
+        """Windows that the text fills, up to so many."""
+
+        def fills(samples: float) -> bool:
+            try:
+                return bool(self._windows(int(samples)).count)
+            except MoesaicError:
+                return False
+
+        try:
+            return len(self._windows(most).input_ids)
+        except MoesaicError:
+            fewer = largest(range(1, most), fills)
+            if fewer is None:
+                raise
+            return int(fewer)
+
+    def _windows(self, samples: int | None) -> Tokens:
+        drawn = self.drawn
+        if samples not in self._drawn:
+            self._drawn[samples] = calibration_tokens(
+                drawn.source,
+                self.source.tokenizer,
+                samples,
+                drawn.length,
+                drawn.seed,
+                documents=drawn.documents,
+            )
+        return self._drawn[samples]
+
+
+def with_length(drawn: Calibration) -> Calibration:
+    """The same text in windows of one length, whichever method looks at it."""
+    return replace(drawn, length=drawn.length or MethodConfig.window)
+
+
+def tokenised(drawn: Calibration) -> bool:
+    """It is a file of token ids, whose windows have a length and a number."""
+    return drawn.source.endswith(".safetensors")
