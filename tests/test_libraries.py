@@ -80,6 +80,7 @@ def private() -> dict[str, Any]:
         "_C": torch,
         "_make_wrapper_subclass": torch.Tensor,
         "_version": torch.ones(1),
+        "_attn_implementation": model.config,
         "_name_or_path": model.config,
         **dict.fromkeys((f"_{name}" for name in (*kept, *hooks)), linear),
         **dict.fromkeys(form, model.model.layers[0].mlp.experts),

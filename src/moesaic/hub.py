@@ -472,7 +472,7 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
         given.pop("transformers_version", None)
         if getattr(config, FORMAT, None) is None:
             given.pop(FORMAT, None)
-        plain |= {k: v for k, v in given.items() if k not in now or now[k] == before.get(k)}
+        plain |= {k: v for k, v in given.items() if now.get(k) == before.get(k)}
     for alias, name in {**OLD_NAMES, **(config.attribute_map or {})}.items():
         if name in now and (alias in plain or (name in plain and alias not in OLD_NAMES)):
             plain[alias] = plain[name] = now[name]
