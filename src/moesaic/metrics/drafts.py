@@ -59,8 +59,8 @@ class Drafter(nn.Module):
         """
         embedded = self.embedding_norm(self.model.get_input_embeddings()(ids_BL))
         joined = self.join(torch.cat([embedded, self.hidden_norm(hidden_BLD)], -1))
-        made = self.model.base_model(inputs_embeds=joined, attention_mask=mask_BL, use_cache=False)
-        return made[0], self.model.get_output_embeddings()(made[0])
+        out = self.model.base_model(inputs_embeds=joined, attention_mask=mask_BL, use_cache=False)
+        return out[0], self.model.get_output_embeddings()(out[0])
 
 
 def _around(model: Model, arch: Arch) -> nn.Module:
@@ -98,31 +98,31 @@ class Drafts:
         self.arch = arch = base_arch(config)
         self.naming = Naming(source.checkpoint, config.model_type.removeprefix(PREFIX))
         self._held = {*self.naming.in_memory.values()}
-        found = parts_of(self._held, arch.layers_path, config.num_hidden_layers)
-        self._check_count(source.name, config, len(found))
+        blocks = parts_of(self._held, arch.layers_path, config.num_hidden_layers)
+        self._check_count(source.name, config, len(blocks))
         self.layers: list[tuple[Drafter, Mapping[str, str]]] = []
         """Each without values, and by its tensors the checkpoint's, by their names in memory."""
-        for parts in found:
+        for parts in blocks:
             form, index = self._like(parts, config, source.name)
             model = one_layer(skeleton(copy.deepcopy(form), dtype), arch, index)
             drafter = Drafter(model, arch)
             self.layers.append((drafter, {n: self._of(n, parts) for n in drafter.state_dict()}))
 
-    def _check_count(self, name: str, config: Config, found: int) -> None:
+    def _check_count(self, name: str, config: Config, count: int) -> None:
         """Refuse a checkpoint that has no such layers, or fewer than its config counts."""
         counted = predicting_layers(config)
-        if found and found >= counted:
+        if count and count >= counted:
             return
         others = sorted(n for n in self._held if predicts(n, config.num_hidden_layers))
         if counted and not others:
-            said = f"config.json counts {counted} of them, and there are no weights of any"
-        elif found:
-            said = f"config.json counts {counted} of them, and there are weights of {found}"
+            problem = f"config.json counts {counted} of them, and there are no weights of any"
+        elif count:
+            problem = f"config.json counts {counted} of them, and there are weights of {count}"
         elif others:
-            said = f"they are named in no way that is known ({others[0]})"
+            problem = f"they are named in no way that is known ({others[0]})"
         else:
-            said = "there are none"
-        raise MoesaicError(f"{name}: layers that predict further tokens cannot be run: {said}.")
+            problem = "there are none"
+        raise MoesaicError(f"{name}: layers that predict further tokens cannot be run: {problem}.")
 
     def _like(self, parts: Parts, config: Config, name: str) -> tuple[Config, int]:
         """The config of a model that has a decoder layer like one of these, and its number."""
@@ -211,7 +211,7 @@ class Drafts:
         counts = torch.zeros(len(drafters), 2, dtype=torch.int64)
         hidden: list[Tensor] = []
         head = run.shape.get_output_embeddings()
-        handle = head.register_forward_pre_hook(lambda _, given: hidden.append(given[0]))
+        handle = head.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
         batches = own_share(list(tokens.batches(BATCH)), shared)
         try:
             for logits, batch in run.run(batches, track, "Drafts").logits:
@@ -233,7 +233,7 @@ class Drafts:
         ids_BL, mask_BL = batch.input_ids.to(self.device), batch.attention_mask
         real_BL = torch.ones_like(ids_BL, dtype=torch.bool) if mask_BL is None else mask_BL
         real_BL = real_BL.to(self.device)
-        found = []
+        counts = []
         for depth, drafter in enumerate(drafters, 1):
             with set_mode(drafter, "always"):
                 next_BL = F.pad(ids_BL[:, depth:], (0, depth))
@@ -242,8 +242,8 @@ class Drafts:
                 )
             same = drafted.argmax(-1)[:, :-depth] == greedy_BL[:, depth:]
             both = real_BL[:, depth:] & real_BL[:, :-depth]
-            found.append(torch.stack([(same & both).sum(), both.sum()]))
-        return torch.stack(found).cpu()
+            counts.append(torch.stack([(same & both).sum(), both.sum()]))
+        return torch.stack(counts).cpu()
 
 
 def _forms(config: Config, arch: Arch) -> Iterator[Config]:

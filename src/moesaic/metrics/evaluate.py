@@ -102,8 +102,8 @@ def evaluate(
     options: JSON = {"device": device, "dtype": dtype, "keep": mtp, "track": track}
     result = scored(models, tokens, tokenizer, settings, **options)
     for name, layers in drafts.items():
-        told = layers.accepted(result.runs[name], tokens, named(track, name), process()[1] > 1)
-        result.scores[name] = replace(result.scores[name], mtp=told)
+        share = layers.accepted(result.runs[name], tokens, named(track, name), process()[1] > 1)
+        result.scores[name] = replace(result.scores[name], mtp=share)
     if generations:
         assert tokenizer is not None
         for name in models:

@@ -309,8 +309,8 @@ class LayerSearch:
             final.clear()
         sums: dict[int, Tensor] = {}
         for i, final in zip(candidates, branches(stream, changes), strict=True):
-            own = self._by_window(stream, self._references[leg], final)
-            sums[i] = torch.cat(gathered(own), 1)
+            local = self._by_window(stream, self._references[leg], final)
+            sums[i] = torch.cat(gathered(local), 1)
             final.clear()
         return sums
 
@@ -367,14 +367,14 @@ class LayerSearch:
 
     def _raced(self, chosen: Sequence[int], left: Sequence[int]) -> dict[int, float]:
         """The losses of those that ran the last leg, on all text that they were compared on."""
-        running, seen = [*left], {i: list[Tensor]() for i in left}
+        running, collected = [*left], {i: list[Tensor]() for i in left}
         losses = dict[int, float]()
         for leg in range(len(self.streams)):
             for i, sums_2N in self.sums(chosen, running, leg).items():
-                seen[i].append(sums_2N)
-            losses = {i: _mean_of(seen[i]) for i in running}
-            best = torch.cat(seen[min(running, key=lambda i: (losses[i], i))], 1)
-            running = [i for i in running if not behind(torch.cat(seen[i], 1), best)]
+                collected[i].append(sums_2N)
+            losses = {i: _mean_of(collected[i]) for i in running}
+            best = torch.cat(collected[min(running, key=lambda i: (losses[i], i))], 1)
+            running = [i for i in running if not behind(torch.cat(collected[i], 1), best)]
             if len(running) == 1:
                 break
         return losses
