@@ -20,7 +20,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.formats import BlockScaled, Compressed, Microscaled, packed, unpacked
 from moesaic.io.naming import Naming
-from moesaic.io.quantised import Packed, said_of
+from moesaic.io.quantised import Packed, quantization_of
 from moesaic.io.source import Source, resolve
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
@@ -86,7 +86,7 @@ def quantised(request):
 def plainly_loaded(folder):
     """The model as transformers alone has it, with plain weights."""
     config = AutoConfig.from_pretrained(folder)
-    config.quantization_config = {**said_of(config), "dequantize": True}
+    config.quantization_config = {**quantization_of(config), "dequantize": True}
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, config=config, output_loading_info=True
     )

@@ -46,19 +46,19 @@ def tell(config: Config, arch: Arch) -> None:
     }
     if not changed:
         return
-    said: JSON = {}
+    settings: JSON = {}
     if changed.keys() <= listed(config):
-        said |= {**(arch.with_experts(*counts) if counts else {}), **changed}
+        settings |= {**(arch.with_experts(*counts) if counts else {}), **changed}
         if isinstance(arch, MoEArch) and not hasattr(plain, NORMED):
-            said[NORMED] = _normed(arch, now)
+            settings[NORMED] = _normed(arch, now)
     layers = {int(i): differs for i, differs in (plain.to_dict().get(LAYERS) or {}).items()}
-    said[LAYERS] = {
+    settings[LAYERS] = {
         i: {**layers.get(i, {}), **{name: each[i] for name, each in changed.items()}}
         for i in range(len(now))
     }
-    config.moesaic[PLAIN] = {name: getattr(plain, name, None) for name in said}
+    config.moesaic[PLAIN] = {name: getattr(plain, name, None) for name in settings}
     config.moesaic[PLAIN][LAYERS] = layers or None
-    _say(config, said)
+    _say(config, settings)
 
 
 def take_back(config: Config) -> None:
@@ -84,11 +84,11 @@ def _numbers(plain: Config, arch: Arch, layers: nn.ModuleList) -> dict[str, list
     if not isinstance(arch, MoEArch):
         return {width: [arch.width_of(layer) for layer in layers]}
     views = [arch.mixture(layer) if arch.is_moe(layer) else None for layer in layers]
-    said = {width: [view.width if view else getattr(plain, width) for view in views]}
+    numbers = {width: [view.width if view else getattr(plain, width) for view in views]}
     if arch.chosen is not None:
         top_k = getattr(plain, arch.chosen)
-        said[arch.chosen] = [view.top_k if view else top_k for view in views]
-    return said
+        numbers[arch.chosen] = [view.top_k if view else top_k for view in views]
+    return numbers
 
 
 def _normed(arch: MoEArch, layers: nn.ModuleList) -> bool:
@@ -101,20 +101,20 @@ def _normed(arch: MoEArch, layers: nn.ModuleList) -> bool:
     return bool(weights_NK.sum() > 1 - 1e-3)
 
 
-def _say(config: Config, said: JSON) -> None:
+def _say(config: Config, settings: JSON) -> None:
     """Set attributes, and take out those that are None and that no such config has.
 
     What differs by layer comes last, for it is compared with the others.
     """
-    if LAYERS in said:
+    if LAYERS in settings:
         config.per_layer_config = None
-    for name in said.keys() - {LAYERS}:
-        if said[name] is None and name not in type(config).__dataclass_fields__:
+    for name in settings.keys() - {LAYERS}:
+        if settings[name] is None and name not in type(config).__dataclass_fields__:
             vars(config).pop(name, None)
         else:
-            setattr(config, name, said[name])
-    if said.get(LAYERS):
-        config.per_layer_config = said[LAYERS]
+            setattr(config, name, settings[name])
+    if settings.get(LAYERS):
+        config.per_layer_config = settings[LAYERS]
 
 
 def check(config: Config) -> None:
@@ -138,8 +138,8 @@ def as_base(config: Config) -> Iterator[None]:
     Raises:
         MoesaicError: vLLM would put experts of its own in the place of others.
     """
-    said, every = (getattr(config, "moesaic", None) or {}).get(PLAIN, {}), config.to_dict()
-    ours = {name: every[name] for name in said}
+    settings, every = (getattr(config, "moesaic", None) or {}).get(PLAIN, {}), config.to_dict()
+    ours = {name: every[name] for name in settings}
     if config._attn_implementation == "vllm" and not any(
         isinstance(every.get(name), list) for name in listed(config)
     ):
@@ -147,7 +147,7 @@ def as_base(config: Config) -> Iterator[None]:
             f"vLLM's Transformers backend cannot run this {config.model_type}: only widths and "
             "experts a token may differ from its base's, layer by layer."
         )
-    _say(config, said)
+    _say(config, settings)
     try:
         yield
     finally:

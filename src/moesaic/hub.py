@@ -90,11 +90,11 @@ def _define(base: str) -> tuple[type[Config], tuple[type[Model], ...]]:
         cls: type[Model], /, name: str, *args: object, **options: object
     ) -> Model | tuple[Model, JSON]:
         """As the base's own, but nothing is random: every weight is found, and none is left."""
-        wanted = options.pop("output_loading_info", False)
+        with_info = options.pop("output_loading_info", False)
         load = model.from_pretrained.__func__
-        made, info = load(cls, name, *args, output_loading_info=True, **options)
-        check_loaded(info, str(name), made.config.num_hidden_layers, whole=True)
-        return (made, info) if wanted else made
+        loaded, info = load(cls, name, *args, output_loading_info=True, **options)
+        check_loaded(info, str(name), loaded.config.num_hidden_layers, whole=True)
+        return (loaded, info) if with_info else loaded
 
     whole = _define_model(base, config, model, from_pretrained=classmethod(from_pretrained))
     if bare is None:
@@ -107,7 +107,7 @@ def _define_config(base: str, base_config: type[Config]) -> type[Config]:
     aliases, listed = base_config.attribute_map, by_layer.listed(base_config)
 
     def __post_init__(self: Config, **options: object) -> None:
-        super(made, self).__post_init__(**options)
+        super(config_class, self).__post_init__(**options)
         by_layer.check(self)
 
     def __getattribute__(self: Config, name: str) -> object:
@@ -116,10 +116,10 @@ def _define_config(base: str, base_config: type[Config]) -> type[Config]:
             value = object.__getattribute__(self, "__dict__").get(real)
             if isinstance(value, list):
                 return value
-        return super(made, self).__getattribute__(name)
+        return super(config_class, self).__getattribute__(name)
 
     fields = {f.name: f.default for f in dataclasses.fields(base_config) if f.name in listed}
-    made: type[Config] = strict(
+    config_class: type[Config] = strict(
         type(
             f"Moesaic{base_config.__name__}",
             (base_config,),
@@ -133,7 +133,7 @@ def _define_config(base: str, base_config: type[Config]) -> type[Config]:
             },
         )
     )
-    return made
+    return config_class
 
 
 def _define_model(
@@ -210,20 +210,20 @@ class _DeciLM:
 
     model_type = ""
 
-    def __new__(cls, **said: object) -> Config:
-        return cls.from_dict(said)
+    def __new__(cls, **settings: object) -> Config:
+        return cls.from_dict(settings)
 
     @classmethod
-    def from_dict(cls, said: Values, **options: object) -> Config:
-        count, widths = said["num_hidden_layers"], said["intermediate_size"]
-        if "block_configs" in said:
-            widths = widths_of(said)
+    def from_dict(cls, settings: Values, **options: object) -> Config:
+        count, widths = settings["num_hidden_layers"], settings["intermediate_size"]
+        if "block_configs" in settings:
+            widths = widths_of(settings)
         elif isinstance(widths, int):  # a GGUF file has no blocks, but one width or a list
             widths = [widths] * count
         if len(widths) != count:
             raise ValueError(f"feed_forward_length has {len(widths)} entries for {count} layers")
         headers = [{"kind": NarrowedLayer.kind, "width": n, "before": n} for n in widths]
-        plain = {k: v for k, v in said.items() if k not in ("block_configs", *OWN)}
+        plain = {k: v for k, v in settings.items() if k not in ("block_configs", *OWN)}
         plain["intermediate_size"] = max(widths)
         plain["moesaic"] = {
             "format": PLAN_FORMAT,
@@ -247,22 +247,22 @@ def _await() -> dict[str, str]:
     Returns:
         the base by the names of our classes.
     """
-    own = DeepseekConfig.model_type
+    deepseek = DeepseekConfig.model_type
     for name in (DeciLMConfig.model_type, "deci"):
         AutoConfig.register(name, type("_DeciLM", (_DeciLM,), {"model_type": name}), exist_ok=True)
-    if own not in CONFIG_MAPPING:
-        register_checkpoint_conversion_mapping(own, conversions("qwen2_moe"))
-        AutoConfig.register(own, DeepseekConfig)
+    if deepseek not in CONFIG_MAPPING:
+        register_checkpoint_conversion_mapping(deepseek, conversions("qwen2_moe"))
+        AutoConfig.register(deepseek, DeepseekConfig)
         for auto, model_class in zip(MODELS, (DeepseekForCausalLM, DeepseekModel), strict=True):
             auto.register(DeepseekConfig, model_class)
-    added = {own: DeepseekForCausalLM.__name__, **HEADLESS}
-    bare = {own: DeepseekModel.__name__, **MODEL_MAPPING_NAMES}
+    added = {deepseek: DeepseekForCausalLM.__name__, **HEADLESS}
+    bare = {deepseek: DeepseekModel.__name__, **MODEL_MAPPING_NAMES}
     named: dict[str, str] = {}
     for base, model in {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **added}.items():
         config = CONFIG_MAPPING_NAMES.get(base, DeepseekConfig.__name__)
         named |= {f"Moesaic{name}": base for name in (bare.get(base), config, model)}
-        said = {"model_type": PREFIX + base}
-        AutoConfig.register(PREFIX + base, type(f"Awaited_{base}", (_Awaited,), said))
+        attributes = {"model_type": PREFIX + base}
+        AutoConfig.register(PREFIX + base, type(f"Awaited_{base}", (_Awaited,), attributes))
     return named
 
 
@@ -292,23 +292,23 @@ def _holds(config: Config, arch: Arch, plan: Plan, changes: JSON) -> bool:
         setattr(twin, name, value)
     base = arch.layers(shape_of(config))
     try:
-        made = arch.layers(shape_of(twin))
+        layers = arch.layers(shape_of(twin))
     except (StrictDataclassError, TypeError, ValueError):
         return False
     plans = (plan.layers.get(i) for i in range(len(base)))
     return all(
         sizes(layer) == sizes(old if new is None else shaped(old, arch, new))
-        for layer, old, new in zip(made, base, plans, strict=True)
+        for layer, old, new in zip(layers, base, plans, strict=True)
     )
 
 
 def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
     """Changes to a base's config by which its own class may hold a plan's result."""
-    said = {i: layer.native() for i, layer in plan.layers.items()}
-    if None in said.values() or headers_of(config):
+    natives = {i: layer.native() for i, layer in plan.layers.items()}
+    if None in natives.values() or headers_of(config):
         return
-    routing = [what for what in said.values() if what and "dense" not in what]
-    dense = {i: what["dense"] for i, what in said.items() if what and "dense" in what}
+    routing = [what for what in natives.values() if what and "dense" not in what]
+    dense = {i: what["dense"] for i, what in natives.items() if what and "dense" in what}
     base = plan.base
     if routing and (dense or plan.layers.keys() != base.routed):
         return
@@ -316,7 +316,7 @@ def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
         if routing.count(routing[0]) == len(routing):
             changes = _sized(arch, routing[0])
         elif all(what.keys() == {"top_k"} for what in routing):
-            changes = _each(config, arch, {i: what["top_k"] for i, what in said.items() if what})
+            changes = _each(config, arch, {i: what["top_k"] for i, what in natives.items() if what})
         else:
             changes = None
         if changes is not None:
@@ -335,15 +335,15 @@ def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
         yield from ({**mix, name: width} for name in arch.dense_sizes(config))
 
 
-def _sized(arch: Arch, said: JSON) -> JSON | None:
+def _sized(arch: Arch, native: JSON) -> JSON | None:
     """The config attributes for so many routed experts, and so wide ones, or so many a token."""
-    if "top_k" in said:
+    if "top_k" in native:
         assert isinstance(arch, MoEArch)
-        return arch.with_top_k(said["top_k"])
-    sizes = arch.with_experts(said["experts"])
-    if "width" in said:
-        sizes |= arch.with_width(said["width"])
-    shared = arch.with_shared(said["shared"], said["width"]) if "shared" in said else {}
+        return arch.with_top_k(native["top_k"])
+    sizes = arch.with_experts(native["experts"])
+    if "width" in native:
+        sizes |= arch.with_width(native["width"])
+    shared = arch.with_shared(native["shared"], native["width"]) if "shared" in native else {}
     return None if shared is None else {**sizes, **shared}
 
 
@@ -355,16 +355,16 @@ def _each(config: Config, arch: Arch, top_ks: Mapping[int, int]) -> JSON | None:
     """
     assert isinstance(arch, MoEArch)
     first, count = next(iter(top_ks.values())), config.num_hidden_layers
-    said = arch.with_top_k([top_ks.get(i, first) for i in range(count)])
+    changes = arch.with_top_k([top_ks.get(i, first) for i in range(count)])
     twin = copy.deepcopy(config)
     try:
-        for name, value in (said or {}).items():
+        for name, value in (changes or {}).items():
             setattr(twin, name, value)
         layers = arch.layers(shape_of(twin))
     except (StrictDataclassError, TypeError, ValueError):
         return None
-    held = all(arch.mixture(layers[i]).top_k == top_k for i, top_k in top_ks.items())
-    return said if held else None
+    follows = all(arch.mixture(layers[i]).top_k == top_k for i, top_k in top_ks.items())
+    return changes if follows else None
 
 
 def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
@@ -462,17 +462,17 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
     plain: JSON = json.loads(file.read_text("utf-8"))
     now, outer = _every_key(config), None
     if source is not None:
-        given: JSON = json.loads((source / CONFIG_NAME).read_text("utf-8"))
+        source_config: JSON = json.loads((source / CONFIG_NAME).read_text("utf-8"))
         whole = pretrained(AutoConfig, source)
         language = language_model(whole)
         before = _every_key(language)
         if language is not whole:
-            outer = given if config.model_type == language.model_type else None
-            given = dict(given[PART])
-        given.pop("transformers_version", None)
+            outer = source_config if config.model_type == language.model_type else None
+            source_config = dict(source_config[PART])
+        source_config.pop("transformers_version", None)
         if getattr(config, FORMAT, None) is None:
-            given.pop(FORMAT, None)
-        plain |= {k: v for k, v in given.items() if now.get(k) == before.get(k)}
+            source_config.pop(FORMAT, None)
+        plain |= {k: v for k, v in source_config.items() if now.get(k) == before.get(k)}
     for alias, name in {**OLD_NAMES, **(config.attribute_map or {})}.items():
         if name in now and (alias in plain or (name in plain and alias not in OLD_NAMES)):
             plain[alias] = plain[name] = now[name]
@@ -481,9 +481,9 @@ def write_config(config: Config, folder: Path, source: Path | None = None) -> No
         for keys in (plain, outer or {}):
             keys.pop("auto_map", None)  # names code that is not copied
     if outer is not None:
-        said = {FORMAT: plain.pop(FORMAT)} if FORMAT in plain else {}
+        quantization = {FORMAT: plain.pop(FORMAT)} if FORMAT in plain else {}
         outer.pop(FORMAT, None)
-        plain = {**outer, **said, PART: plain}
+        plain = {**outer, **quantization, PART: plain}
     file.write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
@@ -504,8 +504,7 @@ def _said_outright(config: Config) -> JSON:
 
 def _every_key(config: Config) -> JSON:
     """A config as plain JSON, defaults too."""
-    plain: JSON = json.loads(config.to_json_string(use_diff=False))
-    return plain
+    return json.loads(config.to_json_string(use_diff=False))
 
 
 def save_live(

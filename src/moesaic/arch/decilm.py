@@ -31,39 +31,39 @@ class Block(dict[str, Any]):
             raise AttributeError(name) from None
 
 
-def blocks_of(widths: Sequence[int], said: Mapping[str, Any]) -> list[dict[str, Any]]:
+def blocks_of(widths: Sequence[int], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """``block_configs`` of layers with these widths, where a Llama's config says all else."""
     if any(width % BLOCK for width in widths):
         ffns: list[dict[str, Any]] = [{"intermediate_size": width} for width in widths]
     else:
-        ffns = [{"ffn_mult": 1.5 * width / said["hidden_size"]} for width in widths]
-    group = said["num_attention_heads"] // said["num_key_value_heads"]
+        ffns = [{"ffn_mult": 1.5 * width / settings["hidden_size"]} for width in widths]
+    group = settings["num_attention_heads"] // settings["num_key_value_heads"]
     attention = {**PLAIN, "n_heads_in_group": group}
     return [{"attention": attention, "ffn": {**PLAIN, **ffn}} for ffn in ffns]
 
 
-def widths_of(said: Mapping[str, Any]) -> list[int]:
+def widths_of(settings: Mapping[str, Any]) -> list[int]:
     """The width of every layer; the inverse of :func:`blocks_of`.
 
     Raises:
         ValueError: there are not as many as layers, or one is none of a Llama.
     """
-    blocks, layers = said["block_configs"], said["num_hidden_layers"]
+    blocks, layers = settings["block_configs"], settings["num_hidden_layers"]
     if len(blocks) != layers:
         raise ValueError(f"block_configs has {len(blocks)} entries for {layers} layers")
     widths = []
     for i, block in enumerate(blocks):
         ffn = block["ffn"]
-        width = ffn.get("intermediate_size") or _width(ffn.get("ffn_mult") or 0, said)
-        alike = blocks_of([width], said)[0]["attention"].items() <= block["attention"].items()
+        width = ffn.get("intermediate_size") or _width(ffn.get("ffn_mult") or 0, settings)
+        alike = blocks_of([width], settings)[0]["attention"].items() <= block["attention"].items()
         if not alike or not width or not PLAIN.items() <= {**PLAIN, **ffn}.items():
             raise ValueError(f"block_configs[{i}] is no layer of a Llama: {block}")
         widths.append(width)
     return widths
 
 
-def _width(multiplier: float, said: Mapping[str, Any]) -> int:
-    return BLOCK * -(-int(2 * multiplier * said["hidden_size"] / 3) // BLOCK)
+def _width(multiplier: float, settings: Mapping[str, Any]) -> int:
+    return BLOCK * -(-int(2 * multiplier * settings["hidden_size"] / 3) // BLOCK)
 
 
 class DeciLMConfig(LlamaConfig):  # type: ignore[misc]
@@ -71,8 +71,8 @@ class DeciLMConfig(LlamaConfig):  # type: ignore[misc]
 
     model_type = "nemotron-nas"
 
-    def __init__(self, block_configs: list[dict[str, Any]] | None = None, **said: Any) -> None:
-        super().__init__(**said)
+    def __init__(self, block_configs: list[dict[str, Any]] | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
         self.block_configs = json.loads(json.dumps(block_configs or []), object_hook=Block)
         if block_configs:
             widths_of(vars(self))  # refuses others

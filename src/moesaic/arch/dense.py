@@ -89,8 +89,7 @@ class Arch:
 
     def layers(self, model: nn.Module) -> nn.ModuleList:
         """The decoder layers of a causal language model."""
-        layers: nn.ModuleList = attrgetter(self.layers_path)(model)
-        return layers
+        return attrgetter(self.layers_path)(model)
 
     def ffn_of(self, layer: nn.Module) -> nn.Module:
         """The feed-forward module of one decoder layer."""
@@ -169,15 +168,15 @@ class Arch:
         down = weight_of(self.ffn_of(layer), self.ffn.down)
         return down.new_empty(0, down.shape[0])
 
-    def enter(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
+    def enter(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
         """Show what enters an FFN (..., D) whenever it runs."""
-        return ffn.register_forward_pre_hook(lambda _, args: seen(args[0]))
+        return ffn.register_forward_pre_hook(lambda _, args: show(args[0]))
 
-    def watch(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
+    def watch(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
         """Show what an FFN's parts add up to (..., D) whenever it runs, before any norm of it."""
 
         def hook(_: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> None:
-            seen(out[0] if isinstance(out, tuple) else out)
+            show(out[0] if isinstance(out, tuple) else out)
 
         return ffn.register_forward_hook(hook)
 
@@ -228,8 +227,7 @@ def linear_size(module: nn.Module) -> int:
 
 def weight_of(module: nn.Module, name: str) -> Tensor:
     """The weight of a linear submodule."""
-    weight: Tensor = getattr(module, name).weight
-    return weight
+    return getattr(module, name).weight
 
 
 def act_of(module: nn.Module, names: FFNNames) -> Callable[..., Tensor]:

@@ -88,13 +88,13 @@ def discovered(config: Config) -> Arch:
             f"{config.model_type}: it has parts beside text; its language model alone, "
             f"{text.model_type}, is another model_type."
         )
-    said = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
-    if said not in _FOUND:
+    key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
+    if key not in _FOUND:
         if len(_FOUND) > MOST:
             _FOUND.clear()
         with torch.device("cpu"):  # a converted model asks while it is made on the meta device
-            _FOUND[said] = of_model(shape_of(config), config)
-    return _FOUND[said]
+            _FOUND[key] = of_model(shape_of(config), config)
+    return _FOUND[key]
 
 
 def of_model(model: Model, config: Config) -> Arch:
@@ -121,7 +121,7 @@ def of_model(model: Model, config: Config) -> Arch:
 def _layers_path(model: nn.Module, config: Config) -> str | None:
     count = config.num_hidden_layers
     lists = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
-    return next((name for name, found in lists if len(found) == count), None)
+    return next((name for name, modules in lists if len(modules) == count), None)
 
 
 # --- plain MLPs ----------------------------------------------------------------------------------
@@ -201,28 +201,28 @@ def _down(linears: dict[str, nn.Linear]) -> str | None:
 
 def _mlps(layer: nn.Module) -> dict[str, FFNNames]:
     """The plain MLPs among a module's own parts, by their names."""
-    found = ((path, mlp_names(module)) for path, module in layer.named_children())
-    return {path: names for path, names in found if names is not None}
+    mlps = ((path, mlp_names(module)) for path, module in layer.named_children())
+    return {path: names for path, names in mlps if names is not None}
 
 
 def _dense(name: str, path: str, layers: Sequence[nn.Module], config: Config) -> Arch:
-    each = [_mlps(layer) for layer in layers]
-    common = {place for place in each[0] if all(place in found for found in each)}
+    mlps = [_mlps(layer) for layer in layers]
+    common = {place for place in mlps[0] if all(place in names for names in mlps)}
     hidden = config.hidden_size
     common = {
         place
         for place in common
-        if getattr(layers[0].get_submodule(place), each[0][place].down).out_features == hidden
+        if getattr(layers[0].get_submodule(place), mlps[0][place].down).out_features == hidden
     }
     if len(common) != 1:
-        found = ", ".join(sorted({type(m).__name__ for m in layers[0].children()}))
+        children = ", ".join(sorted({type(m).__name__ for m in layers[0].children()}))
         what = "none" if not common else f"several ({', '.join(sorted(common))})"
         raise Unknown(
             f"{name}: every decoder layer must have one plain MLP, two or three linear modules and "
-            f"an activation function; {what} is in every layer. Found in the first: {found}."
+            f"an activation function; {what} is in every layer. Found in the first: {children}."
         )
     (place,) = common
-    names = {found[place] for found in each}
+    names = {by_place[place] for by_place in mlps}
     if len(names) > 1:
         raise Unknown(f"{name}: the MLPs of its decoder layers have different projections.")
     if any(found.own for found in names):
@@ -234,10 +234,10 @@ def _dense(name: str, path: str, layers: Sequence[nn.Module], config: Config) ->
 def _attention(layer: nn.Module) -> tuple[str, AttentionNames]:
     """The path of a decoder layer's attention, and its projections; the usual ones if odd."""
     for path, module in layer.named_modules():
-        own = {n for n, m in module.named_children() if isinstance(m, nn.Linear)}
-        output = next((n for n in OUTPUTS if n in own), None)
-        fused = next((n for n in FUSED_QKV if n in own), None)
-        if output is None or not (fused or {"q_proj", "k_proj", "v_proj"} <= own):
+        linears = {n for n, m in module.named_children() if isinstance(m, nn.Linear)}
+        output = next((n for n in OUTPUTS if n in linears), None)
+        fused = next((n for n in FUSED_QKV if n in linears), None)
+        if output is None or not (fused or {"q_proj", "k_proj", "v_proj"} <= linears):
             continue
         q, k, v = (fused,) * 3 if fused else ("q_proj", "k_proj", "v_proj")
         norms = next((pair for pair in NORMS if hasattr(module, pair[0])), NORMS[0])
@@ -293,7 +293,7 @@ def _mixture(
     mixes = (value for key, value in vars(block).items() if "combination" in key)
     if shared and any(mix != "sum" for mix in mixes):
         raise Unknown(f"{name}: its shared path is not simply added to what its experts make.")
-    said = config.to_dict()
+    settings = config.to_dict()
     plain = (_mlps(layer).get(block_path) for layer in layers)
     names = next((names for names in plain if names is not None), None)
     arch = MoEArch(
@@ -301,9 +301,9 @@ def _mixture(
         ffn=names or FFNNames(),
         ffn_path=block_path,
         layers_path=path,
-        count=_counting(name, said, count),
-        width=_widening(name, said, width),
-        chosen=_choosing(said, block.get_submodule(parts.router), parts),
+        count=_counting(name, settings, count),
+        width=_widening(name, settings, width),
+        chosen=_choosing(settings, block.get_submodule(parts.router), parts),
         transposed=transposed,
         alternating=not getattr(experts, "is_concatenated", True),
         parts=parts,
@@ -315,13 +315,13 @@ def _mixture(
         before=norms.before,
         entry=norms.entry,
         shared_names={**inside, **outside}.get(shared or beside or "", FFNNames()),
-        dense_layers=next((key for key in DENSE_LAYERS if said.get(key) is not None), None),
+        dense_layers=next((key for key in DENSE_LAYERS if settings.get(key) is not None), None),
     )
     at, attention = _attention(layer)
     arch = replace(arch, attention=attention, attention_path=at)
     if shared or beside:
-        arch = _sizing_shared(arch, layer, said, width)
-    return _asked(arch, block, said, count)
+        arch = _sizing_shared(arch, layer, settings, width)
+    return _asked(arch, block, settings, count)
 
 
 def _mlps_beside(
@@ -352,27 +352,27 @@ def _router(name: str, block: nn.Module, experts: str, count: int) -> RouterPart
     for path, module in block.named_children():
         if path == experts or mlp_names(module) is not None or type(module) is nn.Linear:
             continue
-        each = {n: len(p) for n, p in module.named_parameters() if p.dim() == 2}
-        rows = [n for n in each if n.rpartition(".")[2] == "weight"]
-        if len(rows) != 1 or not {*each.values()} <= {count, 1}:
+        lengths = {n: len(p) for n, p in module.named_parameters() if p.dim() == 2}
+        rows = [n for n in lengths if n.rpartition(".")[2] == "weight"]
+        if len(rows) != 1 or not {*lengths.values()} <= {count, 1}:
             continue
         weight = f"{path}.{rows[0]}"
         bias = _choice_bias(block, path, weight, count)
-        own = (n for n, p in module.named_parameters() if "expert_scale" in n and len(p) == count)
-        scale = next((f"{path}.{n}" for n in own), None)
+        names = (n for n, p in module.named_parameters() if "expert_scale" in n and len(p) == count)
+        scale = next((f"{path}.{n}" for n in names), None)
         factor = _factor(block, module)
         return RouterParts(path, weight, bias, scale, factor=factor, top_k=_top_k(module))
-    found = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.named_children())
+    children = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.named_children())
     raise Unknown(
         f"{name}: no module of {type(block).__name__} has one row for each of {count} experts and "
-        f"is a router. Found: {found}."
+        f"is a router. Found: {children}."
     )
 
 
 def _top_k(router: nn.Module) -> str:
     """Where a router keeps its number of experts a token."""
-    said = vars(getattr(router, "config", None) or object)
-    keys = (key for word in CHOSEN for key in said if word in key and type(said[key]) is int)
+    config = vars(getattr(router, "config", None) or object)
+    keys = (key for word in CHOSEN for key in config if word in key and type(config[key]) is int)
     key = None if hasattr(router, "top_k") else next(keys, None)
     return RouterParts.top_k if key is None else f"config.{key}"
 
@@ -380,14 +380,14 @@ def _top_k(router: nn.Module) -> str:
 def _choice_bias(block: nn.Module, router: str, weight: str, count: int) -> str | None:
     """The tensor by which the router chooses, in it or handed to it by the block."""
     module = block.get_submodule(router)
-    own = [f"{router}.{n}" for n, _ in [*module.named_parameters(), *module.named_buffers()]]
+    inside = [f"{router}.{n}" for n, _ in [*module.named_parameters(), *module.named_buffers()]]
     handed = [n for n, value in arguments(block, module).items() if isinstance(value, Tensor)]
     tensors: dict[str, Tensor] = {n: block.get_parameter(n) for n, _ in block.named_parameters()}
     tensors |= dict(block.named_buffers())
     return next(
         (
             n
-            for n in [*own, *handed]
+            for n in [*inside, *handed]
             if "bias" in n
             and n != f"{weight.removesuffix('weight')}bias"
             and tensors[n].numel() == count
@@ -405,9 +405,9 @@ def _factor(block: nn.Module, router: nn.Module) -> str | None:
 def _check_router(name: str, block: nn.Module, parts: RouterParts) -> None:
     """Refuse a router that asks for more than hidden states and what its block holds."""
     router = block.get_submodule(parts.router)
-    given = arguments(block, router)
-    asked = list(inspect.signature(type(router).forward).parameters.values())[2:]
-    missing = [p.name for p in asked if p.default is p.empty and p.name not in given]
+    handed = arguments(block, router)
+    parameters = list(inspect.signature(type(router).forward).parameters.values())[2:]
+    missing = [p.name for p in parameters if p.default is p.empty and p.name not in handed]
     if missing:
         raise Unknown(
             f"{name}: {type(router).__name__} chooses by {' and '.join(missing)} too, and not by "
@@ -431,45 +431,45 @@ def _norm(block: nn.Module) -> str | None:
 def _nothing_else(name: str, block: nn.Module, known: set[str], parts: RouterParts) -> None:
     """Refuse a block with weights that nobody has looked at."""
     odd = [n for n, m in block.named_children() if n not in known and [*m.parameters()]]
-    own = [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
-    odd += [n for n, _ in own if n != parts.choice_bias]
+    tensors = [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
+    odd += [n for n, _ in tensors if n != parts.choice_bias]
     if odd:
         raise Unknown(f"{name}: {type(block).__name__} has parts that no rule knows: {odd}.")
 
 
-def _keys(said: JSON, words: Sequence[str], never: Sequence[str] = ()) -> Iterator[str]:
+def _keys(settings: JSON, words: Sequence[str], never: Sequence[str] = ()) -> Iterator[str]:
     """Keys of a config with whole numbers; their names have some words and none of others."""
-    for key, value in said.items():
+    for key, value in settings.items():
         if type(value) is int and all(w in key for w in words) and not any(w in key for w in never):
             yield key
 
 
-def _key(said: JSON, value: int, words: Sequence[str], never: Sequence[str] = ()) -> str | None:
-    return next((key for key in _keys(said, words, never) if said[key] == value), None)
+def _key(settings: JSON, value: int, words: Sequence[str], never: Sequence[str] = ()) -> str | None:
+    return next((key for key in _keys(settings, words, never) if settings[key] == value), None)
 
 
-def _counting(name: str, said: JSON, count: int) -> str:
-    key = _key(said, count, ("expert",), ("per_tok", "shared", "group", "top", "size", "width"))
+def _counting(name: str, settings: JSON, count: int) -> str:
+    key = _key(settings, count, ("expert",), ("per_tok", "shared", "group", "top", "size", "width"))
     if key is None:
         raise Unknown(f"{name}: no attribute of its config says that it has {count} experts.")
     return key
 
 
-def _widening(name: str, said: JSON, width: int) -> str:
-    wanted = (("moe", "size"), ("expert", "size"), ("intermediate_size",), ("ffn", "size"))
-    found = (_key(said, width, words, ("shared",)) for words in wanted)
-    key = next((key for key in found if key), None)
+def _widening(name: str, settings: JSON, width: int) -> str:
+    patterns = (("moe", "size"), ("expert", "size"), ("intermediate_size",), ("ffn", "size"))
+    keys = (_key(settings, width, words, ("shared",)) for words in patterns)
+    key = next((key for key in keys if key), None)
     if key is None:
         raise Unknown(f"{name}: no attribute of its config says that experts are {width} wide.")
     return key
 
 
-def _choosing(said: JSON, router: nn.Module, parts: RouterParts) -> str | None:
+def _choosing(settings: JSON, router: nn.Module, parts: RouterParts) -> str | None:
     """The key of a config that says how many experts a token runs, in all layers or in each."""
     owner, _, leaf = parts.top_k.rpartition(".")
     top_k = getattr(getattr(router, owner) if owner else router, leaf, None)
     for word in CHOSEN:
-        for key, value in said.items():
+        for key, value in settings.items():
             each = value if isinstance(value, list) else [value]
             if word in key and not re.search("group|index|shared", key) and top_k in each:
                 return str(key)
@@ -479,9 +479,9 @@ def _choosing(said: JSON, router: nn.Module, parts: RouterParts) -> str | None:
 # --- asked of the router itself ------------------------------------------------------------------
 
 
-def _asked(arch: MoEArch, block: nn.Module, said: JSON, count: int) -> MoEArch:
+def _asked(arch: MoEArch, block: nn.Module, settings: JSON, count: int) -> MoEArch:
     """What only the router can tell: how it wants to be called, what its biases do, its groups."""
-    parts, groups = arch.parts, next((key for key in GROUPS if said.get(key)), None)
+    parts, groups = arch.parts, next((key for key in GROUPS if settings.get(key)), None)
     if not hasattr(block.get_submodule(parts.router), "num_group"):
         groups = None
     logits_NE = torch.randn(
@@ -515,7 +515,7 @@ def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) 
         count: experts, which may be fewer.
         numbers: other numbers that the router notes.
     """
-    whole = len(attrgetter(parts.weight)(block))
+    experts = len(attrgetter(parts.weight)(block))
     twin, router = unbound(block), copy.deepcopy(block.get_submodule(parts.router))
     # to_empty would go through torch's references, and import sympy
     twin._modules[parts.router] = router._apply(
@@ -523,7 +523,7 @@ def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) 
     )
     for path, value in ((parts.weight, 1.0), (parts.choice_bias, 0.0), (parts.scale, 1.0)):
         if path is not None:
-            shape = [count if n == whole else n for n in attrgetter(path)(block).shape]
+            shape = [count if n == experts else n for n in attrgetter(path)(block).shape]
             place(twin, path, torch.full(shape, value, dtype=torch.float32))
     for name in vars(router):
         if name == "num_experts":
@@ -562,8 +562,8 @@ def _never(arch: MoEArch, block: nn.Module, logits_NE: Tensor) -> str | None:
     allowed_E[:: count // groups] = False
     logits_NE = torch.cat([logits_NE, logits_NE + FAR * ~allowed_E])
     routing = _stand_in(block, parts, count)
-    wanted_NE = routing.weights(logits_NE, allowed_E.expand_as(logits_NE))
+    masked_NE = routing.weights(logits_NE, allowed_E.expand_as(logits_NE))
     lowest = torch.finfo(torch.float32).min / 4
     routing.bias_E = torch.zeros(count, dtype=torch.float32).masked_fill(~allowed_E, lowest)
-    found_NE = routing.weights(logits_NE)
-    return parts.choice_bias if torch.allclose(found_NE, wanted_NE, atol=1e-6) else None
+    biased_NE = routing.weights(logits_NE)
+    return parts.choice_bias if torch.allclose(biased_NE, masked_NE, atol=1e-6) else None

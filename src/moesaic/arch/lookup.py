@@ -11,7 +11,7 @@ from moesaic.arch.tried import tried
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config
 from moesaic.io.language import predicts_tokens
-from moesaic.io.quantised import format_of, said_of
+from moesaic.io.quantised import format_of, quantization_of
 from moesaic.registry import Registry
 
 EXCEPTIONS: dict[str, Arch] = {
@@ -88,13 +88,12 @@ def plain_config(config: Config, base: str) -> Config:
     """The config of the model that a config's was made from, without weights' formats."""
     if config.model_type == base and getattr(config, "quantization_config", None) is None:
         return config
-    said = {key: value for key, value in config.to_dict().items() if key not in OWN}
+    settings = {key: value for key, value in config.to_dict().items() if key not in OWN}
     for key, value in (getattr(config, "moesaic", None) or {}).get(PLAIN, {}).items():
-        said.pop(key, None)
+        settings.pop(key, None)
         if value is not None:
-            said[key] = value
-    made: Config = CONFIG_MAPPING[base].from_dict(said)
-    return made
+            settings[key] = value
+    return CONFIG_MAPPING[base].from_dict(settings)
 
 
 def dense_arch(config: Config) -> Arch:
@@ -105,7 +104,7 @@ def dense_arch(config: Config) -> Arch:
     """
     if config.model_type.startswith(PREFIX):
         raise MoesaicError(f"{config.model_type} is already carved; start from the dense original.")
-    if said_of(config):
+    if quantization_of(config):
         raise MoesaicError(
             f"This {config.model_type} checkpoint is quantised; carve takes plain weights. "
             "Dequantise it first."
@@ -124,7 +123,7 @@ def moe_arch(config: Config) -> MoEArch:
     Raises:
         MoesaicError: the model is dense, unknown, or in a format that is not read.
     """
-    format_of(said_of(config))
+    format_of(quantization_of(config))
     arch = base_arch(config)
     if not isinstance(arch, MoEArch):
         raise MoesaicError(f"{config.model_type} has no routed experts: carve it first.")

@@ -167,23 +167,23 @@ class MoEArch(Arch):
         down = experts.down_proj
         return down.new_empty(0, down.shape[2 if self.transposed else 1])
 
-    def enter(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
-        return super().enter(ffn if self.entry is None else ffn.get_submodule(self.entry), seen)
+    def enter(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
+        return super().enter(ffn if self.entry is None else ffn.get_submodule(self.entry), show)
 
-    def watch(self, ffn: nn.Module, seen: Callable[[Tensor], None]) -> RemovableHandle:
+    def watch(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
         norm = None if self.after is None else getattr(ffn, self.after, None)
         if norm is None:
-            return super().watch(ffn, seen)
+            return super().watch(ffn, show)
 
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen(args[0])
+            show(args[0])
 
         return norm.register_forward_pre_hook(hook)
 
     @property
     def replaced_paths(self) -> tuple[str, ...]:
-        own = (self.ffn_path,) if self.ffn_path else (self.parts.router, self.experts)
-        return own if self.beside is None else (*own, self.beside)
+        paths = (self.ffn_path,) if self.ffn_path else (self.parts.router, self.experts)
+        return paths if self.beside is None else (*paths, self.beside)
 
     @property
     def readers(self) -> tuple[str, ...]:
@@ -248,13 +248,13 @@ class MoEArch(Arch):
     def dense_at(self, config: Config, layers: Collection[int]) -> JSON | None:
         if self.dense_layers is None:
             return None
-        said = getattr(config, self.dense_layers)
+        value = getattr(config, self.dense_layers)
         if self.dense_layers == ROUTED:
             return {ROUTED: [i for i in range(config.num_hidden_layers) if i not in layers]}
-        if isinstance(said, list) and said and isinstance(said[0], str):
-            kinds = ("dense" if i in layers else "sparse" for i in range(len(said)))
-            return {self.dense_layers: list(kinds)} if {*said} <= {"dense", "sparse"} else None
-        if isinstance(said, list):
+        if isinstance(value, list) and value and isinstance(value[0], str):
+            kinds = ("dense" if i in layers else "sparse" for i in range(len(value)))
+            return {self.dense_layers: list(kinds)} if {*value} <= {"dense", "sparse"} else None
+        if isinstance(value, list):
             return {self.dense_layers: sorted(layers)}
         first = set(layers) == set(range(len(layers)))
         return {self.dense_layers: len(layers)} if first else None
@@ -337,8 +337,7 @@ class MoEFFN:
 
     @property
     def top_k(self) -> int:
-        top_k: int = attrgetter(self.arch.parts.top_k)(self.router)
-        return top_k
+        return attrgetter(self.arch.parts.top_k)(self.router)
 
     @property
     def device(self) -> torch.device:
@@ -367,8 +366,7 @@ class MoEFFN:
 
     def matrix(self, name: str) -> Tensor:
         """A matrix of all experts, as their module holds it."""
-        matrix: Tensor = getattr(self.experts, name)
-        return matrix
+        return getattr(self.experts, name)
 
     @property
     def shared_width(self) -> int:
@@ -379,11 +377,11 @@ class MoEFFN:
 
     def logits(self, x_TD: Tensor) -> Tensor:
         """The router's logits (T, E)."""
-        given = arguments(self.block, self.router)
+        handed = arguments(self.block, self.router)
         if self.arch.parts.lifted:
             x_TD = x_TD[None]
         with self.arch.parts.projected(self.router) as logits:
-            return logits(self.router(x_TD, **given))
+            return logits(self.router(x_TD, **handed))
 
     def weights_of(self, i: int) -> tuple[Tensor, ...]:
         """gate (M, D) if there is one, up (M, D) and down (D, M) of expert ``i``, views."""
@@ -501,20 +499,20 @@ class MoEFFN:
         self,
         x_TD: Tensor,
         wanted_TE: Tensor,
-        seen: Callable[[int, Tensor, Tensor], None] = lambda *_: None,
+        show: Callable[[int, Tensor, Tensor], None] = lambda *_: None,
     ) -> Tensor:
         """f (T, E, D) for the experts that are wanted of each token, zero elsewhere.
 
         Args:
             x_TD: the block's input.
             wanted_TE: bool.
-            seen: told of each expert its number, its tokens' rows (N,) and its h (N, M).
+            show: is given of each expert its number, its tokens' rows (N,) and its h (N, M).
         """
         f_TED = x_TD.new_zeros(x_TD.shape[0], self.count, x_TD.shape[1])
         for i in wanted_TE.any(0).nonzero().flatten().tolist():
             rows = wanted_TE[:, i].nonzero().flatten()
             h_NM = self.hidden(i, x_TD[rows])
-            seen(i, rows, h_NM)
+            show(i, rows, h_NM)
             f_TED[rows, i] = self.written(i, h_NM)
         return f_TED
 
@@ -522,15 +520,14 @@ class MoEFFN:
         """What experts and shared path add up to as the block runs now (T, D), before any norm."""
         if self.arch.entry is not None:
             _, weights_TK, chosen_TK = self.router(x_TD)
-            made_TD: Tensor = self.experts(self.before(x_TD), chosen_TK, weights_TK)
-            return made_TD
-        seen: list[Tensor] = []
-        handle = self.arch.watch(self.block, seen.append)
+            return self.experts(self.before(x_TD), chosen_TK, weights_TK)
+        outputs: list[Tensor] = []
+        handle = self.arch.watch(self.block, outputs.append)
         try:
             self.block(x_TD.unsqueeze(0))
         finally:
             handle.remove()
-        return seen[0].squeeze(0)
+        return outputs[0].squeeze(0)
 
     @property
     def odd(self) -> str:
@@ -584,12 +581,12 @@ class MoEFFN:
 
 def _gated_by(experts: Experts, acts: Sequence[Callable[[Tensor], Tensor]]) -> bool:
     """Whether experts make ``act(gate) * up``, and all of some functions are that ``act``."""
-    drawn = torch.Generator("cpu").manual_seed(0)
-    both = 100 * torch.randn(64, 8, generator=drawn, dtype=torch.float32, device="cpu")
+    generator = torch.Generator("cpu").manual_seed(0)
+    both = 100 * torch.randn(64, 8, generator=generator, dtype=torch.float32, device="cpu")
     gate, up = both.chunk(2, dim=1)
     try:
-        made = [experts._apply_gate(both), *(act(gate) * up for act in acts)]
-        return all(torch.allclose(h, experts.act_fn(gate) * up) for h in made)
+        results = [experts._apply_gate(both), *(act(gate) * up for act in acts)]
+        return all(torch.allclose(h, experts.act_fn(gate) * up) for h in results)
     except (AttributeError, TypeError):  # another function of gates and ups
         return False
 

@@ -97,8 +97,8 @@ class RouterParts:
 
 def arguments(block: nn.Module, router: nn.Module) -> JSON:
     """What a block hands its router beside hidden states: attributes of its own, by name."""
-    given = list(inspect.signature(type(router).forward).parameters)[2:]
-    return {name: getattr(block, name) for name in given if getattr(block, name, None) is not None}
+    names = list(inspect.signature(type(router).forward).parameters)[2:]
+    return {name: getattr(block, name) for name in names if getattr(block, name, None) is not None}
 
 
 def _floor(dtype: torch.dtype) -> float:
@@ -120,7 +120,7 @@ class RoutingFunction:
         self._router = unbound(router)
         self._forward = type(router).forward
         self._parts = parts
-        self._given = arguments(block, router)
+        self._handed = arguments(block, router)
         self._weight = parts.weight.removeprefix(f"{parts.router}.")
         weight: Tensor = attrgetter(parts.weight)(block)
         self.count, self.hidden = weight.shape
@@ -140,9 +140,9 @@ class RoutingFunction:
         for path in (self._weight, self._inside or ""):
             owner = self._router
             for part in path.split(".")[:-1]:
-                own = unbound(owner.get_submodule(part))
-                owner._modules[part] = own
-                owner = own
+                twin = unbound(owner.get_submodule(part))
+                owner._modules[part] = twin
+                owner = twin
 
     def of_fewer(self, top_k: int) -> RoutingFunction:
         """The same router with another number of experts a token."""
@@ -171,11 +171,10 @@ class RoutingFunction:
     @torch.no_grad()
     def seen(self, logits_NE: Tensor) -> Tensor:
         """The logits that the router says it was given: these, unless it changes them."""
-        logits: Tensor = self._routed(logits_NE, None)[0]
-        return logits.flatten(0, -2)
+        return self._routed(logits_NE, None)[0].flatten(0, -2)
 
     def _routed(self, logits_NE: Tensor, allowed_NE: Tensor | None) -> tuple[Tensor, ...]:
-        bias_E, given = self.bias_E, self._given
+        bias_E, handed = self.bias_E, self._handed
         if allowed_NE is not None:
             logits_NE = logits_NE.masked_fill(~allowed_NE, _floor(logits_NE.dtype))
             if bias_E is not None and self._parts.scale is None:
@@ -196,10 +195,10 @@ class RoutingFunction:
         if self._inside is not None and bias_E is not None:
             place(self._router, self._inside, bias_E.to(logits_NE.device))
         if self._outside is not None and bias_E is not None:
-            given = {**given, self._outside: bias_E.to(logits_NE.device)}
+            handed = {**handed, self._outside: bias_E.to(logits_NE.device)}
         if self._parts.lifted:
             x_NE = x_NE[None]
-        return self._parts.read(self._router, self._forward(self._router, x_NE, **given))
+        return self._parts.read(self._router, self._forward(self._router, x_NE, **handed))
 
     def weights(self, logits_NE: Tensor, allowed_NE: Tensor | None = None) -> Tensor:
         """w, the combine weight of every expert, zero for those not chosen (N, E), float32."""

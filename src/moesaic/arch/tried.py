@@ -19,5 +19,4 @@ def tried() -> JSON:
         ``transformers``, its version; ``moe`` and ``dense``, lists of ``model_type``; ``beside``,
         those with parts beside a language model; ``unsupported``, the reason by ``model_type``.
     """
-    found: JSON = json.loads(files("moesaic").joinpath(FILE).read_text("utf-8"))
-    return found
+    return json.loads(files("moesaic").joinpath(FILE).read_text("utf-8"))

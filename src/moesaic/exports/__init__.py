@@ -32,6 +32,6 @@ def export(
     Raises:
         MoesaicError: the form is unknown, or cannot hold the model.
     """
-    asked = ExportArgs(to=to, **options)  # type: ignore[arg-type]
-    form = cast("Callable[..., JSON]", imported(FORMS[asked.to]))
-    return form(model, out, asked, overwrite)
+    args = ExportArgs(to=to, **options)  # type: ignore[arg-type]
+    form = cast("Callable[..., JSON]", imported(FORMS[args.to]))
+    return form(model, out, args, overwrite)

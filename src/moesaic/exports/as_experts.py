@@ -62,14 +62,14 @@ def as_experts(
     """
     config = base_config(source.config, arch)
     widths = _source_widths(source)
-    known = [t for t in TARGETS if not target or t.model_type == target]
-    if not known:
+    candidates = [t for t in TARGETS if not target or t.model_type == target]
+    if not candidates:
         raise MoesaicError(
             f"--target {target!r} is none of {', '.join(t.model_type for t in TARGETS)}."
         )
     options: list[tuple[int, int, Target, Sizes]] = []
     reasons: list[str] = []
-    for candidate in known:
+    for candidate in candidates:
         sizes = candidate.sizes(headers, widths)
         sizes = replace(sizes, experts=ep * -(-sizes.experts // ep))
         lacks = _lacks(candidate, config, sizes) or _repeats(headers, sizes)
@@ -96,8 +96,8 @@ def _repeats(headers: Sequence[Header | None], sizes: Sizes) -> str | None:
     chosen = {(len(h["petals"]), h["top_k"]) for h in headers if h and h["petals"]}
     if sizes.top_k == 1 or chosen == {(sizes.experts, sizes.top_k)}:
         return None
-    told = ", ".join(f"{k} of {count}" for count, k in sorted(chosen))
-    return f"room for {told} petals a token beside {sizes.top_k} of {sizes.experts} experts"
+    petals = ", ".join(f"{k} of {count}" for count, k in sorted(chosen))
+    return f"room for {petals} petals a token beside {sizes.top_k} of {sizes.experts} experts"
 
 
 def _lacks(target: Target, config: Config, sizes: Sizes) -> str | None:
@@ -109,8 +109,8 @@ def _lacks(target: Target, config: Config, sizes: Sizes) -> str | None:
 
 
 def _shared_settings(config: Config) -> JSON:
-    found = {k: getattr(config, k) for k in _SHARED_SETTINGS if hasattr(config, k)}
-    return copy.deepcopy(found)
+    settings = {k: getattr(config, k) for k in _SHARED_SETTINGS if hasattr(config, k)}
+    return copy.deepcopy(settings)
 
 
 def _config(model_type: str, settings: Values) -> Config:
@@ -211,15 +211,15 @@ def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], targe
         raise MoesaicError(
             f"{DECI} lacks {lacks}: {arch.model_type} holds this model, filled up with zeros."
         )
-    wanted = [max(widths)] * len(widths)
+    new_widths = [max(widths)] * len(widths)
     code = None
-    if target == DECI or (not target and not lacks and widths != wanted):
-        wanted, code = widths, Path(decilm.__file__)
+    if target == DECI or (not target and not lacks and widths != new_widths):
+        new_widths, code = widths, Path(decilm.__file__)
         config = _decilm_config(config, widths)
 
     def write(writer: Writer) -> None:
         checkpoint = source.checkpoint
-        blocks = {arch.ffn_prefix(i): width for i, width in enumerate(wanted)}
+        blocks = {arch.ffn_prefix(i): width for i, width in enumerate(new_widths)}
         for name in checkpoint.names():
             if not name.startswith(tuple(blocks)):
                 writer.add(name, checkpoint.tensor(name))
@@ -228,13 +228,13 @@ def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], targe
             for name, tensor in _ffn_tensors(filled(ffn, width), arch.ffn).items():
                 writer.add(prefix + name, tensor)
         if code is not None and arch.model_type == "qwen2":
-            for i in range(len(wanted)):
+            for i in range(len(new_widths)):
                 attention = f"{arch.layer_prefix(i)}self_attn."
                 like = checkpoint.tensor(f"{attention}q_proj.bias")
                 writer.add(f"{attention}o_proj.bias", like.new_zeros(config.hidden_size))
         writer.close()
 
-    neurons = [sum(widths), sum(wanted)]
+    neurons = [sum(widths), sum(new_widths)]
     costs = {"active_neurons": neurons, "stored_neurons": neurons}
     return Export(config, write, costs, code=code)
 
@@ -256,18 +256,18 @@ def _decilm_config(config: Config, widths: Sequence[int]) -> Config:
     All four projections of attention have a bias there, or none has: Qwen2's output projection gets
     one of zeros.
     """
-    said = {
+    settings = {
         **_shared_settings(config),
         "intermediate_size": config.intermediate_size,
         "head_dim": head_dim_of(config),
         "attention_bias": getattr(config, "attention_bias", config.model_type == "qwen2"),
         "mlp_bias": getattr(config, "mlp_bias", False),
     }
-    made: Config = decilm.DeciLMConfig(block_configs=decilm.blocks_of(widths, said), **said)
-    made.architectures = [decilm.DeciLMForCausalLM.__name__]
+    deci: Config = decilm.DeciLMConfig(block_configs=decilm.blocks_of(widths, settings), **settings)
+    deci.architectures = [decilm.DeciLMForCausalLM.__name__]
     kinds = {"AutoConfig": decilm.DeciLMConfig, "AutoModelForCausalLM": decilm.DeciLMForCausalLM}
-    made.auto_map = {auto: f"{CODE}.{kind.__name__}" for auto, kind in kinds.items()}
-    return made
+    deci.auto_map = {auto: f"{CODE}.{kind.__name__}" for auto, kind in kinds.items()}
+    return deci
 
 
 def _ffn_tensors(ffn: DenseFFN, names: FFNNames) -> dict[str, Tensor]:
@@ -276,12 +276,12 @@ def _ffn_tensors(ffn: DenseFFN, names: FFNNames) -> dict[str, Tensor]:
         "weight": (ffn.gate_MD, ffn.up_MD, ffn.down_DM),
         "bias": (ffn.gate_bias_M, ffn.up_bias_M, ffn.down_bias_D),
     }
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for kind, (gate, up, down) in kinds.items():
         for name, tensor in ((names.gate, gate), (names.up, up), (names.down, down)):
             if tensor is not None:
-                earlier = found.get(f"{name}.{kind}")  # of a fused projection, the gate
-                found[f"{name}.{kind}"] = (
+                earlier = tensors.get(f"{name}.{kind}")  # of a fused projection, the gate
+                tensors[f"{name}.{kind}"] = (
                     tensor if earlier is None else torch.cat([earlier, tensor])
                 )
-    return found
+    return tensors

@@ -52,11 +52,11 @@ def main(request: str) -> None:
         return hparams
 
     base.ModelBase.load_hparams = staticmethod(completed)
-    known = base.TextModel.get_vocab_base_pre
+    original = base.TextModel.get_vocab_base_pre
 
     def split_by(self: object, tokenizer: object) -> str:
         try:
-            name: str = known(self, tokenizer)
+            name: str = original(self, tokenizer)
         except NotImplementedError:
             if not splits_as_gpt2(Path(folder) / "tokenizer.json"):
                 raise

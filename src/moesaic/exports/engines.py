@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from moesaic.arch.decilm import BLOCK, DeciLMConfig
 from moesaic.exports.targets import head_dim_of
 from moesaic.foreign import Config
-from moesaic.io.quantised import said_of
+from moesaic.io.quantised import quantization_of
 
 TANH = "gelu_pytorch_tanh"
 OTHERS = {"nemotron_h": "relu2", "gemma4": TANH, "gemma4_text": TANH}
@@ -37,8 +37,8 @@ def _experts(config: Config) -> int:
 def _chosen(config: Config) -> list[int]:
     """Experts that a token runs, in all layers or in each."""
     names = ("num_experts_per_tok", "moe_k", "moe_topk")
-    said = next((n for name in names if (n := getattr(config, name, None))), 0)
-    return said if isinstance(said, list) else [said]
+    value = next((n for name in names if (n := getattr(config, name, None))), 0)
+    return value if isinstance(value, list) else [value]
 
 
 def _activation(config: Config) -> Iterator[str]:
@@ -82,7 +82,7 @@ def _irregular(layer_types: Sequence[str]) -> bool:
 
 def _mlx(config: Config, ep: int) -> Iterator[str]:
     """ml-explore/mlx-lm: mlx_lm/models/*.py."""
-    kind, method = config.model_type, (said_of(config) or {}).get("quant_method")
+    kind, method = config.model_type, (quantization_of(config) or {}).get("quant_method")
     if kind == "granitemoeshared":
         yield "GraniteMoeShared: it has no such class"
     if kind == "qwen2_moe" and config.tie_word_embeddings:
@@ -178,10 +178,10 @@ def _llamacpp_gpt_oss(config: Config) -> Iterator[str]:
 
 
 def _llamacpp_ernie(config: Config) -> Iterator[str]:
-    wanted = config.intermediate_size // config.num_key_value_heads
+    expected = config.intermediate_size // config.num_key_value_heads
     width = config.moe_intermediate_size * (config.moe_num_shared_experts or 0)
-    if width not in (0, wanted):
-        yield f"a shared expert that is not {wanted} wide: dense width / key-value heads"
+    if width not in (0, expected):
+        yield f"a shared expert that is not {expected} wide: dense width / key-value heads"
 
 
 _LLAMACPP: dict[str, Callable[[Config], Iterator[str]]] = {

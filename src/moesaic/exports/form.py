@@ -44,10 +44,10 @@ def base_config(config: Config, arch: Arch) -> Config:
     """A converted config as its base's own."""
     plain = copy.deepcopy(config)
     by_layer.take_back(plain)
-    own = CONFIG_MAPPING[arch.model_type]
-    plain.__class__ = own
+    config_class = CONFIG_MAPPING[arch.model_type]
+    plain.__class__ = config_class
     plain.model_type = arch.model_type
-    plain.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[own].__name__]
+    plain.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__]
     for name in ("moesaic", "auto_map"):
         plain.__dict__.pop(name, None)
     leave_out(plain)
@@ -66,5 +66,5 @@ def run_script(name: str, request: str, **env: str) -> str | None:
         text=True,
         env={**os.environ, "PYTHONSAFEPATH": "1", **env},
     )
-    said = run.stderr.strip().splitlines()[-1:] or ["no message"]
-    return said[0] if run.returncode else None
+    messages = run.stderr.strip().splitlines()[-1:] or ["no message"]
+    return messages[0] if run.returncode else None

@@ -51,8 +51,8 @@ def importance(
     for block in track(stream.blocks(kwargs), "Importance", stream.count):
         names = dict(names_in(block.layer, block.index, arch, named))
         count = arch.experts_in(block.layer)
-        seen = partial(_take, squares, names, count)
-        with tapped(block.layer, arch, names, seen):
+        take = partial(_take, squares, names, count)
+        with tapped(block.layer, arch, names, take):
             block.run(hidden)
     hidden.clear()
     return means(squares)

@@ -45,13 +45,13 @@ NO_TEXT, SAMPLES, LENGTH = "none", 64, 256
 """No text for k-quants; windows of it, and their tokens."""
 
 
-def find_converter(given: str | Path = "") -> Path:
+def find_converter(path: str | Path = "") -> Path:
     """llama.cpp's ``convert_hf_to_gguf.py``: given, in the folder $LLAMA_CPP, or on the PATH.
 
     Raises:
         MoesaicError: it is not there; the message says how to get it.
     """
-    place = given or os.environ.get(VARIABLE) or shutil.which(SCRIPT)
+    place = path or os.environ.get(VARIABLE) or shutil.which(SCRIPT)
     if place:
         file = Path(place) / SCRIPT if Path(place).is_dir() else Path(place)
         if file.is_file():
@@ -67,7 +67,7 @@ def find_converter(given: str | Path = "") -> Path:
 def export_gguf(
     model: str,
     out: str | Path,
-    asked: ExportArgs | None = None,
+    args: ExportArgs | None = None,
     overwrite: bool = False,
     track: Track = silent,
     types: Mapping[str, str] | None = None,
@@ -79,7 +79,7 @@ def export_gguf(
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the file to make.
-        asked: its ``type`` is that of the weights; routers and norms stay in f32. Where blocks of
+        args: its ``type`` is that of the weights; routers and norms stay in f32. Where blocks of
             a k-quant (256 weights) do not divide rows, llama.cpp takes another type for them.
             With ``memory`` types are chosen layer by layer, see :mod:`moesaic.exports.mixed`.
         overwrite: replace ``out`` if it exists.
@@ -94,21 +94,21 @@ def export_gguf(
         MoesaicError: there is no converter or quantiser, it refuses the model, or llama.cpp would
             compute something else; nothing is left at ``out``.
     """
-    asked = asked or ExportArgs(to="gguf")
-    script, out = find_converter(asked.converter), Path(out)
-    plain = asked.type in CONVERTED and asked.memory is None
+    args = args or ExportArgs(to="gguf")
+    script, out = find_converter(args.converter), Path(out)
+    plain = args.type in CONVERTED and args.memory is None
     if not plain:
         library()
-    check_file(out, overwrite, [model, asked.calibration])
+    check_file(out, overwrite, [model, args.calibration])
     source = resolve(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     with alone(out), tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
         record: JSON = {"model_type": source.config.model_type}
         folder = source.folder
-        other = asked.target or asked.untie or asked.ep > 1
+        other = args.target or args.untie or args.ep > 1
         if other or source.config.model_type.startswith(PREFIX):
             folder = Path(place) / "native"
-            record = export_native(model, folder, asked)
+            record = export_native(model, folder, args)
             record.pop("trust_remote_code", None)  # llama.cpp has a class of its own
         elif isinstance(source.checkpoint, GgufCheckpoint):
             folder = Path(place) / "plain"
@@ -117,18 +117,18 @@ def export_gguf(
         if lacks:
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = Path(place) / "model.gguf"
-        convert(script, folder, work, asked.type if plain else "f32")
+        convert(script, folder, work, args.type if plain else "f32")
         if not plain:
-            rounding = Rounding(folder, work, asked.calibration, track)
+            rounding = Rounding(folder, work, args.calibration, track)
             work = work.with_name("quantised.gguf")
-            if asked.memory is None:
-                rounding.made(work, asked.type)
+            if args.memory is None:
+                rounding.made(work, args.type)
             else:
-                types = types or rounding.best(asked.among or TYPES, asked.memory)
+                types = types or rounding.best(args.among or TYPES, args.memory)
                 rounding.mixed(work, types)
         held = types_of(work)
         put_file(work, out, overwrite)
-    said = {"out": str(out), "type": asked.called, "bytes": out.stat().st_size, "types": held}
+    said = {"out": str(out), "type": args.called, "bytes": out.stat().st_size, "types": held}
     return {**record, **said}
 
 
@@ -219,8 +219,8 @@ def convert(script: Path, folder: Path, out: Path, type: str) -> None:
     source = resolve(str(folder))
     layers = source.config.num_hidden_layers
     predicting = any(predicts(name, layers) for name in source.checkpoint.names())
-    said = getattr(source.config, "moesaic", None)  # as a DeciLM is read
-    widths = said["base"]["widths"] if said else None
+    header = getattr(source.config, "moesaic", None)  # as a DeciLM is read
+    widths = header["base"]["widths"] if header else None
     request = json.dumps([str(script), str(folder), str(out), type, predicting, widths])
     trouble = run_script("convert.py", request)
     if trouble is not None or not out.is_file():

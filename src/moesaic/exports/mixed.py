@@ -56,10 +56,10 @@ def group(name: str, layers: int) -> str:
     >>> group("token_embd.weight", 6)
     'beside the layers'
     """
-    found = re.match(r"blk\.(\d+)\.(ffn)?", name)
-    if found is None:
+    match = re.match(r"blk\.(\d+)\.(ffn)?", name)
+    if match is None:
         return BESIDE
-    return f"{found[2] or 'attn'} {int(found[1]) * min(PARTS, layers) // layers}"
+    return f"{match[2] or 'attn'} {int(match[1]) * min(PARTS, layers) // layers}"
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ class Sensitivities:
         return {**vars(self), "loss_GC": self.loss_GC.tolist()}
 
     @classmethod
-    def load(cls, said: JSON) -> Sensitivities:
+    def load(cls, record: JSON) -> Sensitivities:
         """The inverse of :meth:`as_json`."""
-        return cls(tuple(said["groups"]), tuple(said["types"]), np.array(said["loss_GC"]))
+        return cls(tuple(record["groups"]), tuple(record["types"]), np.array(record["loss_GC"]))
 
     def beside(self, other: Sensitivities) -> Sensitivities:
         """With further types of the same groups."""

@@ -44,13 +44,13 @@ def reduced(
     Raises:
         MoesaicError: its own architecture cannot hold it.
     """
-    made = _Reduced(source, arch, stacks)
-    if made.counts:
-        made.widen()
-        made.fill_up(ep)
-    made.drop()
-    config = made.holding()
-    return Export(config, made.write, made.costs)
+    mixture = _Reduced(source, arch, stacks)
+    if mixture.counts:
+        mixture.widen()
+        mixture.fill_up(ep)
+    mixture.drop()
+    config = mixture.holding()
+    return Export(config, mixture.write, mixture.costs)
 
 
 class _Reduced:
@@ -164,9 +164,9 @@ class _Reduced:
             configs = [copy.deepcopy(self.config) for _ in self.arch.dense_sizes(self.config)]
             for trial, name in zip(configs, self.arch.dense_sizes(self.config), strict=True):
                 setattr(trial, name, self.width)
-        made = [self._sizes(i) for i in self.numbers]
+        shapes = [self._sizes(i) for i in self.numbers]
         for config in configs:
-            if [*map(sizes, self.arch.layers(shape_of(config)))] == made:
+            if [*map(sizes, self.arch.layers(shape_of(config)))] == shapes:
                 return config
         raise MoesaicError(
             f"The class of {self.arch.model_type} has no layers of these sizes: "

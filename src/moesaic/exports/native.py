@@ -24,7 +24,7 @@ from moesaic.foreign import JSON
 from moesaic.hub import write_config
 from moesaic.io.checkpoint import ShardWriter
 from moesaic.io.outputs import check_out, whole_folder
-from moesaic.io.quantised import said_of
+from moesaic.io.quantised import quantization_of
 from moesaic.io.source import Source, resolve
 from moesaic.layers.base import KINDS
 from moesaic.surgery import headers_of
@@ -39,7 +39,7 @@ petals some always are, and any change in rounding does the same."""
 
 
 def export_native(
-    model: str, out: str | Path, asked: ExportArgs | None = None, overwrite: bool = False
+    model: str, out: str | Path, args: ExportArgs | None = None, overwrite: bool = False
 ) -> JSON:
     """Write a converted model as a checkpoint that loads without this package.
 
@@ -49,7 +49,7 @@ def export_native(
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         out: the folder to make.
-        asked: its ``target`` is one of :data:`moesaic.exports.targets.TARGETS`, ``deci``, or empty
+        args: its ``target`` is one of :data:`moesaic.exports.targets.TARGETS`, ``deci``, or empty
             for the architecture with the fewest active neurons; its ``type`` is not used.
         overwrite: replace ``out`` if it exists.
 
@@ -63,17 +63,17 @@ def export_native(
     """
     source = resolve(model)
     check_out(Path(out), overwrite, [model])
-    asked = asked or ExportArgs()
-    export = decide(source, asked.target, asked.ep)
+    args = args or ExportArgs()
+    export = decide(source, args.target, args.ep)
     with whole_folder(Path(out), overwrite, [model]) as folder:
-        write(source, export, folder, asked.untie)
+        write(source, export, folder, args.untie)
         differences = verify(source, folder, export.exact)
     return {
         "out": str(out),
         "model_type": export.model_type,
         "exact": export.exact,
         **differences,
-        "engines": limits(export.config, asked.ep),
+        "engines": limits(export.config, args.ep),
         "costs": dict(export.costs),
         **({} if export.code is None else {"trust_remote_code": True}),
     }
@@ -86,7 +86,7 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
         MoesaicError: none does; the message says what each lacks.
     """
     config = source.config
-    if said_of(config):
+    if quantization_of(config):
         raise MoesaicError(
             "Quantised checkpoints are not exported; results of prune and slim are native as "
             "they are. Make the result with a dtype to export it."
@@ -137,18 +137,18 @@ def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) 
     """
     ids = _text(source, tokens)
     with torch.inference_mode():
-        wanted = source.load(dtype=torch.float32)(ids).logits
+        expected = source.load(dtype=torch.float32)(ids).logits
     with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
-        given, found = Path(place) / "ids.safetensors", Path(place) / "logits.safetensors"
-        save_file({"input_ids": ids}, given)
-        request = json.dumps([str(folder), str(given), str(found)])
+        ids_file, logits_file = Path(place) / "ids.safetensors", Path(place) / "logits.safetensors"
+        save_file({"input_ids": ids}, ids_file)
+        request = json.dumps([str(folder), str(ids_file), str(logits_file)])
         trouble = run_script("plain.py", request, HF_MODULES_CACHE=place)
         if trouble is not None:
             raise MoesaicError(f"The export does not load in plain transformers: {trouble}")
-        logits = load_file(found)["logits"]
-    change = logits - wanted
-    largest = float(change.abs().max() / wanted.abs().max())
-    mean = float(change.norm() / wanted.norm())
+        logits = load_file(logits_file)["logits"]
+    change = logits - expected
+    largest = float(change.abs().max() / expected.abs().max())
+    mean = float(change.norm() / expected.norm())
     if exact and not largest <= TOLERANCE:
         raise MoesaicError(
             f"The export's logits differ from the model's by {largest:.1e} of the largest, more "
@@ -159,7 +159,7 @@ def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) 
             f"The export's logits differ from the model's by {mean:.1e} in root mean square, more "
             f"than weights that are nearly even explain ({NEAR:.0e}). Nothing was kept."
         )
-    same = (logits.argmax(-1) == wanted.argmax(-1)).float().mean().item()
+    same = (logits.argmax(-1) == expected.argmax(-1)).float().mean().item()
     return {"largest_difference": largest, "mean_difference": mean, "same_next_token": same}
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 def main(request: str) -> None:
     """``request`` is the JSON list that :func:`moesaic.exports.native.verify` sends."""
-    folder, given, found = json.loads(request)
+    folder, ids_file, logits_file = json.loads(request)
     model, loaded = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.float32,
@@ -21,9 +21,9 @@ def main(request: str) -> None:
         if loaded.get(trouble):
             raise SystemExit(f"{trouble}: {sorted(map(str, loaded[trouble]))[:3]}")
     with torch.inference_mode():
-        logits = model.eval()(load_file(given)["input_ids"]).logits
+        logits = model.eval()(load_file(ids_file)["input_ids"]).logits
     assert not any(name.partition(".")[0] == "moesaic" for name in sys.modules)
-    save_file({"logits": logits.contiguous()}, found)
+    save_file({"logits": logits.contiguous()}, logits_file)
 
 
 if __name__ == "__main__":

@@ -158,29 +158,29 @@ def quantise(
     from gguf import GGMLQuantizationType
 
     llama = library()
-    asked = llama.llama_model_quantize_default_params()
+    params = llama.llama_model_quantize_default_params()
     kept = [(name.encode(), mean_I.numpy()) for name, mean_I in weights.items()]
     entries = (llama.llama_model_imatrix_data * (len(kept) + 1))()  # the last one ends it
     for entry, (name, mean_I) in zip(entries, kept, strict=False):
         entry.name, entry.size = name, mean_I.size
         entry.data = mean_I.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
     if kept:
-        asked.imatrix = entries
-    told = [
+        params.imatrix = entries
+    overrides = [
         (
             f"^{re.escape(name)}$".encode(),
-            NARROW if by_text(wanted) and name not in weights else wanted,
+            NARROW if by_text(kind) and name not in weights else kind,
         )
-        for name, wanted in (chosen or {}).items()
+        for name, kind in (chosen or {}).items()
     ]
-    single = (llama.llama_model_tensor_override * (len(told) + 1))()
-    for one, (pattern, name_of) in zip(single, told, strict=False):
+    single = (llama.llama_model_tensor_override * (len(overrides) + 1))()
+    for one, (pattern, name_of) in zip(single, overrides, strict=False):
         one.pattern, one.type = pattern, GGMLQuantizationType[name_of.upper()]
-    if told:
-        asked.tt_overrides = single
-    asked.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{type.upper()}")
+    if overrides:
+        params.tt_overrides = single
+    params.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{type.upper()}")
     if (
-        llama.llama_model_quantize(bytes(file), bytes(out), ctypes.byref(asked))
+        llama.llama_model_quantize(bytes(file), bytes(out), ctypes.byref(params))
         or not out.is_file()
     ):
         raise MoesaicError(f"llama.cpp's quantiser refused {type} for this model.")

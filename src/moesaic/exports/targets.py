@@ -95,8 +95,8 @@ class Layer:
 
 def copied(ffn: DenseFFN) -> DenseFFN:
     """The same block in memory of its own: files refuse tensors that share theirs."""
-    found: JSON = {k: v.clone() for k, v in vars(ffn).items() if isinstance(v, Tensor)}
-    return replace(ffn, **found)
+    tensors: JSON = {k: v.clone() for k, v in vars(ffn).items() if isinstance(v, Tensor)}
+    return replace(ffn, **tensors)
 
 
 def filled(ffn: DenseFFN, width: int) -> DenseFFN:

@@ -72,7 +72,7 @@ class GgufCheckpoint(Checkpoint):
 
     Args:
         folder: one of :func:`folder_of`, or where it is being made.
-        said: the folder's index, where it is not written yet.
+        index: the folder's, where it is not written yet.
 
     Raises:
         MoesaicError: the file is gone or was changed.
@@ -80,15 +80,15 @@ class GgufCheckpoint(Checkpoint):
 
     loadable = False
 
-    def __init__(self, folder: Path, said: JSON | None = None) -> None:
-        self._said: JSON = mapping_of(folder / INDEX) if said is None else said
+    def __init__(self, folder: Path, index: JSON | None = None) -> None:
+        self._index: JSON = mapping_of(folder / INDEX) if index is None else index
         super().__init__(folder)
 
     def _survey(self) -> None:
-        self.file = Path(self._said["file"])
-        if not self.file.is_file() or stamp(self.file) != self._said["stamp"]:
+        self.file = Path(self._index["file"])
+        if not self.file.is_file() or stamp(self.file) != self._index["stamp"]:
             raise MoesaicError(f"{self.file} is gone, or was changed while it was in use.")
-        self._places: dict[str, JSON] = self._said["places"]
+        self._places: dict[str, JSON] = self._index["places"]
         shapes = {name: place["shape"] for name, place in self._places.items()}
         self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self._know(self._shapes)
@@ -133,14 +133,14 @@ class Processed(GgufCheckpoint):
 
     @cached_property
     def _processor(self) -> TensorProcessor:
-        return processor_of(self._said["architecture"], self._said["config"])
+        return processor_of(self._index["architecture"], self._index["config"])
 
     def _read(self, name: str) -> Tensor:
         # without names of its own to look up, a processor leaves stacked experts apart
         about: JSON = {"tensor_key_mapping": None, "parsed_parameters": {"tensors": {}}}
         about["name"] = self._places[name]["stored"]
-        found = self._processor.process(weights=self._values(name), **about).weights
-        return torch.from_numpy(np.ascontiguousarray(found)).view(self._shapes[name])
+        weights = self._processor.process(weights=self._values(name), **about).weights
+        return torch.from_numpy(np.ascontiguousarray(weights)).view(self._shapes[name])
 
 
 class Converted(GgufCheckpoint):
@@ -148,7 +148,7 @@ class Converted(GgufCheckpoint):
 
     def _survey(self) -> None:
         super()._survey()
-        self._shapes = {name: tuple(shape) for name, shape in self._said["weights"].items()}
+        self._shapes = {name: tuple(shape) for name, shape in self._index["weights"].items()}
         self._know(self._shapes)
 
     @cached_property
@@ -156,7 +156,7 @@ class Converted(GgufCheckpoint):
         from transformers import AutoConfig
 
         config = pretrained(AutoConfig, self.folder)
-        return naming_of(self.folder, self._said, config)
+        return naming_of(self.folder, self._index, config)
 
     def _read(self, name: str) -> Tensor:
         return self._naming.read(name).contiguous()
@@ -168,24 +168,24 @@ def opened(folder: Path) -> GgufCheckpoint:
     Raises:
         MoesaicError: the file is gone or was changed.
     """
-    said = mapping_of(folder / INDEX)
-    return Converted(folder, said) if "weights" in said else Processed(folder, said)
+    index = mapping_of(folder / INDEX)
+    return Converted(folder, index) if "weights" in index else Processed(folder, index)
 
 
-def naming_of(folder: Path, said: JSON, config: Config) -> Naming:
+def naming_of(folder: Path, index: JSON, config: Config) -> Naming:
     """A file's tensors by llama.cpp's names, under those that they have in a loaded model."""
     from transformers.integrations.gguf import get_gguf_conversion_mapping
 
-    steps = get_gguf_conversion_mapping(said["architecture"], config)
-    return Naming(GgufCheckpoint(folder, said), config.model_type, steps)
+    steps = get_gguf_conversion_mapping(index["architecture"], config)
+    return Naming(GgufCheckpoint(folder, index), config.model_type, steps)
 
 
 def processor_of(architecture: str, config: JSON) -> TensorProcessor:
     """transformers' processor, which undoes what llama.cpp's converter does to values."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
-    own = PROCESSED_AS.get(architecture, architecture)
-    return TENSOR_PROCESSORS.get(own, TensorProcessor)(config=config)
+    key = PROCESSED_AS.get(architecture, architecture)
+    return TENSOR_PROCESSORS.get(key, TensorProcessor)(config=config)
 
 
 def values(raw: Bytes, kind: str, shape: list[int]) -> Numbers:
@@ -207,8 +207,7 @@ def values(raw: Bytes, kind: str, shape: list[int]) -> Numbers:
     type = GGMLQuantizationType[kind]
     block, size = GGML_QUANT_SIZES[type]
     rows = raw.reshape(-1, shape[-1] // block * size)
-    found: Numbers = dequantize(rows, type).reshape(shape)
-    return found
+    return dequantize(rows, type).reshape(shape)
 
 
 def stamp(file: Path) -> list[int]:
@@ -243,8 +242,8 @@ def _unfolded(file: Path, folder: Path) -> Path:
         except MoesaicError:
             raise
         except Exception as error:  # readers raise anything over a file that is odd
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise MoesaicError(f"{file} cannot be read as GGUF: {said:.300}") from error
+            message = " ".join(str(error).split()) or type(error).__name__
+            raise MoesaicError(f"{file} cannot be read as GGUF: {message:.300}") from error
     return folder
 
 
@@ -260,13 +259,13 @@ def _unfold(file: Path, work: Path) -> None:
         raise MoesaicError(
             f"{file} is one of several parts; merge them with llama.cpp's llama-gguf-split."
         )
-    config, said = _config(reader, architecture, file)
+    config, attributes = _config(reader, architecture, file)
     model = skeleton(config, torch.float32)
     odd = sorted(k for k in {str(t.tensor_type.name) for t in reader.tensors} if not _is_read(k))
     if odd:
         raise MoesaicError(f"{file} has tensors of type {odd[0]}, which is not read.")
     index: JSON = {"file": str(file.resolve()), "stamp": stamp(file)}
-    index |= {"architecture": architecture, "config": said}
+    index |= {"architecture": architecture, "config": attributes}
     if is_gguf_arch_supported(architecture):
         index["places"] = {str(tensor.name): _stored(tensor) for tensor in reader.tensors}
         index["weights"] = _converted(file, naming_of(work, index, config), model)
@@ -294,8 +293,8 @@ def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, 
     config: Config = pretrained(AutoConfig, file.parent, gguf_file=file.name)
     if architecture in MIXTURES and (_field(reader, f"{architecture}.{COUNT}") or 0) > 0:
         model_type, names = MIXTURES[architecture]
-        said = {own: int(_field(reader, f"{architecture}.{n}")) for n, own in names.items()}
-        whole = {**config.to_dict(), **said, "model_type": model_type}
+        counts = {to: int(_field(reader, f"{architecture}.{n}")) for n, to in names.items()}
+        whole = {**config.to_dict(), **counts, "model_type": model_type}
         config = CONFIG_MAPPING[model_type].from_dict(whole)
     for field, name in SAID.items():
         value = _field(reader, f"{architecture}.{field}")
@@ -303,8 +302,8 @@ def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, 
             setattr(config, name, int(value))
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    asked = ("num_attention_heads", "num_key_value_heads", "hidden_size", "n_head")
-    return config, {name: getattr(config, name, None) for name in asked}
+    attributes = ("num_attention_heads", "num_key_value_heads", "hidden_size", "n_head")
+    return config, {name: getattr(config, name, None) for name in attributes}
 
 
 def _converted(file: Path, naming: Naming, model: Model) -> dict[str, list[int]]:
@@ -316,14 +315,14 @@ def _converted(file: Path, naming: Naming, model: Model) -> dict[str, list[int]]
     try:
         naming.check(model)
     except MoesaicError as error:
-        said = str(error).replace(str(naming.checkpoint.folder), str(file))
-        raise MoesaicError(said) from None
-    wanted = model.state_dict()
-    found = {*naming.in_memory.values()}
+        message = str(error).replace(str(naming.checkpoint.folder), str(file))
+        raise MoesaicError(message) from None
+    state = model.state_dict()
+    stored = {*naming.in_memory.values()}
     # layers that predict further tokens, which transformers does not read
-    left = {name for name in found - wanted.keys() if not name.startswith("mtp.")}
+    left = {name for name in stored - state.keys() if not name.startswith("mtp.")}
     _check_left(file, [name for name, to in naming.in_memory.items() if to in left], model)
-    return {name: list(tensor.shape) for name, tensor in wanted.items() if name in found}
+    return {name: list(tensor.shape) for name, tensor in state.items() if name in stored}
 
 
 def _check_left(file: Path, names: Iterable[str], model: Model) -> None:
@@ -350,15 +349,15 @@ def _places(file: Path, reader: GGUFReader, architecture: str, model: Model) -> 
     from transformers.core_model_loading import revert_weight_conversion
 
     there = {str(tensor.name): tensor for tensor in reader.tensors}
-    wanted = revert_weight_conversion(model, dict(model.state_dict()))
-    named, found, used = _namer(architecture, model.config.num_hidden_layers), {}, set()
-    for name, meta in wanted.items():
+    expected = revert_weight_conversion(model, dict(model.state_dict()))
+    named, places, used = _namer(architecture, model.config.num_hidden_layers), {}, set()
+    for name, meta in expected.items():
         stored = next((n for n in named(name) if n in there), None)
         if stored is not None:
             used.add(stored)
-            found[name] = _place(file, name, there[stored], tuple(meta.shape))
+            places[name] = _place(file, name, there[stored], tuple(meta.shape))
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    missing = sorted(name for name in wanted if name not in found and name not in tied)
+    missing = sorted(name for name in expected if name not in places and name not in tied)
     left = [name for name in there if name not in used]
     if missing:
         more = sorted(name for name in left if not UNUSED.search(name))[:3]
@@ -369,7 +368,7 @@ def _places(file: Path, reader: GGUFReader, architecture: str, model: Model) -> 
             "it was made from."
         )
     _check_left(file, left, model)
-    return found
+    return places
 
 
 def _is_read(kind: str) -> bool:
@@ -395,7 +394,7 @@ def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
     number = next((n for n, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
     if number is None:
         raise MoesaicError(f"GGUF of the architecture {architecture!r} is not read.")
-    known = get_tensor_name_map(number, layers)
+    tensor_names = get_tensor_name_map(number, layers)
 
     def named(name: str) -> Iterator[str]:
         module, dot, end = _NUMBER.sub("", name).rpartition(".")
@@ -404,8 +403,8 @@ def _namer(architecture: str, layers: int) -> Callable[[str], Iterator[str]]:
             forms.append((f"{module}.{end.removesuffix('_bias')}", ".bias"))
         for start, ending in forms:
             # some are converted from the model without its head, whose names are shorter
-            for own in (start, start.partition(".")[2]):
-                stored = known.get_name(own)
+            for candidate in (start, start.partition(".")[2]):
+                stored = tensor_names.get_name(candidate)
                 if stored is not None:
                     yield from (stored + (ending or ".weight"), stored)
 
@@ -427,9 +426,10 @@ def _place(file: Path, name: str, tensor: ReaderTensor, shape: tuple[int, ...]) 
     if sorted(n for n in stored_shape if n > 1) != sorted(n for n in shape if n > 1) or (
         expert is not None and int(expert[1]) >= count
     ):
-        found, asked = (" x ".join(map(str, sizes)) for sizes in (stored_shape, shape))
+        actual, expected = (" x ".join(map(str, sizes)) for sizes in (stored_shape, shape))
         raise MoesaicError(
-            f"{tensor.name} in {file} is of shape {found}, and its config asks for {asked}: {name}."
+            f"{tensor.name} in {file} is of shape {actual}, and its config asks for {expected}: "
+            f"{name}."
         )
     return {**place, "shape": list(shape), "stored_shape": stored_shape}
 

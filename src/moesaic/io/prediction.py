@@ -112,7 +112,7 @@ def parts_of(names: Collection[str], layers: str, last: int) -> list[Parts]:
             Parts(*(n.format(layers=layers, number=last + k, depth=k) for n in astuple(layout)))
             for k in count()
         )
-        found = [*takewhile(lambda parts: there(parts.layer) and there(parts.join), each)]
-        if found:
-            return found
+        blocks = [*takewhile(lambda parts: there(parts.layer) and there(parts.join), each)]
+        if blocks:
+            return blocks
     return []

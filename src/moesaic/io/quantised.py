@@ -44,7 +44,7 @@ def format_of(config: JSON | None) -> Format | None:
     return FORMATS[method](config)
 
 
-def said_of(config: Config) -> JSON | None:
+def quantization_of(config: Config) -> JSON | None:
     """The ``quantization_config`` of a config as plain JSON."""
     quantization: Config = getattr(config, "quantization_config", None)
     return (

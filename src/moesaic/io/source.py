@@ -33,7 +33,7 @@ from moesaic.io.names import PACKAGED, SHIPPED, check_name
 from moesaic.io.naming import Naming, language
 from moesaic.io.packaged import packaged_file
 from moesaic.io.prediction import predicts
-from moesaic.io.quantised import Awaited, opened, said_of
+from moesaic.io.quantised import Awaited, opened, quantization_of
 from moesaic.io.trust import NEEDS_CODE, brings_code, check_config, check_links, pretrained
 
 DEEPEST = 1000
@@ -153,7 +153,7 @@ class Source:
         if checkpoint.loadable and not self.beside:
             return pretrained(AutoModelForCausalLM, self.folder, use_safetensors=True, **options)
         config = copy.deepcopy(self.config)
-        if said_of(config):
+        if quantization_of(config):
             del config.quantization_config
         named = Naming(checkpoint, config.model_type).in_memory
         expected = shape_of(config).state_dict() if self.beside else named.values()
