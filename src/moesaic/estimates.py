@@ -400,7 +400,7 @@ def making(
     vocabulary = model.get_input_embeddings().weight.shape[0]
     item = (dtype or next(model.parameters()).dtype).itemsize
     tokens = job.planned_tokens
-    run = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
+    run = sum(use.active for use in uses)
     every = sum(sizes_in(model, dtype))
     libraries = DECIDING + outline.libraries + REMEMBERED * any(use.experts for use in uses)
     stages = []

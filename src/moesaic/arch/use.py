@@ -44,6 +44,16 @@ class LayerUse:
     skipped."""
 
     @property
+    def stored(self) -> int:
+        """Projection weights of the layer."""
+        return self.attention + self.ffn
+
+    @property
+    def active(self) -> float:
+        """Projection weights that a token uses."""
+        return self.attention * self.active_attention + self.active_ffn
+
+    @property
     def active_ffn(self) -> float:
         """Weights of the FFN that a token uses."""
         return self.read * self.ffn * self.active_width / self.width if self.width else 0.0

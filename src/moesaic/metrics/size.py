@@ -43,9 +43,9 @@ def model_size(model: Model, routing: Mapping[int, Routing] | None = None) -> Si
         for i, use in enumerate(layer_uses(model, base_arch(model.config)))
     ]
     total = sum(p.numel() for p in model.parameters())
-    stored = sum(use.attention + use.ffn for use in layers)
+    stored = sum(use.stored for use in layers)
     projections = stored + sum(use.dropped - use.copied for use in layers)
-    used = sum(use.attention * use.active_attention + use.active_ffn for use in layers)
+    used = sum(use.active for use in layers)
     return Size(
         total_parameters=total,
         active_parameters=round(total - stored + used),

@@ -26,8 +26,8 @@ class Footprint:
         self.bytes = sum(sizes_in(shape))
         uses = layer_uses(shape, job.arch)
         total = _count(shape)
-        stored = sum(use.attention + use.ffn for use in uses)
-        used = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
+        stored = sum(use.stored for use in uses)
+        used = sum(use.active for use in uses)
         self.active = round(total - stored + used)
         self._whole = [_count(layer) for layer in layers]
         self._idle = [round(use.ffn - use.active_ffn) for use in uses]

@@ -161,7 +161,7 @@ class Channels(Method[ChannelsConfig, Arch]):
             MoesaicError: no share meets the target; says what is within reach.
         """
         weights = {f"{i}.{p.path}": p.run for i, parts in skipping.items() for p in parts}
-        all_run = sum(use.attention * use.active_attention + use.active_ffn for use in uses)
+        all_run = sum(use.active for use in uses)
         others = max(0.0, all_run - sum(weights.values()))
         share = shares_for(weights, others, self.config.active)
         lowest = others / all_run
