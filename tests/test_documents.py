@@ -322,7 +322,7 @@ def test_dsmoe_is_told_by_all_its_runs() -> None:
 
 @pytest.fixture(scope="module")
 def benchmarks() -> Any:
-    return scripts("slim_table", "frontier", "below_table", "beyond_table")
+    return scripts("slim_table", "frontier", "below_table", "beyond_table", "peers")
 
 
 def scripts(*names: str) -> list[Any]:
@@ -382,13 +382,14 @@ def test_rows_keep_what_is_asked_for_and_what_they_took(
 
 def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> None:
     """README's and those of the pages: nothing in them is typed."""
-    slim_table, frontier, below, beyond = benchmarks
+    slim_table, frontier, below, beyond, peers = benchmarks
     record = json.loads(frontier.OUT.read_text("utf-8"))
     tables = {
         **slim_table.tables(),
         **below.tables(),
         **beyond.tables(),
         "frontier": frontier.table(record),
+        "peers": peers.table(json.loads((ROOT / "benchmarks/peers.json").read_text("utf-8"))),
     }
     names = ("slim", "channels", "frontier", "beyond")
     files = ("README.md", *(f"docs/{name}.md" for name in names))
@@ -401,6 +402,24 @@ def test_tables_of_figures_are_those_of_the_measurements(benchmarks: Any) -> Non
         assert cell is not None
         typed = page[: cell.start(1)] + "99.99" + page[cell.end(1) :]
         assert slim_table.rewritten(typed, tables) == page
+
+
+def test_a_peer_that_cannot_be_run_says_why(
+    benchmarks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where its code ends in an error of any kind; what it prints before that does not
+    matter."""
+    *_, peers = benchmarks
+    (tmp_path / "mixtral.py").write_text("print('{}')\nraise ValueError('first\\nsecond')\n")
+    before = [*sys.path]
+    try:
+        for peer, why in (("camera", "ValueError: first"), ("cd-moe", "NotImplementedError: scr")):
+            peers.work(peers.Job(peer, str(tmp_path), "", "", 0.5, ""))
+            told = json.loads(capsys.readouterr().out.splitlines()[-1])
+            assert told["cannot"].startswith(why)
+            assert "\n" not in told["cannot"]
+    finally:
+        sys.path[:] = before
 
 
 def test_choosing_says_what_the_tables_say(benchmarks: Any) -> None:
