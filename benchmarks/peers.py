@@ -51,7 +51,7 @@ for folder in sys.stdin:
         _, told = read(folder.strip(), output_loading_info=True, trust_remote_code=False)
         wrong = ", ".join(f"{len(keys)} {what}" for what, keys in told.items() if keys)
     except Exception as error:
-        wrong = str(error).partition(". ")[0][:200]
+        wrong = str(error).replace(folder.strip(), "OUT").partition(". ")[0][:200]
     print(json.dumps(wrong or True), flush=True)"""
 """Without Moesaic: true where transformers finds exactly the tensors that it needs, or why not."""
 
