@@ -141,7 +141,8 @@ def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) 
     with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
         ids_file, logits_file = Path(place) / "ids.safetensors", Path(place) / "logits.safetensors"
         save_file({"input_ids": ids}, ids_file)
-        request = json.dumps([str(folder), str(ids_file), str(logits_file)])
+        own_code = any(folder.glob("*.py"))  # which we wrote: a source's is never copied
+        request = json.dumps([str(folder), str(ids_file), str(logits_file), own_code])
         trouble = run_script("plain.py", request, HF_MODULES_CACHE=place)
         if trouble is not None:
             raise MoesaicError(f"The export does not load in plain transformers: {trouble}")
