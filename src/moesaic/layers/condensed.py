@@ -150,7 +150,8 @@ class CondensedLayer(LayerPlan):
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
-        return replace(Arch.use(arch, layer), kind=cls.kind)
+        plain = replace(arch, ffn=FFNNames())  # the module's own, whatever the base's are called
+        return replace(Arch.use(plain, layer), kind=cls.kind)
 
     @classmethod
     def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
