@@ -202,7 +202,7 @@ def observe(
     header = StatsFile(stats).header
     figures = {"stats": str(stats), "bytes": stats.stat().st_size, "layers": header["layers"]}
     shown: list[Value] = [f"Statistics of {len(header['layers'])} layers in {stats}"]
-    if not merge:
+    if not merge and process()[1] == 1:  # of several processes all would have to look
         with suppress(MoesaicError):  # dense, or without a tokenizer for text that ships
             redundancy = observed_redundancy(model, str(stats), bars)
             figures["redundancy"] = redundancy.as_json()
