@@ -676,3 +676,12 @@ def test_figures_of_the_passing_items_are_drawn_under_the_bar(monkeypatch):
     assert "Training" in drawn
     assert "loss                    █▇▆▅▄▃▂▁ 1" in drawn
     assert "union                   ▁▁▁▁▁▁▁▁ 0" in drawn
+
+
+def test_a_verb_shows_what_rounding_alone_costs(command, moe_folder, tmp_path):
+    words = ["--keep", "5", "--no-refit", "--samples", "6", "--length", "24", "--max-tokens", "256"]
+    code, said, err = command(
+        "prune", moe_folder, tmp_path / "out", *words, "-o", "rounds=0", "--baseline", "q8_0"
+    )
+    assert code == 0, err
+    assert "q8_0" in said

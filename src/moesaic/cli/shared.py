@@ -267,7 +267,8 @@ def carry_out(
     from moesaic.cli.bars import err_console
     from moesaic.report.numbers import memory
 
-    before, after = (memory(size) for size in record.measured["files"].values())
+    files = record.measured["files"]
+    before, after = (memory(files[name]) for name in ("original", "result"))
     place = f"Checkpoint in {recipe.out} ({before} -> {after})"
     err_console.print(
         f"{place}, report in {Path(recipe.out) / OWN / PAGE}", markup=False, soft_wrap=True
