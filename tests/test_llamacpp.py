@@ -30,6 +30,7 @@ from shrunken import small_model
 
 from moesaic import MoREConfig, SlimConfig, bench, carve, export, slim
 from moesaic.arch.lookup import base_arch
+from moesaic.cli.results import in_llama_cpp
 from moesaic.config import Calibration, Evaluation
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import evaluation_tokens
@@ -43,6 +44,7 @@ from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
+from moesaic.pipeline import run_recipe
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe
 from moesaic.result import save_applied
@@ -509,3 +511,14 @@ def test_fit_makes_the_file_that_it_told(tmp_path):
         for ids in tokens.input_ids:
             losses.append(F.cross_entropy(engine.logits(ids)[:-1], ids[1:]))
     assert torch.stack(losses).mean().exp().item() == pytest.approx(made["perplexity"], rel=5e-3)
+
+
+def test_the_demo_opens_its_mixture(tmp_path):
+    out = tmp_path / "mixture"
+    text = Calibration(samples=4, length=32)
+    measured = Evaluation(max_tokens=256, rounds=0)
+    record = run_recipe(Recipe("tiny-moe", str(out), (SlimConfig(keep=0.5),), text, measured))
+    said = in_llama_cpp(out, record)
+    assert said["text"]
+    assert said["same_text"]
+    assert (tmp_path / "mixture.gguf").stat().st_size == said["bytes"]

@@ -57,7 +57,7 @@ FASTER: JSON = {"method": "wina", "active": 0.8, "gradients": True, "gradient_to
 HALF: JSON = {"keep": 0.5, "score": "surgeon", "refit": True}
 DEMO: Mapping[str, tuple[str, str, JSON, Evaluation]] = {
     "mixture": (
-        "tiny-shared-moe", "slim", HALF, Evaluation(max_tokens=4096, baselines=("q8_0", "q4_0")),
+        "tiny-moe", "slim", HALF, Evaluation(max_tokens=4096, baselines=("q8_0", "q4_0")),
     ),
     "dense": ("smollm2", "carve", FASTER, Evaluation(max_tokens=2048, baselines=("q8_0",))),
 }  # fmt: skip
@@ -100,9 +100,45 @@ def demo(
     write_drawing(file, report.html([*records.values()]))
     tables = [report.terminal(record) for record in records.values()]
     summary = f"Checkpoints in {out}, both runs on one page in {file}"
-    emit(as_json, {n: r.output() for n, r in records.items()}, Group(*tables, summary))
+    shown = {name: record.output() for name, record in records.items()}
+    if mixture := records.get("mixture"):
+        engine = shown["llama.cpp"] = in_llama_cpp(out / "mixture", mixture)
+        summary += (
+            f"\nllama.cpp opens {engine['out']} and writes "
+            f"{'the same text as' if engine['same_text'] else 'another text than'} transformers"
+            if engine
+            else "\nNot opened in llama.cpp: that needs LLAMA_CPP and llama-cpp-python"
+        )
+    emit(as_json, shown, Group(*tables, summary))
     if page:
         show_page(file)
+
+
+def in_llama_cpp(folder: Path, record: Record) -> JSON:
+    """A result's file in float16 for llama.cpp, and how it continues the prompt there.
+
+    Returns:
+        ``out``, ``bytes``, ``text``, and whether it is transformers' ``same_text``; without
+        llama.cpp nothing.
+    """
+    from moesaic.exports import export
+    from moesaic.exports.llamacpp import find_converter
+    from moesaic.io.source import resolve
+    from moesaic.metrics.llamacpp import Engine, library
+
+    try:
+        find_converter()
+        library()
+    except MoesaicError:
+        return {}
+    file = folder.with_suffix(".gguf")
+    written = export(str(folder), file, to="gguf", type="f16", overwrite=True)
+    tokenizer, settings = resolve(str(folder)).tokenizer, Evaluation()
+    ids = tokenizer(settings.prompt, return_tensors="pt")["input_ids"][0]
+    with Engine(file, len(ids) + settings.new_tokens) as engine:
+        text = tokenizer.decode(engine.greedy(ids, settings.new_tokens), skip_special_tokens=True)
+    same = text == record.measured["generation"]["result"]
+    return {"out": str(file), "bytes": written["bytes"], "text": text, "same_text": same}
 
 
 def warn_of_company() -> None:
