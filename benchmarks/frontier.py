@@ -226,18 +226,15 @@ def keep(record: dict[str, Any]) -> None:
 
 
 def table(record: dict[str, Any]) -> str:
-    """README's: quality of one draw, speed as the median of the rounds' ratios with their range."""
+    """Quality of one draw; speed as the median of the rounds' ratios, with their range."""
     dense = record["rows"][DENSE]
     head = "| SmolLM2-135M | file | text that ships | WikiText-2 | KL | decoding | prompts |"
     lines = [head, "|---|---:|---:|---:|---:|---:|---:|"]
     for kind, words in SAID.items():
         for row in (row for row in record["rows"].values() if row["kind"] == kind):
             cells = [f"{row['bytes'] / 1e6:.0f} MB" if "bytes" in row else ""]
-            for text in ("shipped", "wikitext2-valid"):
-                found, whole = (of[text]["perplexity"] for of in (row, dense))
-                more = 100 * (found / whole - 1)
-                change = "" if row is dense else f" ({more:+.1f} %)".replace("-", "−")
-                cells.append(f"{found:.2f}{change}")
+            texts = ("shipped", "wikitext2-valid")
+            cells += [f"{row[text]['perplexity']:.2f}" for text in texts]
             cells.append(f"{row['shipped'].get('kl', 0):.3f}")
             timed = [speed_cell(row, what) for what in ("decode", "prefill")]
             cells += ["1", "1"] if row is dense else timed
@@ -248,12 +245,12 @@ def table(record: dict[str, Any]) -> str:
 
 
 def speed_cell(row: dict[str, Any], what: str) -> str:
-    """``1.4 (1.1 to 1.5)``; nothing where the row was not timed."""
+    """``1.4 (1.1–1.5)``; nothing where the row was not timed."""
     if "speed" not in row:
         return ""
     found = row["speed"][what]
     low, high = found["spread"]
-    return f"{found['ratio']:.1f} ({low:.1f} to {high:.1f})"
+    return f"{found['ratio']:.1f} ({low:.1f}–{high:.1f})"
 
 
 def picture(record: dict[str, Any], file: Path) -> None:

@@ -27,31 +27,27 @@ moesaic inspect MODEL           # whether a model is supported, and what its lay
 
 The lists name model types (`model_type` in `config.json`) of transformers {transformers}. Of each
 type that is listed as supported, a tiny random model passed the [trials](#what-was-tried).
-`deepseek` (DeepSeekMoE-16B) is supported, too. Its classes are in this package.
+`deepseek` (DeepSeekMoE-16B), whose classes are in this package, is supported, too. A verb may
+refuse a type that is listed here: its page names its limits.
 
-A verb may refuse a type that is listed here. The page of the verb names its limits.
-
-A type that is not listed may work: one of a newer transformers, for example. A rule finds the
-decoder layers, router, experts, shared experts and MLPs of a model, and the attributes of its
-config that count them (`src/moesaic/arch/discovery.py`). Where the rule fails, the error says what
-was found and what was not. Another package can add a type by an entry point, see
-[ARCHITECTURE.md](../ARCHITECTURE.md).
+A type that is not listed may work, for example one of a newer transformers: layers, routers,
+experts and the config's numbers are found by a rule (`src/moesaic/arch/discovery.py`). Where it
+fails, the error says what was found and what was not. Another package can add a type
+([ARCHITECTURE.md](../ARCHITECTURE.md)).
 """
 TAIL = """## What was tried
 
 `make architectures` runs the trials of `tests/contract.py` and writes this page.
 
-- **Mixtures of experts**: each block computes what our own code says it computes. A set of kept
-  experts is routed as it will be when the others are gone. The layers, run one by one, are the
-  whole model. A plan that keeps everything changes no byte. A pruned, a slimmed model is the same
-  live, saved and loaded, and rewritten on disk. The same holds for one expert a token where the
-  config has a number for it.
+- **Mixtures of experts**: our own code computes what each block computes, also with fewer experts
+  and with one expert a token. The layers, run one by one, are the whole model. A plan that keeps
+  everything changes no byte. A pruned or slimmed model is the same live, saved and loaded, and
+  rewritten on disk.
 - **Dense models**: the same, with half of the neurons of each MLP.
 - **With parts beside text**, such as models that see: the language model (`text_config`), as above.
-  A pruned mixture is then the whole model again, and its other parts keep their bytes. A result
-  that is not of the architecture's own class, such as a carved model, is the language model alone.
-  The type of the language model decides, and it may be another than usual: InternVL with a Qwen3
-  mixture is pruned as that mixture.
+  Its type decides: InternVL with a Qwen3 mixture is pruned as that mixture. The whole model is
+  written again, and its other parts keep their bytes. Of a result that is not of the architecture's
+  own class, such as a carved model, only the language model is written.
 """
 KINDS = {
     "moe": "Mixtures of experts",

@@ -7,9 +7,10 @@ A table stands between two comments, the first of which names what it lists:
     <!-- options carve.more own: written by make docs-tables -->
     <!-- end of options -->
 
-Names are those of METHODS, or of a dataclass of moesaic.config such as Calibration. ``own`` leaves
-out what goes beyond the paper, ``beyond`` lists nothing else; of several methods the table says
-whose each option is. ``criteria`` lists the criteria of prune, ``scores`` the scores of slim;
+Names are those of METHODS, or of a dataclass of moesaic.config such as Calibration. A table lists
+what ``--help`` does, and says where a method's other options are. ``own`` leaves out what goes
+beyond the paper, ``beyond`` lists nothing else; of several methods the table says whose each option
+is. ``criteria`` lists the criteria of prune, ``scores`` the scores of slim;
 ``engines`` what each engine made of every verb's results, by benchmarks/engines.json.
 """
 
@@ -25,7 +26,7 @@ from typing import Any, TypeAlias
 from moesaic import config as requests
 from moesaic.cli.options import default_of, flag_of, help_of
 from moesaic.config import about
-from moesaic.methods import METHODS
+from moesaic.methods import METHODS, methods_of
 from moesaic.methods.naee.criteria import CRITERIA
 from moesaic.methods.slim.scores import SCORES
 from moesaic.registry import Registry
@@ -42,12 +43,11 @@ LISTS: dict[str, tuple[str, Registry[Any]]] = {
 }
 ENTRIES = {"own": (False,), "beyond": (True,)}
 ENGINES = {
-    "transformers": "transformers",
     "vllm": "vLLM",
     "mlx": "mlx-lm",
     "llamacpp": "llama.cpp",
 }
-"""What the engines of benchmarks/engines.json are called."""
+"""What the engines of benchmarks/engines.json are called; transformers computes all alike."""
 Outcomes: TypeAlias = Mapping[str, Mapping[str, str]]
 """What came of a model: by verb, by engine."""
 
@@ -74,12 +74,21 @@ def table(names: str) -> str:
         return engines()
     if names in LISTS:
         word, entries = LISTS[names]
-        told = ((f"`{name}`", entries[name].help, entries[name].paper) for name in entries)
-        return markdown([(word, "measure", "paper"), *told])
+        told = [(f"`{name}`", entries[name].help, entries[name].paper) for name in entries]
+        return markdown([(word, "measure", "paper"), *titles_once(told)])
     wanted = next((ENTRIES[name] for name in asked if name in ENTRIES), (False, True))
     methods = [name for name in asked if name not in ENTRIES]
     lines = [("option", "of", "default", "meaning"), *rows(methods, wanted)]
     return markdown(lines if len(methods) > 1 else [(o, d, m) for o, _, d, m in lines])
+
+
+def titles_once(lines: list[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
+    """The same lines; for a paper that was named before, the line that named it."""
+    first: dict[str, str] = {}
+    for name, measure, paper in lines:
+        yield name, measure, f"that of {first[paper]}" if paper in first else paper
+        if paper:
+            first.setdefault(paper, name)
 
 
 def engines() -> str:
@@ -105,7 +114,7 @@ def outcome(engine: str, model: str, verbs: Outcomes, reasons: list[str]) -> str
     asked = {
         verb: said
         for verb, cells in verbs.items()
-        if (said := cells.get(engine)) and (engine == "transformers" or "refused" not in said)
+        if (said := cells.get(engine)) and "refused" not in said
     }
     others: dict[str, list[str]] = {}
     for verb, said in asked.items():
@@ -127,9 +136,9 @@ def reason(engine: str, model: str, said: str) -> str:
     """Why an engine does not compute a result."""
     kind, _, why = said.partition(": ")
     architecture = model.partition(" ")[0]
-    why = why.replace(f"moesaic_{architecture}", "moesaic_<base>").replace(architecture, "it")
+    why = why.replace(architecture, "it")
     lacks = f"{ENGINES[engine]} does not support "
-    told = {"refused": "No native result: ", "lacks": lacks, "machine": "Not tried: "}[kind] + why
+    told = {"lacks": lacks, "machine": "Not tried: "}[kind] + why
     return f"{cell(told).removesuffix('.')}."
 
 
@@ -150,26 +159,35 @@ def rows(names: list[str], wanted: tuple[bool, ...]) -> Iterator[tuple[str, str,
         config: type[Any] = METHODS[name] if "." in name else getattr(requests, name)
         verb = name.partition(".")[0]
         for of in fields(config):
-            if bool(about(of).beyond) in wanted:
-                flag = f"-o {of.name}=" if about(of).seldom else flag_of(of)
-                yield f"`{flag}`", f"`{verb}`", default(of), help_of(config, of)
+            if bool(about(of).beyond) in wanted and not about(of).seldom:
+                yield f"`{flag_of(of)}`", f"`{verb}`", default(of), help_of(config, of)
         for bundle, options in getattr(config, "bundles", {}).items() if True in wanted else ():
             values = ", ".join(f"`{key}={plain(value)}`" for key, value in options.items())
-            told = f"{values}, where not given otherwise." if values else "What the defaults are."
-            yield f"`--recipe {bundle}`", f"`{verb}`", "", told
+            if values:  # else it is what the defaults are
+                yield f"`--recipe {bundle}`", f"`{verb}`", "", values
+        if False in wanted and any(about(of).seldom for of in fields(config)):
+            yield "others", f"`{verb}`", "", f"`{every_option(name)}`"
+
+
+def every_option(name: str) -> str:
+    """The command that prints all options of a method."""
+    verb, _, method = name.partition(".")
+    chosen = f" --method {method}" if len(methods_of(verb)) > 1 else ""
+    return f"moesaic {verb}{chosen} --help-all"
 
 
 def default(of: Field[Any]) -> str:
     """A field's default as the option takes it; empty where there is none."""
     if about(of).required:
         return ""
-    switch = about(of).seldom and isinstance(of.default, bool)
-    value = plain(of.default) if switch else default_of(of)
+    value = default_of(of)
     return f"`{value}`" if value else ""
 
 
 def plain(value: object) -> str:
-    """A value as ``-o`` takes it."""
+    """A value as ``-o`` takes it; of many numbers the first two."""
+    if isinstance(value, tuple) and len(value) > 8:
+        return f"{value[0]},{value[1]},... ({len(value)} numbers)"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
