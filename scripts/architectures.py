@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,11 @@ type that is listed as supported, a tiny random model passed the [trials](#what-
 `deepseek` (DeepSeekMoE-16B), whose classes are in this package, is supported, too. A verb may
 refuse a type that is listed here: its page names its limits.
 
-A type that is not listed may work, for example one of a newer transformers: layers, routers,
-experts and the config's numbers are found by a rule (`src/moesaic/arch/discovery.py`). Where it
-fails, the error says what was found and what was not. Another package can add a type
-([ARCHITECTURE.md](../ARCHITECTURE.md)).
+A type of another transformers may work as well: a rule finds layers, routers, experts and the
+config's numbers (`src/moesaic/arch/discovery.py`). Where it fails, the error says what was found
+and what was not. Another package can add a type ([ARCHITECTURE.md](../ARCHITECTURE.md)).
 """
+NAMED = "`moesaic architectures` names them all, each with its reason: GPT-2, BERT, OPT and others."
 TAIL = """## What was tried
 
 `make architectures` runs the trials of `tests/contract.py` and writes this page.
@@ -60,6 +61,7 @@ GROUPS = {
     r"No list of \d+ decoder layers": "No list of decoder layers was found.",
     r"No tiny model of it|config\.json describes no": "No tiny model of it could be made by "
     "rule, so it was not tried.",
+    r"No module of \w+ has one row": "No router was found.",
     r"It has parts beside text": "It has parts beside text, and its language model "
     "is of another type.",
     r"[\w ]+: \w+Error:": "One of the trials failed.",
@@ -79,13 +81,11 @@ def page(found: dict[str, Any]) -> str:
     parts = [HEAD.format(transformers=found["transformers"])]
     for kind, words in KINDS.items():
         parts.append(f"## {words}: {len(found[kind])}\n\n{listed(found[kind])}\n")
-    odd: dict[str, list[str]] = {}
-    for name, reason in found["unsupported"].items():
-        odd.setdefault(why(reason), []).append(name)
-    often = sorted(odd.items(), key=lambda item: -len(item[1]))
-    rows = [f"| {reason} | {listed(names)} |" for reason, names in often]
-    table = "\n".join(["| why | model types |", "|---|---|", *rows])
-    parts.append(f"## Not supported: {len(found['unsupported'])}\n\n{table}\n")
+    often = Counter(why(reason) for reason in found["unsupported"].values()).most_common()
+    rows = [f"| {reason} | {count} |" for reason, count in often]
+    table = "\n".join(["| why | types |", "|---|---:|", *rows])
+    named = f"{NAMED}\n\n{table}\n"
+    parts.append(f"## Not supported: {len(found['unsupported'])}\n\n{named}")
     return "\n".join([*parts, TAIL])
 
 
