@@ -187,6 +187,18 @@ def test_python_in_documents_names_what_exists(page: Path) -> None:
                 assert hasattr(moesaic, node.attr), f"there is no moesaic.{node.attr}"
 
 
+# --- length --------------------------------------------------------------------------------------
+
+
+def test_readme_and_pages_stay_short_enough_to_be_read() -> None:
+    """What a page gains, another loses; what --help prints need not be on any."""
+    pages = {page: page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md")}
+    readme = (ROOT / "README.md").read_text("utf-8")
+    words = {page.name: len(text.split()) for page, text in pages.items()}
+    assert sum(words.values()) + len(readme.split()) <= 25_000, sorted(words, key=words.__getitem__)
+    assert len(readme.splitlines()) <= 120
+
+
 # --- links ---------------------------------------------------------------------------------------
 
 
