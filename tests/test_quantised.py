@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from moesaic.io.source import Source, resolve
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.slim.config import SlimConfig
 from moesaic.plan import Plan
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
@@ -343,6 +345,48 @@ def test_pruning_keeps_every_byte(quantised, tmp_path):
     assert config["quantization_config"] == said
     again = plainly_loaded(tmp_path / "out")
     assert arch.mixture(arch.layers(again)[arch.moe_layers(again)[0]]).count == 6
+
+
+@pytest.mark.parametrize(
+    ("form", "columns", "model_type", "width"),
+    [
+        (BlockScaled(FP8), 16, "qwen3_moe", "moe_intermediate_size"),
+        (Microscaled(MXFP4), 32, "gpt_oss", "intermediate_size"),
+        (Compressed(INT4), 16, "qwen3_moe", "moe_intermediate_size"),
+    ],
+)
+def test_slimming_keeps_columns_with_those_whose_scale_they_share(
+    form, columns, model_type, width, tmp_path
+):
+    """More values stay as they were than if neurons stayed in rising order."""
+    assert form.columns == columns
+    folder = tmp_path / "base"
+    tiny_moe(model_type, **{width: 128}).save_pretrained(folder)
+    experts = lambda name, _: ".experts." in name and "bias" not in name  # noqa: E731
+    source = Source("base", quantise(folder, form, experts))
+    config = SlimConfig(keep=0.75, score="random", refit=False)
+    plan = verb("slim", str(folder), config, calibration=Tokens(drawn_ids())).plan
+    model, arch = source.load(), moe_arch(source.config)
+    rising = {
+        i: replace(layer, neurons_EW=layer.neurons_EW.sort().values)
+        for i, layer in plan.layers.items()
+    }
+    found = {}
+    for way, layers in (("in groups", plan.layers), ("rising", rising)):
+        (tmp_path / way).mkdir()
+        save_applied(source, replace(plan, layers=layers), tmp_path / way)
+        again = Source(way, tmp_path / way).load()
+        same, lost = [], []
+        for i, layer in layers.items():
+            old, new = (arch.mixture(arch.layers(m)[i]) for m in (model, again))
+            for e, order_W in enumerate(layer.neurons_EW):
+                wanted = old.weights_of(e)[-1].index_select(1, order_W)
+                error = new.weights_of(e)[-1] - wanted
+                same.append((error == 0).float().mean().item())
+                lost.append((error.norm() / wanted.norm()).item())
+        found[way] = torch.tensor([same, lost]).mean(1)
+    assert found["in groups"][0] > found["rising"][0]
+    assert found["in groups"][1] < 0.9 * found["rising"][1]
 
 
 @pytest.mark.parametrize("aligned", [True, False])

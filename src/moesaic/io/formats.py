@@ -48,6 +48,11 @@ class Format(ABC):
     def __init__(self, config: JSON) -> None:
         self.config = config
 
+    @property
+    @abstractmethod
+    def columns(self) -> int:
+        """Neighbouring columns of a down projection that share scales; 0 where all do."""
+
     @abstractmethod
     def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         """The weights that are in the format, and the ends of their stored tensors' names.
@@ -134,6 +139,10 @@ class BlockScaled(Format):
         if config.get("expert_dtype", "fp8") != "fp8":
             raise MoesaicError(f"FP8 with experts in {config['expert_dtype']} is not read.")
 
+    @property
+    def columns(self) -> int:
+        return int((self.config.get("weight_block_size") or (0, 0))[1])
+
     def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         scales = self.ends[1]
         scaled = {n.removesuffix(scales) for n in types if n.endswith(scales)}
@@ -215,6 +224,7 @@ class Microscaled(Format):
     group: ClassVar[int] = 32
     whole = group
     ends = ("_blocks", "_scales")
+    columns = group
 
     def weights(self, types: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         names = (n.removesuffix(end) for n in types for end in self.ends if n.endswith(end))
@@ -323,6 +333,13 @@ class Compressed(Format):
         self.bits = bits.pop() if bits else 8
         self.each = 32 // self.bits
         """Codes of a word."""
+
+    @property
+    def columns(self) -> int:
+        declared = (self.config.get("config_groups") or {}).values()
+        weights: list[JSON] = [group.get("weights") or {} for group in declared]
+        sizes = (w.get("group_size") or (w.get("block_structure") or (0, 0))[1] for w in weights)
+        return max(0, *map(int, sizes), 0)
 
     def leaving(self, modules: Collection[str]) -> JSON:
         names = {

@@ -38,6 +38,32 @@ def filled_up(order_W: Tensor, room: int) -> Tensor:
     return torch.cat([order_W, order_W.new_full((room - len(order_W),), PADDING)])
 
 
+def in_groups(order_W: Tensor, size: int) -> Tensor:
+    """The same neurons, those of an old group of columns in one new group as far as can be.
+
+    The old groups of which most stays have a new group each, which the neurons of the others fill
+    up. So most columns keep the company in which their scale was found.
+
+    Args:
+        order_W: the neurons; PADDING behind them.
+        size: columns of a group; where it does not divide the neurons, all stay where they are.
+
+    >>> in_groups(torch.tensor([0, 3, 4, 6, 7, 8]), 3).tolist()
+    [3, 4, 0, 6, 7, 8]
+    """
+    real_W = order_W[order_W != PADDING]
+    if not size or len(real_W) % size:
+        return order_W
+    old_W = real_W // size
+    counts = old_W.bincount()
+    most = counts.argsort(descending=True, stable=True)[: len(real_W) // size].sort().values
+    new_W = torch.searchsorted(most, old_W)
+    elsewhere_W = ~torch.isin(old_W, most)
+    room = size - counts[most]
+    new_W[elsewhere_W] = torch.arange(len(most), device=most.device).repeat_interleave(room)
+    return filled_up(real_W[new_W.argsort(stable=True)], len(order_W))
+
+
 def twice(order_W: Tensor, width: int, alternate: bool = False) -> Tensor:
     """The order of gates and ups in one tensor: all gates before all ups, or by turns (2 W,).
 

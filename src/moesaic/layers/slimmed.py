@@ -35,8 +35,8 @@ class SlimmedLayer(PrunedLayer):
     kind: ClassVar[str] = "slimmed"
 
     neurons_EW: Tensor
-    """int64: the neurons that each expert that stays keeps, in rising order; then PADDING, for
-    places that are zero."""
+    """int64: the neuron at each new place of each expert that stays; then PADDING, for places that
+    are zero."""
     before: int
     """Neurons that each expert had."""
     shared_S: Tensor | None = field(default=None, kw_only=True)
@@ -51,9 +51,9 @@ class SlimmedLayer(PrunedLayer):
         super().__post_init__()
         if len(self.neurons_EW) != len(self.kept_E):
             raise ValueError(f"{len(self.neurons_EW)} experts have neurons, {self.kept} stay")
-        steps = self.neurons_EW.diff(dim=1)
-        if not ((steps > 0) | (self.neurons_EW[:, 1:] == PADDING)).all():
-            raise ValueError("kept neurons must be distinct and in order")
+        rising_EW = self.neurons_EW.sort(dim=1).values
+        if not ((rising_EW.diff(dim=1) > 0) | (rising_EW[:, 1:] == PADDING)).all():
+            raise ValueError("a neuron is kept twice")
 
     @property
     def width(self) -> int:

@@ -31,6 +31,7 @@ from moesaic.io.arithmetic import working_type
 from moesaic.io.caller import taken
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.fingerprint import of_model
+from moesaic.io.formats import Format
 from moesaic.io.naming import Naming
 from moesaic.io.prediction import predicting_layers
 from moesaic.io.quantised import QuantisedCheckpoint
@@ -213,11 +214,11 @@ class Job(Generic[A_co]):
         return Naming(self.original.checkpoint, base)
 
     @property
-    def block(self) -> int:
-        """What experts' widths must be a multiple of for the checkpoint's format; 0: of nothing."""
+    def format(self) -> Format | None:
+        """What the checkpoint's quantised weights stay in; None where all become plain."""
         kept = self.on_disk and self.dtype is None
         checkpoint = self.original.checkpoint if kept else None
-        return checkpoint.format.whole if isinstance(checkpoint, QuantisedCheckpoint) else 0
+        return checkpoint.format if isinstance(checkpoint, QuantisedCheckpoint) else None
 
     @cached_property
     def predicting(self) -> int:

@@ -34,7 +34,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Values
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.narrowed import NarrowedLayer
-from moesaic.layers.neurons import filled_up
+from moesaic.layers.neurons import filled_up, in_groups
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Told
@@ -209,7 +209,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         Raises:
             MoesaicError: the checkpoint's format cannot hold what was asked for.
         """
-        multiple, block = self.config.multiple, job.block
+        multiple, block = self.config.multiple, job.format.whole if job.format else 0
         if multiple is not None and block and multiple % block:
             raise MoesaicError(
                 f"multiple {multiple}: this checkpoint stores experts in blocks of {block}, so "
@@ -330,7 +330,11 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         groups = arch.group_count(config) if isinstance(arch, MoEArch) else 1
         blind = case.stats is None
         score_EM = self._scored(stats, case.index, blind)
-        decided = {s: self.choose(stats, case.index, score_EM, s, groups, blind) for s in sizes}
+        form = None if self.config.uneven else case.job.format  # which has no such experts
+        decided: dict[Size, tuple[LayerPlan, JSON]] = {}
+        for size in sizes:
+            layer, analysis = self.choose(stats, case.index, score_EM, size, groups, blind)
+            decided[size] = _in_groups(layer, form.columns if form else 0), analysis
         if self.config.measures and case.site is not None:
             shapes = [_shape(layer) for layer, _ in decided.values()]
             exact = losses(case.site, shapes)
@@ -501,6 +505,21 @@ def _laid_open(layer: LayerRecord, plan: Plan) -> JSON:
     kept = {"kept": decided.experts.tolist()} if isinstance(decided, SlimmedLayer) else {}
     plain = asdict(layer)
     return {**plain, **plain.pop("shape"), **plain.pop("analysis"), **kept}
+
+
+def _in_groups(layer: LayerPlan, size: int) -> LayerPlan:
+    """A decided layer with its neurons where most of their columns keep their scale.
+
+    Args:
+        layer: its neurons in rising order.
+        size: columns that share scales.
+    """
+    if isinstance(layer, NarrowedLayer):
+        return replace(layer, order_W=in_groups(layer.order_W, size))
+    assert isinstance(layer, SlimmedLayer)
+    orders = [in_groups(order_W, size) for order_W in layer.neurons_EW]
+    shared_S = None if layer.shared_S is None else in_groups(layer.shared_S, size)
+    return replace(layer, neurons_EW=torch.stack(orders), shared_S=shared_S)
 
 
 def _shape(layer: LayerPlan) -> Shape:
