@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import documents, tiny_model, whole_plan
+from builders import documents, tiny_model, tiny_tokenizer, whole_plan
 from safetensors.torch import save_file
 from tokenizers import processors
 
@@ -35,6 +35,7 @@ from moesaic.data.text import (
     Tokens,
     calibration_tokens,
     evaluation_tokens,
+    windows,
 )
 from moesaic.data.training import PackedText, Texts, training_examples, training_text
 from moesaic.errors import MoesaicError
@@ -784,3 +785,21 @@ def test_tune_is_not_measured_on_what_it_learned(
     assert code == 0, err
     code, _, err = command("eval", tmp_path / "out", "--data", file)
     assert (code, "are calibrated or trained on too" in err) == (2, True)
+
+
+def test_a_text_is_tokenised_once_for_all_tokenizers_of_the_same_rules(monkeypatch):
+    first, second, other = (copy.deepcopy(tiny_tokenizer()) for _ in range(3))
+    other.add_tokens(["again"])
+    read: list[str] = []
+    call = type(first).__call__
+    monkeypatch.setattr(
+        type(first),
+        "__call__",
+        lambda self, text, **k: [read.append(text), call(self, text, **k)][1],
+    )
+    texts = ["Once again and again. " * 9]
+    ids = windows(texts, first, 8)
+    assert torch.equal(windows(texts, second, 8), ids)
+    assert len(read) == 1
+    assert not torch.equal(windows(texts, other, 8)[0], ids[0])
+    assert len(read) == 2

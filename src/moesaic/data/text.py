@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import islice, tee
 from pathlib import Path
 
@@ -212,7 +212,7 @@ def windows(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> Tensor:
 
     No BOS or other special token is added; the last partial window is dropped.
     """
-    return _cut(_ids(BETWEEN.join(texts), tokenizer, len(tokenizer)), length)
+    return _cut(_ids(BETWEEN.join(texts), tokenizer), length)
 
 
 def _cut(values: Tensor, length: int) -> Tensor:
@@ -221,11 +221,21 @@ def _cut(values: Tensor, length: int) -> Tensor:
     return values[: count * length].view(count, length)
 
 
-@lru_cache(maxsize=1)
-def _ids(text: str, tokenizer: Tokenizer, size: int) -> Tensor:
-    """Of a text's tokens, kept for the next draw from it; a tokenizer that grew is another."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return torch.tensor(ids, dtype=torch.int64)
+_KEPT: dict[tuple[str, Hashable], Tensor] = {}
+"""Of the last two texts, to calibrate and to measure on, the tokens for the next draws."""
+
+
+def _ids(text: str, tokenizer: Tokenizer) -> Tensor:
+    """A text's tokens, kept for all tokenizers of the same rules: each loading makes its own."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    alone: Hashable = (tokenizer, len(tokenizer))
+    key = text, backend.to_str() if backend is not None else alone
+    if key not in _KEPT:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        for old in [*_KEPT][:-1]:
+            del _KEPT[old]
+        _KEPT[key] = torch.tensor(ids, dtype=torch.int64)
+    return _KEPT[key]
 
 
 def _domains(
