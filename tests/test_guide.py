@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from builders import pages
 
 from moesaic import MoesaicError, pipeline
 from moesaic.cli import guide
@@ -31,6 +32,7 @@ from moesaic.metrics.rounding import rounded
 from moesaic.recipe import Recipe
 
 TEXT = ["--native", "--samples", "12", "--length", "24", "--max-tokens", "512"]
+TEXT += ["--calibration", pages("calibration"), "--data", pages("evaluation")]
 
 
 def candidate(memory: int, kl: float, active: int = 100, loss: float = 0.0) -> Candidate:
@@ -217,15 +219,16 @@ def test_without_a_terminal_the_best_that_fits_is_saved(saved, moe_folder):
     assert not list(saved.folder.glob("*.search"))
 
 
-def test_it_says_what_the_model_is_and_the_command(saved, moe_folder):
+def test_it_says_what_the_model_is_and_the_command(saved, moe_folder, command, monkeypatch):
     said = " ".join(saved.said.split())
     assert "experts in each of" in said
     assert "This machine: " in said
     assert "KL from the original over MiB" in said
     assert "$ moesaic " in said
     words = next(line for line in saved.said.splitlines() if line.startswith("$ moesaic")).split()
-    again = run([*words[2:4], "again", *words[5:], "--no-eval"], saved.folder)
-    assert again.returncode == 0, again.stderr
+    monkeypatch.chdir(saved.folder)
+    code, _, errors = command(*words[2:4], "again", *words[5:], "--no-eval")
+    assert code == 0, errors
     one, two = (
         (saved.folder / name / "model.safetensors").read_bytes()
         for name in (f"{moe_folder.name}-smaller", "again")
