@@ -18,8 +18,9 @@ HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
 FIT, VERB, LAYERS, PLAIN = "`fit`", "one verb, iq1_s", "types by layer", "one type"
 COLOURS = {FIT: "#0072b2", VERB: "#d55e00", LAYERS: "#009e73", PLAIN: "#7d858c"}
-Points = dict[tuple[str, str], list[tuple[float, float, float]]]
-"""By kind and name of a row the MB, KL and perplexity of its draws."""
+Points = dict[tuple[str, str], list[tuple[float, ...]]]
+"""By kind and name of a row the MB, KL and perplexity of its draws, and the KL of each source."""
+SOURCES = ("prose", "reference", "code")
 
 
 def grouped(record: Mapping[str, Any]) -> dict[str, Points]:
@@ -35,20 +36,22 @@ def grouped(record: Mapping[str, Any]) -> dict[str, Points]:
             kinds = {"by layer": LAYERS}
             key = (kinds.get(parts[0], VERB if len(parts) > 1 else PLAIN), parts[0])
         held = row["held"]
-        found[model][key].append((size / 1e6, held["kl"], held["perplexity"]))
+        of_sources = (held["sources"][source]["kl"] for source in SOURCES)
+        found[model][key].append((size / 1e6, held["kl"], held["perplexity"], *of_sources))
     return found
 
 
 def table(rows: Points) -> Iterator[str]:
     """Markdown: the largest first."""
-    yield "| | MB | KL | perplexity |"
-    yield "|---|---:|---:|---:|"
+    yield f"| | MB | KL | perplexity | KL of {'/'.join(SOURCES)} |"
+    yield "|---|---:|---:|---:|---:|"
     for (kind, name), points in sorted(rows.items(), key=lambda row: -mean(p[0] for p in row[1])):
-        sizes, kls, perplexities = zip(*points, strict=True)
+        sizes, kls, perplexities, *of_sources = zip(*points, strict=True)
         words = {FIT: f"`fit {name}", LAYERS: "types by layer alone"}.get(kind, name)
         digits = 4 if mean(kls) < 0.01 else 3
         few = f" ({len(kls)})" if kind in (FIT, VERB) and len(kls) < 3 else ""
-        figures = told([mean(sizes)], 2), told(kls, digits) + few, told(perplexities, 2)
+        parts = "/".join(told([mean(values)], digits) for values in of_sources)
+        figures = told([mean(sizes)], 2), told(kls, digits) + few, told(perplexities, 2), parts
         yield f"| {words} | {' | '.join(figures)} |"
 
 
