@@ -69,7 +69,7 @@ def picture(record: Mapping[str, Any], file: Path) -> None:
 
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "moesaic", "font.size": 10})
     models = grouped(record)
-    figure, panels = plt.subplots(1, len(models), figsize=(5.2 * len(models), 4.3), squeeze=False)
+    figure, panels = plt.subplots(1, len(models), figsize=(5.2 * len(models), 5.6), squeeze=False)
     for axes, (model, rows) in zip(panels[0], models.items(), strict=True):
         kinds: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
         for (kind, name), points in rows.items():
@@ -82,7 +82,7 @@ def picture(record: Mapping[str, Any], file: Path) -> None:
             axes.plot(xs, ys, f"o{line}", color=colour, label=kind.replace("`", ""), zorder=order)
             for x, y, name in named if kind in (PLAIN, VERB) else ():
                 label = name.removesuffix(", iq1_s")
-                axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=8)
+                axes.annotate(label, (x, y), (7, -3), textcoords="offset points", fontsize=7)
         axes.set_yscale("log")
         axes.set_xlabel("megabytes of the GGUF file")
         axes.set_title(model, loc="left")
