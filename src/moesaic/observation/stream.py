@@ -175,16 +175,19 @@ class Block:
         """Where the layer's weights are."""
         return next(self.layer.parameters()).device
 
-    def output(self, batch: int, states: Tensor, handed: object = None) -> Tensor:
+    def output(
+        self, batch: int, states: Tensor, handed: object = None, layer: nn.Module | None = None
+    ) -> Tensor:
         """What the layer makes of one batch's hidden states (B, L, D).
 
         Args:
             batch: its number.
             states: hidden states.
             handed: what the layer before hands on beside them.
+            layer: what stands in the layer's place.
         """
         self._carried[(0, batch, self.index - 1)] = handed
-        return self._made(self.layer, states, (0, batch, self.index))
+        return self._made(layer or self.layer, states, (0, batch, self.index))
 
     def handed(self, states: Spill) -> list[object]:
         """By batch what the layer before handed on beside hidden states that passed it."""

@@ -71,6 +71,8 @@ def tapped(
             notify(Event(path, _counted(args[0].flatten(0, -2), real[0])))
 
         def after(module: nn.Linear, args: object, out: Tensor) -> None:
+            if not out.requires_grad:  # what chooses positions for attention runs without
+                return
             weight_OI, of_batch = module.weight.detach(), real[0]
             out.register_hook(
                 lambda g: notify(Event(path, _counted(g.flatten(0, -2) @ weight_OI, of_batch)))

@@ -33,7 +33,8 @@ def gradient_sizes(
     """The root mean square of the loss's gradient by channel, float32: (I), of experts (E, I).
 
     The loss is the sum over a window's tokens, so that a gradient is what one token's value changes
-    of everything after it. An expert that runs for none of the tokens has the mean of the others.
+    of everything after it. An expert that runs for none of the tokens has the mean of the others;
+    a projection that no gradient reaches is left out.
 
     Args:
         stream: the model, and the tokens; padding is left out of the loss.
@@ -52,6 +53,7 @@ def gradient_sizes(
         (i, p.path): _size(squares, (i, p.path), p.experts).float()
         for i in backward(stream, skipping, watch, track)
         for p in skipping[i]
+        if (i, p.path) in squares.sums
     }
 
 

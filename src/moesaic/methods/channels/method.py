@@ -95,7 +95,7 @@ class Channels(Method[ChannelsConfig, Arch]):
         options = asdict(config)
         finished = job.finished({"config": options, "calibration": fingerprint})
         if not all(("result", i) in finished for i in skipping):
-            for i, layer in self._decided(job, skipping, share, finished):
+            for i, layer in self._decided(job, skipping, uses, share, finished):
                 finished.add("result", i, layer, {})
         layers = {i: finished["result", i][0] for i in skipping}
         plan = Plan(config.name, job.base, layers, options, fingerprint)
@@ -175,12 +175,17 @@ class Channels(Method[ChannelsConfig, Arch]):
     # --- decided ---------------------------------------------------------------------------------
 
     def _decided(
-        self, job: Job[Arch], skipping: Skipping, share: float, finished: Finished
+        self,
+        job: Job[Arch],
+        skipping: Skipping,
+        uses: Sequence[LayerUse],
+        share: float,
+        finished: Finished,
     ) -> Iterator[tuple[int, ChannelsLayer]]:
         """The plan of every layer, of those that have none yet where layers are decided alone."""
         config = self.config
         if config.gradients:
-            yield from self._by_gradients(job, skipping, share, finished)
+            yield from self._by_gradients(job, skipping, uses, finished)
             return
         if not config.calibrates:
             for i, parts in skipping.items():
@@ -191,28 +196,33 @@ class Channels(Method[ChannelsConfig, Arch]):
             i, layer = turn.block.index, turn.block.layer
             parts = skipping[i]
             factors = {p.path: self._factor(layer, p, job.arch) for p in parts}
-            first = turn.states[0].clone()
+            first, handed = turn.states[0].clone(), turn.block.handed(turn.states)[0]
             scores = scored(turn, job.arch, factors)
             shares = {p.path: share for p in parts}
             if config.shares == "greedy":
-                search = GreedySearch(turn.block, first, turn.masks[0], job.arch, config)
+                search = GreedySearch(turn.block, first, handed, turn.masks[0], job.arch, config)
                 shares = search.shares(parts, scores, share)
             cuts = {p.path: cut_of(p, shares[p.path], scores[p.path], config.choice) for p in parts}
             yield i, ChannelsLayer(cuts, config.score)
 
     def _by_gradients(
-        self, job: Job[Arch], skipping: Skipping, share: float, finished: Finished
+        self, job: Job[Arch], skipping: Skipping, uses: Sequence[LayerUse], finished: Finished
     ) -> Iterator[tuple[int, ChannelsLayer]]:
-        """One threshold for the whole model, on scores by the sizes of gradients."""
+        """One threshold for the whole model, on scores by the sizes of gradients.
+
+        Projections that no gradient reaches, such as those that choose attention's positions, are
+        read whole.
+        """
         if not all(("gradients", i) in finished for i in skipping):  # kept, to resume from
             few = Tokens(*_first(job.tokens, self.config.gradient_tokens))
             stream = job.stream([*skipping], job.arch.ffn_of, few, tokens_per_batch=BACKWARD_BATCH)
             sizes = gradient_sizes(stream, skipping, job.track)
             for i, parts in skipping.items():
-                by_path = {p.path: sizes[i, p.path] for p in parts}
+                by_path = {p.path: sizes[i, p.path] for p in parts if (i, p.path) in sizes}
                 cuts = dict.fromkeys(by_path, WHOLE)
                 finished.add("gradients", i, ChannelsLayer(cuts, "given", by_path), {})
         factors = {i: cast(ChannelsLayer, finished["gradients", i][0]).factors for i in skipping}
+        skipping = {i: [p for p in parts if p.path in factors[i]] for i, parts in skipping.items()}
         scores = {
             (turn.block.index, path): path_scores
             for turn in self._turns(job, skipping)
@@ -223,7 +233,7 @@ class Channels(Method[ChannelsConfig, Arch]):
             scores,
             {key: p.run for key, p in every.items()},
             {key: float(p.outputs) for key, p in every.items()},
-            share,
+            self.share(skipping, uses),
         )
         for i, parts in skipping.items():
             cuts = {}
@@ -290,6 +300,8 @@ class GreedySearch:
     block: Block
     before: Tensor
     """A batch of what enters the layer (B, L, D)."""
+    handed: object
+    """What the layer before hands on beside it."""
     mask: Tensor | None
     """False on padding."""
     arch: Arch
@@ -331,8 +343,7 @@ class GreedySearch:
         return shares
 
     def _output(self, layer: nn.Module) -> Tensor:
-        (output,) = self.block.outputs([self.before], layer)
-        return valid(output, self.mask)
+        return valid(self.block.output(0, self.before, self.handed, layer), self.mask)
 
 
 def _set_cut(layer: nn.Module, path: str, cut: Cut) -> None:
