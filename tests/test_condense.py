@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from builders import tiny_model, tiny_moe
+from builders import MOE, tiny_model, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shrunken import small_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -459,6 +460,7 @@ NATIVE = [
     ("deepseek_v3", {"keep": "shared", "candidates": (1,)}, {"intermediate_size": 40}),
     ("glm4_moe", {"keep": "shared", "candidates": (1,)}, {}),
     ("ernie4_5_moe", {"keep": "shared+routed", "candidates": (1,)}, {}),
+    ("lfm2_moe", {"keep": "shared+routed", "candidates": (1,)}, {}),  # w1, w3, w2
 ]
 
 
@@ -466,7 +468,8 @@ NATIVE = [
 def test_the_architecture_itself_holds_the_mix_where_it_can(
     model_type: str, options: Any, changes: Any, tokens: Tokens, tmp_path: Path
 ) -> None:
-    model = tiny_moe(model_type, **changes)
+    build = tiny_moe if model_type in MOE else small_model
+    model = build(model_type, **changes)
     config = CondenseConfig(count=1, refit=False, **options)
     model.save_pretrained(tmp_path / "model")
     result = condense(tmp_path / "model", config, calibration=tokens, tokenizer=object())

@@ -53,6 +53,13 @@ class FFNNames:
         """The linear submodules, each once."""
         return tuple(dict.fromkeys(n for n in (self.gate, self.up, self.down) if n))
 
+    @property
+    def apart(self) -> tuple[str, str, str]:
+        """Gate, up and down; the usual names where these are not three."""
+        if self.gate is None or self.fused:
+            return "gate_proj", "up_proj", "down_proj"
+        return self.gate, self.up, self.down
+
 
 @dataclass(frozen=True)
 class AttentionNames:

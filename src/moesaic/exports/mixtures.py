@@ -27,7 +27,6 @@ from moesaic.plan import Plan
 from moesaic.surgery import LanguageAlone, base_shape, kept, rewrite, shaped, sizes
 
 ALIGNED = aligned(1)
-DOWN = "down_proj.weight"
 
 
 def reduced(
@@ -179,8 +178,11 @@ class _Reduced:
         if index in self.plans:
             layer = shaped(layer, self.arch, self.plans[index])
         path = self.arch.ffn_path if index in self.narrow else None
+        down = self.arch.ffn.down
         return {
-            name: widened(name, shape, self.width) if path and name.startswith(path) else shape
+            name: widened(name, shape, self.width, down)
+            if path and name.startswith(path)
+            else shape
             for name, shape in sizes(layer).items()
         }
 
@@ -192,17 +194,17 @@ class _Reduced:
             for disk, name in names.items()
             if (number := re.match(rf"{re.escape(self.arch.layers_path)}\.(\d+)\.", name))
         }
-        ffn = self.arch.ffn_path
+        ffn, down = self.arch.ffn_path, self.arch.ffn.down
         alone = LanguageAlone(writer) if self.source.beside else writer
-        fitting = Fitting(alone, starts, ffn, self.numbers, self.narrow, self.width)
+        fitting = Fitting(alone, starts, ffn, down, self.numbers, self.narrow, self.width)
         stays = kept(shape_of(self.source.config), along=False, beside=not self.source.beside)
         plan = Plan("export", self.shape, self.plans)
         rewrite(self.source.checkpoint, self.arch, plan, fitting, stays)
 
 
-def widened(name: str, shape: tuple[int, ...], width: int) -> tuple[int, ...]:
+def widened(name: str, shape: tuple[int, ...], width: int, down: str) -> tuple[int, ...]:
     """The shape of a dense FFN's matrix as :class:`Fitting` fills it up."""
-    return (shape[0], width) if name.endswith(DOWN) else (width, *shape[1:])
+    return (shape[0], width) if name.endswith(f".{down}.weight") else (width, *shape[1:])
 
 
 def _spread(values: Iterable[int]) -> str:
@@ -224,6 +226,7 @@ class Fitting:
         writer: takes the tensors.
         starts: what stands before a layer's number in names on disk.
         ffn: the path of a layer's FFN.
+        down: the name of its down projection.
         numbers: the new number of each layer that stays.
         narrow: the layers whose dense FFNs are filled up.
         width: neurons they are filled up to.
@@ -234,12 +237,13 @@ class Fitting:
         writer: Writer,
         starts: Collection[str],
         ffn: str,
+        down: str,
         numbers: Mapping[int, int],
         narrow: Sequence[int],
         width: int,
     ) -> None:
         self.writer, self.numbers = writer, numbers
-        self.narrow, self.width, self.ffn = narrow, width, f"{ffn}."
+        self.narrow, self.width, self.ffn, self.down = narrow, width, f"{ffn}.", down
         self.numbered = re.compile(rf"^({'|'.join(map(re.escape, starts))})(\d+)\.(.*)")
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -250,7 +254,7 @@ class Fitting:
                 return
             name = f"{start}{self.numbers[old]}.{rest}"
             if old in self.narrow and rest.startswith(self.ffn):
-                new = widened(name, tuple(tensor.shape), self.width)
+                new = widened(name, tuple(tensor.shape), self.width, self.down)
                 missing = [n - was for was, n in zip(tensor.shape, new, strict=True)]
                 assert min(missing) >= 0, f"{name} would be cut"
                 tensor = F.pad(tensor, (0, missing[1], 0, missing[0]))

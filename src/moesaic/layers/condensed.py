@@ -26,8 +26,6 @@ from moesaic.nn.condensed_ffn import CondensedFFN, Nothing
 Part = tuple[Tensor, Tensor, Tensor, float]
 """gate (M, D), up (M, D), down (D, M), and the factor of its output."""
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
 
 @dataclass(frozen=True)
 class CondensedLayer(LayerPlan):
@@ -116,10 +114,11 @@ class CondensedLayer(LayerPlan):
                 parts.append((gate_MD, up_MD, down[i], scale))
         reader = hidden_reader(arch, state)
         like = parts[0][2] if parts else reader
-        folded = dict(zip(PROJECTIONS, fold(parts, reader.shape[1], self.width), strict=True))
+        names = arch.ffn.apart
+        folded = dict(zip(names, fold(parts, reader.shape[1], self.width), strict=True))
         if self.down_DM is not None:  # narrower where the layer was widened since
             rest = self.width - self.down_DM.shape[1]
-            folded["down_proj"] = F.pad(self.down_DM.to(like.device), (0, rest))
+            folded[names[-1]] = F.pad(self.down_DM.to(like.device), (0, rest))
         if self.gated:
             folded["shared_gate"] = state[f"{path}.{arch.shared_gate}.weight"]
         for name, tensor in folded.items():
@@ -150,8 +149,7 @@ class CondensedLayer(LayerPlan):
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
-        plain = replace(arch, ffn=FFNNames())  # the module's own, whatever the base's are called
-        return replace(Arch.use(plain, layer), kind=cls.kind)
+        return replace(Arch.use(arch, layer), kind=cls.kind)
 
     @classmethod
     def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
@@ -180,10 +178,11 @@ class CondensedLayer(LayerPlan):
         if not isinstance(view, MoEFFN) or not self.width:
             return self, {}
         module = self.module(site.layer, view.arch)
-        down_DM: Tensor = module.down_proj.weight.detach()
+        _, _, down = module.projections
+        down_DM: Tensor = down.weight.detach()
         balance = Balance(down_DM.shape[0], down_DM.shape[1], down_DM.device)
         features: list[Tensor] = []
-        module.down_proj.register_forward_pre_hook(lambda _, args: features.append(args[0]))
+        down.register_forward_pre_hook(lambda _, args: features.append(args[0]))
         for x_TD, target_TD in zip(site.inputs(), site.targets(), strict=True):
             y_TD = view.output(x_TD) if target_TD is None else target_TD
             if view.arch.beside is not None and view.shared is not None:
@@ -212,7 +211,9 @@ def _made(
     act = arch.act_of(layer) if width else nn.Identity()
     more = hands_on(type(arch.ffn_of(layer)).forward)
     return CondensedFFN(
-        like_0D.shape[1], width, act, gated, more, device=device, dtype=like_0D.dtype
+        *(like_0D.shape[1], width, act, arch.ffn.apart, gated, more),
+        device=device,
+        dtype=like_0D.dtype,
     )
 
 

@@ -13,7 +13,7 @@ from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State
 from moesaic.layers.condensed import hidden_reader
-from moesaic.nn.condensed_ffn import PassThrough
+from moesaic.nn.condensed_ffn import PassThrough, shapes
 
 
 def attributes(layer: nn.Module) -> JSON:
@@ -47,14 +47,14 @@ class DroppedLayer(LayerPlan):
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
         """Three projections without neurons, by which the rest of the package knows the block."""
         reader = hidden_reader(arch, state)
-        for name, shape in PassThrough.shapes(reader.shape[1]).items():
+        for name, shape in shapes(arch.ffn.apart, reader.shape[1]).items():
             yield f"{arch.ffn_path}.{name}.weight", reader.new_empty(shape)
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         hidden = arch.nothing_written(layers[index]).shape[1]
         noted = attributes(layers[index])
-        layers[index] = PassThrough(hidden, arch.ffn_path)
+        layers[index] = PassThrough(hidden, arch.ffn_path, arch.ffn.apart)
         vars(layers[index]).update(noted)  # some models ask a layer of what type it is
 
     def describe(self, experts: int) -> Description:

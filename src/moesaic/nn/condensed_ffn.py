@@ -12,14 +12,15 @@ from torch import Tensor, nn
 class CondensedFFN(nn.Module):
     """``y = down(act(gate x) * up x)``, without biases.
 
-    Fixed expert weights are folded into ``down_proj``. Where the base scales its shared path by a
-    gate token by token, the first ``gated`` neurons are that path and ``shared_gate`` scales them:
-    sigmoid(g x) down(h) = down(sigmoid(g x) h).
+    Fixed expert weights are folded into the down projection. Where the base scales its shared path
+    by a gate token by token, the first ``gated`` neurons are that path and ``shared_gate`` scales
+    them: sigmoid(g x) down(h) = down(sigmoid(g x) h).
 
     Args:
         hidden_size: D.
         width: neurons; 0 for a block that adds nothing.
         act: the base's activation function.
+        names: of gate, up and down.
         gated: neurons that the shared path's gate scales.
         more: the base's block returns a pair, of which the second part is for the router's loss.
         device: of the new parameters.
@@ -31,6 +32,7 @@ class CondensedFFN(nn.Module):
         hidden_size: int,
         width: int,
         act: Callable[[Tensor], Tensor],
+        names: tuple[str, str, str],
         gated: int = 0,
         more: bool = False,
         *,
@@ -40,13 +42,19 @@ class CondensedFFN(nn.Module):
         super().__init__()
         with warnings.catch_warnings():  # torch warns of an empty matrix; it is what is meant
             warnings.simplefilter("ignore", UserWarning)
-            self.gate_proj = nn.Linear(hidden_size, width, bias=False, device=device, dtype=dtype)
-            self.up_proj = nn.Linear(hidden_size, width, bias=False, device=device, dtype=dtype)
-            self.down_proj = nn.Linear(width, hidden_size, bias=False, device=device, dtype=dtype)
-        self.act_fn = act
+            for name, (rows, columns) in shapes(names, hidden_size, width).items():
+                linear = nn.Linear(columns, rows, bias=False, device=device, dtype=dtype)
+                self.add_module(name, linear)
+        self.act_fn, self.names = act, names
         self.gated, self.more = gated, more
         if gated:
             self.shared_gate = nn.Linear(hidden_size, 1, bias=False, device=device, dtype=dtype)
+
+    @property
+    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        """Gate, up and down."""
+        gate, up, down = (getattr(self, name) for name in self.names)
+        return gate, up, down
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, None]:
         """The block's output, of the shape of its input (..., D)."""
@@ -54,14 +62,23 @@ class CondensedFFN(nn.Module):
 
     def written(self, x: Tensor) -> Tensor:
         """The same, and nothing beside it."""
-        h = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        gate, up, down = self.projections
+        h = self.act_fn(gate(x)) * up(x)
         if self.gated:
             scale = torch.sigmoid(self.shared_gate(x))
             h = torch.cat([scale * h[..., : self.gated], h[..., self.gated :]], -1)
-        return self.down_proj(h)
+        return down(h)
 
     def extra_repr(self) -> str:
         return f"gated={self.gated}" if self.gated else ""
+
+
+def shapes(
+    names: tuple[str, str, str], hidden_size: int, width: int = 0
+) -> dict[str, tuple[int, int]]:
+    """Shapes of gate, up and down by name."""
+    rows, columns = (width, hidden_size), (hidden_size, width)
+    return dict(zip(names, (rows, rows, columns), strict=True))
 
 
 class Nothing(nn.Module):
@@ -74,16 +91,10 @@ class Nothing(nn.Module):
 class PassThrough(nn.Module):
     """A decoder layer that is gone: no attention, no neurons, its input is its output."""
 
-    @staticmethod
-    def shapes(hidden_size: int) -> dict[str, tuple[int, int]]:
-        """Shapes of the projections without neurons, by name."""
-        rows, columns = (0, hidden_size), (hidden_size, 0)
-        return {"gate_proj": rows, "up_proj": rows, "down_proj": columns}
-
-    def __init__(self, hidden_size: int, ffn_path: str) -> None:
+    def __init__(self, hidden_size: int, ffn_path: str, names: tuple[str, str, str]) -> None:
         super().__init__()
         self.self_attn = nn.Identity()
-        setattr(self, ffn_path, CondensedFFN(hidden_size, 0, nn.Identity()))
+        setattr(self, ffn_path, CondensedFFN(hidden_size, 0, nn.Identity(), names))
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         return hidden_states

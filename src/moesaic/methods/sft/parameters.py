@@ -23,8 +23,6 @@ from moesaic.foreign import Model
 from moesaic.plan import Plan
 from moesaic.surgery import routed_modules
 
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
 
 def trainable(
     model: Model, arch: Arch, what: str, plan: Plan | None = None
@@ -43,7 +41,7 @@ def trainable(
     if what == "all":
         return dict(model.named_parameters())
     if what in ("condensed", "attention"):
-        parts = tuple(f"{{ffn}}{name}." for name in PROJECTIONS)
+        parts = tuple(f"{{ffn}}{name}." for name in arch.ffn.apart)
         parts = ("{layer}" + arch.attention_path + ".",) if what == "attention" else parts
         parameters = {} if plan is None else _condensed(model, arch, plan, parts)
         if not parameters:
