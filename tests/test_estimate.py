@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import platform
 import re
 import weakref
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 
 from moesaic import estimates, pipeline
 from moesaic.cli import app
-from moesaic.config import Calibration, Evaluation
+from moesaic.config import Calibration, Evaluation, MethodConfig
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import Tokens
 from moesaic.data.training import foretold_tokens, training_examples
@@ -39,6 +40,7 @@ from moesaic.estimates import (
     measuring,
     weight_bytes,
 )
+from moesaic.fitting.redundancy import WINDOWS, looking
 from moesaic.foreign import give_back
 from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import TYPES, align
@@ -378,6 +380,33 @@ def test_a_long_run_is_told_before_anything_is_computed(
         assert code == 0
         assert re.match(r"Predicted: \S+ \w+, \S+ \w+ memory\.", err)
         json.loads(out)
+
+
+def test_what_is_looked_at_beside_is_told_too(
+    command: Any, moe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of observe where a mixture is redundant, of eval drafts: whole passes of their texts."""
+    monkeypatch.setattr(estimates, "QUICK", 0)
+    monkeypatch.setattr(estimates, "in_words", lambda seconds, *_: f"{seconds}")
+    monkeypatch.setattr(Machine, "here", lambda *_: Machine(1.0, 0.0, math.inf, 0.0, 0))
+    made = Built(resolve(str(moe_folder)).config, None)
+    pass_of_token = 2.0 * made.size.active_parameters
+    recipe = Recipe(str(moe_folder), "", (), Calibration(samples=2), evaluation=None)
+    alone = float(estimates.notice_of_observing(recipe))
+    _, _, err = command("observe", moe_folder, tmp_path / "stats", "--samples", "2")
+    windows = WINDOWS * MethodConfig.window
+    assert float(err.split()[0]) - alone == pytest.approx(5 * windows * pass_of_token)
+    assert looking(Built(resolve("tiny-dense").config, None)) == []
+
+    where: Any = {"device": "cpu", "dtype": None}
+    for stream in (False, True):
+        settings = Evaluation(max_tokens=1000, stream=stream)
+        asked = [str(moe_folder)], settings
+        without, drafts = (
+            float(estimates.notice_of_scoring(*asked, **where, mtp=mtp)) for mtp in (False, True)
+        )
+        passes = 0 if stream else 1000 * pass_of_token  # what is kept passes the layers once
+        assert drafts - without == pytest.approx(passes)  # it has none of those layers itself
 
 
 def interrupted(*_: Any) -> None:

@@ -37,6 +37,7 @@ from moesaic.io.arithmetic import sizes_in, working_type
 from moesaic.io.checkpoint import INDEX_NAME, shape_of
 from moesaic.io.names import cache_folder
 from moesaic.io.outputs import whole_file
+from moesaic.io.prediction import predicting_layers
 from moesaic.io.source import resolve
 from moesaic.io.weightless import Outliner, Weightless, foretold
 from moesaic.layers.base import KINDS
@@ -370,6 +371,11 @@ class Built:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @property
+    def hidden(self) -> int:
+        """Hidden size."""
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
+    @property
     def calls(self) -> float:
         """Modules that a batch of tokens passes, experts one by one."""
         return sum(20.0 + 3 * use.experts for use in self.size.layers)
@@ -517,7 +523,7 @@ def scoring(
     tokens, vocabulary = settings.max_tokens or MEASURED, models[0].vocabulary
     kept = MEASURING + overhead + REMEMBERED * any(use.experts for use in models[0].size.layers)
     weights = sum(model.held(device) for model in models)
-    if (settings.stream and not settings.rounds) or weights * ROOM > free_bytes(device):
+    if _layer_by_layer(models, settings, device):
         weights = round(2 * max(model.held(device) / model.depth for model in models))
     active = sum(model.size.active_parameters for model in models)
     variants = 1 + len(settings.compare)
@@ -528,6 +534,32 @@ def scoring(
         * (variants * tokens / BATCH + settings.new_tokens + 40),
         4.0 * sum(model.bytes for model in models),
     )
+
+
+def _layer_by_layer(models: Sequence[Built], settings: Evaluation, device: str) -> bool:
+    """Whether models are measured without being loaded whole."""
+    weights = sum(model.held(device) for model in models)
+    return (settings.stream and not settings.rounds) or weights * ROOM > free_bytes(device)
+
+
+def drafting(models: Sequence[Built], settings: Evaluation, device: str = "cpu") -> Stage:
+    """Drafts of layers that predict further tokens, each the work of a decoder layer and a head.
+
+    Models that are loaded run once more for them; of others the last layer's outputs are kept.
+
+    Args:
+        models: as of :func:`scoring`.
+        settings: how much is measured.
+        device: where.
+    """
+    tokens, again = settings.max_tokens or MEASURED, not _layer_by_layer(models, settings, device)
+    operations = calls = 0.0
+    for model in models:
+        further, hidden = predicting_layers(model.config), model.hidden
+        each = model.size.layers[-1].active + hidden * (2 * hidden + model.vocabulary)
+        operations += 2.0 * tokens * (again * model.size.active_parameters + further * each)
+        calls += (again + further / model.depth) * model.calls * tokens / BATCH
+    return Stage(operations=operations, calls=calls)
 
 
 def observing(source: Weightless, recipe: Recipe) -> list[Stage]:
@@ -547,16 +579,20 @@ def observing(source: Weightless, recipe: Recipe) -> list[Stage]:
 
 
 @stopping_nothing
-def notice_of_observing(recipe: Recipe) -> str:
+def notice_of_observing(
+    recipe: Recipe, further: Callable[[Built], list[Stage]] = lambda _: []
+) -> str:
     """What observing is predicted to take, in a line; empty where that is no minute.
 
     Args:
         recipe: the model, text, device and type; it has no steps.
+        further: what is done beside, with what was observed of a model.
     """
     if at_least(recipe) < QUICK:
         return ""
     with TemporaryDirectory(prefix="moesaic-") as folder:
-        stages = observing(foretold(recipe.model, Path(folder)), recipe)
+        source = foretold(recipe.model, Path(folder))
+        stages = [*observing(source, recipe), *further(Built(source.config, None))]
     machine = Machine.here(recipe.device)
     seconds = sum(map(machine.seconds, stages))
     return in_words(seconds, machine.resident + max(stage.memory for stage in stages))
@@ -564,7 +600,11 @@ def notice_of_observing(recipe: Recipe) -> str:
 
 @stopping_nothing
 def notice_of_scoring(
-    names: Sequence[str], settings: Evaluation, device: str, dtype: torch.dtype | None
+    names: Sequence[str],
+    settings: Evaluation,
+    device: str,
+    dtype: torch.dtype | None,
+    mtp: bool = False,
 ) -> str:
     """What measuring models is predicted to take, in a line; empty where that is no minute.
 
@@ -573,6 +613,7 @@ def notice_of_scoring(
         settings: how much is measured.
         device: where.
         dtype: floating-point type; None for each model's own.
+        mtp: drafts are looked at, too.
     """
     sources = [resolve(name) for name in names]
     tokens = settings.max_tokens or foretold_tokens(settings.data) or MEASURED
@@ -580,9 +621,12 @@ def notice_of_scoring(
         return ""
     models = [Built(source.config, dtype) for source in sources]
     machine = Machine.here(device)
-    stage = scoring(models, replace(settings, max_tokens=tokens, rounds=0), device)
+    settings = replace(settings, max_tokens=tokens, rounds=0)
+    stages = [scoring(models, settings, device)]
+    stages += [drafting(models, settings, device)] if mtp else []
+    seconds, held = sum(map(machine.seconds, stages)), max(stage.memory for stage in stages)
     beside = ["tasks beside that"] if settings.tasks else []
-    return in_words(machine.seconds(stage), machine.resident + stage.memory, *beside)
+    return in_words(seconds, machine.resident + held, *beside)
 
 
 # --- this machine --------------------------------------------------------------------------------

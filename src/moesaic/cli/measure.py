@@ -73,7 +73,7 @@ def evaluate(
     track = silent if process()[0] else bars
     if not process()[0]:
         names = [model] if against is None else [model, against]
-        tell(notice_of_scoring(names, evaluation, **where))
+        tell(notice_of_scoring(names, evaluation, **where, mtp=mtp))
     result = evaluate(model, against=against, mtp=mtp, **settings, track=track).as_json()
     if process()[0]:  # the first process tells what all have found
         return

@@ -177,15 +177,17 @@ def observe(
     from moesaic.cli.measure import redundancy_shown
     from moesaic.distributed import process
     from moesaic.estimates import notice_of_observing
-    from moesaic.fitting.redundancy import observed_redundancy
+    from moesaic.fitting.redundancy import looking, observed_redundancy
     from moesaic.observation.files import StatsFile, merge_files
 
+    alone = process()[1] == 1  # of several processes all would have to look where it is redundant
     if merge:
         merge_files(merge, stats)
     else:
         if process()[0] == 0:
             kind = str(dtype or "auto").removeprefix("torch.")
-            tell(notice_of_observing(Recipe(model, "", (), calibration, None, device, kind)))
+            recipe = Recipe(model, "", (), calibration, None, device, kind)
+            tell(notice_of_observing(recipe, *[looking] if alone else []))
         api.observe(
             model,
             stats,
@@ -202,7 +204,7 @@ def observe(
     header = StatsFile(stats).header
     figures = {"stats": str(stats), "bytes": stats.stat().st_size, "layers": header["layers"]}
     shown: list[Value] = [f"Statistics of {len(header['layers'])} layers in {stats}"]
-    if not merge and process()[1] == 1:  # of several processes all would have to look
+    if alone and not merge:
         with suppress(MoesaicError):  # dense, or without a tokenizer for text that ships
             redundancy = observed_redundancy(model, str(stats), bars)
             figures["redundancy"] = redundancy.as_json()

@@ -22,6 +22,7 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.config import Calibration, MethodConfig, RunArgs
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
+from moesaic.estimates import STREAM_BATCH, Built, Stage
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.source import resolve
 from moesaic.layers.base import LayerPlan
@@ -162,6 +163,20 @@ def observed_redundancy(model: str, stats: str, track: Track = silent) -> Redund
     text = evaluation_tokens("", resolve(model).tokenizer, length, WINDOWS * length)
     args = RunArgs.of(model, calibration=Calibration(stats=stats))
     return redundancy(args, text, track)
+
+
+def looking(model: Built) -> list[Stage]:
+    """What :func:`observed_redundancy` takes: a mixture itself and a branch for each change."""
+    if not any(use.experts for use in model.size.layers):
+        return []
+    branches, tokens = 1 + 2 * len(PARTS), WINDOWS * MethodConfig.window
+    return [
+        Stage(
+            operations=branches * 2.0 * model.size.active_parameters * tokens,
+            calls=branches * model.calls * -(-tokens // STREAM_BATCH),
+            bytes=float(model.bytes),
+        )
+    ]
 
 
 def _figures(stats: StatsFile) -> tuple[float | None, float, float]:
