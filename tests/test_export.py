@@ -597,10 +597,10 @@ def test_the_converter_is_told_of_layers_that_predict_further_tokens(
         tensors["mtp.fc.weight"] = torch.ones(32, 64)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(MoesaicError, match="converter refused base: stopped"):
-        llamacpp.convert(tmp_path / "script.py", folder, tmp_path / "out.gguf", "f32")
+        llamacpp.convert(tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf", "f32")
     assert told == [
         [
-            *map(str, (tmp_path / "script.py", folder, tmp_path / "out.gguf")),
+            *map(str, (tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf")),
             "f32",
             predicting,
             None,

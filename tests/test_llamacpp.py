@@ -6,6 +6,7 @@
 import copy
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,15 +29,18 @@ from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file, save_file
 from shrunken import small_model
 
-from moesaic import MoREConfig, SlimConfig, bench, carve, export, slim
+from moesaic import MoREConfig, PruneConfig, SlimConfig, bench, carve, export, slim
+from moesaic.api import verb
 from moesaic.arch.lookup import base_arch
 from moesaic.cli.results import in_llama_cpp
-from moesaic.config import Calibration, Evaluation
+from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.data.reader import shipped_texts
 from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
+from moesaic.estimates import Built
 from moesaic.exports.native import NEAR
 from moesaic.fitting.config import FitConfig
+from moesaic.fitting.files import Files
 from moesaic.fitting.run import fit
 from moesaic.io.source import Source, resolve
 from moesaic.layers.dropped import DroppedLayer
@@ -511,6 +515,24 @@ def test_fit_makes_the_file_that_it_told(tmp_path):
         for ids in tokens.input_ids:
             losses.append(F.cross_entropy(engine.logits(ids)[:-1], ids[1:]))
     assert torch.stack(losses).mean().exp().item() == pytest.approx(made["perplexity"], rel=5e-3)
+
+
+@pytest.mark.parametrize("config", [PruneConfig(keep=6), SlimConfig(keep=2 / 3, multiple=32)])
+def test_no_file_takes_more_than_was_told(config, tmp_path):
+    """Whatever its folder is called, and whatever card lies there."""
+    source = resolve("tiny-moe")
+    config = replace(config, score="magnitude" if config.verb == "slim" else "random", refit=False)
+    folder = tmp_path / "a_folder_with_a_long_name_that_the_converter_takes_for_the_model's-v1.0"
+    verb(config.verb, "tiny-moe", config).save(folder)
+    tags = ", ".join(f"tag-{number}" for number in range(100))
+    (folder / "README.md").write_text(f"---\nlicense: mit\ntags: [{tags}]\n---\n")
+    files = Files(source, "none", tmp_path)
+    made = Built(resolve(str(folder)).config, None)
+    asked = ExportArgs(to="gguf", type="q8_0")
+    groups = dict.fromkeys(files.original.layout.rounded.values(), "q4_0")
+    for types, told in ((None, files.told(made, asked)), (groups, files.layout(made).size(groups))):
+        held = files.make(folder, tmp_path / "model.gguf", asked, types)["bytes"]
+        assert told - 32 <= held <= told
 
 
 def test_the_demo_opens_its_mixture(tmp_path):

@@ -1,4 +1,4 @@
-"""Run by path in a process of its own: llama.cpp's converter, with five gaps filled.
+"""Run by path in a process of its own: llama.cpp's converter, with six gaps filled.
 
 Its class for GLM4-MoE writes the vocabulary of GLM's own tokenizer, whose special tokens it looks
 up by name. An export has its base's tokenizer, so the converter's general way takes its place.
@@ -15,6 +15,9 @@ where a checkpoint has none, it is told so.
 Of DeciLM's layers it reads widths in multiples of 256, which NVIDIA's models have, and vocabularies
 that are SentencePiece's or Llama 3's. Its own way for one width takes a list as well; vocabularies
 are those of Llamas.
+
+It calls a model by its folder, and says what the card there does. A model that is on its way into a
+file is in a folder that nobody named: what is said is of another one.
 """
 
 import importlib.util
@@ -25,7 +28,7 @@ from pathlib import Path
 
 def main(request: str) -> None:
     """``request`` is the JSON list that :func:`moesaic.exports.llamacpp.convert` sends."""
-    script, folder, out, outtype, predicting, widths = json.loads(request)
+    script, folder, named, out, outtype, predicting, widths = json.loads(request)
     sys.path.insert(0, str(Path(script).parent))
     converter = importlib.import_module(Path(script).stem)
     if widths:  # transformers loads no tokenizer beside a config that it does not know
@@ -40,6 +43,12 @@ def main(request: str) -> None:
     glm.Glm4MoeModel.set_vocab = lambda self: self._set_vocab_gpt2()
     deci.DeciModel.set_vocab = llama.LlamaModel.set_vocab
     deci.DeciModel.origin_hf_arch = None  # which LlamaModel looks at there
+    described = base.gguf.Metadata.load
+
+    def described_as(override: object, _: Path, *more: object) -> object:
+        return described(override, Path(named), *more)
+
+    base.gguf.Metadata.load = staticmethod(described_as)
     load = base.ModelBase.load_hparams
 
     def completed(*args: object, **options: object) -> dict[str, object]:

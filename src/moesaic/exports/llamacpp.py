@@ -117,7 +117,7 @@ def export_gguf(
         if lacks:
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = Path(place) / "model.gguf"
-        convert(script, folder, work, args.type if plain else "f32")
+        convert(script, folder, source.folder, work, args.type if plain else "f32")
         if not plain:
             rounding = Rounding(folder, work, args.calibration, track)
             work = work.with_name("quantised.gguf")
@@ -214,14 +214,22 @@ class Rounding:
         return self.live.improved(first, among, budget)
 
 
-def convert(script: Path, folder: Path, out: Path, type: str) -> None:
-    """Run llama.cpp's converter on a native checkpoint."""
+def convert(script: Path, folder: Path, named: Path, out: Path, type: str) -> None:
+    """Run llama.cpp's converter on a native checkpoint.
+
+    Args:
+        script: the converter.
+        folder: the checkpoint.
+        named: the folder whose name and card the file has.
+        out: the file.
+        type: of its weights.
+    """
     source = resolve(str(folder))
     layers = source.config.num_hidden_layers
     predicting = any(predicts(name, layers) for name in source.checkpoint.names())
     header = getattr(source.config, "moesaic", None)  # as a DeciLM is read
     widths = header["base"]["widths"] if header else None
-    request = json.dumps([str(script), str(folder), str(out), type, predicting, widths])
+    request = json.dumps([*map(str, (script, folder, named, out)), type, predicting, widths])
     trouble = run_script("convert.py", request)
     if trouble is not None or not out.is_file():
         raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")

@@ -22,7 +22,7 @@ from moesaic.exports.engines import limits
 from moesaic.exports.live import Live
 from moesaic.exports.llamacpp import Rounding, convert, find_converter
 from moesaic.exports.mixed import Layout
-from moesaic.exports.quantiser import WHOLE, types_of
+from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.outputs import whole_file
@@ -85,7 +85,7 @@ class Files:
     def _begun(self, folder: Path, whole: Path) -> Rounding:
         if not whole.is_file():
             with whole_file(whole) as partial:
-                convert(self._converter, folder, partial, WHOLE)
+                convert(self._converter, folder, self.source.folder, partial, WHOLE)
         return Rounding(folder, whole, self.text, self.track)
 
     def layout(self, made: Built) -> Layout:
@@ -147,7 +147,10 @@ class Files:
 
 
 def resized(layout: Layout, original: Built, made: Built) -> Layout:
-    """The tensors of a result's file, told from those of the original's.
+    """The tensors of a result's file, told from those of the original's, and the most it takes.
+
+    Both files have one name and card; how many weights there are is said in words, which may be
+    longer.
 
     Args:
         layout: of the original's file.
@@ -161,7 +164,8 @@ def resized(layout: Layout, original: Built, made: Built) -> Layout:
             i = int(inside[1])
             shape = _shape(inside[2], tensor.shape, old[i], new[i])
             tensors[name] = replace(tensor, shape=shape)
-    return replace(layout, tensors=tensors)
+    longer = ALIGNED if tensors != layout.tensors else 0
+    return replace(layout, tensors=tensors, header=layout.header + longer)
 
 
 def _sizes(arch: Arch, layer: nn.Module) -> Sizes:
