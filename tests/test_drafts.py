@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from builders import (
     APART,
     BEHIND,
+    launch,
     logits,
     pages,
     predicting,
@@ -157,6 +158,37 @@ def test_what_is_read_layer_by_layer_is_read_once(tokens, tmp_path, monkeypatch)
     )
     assert evaluate(str(folder), data=tokens, mtp=True, stream=True) == whole
     assert len(passes) == 1
+
+
+SHARED = """
+import json, sys
+from safetensors.torch import load_file
+from moesaic.distributed import join_processes, process
+join_processes()
+import moesaic
+model, ids, out = sys.argv[1:]
+windows = moesaic.Tokens(**load_file(ids))
+found = [moesaic.evaluate(model, against=model, data=windows, mtp=True, stream=s).as_json()
+         for s in (False, True)]
+with open(f"{out}-{process()[0]}", "w") as file:
+    json.dump(found, file)
+"""
+
+
+@pytest.mark.parametrize("windows", [50, 10], ids=["several batches", "fewer than processes"])
+def test_processes_share_the_drafts(windows, tmp_path):
+    folder = published("glm4_moe", tmp_path / "base", count=2)
+    generator = torch.Generator().manual_seed(0)
+    ids_BL = torch.randint(1, 384, (windows, 48), generator=generator)
+    mask_BL = torch.arange(48) < torch.randint(20, 49, (windows, 1), generator=generator)
+    save_file({"input_ids": ids_BL, "attention_mask": mask_BL}, tmp_path / "ids")
+    (tmp_path / "shared.py").write_text(SHARED)
+    launch(tmp_path / "shared.py", folder, tmp_path / "ids", tmp_path / "out")
+    alone = evaluate(str(folder), against=str(folder), data=Tokens(ids_BL, mask_BL), mtp=True)
+    assert alone.as_json()["mtp"]["tokens"] == int(mask_BL[:, 1:].sum())
+    for number in range(2):
+        found = json.loads((tmp_path / f"out-{number}").read_text())
+        assert found == 2 * [json.loads(json.dumps(alone.as_json()))]
 
 
 def test_the_command_tells_of_model_and_original(command, tmp_path):
