@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from slim_table import rewritten, told
+from slim_table import rewritten, stats
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
@@ -25,7 +25,7 @@ SOURCES = ("prose", "reference", "code")
 
 def grouped(record: Mapping[str, Any]) -> dict[str, Points]:
     """The rows of each model."""
-    found: dict[str, Points] = defaultdict(lambda: defaultdict(list))
+    points: dict[str, Points] = defaultdict(lambda: defaultdict(list))
     for name, row in record["results"].items():
         model, *parts = name.split(" | ")
         if parts[0].startswith("fit"):
@@ -37,8 +37,8 @@ def grouped(record: Mapping[str, Any]) -> dict[str, Points]:
             key = (kinds.get(parts[0], VERB if len(parts) > 1 else PLAIN), parts[0])
         held = row["held"]
         of_sources = (held["sources"][source]["kl"] for source in SOURCES)
-        found[model][key].append((size / 1e6, held["kl"], held["perplexity"], *of_sources))
-    return found
+        points[model][key].append((size / 1e6, held["kl"], held["perplexity"], *of_sources))
+    return points
 
 
 def table(rows: Points) -> Iterator[str]:
@@ -50,8 +50,8 @@ def table(rows: Points) -> Iterator[str]:
         words = {FIT: f"`fit {name}", LAYERS: "types by layer alone"}.get(kind, name)
         digits = 4 if mean(kls) < 0.01 else 3
         few = f" ({len(kls)})" if kind in (FIT, VERB) and len(kls) < 3 else ""
-        parts = "/".join(told([mean(values)], digits) for values in of_sources)
-        figures = told([mean(sizes)], 2), told(kls, digits) + few, told(perplexities, 2), parts
+        parts = "/".join(stats([mean(values)], digits) for values in of_sources)
+        figures = stats([mean(sizes)], 2), stats(kls, digits) + few, stats(perplexities, 2), parts
         yield f"| {words} | {' | '.join(figures)} |"
 
 

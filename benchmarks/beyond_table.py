@@ -40,22 +40,22 @@ MIXTURES = {
     "condense 2 layers to shared": "2 layers condensed to their shared path",
     "condense 2 layers to shared+routed": "2 layers condensed to shared and routed",
 }
-Found = Mapping[str, list[dict[str, Any]]]
+Groups = Mapping[str, list[dict[str, Any]]]
 """By group and name, the results of every seed."""
 
 
 def gathered(results: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for name, result in results.items():
-        found.setdefault(name.split(", seed ")[0], []).append(result)
-    return found
+        groups.setdefault(name.split(", seed ")[0], []).append(result)
+    return groups
 
 
-def of_ratio(found: Found, ratio: str, name: str) -> list[dict[str, Any]]:
-    return found.get(f"{ratio}: {name}", [])
+def at_ratio(groups: Groups, ratio: str, name: str) -> list[dict[str, Any]]:
+    return groups.get(f"{ratio}: {name}", [])
 
 
-def told(results: Sequence[Mapping[str, Any]], text: str) -> str:
+def stats(results: Sequence[Mapping[str, Any]], text: str) -> str:
     """Mean and, of several seeds, their standard deviation."""
     return spread([r["perplexity"][text] for r in results])
 
@@ -65,33 +65,33 @@ def spread(values: Sequence[float]) -> str:
     return f"{mean(values):.2f}" + (f" ± {deviation:.2f}" if deviation > 0.005 else "")
 
 
-def rows(found: Found) -> Iterator[str]:
+def rows(groups: Groups) -> Iterator[str]:
     """Markdown: perplexity on both texts, what was active, seconds with the pass."""
     yield "| | text that ships | WikiText-2 | active parameters | seconds |"
     yield f"|---|{'---:|' * 4}"
     keys = [f"{ratio}: {name}" for ratio in SHOWN for name in SERIES]
     for key in ("dense", *keys):
-        results = found[key]
+        results = groups[key]
         ratio, _, name = key.rpartition(": ")
         active = f"{results[0]['active_parameters'] / 1e6:.1f} M"
         timed = [r["seconds"] + r["shared_seconds"] for r in results if "seconds" in r]
         cells = [
             f"{ratio}: {LABELS[name]}" if ratio else name,
-            *(told(results, text) for text in ("shipped", "wikitext2-valid")),
+            *(stats(results, text) for text in ("shipped", "wikitext2-valid")),
             active,
             f"{min(timed):.0f}" if timed else "",
         ]
         yield f"| {' | '.join(cells)} |"
 
 
-def alone(found: Found) -> Iterator[str]:
+def alone(groups: Groups) -> Iterator[str]:
     """Markdown: every option by itself on the text that ships; seconds at 0.8 beside the pass."""
     ratios = SHOWN[1:]
     yield f"| | {' | '.join(ratios)} | seconds |"
     yield f"|---|{'---:|' * (len(ratios) + 1)}"
     for name, label in LABELS.items():
-        figures = [told(of_ratio(found, ratio, name), "shipped") for ratio in ratios]
-        seconds = min(r["seconds"] for r in of_ratio(found, "0.8", name))
+        figures = [stats(at_ratio(groups, ratio, name), "shipped") for ratio in ratios]
+        seconds = min(r["seconds"] for r in at_ratio(groups, "0.8", name))
         yield f"| {label} | {' | '.join(figures)} | {seconds:.0f} |"
 
 
@@ -111,27 +111,27 @@ def results_of(name: str) -> Any:
 
 def tables() -> dict[str, str]:
     """By name."""
-    found = gathered(results_of("beyond-smollm2"))
-    made = {
-        "petals": rows(found),
-        "petals-options": alone(found),
+    groups = gathered(results_of("beyond-smollm2"))
+    tables = {
+        "petals": rows(groups),
+        "petals-options": alone(groups),
         "refits": mixtures(results_of("beyond_mixtures")),
     }
-    return {name: "\n".join(lines) + "\n" for name, lines in made.items()}
+    return {name: "\n".join(lines) + "\n" for name, lines in tables.items()}
 
 
-def picture(found: Found, text: str, title: str) -> str:
+def picture(groups: Groups, text: str, title: str) -> str:
     """Perplexity over active ratio, logarithmic, with the dense model as a line."""
     width, height, left, right, top, foot = 900.0, 430.0, 70.0, 250.0, 84.0, 60.0
     lines = {}
     for name in SERIES:
         points = [
-            (float(r), mean(x["perplexity"][text] for x in of_ratio(found, r, name)))
+            (float(r), mean(x["perplexity"][text] for x in at_ratio(groups, r, name)))
             for r in RATIOS
-            if of_ratio(found, r, name)
+            if at_ratio(groups, r, name)
         ]
         lines[name] = points
-    dense = found["dense"][0]["perplexity"][text]
+    dense = groups["dense"][0]["perplexity"][text]
     values = [y for points in lines.values() for _, y in points] + [dense]
     least, most = math.log(min(values)) - 0.08, math.log(max(values)) + 0.05
 
@@ -189,8 +189,8 @@ def picture(found: Found, text: str, title: str) -> str:
 def main() -> None:
     page = DOCS / "beyond.md"
     page.write_text(rewritten(page.read_text("utf-8"), tables()), "utf-8")
-    found = gathered(results_of("beyond-smollm2"))
-    svg = picture(found, "wikitext2-valid", "SmolLM2-135M without training, on WikiText-2")
+    groups = gathered(results_of("beyond-smollm2"))
+    svg = picture(groups, "wikitext2-valid", "SmolLM2-135M without training, on WikiText-2")
     (DOCS / "images" / "beyond.svg").write_text(svg)
 
 

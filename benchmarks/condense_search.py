@@ -44,11 +44,11 @@ def experts(model: Any, tokens: Any) -> tuple[dict[str, float], bool]:
     for block in stream.blocks(kwargs):
         if arch.is_moe(block.layer):
             start = time.perf_counter()
-            plan, found = search.decide(block, hidden)
+            plan, analysis = search.decide(block, hidden)
             assert isinstance(plan, CondensedLayer)
             seconds["cached"] += time.perf_counter() - start
             start = time.perf_counter()
-            chosen = by_forwards(block, arch, hidden, plan, found)
+            chosen = by_forwards(block, arch, hidden, plan, analysis)
             seconds["full_forwards"] += time.perf_counter() - start
             equal = equal and chosen == plan.experts
         block.run(hidden)
@@ -56,7 +56,7 @@ def experts(model: Any, tokens: Any) -> tuple[dict[str, float], bool]:
 
 
 def by_forwards(
-    block: Any, arch: Any, hidden: Spill, plan: CondensedLayer, found: dict[str, Any]
+    block: Any, arch: Any, hidden: Spill, plan: CondensedLayer, analysis: dict[str, Any]
 ) -> list[int]:
     view = arch.mixture(block.layer)
     inputs: list[torch.Tensor] = []
@@ -96,7 +96,7 @@ def layers(model: Any, tokens: Any, count: int) -> tuple[dict[str, float], bool]
     start = time.perf_counter()
     search = LayerSearch([LayerStream(model, arch, tokens, view=arch.mixture)], plans)
     order = search.order("greedy", dict.fromkeys(plans, 0.0))
-    found = [layer for layer, _ in itertools.islice(order, count)]
+    cached = [layer for layer, _ in itertools.islice(order, count)]
     search.close()
     seconds = {"cached": time.perf_counter() - start}
 
@@ -115,7 +115,7 @@ def layers(model: Any, tokens: Any, count: int) -> tuple[dict[str, float], bool]
             losses[i] = js(reference, last(trial)).mean().item()
         chosen.append(min(losses, key=lambda i: (losses[i], i)))
     seconds["full_forwards"] = time.perf_counter() - start
-    return seconds, chosen == found
+    return seconds, chosen == cached
 
 
 def wide() -> Any:
@@ -143,22 +143,22 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
-    given = parser.parse_args()
-    source = resolve(given.model)
-    tokens = calibration_tokens("", source.tokenizer, given.samples, given.length)
+    args = parser.parse_args()
+    source = resolve(args.model)
+    tokens = calibration_tokens("", source.tokenizer, args.samples, args.length)
     record: dict[str, Any] = {"tokens": tokens.count, "environment": environment()}
-    models = {given.model: source.load("cpu", torch.float32), "wide, random": wide()}
+    models = {args.model: source.load("cpu", torch.float32), "wide, random": wide()}
     for name, model in models.items():
         record[name] = {}
         for search, (seconds, equal) in (
             ("experts", experts(model, tokens)),
-            ("layers", layers(model, tokens, given.layers)),
+            ("layers", layers(model, tokens, args.layers)),
         ):
             times = seconds["full_forwards"] / seconds["cached"]
-            found = {"same_choice": equal, "seconds": seconds, "times_faster": times}
-            record[name][search] = found
-            print(name, search, found, flush=True)
-    given.out.write_text(json.dumps(record, indent=1) + "\n")
+            figures = {"same_choice": equal, "seconds": seconds, "times_faster": times}
+            record[name][search] = figures
+            print(name, search, figures, flush=True)
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

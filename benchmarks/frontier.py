@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[str, Mapping[str, Any], tuple[float, ...]]] = {
 """By label: the method, its options, the active ratios."""
 FILES = {f"llama.cpp, {type}": type for type in ("f32", "q8_0", "q6_k", "q4_k_m", "q4_1")}
 """By label, the type of a GGUF file of the dense model; q4_1 is the file that it comes in."""
-SAID = {
+LABELS = {
     DENSE: "dense, float32, transformers",
     "llama.cpp, f32": "the same in llama.cpp",
     "llama.cpp, q8_0": "**q8_0 in llama.cpp**",
@@ -102,8 +102,8 @@ def prepare(work: Path, name: str) -> None:
     """Make a row's model or file, where ``work`` lacks it."""
     type, (_, config) = FILES.get(name), configs().get(name, ("", None))
     if config is not None and not (work / name).exists():
-        made = verb(config.verb, MODEL, config, samples=32, length=256, dtype=torch.float32)
-        made.save(work / name)
+        result = verb(config.verb, MODEL, config, samples=32, length=256, dtype=torch.float32)
+        result.save(work / name)
     elif type == "q4_1" and not (file := work / f"{name}.gguf").exists():
         file.symlink_to(packaged_file(MODEL))
     elif type is not None and not (file := work / f"{name}.gguf").exists():
@@ -149,29 +149,29 @@ def measure(record: dict[str, Any], work: Path, data: str, tokens: int) -> None:
     texts = {"shipped": "", **({Path(data).stem: data} if data else {})}
     windows = {n: evaluation_tokens(t, source.tokenizer, WINDOW, tokens) for n, t in texts.items()}
     record["tokens"] = tokens
-    known = record["rows"]
-    for name, kind in sorted(rows().items(), key=lambda row: row[0] in known):
+    results = record["rows"]
+    for name, kind in sorted(rows().items(), key=lambda row: row[0] in results):
         prepare(work, name)
-        row: dict[str, Any] = known.setdefault(name, {"kind": kind})
+        row: dict[str, Any] = results.setdefault(name, {"kind": kind})
         for text, where in windows.items():
             if "perplexity" in row.get(text, {}):
                 continue
-            found: Quality | Score
+            score: Quality | Score
             if name in FILES or name == INT8:
                 other: Any = (
                     InLlamaCpp(work / f"{name}.gguf")
                     if name in FILES
                     else Whole(int8(source.load("cpu", torch.float32).eval()))
                 )
-                found = qualities([other, dense], where)[0]
-                row[text] = {"perplexity": found.perplexity, "active_ratio": 1.0}
+                score = qualities([other, dense], where)[0]
+                row[text] = {"perplexity": score.perplexity, "active_ratio": 1.0}
             else:
                 folder = MODEL if name == DENSE else str(work / name)
                 model = Whole(resolve(folder).load("cpu", torch.float32).eval())
-                found = scores([model, dense], where)[0]
-                row[text] = {"perplexity": found.perplexity, "active_ratio": found.active_ratio}
+                score = scores([model, dense], where)[0]
+                row[text] = {"perplexity": score.perplexity, "active_ratio": score.active_ratio}
                 row[text]["of_prompts"] = of_prompts(model.shape, where)
-            row[text] |= {"kl": found.kl, "top1_agreement": found.top1_agreement}
+            row[text] |= {"kl": score.kl, "top1_agreement": score.top1_agreement}
         row["bytes"] = bytes_of(work, name)
         keep(record)
         print(name, json.dumps(row), flush=True)
@@ -194,9 +194,9 @@ def bytes_of(work: Path, name: str) -> int:
 def time(record: dict[str, Any], work: Path, rounds: int) -> None:
     """Time all rows that are kept, in turn."""
     load = os.getloadavg()
-    made = [name for name in configs() if (work / name).exists()]
+    converted = [name for name in configs() if (work / name).exists()]
     models = {DENSE: resolve(MODEL).load("cpu", torch.float32).eval()}
-    models |= {n: resolve(str(work / n)).load("cpu", torch.float32).eval() for n in made}
+    models |= {n: resolve(str(work / n)).load("cpu", torch.float32).eval() for n in converted}
     runners: dict[str, Runner] = {n: partial(one_round, model) for n, model in models.items()}
     runners[INT8] = partial(one_round, int8(resolve(MODEL).load("cpu", torch.float32).eval()))
     runners |= {name: Engine(work / f"{name}.gguf", 128 + 32 + 8) for name in FILES}
@@ -230,7 +230,7 @@ def table(record: dict[str, Any]) -> str:
     dense = record["rows"][DENSE]
     head = "| SmolLM2-135M | file | text that ships | WikiText-2 | KL | decoding | prompts |"
     lines = [head, "|---|---:|---:|---:|---:|---:|---:|"]
-    for kind, words in SAID.items():
+    for kind, words in LABELS.items():
         for row in (row for row in record["rows"].values() if row["kind"] == kind):
             cells = [f"{row['bytes'] / 1e6:.0f} MB" if "bytes" in row else ""]
             texts = ("shipped", "wikitext2-valid")
@@ -248,9 +248,9 @@ def speed_cell(row: dict[str, Any], what: str) -> str:
     """``1.4 (1.1–1.5)``; nothing where the row was not timed."""
     if "speed" not in row:
         return ""
-    found = row["speed"][what]
-    low, high = found["spread"]
-    return f"{found['ratio']:.1f} ({low:.1f}–{high:.1f})"
+    speed = row["speed"][what]
+    low, high = speed["spread"]
+    return f"{speed['ratio']:.1f} ({low:.1f}–{high:.1f})"
 
 
 def picture(record: dict[str, Any], file: Path) -> None:
@@ -299,23 +299,23 @@ def main(names: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=0, help="time them; 0: make and measure")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tables", action="store_true", help="write them and the picture")
-    given = parser.parse_args(names)
-    torch.set_num_threads(given.threads)
+    args = parser.parse_args(names)
+    torch.set_num_threads(args.threads)
     record: dict[str, Any] = {"model": MODEL, "environment": environment(), "rows": {}}
     if OUT.exists():
         record = json.loads(OUT.read_text("utf-8"))
-    if given.tables:
+    if args.tables:
         page = HERE.parent / "docs" / "channels.md"
         text = rewritten(page.read_text("utf-8"), {"frontier": table(record)})
         page.write_text(text, "utf-8")
         picture(record, HERE.parent / "docs" / "images" / "frontier.svg")
         return
-    if given.work is None:
+    if args.work is None:
         parser.error("--work DIR keeps the converted models")
-    if given.rounds:
-        time(record, given.work, given.rounds)
+    if args.rounds:
+        time(record, args.work, args.rounds)
     else:
-        measure(record, given.work, given.data, given.tokens)
+        measure(record, args.work, args.data, args.tokens)
 
 
 if __name__ == "__main__":

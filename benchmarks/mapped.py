@@ -39,8 +39,8 @@ def mapped(folder: Path) -> tuple[Model, int]:
 def main(names: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    given = parser.parse_args(names)
-    found: dict[str, Any] = {"environment": environment(), "rounds": given.rounds}
+    args = parser.parse_args(names)
+    record: dict[str, Any] = {"environment": environment(), "rounds": args.rounds}
     model = resolve("smollm2").load("cpu", torch.bfloat16).eval()
     prompt = torch.randint(5, 20_000, (1, 128), generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory() as work:
@@ -49,20 +49,20 @@ def main(names: Sequence[str] | None = None) -> None:
         save_live(model, None, ours)
         models = {COPIED: model}
         for name, folder in {"as safetensors writes": theirs, "at whole lines": ours}.items():
-            models[name], found[f"{name}: bytes beside a line"] = mapped(folder)
+            models[name], record[f"{name}: bytes beside a line"] = mapped(folder)
         for threads in (1, 2):
             load = os.getloadavg()
             torch.set_num_threads(threads)
-            speeds = compare_speed(models, prompt, 16, given.rounds)
+            speeds = compare_speed(models, prompt, 16, args.rounds)
             rows = {
                 name: {**speed.as_json(), **against(speed, speeds[COPIED], 1.0)}
                 for name, speed in speeds.items()
             }
-            found[f"threads {threads}"] = {"load": load, "rows": rows}
-            OUT.write_text(json.dumps(found, indent=1) + "\n")
-            for name, told in rows.items():
-                said = {k: round(told[k]["ratio"], 3) for k in ("prefill", "decode")}
-                print(threads, name, said, flush=True)
+            record[f"threads {threads}"] = {"load": load, "rows": rows}
+            OUT.write_text(json.dumps(record, indent=1) + "\n")
+            for name, speed in rows.items():
+                ratios = {k: round(speed[k]["ratio"], 3) for k in ("prefill", "decode")}
+                print(threads, name, ratios, flush=True)
 
 
 if __name__ == "__main__":

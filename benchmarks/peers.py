@@ -75,14 +75,14 @@ class Job:
         """Where a folder that transformers cannot read lies once more, so that it can."""
         return f"{self.out}-mended"
 
-    def given(self) -> tuple[Any, dict[str, Any]]:
+    def windows(self) -> tuple[Any, dict[str, Any]]:
         """The windows (N, L) alone, and with a mask as models take them."""
         ids = import_module("safetensors.torch").load_file(self.tokens)["input_ids"]
         return ids, {"input_ids": ids, "attention_mask": ids**0}
 
     def batches(self, size: int = 8) -> list[dict[str, Any]]:
         """So many windows at once."""
-        both = [values.split(size) for values in self.given()[1].values()]
+        both = [values.split(size) for values in self.windows()[1].values()]
         return [{"input_ids": i, "attention_mask": m} for i, m in zip(*both, strict=True)]
 
     def model(self, **options: Any) -> Any:
@@ -93,8 +93,8 @@ class Job:
         model = AutoModelForCausalLM.from_pretrained(self.base, **options).eval()
         logits_LV = import_module("safetensors.torch").load_file(self.tokens)["logits"]
         with torch.no_grad():
-            found_LV = model(self.given()[0][:1]).logits[0]
-        assert torch.allclose(found_LV, logits_LV, atol=1e-2), "its logits are not the original's"
+            output_LV = model(self.windows()[0][:1]).logits[0]
+        assert torch.allclose(output_LV, logits_LV, atol=1e-2), "its logits are not the original's"
         return model
 
 
@@ -119,11 +119,11 @@ def reap(job: Job) -> None:
         for batch in job.batches():
             with watching.set_attention_mask(batch["attention_mask"]):
                 model(**batch)
-    seen = watching.report_state()
+    stats = watching.report_state()
     watching.close_hooks()
-    experts = len(next(iter(seen.values()))["expert_frequency"])
-    asked = prune.PruneArgs(prune_method="reap")
-    prune.prune(seen, model, asked, int(experts * (1 - job.keep)), Path(job.out))
+    experts = len(next(iter(stats.values()))["expert_frequency"])
+    args = prune.PruneArgs(prune_method="reap")
+    prune.prune(stats, model, args, int(experts * (1 - job.keep)), Path(job.out))
 
 
 def llm_compressor(job: Job) -> str | None:
@@ -131,10 +131,10 @@ def llm_compressor(job: Job) -> str | None:
     from datasets import Dataset
     from safetensors.torch import load_file, save_file
 
-    model, (ids, given) = job.model(), job.given()
+    model, (ids, batch) = job.model(), job.windows()
     import_module("llmcompressor").oneshot(
         model=model,
-        dataset=Dataset.from_dict({name: values.tolist() for name, values in given.items()}),
+        dataset=Dataset.from_dict({name: values.tolist() for name, values in batch.items()}),
         recipe=import_module("llmcompressor.modifiers.pruning").REAPPruningModifier(
             sparsity=1 - job.keep
         ),
@@ -155,12 +155,12 @@ def llm_compressor(job: Job) -> str | None:
 
 def heapr(job: Job) -> str:
     """Li et al.; all neurons ranked together, one window at a time, as by default."""
-    model, (ids, given) = job.model(), job.given()
+    model, (ids, batch) = job.model(), job.windows()
     if "qwen" not in model.config.model_type:
         raise NotImplementedError("it knows the modules of Qwen-MoE and DeepSeek-MoE only")
-    asked = Namespace(model_name=model.config.model_type, cali_data="given", cali_nsamples=len(ids))
-    asked.cali_batch_size, asked.compress_ratio = 1, 1 - job.keep
-    import_module("pruning.pruning_global").pruning_global(model, given, model.config, asked)
+    args = Namespace(model_name=model.config.model_type, cali_data="given", cali_nsamples=len(ids))
+    args.cali_batch_size, args.compress_ratio = 1, 1 - job.keep
+    import_module("pruning.pruning_global").pruning_global(model, batch, model.config, args)
     pad = import_module("torch").nn.functional.pad
     for layer in model.model.layers:
         for expert in layer.mlp.experts:  # their widths differ now, which no config can say
@@ -175,12 +175,12 @@ def heapr(job: Job) -> str:
 def camera(job: Job) -> str:
     """Xu et al.; the share of the largest squares is that of its run.sh."""
     mixtral: Any = import_module("mixtral")
-    model, (ids, _) = job.model(), job.given()
+    model, (ids, _) = job.model(), job.windows()
     if model.config.model_type != "mixtral":
         raise NotImplementedError("its qwen2.py takes the shared expert for eight experts wide")
-    asked = Namespace(nsamples=len(ids), calib_length=ids.shape[1], chunk_size=8, func="prune")
-    asked.pratio, asked.reduce_ratio = 1 - job.keep, 0.9
-    mixtral.args = asked
+    args = Namespace(nsamples=len(ids), calib_length=ids.shape[1], chunk_size=8, func="prune")
+    args.pratio, args.reduce_ratio = 1 - job.keep, 0.9
+    mixtral.args = args
     mixtral.mix_importance(model, [(row_L[None],) for row_L in ids], model.device)
     model.save_pretrained(job.out)
     return "writes a state dict of the old size: measured with its zeros"
@@ -188,10 +188,10 @@ def camera(job: Job) -> str:
 
 def ream(job: Job) -> None:
     """Samsung's merging; its defaults."""
-    model, (ids, given) = job.model(attn_implementation="eager"), job.given()  # needs a mask
+    model, (ids, batch) = job.model(attn_implementation="eager"), job.windows()  # needs a mask
     count, length = ids.shape
     Path("data").mkdir()
-    import_module("torch").save(given, f"data/given_b{count}_seq{length}_qwen3_seed42.pt")
+    import_module("torch").save(batch, f"data/given_b{count}_seq{length}_qwen3_seed42.pt")
     experts = getattr(model.config, "num_experts", None) or model.config.num_local_experts
     merger = import_module("ream").Merger(
         model,
@@ -207,8 +207,8 @@ def ream(job: Job) -> None:
 def naee(job: Job) -> None:
     """Lu et al.; progressive pruning, for its layer-wise one names two GPUs."""
     model, methods = job.model(), import_module("method").METHODS
-    asked = Namespace(r=round(job.keep * model.config.num_local_experts))
-    methods["progressive_pruning"](model, job.batches(), asked)[0].save_pretrained(job.out)
+    args = Namespace(r=round(job.keep * model.config.num_local_experts))
+    methods["progressive_pruning"](model, job.batches(), args)[0].save_pretrained(job.out)
 
 
 def cd_moe(job: Job) -> None:
@@ -219,8 +219,8 @@ def cd_moe(job: Job) -> None:
 
 
 PEERS: dict[str, Callable[[Job], str | None]] = {
-    made.__name__.replace("_", "-"): made
-    for made in (reap, llm_compressor, heapr, camera, ream, naee, cd_moe)
+    peer.__name__.replace("_", "-"): peer
+    for peer in (reap, llm_compressor, heapr, camera, ream, naee, cd_moe)
 }
 
 
@@ -228,10 +228,10 @@ def work(job: Job) -> None:
     """In the peer's process: prints as its last line what there is to tell."""
     sys.path[:1] = [job.checkout, f"{job.checkout}/src"]
     try:
-        told = {"note": PEERS[job.peer](job)}
+        outcome = {"note": PEERS[job.peer](job)}
     except Exception as error:
-        told = {"cannot": f"{type(error).__name__}: {error}".partition("\n")[0][:200]}
-    print("\n" + json.dumps(told))
+        outcome = {"cannot": f"{type(error).__name__}: {error}".partition("\n")[0][:200]}
+    print("\n" + json.dumps(outcome))
 
 
 def prepared(name: str, work: Path, windows: int, length: int) -> dict[str, str]:
@@ -272,14 +272,14 @@ def figures(job: Job, command: Sequence[str], text: Any, loads: Callable[[str], 
     last = (process.stderr if process.returncode else process.stdout).rstrip().rpartition("\n")[2]
     if process.returncode:
         return {"cannot": last}
-    told = {k: v for k, v in json.loads(last).items() if v} if job.peer in PEERS else {}
-    if "cannot" in told:
-        return told
-    told["loads_in_transformers"] = loads(job.out)
-    made = job.mended if Path(job.mended).exists() else job.out
-    score = moesaic.evaluate(made, against=job.base, data=text).as_json()
+    record = {k: v for k, v in json.loads(last).items() if v} if job.peer in PEERS else {}
+    if "cannot" in record:
+        return record
+    record["loads_in_transformers"] = loads(job.out)
+    folder = job.mended if Path(job.mended).exists() else job.out
+    score = moesaic.evaluate(folder, against=job.base, data=text).as_json()
     return {
-        **told,
+        **record,
         "perplexity": score["perplexity"],
         "kl": score["kl"],
         "bytes": sum(file.stat().st_size for file in Path(job.out).glob("*.safetensors")),
@@ -292,10 +292,10 @@ def figures(job: Job, command: Sequence[str], text: Any, loads: Callable[[str], 
 def versions(peer: str, python: str, checkout: str) -> dict[str, str]:
     """What a peer was."""
     packages = ["torch", "transformers", *([] if checkout else [peer.replace("-", "")])]
-    asked = f"from importlib.metadata import version; print(*map(version, {packages}))"
-    told = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout
-    found = dict(zip(packages, told.split(), strict=True))
-    return found | ({"commit": commit(checkout)} if checkout else {})
+    code = f"from importlib.metadata import version; print(*map(version, {packages}))"
+    output = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+    installed = dict(zip(packages, output.split(), strict=True))
+    return installed | ({"commit": commit(checkout)} if checkout else {})
 
 
 def commit(folder: Path | str) -> str:
@@ -332,16 +332,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=HERE / "peers.json")
     parser.add_argument("--table", action="store_true", help="only write it into docs/slim.md")
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
-    if given.job:
-        work(Job(**json.loads(given.job)))
+    args = parser.parse_args(arguments)
+    if args.job:
+        work(Job(**json.loads(args.job)))
         return
-    if given.table:
+    if args.table:
         from slim_table import rewritten
 
-        told = {"peers": table(json.loads(given.out.read_text("utf-8")))}
+        tables = {"peers": table(json.loads(args.out.read_text("utf-8")))}
         page = HERE.parent / "docs" / "slim.md"
-        page.write_text(rewritten(page.read_text("utf-8"), told), "utf-8")
+        page.write_text(rewritten(page.read_text("utf-8"), tables), "utf-8")
         return
     from moesaic import __version__
     from moesaic.data.text import evaluation_tokens
@@ -349,24 +349,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from moesaic.metrics.machine import environment
 
     peers = {}
-    for name, _, where in (peer.partition("=") for peer in given.peer):
+    for name, _, where in (peer.partition("=") for peer in args.peer):
         if name not in PEERS:
             raise SystemExit(f"--peer {name}: one of {', '.join(PEERS)}")
         python, _, checkout = where.partition(":")
         peers[name] = str(Path(python).absolute()), checkout and str(Path(checkout).absolute())
-    record = json.loads(given.out.read_text("utf-8")) if given.out.exists() else {"results": []}
-    words = [f"{name}=ENV/bin/python{of[1] and ':CHECKOUT'}" for name, of in peers.items()]
-    words = ["--keep", *map(str, given.keep), "--peer", *words]
+    record = json.loads(args.out.read_text("utf-8")) if args.out.exists() else {"results": []}
+    words = [f"{name}=ENV/bin/python{place[1] and ':CHECKOUT'}" for name, place in peers.items()]
+    words = ["--keep", *map(str, args.keep), "--peer", *words]
     record |= {
         "command": shlex.join(["python", "benchmarks/peers.py", *words]),
         "moesaic": __version__,
         "commit": commit(HERE),
         "environment": environment(),
-        "calibration": {"windows": given.windows, "length": given.length},
+        "calibration": {"windows": args.windows, "length": args.length},
         "peers": record.get("peers", {})
-        | {name: versions(name, *of) for name, of in peers.items()},
-        "models": [*dict.fromkeys([*record.get("models", []), *given.models])],
-        "keep": [*dict.fromkeys([*record.get("keep", []), *given.keep])],
+        | {name: versions(name, *place) for name, place in peers.items()},
+        "models": [*dict.fromkeys([*record.get("models", []), *args.models])],
+        "keep": [*dict.fromkeys([*record.get("keep", []), *args.keep])],
     }
     done = {(row["tool"], row["model"], row["keep"]) for row in record["results"]}
     reader = subprocess.Popen(
@@ -378,10 +378,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return json.loads(reader.stdout.readline() if reader.stdout else "")
 
     with tempfile.TemporaryDirectory(prefix="moesaic-peers-") as scratch, reader:
-        for name in given.models:
-            files = prepared(name, Path(scratch), given.windows, given.length)
-            text = evaluation_tokens("", resolve(name).tokenizer, max_tokens=given.max_tokens)
-            for keep in given.keep:
+        for name in args.models:
+            files = prepared(name, Path(scratch), args.windows, args.length)
+            text = evaluation_tokens("", resolve(name).tokenizer, max_tokens=args.max_tokens)
+            for keep in args.keep:
                 for tool in (*peers, *OURS):
                     if (tool, name, keep) in done:
                         continue
@@ -396,10 +396,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     row = {"tool": tool, "model": name, "keep": keep}
                     row |= figures(job, command, text, loads)
                     record["results"].append(row)
-                    given.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+                    args.out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
                     print(json.dumps(row), flush=True)
-                    for made in (job.out, job.mended):
-                        shutil.rmtree(made, ignore_errors=True)
+                    for folder in (job.out, job.mended):
+                        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

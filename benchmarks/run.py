@@ -70,26 +70,26 @@ class Row:
         return re.sub(r"[^\w.-]+", "-", self.name)
 
 
-def rows_of(description: Mapping[str, Any], chosen: Mapping[str, str]) -> Iterator[Row]:
+def rows_of(description: Mapping[str, Any], settings: Mapping[str, str]) -> Iterator[Row]:
     """All rows of a description.
 
     Args:
         description: as the module's text says.
-        chosen: values that are set for names, of ``vary`` several with commas between.
+        settings: values that are set for names, of ``vary`` several with commas between.
     """
     shared = {key: description[key] for key in KEYS if key in description}
     for group in description.get("rows") or [{}]:
-        own = {**shared, **group}
-        vary = {name: _labelled(values) for name, values in own.get("vary", {}).items()}
-        vary |= {n: _labelled(chosen[n].split(",")) for n in vary if n in chosen}
-        fixed = {**shared.get("set", {}), **own.get("set", {})}
-        fixed |= {name: value for name, value in chosen.items() if name not in vary}
+        options = {**shared, **group}
+        vary = {name: _labelled(values) for name, values in options.get("vary", {}).items()}
+        vary |= {n: _labelled(settings[n].split(",")) for n in vary if n in settings}
+        fixed = {**shared.get("set", {}), **options.get("set", {})}
+        fixed |= {name: value for name, value in settings.items() if name not in vary}
         for picked in product(*(values.items() for values in vary.values())):
             pairs = [*zip(vary, picked, strict=True)]
             labels = {**fixed, **{name: label for name, (label, _) in pairs}}
             values = {**fixed, **{name: value for name, (_, value) in pairs}}
             values |= {f"{name}_label": label for name, (label, _) in pairs}
-            yield Row(own["name"].format(**labels), tuple(_steps(own["steps"], values)))
+            yield Row(options["name"].format(**labels), tuple(_steps(options["steps"], values)))
 
 
 def _labelled(values: Any) -> dict[str, str]:
@@ -101,13 +101,13 @@ def _labelled(values: Any) -> dict[str, str]:
 
 def _steps(steps: Sequence[Any], values: Mapping[str, str]) -> Iterator[Step]:
     for step in steps:
-        told = step if isinstance(step, Mapping) else {"run": step}
-        if "if" in told and not values.get(told["if"]):
+        options = step if isinstance(step, Mapping) else {"run": step}
+        if "if" in options and not values.get(options["if"]):
             continue
-        command = told["run"]
+        command = options["run"]
         while (filled := command.format(**values)) != command:  # values may name others
             command = filled
-        yield Step(command, told.get("as", ""), tuple(told.get("take", ())))
+        yield Step(command, options.get("as", ""), tuple(options.get("take", ())))
 
 
 def taken(figures: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
@@ -116,13 +116,13 @@ def taken(figures: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     >>> taken({"scores": {"result": {"kl": 0.5}}, "out": "x"}, ["scores.result.kl"])
     {'kl': 0.5}
     """
-    found = {}
+    selected = {}
     for key in keys:
         value: Any = figures
         for part in key.split("."):
             value = value[part]
-        found[key.rpartition(".")[2]] = value
-    return found or dict(figures)
+        selected[key.rpartition(".")[2]] = value
+    return selected or dict(figures)
 
 
 def carried_out(row: Row, work: Path) -> dict[str, Any]:
@@ -132,25 +132,25 @@ def carried_out(row: Row, work: Path) -> dict[str, Any]:
         SystemExit: a command failed; its own words are shown.
     """
     out = work / row.folder
-    found: dict[str, Any] = {"commands": [f"moesaic {step.command}" for step in row.steps]}
-    found |= {"cpu_seconds": [], "peak_memory_bytes": [], "load": os.getloadavg()[0]}
+    figures: dict[str, Any] = {"commands": [f"moesaic {step.command}" for step in row.steps]}
+    figures |= {"cpu_seconds": [], "peak_memory_bytes": [], "load": os.getloadavg()[0]}
     for step in row.steps:
         words = [word.replace("OUT", str(out)) for word in shlex.split(step.command)]
-        made = out.exists() and str(out) in words and not step.key
-        if made and "--resume" not in words:  # of a run that was stopped behind this step
+        finished = out.exists() and str(out) in words and not step.key
+        if finished and "--resume" not in words:  # of a run that was stopped behind this step
             continue
-        with tempfile.TemporaryFile("w+") as told:
-            process = subprocess.Popen([sys.executable, "-m", "moesaic", *words], stdout=told)
+        with tempfile.TemporaryFile("w+") as output:
+            process = subprocess.Popen([sys.executable, "-m", "moesaic", *words], stdout=output)
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
             if process.returncode:
                 raise SystemExit(f"{row.name}: moesaic {shlex.join(words)} failed.")
-            told.seek(0)
+            output.seek(0)
             if step.key:
-                found[step.key] = taken(json.loads(told.read()), step.take)
-        found["cpu_seconds"].append(round(used.ru_utime + used.ru_stime, 1))
-        found["peak_memory_bytes"].append(used.ru_maxrss * 1024)
-    return found
+                figures[step.key] = taken(json.loads(output.read()), step.take)
+        figures["cpu_seconds"].append(round(used.ru_utime + used.ru_stime, 1))
+        figures["peak_memory_bytes"].append(used.ru_maxrss * 1024)
+    return figures
 
 
 def timed(rows: Sequence[Row], speed: Mapping[str, Any], work: Path) -> dict[str, Any]:
@@ -172,10 +172,10 @@ def timed(rows: Sequence[Row], speed: Mapping[str, Any], work: Path) -> dict[str
     whole = model_size(models["original"]).active_parameters
     return {
         name: {
-            **found.as_json(),
-            **against(found, speeds["original"], whole / model_size(model).active_parameters),
+            **result.as_json(),
+            **against(result, speeds["original"], whole / model_size(model).active_parameters),
         }
-        for (name, model), found in zip(models.items(), speeds.values(), strict=True)
+        for (name, model), result in zip(models.items(), speeds.values(), strict=True)
     }
 
 
@@ -203,39 +203,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="default: the description's name, .json")
     parser.add_argument("--speed", action="store_true", help="time what --work keeps")
     parser.add_argument("--dry-run", action="store_true", help="print the commands")
-    given = parser.parse_args(arguments)
-    file = Path(given.description)
+    args = parser.parse_args(arguments)
+    file = Path(args.description)
     file = file if file.exists() else HERE / file
     description = yaml.safe_load(file.read_text("utf-8"))
-    chosen = dict(pair.split("=", 1) for pair in given.set)
+    settings = dict(pair.split("=", 1) for pair in args.set)
     rows = [
         row
-        for row in rows_of(description, chosen)
-        if given.only is None or any(part in row.name for part in given.only)
+        for row in rows_of(description, settings)
+        if args.only is None or any(part in row.name for part in args.only)
     ]
-    if given.dry_run:
+    if args.dry_run:
         for row in rows:
             print(f"# {row.name}", *(f"moesaic {step.command}" for step in row.steps), sep="\n")
         return
-    out = given.out or HERE / f"{file.stem}.json"
+    out = args.out or HERE / f"{file.stem}.json"
     record: dict[str, Any] = json.loads(out.read_text("utf-8")) if out.exists() else {}
-    words = [word for pair in given.set for word in ("--set", pair)]
+    words = [word for pair in args.set for word in ("--set", pair)]
     record |= circumstances(file, words)
     results = record.setdefault("results", {})
 
     def keep() -> None:
         out.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
-    if given.speed:
+    if args.speed:
         speed, load = description["speed"], os.getloadavg()
-        speed |= {"model": chosen.get("model", speed["model"])}
-        for name, figures in timed(rows, speed, given.work).items():
+        speed |= {"model": settings.get("model", speed["model"])}
+        for name, figures in timed(rows, speed, args.work).items():
             results.setdefault(name, {})["speed"] = figures
         record["load_while_timed"] = [load[0], os.getloadavg()[0]]
         keep()
         return
     with tempfile.TemporaryDirectory(prefix="moesaic-benchmark-") as scratch:
-        work = given.work or Path(scratch)
+        work = args.work or Path(scratch)
         work.mkdir(parents=True, exist_ok=True)
         for row in rows:
             if row.name in results:
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results[row.name] = carried_out(row, work)
             keep()
             print(row.name, json.dumps(results[row.name]), flush=True)
-            if given.work is None:
+            if args.work is None:
                 shutil.rmtree(work / row.folder, ignore_errors=True)
 
 

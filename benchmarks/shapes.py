@@ -33,8 +33,8 @@ POOL = 1 << 24
 def shapes(model_type: str, *sizes: int, **more: Any) -> dict[str, Any]:
     """A config of hidden size, layers, heads, key-value heads and vocabulary."""
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    said = dict(zip((*names, "vocab_size"), sizes, strict=True))
-    return {"model_type": model_type, **said, "tie_word_embeddings": False, **more}
+    settings = dict(zip((*names, "vocab_size"), sizes, strict=True))
+    return {"model_type": model_type, **settings, "tie_word_embeddings": False, **more}
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -67,21 +67,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def tensors(config: Config) -> dict[str, tuple[int, ...]]:
     """By name on disk the shape of every tensor, stacks of experts taken apart."""
-    found: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, ...]] = {}
     for name, tensor in skeleton(config, torch.bfloat16).state_dict().items():
         shape = tuple(tensor.shape)
         if name.endswith("experts.gate_up_proj"):
             start, half = name.removesuffix("gate_up_proj"), (shape[1] // 2, shape[2])
             for expert in range(shape[0]):
-                found[f"{start}{expert}.gate_proj.weight"] = half
-                found[f"{start}{expert}.up_proj.weight"] = half
+                result[f"{start}{expert}.gate_proj.weight"] = half
+                result[f"{start}{expert}.up_proj.weight"] = half
         elif name.endswith("experts.down_proj"):
             start = name.removesuffix("down_proj")
             for expert in range(shape[0]):
-                found[f"{start}{expert}.down_proj.weight"] = shape[1:]
+                result[f"{start}{expert}.down_proj.weight"] = shape[1:]
         else:
-            found[name] = shape
-    return found
+            result[name] = shape
+    return result
 
 
 def write_random(config: Config, folder: Path) -> None:
@@ -117,16 +117,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", default=[*SHAPES], metavar="NAME")
     parser.add_argument("--values", choices=("none", "random", "holes"), default="none")
-    given = parser.parse_args(arguments)
-    for name in given.names:
-        folder = given.folder / name
+    args = parser.parse_args(arguments)
+    for name in args.names:
+        folder = args.folder / name
         folder.mkdir(parents=True)
         text = json.dumps({**SHAPES[name], "dtype": "bfloat16"}, indent=1)
         (folder / "config.json").write_text(text, "utf-8")
-        if given.values == "none":
+        if args.values == "none":
             continue
         config = resolve(str(folder)).config
-        {"random": write_random, "holes": write_holes}[given.values](config, folder)
+        {"random": write_random, "holes": write_holes}[args.values](config, folder)
         for file in resolve("tiny-moe").folder.glob("tokenizer*"):
             shutil.copyfile(file, folder / file.name)
 

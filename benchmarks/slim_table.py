@@ -63,8 +63,8 @@ Results = Mapping[str, Any]
 def draws(results: Results, model: str, keep: str, command: str) -> dict[int, dict[str, Any]]:
     """The results of one row, by draw."""
     start = f"{model} | {float(keep):g} | {LABELS[command]} | "
-    found = {k.removeprefix(start): v for k, v in results.items() if k.startswith(start)}
-    return {int(draw): result for draw, result in sorted(found.items())}
+    matching = {k.removeprefix(start): v for k, v in results.items() if k.startswith(start)}
+    return {int(draw): result for draw, result in sorted(matching.items())}
 
 
 def models_of(record: Mapping[str, Any]) -> list[str]:
@@ -72,7 +72,7 @@ def models_of(record: Mapping[str, Any]) -> list[str]:
     return [name for name in record["results"] if " | " not in name]
 
 
-def told(values: Sequence[float], digits: int) -> str:
+def stats(values: Sequence[float], digits: int) -> str:
     """Mean and, of several draws, their standard deviation."""
     spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{mean(values):.{digits}f}{spread}"
@@ -88,14 +88,14 @@ def rows(record: Mapping[str, Any], model: str) -> Iterator[str]:
     for command in LISTED:
         cells = []
         for keep in TABLED:
-            found = [f["ships"] for f in draws(results, model, keep, command).values()]
-            if not found:
+            runs = [f["ships"] for f in draws(results, model, keep, command).values()]
+            if not runs:
                 cells += ["", ""]
                 continue
-            few = f" ({len(found)})" if len(found) < 3 else ""
+            few = f" ({len(runs)})" if len(runs) < 3 else ""
             cells += [
-                told([f["perplexity"] for f in found], 2) + few,
-                told([f["kl"] for f in found], 3),
+                stats([f["perplexity"] for f in runs], 2) + few,
+                stats([f["kl"] for f in runs], 3),
             ]
         if any(cells):
             yield f"| `{command}` | {' | '.join(cells)} |"
@@ -122,11 +122,11 @@ def picture(panels: Sequence[tuple[Mapping[str, Any], str]]) -> str:
             each = [draws(record["results"], model, keep, command) for keep in KEEPS]
             points = [
                 (
-                    2 * mean(f["ships"]["total_parameters"] for f in found.values()) / 1e6,
-                    mean(f["ships"]["perplexity"] for f in found.values()),
+                    2 * mean(f["ships"]["total_parameters"] for f in by_draw.values()) / 1e6,
+                    mean(f["ships"]["perplexity"] for f in by_draw.values()),
                 )
-                for found in each
-                if found
+                for by_draw in each
+                if by_draw
             ]
             whole = (2 * first["ships"]["total_parameters"] / 1e6, first["ships"]["perplexity"])
             if points:
@@ -204,8 +204,8 @@ def half(record: Mapping[str, Any]) -> Iterator[str]:
     for command, native in SHOWN.items():
         cells = []
         for model in models:
-            found = [f["ships"] for f in draws(record["results"], model, "0.5", command).values()]
-            cells += [told([f["perplexity"] for f in found], 2), told([f["kl"] for f in found], 3)]
+            runs = [f["ships"] for f in draws(record["results"], model, "0.5", command).values()]
+            cells += [stats([f["perplexity"] for f in runs], 2), stats([f["kl"] for f in runs], 3)]
         yield f"| `{command}`{PAPERS.get(command, '')} | {' | '.join(cells)} | {native} |"
 
 
@@ -223,9 +223,9 @@ def tables() -> dict[str, str]:
     alone, mixture = (
         json.loads((HERE / f"{name}.json").read_text()) for name in ("slim", "slim_mixture")
     )
-    found = {model: [*rows(r, model)] for r in (alone, mixture) for model in models_of(r)}
-    found["halves"] = [*half(alone)]
-    return {name: "\n".join(lines) + "\n" for name, lines in found.items()}
+    contents = {model: [*rows(r, model)] for r in (alone, mixture) for model in models_of(r)}
+    contents["halves"] = [*half(alone)]
+    return {name: "\n".join(lines) + "\n" for name, lines in contents.items()}
 
 
 def main() -> None:

@@ -41,20 +41,20 @@ def seconds(x_TI: Tensor, weights: list[Tensor]) -> float:
 @torch.inference_mode()
 def compare(shape: tuple[int, int], dtype: torch.dtype, tokens: int) -> dict[str, Any]:
     """A row of the record."""
-    given = [torch.randn(shape).to(dtype) for _ in range(WEIGHTS // (shape[0] * shape[1]))]
-    close = [weight.T.contiguous().T for weight in given]
-    turned = [weight.clone() for weight in given]
+    weights = [torch.randn(shape).to(dtype) for _ in range(WEIGHTS // (shape[0] * shape[1]))]
+    close = [weight.T.contiguous().T for weight in weights]
+    turned = [weight.clone() for weight in weights]
     for weight in turned:
         rows_of(weight)
     x_TI = torch.randn(tokens, shape[1]).to(dtype)
-    found: dict[str, Any] = {"shape": shape, "dtype": str(dtype), "tokens": tokens}
-    ways = {"cold": (given, turned), "warm": (given[:1] * 20, turned[:1] * 20)}
+    record: dict[str, Any] = {"shape": shape, "dtype": str(dtype), "tokens": tokens}
+    ways = {"cold": (weights, turned), "warm": (weights[:1] * 20, turned[:1] * 20)}
     if turned[0].stride() != close[0].stride():
-        ways["close"] = given, close
+        ways["close"] = weights, close
     for name, (before, after) in ways.items():
         ratios = [seconds(x_TI, after) / seconds(x_TI, before) for _ in range(ROUNDS + 1)][1:]
-        found[name] = {"ratio": median(ratios), "spread": [min(ratios), max(ratios)]}
-    return found
+        record[name] = {"ratio": median(ratios), "spread": [min(ratios), max(ratios)]}
+    return record
 
 
 def main() -> None:

@@ -71,21 +71,21 @@ GROUPS = {
 
 def why(reason: str) -> str:
     """A reason as the page has it."""
-    own = re.sub(r"^Its language model, \w+: ", "", reason)
-    found = (short for begins, short in GROUPS.items() if re.match(begins, own))
-    return next(found, reason).replace("|", "/")
+    text = re.sub(r"^Its language model, \w+: ", "", reason)
+    labels = (short for begins, short in GROUPS.items() if re.match(begins, text))
+    return next(labels, reason).replace("|", "/")
 
 
-def page(found: dict[str, Any]) -> str:
+def page(result: dict[str, Any]) -> str:
     """The document of a result."""
-    parts = [HEAD.format(transformers=found["transformers"])]
+    parts = [HEAD.format(transformers=result["transformers"])]
     for kind, words in KINDS.items():
-        parts.append(f"## {words}: {len(found[kind])}\n\n{listed(found[kind])}\n")
-    often = Counter(why(reason) for reason in found["unsupported"].values()).most_common()
+        parts.append(f"## {words}: {len(result[kind])}\n\n{listed(result[kind])}\n")
+    often = Counter(why(reason) for reason in result["unsupported"].values()).most_common()
     rows = [f"| {reason} | {count} |" for reason, count in often]
     table = "\n".join(["| why | types |", "|---|---:|", *rows])
     named = f"{NAMED}\n\n{table}\n"
-    parts.append(f"## Not supported: {len(found['unsupported'])}\n\n{named}")
+    parts.append(f"## Not supported: {len(result['unsupported'])}\n\n{named}")
     return "\n".join([*parts, TAIL])
 
 
@@ -105,21 +105,21 @@ def main() -> None:
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        found: dict[str, Any] = {"transformers": transformers.__version__}
-        found |= {"moe": [], "dense": [], "beside": [], "unsupported": {}}
+        result: dict[str, Any] = {"transformers": transformers.__version__}
+        result |= {"moe": [], "dense": [], "beside": [], "unsupported": {}}
         for model_type in sorted(TYPES):
             kind, reason = held(model_type)
             print(f"{model_type}: {kind} {reason}", flush=True)
             if reason:
-                found[kind][model_type] = reason
+                result[kind][model_type] = reason
             else:
-                found[kind].append(model_type)
+                result[kind].append(model_type)
         for model_type in sorted({*wholes()} - {*TYPES}):
             kind, reason = held(model_type)
             print(f"{model_type}: {kind} {reason}", flush=True)
             if not reason:
-                found["beside"].append(model_type)
-        RESULT.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+                result["beside"].append(model_type)
+        RESULT.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     PAGE.write_text(page(json.loads(RESULT.read_text("utf-8"))), "utf-8")
 
 

@@ -145,12 +145,12 @@ def reference(downloads: Path) -> Iterator[Document]:
         else:
             options = ("--no-binary", ":all:")
 
-        def found(stem: str = stem, kind: str = kind) -> list[Path]:
+        def downloaded(stem: str = stem, kind: str = kind) -> list[Path]:
             return [p for p in downloads.glob(f"*{kind}") if p.name.lower().startswith(stem)]
 
-        if not found():
+        if not downloaded():
             run(*pip, *options, requirement)
-        for path, data in members(found()[0]):
+        for path, data in members(downloaded()[0]):
             label = f"{name.lower()}/{path}"
             if kind == ".whl":
                 if path.endswith(".py") and "/test" not in path and "/_vendor" not in path:
@@ -171,15 +171,15 @@ def code(_: Path) -> Iterator[Document]:
 def clean(documents: Iterable[Document]) -> list[Document]:
     """Drop short documents and paragraphs seen before; held-out documents keep theirs first."""
     order = [*SHARES, "train"]
-    seen: set[str] = set()
+    paragraphs_kept: set[str] = set()
     cleaned = []
     for document in sorted(documents, key=lambda d: (order.index(d.split), d.source)):
         paragraphs = []
         for paragraph in re.split(r"\n\s*\n", document.text.replace("\r\n", "\n").expandtabs()):
             key = " ".join(paragraph.split())
-            if len(key) < 120 or key not in seen:
+            if len(key) < 120 or key not in paragraphs_kept:
                 paragraphs.append(paragraph.rstrip())
-                seen.add(key)
+                paragraphs_kept.add(key)
         text = "\n\n".join(filter(None, paragraphs)).strip("\n")
         ascii_share = sum(map(str.isascii, text)) / max(1, len(text))
         if len(text) >= 500 and ascii_share > 0.98:
@@ -251,8 +251,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
     parser.add_argument("--assets", type=Path, default=Path("src/moesaic/assets"))
-    options = parser.parse_args()
-    downloads = options.corpus / "downloads"
+    args = parser.parse_args()
+    downloads = args.corpus / "downloads"
     downloads.mkdir(parents=True, exist_ok=True)
 
     gathered = [d for gather in (prose, reference, code) for d in gather(downloads)]
@@ -263,14 +263,14 @@ def main() -> None:
         chosen = [d for d in documents if d.split == split]
         if split == "train":
             chosen = [without_runs(d, held_out) for d in chosen]
-        write(options.corpus / f"{split}.jsonl", chosen)
+        write(args.corpus / f"{split}.jsonl", chosen)
         for domain in DOMAINS:
             texts = [d.text for d in chosen if d.domain == domain]
             size = sum(map(len, texts)) / 1e6
             print(f"{split:12} {domain:10} {len(texts):5} documents {size:7.2f} MB")
         if split in SHIPPED:
             shipped = ship(chosen, SHIPPED[split])
-            write(options.assets / f"{split}.jsonl", shipped)
+            write(args.assets / f"{split}.jsonl", shipped)
             held_out.update(words for d in shipped for _, _, words in word_runs(d.text))
             size = sum(len(d.text) for d in shipped) / 1e3
             print(f"{split:12} shipped    {len(shipped):5} excerpts  {size:7.1f} kB")

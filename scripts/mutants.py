@@ -57,7 +57,7 @@ TREE = KEPT / "tree"
 COPIED = ("src", "tests", "docs", "recipes", "scripts", "pyproject.toml", "README.md")
 JOBS = int(os.environ.get("JOBS") or os.cpu_count() or 1)
 SAMPLE = int(os.environ.get("SAMPLE") or 0)
-SAID = "said"
+LEFT = "said"
 SURVIVED, KILLED, NEVER_RAN, IMPOSSIBLE = 0, 1, "no test", 3
 CONTROLS = 200
 """Tests that must pass in a fork in which nothing is changed."""
@@ -90,13 +90,13 @@ class Mutant:
         return f"{self.file}::{self.function}"
 
     @property
-    def told(self) -> str:
+    def label(self) -> str:
         """What an excuse names."""
         return f"{self.place}: {self.change}"
 
     @property
     def name(self) -> str:
-        return f"{self.told} #{self.number}"
+        return f"{self.label} #{self.number}"
 
 
 def digest(*parts: str) -> str:
@@ -180,7 +180,7 @@ def mutants_of(file: str, settings: Mapping[str, Any]) -> list[Mutant]:
     changes = [re.compile(p) for p in settings["changes"]]
     functions = re.compile(f"(^|[.])({'|'.join(settings['functions'])})$")
     named: dict[cst.FunctionDef, list[str]] = {}
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     candidates = []
     for mutation in visitor.mutations:
         function = mutation.contained_by_top_level_function
@@ -200,12 +200,12 @@ def mutants_of(file: str, settings: Mapping[str, Any]) -> list[Mutant]:
         text = touched(node, mutation.mutated_node, parent)
         if in_signature or functions.search(name) or any(p.search(text) for p in changes):
             continue
-        seen[name] += 1
-        candidates.append((digest(file, name, str(seen[name])), name, seen[name], mutation))
+        counts[name] += 1
+        candidates.append((digest(file, name, str(counts[name])), name, counts[name], mutation))
     if SAMPLE:
-        chosen = {known_as for known_as, *_ in sorted(c[:3] for c in candidates)[:SAMPLE]}
+        chosen = {digest_of for digest_of, *_ in sorted(c[:3] for c in candidates)[:SAMPLE]}
         candidates = [c for c in candidates if c[0] in chosen]
-    found: list[Mutant] = []
+    mutants: list[Mutant] = []
     originals: dict[str, tuple[str, CodeType]] = {}
     for _, name, number, mutation in candidates:
         function = mutation.contained_by_top_level_function
@@ -224,8 +224,8 @@ def mutants_of(file: str, settings: Mapping[str, Any]) -> list[Mutant]:
             continue
         if code != as_it_is:
             change = " => ".join(differing(old.splitlines(), new.splitlines()))
-            found.append(Mutant(file, name, change, number, code, digest(old)))
-    return found
+            mutants.append(Mutant(file, name, change, number, code, digest(old)))
+    return mutants
 
 
 # --- tests ---------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Traced:
 
 def spans(source: str) -> dict[int, str]:
     """The function of every line: of the module, or of a class of it."""
-    found = {}
+    names = {}
 
     def note(body: Iterable[ast.stmt], before: str) -> None:
         for node in body:
@@ -254,10 +254,10 @@ def spans(source: str) -> dict[int, str]:
                 note(node.body, f"{node.name}.")
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 for line in range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1):
-                    found[line] = before + node.name
+                    names[line] = before + node.name
 
     note(ast.parse(source).body, "")
-    return found
+    return names
 
 
 class Runner:
@@ -302,24 +302,24 @@ class Runner:
         kept = {file: folder / (file.replace("/", "-") + ".json") for file in by_file}
         digests = {file: digest((TREE / file).read_text("utf-8")) for file in by_file}
 
-        def known(file: str) -> Traced | None:
+        def cached(file: str) -> Traced | None:
             if not kept[file].exists():
                 return None
             traced = Traced(**json.loads(kept[file].read_text()))
             return traced if traced.digest == digests[file] else None
 
-        missing = [file for file in by_file if known(file) is None]
+        missing = [file for file in by_file if cached(file) is None]
         tasks = {
             file: partial(self.traced, by_file[file], digests[file], kept[file]) for file in missing
         }
         for file, status, _ in at_once(tasks):
             print(f"traced {file}" if status == 0 else f"{file} cannot be traced", flush=True)
-        found = [traced for traced in map(known, by_file) if traced is not None]
-        for nodeid in [n for traced in found for n in traced.failing]:
+        result = [traced for traced in map(cached, by_file) if traced is not None]
+        for nodeid in [n for traced in result for n in traced.failing]:
             print(f"fails as it is, so it is left out: {nodeid}", flush=True)
-        return found
+        return result
 
-    def traced(self, items: Sequence[Any], known_as: str, file: Path) -> int:
+    def traced(self, items: Sequence[Any], digest_of: str, file: Path) -> int:
         """Run a file's tests in this process, and write down what they reach."""
         import coverage
 
@@ -348,7 +348,7 @@ class Runner:
                 if line in function_at:
                     reached.setdefault(f"{name}::{function_at[line]}", set()).update(contexts)
         plain = {place: sorted(tests & seconds.keys()) for place, tests in reached.items()}
-        file.write_text(json.dumps(vars(Traced(known_as, seconds, plain, failing))))
+        file.write_text(json.dumps(vars(Traced(digest_of, seconds, plain, failing))))
         return 0
 
     # --- for each mutant -------------------------------------------------------------------------
@@ -379,15 +379,15 @@ class Runner:
         kept = Results(KEPT / "results.jsonl")
         live = live_functions()
         mutants = {file: mutants_of(file, self.settings) for file in self.files}
-        known_by: dict[str, str] = {}
+        digests: dict[str, str] = {}
         tasks = {}
         for mutant in (m for many in mutants.values() for m in many):
             tests = reach.get(mutant.place, [])
-            known_by[mutant.name] = digest(*(f"{t} {state[t]}" for t in sorted(tests)))
-            if kept.end(mutant, known_by[mutant.name]):
+            digests[mutant.name] = digest(*(f"{t} {state[t]}" for t in sorted(tests)))
+            if kept.end(mutant, digests[mutant.name]):
                 continue
             if not tests:
-                kept.put(mutant, known_by[mutant.name], NEVER_RAN)
+                kept.put(mutant, digests[mutant.name], NEVER_RAN)
                 continue
             limit = math.ceil(10 + 4 * sum(seconds[t] for t in tests))
             tasks[mutant] = partial(self.meets, mutant, tests, live, limit)
@@ -398,11 +398,11 @@ class Runner:
                 tests.remove(killer)
                 tests.insert(0, killer)
             ends = {SURVIVED: "survived", KILLED: "killed", IMPOSSIBLE: "impossible"}
-            kept.put(mutant, known_by[mutant.name], ends.get(status, "killed"))
+            kept.put(mutant, digests[mutant.name], ends.get(status, "killed"))
             if status == SURVIVED:
-                print(f"survived {mutant.told}", flush=True)
-        return self.told({
-            file: [(m, kept.end(m, known_by[m.name]) or "") for m in many]
+                print(f"survived {mutant.label}", flush=True)
+        return self.summary({
+            file: [(m, kept.end(m, digests[m.name]) or "") for m in many]
             for file, many in mutants.items()
         })  # fmt: skip
 
@@ -430,11 +430,11 @@ class Runner:
                 return IMPOSSIBLE
         for item, passed, _ in self.passes([self.items[t] for t in tests]):
             if not passed:
-                Path(os.environ["TMPDIR"], SAID).write_text(item.nodeid)
+                Path(os.environ["TMPDIR"], LEFT).write_text(item.nodeid)
                 return KILLED
         return SURVIVED
 
-    def told(self, ends: Mapping[str, Sequence[tuple[Mutant, str]]]) -> int:
+    def summary(self, ends: Mapping[str, Sequence[tuple[Mutant, str]]]) -> int:
         """Say what became of the mutants; the exit code."""
         excused, least = self.settings["excused"], self.settings["at_least"]
         whole: Counter[str] = Counter()
@@ -442,11 +442,11 @@ class Runner:
         for file, many in ends.items():
             counts: Counter[str] = Counter()
             for mutant, end in many:
-                if end in ("survived", NEVER_RAN) and mutant.told in excused:
+                if end in ("survived", NEVER_RAN) and mutant.label in excused:
                     end = "excused"
                 counts[end] += 1
                 if end in ("survived", NEVER_RAN):
-                    print(f"    {mutant.told}" + (" (no test)" if end == NEVER_RAN else ""))
+                    print(f"    {mutant.label}" + (" (no test)" if end == NEVER_RAN else ""))
             alive = counts["survived"] + counts[NEVER_RAN]
             share = counts["killed"] / max(1, counts["killed"] + alive)
             beyond = f", {counts['impossible']} impossible" if counts["impossible"] else ""
@@ -474,46 +474,46 @@ class Results:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.known: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
         if file.exists():
             for line in file.read_text("utf-8").splitlines():
-                found = json.loads(line)
-                self.known[found["name"]] = found
+                result = json.loads(line)
+                self.results[result["name"]] = result
 
     def end(self, mutant: Mutant, tests: str) -> str | None:
         """What became of a mutant of this function; a survivor of other tests is tried again."""
-        found = self.known.get(mutant.name)
-        if found is None or found["function"] != mutant.digest or found["end"] == "impossible":
+        result = self.results.get(mutant.name)
+        if result is None or result["function"] != mutant.digest or result["end"] == "impossible":
             return None
-        if found["end"] in ("survived", NEVER_RAN) and found["tests"] != tests:
+        if result["end"] in ("survived", NEVER_RAN) and result["tests"] != tests:
             return None
-        return str(found["end"])
+        return str(result["end"])
 
     def put(self, mutant: Mutant, tests: str, end: str) -> None:
-        found = {"name": mutant.name, "function": mutant.digest, "tests": tests, "end": end}
-        self.known[mutant.name] = found
+        result = {"name": mutant.name, "function": mutant.digest, "tests": tests, "end": end}
+        self.results[mutant.name] = result
         with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(result) + "\n")
 
 
 def live_functions() -> dict[str, list[FunctionType]]:
     """The functions of this process, decorated or not, by their place."""
-    found: dict[str, list[FunctionType]] = {}
+    functions: dict[str, list[FunctionType]] = {}
     source = f"{TREE}/src/moesaic/"
     for function in gc.get_objects():
         if type(function) is FunctionType and function.__code__.co_filename.startswith(source):
             name = function.__qualname__
             if function.__code__.co_name == name.rpartition(".")[2]:
                 file = function.__code__.co_filename.removeprefix(source)
-                found.setdefault(f"{file}::{name}", []).append(function)
-    return found
+                functions.setdefault(f"{file}::{name}", []).append(function)
+    return functions
 
 
 def at_once(tasks: Mapping[Any, Callable[[], int]]) -> Iterator[tuple[Any, int, str]]:
     """Carry out each task in a fork that ends with what it returns, some at a time.
 
     Yields:
-        the task's name, what it returned, and what it left in the file SAID of its folder.
+        the task's name, what it returned, and what it left in the file LEFT of its folder.
     """
     waiting = list(tasks.items())[::-1]
     while waiting or RUNNING:
@@ -526,10 +526,10 @@ def at_once(tasks: Mapping[Any, Callable[[], int]]) -> Iterator[tuple[Any, int, 
             RUNNING[child] = name, place
         child, status = os.wait()
         name, place = RUNNING[child]
-        said = Path(place, SAID).read_text() if Path(place, SAID).exists() else ""
+        message = Path(place, LEFT).read_text() if Path(place, LEFT).exists() else ""
         ended(child)
         code = os.waitstatus_to_exitcode(status)
-        yield name, code if code >= 0 else KILLED, said
+        yield name, code if code >= 0 else KILLED, message
 
 
 RUNNING: dict[int, tuple[Any, str]] = {}
@@ -596,11 +596,11 @@ def main(wanted: Sequence[str]) -> int:
     import pytest
 
     runner = Runner(settings, files)
-    own = ["-o", "addopts=--doctest-modules", "-m", "not slow and not gpu", "-s"]
+    options = ["-o", "addopts=--doctest-modules", "-m", "not slow and not gpu", "-s"]
     off = [part for name in ("xdist", "cacheprovider", "terminal") for part in ("-p", f"no:{name}")]
     tests = [f"tests/{test}" for test in settings["tests"]]
     tests += [f"src/moesaic/{file}" for file in files]  # examples in the documentation
-    pytest.main([*own, *off, f"--rootdir={TREE}", *tests], plugins=[runner])
+    pytest.main([*options, *off, f"--rootdir={TREE}", *tests], plugins=[runner])
     return runner.code
 
 

@@ -59,12 +59,12 @@ def pages() -> list[Path]:
 
 def rewritten(page: str) -> str:
     """A page with all its tables as they should be."""
-    return BLOCK.sub(lambda found: found["head"] + table(found["names"]) + found["foot"], page)
+    return BLOCK.sub(lambda match: match["head"] + table(match["names"]) + match["foot"], page)
 
 
 def listed(page: str) -> set[str]:
     """The names in the comments of a page."""
-    return {name for found in BLOCK.finditer(page) for name in found["names"].split()}
+    return {name for match in BLOCK.finditer(page) for name in match["names"].split()}
 
 
 def table(names: str) -> str:
@@ -74,8 +74,8 @@ def table(names: str) -> str:
         return engines()
     if names in LISTS:
         word, entries = LISTS[names]
-        told = [(f"`{name}`", entries[name].help, entries[name].paper) for name in entries]
-        return markdown([(word, "measure", "paper"), *titles_once(told)])
+        cells = [(f"`{name}`", entries[name].help, entries[name].paper) for name in entries]
+        return markdown([(word, "measure", "paper"), *titles_once(cells)])
     wanted = next((ENTRIES[name] for name in asked if name in ENTRIES), (False, True))
     methods = [name for name in asked if name not in ENTRIES]
     lines = [("option", "of", "default", "meaning"), *rows(methods, wanted)]
@@ -112,34 +112,34 @@ def engines() -> str:
 def outcome(engine: str, model: str, verbs: Outcomes, reasons: list[str]) -> str:
     """A cell: the results that an engine computes alike, with the numbers of reasons for others."""
     asked = {
-        verb: said
+        verb: status
         for verb, cells in verbs.items()
-        if (said := cells.get(engine)) and "refused" not in said
+        if (status := cells.get(engine)) and "refused" not in status
     }
     others: dict[str, list[str]] = {}
-    for verb, said in asked.items():
-        if said != "same":
-            why = reason(engine, model, said)
+    for verb, status in asked.items():
+        if status != "same":
+            why = reason(engine, model, status)
             if why not in reasons:
                 reasons.append(why)
             others.setdefault(f"({reasons.index(why) + 1})", []).append(f"`{verb}`")
     if not others:
         return "all" if asked else ""
     if sum(map(len, others.values())) < len(asked):
-        told = ", ".join(f"{', '.join(names)} {number}" for number, names in others.items())
-        return f"all but {told}"
-    untried = all(said.startswith("machine") for said in asked.values())
+        exceptions = ", ".join(f"{', '.join(names)} {number}" for number, names in others.items())
+        return f"all but {exceptions}"
+    untried = all(status.startswith("machine") for status in asked.values())
     return f"{'not tried' if untried else 'none'} {' '.join(others)}"
 
 
-def reason(engine: str, model: str, said: str) -> str:
+def reason(engine: str, model: str, status: str) -> str:
     """Why an engine does not compute a result."""
-    kind, _, why = said.partition(": ")
+    kind, _, why = status.partition(": ")
     architecture = model.partition(" ")[0]
     why = why.replace(architecture, "it")
     lacks = f"{ENGINES[engine]} does not support "
-    told = {"lacks": lacks, "machine": "Not tried: "}[kind] + why
-    return f"{cell(told).removesuffix('.')}."
+    words = {"lacks": lacks, "machine": "Not tried: "}[kind] + why
+    return f"{cell(words).removesuffix('.')}."
 
 
 def markdown(lines: Sequence[tuple[str, ...]]) -> str:
@@ -158,14 +158,14 @@ def rows(names: list[str], wanted: tuple[bool, ...]) -> Iterator[tuple[str, str,
     for name in names:
         config: type[Any] = METHODS[name] if "." in name else getattr(requests, name)
         verb = name.partition(".")[0]
-        for of in fields(config):
-            if bool(about(of).beyond) in wanted and not about(of).seldom:
-                yield f"`{flag_of(of)}`", f"`{verb}`", default(of), help_of(config, of)
+        for field in fields(config):
+            if bool(about(field).beyond) in wanted and not about(field).seldom:
+                yield f"`{flag_of(field)}`", f"`{verb}`", default(field), help_of(config, field)
         for bundle, options in getattr(config, "bundles", {}).items() if True in wanted else ():
             values = ", ".join(f"`{key}={plain(value)}`" for key, value in options.items())
             if values:  # else it is what the defaults are
                 yield f"`--recipe {bundle}`", f"`{verb}`", "", values
-        if False in wanted and any(about(of).seldom for of in fields(config)):
+        if False in wanted and any(about(field).seldom for field in fields(config)):
             yield "others", f"`{verb}`", "", f"`{every_option(name)}`"
 
 
@@ -176,11 +176,11 @@ def every_option(name: str) -> str:
     return f"moesaic {verb}{chosen} --help-all"
 
 
-def default(of: Field[Any]) -> str:
+def default(field: Field[Any]) -> str:
     """A field's default as the option takes it; empty where there is none."""
-    if about(of).required:
+    if about(field).required:
         return ""
-    value = default_of(of)
+    value = default_of(field)
     return f"`{value}`" if value else ""
 
 

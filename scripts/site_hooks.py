@@ -38,7 +38,7 @@ def on_page_markdown(markdown: str, config: Any, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Docstrings name classes and functions as Sphinx does; show the name alone."""
-    return ROLE.sub(lambda found: f"<code>{found[1].rpartition('.')[2]}</code>", html)
+    return ROLE.sub(lambda match: f"<code>{match[1].rpartition('.')[2]}</code>", html)
 
 
 def commands() -> str:
@@ -48,15 +48,15 @@ def commands() -> str:
         parts.append(f"## {name}")
         methods = list(methods_of(name)) if name in VERBS else []
         for method in methods if len(methods) > 1 else [""]:
-            given = [name, *(["--method", method] if method else [])]
+            words = [name, *(["--method", method] if method else [])]
             parts += [f"### {name} --method {method}"] * bool(method)
-            parts.append(f"```text\n{told(*given)}\n```")
+            parts.append(f"```text\n{help_text(*words)}\n```")
     return "\n\n".join(parts)
 
 
-def told(*given: str) -> str:
+def help_text(*words: str) -> str:
     """The help that a command prints."""
-    every = "--help-all" if given[0] in VERBS else "--help"
-    with mock.patch.object(sys, "argv", ["moesaic", *given, every]):
-        said = CliRunner().invoke(app, [*given, every], prog_name="moesaic", terminal_width=78)
-    return said.output.strip()
+    every = "--help-all" if words[0] in VERBS else "--help"
+    with mock.patch.object(sys, "argv", ["moesaic", *words, every]):
+        result = CliRunner().invoke(app, [*words, every], prog_name="moesaic", terminal_width=78)
+    return result.output.strip()

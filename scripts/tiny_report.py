@@ -29,8 +29,8 @@ def read_jsonl(path: Path) -> list[dict[str, str]]:
 def machine() -> str:
     """The processor in words."""
     info = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
-    name = found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    name = match[1] if match else platform.processor() or platform.machine()
     return f"{name}, {torch.get_num_threads()} thread(s)"
 
 
@@ -228,18 +228,18 @@ def card(name: str, model: PreTrainedModel, training: dict[str, Any]) -> str:
         ),
     )
     if "specialisation" in training:
-        found = training["specialisation"]
-        domains = list(found["shares"])
+        figures = training["specialisation"]
+        domains = list(figures["shares"])
         rows, hits = [], 0
-        for r in found["removals"]:
+        for r in figures["removals"]:
             hits += max(r["rise"], key=r["rise"].get) == r["domain"]
             shares = " | ".join(f"{x:.1%}" for x in r["share"].values())
             rises = " | ".join(f"{x:+.4f}" for x in r["rise"].values())
             rows.append(f"| {r['layer']} | {r['domain']} | {r['expert']} | {shares} | {rises} |")
         text += ROUTING.format(
-            divergence=", ".join(f"{x:.3f}" for x in found["divergence"]),
-            least=found["least_share"],
-            even=1 / len(found["shares"][domains[0]][0]),
+            divergence=", ".join(f"{x:.3f}" for x in figures["divergence"]),
+            least=figures["least_share"],
+            even=1 / len(figures["shares"][domains[0]][0]),
             share_heads=" | ".join(f"{d} share" for d in domains),
             rise_heads=" | ".join(f"{d} loss" for d in domains),
             rules="---|" * 2 * len(domains),

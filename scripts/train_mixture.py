@@ -66,8 +66,8 @@ def windows(
         if len(row) >= needed:
             break
     row *= math.ceil(needed / len(row))
-    found = torch.tensor(row[:needed]).view(count, WINDOW + 1)
-    return found[torch.randperm(count, generator=torch.Generator().manual_seed(SEED))]
+    rows = torch.tensor(row[:needed]).view(count, WINDOW + 1)
+    return rows[torch.randperm(count, generator=torch.Generator().manual_seed(SEED))]
 
 
 def train(
@@ -124,10 +124,10 @@ def branch(kind: str, file: Path, corpus: Path, steps: int) -> None:
 @torch.no_grad()
 def means(model: PreTrainedModel, rows: torch.Tensor) -> list[torch.Tensor]:
     """The mean input (D,) of every layer's MLP on windows."""
-    seen: dict[int, torch.Tensor] = {}
+    mean_inputs: dict[int, torch.Tensor] = {}
 
-    def look(layer: int, _: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        seen[layer] = given[0].flatten(0, 1).mean(0)
+    def look(layer: int, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        mean_inputs[layer] = args[0].flatten(0, 1).mean(0)
 
     hooks = [
         layer.mlp.register_forward_pre_hook(partial(look, index))
@@ -136,7 +136,7 @@ def means(model: PreTrainedModel, rows: torch.Tensor) -> list[torch.Tensor]:
     model(input_ids=rows[:, :-1], use_cache=False)
     for hook in hooks:
         hook.remove()
-    return [seen[layer] for layer in range(len(hooks))]
+    return [mean_inputs[layer] for layer in range(len(hooks))]
 
 
 @torch.no_grad()
@@ -183,34 +183,34 @@ def main() -> None:
     parser.add_argument("--assets", type=Path, default=Path("src/moesaic/assets"))
     parser.add_argument("--branch-steps", type=int, default=24)
     parser.add_argument("--mix-steps", type=int, default=32)
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     start = time.time()
     for kind in KINDS:
-        file = given.out / f"branch-{kind}.safetensors"
+        file = args.out / f"branch-{kind}.safetensors"
         if not file.exists():
             print(f"{kind}:", flush=True)
-            branch(kind, file, given.corpus, given.branch_steps)
+            branch(kind, file, args.corpus, args.branch_steps)
     source = resolve("smollm2")
-    steps = given.mix_steps
+    steps = args.mix_steps
     each = math.ceil(steps * BATCH / len(KINDS))
-    rows = {kind: windows(given.corpus, kind, source.tokenizer, each) for kind in KINDS}
-    model = mixture(given.out, {kind: of_kind[:BATCH] for kind, of_kind in rows.items()})
+    rows = {kind: windows(args.corpus, kind, source.tokenizer, each) for kind in KINDS}
+    model = mixture(args.out, {kind: of_kind[:BATCH] for kind, of_kind in rows.items()})
     mixed = torch.stack(list(rows.values()), 1).flatten(0, 1)  # one window of each kind a batch
     routers = [layer.mlp.gate.weight for layer in model.model.layers]
     print("routers:", flush=True)
     train(model, routers, iter(mixed.split(BATCH)), steps, MIX_RATE, routed=True)
-    evaluation = read_jsonl(given.assets / "evaluation.jsonl")
+    evaluation = read_jsonl(args.assets / "evaluation.jsonl")
     losses = {
         name: held_out_losses(one, source.tokenizer, evaluation, windows=16)
         for name, one in (("smollm2", source.load("cpu", torch.float32)), ("mixture", model))
     }
-    model.bfloat16().save_pretrained(given.out)
-    source.tokenizer.save_pretrained(given.out)
-    said = {"kinds": list(KINDS), "branch_steps": given.branch_steps, "mix_steps": steps}
-    said |= {"branch_rate": BRANCH_RATE, "mix_rate": MIX_RATE, "batch": f"{BATCH} x {WINDOW}"}
-    said |= {"seconds": round(time.time() - start), "machine": machine(), "held_out_loss": losses}
-    (given.out / "mixture.json").write_text(json.dumps(said, indent=1) + "\n")
+    model.bfloat16().save_pretrained(args.out)
+    source.tokenizer.save_pretrained(args.out)
+    record = {"kinds": list(KINDS), "branch_steps": args.branch_steps, "mix_steps": steps}
+    record |= {"branch_rate": BRANCH_RATE, "mix_rate": MIX_RATE, "batch": f"{BATCH} x {WINDOW}"}
+    record |= {"seconds": round(time.time() - start), "machine": machine(), "held_out_loss": losses}
+    (args.out / "mixture.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(losses, indent=1))
 
 

@@ -67,8 +67,8 @@ def batches(tokens: torch.Tensor, steps: int) -> Iterator[torch.Tensor]:
 def balanced(whole: nn.Module) -> None:
     """Let every router's bias follow how often its experts are chosen."""
 
-    def follow(gate: nn.Module, _: object, made: tuple[torch.Tensor, ...]) -> None:
-        count = torch.bincount(made[2].flatten(), minlength=len(gate.e_score_correction_bias))
+    def follow(gate: nn.Module, _: object, outputs: tuple[torch.Tensor, ...]) -> None:
+        count = torch.bincount(outputs[2].flatten(), minlength=len(gate.e_score_correction_bias))
         gate.e_score_correction_bias += BIAS * (count.float().mean() - count).sign()
 
     for name, module in whole.named_modules():
@@ -97,8 +97,8 @@ def train(model: Glm4MoeForCausalLM, drafter: Drafter, tokens: torch.Tensor, ste
         sums += torch.stack(losses).detach()
         if step % 20 == 0:
             left = (time.time() - start) / step * (steps - step) / 60
-            said = ", ".join(f"{x / 20:.3f}" for x in sums.tolist())
-            print(f"step {step} of {steps}, losses {said}, {left:.1f} minutes left", flush=True)
+            averages = ", ".join(f"{x / 20:.3f}" for x in sums.tolist())
+            print(f"step {step} of {steps}, losses {averages}, {left:.1f} minutes left", flush=True)
             sums.zero_()
     whole.eval()
 
@@ -106,7 +106,7 @@ def train(model: Glm4MoeForCausalLM, drafter: Drafter, tokens: torch.Tensor, ste
 def save(model: Glm4MoeForCausalLM, drafter: Drafter, folder: Path) -> None:
     """Write both as one checkpoint."""
     model.bfloat16(), drafter.bfloat16()
-    own = f"model.layers.{LAYERS}"
+    prefix = f"model.layers.{LAYERS}"
     parts = {
         "eh_proj": drafter.join,
         "enorm": drafter.embedding_norm,
@@ -118,7 +118,7 @@ def save(model: Glm4MoeForCausalLM, drafter: Drafter, folder: Path) -> None:
     model.model.layers.append(drafter.model.model.layers[0])
     model.save_pretrained(folder)
     file = folder / "model.safetensors"
-    more = {f"{own}.{name}.weight": part.weight.detach().clone() for name, part in parts.items()}
+    more = {f"{prefix}.{name}.weight": part.weight.detach().clone() for name, part in parts.items()}
     save_file({**load_file(file), **more}, file, metadata={"format": "pt"})
     del model.model.layers[LAYERS]
 
@@ -128,28 +128,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/tiny-mtp"))
     parser.add_argument("--assets", type=Path, default=Path("src/moesaic/assets"))
     parser.add_argument("--steps", type=int, default=600)
-    given = parser.parse_args()
+    args = parser.parse_args()
     start = time.time()
     torch.manual_seed(SEED)
     ALL_EXPERTS_FUNCTIONS.register("all_at_once", all_experts_at_once)
-    tokenizer = AutoTokenizer.from_pretrained(given.assets / "models/tiny-moe")
+    tokenizer = AutoTokenizer.from_pretrained(args.assets / "models/tiny-moe")
     texts = shipped_texts("calibration")
     rows = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     tokens = torch.tensor([token for row in rows for token in (*row, 0)])
     model, drafter = build()
     for part in (model, drafter.model):
         part.config._experts_implementation = "all_at_once"
-    train(model, drafter, tokens, given.steps)
-    given.out.mkdir(parents=True, exist_ok=True)
-    save(model, drafter, given.out)
-    tokenizer.save_pretrained(given.out)
+    train(model, drafter, tokens, args.steps)
+    args.out.mkdir(parents=True, exist_ok=True)
+    save(model, drafter, args.out)
+    tokenizer.save_pretrained(args.out)
     losses = held_out_losses(
-        model.float(), tokenizer, read_jsonl(given.assets / "evaluation.jsonl"), windows=40
+        model.float(), tokenizer, read_jsonl(args.assets / "evaluation.jsonl"), windows=40
     )
-    said = {"seed": SEED, "steps": given.steps, "tokens": given.steps * BATCH * WINDOW}
-    said |= {"tokens_of_text": len(tokens), "seconds": round(time.time() - start)}
-    said |= {"machine": machine(), "held_out_loss": losses}
-    (given.out / "mtp.json").write_text(json.dumps(said, indent=1) + "\n")
+    record = {"seed": SEED, "steps": args.steps, "tokens": args.steps * BATCH * WINDOW}
+    record |= {"tokens_of_text": len(tokens), "seconds": round(time.time() - start)}
+    record |= {"machine": machine(), "held_out_loss": losses}
+    (args.out / "mtp.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(losses, indent=1))
 
 

@@ -311,9 +311,9 @@ def main() -> None:
     parser.add_argument("--corpus", type=Path, default=Path("build/corpus"))
     parser.add_argument("--assets", type=Path, default=Path("src/moesaic/assets"))
     parser.add_argument("--eager", action="store_true", help="no torch.compile: a third slower")
-    options = parser.parse_args()
-    training = train(options.name, options.corpus, options.assets, not options.eager)
-    write_report(options.assets / "models" / options.name, training)
+    args = parser.parse_args()
+    training = train(args.name, args.corpus, args.assets, not args.eager)
+    write_report(args.assets / "models" / args.name, training)
 
 
 if __name__ == "__main__":

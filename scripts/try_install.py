@@ -149,35 +149,35 @@ class Installed:
         code = "import importlib.metadata as m; print(*(d.name for d in m.distributions()))"
         listed = self.carried_out(["python", "-c", code], self.folder).stdout
         there = {name.lower() for name in listed.split()}
-        found = sorted(({*names.values()} - needed) & there)
-        return [f"{name} is installed, which only an extra asks for" for name in found]
+        extras = sorted(({*names.values()} - needed) & there)
+        return [f"{name} is installed, which only an extra asks for" for name in extras]
 
     def helps(self) -> list[str]:
         """What is wrong with the help of any command."""
-        found = []
+        problems = []
         listed = self.run("--help").stdout
         for name in ["", *(word for word in WRONG if word != "sculpt")]:
             done = self.run(f"{name} --help")
             lines = done.stdout.rstrip().splitlines()
             if name and name not in listed:
-                found.append(f"{name} is not in the list of commands")
+                problems.append(f"{name} is not in the list of commands")
             if done.returncode or len(lines) > HEIGHT or max(map(len, lines)) > WIDTH:
                 widest = max(map(len, lines), default=0)
-                found.append(f"{name} --help: {len(lines)} lines of up to {widest}")
-        return found
+                problems.append(f"{name} --help: {len(lines)} lines of up to {widest}")
+        return problems
 
     def refusals(self) -> list[str]:
         """What is wrong with the answer to any wrong command."""
-        found = []
+        problems = []
         (self.folder / "here").mkdir()
-        for name, given in WRONG.items():
-            for arguments in given:
+        for name, commands in WRONG.items():
+            for arguments in commands:
                 done = self.run(f"{name} {arguments}")
-                said = done.stderr.strip()
-                short = said and len(said.splitlines()) <= 6 and "Traceback" not in said
+                message = done.stderr.strip()
+                short = message and len(message.splitlines()) <= 6 and "Traceback" not in message
                 if done.returncode != 2 or not short or (self.folder / "out").exists():
-                    found.append(f"{name} {arguments}: exit {done.returncode}: {said[-400:]}")
-        return found
+                    problems.append(f"{name} {arguments}: exit {done.returncode}: {message[-400:]}")
+        return problems
 
     def first(self) -> list[str]:
         """What of the first commands does not work."""
@@ -189,7 +189,7 @@ class Installed:
 
     def documents(self) -> list[str]:
         """What of the documents' commands does not work, or says what its figures do not."""
-        found = []
+        problems = []
         for page in DOCUMENTS if self.package.suffix == ".whl" else ():
             folder = self.folder / Path(page).stem
             folder.mkdir()
@@ -202,11 +202,11 @@ class Installed:
                 done = self.carried_out(cheap(line), folder)
                 say(f"    {page}: {line.splitlines()[0]}: {time.monotonic() - start:.0f} s")
                 if done.returncode:
-                    found.append(f"{page}: {line}: exit {done.returncode}: {done.stderr[-800:]}")
-                found += [
+                    problems.append(f"{page}: {line}: exit {done.returncode}: {done.stderr[-800:]}")
+                problems += [
                     f"{page}: {line}: {p}" for p in broken(line, comment, done.stdout, folder)
                 ]
-        return found
+        return problems
 
 
 def lines(page: str) -> Iterator[tuple[str, str]]:
@@ -237,21 +237,21 @@ def broken(line: str, comment: str, printed: str, folder: Path) -> list[str]:
     if file is None:
         return []
     record: dict[str, Any] = json.loads(file.read_text("utf-8"))
-    found, ratios = [], record.get("speed_ratio", {})
+    problems, ratios = [], record.get("speed_ratio", {})
     for what in ("prefill", "decode"):
         low, high = ratios.get(f"{what}_spread", (1.0, 1.0))
-        told = re.search(rf"{what} (?:speed )?faster", " ".join(printed.split()))
-        if told and low <= 1:
-            found.append(f"{what} is told to be faster; its rounds are {low:.2f} to {high:.2f}")
+        claimed = re.search(rf"{what} (?:speed )?faster", " ".join(printed.split()))
+        if claimed and low <= 1:
+            problems.append(f"{what} is told to be faster; its rounds are {low:.2f} to {high:.2f}")
         if what == "decode" and "faster" in comment and high < 1:
-            found.append(f"said to decode faster; its rounds are {low:.2f} to {high:.2f}")
+            problems.append(f"said to decode faster; its rounds are {low:.2f} to {high:.2f}")
     bytes_of = {n: s["total_bytes"] for n, s in record.get("scores", {}).items()}
     smaller = bytes_of and bytes_of["result"] < bytes_of["original"]
     if re.search("narrower|smaller|half", comment) and not smaller:
-        found.append(f"said to be smaller; its weights have {bytes_of} bytes")
+        problems.append(f"said to be smaller; its weights have {bytes_of} bytes")
     if re.search("% smaller", printed) and not smaller:
-        found.append(f"told to be smaller; its weights have {bytes_of} bytes")
-    return found
+        problems.append(f"told to be smaller; its weights have {bytes_of} bytes")
+    return problems
 
 
 def main() -> int:
@@ -261,23 +261,23 @@ def main() -> int:
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="to try it with")
     parser.add_argument("--dist", type=Path, help="a folder of wheel and sdist that were built")
     parser.add_argument("--form", choices=("wheel", "sdist", "both"), default="both")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as temporary:
-        built = built_in(asked.dist) if asked.dist else build(Path(temporary))
-        forms = {"wheel": built[:1], "sdist": built[1:], "both": built}[asked.form]
-        for number, python in enumerate(asked.python):
+        built = built_in(args.dist) if args.dist else build(Path(temporary))
+        forms = {"wheel": built[:1], "sdist": built[1:], "both": built}[args.form]
+        for number, python in enumerate(args.python):
             for package in forms:
-                told = subprocess.run([python, "--version"], capture_output=True, text=True)
-                say(f"{told.stdout.strip()}, {package.name}")
+                version = subprocess.run([python, "--version"], capture_output=True, text=True)
+                say(f"{version.stdout.strip()}, {package.name}")
                 folder = Path(temporary) / f"{number}{package.suffix}"
                 installed = Installed(python, package, folder)
                 for name in ("bare", "helps", "refusals", "first", "documents"):
-                    found = getattr(installed, name)()
-                    say(f"  {name}: {'right' if not found else ''}")
-                    for problem in found:
+                    problems = getattr(installed, name)()
+                    say(f"  {name}: {'right' if not problems else ''}")
+                    for problem in problems:
                         say(f"    {problem}")
-                    wrong += len(found)
+                    wrong += len(problems)
                 shutil.rmtree(folder)
     say(json.dumps({"wrong": wrong}))
     return 1 if wrong else 0
