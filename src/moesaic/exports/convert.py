@@ -43,12 +43,13 @@ def main(request: str) -> None:
     glm.Glm4MoeModel.set_vocab = lambda self: self._set_vocab_gpt2()
     deci.DeciModel.set_vocab = llama.LlamaModel.set_vocab
     deci.DeciModel.origin_hf_arch = None  # which LlamaModel looks at there
-    described = base.gguf.Metadata.load
+    metadata = importlib.import_module("gguf").Metadata  # the converter's own
+    described = metadata.load
 
-    def described_as(override: object, _: Path, *more: object) -> object:
+    def described_as(override: object, _: object, *more: object) -> object:
         return described(override, Path(named), *more)
 
-    base.gguf.Metadata.load = staticmethod(described_as)
+    metadata.load = staticmethod(described_as)
     load = base.ModelBase.load_hparams
 
     def completed(*args: object, **options: object) -> dict[str, object]:
