@@ -6,6 +6,7 @@ import copy
 import re
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from transformers.models.auto import CONFIG_MAPPING
 
 from moesaic.arch.lookup import base_arch
-from moesaic.arch.mixture import MoEArch
+from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.naming import Naming
@@ -40,6 +41,11 @@ def logits(model: Any) -> Tensor:
     return found
 
 
+def handing(arch: MoEArch, layer: nn.Module) -> AbstractContextManager[None]:
+    """Inside, a block whose router asks for more than hidden states is handed the tokens."""
+    return arch.handing(arch.ffn_of(layer), {"input_ids": TOKENS}, torch.flatten)
+
+
 def close(found: Tensor, wanted: Tensor, at_most: float = 1e-4) -> None:
     assert torch.isfinite(wanted).all()
     assert wanted.abs().max() > 1e-3, "there is nothing to see"
@@ -53,29 +59,35 @@ def kept(arch: MoEArch, config: Any, count: int) -> Tensor:
     return torch.arange(count).view(groups, -1)[:, : 6 // groups].flatten()
 
 
+def block(arch: MoEArch, seen: MoEFFN, x_TD: Tensor) -> None:
+    w_TE = seen.routing.weights(seen.logits(x_TD))
+    assert (w_TE != 0).sum(1).unique().tolist() == [seen.top_k]
+    y_TD = (w_TE.unsqueeze(-1) * seen.outputs(x_TD, w_TE != 0)).sum(1)
+    if seen.shared is not None and arch.beside is None:
+        y_TD = y_TD + seen.shared(x_TD)
+        ffn, h_TM = seen.shared_ffn, seen.shared_weighted(x_TD)
+        assert ffn is not None
+        assert h_TM is not None
+        close(h_TM @ ffn.down_DM.T, seen.shared(x_TD))
+    close(y_TD, seen.output(x_TD))
+    if arch.entry is not None:
+        return
+    norm = nn.Identity() if arch.after is None else getattr(seen.block, arch.after)
+    whole = seen.block(x_TD[None], **seen.handed)
+    close(norm(y_TD), (whole[0] if isinstance(whole, tuple) else whole).view_as(x_TD))
+
+
 @torch.no_grad()
 def view(model: Any, arch: Any) -> None:
     """The block is what its view says."""
-    x_TD = torch.randn(32, model.config.hidden_size)
+    x_TD = torch.randn(TOKENS.numel(), model.config.hidden_size)
     for layer in arch.layers(model):
         if not isinstance(arch, MoEArch) or arch.is_dense(layer):
             ffn = arch.dense(layer)
             close(ffn.output(ffn.hidden(x_TD)), arch.ffn_of(layer)(x_TD[None])[0])
         elif arch.is_moe(layer):
-            seen = arch.mixture(layer)
-            w_TE = seen.routing.weights(seen.logits(x_TD))
-            assert (w_TE != 0).sum(1).unique().tolist() == [seen.top_k]
-            y_TD = (w_TE.unsqueeze(-1) * seen.outputs(x_TD, w_TE != 0)).sum(1)
-            if seen.shared is not None and arch.beside is None:
-                y_TD = y_TD + seen.shared(x_TD)
-                ffn, h_TM = seen.shared_ffn, seen.shared_weighted(x_TD)
-                close(h_TM @ ffn.down_DM.T, seen.shared(x_TD))
-            close(y_TD, seen.output(x_TD))
-            if arch.entry is not None:
-                continue
-            norm = nn.Identity() if arch.after is None else getattr(seen.block, arch.after)
-            whole = seen.block(x_TD[None])
-            close(norm(y_TD), (whole[0] if isinstance(whole, tuple) else whole).view_as(x_TD))
+            with handing(arch, layer):
+                block(arch, arch.mixture(layer), x_TD)
     for layer in arch.layers(model):
         if isinstance(arch, MoEArch) and arch.is_moe(layer):
             entered: list[Tensor] = []
@@ -86,7 +98,8 @@ def view(model: Any, arch: Any) -> None:
             for handle in handles:
                 handle.remove()
             (x_TD,), (y_TD,) = (t.flatten(0, -2) for t in entered), (t.flatten(0, -2) for t in left)
-            made_TD = arch.mixture(layer).output(x_TD)
+            with handing(arch, layer):
+                made_TD = arch.mixture(layer).output(x_TD)
             if arch.beside is None:
                 close(made_TD, y_TD)
 

@@ -156,6 +156,18 @@ MORE: dict[str, dict[str, Any]] = {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 2,
     },
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "intermediate_size": 16,
+        "partial_rotary_factor": 0.5,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "hc_mult": 2,
+        "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 2,
+        "layer_types": ["sliding_attention"]
+        + ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    },
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
 }
 """What some need beside, by model_type."""
@@ -211,6 +223,9 @@ def small_model(model_type: str, **changes: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
+            if tensor.dtype == torch.int64 and tensor.dim() == 2:  # of each token's experts
+                experts = torch.rand(len(tensor), config.n_routed_experts).argsort(1)
+                tensor.copy_(experts[:, : tensor.shape[1]])
             if not tensor.is_floating_point() or "inv_freq" in name:
                 continue
             routes = any(part in name for part in ("router", ".gate.", "correction_bias"))

@@ -406,7 +406,7 @@ def test_stats_of_halves_merge_to_those_of_the_whole(tokens, tmp_path):
     for i in whole.layers:
         a, b = both.layer(i), whole.layer(i)
         assert torch.equal(a.calls_E, b.calls_E)
-        for name in ("gated_E", "pair_EE", "logits_TE", "gram_SP"):
+        for name in ("gated_E", "pair_EE", "logits_TX", "gram_SP"):
             torch.testing.assert_close(getattr(a, name), getattr(b, name), rtol=1e-4, atol=1e-5)
     config = PruneConfig(keep=5)
     a, b = (moesaic.prune(model, config, stats=tmp_path / n) for n in ("ab", "all"))

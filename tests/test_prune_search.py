@@ -77,7 +77,7 @@ def best(losses: Neighbours, experts: int, keep: int) -> Any:
 
 def test_the_law_of_every_router(moe_type: str) -> None:
     stats, routing = observed(moe_type)
-    assert law_of(routing, stats.logits_TE) is LAWS[moe_type]
+    assert law_of(routing, stats.logits_TX) is LAWS[moe_type]
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
@@ -158,7 +158,7 @@ def test_a_token_is_routed_again_only_when_it_is_moved(
 def test_logits_that_are_equal(model_type: str) -> None:
     """bfloat16 routers give equal logits; the loss that is told is that of the set all the same."""
     stats, routing = observed(model_type)
-    stats.logits_TE = (stats.logits_TE * 4).round() / 4
+    stats.logits_TX = (stats.logits_TX * 4).round() / 4
     losses = Reconstruction(stats, routing)
     assert losses.rerouting is not None, "equal logits are no other law"
     ours, theirs = best(losses, 12, 6), best(_Each(losses), 12, 6)
@@ -248,7 +248,7 @@ def test_a_part_is_what_it_is_in_the_whole(
     parts: tuple[str, ...], fields: tuple[str, ...], follow: bool
 ) -> None:
     whole, part = whole_and_part(parts, follow)
-    router = {"calls_E", "gate_E", "logits_TE", "batch_T", "bias_E"}
+    router = {"calls_E", "gate_E", "logits_TX", "batch_T", "bias_E"}
     for name in {*router, *fields}:
         assert torch.allclose(part[name], whole[name], rtol=1e-5), name
     kinds = ("norm_E", "pair_EE", "gram_SP", "spread_E", "neurons.energy_EM")

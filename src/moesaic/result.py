@@ -494,7 +494,8 @@ def save_applied(
     model = shape_of(config, dtype)
     check_base(plan, model, arch)
     check_weights(plan, source)
-    naming = Naming(source.checkpoint, config.model_type.removeprefix(PREFIX))
+    base = config.model_type.removeprefix(PREFIX)
+    naming = Naming(source.checkpoint, base, model.state_dict())
     naming.check(model)
     types = {} if dtype is None else {"dtype": narrowed(model)}
     changed = hub.convert_config(config, arch, plan)
@@ -506,7 +507,7 @@ def save_applied(
         logging.getLogger(__name__).warning(ALONE)
     to = writer or ShardWriter(folder)
     stays = kept(model, along, beside=whole)
-    rewrite(source.checkpoint, arch, plan, to if whole else LanguageAlone(to), stays, **types)
+    rewrite(naming, arch, plan, to if whole else LanguageAlone(to), stays, **types)
     if dtype is not None:
         config.dtype = dtype
     settle(config, source.checkpoint, kept=dtype is None)
@@ -515,6 +516,5 @@ def save_applied(
     source.checkpoint.copy_side_files(folder)
     if writer is None:  # what a plan asks for may be no model
         result = Source("What the plan makes", folder)
-        Naming(result.checkpoint, base_arch(result.config).model_type).check(
-            shape_of(result.config)
-        )
+        model = shape_of(result.config)
+        Naming(result.checkpoint, arch.model_type, model.state_dict()).check(model)

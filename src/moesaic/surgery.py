@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
-from moesaic.io.checkpoint import Checkpoint, Writer, cast
+from moesaic.io.checkpoint import Writer, cast
 from moesaic.io.naming import Naming, language
 from moesaic.io.prediction import predicts
 from moesaic.layers.base import KINDS, Header, LayerPlan, Sizes
@@ -283,7 +283,7 @@ class LanguageAlone:
 
 
 def rewrite(
-    checkpoint: Checkpoint,
+    naming: Naming,
     arch: Arch,
     plan: Plan,
     writer: Writer,
@@ -293,7 +293,7 @@ def rewrite(
     """Convert a checkpoint tensor by tensor; at most one layer's FFN is in memory.
 
     Args:
-        checkpoint: the source.
+        naming: of the source.
         arch: its architecture.
         plan: the decision.
         writer: takes the tensors.
@@ -301,7 +301,7 @@ def rewrite(
             that predict further tokens and stay, :func:`followers` tells what becomes.
         dtype: the floating-point type by name in memory, None for the checkpoint's own.
     """
-    naming = Naming(checkpoint, plan.base.model_type.removeprefix(PREFIX))
+    checkpoint = naming.checkpoint
     plans = {arch.layer_prefix(i): layer for i, layer in plan.layers.items()}
     plans |= {start: p for start, p in followers(naming, arch, plan).items() if keep(start)}
     starts = {

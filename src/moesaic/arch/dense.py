@@ -14,6 +14,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -178,6 +179,18 @@ class Arch:
     def enter(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
         """Show what enters an FFN (..., D) whenever it runs."""
         return ffn.register_forward_pre_hook(lambda _, args: show(args[0]))
+
+    def handing(
+        self, ffn: nn.Module, arguments: JSON, tokens: Callable[[Tensor], Tensor]
+    ) -> AbstractContextManager[None]:
+        """Inside, an FFN is handed what a batch has for its router beside hidden states.
+
+        Args:
+            ffn: of a decoder layer.
+            arguments: the layer's own, beside hidden states.
+            tokens: makes (T,) of what stands there of each token (B, L).
+        """
+        return nullcontext()
 
     def watch(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
         """Show what an FFN's parts add up to (..., D) whenever it runs, before any norm of it."""

@@ -272,8 +272,10 @@ def _mixture(
     name: str, path: str, layers: Sequence[nn.Module], routed: Sequence[nn.Module], config: Config
 ) -> MoEArch:
     block_path, leaf = _experts_place(name, routed)
-    layer = routed[0]
-    block = layer.get_submodule(block_path)
+    blocks = [layer.get_submodule(block_path) for layer in routed]
+    tables = [_table(block) for block in blocks]
+    first = tables.index(None) if None in tables else 0
+    layer, block = routed[first], blocks[first]
     experts = block.get_submodule(leaf)
     if getattr(experts, "has_post_expert_norm", False):  # transformers has it from 5.20 on
         raise Unknown(f"{name}: a norm is behind every expert.")
@@ -281,8 +283,9 @@ def _mixture(
     transposed = bool(getattr(experts, "is_transposed", name in INWARD))
     count, width = down.shape[0], down.shape[1 if transposed else 2]
     parts = replace(_router(name, block, leaf, count), inward=name in INWARD)
-    for other in routed:
-        _check_router(name, other.get_submodule(block_path), parts)
+    parts = replace(parts, table=next(filter(None, tables), None))
+    keys = (_key_of(name, *both, parts) for both in zip(routed, blocks, strict=True))
+    parts = replace(parts, key=next(filter(None, [*keys]), None))
     norms, gate = IN_LAYER.get(name), None
     inside, outside = _mlps_beside(name, block, layer) if norms is None else ({}, {})
     if norms is None:
@@ -320,7 +323,7 @@ def _mixture(
     at, attention = _attention(layer)
     arch = replace(arch, attention=attention, attention_path=at)
     if shared or beside:
-        arch = _sizing_shared(arch, layer, settings, width)
+        arch = _sizing_shared(arch, layers, layer, config, width)
     return _asked(arch, block, settings, count)
 
 
@@ -336,12 +339,28 @@ def _mlps_beside(
     return inside, outside
 
 
-def _sizing_shared(arch: MoEArch, layer: nn.Module, config: JSON, width: int) -> MoEArch:
+def _sizing_shared(
+    arch: MoEArch, layers: Sequence[nn.Module], layer: nn.Module, config: Config, width: int
+) -> MoEArch:
     """With what says how wide the shared path is: a size, a count of experts, or their width."""
-    mlp = layer.get_submodule(arch.shared_at or "")
-    path_width = int(getattr(mlp, arch.shared_names.down).in_features)
-    size = _key(config, path_width, ("shared", "size"))
-    times = (k for k in _keys(config, ("shared",), ("size",)) if config[k] * width == path_width)
+
+    def width_in(layer: nn.Module) -> int:
+        mlp = layer.get_submodule(arch.shared_at or "")
+        return int(getattr(mlp, arch.shared_names.down).in_features)
+
+    def counts(key: str) -> bool:
+        """Whether the path is as wide as a config says by a count, and not of one width."""
+        if settings[key] * width != path_width:
+            return False
+        more = copy.deepcopy(config)
+        setattr(more, key, settings[key] + 1)
+        with torch.device("meta"):
+            wider = type(layer)(more, [*layers].index(layer))
+        return width_in(wider) > path_width
+
+    settings, path_width = config.to_dict(), width_in(layer)
+    size = _key(settings, path_width, ("shared", "size"))
+    times = (key for key in _keys(settings, ("shared",), ("size",)) if counts(key))
     many = None if size else next(times, None)
     tied = 0 if size or many or path_width % width else path_width // width
     return replace(arch, shared_size=size, shared_count=many, shared_times=tied)
@@ -402,17 +421,32 @@ def _factor(block: nn.Module, router: nn.Module) -> str | None:
     return next((n for n in numbers if not hasattr(router, n)), None)
 
 
-def _check_router(name: str, block: nn.Module, parts: RouterParts) -> None:
-    """Refuse a router that asks for more than hidden states and what its block holds."""
+def _table(block: nn.Module) -> str | None:
+    """A table of experts, by something else than hidden states."""
+    tables = (n for n, t in block.named_buffers() if t.dim() == 2 and t.dtype == torch.int64)
+    return next(tables, None)
+
+
+def _key_of(name: str, layer: nn.Module, block: nn.Module, parts: RouterParts) -> str | None:
+    """What a router that has a table is handed beside hidden states, and its layer is given.
+
+    Raises:
+        MoesaicError: a router asks for more than hidden states and what its block holds.
+    """
     router = block.get_submodule(parts.router)
     handed = arguments(block, router)
     parameters = list(inspect.signature(type(router).forward).parameters.values())[2:]
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in handed]
+    known = {*inspect.signature(type(layer).forward).parameters}
+    known &= {*inspect.signature(type(block).forward).parameters}
+    if len(missing) == 1 and parts.of(block).table and missing[0] in known:
+        return missing[0]
     if missing:
         raise Unknown(
             f"{name}: {type(router).__name__} chooses by {' and '.join(missing)} too, and not by "
             "hidden states alone."
         )
+    return None
 
 
 def _shared_gate(block: nn.Module) -> str | None:

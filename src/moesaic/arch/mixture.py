@@ -3,6 +3,7 @@
 Shape suffixes beside those of :mod:`moesaic.arch.dense`::
 
     E routed experts    C candidate sets of experts    K experts a token runs
+    X what a router decides on (:mod:`moesaic.arch.routing`)
 """
 
 from __future__ import annotations
@@ -170,6 +171,21 @@ class MoEArch(Arch):
     def enter(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
         return super().enter(ffn if self.entry is None else ffn.get_submodule(self.entry), show)
 
+    @contextmanager
+    def handing(
+        self, ffn: nn.Module, arguments: JSON, tokens: Callable[[Tensor], Tensor]
+    ) -> Iterator[None]:
+        key = self.parts.of(ffn).key if hasattr(ffn, self.experts) else None
+        if key is None:
+            yield
+            return
+        weight: Tensor = attrgetter(self.parts.weight)(ffn)
+        setattr(ffn, key, tokens(arguments[key]).to(weight.device))
+        try:
+            yield
+        finally:
+            vars(ffn).pop(key, None)
+
     def watch(self, ffn: nn.Module, show: Callable[[Tensor], None]) -> RemovableHandle:
         norm = None if self.after is None else getattr(ffn, self.after, None)
         if norm is None:
@@ -282,6 +298,8 @@ class MoEArch(Arch):
         """
         if not name.startswith((*self.parts.tensors, f"{self.experts}.")) or not tensor.dim():
             return None
+        if name == self.parts.table:
+            return None
         sizes = list(tensor.shape)
         return next((axis for axis in (0, tensor.dim() - 1) if sizes[axis] == count), None)
 
@@ -321,6 +339,8 @@ class MoEFFN:
     """
 
     arch: MoEArch
+    parts: RouterParts
+    """Of this block's router."""
     block: nn.Module
     router: nn.Module
     experts: Experts
@@ -337,11 +357,11 @@ class MoEFFN:
 
     @property
     def top_k(self) -> int:
-        return attrgetter(self.arch.parts.top_k)(self.router)
+        return attrgetter(self.parts.top_k)(self.router)
 
     @property
     def device(self) -> torch.device:
-        weight: Tensor = attrgetter(self.arch.parts.weight)(self.block)
+        weight: Tensor = attrgetter(self.parts.weight)(self.block)
         return weight.device
 
     @property
@@ -375,12 +395,18 @@ class MoEFFN:
             return 0
         return int(getattr(self.shared_module, self.arch.shared_names.down).weight.shape[1])
 
+    @property
+    def handed(self) -> JSON:
+        """What the block is handed beside its input, inside of :meth:`MoEArch.handing`."""
+        key = self.parts.key
+        return {} if key is None else {key: getattr(self.block, key)}
+
     def logits(self, x_TD: Tensor) -> Tensor:
-        """The router's logits (T, E)."""
+        """The router's logits, and what else it decides on (T, X)."""
         handed = arguments(self.block, self.router)
-        if self.arch.parts.lifted:
+        if self.parts.lifted:
             x_TD = x_TD[None]
-        with self.arch.parts.projected(self.router) as logits:
+        with self.parts.projected(self.router) as logits:
             return logits(self.router(x_TD, **handed))
 
     def weights_of(self, i: int) -> tuple[Tensor, ...]:
@@ -395,7 +421,7 @@ class MoEFFN:
 
     def hidden(self, i: int, x_TD: Tensor) -> Tensor:
         """The input of expert ``i``'s down projection (T, M)."""
-        if not self.arch.parts.inward:
+        if not self.parts.inward:
             return self.activated(i, self.before(x_TD))
         w_TE = self.routing.of_fewer(self.count).weights(self.logits(x_TD))
         w_T1 = w_TE[:, i, None].to(x_TD.dtype).clamp(min=torch.finfo(x_TD.dtype).tiny)
@@ -468,9 +494,12 @@ class MoEFFN:
 
     def combine_weights(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor:
         """w, zero for experts that are not chosen (T, E), float32; of the allowed ones only."""
-        logits_TE = self.logits(x_TD)
-        allowed = None if allowed_E is None else allowed_E.to(x_TD.device).expand_as(logits_TE)
-        return self.routing.weights(logits_TE, allowed)
+        allowed_TE = None if allowed_E is None else self._of_each(allowed_E, x_TD)
+        return self.routing.weights(self.logits(x_TD), allowed_TE)
+
+    def _of_each(self, allowed_E: Tensor, x_TD: Tensor) -> Tensor:
+        """The same experts for every token (T, E)."""
+        return allowed_E.to(x_TD.device).expand(len(x_TD), -1)
 
     def bias_sum(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
         """The sum of the experts' output biases times their combine weights (T, D); 0 without."""
@@ -524,7 +553,7 @@ class MoEFFN:
         outputs: list[Tensor] = []
         handle = self.arch.watch(self.block, outputs.append)
         try:
-            self.block(x_TD.unsqueeze(0))
+            self.block(x_TD.unsqueeze(0), **self.handed)
         finally:
             handle.remove()
         return outputs[0].squeeze(0)
@@ -564,13 +593,13 @@ class MoEFFN:
     def restricted(self, allowed_E: Tensor) -> Iterator[None]:
         """Inside, the block routes as if only the allowed experts were there."""
 
-        with self.arch.parts.projected(self.router) as logits:
+        with self.parts.projected(self.router) as logits:
 
             def route(_: nn.Module, args: object, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-                logits_TE = logits(out)
-                allowed_TE = allowed_E.to(logits_TE.device).expand_as(logits_TE)
-                weights_TK, chosen_TK = self.routing.restricted(logits_TE, allowed_TE)
-                return self.arch.parts.written(out, weights_TK, chosen_TK)
+                logits_TX = logits(out)
+                allowed_TE = self._of_each(allowed_E, logits_TX)
+                weights_TK, chosen_TK = self.routing.restricted(logits_TX, allowed_TE)
+                return self.parts.written(out, weights_TK, chosen_TK)
 
             handle = self.router.register_forward_hook(route)
             try:
@@ -602,6 +631,7 @@ def moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
         shared = lambda x_TD: torch.sigmoid(gate(x_TD)) * module(x_TD)  # noqa: E731
     return MoEFFN(
         arch=arch,
+        parts=arch.parts.of(block),
         block=block,
         router=router,
         experts=experts,

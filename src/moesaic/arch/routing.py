@@ -5,7 +5,9 @@ own router with its projection taken off: the code that runs in the model decide
 is given, so softmax or sigmoid, normalised or not, scaled, grouped and biased routers are right by
 construction, and a set of allowed experts is scored exactly as it will be deployed.
 
-Shape suffixes: N rows of logits, E routed experts, K experts a token runs.
+Shape suffixes: N tokens, E routed experts, K experts a token runs, V numbers of tokens, X what a
+router decides on: logits of E experts, behind them the K that a table gives to the token, if it
+does.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TypeVar
 
@@ -50,10 +52,33 @@ class RouterParts:
     apart: bool = False
     """The projection is not given hidden states as they are, or what it makes is not what the
     router says first: logits are seen behind the projection itself."""
+    table: str | None = None
+    """A tensor of each token's experts (V, K), which the router weighs and does not choose; not
+    every layer has it."""
+    key: str | None = None
+    """The argument of decoder layer, block and router that says where in the table a token is."""
+
+    def of(self, block: nn.Module) -> RouterParts:
+        """Those that one block has, where routers differ from layer to layer."""
+        names = {n for n, _ in [*block.named_parameters(), *block.named_buffers()]}
+
+        def there(path: str | None) -> str | None:
+            return path if path in names else None
+
+        parts = replace(
+            self,
+            choice_bias=there(self.choice_bias),
+            scale=there(self.scale),
+            table=there(self.table),
+        )
+        return parts if parts.table else replace(parts, key=None)
 
     @contextmanager
     def projected(self, router: nn.Module) -> Iterator[Callable[[tuple[Tensor, ...]], Tensor]]:
-        """Inside, a function from what the router returns to the logits (N, E) that it chose by."""
+        """Inside, a function from what the router returns to what it decided on (N, X)."""
+        if self.table is not None:
+            yield lambda out: torch.cat([out[0].float(), out[2].float()], -1)
+            return
         if not self.apart:
             yield lambda out: out[1 if self.inward else 0]
             return
@@ -116,7 +141,7 @@ class RoutingFunction:
     """
 
     def __init__(self, block: nn.Module, parts: RouterParts) -> None:
-        router = block.get_submodule(parts.router)
+        router, parts = block.get_submodule(parts.router), parts.of(block)
         self._router = unbound(router)
         self._forward = type(router).forward
         self._parts = parts
@@ -151,30 +176,43 @@ class RoutingFunction:
         set_top_k(twin._router, self._parts, top_k)
         return twin
 
+    @property
+    def top_k(self) -> int:
+        """Experts that a token runs."""
+        return attrgetter(self._parts.top_k)(self._router)
+
     @torch.no_grad()
-    def choose(self, logits_NE: Tensor, allowed_NE: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def choose(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The weights and the numbers of each token's experts (N, K).
 
         Args:
-            logits_NE: router logits, one row a token.
+            logits_NX: what the router decides on, one row a token.
             allowed_NE: bool; the experts that are there. None: all.
         """
-        _, weights_NK, chosen_NK = self._routed(logits_NE, allowed_NE)
+        _, weights_NK, chosen_NK = self._routed(logits_NX, allowed_NE)
         return weights_NK if self.factor == 1.0 else weights_NK * self.factor, chosen_NK
 
     @torch.no_grad()
-    def restricted(self, logits_NE: Tensor, allowed_NE: Tensor) -> tuple[Tensor, Tensor]:
+    def restricted(self, logits_NX: Tensor, allowed_NE: Tensor) -> tuple[Tensor, Tensor]:
         """What the router itself hands its block, of allowed experts only (N, K)."""
-        _, weights_NK, chosen_NK = self._routed(logits_NE, allowed_NE)
+        _, weights_NK, chosen_NK = self._routed(logits_NX, allowed_NE)
         return weights_NK, chosen_NK
 
     @torch.no_grad()
-    def seen(self, logits_NE: Tensor) -> Tensor:
+    def seen(self, logits_NX: Tensor) -> Tensor:
         """The logits that the router says it was given: these, unless it changes them."""
-        return self._routed(logits_NE, None)[0].flatten(0, -2)
+        return self._routed(logits_NX, None)[0].flatten(0, -2)
 
-    def _routed(self, logits_NE: Tensor, allowed_NE: Tensor | None) -> tuple[Tensor, ...]:
+    def _routed(self, logits_NX: Tensor, allowed_NE: Tensor | None) -> tuple[Tensor, ...]:
         bias_E, handed = self.bias_E, self._handed
+        logits_NE, given_NK = logits_NX[:, : self.count], logits_NX[:, self.count :].long()
+        if self._parts.table is not None and self._parts.key is not None:
+            given_NK = given_NK[:, : self.top_k]
+            if allowed_NE is not None:
+                given_NK = replaced(given_NK, allowed_NE)
+            place(self._router, self._parts.table.removeprefix(f"{self._parts.router}."), given_NK)
+            rows_N = torch.arange(len(given_NK), device=given_NK.device)
+            handed = {**handed, self._parts.key: rows_N}
         if allowed_NE is not None:
             logits_NE = logits_NE.masked_fill(~allowed_NE, _floor(logits_NE.dtype))
             if bias_E is not None and self._parts.scale is None:
@@ -200,13 +238,37 @@ class RoutingFunction:
             x_NE = x_NE[None]
         return self._parts.read(self._router, self._forward(self._router, x_NE, **handed))
 
-    def weights(self, logits_NE: Tensor, allowed_NE: Tensor | None = None) -> Tensor:
+    def weights(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> Tensor:
         """w, the combine weight of every expert, zero for those not chosen (N, E), float32."""
-        weights_NK, chosen_NK = self.choose(logits_NE, allowed_NE)
+        weights_NK, chosen_NK = self.choose(logits_NX, allowed_NE)
         w_NE = torch.zeros(
-            len(logits_NE), self.count + 1, dtype=torch.float32, device=logits_NE.device
+            len(logits_NX), self.count + 1, dtype=torch.float32, device=logits_NX.device
         )  # one place more: a skipped expert's number is the count
         return w_NE.scatter_(1, chosen_NK, weights_NK.float())[:, :-1]
+
+
+def replaced(given_NK: Tensor, allowed_NE: Tensor) -> Tensor:
+    """A table's experts where only some are there: others in the place of those that are not.
+
+    A token runs the first K that are there of its own, in their order, and then of all others by
+    number, from behind its first one on and round: so that those who come in share the tokens.
+
+    Args:
+        given_NK: int64: each token's own experts.
+        allowed_NE: bool: the experts that are there, K at least.
+
+    >>> given = torch.tensor([[0, 2], [3, 1], [1, 0]])
+    >>> replaced(given, torch.tensor([True, False, True, True]).expand(3, 4)).tolist()
+    [[0, 2], [3, 0], [0, 2]]
+    """
+    (tokens, k), count = given_NK.shape, allowed_NE.shape[1]
+    number_E = torch.arange(count, device=given_NK.device)
+    place_NE = k + (number_E - given_NK[:, :1] - 1) % count
+    own_NK = torch.arange(k, device=given_NK.device).expand(tokens, k)
+    place_NE = place_NE.scatter(1, given_NK, own_NK).masked_fill(~allowed_NE, k + count)
+    first_NK = place_NE.topk(k, dim=1, largest=False, sorted=True).indices
+    whole_N1 = allowed_NE.gather(1, given_NK).all(1, keepdim=True)
+    return torch.where(whole_N1, given_NK, first_NK)
 
 
 def place(module: nn.Module, name: str, tensor: Tensor) -> nn.Module:
@@ -230,7 +292,10 @@ class Said(nn.Module):
 
 
 def set_top_k(router: nn.Module, parts: RouterParts, top_k: int) -> None:
-    """Let a router choose another number of experts a token."""
+    """Let a router choose another number of experts a token; of a table's, the first ones."""
+    table = (parts.table or "").removeprefix(f"{parts.router}.")
+    if table in dict(router.named_buffers()):
+        place(router, table, router.get_buffer(table)[:, :top_k])
     owner, _, leaf = parts.top_k.rpartition(".")
     if owner:  # other modules have the same config
         setattr(router, owner, copy.copy(getattr(router, owner)))

@@ -188,18 +188,19 @@ class _Reduced:
 
     def write(self, writer: Writer) -> None:
         """Write the model, layers numbered anew and filled up."""
-        names = Naming(self.source.checkpoint, self.arch.model_type).in_memory
+        model = shape_of(self.source.config)
+        naming = Naming(self.source.checkpoint, self.arch.model_type, model.state_dict())
         starts = {
             disk.partition(f".{number[1]}.")[0] + "."
-            for disk, name in names.items()
+            for disk, name in naming.in_memory.items()
             if (number := re.match(rf"{re.escape(self.arch.layers_path)}\.(\d+)\.", name))
         }
         ffn, down = self.arch.ffn_path, self.arch.ffn.down
         alone = LanguageAlone(writer) if self.source.beside else writer
         fitting = Fitting(alone, starts, ffn, down, self.numbers, self.narrow, self.width)
-        stays = kept(shape_of(self.source.config), along=False, beside=not self.source.beside)
+        stays = kept(model, along=False, beside=not self.source.beside)
         plan = Plan("export", self.shape, self.plans)
-        rewrite(self.source.checkpoint, self.arch, plan, fitting, stays)
+        rewrite(naming, self.arch, plan, fitting, stays)
 
 
 def widened(name: str, shape: tuple[int, ...], width: int, down: str) -> tuple[int, ...]:

@@ -177,7 +177,7 @@ def naming_of(folder: Path, index: JSON, config: Config) -> Naming:
     from transformers.integrations.gguf import get_gguf_conversion_mapping
 
     steps = get_gguf_conversion_mapping(index["architecture"], config)
-    return Naming(GgufCheckpoint(folder, index), config.model_type, steps)
+    return Naming(GgufCheckpoint(folder, index), config.model_type, steps=steps)
 
 
 def processor_of(architecture: str, config: JSON) -> TensorProcessor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import TypeAlias
 
@@ -33,7 +33,7 @@ from moesaic.io.checkpoint import Checkpoint
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _LANGUAGE = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")
-_HEAD = "lm_head."
+_BASE, _HEAD = "model.", "lm_head."
 
 
 def language(name: str) -> str:
@@ -48,7 +48,7 @@ def language(name: str) -> str:
     if match is None:
         return name
     rest = name[match.end() :]
-    return rest if rest.startswith(_HEAD) else f"model.{rest}"
+    return rest if rest.startswith(_HEAD) else f"{_BASE}{rest}"
 
 
 Step: TypeAlias = WeightConverter | WeightRenaming
@@ -99,11 +99,17 @@ class Naming:
     Args:
         checkpoint: its tensors by their names on disk.
         model_type: of its config.
+        names: what the model's tensors are called in memory. As when transformers reads it, a name
+            that is among them stays, and names may lack the base model's prefix.
         steps: transformers' conversions, where they are not those of that type's own checkpoints.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, model_type: str, steps: Sequence[Step] | None = None
+        self,
+        checkpoint: Checkpoint,
+        model_type: str,
+        names: Collection[str] = (),
+        steps: Sequence[Step] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         steps = conversions(model_type) or [] if steps is None else steps
@@ -115,6 +121,11 @@ class Naming:
         self._parts: dict[str, list[tuple[str, str | None]]] = {}
         for name in checkpoint.names():
             memory_name, pattern = rename_source_key(language(name), renamings, converters)
+            if memory_name not in names:
+                if language(name) in names:
+                    memory_name, pattern = language(name), None
+                elif f"{_BASE}{memory_name}" in names:
+                    memory_name = f"{_BASE}{memory_name}"
             self.in_memory[name] = memory_name
             turns = pattern is not None and _turns(self._converters[pattern])
             if turns and not self._turned(name):

@@ -155,8 +155,9 @@ class Source:
         config = copy.deepcopy(self.config)
         if quantization_of(config):
             del config.quantization_config
-        named = Naming(checkpoint, config.model_type).in_memory
-        expected = shape_of(config).state_dict() if self.beside else named.values()
+        names = shape_of(config).state_dict()
+        named = Naming(checkpoint, config.model_type, names).in_memory
+        expected = names if self.beside else named.values()
         weights = {
             language(n): Awaited(checkpoint, n) for n, name in named.items() if name in expected
         }

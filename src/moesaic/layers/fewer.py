@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.arch.routing import set_top_k
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, RoutingPlan, Sizes
+from moesaic.layers.base import Description, Header, RoutingPlan, Sizes, State
 
 
 @dataclass(frozen=True)
 class FewerLayer(RoutingPlan):
-    """Weights stay as they are, and so does what earlier steps made of the layer."""
+    """Weights stay as they are, and so does what earlier steps made of the layer.
+
+    Of a table of each token's experts the first columns stay.
+    """
 
     kind: ClassVar[str] = "fewer"
     refines: ClassVar[bool] = True
@@ -33,6 +37,15 @@ class FewerLayer(RoutingPlan):
     def check(self, sizes: Sizes) -> None:
         if self.before > sizes.experts:
             raise ValueError(f"a token ran {self.before} of {sizes.experts} experts")
+
+    def sources(self, arch: Arch) -> tuple[str, ...]:
+        assert isinstance(arch, MoEArch)
+        return () if arch.parts.table is None else (f"{arch.inside}{arch.parts.table}",)
+
+    def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
+        tables = state.stored(*self.sources(arch)) if self.sources(arch) else iter(())
+        for stored, _ in tables:
+            yield stored, state.read(stored)[:, : self.top_k].contiguous()
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

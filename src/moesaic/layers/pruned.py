@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
+from moesaic.arch.routing import replaced
 from moesaic.foreign import JSON
 from moesaic.io.naming import expert_number, renumbered
 from moesaic.layers.base import (
@@ -27,6 +28,8 @@ from moesaic.layers.base import (
 from moesaic.layers.recovery import refitted_downs
 
 DOWN = "down_proj"
+ROWS = 1 << 14
+"""Rows of a table at a time."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,8 @@ class PrunedLayer(LayerPlan):
         down_E = self.down_E if name == f"{arch.experts}.{DOWN}" else None
         if number is None and down_E is not None:
             yield stored, down_E.to(tensor)
+        elif name == arch.parts.table:
+            yield stored, self._tabled(tensor, count)
         elif number is None:
             axis = arch.expert_axis(name, tensor, count)
             yield stored, tensor if axis is None else self._taken(arch, name, tensor, axis)
@@ -144,6 +149,19 @@ class PrunedLayer(LayerPlan):
             lowest = torch.finfo(tensor.dtype).min / 4
             selected.index_fill_(axis, padding.to(tensor.device), lowest if never else 0)
         return selected
+
+    def _tabled(self, table_VK: Tensor, count: int) -> Tensor:
+        """A table of each token's experts, with others in the place of those that go."""
+        allowed_E = torch.zeros(count, dtype=torch.bool, device=table_VK.device)
+        allowed_E[self.experts] = True
+        place_E = torch.zeros(count, dtype=table_VK.dtype, device=table_VK.device)
+        places = (self.kept_E != PADDING).nonzero().flatten()
+        place_E[self.experts] = places.to(place_E)
+        parts = (
+            replaced(part_NK.long(), allowed_E.expand(len(part_NK), -1))
+            for part_NK in table_VK.split(ROWS)
+        )
+        return torch.cat([place_E[part_NK] for part_NK in parts])
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

@@ -96,7 +96,8 @@ class Drafts:
     ) -> None:
         config, self.device = source.config, device
         self.arch = arch = base_arch(config)
-        self.naming = Naming(source.checkpoint, config.model_type.removeprefix(PREFIX))
+        names = shape_of(config).state_dict()
+        self.naming = Naming(source.checkpoint, config.model_type.removeprefix(PREFIX), names)
         self._held = {*self.naming.in_memory.values()}
         blocks = parts_of(self._held, arch.layers_path, config.num_hidden_layers)
         self._check_count(source.name, config, len(blocks))

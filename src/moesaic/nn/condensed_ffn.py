@@ -56,8 +56,11 @@ class CondensedFFN(nn.Module):
         gate, up, down = (getattr(self, name) for name in self.names)
         return gate, up, down
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, None]:
-        """The block's output, of the shape of its input (..., D)."""
+    def forward(self, x: Tensor, **_: object) -> Tensor | tuple[Tensor, None]:
+        """The block's output, of the shape of its input (..., D).
+
+        What else the base's block is handed is for its router, and passed over.
+        """
         return (self.written(x), None) if self.more else self.written(x)
 
     def written(self, x: Tensor) -> Tensor:

@@ -22,8 +22,7 @@ from moesaic.arch.dense import FFN, Arch
 from moesaic.distributed import gathered
 from moesaic.observation.backward import backward
 from moesaic.observation.job import Job
-from moesaic.observation.stream import Block, valid
-from moesaic.observation.tap import Masks
+from moesaic.observation.stream import Block, LayerStream, valid
 
 
 @dataclass(frozen=True)
@@ -93,24 +92,29 @@ def curvatures(job: Job[Arch], layers: Sequence[int]) -> dict[int, Curvature]:
     def watch(block: Block) -> AbstractContextManager[None]:
         view = job.arch.view(block.layer)
         sums[block.index] = _Sums.of(view)
-        return _watched(job.arch, block, partial(sums[block.index].add, view), stream.masks())
+        return _watched(stream, block, partial(sums[block.index].add, view))
 
     return {i: sums[i].mean() for i in backward(stream, layers, watch, job.track)}
 
 
 @contextmanager
 def _watched(
-    arch: Arch, block: Block, take: Callable[[Tensor, Tensor], None], masks: Masks
+    stream: LayerStream[FFN], block: Block, take: Callable[[Tensor, Tensor], None]
 ) -> Iterator[None]:
     """Inside, what enters the layer's FFN, and the gradient at what its parts add up to."""
     entered: list[Tensor] = []
+    masks, ffn = enumerate(stream.masks()), stream.arch.ffn_of(block.layer)
 
     def after(y: Tensor) -> None:
-        x, mask = entered.pop(), next(masks)
-        y.register_hook(lambda g: take(valid(x.detach(), mask), valid(g, mask)))
+        x, (batch, mask) = entered.pop(), next(masks)
 
-    ffn = arch.ffn_of(block.layer)
-    handles = (arch.enter(ffn, entered.append), arch.watch(ffn, after))
+        def back(g: Tensor) -> None:
+            with stream.handing(block, batch):
+                take(valid(x.detach(), mask), valid(g, mask))
+
+        y.register_hook(back)
+
+    handles = (stream.arch.enter(ffn, entered.append), stream.arch.watch(ffn, after))
     try:
         yield
     finally:

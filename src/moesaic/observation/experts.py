@@ -4,7 +4,8 @@ Sums over tokens for the criteria that score one expert at a time; for the exact
 error, every token's router logits and the inner products of all its experts' outputs. Statistics
 of batches, processes and machines merge.
 
-Shape suffixes: T tokens, E experts, D hidden size, P = E (E + 1) / 2 packed pairs.
+Shape suffixes: T tokens, E experts, D hidden size, P = E (E + 1) / 2 packed pairs, X what a router
+decides on (:mod:`moesaic.arch.routing`).
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class ExpertStats:
     """The router's choice bias, or its factors by expert; empty if it has neither."""
     batch_T: Tensor
     """int64: the calibration batch that each token belongs to."""
-    logits_TE: Tensor
-    """float32: what the router decided on."""
+    logits_TX: Tensor
+    """float32: what the router decided on, a row of X numbers a token."""
     sampled_T: Tensor
     """bool: tokens of which the Gram matrix is kept."""
     gram_SP: Tensor
@@ -81,7 +82,7 @@ class ExpertStats:
             spread_E=EMPTY,
             bias_E=EMPTY.float(),
             batch_T=torch.zeros(0, dtype=torch.int64),
-            logits_TE=torch.zeros(0, experts),
+            logits_TX=torch.zeros(0, experts),
             sampled_T=torch.zeros(0, dtype=torch.bool),
             gram_SP=torch.empty(0, experts * (experts + 1) // 2),
             cross_SE=EMPTY.view(0, 1).expand(0, experts),
@@ -108,6 +109,7 @@ class ExpertStats:
         tokens, experts = self.tokens, self.experts
         sampled = int(self.sampled_T.sum())
         sizes = {"T": tokens, "E": experts, "P": experts * (experts + 1) // 2}
+        sizes["X"] = self.logits_TX.shape[1]
         for name, tensor in self.tensors().items():
             axes = name.rpartition("_")[2]
             if "." in name or (not tensor.numel() and name != "sampled_T"):
@@ -132,7 +134,7 @@ class ExpertStats:
                 merged[entry.name] = a + b
             else:
                 both = torch.cat([a, b])
-                by = order_T if entry.name.endswith(("_T", "_TE")) else order_S
+                by = order_T if entry.name.endswith(("_T", "_TX")) else order_S
                 merged[entry.name] = both[by] if len(both) else both
         return ExpertStats(**merged)
 
@@ -252,8 +254,8 @@ class _Observer:
     def batch(self, x_TD: Tensor, target_TD: Tensor | None, number: int) -> ExpertStats:
         """The statistics of one batch (T, D)."""
         view, routing = self.view, self.view.routing
-        logits_TE = view.logits(x_TD).float()
-        w_TE = routing.weights(logits_TE)
+        logits_TX = view.logits(x_TD).float()
+        w_TE = routing.weights(logits_TX)
         calls_E = (w_TE != 0).sum(0).cpu()
         sampled_T = evenly(len(x_TD), self.share).to(x_TD.device)
         stats = replace(
@@ -262,7 +264,7 @@ class _Observer:
             gate_E=w_TE.double().sum(0).cpu(),
             bias_E=EMPTY.float() if routing.bias_E is None else routing.bias_E.float().cpu(),
             batch_T=torch.full((len(x_TD),), number),
-            logits_TE=logits_TE.cpu(),
+            logits_TX=logits_TX.cpu(),
             sampled_T=sampled_T.cpu(),
             neurons=self.of_weights,
         )

@@ -34,7 +34,7 @@ from moesaic.observation.neurons import NeuronStats, observe_neurons
 from moesaic.observation.stream import Site
 from moesaic.plan import BaseShape, differing
 
-FORMAT = 3
+FORMAT = 4
 """Version of statistics files; others are refused."""
 
 

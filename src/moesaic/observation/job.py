@@ -211,7 +211,7 @@ class Job(Generic[A_co]):
     def naming(self) -> Naming:
         """The names of the checkpoint's tensors, on disk and in memory."""
         base = self.original.config.model_type.removeprefix(PREFIX)
-        return Naming(self.original.checkpoint, base)
+        return Naming(self.original.checkpoint, base, shape_of(self.original.config).state_dict())
 
     @property
     def format(self) -> Format | None:

@@ -99,6 +99,7 @@ class Site(Generic[V_co]):
     view: V_co
     _device: torch.device
     _inputs: Spill
+    _entered: Callable[[Spill], Iterator[Tensor]]
     _cache_bytes: int
     _targets: Spill | None = None
     _hidden: list[Tensor] | None = None
@@ -117,8 +118,11 @@ class Site(Generic[V_co]):
         return sum(x.shape[0] for x in self._inputs)
 
     def inputs(self) -> Iterator[Tensor]:
-        """Batches of x (T, D): the FFN's input, padding left out."""
-        for x_TD in self._inputs:
+        """Batches of x (T, D): the FFN's input, padding left out.
+
+        The FFN is meanwhile handed what goes with each, see :meth:`LayerStream.entered`.
+        """
+        for x_TD in self._entered(self._inputs):
             yield x_TD.to(self._device)
 
     def targets(self) -> Iterator[Tensor | None]:
@@ -174,6 +178,10 @@ class Block:
     def device(self) -> torch.device:
         """Where the layer's weights are."""
         return next(self.layer.parameters()).device
+
+    def arguments(self, batch: int) -> JSON:
+        """What the layer is given of a batch beside hidden states."""
+        return self._kwargs[batch][self.index]
 
     def output(
         self, batch: int, states: Tensor, handed: object = None, layer: nn.Module | None = None
@@ -318,7 +326,7 @@ class LayerStream(Generic[V_co]):
         if model is None:
             model = skeleton(config, working_type(config, dtype, str(device)))
         type_of = narrowed(model)
-        naming = Naming(checkpoint, config.model_type.removeprefix(PREFIX))
+        naming = Naming(checkpoint, config.model_type.removeprefix(PREFIX), model.state_dict())
 
         @contextmanager
         def opened(
@@ -391,6 +399,7 @@ class LayerStream(Generic[V_co]):
                         self.view(layer),
                         next(ffn.parameters()).device,
                         inputs,
+                        partial(self.entered, block),
                         self._cache_bytes,
                         targets if self._follow else None,
                         _residuals=partial(self._valid, hidden),
@@ -507,6 +516,26 @@ class LayerStream(Generic[V_co]):
         finally:
             for handle in handles:
                 handle.remove()
+
+    def entered(self, block: Block, inputs: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Batches of what entered a layer's FFN, which meanwhile is handed what goes with each.
+
+        Args:
+            block: the layer, open.
+            inputs: what was :meth:`collected`, one entry a batch.
+        """
+        for b, x_TD in enumerate(inputs):
+            with self.handing(block, b):
+                yield x_TD
+
+    def handing(self, block: Block, batch: int) -> AbstractContextManager[None]:
+        """Inside, a layer's FFN is handed what a batch has for its router beside hidden states."""
+        mask = self._batches[batch].attention_mask
+
+        def tokens(number_BL: Tensor) -> Tensor:
+            return valid(number_BL.unsqueeze(-1), mask).flatten()
+
+        return self.arch.handing(self.arch.ffn_of(block.layer), block.arguments(batch), tokens)
 
     def masks(self) -> Iterator[Tensor | None]:
         """The attention mask of every batch (B, L); None where there is no padding."""

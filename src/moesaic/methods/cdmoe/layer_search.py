@@ -16,7 +16,7 @@ Comparisons (Tab. 7): ``rank`` orders layers by the divergence of the layer's ow
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TypeAlias
@@ -95,7 +95,7 @@ class ExpertSearch:
         self, block: Block, view: MoEFFN, hidden: Spill, inputs: Spill, reference: Spill
     ) -> tuple[Replaced, JSON]:
         config = self.config
-        g_E, calls_E = self._gates(view, inputs)
+        g_E, calls_E = self._gates(view, self.stream.entered(block, inputs))
         shared, routed = self._shared(view, inputs), NONE_K
         analysis: JSON = {"calls": calls_E.tolist()}
         if config.keep == "shared+routed":
@@ -123,7 +123,7 @@ class ExpertSearch:
         }
         return variants[config.keep], analysis
 
-    def _gates(self, view: MoEFFN, inputs: Spill) -> tuple[Tensor, Tensor]:
+    def _gates(self, view: MoEFFN, inputs: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         """g_E of Eq. 2 over the tokens of all processes, and how often each was chosen."""
         sums_2E = torch.zeros(2, view.count, dtype=torch.float64)
         for x_TD in inputs:
@@ -201,7 +201,8 @@ class ExpertSearch:
         with applied(block.layer, self.arch, NO_FFN) as layer:
             before_TD = valid(next(block.outputs(hidden, layer)), next(self.stream.masks()))
         x_TD, o_TD = inputs[0].to(view.device), reference[0]
-        y_TD = view.output(x_TD).float()
+        with self.stream.handing(block, 0):
+            y_TD = view.output(x_TD).float()
         if self.arch.beside is not None and view.shared is not None:
             y_TD = y_TD + view.shared(x_TD)
         added_TD, adds, factor = (o_TD - before_TD).float(), False, 0.0

@@ -56,13 +56,13 @@ def losses(stats: ExpertStats, routing: RoutingFunction, top_k: int) -> list[flo
         ||f(x; k) - f(x; K)|| / ||f(x; K)|| for k from 1 to K; the last is 0.
     """
     fewer = [routing.of_fewer(k) for k in range(1, top_k)]
-    logits_SE = stats.logits_TE[stats.sampled_T]
+    logits_SX = stats.logits_TX[stats.sampled_T]
     squared_K = torch.zeros(top_k, dtype=torch.float64)
-    for block in torch.arange(len(logits_SE)).split(max(1, ELEMENTS // stats.experts**2)):
-        w_SE = routing.weights(logits_SE[block]).double()
+    for block in torch.arange(len(logits_SX)).split(max(1, ELEMENTS // stats.experts**2)):
+        w_SE = routing.weights(logits_SX[block]).double()
         gram_SEE = unpacked(stats.gram_SP[block], stats.experts)
         for k, few in enumerate(fewer, 1):
-            v_SE = few.weights(logits_SE[block]).double()
+            v_SE = few.weights(logits_SX[block]).double()
             error_S1 = squared_errors((v_SE - w_SE).unsqueeze(1), gram_SEE)
             squared_K[k - 1] += error_S1.sum()
     size = output_norm(stats, routing)

@@ -80,8 +80,8 @@ class Reconstruction(Neighbours):
         self.stats, self.routing = stats, routing
         self.sum_batch_norms = sum_batch_norms
         self.device = torch.device(device)
-        self.logits_SE = stats.logits_TE[stats.sampled_T].to(self.device)
-        self.w_SE = routing.weights(self.logits_SE).double()
+        self.logits_SX = stats.logits_TX[stats.sampled_T].to(self.device)
+        self.w_SE = routing.weights(self.logits_SX).double()
         batch_T = stats.batch_T
         if sum_batch_norms:
             batch_T = torch.arange(stats.tokens) // RELEASED_BATCH
@@ -91,7 +91,7 @@ class Reconstruction(Neighbours):
     @cached_property
     def rerouting(self) -> Rerouting | None:
         """Neighbouring sets by the tokens that move; None where the router has no such law."""
-        law = law_of(self.routing, self.logits_SE)
+        law = law_of(self.routing, self.logits_SX)
         if law is None:
             return None
         return Rerouting(self.stats, self.routing, law, self.batch_S, self.device)
@@ -106,11 +106,11 @@ class Reconstruction(Neighbours):
             gram_SEE = unpacked(stats.gram_SP[block].to(self.device), stats.experts)
             sets = max(1, ELEMENTS // (len(block) * stats.experts))
             batch_S = self.batch_S[block.to(self.device)]
-            logits_SE, w_S1E = (
-                x[block.to(self.device)] for x in (self.logits_SE, self.w_SE[:, None])
+            logits_SX, w_S1E = (
+                x[block.to(self.device)] for x in (self.logits_SX, self.w_SE[:, None])
             )
             for at in torch.arange(len(kept_CE), device=self.device).split(sets):
-                diff_SCE = weights_for(self.routing, logits_SE, kept_CE[at]) - w_S1E
+                diff_SCE = weights_for(self.routing, logits_SX, kept_CE[at]) - w_S1E
                 error_SC = squared_errors(diff_SCE, gram_SEE)
                 if len(stats.delta_S):
                     cross_SE, delta_S = (
@@ -147,20 +147,20 @@ def reconstruction_losses(
     return Reconstruction(stats, routing, sum_batch_norms, device)
 
 
-def weights_for(routing: RoutingFunction, logits_SE: Tensor, kept_CE: Tensor) -> Tensor:
+def weights_for(routing: RoutingFunction, logits_SX: Tensor, kept_CE: Tensor) -> Tensor:
     """w', the combine weights with only a set of experts there (S, C, E), float64."""
-    tokens, sets = len(logits_SE), len(kept_CE)
-    every_NE = logits_SE.repeat_interleave(sets, 0)
+    tokens, sets = len(logits_SX), len(kept_CE)
+    every_NE = logits_SX.repeat_interleave(sets, 0)
     w_NE = routing.weights(every_NE, kept_CE.repeat(tokens, 1))
     return w_NE.double().view(tokens, sets, -1)
 
 
 def output_norm(stats: ExpertStats, routing: RoutingFunction) -> float:
     """||F(x)||_F over the sampled tokens: what a loss is a share of."""
-    logits_SE = stats.logits_TE[stats.sampled_T]
+    logits_SX = stats.logits_TX[stats.sampled_T]
     total = 0.0
-    for block in torch.arange(len(logits_SE)).split(max(1, ELEMENTS // stats.experts**2)):
-        w_SE = routing.weights(logits_SE[block]).double()
+    for block in torch.arange(len(logits_SX)).split(max(1, ELEMENTS // stats.experts**2)):
+        w_SE = routing.weights(logits_SX[block]).double()
         gram_SEE = unpacked(stats.gram_SP[block], stats.experts)
         total += squared_errors(w_SE.unsqueeze(1), gram_SEE).sum().item()
     return max(total, 0.0) ** 0.5

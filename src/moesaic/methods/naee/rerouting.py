@@ -41,33 +41,34 @@ class Law(Enum):
 
 
 @torch.no_grad()
-def law_of(routing: RoutingFunction, logits_SE: Tensor, seed: int = 0) -> Law | None:
+def law_of(routing: RoutingFunction, logits_SX: Tensor, seed: int = 0) -> Law | None:
     """The law that a router follows, by what it does with experts taken out at random.
 
     Args:
         routing: the router.
-        logits_SE: logits of real tokens.
+        logits_SX: what it decided on for real tokens.
         seed: of what is taken out. Logits are moved a little, so that none are equal.
 
     Returns:
         None where it follows neither.
     """
     generator = torch.Generator().manual_seed(seed)
-    step = max(1, len(logits_SE) // ASKED)
-    logits_TE = logits_SE[::step].double().cpu()
+    step, count = max(1, len(logits_SX) // ASKED), routing.count
+    logits_TX = logits_SX[::step].double().cpu()
+    tokens, logits_TE = len(logits_TX), logits_TX[:, :count]
     noise_TE = torch.rand(logits_TE.shape, generator=generator, dtype=torch.float64)
-    logits_TE = (logits_TE + 1e-3 * logits_TE.std() * noise_TE).float().to(logits_SE.device)
-    tokens, count = logits_TE.shape
+    logits_TE += 1e-3 * logits_TE.std() * noise_TE
+    logits_TX, logits_TE = (x.float().to(logits_SX.device) for x in (logits_TX, logits_TE))
     laws = set(Law)
     for kept in (count, (3 * count) // 4, count // 2):
-        order_TE = torch.rand(tokens, count, generator=generator).argsort(1).to(logits_TE.device)
+        order_TE = torch.rand(tokens, count, generator=generator).argsort(1).to(logits_TX.device)
         many_TE = order_TE < kept
-        w_TK, chosen_TK = routing.choose(logits_TE, many_TE)
+        w_TK, chosen_TK = routing.choose(logits_TX, many_TE)
         if kept <= chosen_TK.shape[1] or chosen_TK.max() >= count:
             return None
         few_TE = many_TE & (torch.rand(tokens, count, generator=generator) < 0.5).to(many_TE.device)
         few_TE = few_TE.scatter(1, chosen_TK, True)
-        v_TK, found_TK = routing.choose(logits_TE, few_TE)
+        v_TK, found_TK = routing.choose(logits_TX, few_TE)
         chosen_TK, by_TK = chosen_TK.sort(1)
         found_TK, at_TK = found_TK.sort(1)
         if not torch.equal(chosen_TK, found_TK):
@@ -132,7 +133,7 @@ class Rerouting:
         self.grows = law is Law.GROW
         self.device = torch.device(device)
         self.count = stats.experts
-        self.logits_SE = stats.logits_TE[stats.sampled_T].to(device)
+        self.logits_SX = stats.logits_TX[stats.sampled_T].to(device)
         self.batch_S = batch_S.to(device)
         self.batches = int(batch_S.max()) + 1
         self.gram_N = stats.gram_SP.to(device).flatten()
@@ -143,10 +144,10 @@ class Rerouting:
 
     def _start(self, stats: ExpertStats) -> None:
         """What stays the same for every set."""
-        every = torch.arange(len(self.logits_SE), device=self.device)
+        every = torch.arange(len(self.logits_SX), device=self.device)
         self.inner_SE = torch.zeros(len(every), self.count, dtype=torch.float64, device=self.device)
         self.target_S = torch.zeros(len(every), dtype=torch.float64, device=self.device)
-        self.level_SE = torch.full_like(self.logits_SE, -1, dtype=torch.int16)
+        self.level_SE = torch.full_like(self.inner_SE, -1, dtype=torch.int16)
         self.norm = 0.0
         cross = bool(len(stats.delta_S))
         for at in every.split(max(1, ROWS // self.count)):
@@ -163,7 +164,8 @@ class Rerouting:
                 inner_NE = inner_NE + cross_NE
             self.inner_SE[at], self.target_S[at] = inner_NE, target_N
             self.level_SE[at] = self._levels(at)
-        self.share_SE = self.logits_SE.double().softmax(1) if self.grows else None
+        logits_SE = self.logits_SX[:, : self.count]
+        self.share_SE = logits_SE.double().softmax(1) if self.grows else None
 
     def _levels(self, tokens_N: Tensor) -> Tensor:
         """Each token's order of experts, as far as the router says it: K of a level (N, E)."""
@@ -182,7 +184,7 @@ class Rerouting:
 
     def _choose(self, tokens_N: Tensor, allowed_NE: Tensor | None) -> tuple[Tensor, Tensor]:
         """Weights (float64) and experts (N, K)."""
-        w_NK, chosen_NK = self.routing.choose(self.logits_SE[tokens_N], allowed_NE)
+        w_NK, chosen_NK = self.routing.choose(self.logits_SX[tokens_N], allowed_NE)
         return w_NK.float().double(), chosen_NK
 
     def _gram(self, tokens_N: Tensor, places: Tensor) -> Tensor:
@@ -245,7 +247,7 @@ class Rerouting:
             result = self._moved(rows, known_E, kept_E, int(differing))
             break
         else:
-            every = torch.arange(len(self.logits_SE), device=self.device)
+            every = torch.arange(len(self.logits_SX), device=self.device)
             result = self._rows(every, kept_E)
         self._remembered = [*self._remembered[1 - REMEMBERED :], (kept_E, result)]
         return result
@@ -255,7 +257,7 @@ class Rerouting:
         comes = bool(kept_E[expert])
         size, k = int(kept_E.sum()), rows.chosen_SRK.shape[2]
         if comes and size == k + 1:
-            every = torch.arange(len(self.logits_SE), device=self.device)
+            every = torch.arange(len(self.logits_SX), device=self.device)
             return self._rows(every, kept_E)
         touched_N = self._touched(rows, expert, comes)
         moved = self._rows(touched_N, kept_E)

@@ -132,7 +132,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
             return {beta: (SkippingLayer(0.5, self.rule(top_k)), {}) for beta in sizes}
         stats = case.stats.experts
         routing = routing_of(case.job, case.index, stats)
-        weights_TK = routing.weights(stats.logits_TE).topk(top_k, dim=-1).values.double()
+        weights_TK = routing.weights(stats.logits_TX).topk(top_k, dim=-1).values.double()
         return {beta: self.calibrated(weights_TK, beta) for beta in sizes}
 
     def calibrated(

@@ -1,0 +1,161 @@
+"""Layers whose experts a table gives to each token, beside what every mixture is tried for."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from builders import equal, loaded, logits, weights
+from safetensors.torch import save_file
+from shrunken import small_model
+from torch import Tensor
+
+from moesaic.api import prune, skip
+from moesaic.arch.lookup import moe_arch
+from moesaic.arch.routing import replaced
+from moesaic.data.text import Tokens
+from moesaic.layers.fewer import FewerLayer
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.methods.lexi.config import LExIConfig
+from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.naee.reconstruction import Reconstruction
+from moesaic.methods.naee.rerouting import Law, law_of
+from moesaic.methods.naee.search import Neighbours
+from moesaic.observation.experts import observe_experts
+from moesaic.observation.stream import LayerStream
+from moesaic.surgery import apply_layer
+
+KEEP = 6
+TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.fixture
+def model() -> Any:
+    return small_model("deepseek_v4")
+
+
+def tables(model: Any) -> dict[int, Tensor]:
+    layers = model.model.layers
+    return {
+        i: g.tid2eid
+        for i, g in enumerate(layer.mlp.gate for layer in layers)
+        if hasattr(g, "tid2eid")
+    }
+
+
+def test_experts_that_go_are_replaced_by_the_next_ones(model):
+    kept = [0, 1, 3, 4, 6, 7]
+    before = copy.deepcopy(tables(model))
+    arch = moe_arch(model.config)
+    for i in before:
+        apply_layer(arch.layers(model), i, arch, PrunedLayer(torch.tensor(kept)))
+    for i, table_VK in tables(model).items():
+        for old, new in zip(before[i].tolist(), table_VK.tolist(), strict=True):
+            others = ((old[0] + n) % 8 for n in range(1, 9))
+            order = [e for e in (*old, *(e for e in others if e not in old)) if e in kept]
+            assert [kept[e] for e in new] == (old if {*old} <= {*kept} else order[:2])
+        assert {*table_VK.flatten().tolist()} == {*range(KEEP)}
+
+
+def test_those_that_come_in_share_the_tokens():
+    given_NK = torch.rand(4000, 8, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :2]
+    allowed_E = torch.tensor([True, False, True, True, True, False, True, True])
+    calls_E = replaced(given_NK, allowed_E.expand(4000, -1)).flatten().bincount(minlength=8)
+    assert not calls_E[~allowed_E].any()
+    assert calls_E.max() < 2 * calls_E[allowed_E].min()
+
+
+def test_fewer_experts_a_token_are_the_first_of_its_row(model):
+    before = copy.deepcopy(tables(model))
+    arch = moe_arch(model.config)
+    for i, table_VK in before.items():
+        apply_layer(arch.layers(model), i, arch, FewerLayer(1, 2))
+        assert torch.equal(tables(model)[i], table_VK[:, :1])
+        assert tables(model)[i].is_contiguous()
+
+
+def test_neighbours_have_the_losses_of_their_sets(model):
+    """The search looks only at the tokens that an expert moves, and this router tells which."""
+    arch = moe_arch(model.config)
+    stream = LayerStream(model, arch, TEXT, [*tables(model)], view=arch.mixture)
+    for site in stream:
+        stats, routing = observe_experts(site), site.view.routing
+        assert law_of(routing, stats.logits_TX) is Law.STAY
+        losses, kept_E = Reconstruction(stats, routing), torch.ones(8, dtype=torch.bool)
+        for gone in (2, 5, 6):
+            every = kept_E.nonzero().flatten()
+            wanted = Neighbours.without(losses, kept_E, every)
+            torch.testing.assert_close(losses.without(kept_E, every), wanted)
+            kept_E = kept_E.clone()
+            kept_E[gone] = False
+        back = (~kept_E).nonzero().flatten()
+        wanted = Neighbours.having(losses, kept_E, back)
+        torch.testing.assert_close(losses.having(kept_E, back), wanted)
+
+
+def test_tokens_keep_their_experts_where_there_is_padding(model):
+    """Windows of other lengths, padded: what is observed is that of the real tokens."""
+    arch, ids = moe_arch(model.config), TEXT.input_ids
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 24:] = False
+    found = []
+    for tokens in (Tokens(ids, mask), Tokens(ids[:, :24])):
+        stream = LayerStream(model, arch, tokens, [0], view=arch.mixture)
+        found += [observe_experts(site) for site in stream]
+    assert torch.equal(found[0].calls_E, found[1].calls_E)
+    assert torch.equal(found[0].logits_TX[:, 8:], found[1].logits_TX[:, 8:])
+    torch.testing.assert_close(found[0].logits_TX, found[1].logits_TX)
+
+
+@pytest.fixture
+def published(model, tmp_path):
+    """A checkpoint under the names of the released ones, and as transformers writes it."""
+    model.save_pretrained(tmp_path / "saved")
+    model.save_pretrained(tmp_path / "published")
+    (file,) = (tmp_path / "published").glob("*.safetensors")
+    named = {
+        name.removeprefix("model.")
+        .replace("embed_tokens.", "embed.")
+        .replace("head.hc_", "head_"): t
+        for name, t in weights(tmp_path / "published").items()
+    }
+    named |= {f"mtp.0.{n[9:]}": t.clone() for n, t in named.items() if n.startswith("layers.3.")}
+    save_file(named | {"mtp.0.norm.weight": torch.ones(32)}, file, {"format": "pt"})
+    config = json.loads((tmp_path / "published/config.json").read_text())
+    (tmp_path / "published/config.json").write_text(
+        json.dumps(config | {"num_nextn_predict_layers": 1})
+    )
+    return tmp_path
+
+
+def test_published_names_are_read_and_written(published):
+    """The layer that predicts a further token follows the last one's decision."""
+    config = PruneConfig(keep=KEEP, refit=False)
+    for name in ("saved", "published"):
+        prune(str(published / name), config, text=TEXT).save(published / f"{name}-out")
+    ours, theirs = (loaded(published / f"{name}-out") for name in ("saved", "published"))
+    assert equal(dict(ours.state_dict()), dict(theirs.state_dict()))
+    before, after = (weights(published / name) for name in ("published", "published-out"))
+    gone = {n for n in before if ".experts.6." in n or ".experts.7." in n}
+    assert after.keys() == before.keys() - gone
+    for leaf in ("weight", "bias"):
+        last = after[f"layers.3.ffn.gate.{leaf}"]
+        assert torch.equal(after[f"mtp.0.ffn.gate.{leaf}"], last)
+        assert len(last) == KEEP
+
+
+@pytest.mark.parametrize(
+    ("verb", "config"),
+    [(prune, PruneConfig(keep=KEEP)), (skip, LExIConfig(top_k=1, allocate="uniform"))],
+    ids=["prune", "skip"],
+)
+def test_a_result_can_be_reduced_again(verb, config, model, tmp_path):
+    first = verb(model, config, text=TEXT)
+    first.save(tmp_path / "first")
+    again = prune(str(tmp_path / "first"), PruneConfig(keep=4), text=TEXT)
+    found = logits(loaded(again.save(tmp_path / "again")), TEXT)
+    assert torch.equal(found, logits(again.model, TEXT))
+    assert (found - logits(first.model, TEXT)).abs().max() > 1e-4
