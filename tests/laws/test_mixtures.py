@@ -48,6 +48,7 @@ from moesaic.recipe import Recipe
 SOME = (
     "afmoe",  # a norm behind the block, a choice bias of its own
     "axk1",  # a norm that ends the block
+    "deepseek_v4",  # layers whose experts a table gives to each token
     "deepseek_v3",  # router groups, a choice bias, a shared path that is counted
     "gpt_oss",  # biases, a clamped gate
     "granitemoehybrid",  # a shared path beside the block, which every layer calls
@@ -64,7 +65,8 @@ TYPES = [*SOME, *(pytest.param(t, marks=pytest.mark.slow) for t in OTHERS if t n
 TEXT = Tokens(torch.randint(1, 384, (8, 16), generator=torch.Generator().manual_seed(1)))
 
 BIASED, TURNED, UNGATED = {"gpt_oss"}, {"aria_text", "gpt_oss", "llama4_text"}, {"nemotron_h"}
-OWN_GATE = {"gpt_oss", "hy_v4", "inkling2_text"}
+OWN_GATE = {"deepseek_v4", "gpt_oss", "hy_v4", "inkling2_text"}
+OWN_SHARED = {"deepseek_v4"}
 MERGED = {"minimax_m3_vl_text"}
 NORMED = {"axk1"}
 HANDING_ON = {"glm_moe_dsa", "hy_v4"}
@@ -116,6 +118,11 @@ class Tried:
             logits(self.model, TEXT)
         return found
 
+    def handing(self, i: int) -> Any:
+        """Inside, a block is handed what goes with those inputs beside them."""
+        block = self.arch.ffn_of(self.arch.layers(self.model)[i])
+        return self.arch.handing(block, {"input_ids": TEXT.input_ids}, torch.flatten)
+
     @torch.no_grad()
     def written(self, i: int, layer: Any = None) -> Tensor:
         """What a block and the path beside it write on those inputs, before a norm (T, D)."""
@@ -129,7 +136,8 @@ class Tried:
         norm = getattr(block, self.arch.after) if self.arch.after else None
         if norm is not None:
             handle = norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        made = block(self.inputs[i][None])
+        with self.handing(i):
+            made = block(self.inputs[i][None], **self.view(i).handed)
         made = made[0] if isinstance(made, tuple) else made
         if norm is not None:
             handle.remove()
@@ -262,7 +270,8 @@ def test_criteria_by_hand(seen):
     }
     for i in seen.layers:
         x_TD, view = seen.inputs[i], seen.view(i)
-        w_TE = view.routing.weights(view.logits(x_TD))
+        with seen.handing(i):
+            w_TE = view.routing.weights(view.logits(x_TD))
         one = torch.ones(len(x_TD), 1)
         if seen.model_type in INWARD:  # all at once, each of what its scores make of x: w f(x)
             every = view.experts((w_TE.T[..., None] * x_TD).flatten(0, 1)).view(-1, *x_TD.shape)
@@ -359,7 +368,7 @@ def test_a_refit_never_raises_the_error_of_slimming(seen):
 def test_condense(keep, seen):
     """Eq. 3, or nothing; greedy choices are what running each candidate gives."""
     why = {
-        "shared": NORMED | UNGATED if seen.arch.shared_at else True,
+        "shared": NORMED | UNGATED | OWN_SHARED if seen.arch.shared_at else True,
         "shared+routed": NORMED | UNGATED | TURNED | BIASED | OWN_GATE,
         "nothing": HANDING_ON,
     }.get(keep, set())
@@ -373,7 +382,8 @@ def test_condense(keep, seen):
     seen.check(layers, result.build(replace(result.plan, layers=layers)))  # without padding
     if keep == "shared+routed":
         g_E = dict(zip(layers[last].experts, layers[last].gates_K.tolist(), strict=True))
-        w_TE = seen.view(last).combine_weights(seen.inputs[last])
+        with seen.handing(last):
+            w_TE = seen.view(last).combine_weights(seen.inputs[last])
         for i, g in g_E.items():
             assert g == pytest.approx(w_TE[:, i][w_TE[:, i] != 0].mean().item(), rel=1e-4)
         assert told["expert_losses"][-1] == pytest.approx(
@@ -435,7 +445,8 @@ MACHINE = Machine(1e9, 1e-5, 1e9, 1.0, 1)
 def test_saved_told_and_exported(verb, options, seen, tmp_path):
     kind = {"prune": PruneConfig, "slim": SlimConfig, "condense": CondenseConfig}[verb]
     base, out, config = tmp_path / "base", tmp_path / "out", kind(**options)
-    without = {"shared": NORMED | UNGATED, "nothing": HANDING_ON}.get(options["keep"], set())
+    shared = NORMED | UNGATED | OWN_SHARED
+    without = {"shared": shared, "nothing": HANDING_ON}.get(options["keep"], set())
     without = without | IN_LAYER | MERGED if verb == "condense" else without
     if seen.model_type in without or (options["keep"] == "shared" and not seen.arch.shared_at):
         return
