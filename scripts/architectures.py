@@ -1,7 +1,8 @@
 """Try every architecture of the installed transformers; write what came of it.
 
 ``src/moesaic/assets/architectures.json`` is read by ``moesaic architectures`` and by
-``docs/architectures.md``. Takes some minutes on one core; ``--page`` only writes the page anew.
+``docs/architectures.md``. Takes some minutes on one core; named model types alone are tried anew,
+and ``--page`` only writes the page anew.
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ def listed(names: Iterable[str]) -> str:
 
 
 def main() -> None:
-    """Try them all, unless only the page is wanted."""
-    if "--page" not in sys.argv:
+    """Try them all, or the named ones anew, unless only the page is wanted."""
+    names = [name for name in sys.argv[1:] if name != "--page"]
+    if names or "--page" not in sys.argv:
         os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
         sys.path.insert(0, str(ROOT / "tests"))
         import transformers
@@ -105,20 +107,25 @@ def main() -> None:
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
+        every = sorted(TYPES), sorted({*wholes()} - {*TYPES})
+        alone, whole = ([n for n in some if n in names or not names] for some in every)
         result: dict[str, Any] = {"transformers": transformers.__version__}
         result |= {"moe": [], "dense": [], "beside": [], "unsupported": {}}
-        for model_type in sorted(TYPES):
+        if names:
+            result |= json.loads(RESULT.read_text("utf-8"))
+        for model_type in [*alone, *whole]:
             kind, reason = held(model_type)
             print(f"{model_type}: {kind} {reason}", flush=True)
-            if reason:
-                result[kind][model_type] = reason
-            else:
-                result[kind].append(model_type)
-        for model_type in sorted({*wholes()} - {*TYPES}):
-            kind, reason = held(model_type)
-            print(f"{model_type}: {kind} {reason}", flush=True)
+            for known in KINDS:
+                result[known] = [name for name in result[known] if name != model_type]
+            result["unsupported"].pop(model_type, None)
             if not reason:
-                result["beside"].append(model_type)
+                result["beside" if model_type in whole else kind].append(model_type)
+            elif model_type in alone:
+                result["unsupported"][model_type] = reason
+        for known in KINDS:
+            result[known].sort()
+        result["unsupported"] = dict(sorted(result["unsupported"].items()))
         RESULT.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     PAGE.write_text(page(json.loads(RESULT.read_text("utf-8"))), "utf-8")
 
