@@ -114,8 +114,8 @@ def routing(model: Any, arch: Any) -> None:
     whole = arch.mixture(arch.layers(model)[i])
     few = kept(arch, model.config, whole.count)
     kept_E = torch.zeros(whole.count, dtype=torch.bool).index_fill(0, few, True)
-    logits_TE = whole.logits(x_TD)
-    w_TE = whole.routing.weights(logits_TE, kept_E.expand_as(logits_TE))
+    logits_TX = whole.logits(x_TD)
+    w_TE = whole.routing.weights(logits_TX, kept_E.expand(len(logits_TX), -1))
     less = converted(copy.deepcopy(model), {i: PrunedLayer(few)})
     sliced = arch.mixture(arch.layers(less)[i])
     close(sliced.routing.weights(sliced.logits(x_TD)), w_TE[:, few])
@@ -167,12 +167,12 @@ def reduced(model: Any, arch: Any, slim: bool) -> None:
                 narrow = max(4, width // 2)
                 orders = torch.rand(count, width).argsort(1)[:, :narrow].sort(1).values
                 layers[i] = SlimmedLayer(few, orders, width)
-                path = arch.mixture(layer).shared_width
-                room = arch.shared_room(1, narrow)
+                view = arch.mixture(layer)
+                path, room = view.shared_width, arch.shared_room(1, narrow)
                 if path and (arch.shared_count or arch.shared_times):
-                    layers[i] = SlimmedLayer(
-                        few, orders, width, shared_S=torch.arange(min(room, path))
-                    )
+                    own_S = torch.arange(path).view(view.shared_count, -1)
+                    own_S = own_S[:, : min(room, path) // view.shared_count].flatten()
+                    layers[i] = SlimmedLayer(few, orders, width, shared_S=own_S)
         elif not isinstance(arch, MoEArch):
             half = width // 2
             layers[i] = CarvedLayer(torch.randperm(width)[:half], half, (), 0, None)

@@ -151,6 +151,16 @@ MORE: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 2,
         "hc_lowrank": 8,
     },
+    "inkling_text": {
+        "swa_head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "d_rel": 4,
+        "rel_extent": 8,
+        "n_shared_experts": 2,
+        "logits_mup_width_multiplier": 1.0,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+    },
     "inkling2_text": {
         "swa_head_dim": 8,
         "swa_num_attention_heads": 4,

@@ -237,7 +237,7 @@ def whole_and_part(parts: tuple[str, ...], follow: bool = False) -> list[dict[st
         ((), ()),
         (("outputs",), ("norm_E", "square_E", "gated_E")),
         (("pairs",), ("pair_EE",)),
-        (("gram",), ("gram_SP", "cross_SE", "delta_S")),
+        (("gram",), ("gram_SP", "cross_SA", "delta_S")),
         (("weights",), ("spread_E",)),
         (("neurons",), ("neurons.energy_EM", "neurons.shared_energy_S", "neurons.reach_EM")),
         (("outputs", "gram"), ("norm_E", "gram_SP")),

@@ -97,7 +97,10 @@ def _normed(arch: MoEArch, layers: nn.ModuleList) -> bool:
     routing = view.routing.of_fewer(1)
     if routing.bias_E is not None:
         routing.bias_E = torch.full((view.count,), 0.0 if arch.parts.scale is None else 1.0)
-    weights_NK, _ = routing.restricted(torch.zeros(1, view.count), torch.ones(1, view.count) > 0)
+    if routing.always:
+        return False
+    logits_NX = torch.zeros(1, view.count + routing.always + routing.top_k)
+    weights_NK = routing.restricted(logits_NX, torch.ones(1, view.count) > 0)[0]
     return bool(weights_NK.sum() > 1 - 1e-3)
 
 

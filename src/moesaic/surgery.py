@@ -226,7 +226,8 @@ def predicting_blocks(naming: Naming, arch: Arch, base: BaseShape) -> dict[str, 
             start, _, inside = name.partition(block)
             blocks.setdefault(f"{start}.", 0)
             if isinstance(arch, MoEArch) and inside == arch.parts.weight:
-                blocks[f"{start}."] = (naming.shape(name) or (0,))[0]
+                shape = naming.shape(name)
+                blocks[f"{start}."] = 0 if shape is None else arch.counted(shape)
     return blocks
 
 

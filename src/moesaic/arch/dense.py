@@ -372,11 +372,15 @@ class FFN(Protocol):
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """The experts that run; see :meth:`moesaic.arch.mixture.MoEFFN.weighted`."""
 
-    def bias_sum(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
-        """The sum of the experts' output biases times their combine weights (T, D); 0 without."""
+    def weighed_beside(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
+        """What the router weighs beside the experts' neurons (T, D); 0 where it is nothing."""
 
-    def shared_weighted(self, x_TD: Tensor) -> Tensor | None:
+    def shared_weighted(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | None:
         """The input of the shared path's down projection times the path's own weight (T, M)."""
+
+    @property
+    def shared_count(self) -> int:
+        """The experts that the shared path is made of, which are of one width."""
 
 
 @dataclass(frozen=True)
@@ -432,7 +436,7 @@ class DenseFFN:
         """As of a mixture: 0, all tokens' rows (T,) and h (T, M), float32."""
         yield 0, torch.arange(len(x_TD), device=x_TD.device), self.hidden(x_TD).float()
 
-    def bias_sum(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> float:
+    def weighed_beside(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> float:
         """As of a mixture whose experts have no output biases; the block's own is a constant."""
         return 0.0
 
@@ -440,8 +444,10 @@ class DenseFFN:
     def shared_ffn(self) -> None:
         """As of a mixture without a shared path."""
 
-    def shared_weighted(self, x_TD: Tensor) -> None:
+    def shared_weighted(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> None:
         """As of a mixture without a shared path."""
+
+    shared_count: ClassVar[int] = 1
 
     def output(self, h_TM: Tensor) -> Tensor:
         """The block's output (T, D) for hidden activations h."""

@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch, AttentionNames, FFNNames, OwnAct
@@ -69,6 +70,8 @@ IN_LAYER = {
 INWARD = ("llama4_text",)
 """Of routers whose scores multiply what experts are given, which do not follow transformers'
 interface and are (inputs, outputs): no rule can tell."""
+UNKNOWN = FFNNames("", "", None)
+"""Of a mixture's dense layers whose MLPs are not plain: no verb looks into them."""
 _FOUND: dict[str, Arch] = {}
 
 
@@ -282,7 +285,8 @@ def _mixture(
     down: Tensor = experts.get_parameter("down_proj")
     transposed = bool(getattr(experts, "is_transposed", name in INWARD))
     count, width = down.shape[0], down.shape[1 if transposed else 2]
-    parts = replace(_router(name, block, leaf, count), inward=name in INWARD)
+    stacked, always = _stacked(block, leaf)
+    parts = replace(_router(name, block, leaf, count, always), inward=name in INWARD)
     parts = replace(parts, table=next(filter(None, tables), None))
     keys = (_key_of(name, *both, parts) for both in zip(routed, blocks, strict=True))
     parts = replace(parts, key=next(filter(None, [*keys]), None))
@@ -290,6 +294,7 @@ def _mixture(
     inside, outside = _mlps_beside(name, block, layer) if norms is None else ({}, {})
     if norms is None:
         gate, norms = _shared_gate(block), Norms(after=_norm(block))
+        inside = {stacked: FFNNames(), **inside} if parts.always else inside
         known = {leaf, parts.router, *inside, *filter(None, [gate, norms.after])}
         _nothing_else(name, block, known, parts)
     shared, beside = next(iter(inside), None), next(iter(outside), None)
@@ -299,9 +304,11 @@ def _mixture(
     settings = config.to_dict()
     plain = (_mlps(layer).get(block_path) for layer in layers)
     names = next((names for names in plain if names is not None), None)
+    listed = (key for key in DENSE_LAYERS if settings.get(key) is not None)
+    odd = names is None and any(_has_down(layer, block_path) for layer in layers)
     arch = MoEArch(
         name,
-        ffn=names or FFNNames(),
+        ffn=names or (UNKNOWN if odd else FFNNames()),
         ffn_path=block_path,
         layers_path=path,
         count=_counting(name, settings, count),
@@ -318,13 +325,21 @@ def _mixture(
         before=norms.before,
         entry=norms.entry,
         shared_names={**inside, **outside}.get(shared or beside or "", FFNNames()),
-        dense_layers=next((key for key in DENSE_LAYERS if settings.get(key) is not None), None),
+        dense_layers=None if odd else next(listed, None),
     )
     at, attention = _attention(layer)
     arch = replace(arch, attention=attention, attention_path=at)
-    if shared or beside:
+    if parts.always:
+        arch = replace(arch, shared_times=parts.always)
+    elif shared or beside:
         arch = _sizing_shared(arch, layers, layer, config, width)
     return _asked(arch, block, settings, count)
+
+
+def _has_down(layer: nn.Module, path: str) -> bool:
+    """Whether a layer that does not route has an MLP where others have their experts' block."""
+    block = getattr(layer, path, None) if path else None
+    return isinstance(getattr(block, FFNNames().down, None), nn.Linear)
 
 
 def _mlps_beside(
@@ -366,21 +381,34 @@ def _sizing_shared(
     return replace(arch, shared_size=size, shared_count=many, shared_times=tied)
 
 
-def _router(name: str, block: nn.Module, experts: str, count: int) -> RouterParts:
-    """The module of a block that has a row for every expert."""
+def _stacked(block: nn.Module, experts: str) -> tuple[str, int]:
+    """Shared experts that stand in tensors of all of them, (S, M, D) and (S, D, M): their module,
+    and S; "" and 0 where there are none."""
+    names = FFNNames().projections
+    for path, module in block.named_children():
+        tensors = dict(module.named_parameters())
+        if path != experts and tensors.keys() == {*names} and tensors[names[0]].dim() == 3:
+            return path, len(tensors[names[0]])
+    return "", 0
+
+
+def _router(name: str, block: nn.Module, experts: str, count: int, always: int = 0) -> RouterParts:
+    """The module of a block that has a row for every expert, shared ones the last, or none."""
     for path, module in block.named_children():
         if path == experts or mlp_names(module) is not None or type(module) is nn.Linear:
             continue
         lengths = {n: len(p) for n, p in module.named_parameters() if p.dim() == 2}
         rows = [n for n in lengths if n.rpartition(".")[2] == "weight"]
-        if len(rows) != 1 or not {*lengths.values()} <= {count, 1}:
+        weighed = always if lengths.get(rows[0] if rows else "") == count + always else 0
+        if len(rows) != 1 or not {*lengths.values()} <= {count + weighed, 1}:
             continue
         weight = f"{path}.{rows[0]}"
         bias = _choice_bias(block, path, weight, count)
         names = (n for n, p in module.named_parameters() if "expert_scale" in n and len(p) == count)
         scale = next((f"{path}.{n}" for n in names), None)
         factor = _factor(block, module)
-        return RouterParts(path, weight, bias, scale, factor=factor, top_k=_top_k(module))
+        top_k = _top_k(module)
+        return RouterParts(path, weight, bias, scale, factor=factor, top_k=top_k, always=weighed)
     children = ", ".join(f"{n} ({type(m).__name__})" for n, m in block.named_children())
     raise Unknown(
         f"{name}: no module of {type(block).__name__} has one row for each of {count} experts and "
@@ -518,14 +546,13 @@ def _asked(arch: MoEArch, block: nn.Module, settings: JSON, count: int) -> MoEAr
     parts, groups = arch.parts, next((key for key in GROUPS if settings.get(key)), None)
     if not hasattr(block.get_submodule(parts.router), "num_group"):
         groups = None
-    logits_NE = torch.randn(
-        PROBES, count, generator=torch.Generator().manual_seed(0), dtype=torch.float32
-    )
-    refused = None
+    drawn = torch.Generator().manual_seed(0)
+    logits_NX = torch.randn(PROBES, count + parts.always, generator=drawn, dtype=torch.float32)
+    logits_NE, refused = logits_NX[:, :count], None
     for lifted, apart in ((False, False), (True, False), (False, True)):
         parts = replace(parts, lifted=lifted, apart=apart)
         try:
-            seen_NE = _stand_in(block, parts, count).seen(logits_NE)
+            seen_NE = _stand_in(block, parts, count).seen(logits_NX)
             break
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             refused = error
@@ -535,9 +562,9 @@ def _asked(arch: MoEArch, block: nn.Module, settings: JSON, count: int) -> MoEAr
     if not (parts.apart or same):
         raise Unknown(f"{arch.model_type}: its router changes logits before it chooses by them.")
     arch = replace(arch, parts=parts, groups=groups)
-    if (_stand_in(block, parts, count, top_k=1).weights(logits_NE) != 0).sum(1).max() > 1:
+    if (_stand_in(block, parts, count, top_k=1).weights(logits_NX) != 0).sum(1).max() > 1:
         arch = replace(arch, chosen=None)
-    return replace(arch, per_group=_per_group(arch, block), never=_never(arch, block, logits_NE))
+    return replace(arch, per_group=_per_group(arch, block), never=_never(arch, block, logits_NX))
 
 
 def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) -> RoutingFunction:
@@ -549,7 +576,8 @@ def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) 
         count: experts, which may be fewer.
         numbers: other numbers that the router notes.
     """
-    experts = len(attrgetter(parts.weight)(block))
+    rows = len(attrgetter(parts.weight)(block))
+    counts = {rows - parts.always: count, rows: count + parts.always}
     twin, router = unbound(block), copy.deepcopy(block.get_submodule(parts.router))
     # to_empty would go through torch's references, and import sympy
     twin._modules[parts.router] = router._apply(
@@ -557,7 +585,7 @@ def _stand_in(block: nn.Module, parts: RouterParts, count: int, **numbers: int) 
     )
     for path, value in ((parts.weight, 1.0), (parts.choice_bias, 0.0), (parts.scale, 1.0)):
         if path is not None:
-            shape = [count if n == experts else n for n in attrgetter(path)(block).shape]
+            shape = [counts.get(n, n) for n in attrgetter(path)(block).shape]
             place(twin, path, torch.full(shape, value, dtype=torch.float32))
     for name in vars(router):
         if name == "num_experts":
@@ -582,9 +610,9 @@ def _per_group(arch: MoEArch, block: nn.Module) -> int:
     return 1
 
 
-def _never(arch: MoEArch, block: nn.Module, logits_NE: Tensor) -> str | None:
+def _never(arch: MoEArch, block: nn.Module, logits_NX: Tensor) -> str | None:
     """The tensor that can keep an expert from being chosen without changing anything else."""
-    parts, count = arch.parts, logits_NE.shape[1]
+    parts, count = arch.parts, logits_NX.shape[1] - arch.parts.always
     bias = f"{parts.weight.removesuffix('weight')}bias"
     if any(name == bias for name, _ in block.named_parameters()):
         return bias
@@ -594,10 +622,11 @@ def _never(arch: MoEArch, block: nn.Module, logits_NE: Tensor) -> str | None:
     groups = int(getattr(router, "num_group", 1) or 1)
     allowed_E = torch.ones(count, dtype=torch.bool)
     allowed_E[:: count // groups] = False
-    logits_NE = torch.cat([logits_NE, logits_NE + FAR * ~allowed_E])
+    there_X = F.pad(allowed_E, (0, parts.always), value=True)
+    logits_NX = torch.cat([logits_NX, logits_NX + FAR * ~there_X])
     routing = _stand_in(block, parts, count)
-    masked_NE = routing.weights(logits_NE, allowed_E.expand_as(logits_NE))
+    masked_NE = routing.weights(logits_NX, allowed_E.expand(len(logits_NX), -1))
     lowest = torch.finfo(torch.float32).min / 4
     routing.bias_E = torch.zeros(count, dtype=torch.float32).masked_fill(~allowed_E, lowest)
-    biased_NE = routing.weights(logits_NE)
+    biased_NE = routing.weights(logits_NX)
     return parts.choice_bias if torch.allclose(biased_NE, masked_NE, atol=1e-6) else None

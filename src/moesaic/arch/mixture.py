@@ -3,6 +3,7 @@
 Shape suffixes beside those of :mod:`moesaic.arch.dense`::
 
     E routed experts    C candidate sets of experts    K experts a token runs
+    S shared experts that the router weighs    A = E + S
     X what a router decides on (:mod:`moesaic.arch.routing`)
 """
 
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moesaic.arch.dense import Arch, DenseFFN, FFNNames, dense_ffn, linear_size
+from moesaic.arch.dense import Arch, DenseFFN, FFNNames, act_of, dense_ffn, linear_size
 from moesaic.arch.routing import RouterParts, RoutingFunction, arguments
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON, Config
@@ -61,7 +62,8 @@ class MoEArch(Arch):
     """A module that is given what enters the block, where the block is the decoder layer itself:
     ``ffn_path`` is empty, and the rest of the layer is no part of it."""
     shared_names: FFNNames = PLAIN
-    """The projections inside the shared path."""
+    """The projections inside the shared path: linear modules; or, of shared experts that the router
+    weighs, tensors of them all (S, M, D) and (S, D, M)."""
     shared_size: str | None = None
     """The config attribute that is the shared path's width."""
     shared_count: str | None = None
@@ -210,6 +212,14 @@ class MoEArch(Arch):
         """The path of the shared path's module in the decoder layer."""
         return self.beside if self.shared is None else f"{self.ffn_path}.{self.shared}"
 
+    def counted(self, shape: Sequence[int]) -> int:
+        """The routed experts that a router has rows for.
+
+        Args:
+            shape: of its weight.
+        """
+        return shape[0] - self.parts.always
+
     def with_experts(self, count: int) -> JSON:
         return {self.count: count}
 
@@ -301,6 +311,8 @@ class MoEArch(Arch):
         if name == self.parts.table:
             return None
         sizes = list(tensor.shape)
+        if name == self.parts.weight:
+            count += self.parts.always
         return next((axis for axis in (0, tensor.dim() - 1) if sizes[axis] == count), None)
 
 
@@ -391,9 +403,14 @@ class MoEFFN:
     @property
     def shared_width(self) -> int:
         """Neurons of the shared path, inside the block or beside it."""
-        if self.shared_module is None:
-            return 0
-        return int(getattr(self.shared_module, self.arch.shared_names.down).weight.shape[1])
+        ffn = self.shared_ffn
+        return 0 if ffn is None else ffn.width
+
+    @property
+    def shared_count(self) -> int:
+        """The experts that the shared path is made of, which are of one width: those that the
+        router weighs, or one."""
+        return self.parts.always or 1
 
     @property
     def handed(self) -> JSON:
@@ -494,31 +511,52 @@ class MoEFFN:
 
     def combine_weights(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor:
         """w, zero for experts that are not chosen (T, E), float32; of the allowed ones only."""
+        return self._weighed(x_TD, allowed_E)[:, : self.count]
+
+    def _weighed(self, x_TD: Tensor, allowed_E: Tensor | None) -> Tensor:
+        """The same, and behind them those of shared experts that the router weighs (T, A)."""
         allowed_TE = None if allowed_E is None else self._of_each(allowed_E, x_TD)
-        return self.routing.weights(self.logits(x_TD), allowed_TE)
+        return self.routing.every_weight(self.logits(x_TD), allowed_TE)
 
     def _of_each(self, allowed_E: Tensor, x_TD: Tensor) -> Tensor:
         """The same experts for every token (T, E)."""
         return allowed_E.to(x_TD.device).expand(len(x_TD), -1)
 
-    def bias_sum(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
-        """The sum of the experts' output biases times their combine weights (T, D); 0 without."""
-        if not self.biased:
-            return 0.0
-        return self.combine_weights(x_TD, allowed_E) @ self.experts.down_proj_bias.float()
+    def weighed_beside(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | float:
+        """What the router weighs beside the experts' neurons (T, D), float32: experts' output
+        biases, or shared experts; 0 where it is nothing."""
+        if self.biased:
+            return self.combine_weights(x_TD, allowed_E) @ self.experts.down_proj_bias.float()
+        ffn, h_TM = self.shared_ffn, None
+        if self.parts.always:
+            h_TM = self.shared_weighted(x_TD, allowed_E)
+        return 0.0 if ffn is None or h_TM is None else h_TM @ ffn.down_DM.float().T
 
     @property
     def shared_ffn(self) -> DenseFFN | None:
-        """The shared path's MLP; None without one."""
+        """The shared path's MLP; None without one. Several experts are one, side by side, whose
+        down projection is a copy."""
         module = self.shared_module
-        return None if module is None else dense_ffn(module, self.arch.shared_names)
+        if module is None:
+            return None
+        names = self.arch.shared_names
+        return stacked_ffn(module, names) if self.parts.always else dense_ffn(module, names)
 
-    def shared_weighted(self, x_TD: Tensor) -> Tensor | None:
-        """The input of the shared path's down projection times the path's own weight (T, M)."""
+    def shared_weighted(self, x_TD: Tensor, allowed_E: Tensor | None = None) -> Tensor | None:
+        """The input of the shared path's down projection times the path's own weight (T, M).
+
+        Args:
+            x_TD: the block's input.
+            allowed_E: bool; the routed experts that are there, which may share that weight. None:
+                all.
+        """
         ffn = self.shared_ffn
         if ffn is None:
             return None
         h_TM = ffn.hidden(x_TD).float()
+        if self.parts.always:
+            w_TS = self._weighed(x_TD, allowed_E)[:, self.count :]
+            return h_TM * w_TS.repeat_interleave(ffn.width // self.parts.always, 1)
         if self.arch.shared_gate is None:
             return h_TM
         gate = getattr(self.block, self.arch.shared_gate)
@@ -544,6 +582,14 @@ class MoEFFN:
             show(i, rows, h_NM)
             f_TED[rows, i] = self.written(i, h_NM)
         return f_TED
+
+    def shared_outputs(self, x_TD: Tensor) -> Tensor:
+        """What each shared expert that the router weighs makes, without its weight (T, S, D)."""
+        ffn, count = self.shared_ffn, self.parts.always
+        if ffn is None or not count:
+            return x_TD.new_zeros(len(x_TD), 0, x_TD.shape[1])
+        parts = zip(ffn.hidden(x_TD).chunk(count, 1), ffn.down_DM.chunk(count, 1), strict=True)
+        return torch.stack([F.linear(h_TM, down_DM) for h_TM, down_DM in parts], 1)
 
     def output(self, x_TD: Tensor) -> Tensor:
         """What experts and shared path add up to as the block runs now (T, D), before any norm."""
@@ -598,8 +644,7 @@ class MoEFFN:
             def route(_: nn.Module, args: object, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
                 logits_TX = logits(out)
                 allowed_TE = self._of_each(allowed_E, logits_TX)
-                weights_TK, chosen_TK = self.routing.restricted(logits_TX, allowed_TE)
-                return self.parts.written(out, weights_TK, chosen_TK)
+                return self.parts.written(out, *self.routing.restricted(logits_TX, allowed_TE))
 
             handle = self.router.register_forward_hook(route)
             try:
@@ -620,6 +665,13 @@ def _gated_by(experts: Experts, acts: Sequence[Callable[[Tensor], Tensor]]) -> b
         return False
 
 
+def stacked_ffn(module: nn.Module, names: FFNNames) -> DenseFFN:
+    """The view of several MLPs as one: their projections are tensors (S, M, D) and (S, D, M)."""
+    gate_MD, up_MD = (getattr(module, n or "").flatten(0, 1) for n in (names.gate, names.up))
+    down_DM = getattr(module, names.down).transpose(0, 1).flatten(1)
+    return DenseFFN(up_MD, down_DM, gate_MD, act_of(module, names))
+
+
 def moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
     """The view of a routed layer."""
     block = arch.ffn_of(layer)
@@ -629,6 +681,8 @@ def moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
     if module is not None and arch.shared_gate is not None:
         gate = getattr(block, arch.shared_gate)
         shared = lambda x_TD: torch.sigmoid(gate(x_TD)) * module(x_TD)  # noqa: E731
+    elif module is not None and arch.parts.always:
+        shared = lambda x_TD: module(x_TD, router(x_TD)[-1])  # noqa: E731
     return MoEFFN(
         arch=arch,
         parts=arch.parts.of(block),

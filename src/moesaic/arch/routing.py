@@ -5,9 +5,9 @@ own router with its projection taken off: the code that runs in the model decide
 is given, so softmax or sigmoid, normalised or not, scaled, grouped and biased routers are right by
 construction, and a set of allowed experts is scored exactly as it will be deployed.
 
-Shape suffixes: N tokens, E routed experts, K experts a token runs, V numbers of tokens, X what a
-router decides on: logits of E experts, behind them the K that a table gives to the token, if it
-does.
+Shape suffixes: N tokens, E routed experts, S shared ones that the router weighs, A = E + S, K
+experts a token runs, V numbers of tokens, X what a router decides on: logits of A experts, behind
+them the K that a table gives to the token, if it does.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.foreign import JSON
@@ -58,6 +59,10 @@ class RouterParts:
     key: str | None = None
     """The argument of decoder layer, block and router that says where in the table a token is."""
 
+    always: int = 0
+    """S: shared experts of which the router has rows behind those of the routed ones. Every token
+    runs them, and their weights, which the router returns last, share in the routed ones' sum."""
+
     def of(self, block: nn.Module) -> RouterParts:
         """Those that one block has, where routers differ from layer to layer."""
         names = {n for n, _ in [*block.named_parameters(), *block.named_buffers()]}
@@ -79,6 +84,15 @@ class RouterParts:
         if self.table is not None:
             yield lambda out: torch.cat([out[0].float(), out[2].float()], -1)
             return
+        if self.always:  # the router says only what the routed experts' logits are
+            given: list[Tensor] = []
+            weight = attrgetter(self.weight.removeprefix(f"{self.router}."))(router).float()
+            handle = router.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+            try:
+                yield lambda _: F.linear(given.pop().flatten(0, -2).float(), weight)
+            finally:
+                handle.remove()
+            return
         if not self.apart:
             yield lambda out: out[1 if self.inward else 0]
             return
@@ -91,18 +105,22 @@ class RouterParts:
             handle.remove()
 
     def read(self, router: nn.Module, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The logits (N, E), the chosen experts' weights and their numbers (N, K) of an output."""
+        """The logits (N, E), the chosen experts' weights and their numbers (N, K) of an output.
+
+        Behind them the shared experts' weights (N, S), where the router weighs them.
+        """
         if not self.inward:
             return out
         scores_NE, logits_NE = out
         return (logits_NE, *scores_NE.topk(attrgetter(self.top_k)(router), dim=-1))
 
     def written(
-        self, out: tuple[Tensor, ...], weights_NK: Tensor, chosen_NK: Tensor
+        self, out: tuple[Tensor, ...], weights_NK: Tensor, chosen_NK: Tensor, *shared_NS: Tensor
     ) -> tuple[Tensor, ...]:
         """A router's output as it would be with other experts; the inverse of :meth:`read`."""
         if not self.inward:
-            return out[0], weights_NK.to(out[1].dtype), chosen_NK
+            shared = (weight_NS.to(out[1].dtype) for weight_NS in shared_NS)
+            return out[0], weights_NK.to(out[1].dtype), chosen_NK, *shared
         scores_NE, logits_NE = out
         none_NE = torch.zeros_like(scores_NE)
         return none_NE.scatter(1, chosen_NK, weights_NK.to(scores_NE.dtype)), logits_NE
@@ -148,9 +166,10 @@ class RoutingFunction:
         self._handed = arguments(block, router)
         self._weight = parts.weight.removeprefix(f"{parts.router}.")
         weight: Tensor = attrgetter(parts.weight)(block)
-        self.count, self.hidden = weight.shape
+        rows, self.hidden = weight.shape
+        self.always, self.count = parts.always, rows - parts.always
         if hasattr(self._router, "hidden_dim") and not parts.apart:
-            vars(self._router)["hidden_dim"] = self.count
+            vars(self._router)["hidden_dim"] = rows
         self.factor = 1.0 if parts.factor is None else float(getattr(block, parts.factor))
         self.bias_E: Tensor | None = None
         """By expert what the router adds to choose, or its factor: it has one or the other."""
@@ -168,6 +187,18 @@ class RoutingFunction:
                 twin = unbound(owner.get_submodule(part))
                 owner._modules[part] = twin
                 owner = twin
+
+    def fill(self, value: Callable[[str, Tensor], Tensor]) -> None:
+        """Give values to the router's tensors that have none: those of a layer that is closed.
+
+        Args:
+            value: of a tensor by its name in the block, and itself.
+        """
+        handed = {self._weight, f"{self._weight.removesuffix('weight')}bias", self._inside}
+        for name, tensor in [*self._router.named_parameters(), *self._router.named_buffers()]:
+            path = f"{self._parts.router}.{name}"
+            if tensor.is_meta and name not in handed and path != self._parts.table:
+                place(self._router, name, value(path, tensor))
 
     def of_fewer(self, top_k: int) -> RoutingFunction:
         """The same router with another number of experts a token."""
@@ -189,14 +220,25 @@ class RoutingFunction:
             logits_NX: what the router decides on, one row a token.
             allowed_NE: bool; the experts that are there. None: all.
         """
-        _, weights_NK, chosen_NK = self._routed(logits_NX, allowed_NE)
+        weights_NK, chosen_NK = self._routed(logits_NX, allowed_NE)[1:3]
         return weights_NK if self.factor == 1.0 else weights_NK * self.factor, chosen_NK
 
     @torch.no_grad()
-    def restricted(self, logits_NX: Tensor, allowed_NE: Tensor) -> tuple[Tensor, Tensor]:
+    def weigh(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The same with shared experts that the router weighs, numbered E on (N, K + S)."""
+        if not self.always:
+            return self.choose(logits_NX, allowed_NE)
+        _, weights_NK, chosen_NK, shared_NS = self._routed(logits_NX, allowed_NE)
+        number_S = self.count + torch.arange(self.always, device=chosen_NK.device)
+        skipped_NK = chosen_NK == self.count
+        chosen_NK = chosen_NK.masked_fill(skipped_NK, self.count + self.always)
+        chosen_NA = torch.cat([chosen_NK, number_S.expand(len(chosen_NK), -1)], 1)
+        return torch.cat([weights_NK, shared_NS], 1) * self.factor, chosen_NA
+
+    @torch.no_grad()
+    def restricted(self, logits_NX: Tensor, allowed_NE: Tensor) -> tuple[Tensor, ...]:
         """What the router itself hands its block, of allowed experts only (N, K)."""
-        _, weights_NK, chosen_NK = self._routed(logits_NX, allowed_NE)
-        return weights_NK, chosen_NK
+        return self._routed(logits_NX, allowed_NE)[1:]
 
     @torch.no_grad()
     def seen(self, logits_NX: Tensor) -> Tensor:
@@ -204,8 +246,8 @@ class RoutingFunction:
         return self._routed(logits_NX, None)[0].flatten(0, -2)
 
     def _routed(self, logits_NX: Tensor, allowed_NE: Tensor | None) -> tuple[Tensor, ...]:
-        bias_E, handed = self.bias_E, self._handed
-        logits_NE, given_NK = logits_NX[:, : self.count], logits_NX[:, self.count :].long()
+        bias_E, handed, weighed = self.bias_E, self._handed, self.count + self.always
+        logits_NA, given_NK = logits_NX[:, :weighed], logits_NX[:, weighed:].long()
         if self._parts.table is not None and self._parts.key is not None:
             given_NK = given_NK[:, : self.top_k]
             if allowed_NE is not None:
@@ -214,35 +256,42 @@ class RoutingFunction:
             rows_N = torch.arange(len(given_NK), device=given_NK.device)
             handed = {**handed, self._parts.key: rows_N}
         if allowed_NE is not None:
-            logits_NE = logits_NE.masked_fill(~allowed_NE, _floor(logits_NE.dtype))
+            there_NA = F.pad(allowed_NE, (0, self.always), value=True)
+            logits_NA = logits_NA.masked_fill(~there_NA, _floor(logits_NA.dtype))
             if bias_E is not None and self._parts.scale is None:
-                bias_E = bias_E.to(logits_NE.device).masked_fill(~allowed_NE, float("-inf"))
-        x_NE = logits_NE
+                bias_E = bias_E.to(logits_NA.device).masked_fill(~allowed_NE, float("-inf"))
+        x_NA = logits_NA
         if self._parts.apart:
             owner, _, leaf = self._parts.projection.rpartition(".")
-            self._router.get_submodule(owner)._modules[leaf] = Said(logits_NE)
+            self._router.get_submodule(owner)._modules[leaf] = Said(logits_NA)
             others = (p for n, p in self._router.named_parameters() if n != self._inside)
-            device = next((p.device for p in others), logits_NE.device)  # meta, of a closed layer
-            x_NE = logits_NE.new_zeros(len(logits_NE), self.hidden, device=device)
+            device = next((p.device for p in others), logits_NA.device)  # meta, of a closed layer
+            x_NA = logits_NA.new_zeros(len(logits_NA), self.hidden, device=device)
         else:
-            eye_EE = torch.eye(self.count, dtype=logits_NE.dtype, device=logits_NE.device)
-            projection = place(self._router, self._weight, eye_EE)
+            eye_AA = torch.eye(weighed, dtype=logits_NA.dtype, device=logits_NA.device)
+            projection = place(self._router, self._weight, eye_AA)
             if projection._parameters.get("bias") is not None:
                 bias = f"{self._weight.removesuffix('weight')}bias"
-                place(self._router, bias, logits_NE.new_zeros(self.count))
+                place(self._router, bias, logits_NA.new_zeros(weighed))
         if self._inside is not None and bias_E is not None:
-            place(self._router, self._inside, bias_E.to(logits_NE.device))
+            place(self._router, self._inside, bias_E.to(logits_NA.device))
         if self._outside is not None and bias_E is not None:
-            handed = {**handed, self._outside: bias_E.to(logits_NE.device)}
+            handed = {**handed, self._outside: bias_E.to(logits_NA.device)}
         if self._parts.lifted:
-            x_NE = x_NE[None]
-        return self._parts.read(self._router, self._forward(self._router, x_NE, **handed))
+            x_NA = x_NA[None]
+        return self._parts.read(self._router, self._forward(self._router, x_NA, **handed))
 
     def weights(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> Tensor:
         """w, the combine weight of every expert, zero for those not chosen (N, E), float32."""
-        weights_NK, chosen_NK = self.choose(logits_NX, allowed_NE)
+        return self._spread(*self.choose(logits_NX, allowed_NE), self.count)
+
+    def every_weight(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> Tensor:
+        """The same, and behind them those of shared experts that the router weighs (N, A)."""
+        return self._spread(*self.weigh(logits_NX, allowed_NE), self.count + self.always)
+
+    def _spread(self, weights_NK: Tensor, chosen_NK: Tensor, count: int) -> Tensor:
         w_NE = torch.zeros(
-            len(logits_NX), self.count + 1, dtype=torch.float32, device=logits_NX.device
+            len(weights_NK), count + 1, dtype=torch.float32, device=weights_NK.device
         )  # one place more: a skipped expert's number is the count
         return w_NE.scatter_(1, chosen_NK, weights_NK.float())[:, :-1]
 

@@ -109,7 +109,7 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
 def write(source: Source, export: Export, folder: Path, untie: bool = False) -> None:
     """Write what was decided into an existing folder, unverified."""
     writer = ShardWriter(folder)
-    if untie and export.config.tie_word_embeddings:
+    if untie and getattr(export.config, "tie_word_embeddings", False):
         export.config.tie_word_embeddings = False
         writer.add(HEAD, source.checkpoint.tensor(EMBEDDING).clone())
     export.write(writer)

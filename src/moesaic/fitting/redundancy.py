@@ -185,7 +185,8 @@ def _figures(stats: StatsFile) -> tuple[float | None, float, float]:
     for i in stats.layers:
         layer = stats.layer(i)
         if len(layer.gram_SP):
-            alike.append(cosine(unpacked(layer.gram_SP[:TOKENS], layer.experts)))
+            gram_SAA = unpacked(layer.gram_SP[:TOKENS], layer.weighed)
+            alike.append(cosine(gram_SAA[:, : layer.experts, : layer.experts]))
         wrote_EM = layer.neurons.energy_EM * layer.neurons.reach_EM.square()
         most_EM = wrote_EM.topk(wrote_EM.shape[1] // 2, dim=1).values
         half.append((most_EM.sum() / wrote_EM.sum().clamp(min=1e-300)).item())

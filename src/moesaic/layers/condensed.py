@@ -44,8 +44,9 @@ class CondensedLayer(LayerPlan):
     """Neurons, zeros beyond the experts' own included."""
     shared: bool = True
     """The shared path stays."""
-    shared_scale: float = 1.0
-    """A factor of the shared path, beside a gate of its own."""
+    shared_scale: float | list[float] = 1.0
+    """A factor of the shared path, beside a gate of its own; of shared experts that the router
+    weighs, one for each."""
     gated: int = 0
     """Neurons of the shared path that keep the base's gate, which scales them token by token."""
     down_DM: Tensor | None = None
@@ -105,8 +106,7 @@ class CondensedLayer(LayerPlan):
         if self.shared and is_dense:
             parts.append((*_projections(state, path, arch.ffn), 1.0))
         elif self.shared and arch.shared_at is not None:
-            shared = _projections(state, arch.shared_at, arch.shared_names)
-            parts.append((*shared, self.shared_scale))
+            parts += self._shared(arch, arch.shared_at, state)
         if self.experts:
             both, down = (state[experts + name] for name in ("gate_up_proj", "down_proj"))
             for i, scale in zip(self.experts, self.gates_K.tolist(), strict=True):
@@ -123,6 +123,16 @@ class CondensedLayer(LayerPlan):
             folded["shared_gate"] = state[f"{path}.{arch.shared_gate}.weight"]
         for name, tensor in folded.items():
             yield f"{path}.{name}.weight", tensor.to(like).contiguous()
+
+    def _shared(self, arch: MoEArch, at: str, state: State) -> Iterator[Part]:
+        """The shared path's projections and its weight; of several experts those of each."""
+        names, count, scales = arch.shared_names, arch.parts.always, self.shared_scale
+        if not count and isinstance(scales, float):
+            yield *_projections(state, at, names), scales
+            return
+        gate, up, down = (state[f"{at}.{name}"] for name in (names.gate, names.up, names.down))
+        scales = scales if isinstance(scales, list) else [scales] * count
+        yield from zip(gate, up, down, scales, strict=True)
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

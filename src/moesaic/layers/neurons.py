@@ -107,6 +107,34 @@ def of_mlp(
     return taken(tensor, 0, order_W)
 
 
+def of_stacked(
+    names: FFNNames, leaf: str, tensor: Tensor, order_S: Tensor, down_DS: Tensor | None = None
+) -> Tensor:
+    """A tensor of several MLPs of one width with their neurons in another order.
+
+    Args:
+        names: the projections of each.
+        leaf: the tensor's name.
+        tensor: (N, M, D), or (N, D, M) of down projections.
+        order_S: int64: N times as many neurons, each MLP's behind those of the one before.
+        down_DS: takes the place of the down projections.
+
+    Raises:
+        ValueError: an MLP gets another's neuron.
+    """
+    axis = 2 if leaf == names.down else 1
+    count, width = tensor.shape[0], tensor.shape[axis]
+    order_NW = order_S.view(count, -1)
+    first_N1 = width * torch.arange(count)[:, None]
+    if ((order_NW != PADDING) & (order_NW // width * width != first_N1)).any():
+        raise ValueError("a neuron of one shared expert would stand in another's place")
+    if axis == 2 and down_DS is not None:
+        return down_DS.unflatten(1, (count, -1)).transpose(0, 1).to(tensor).contiguous()
+    own_NW = torch.where(order_NW == PADDING, PADDING, order_NW - first_N1)
+    parts = zip(tensor, own_NW, strict=True)
+    return torch.stack([taken(part, axis - 1, order_W) for part, order_W in parts])
+
+
 def neuron_axis(arch: MoEArch, leaf: str) -> int | None:
     """The axis of a fused tensor of experts that counts neurons; None: it has none."""
     if leaf == "down_proj":
@@ -164,6 +192,14 @@ def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:
             linear.out_features = factor * width
             if linear.bias is not None:
                 _resize(linear, "bias", 0, factor * width)
+    _say_width([module], before, width)
+
+
+def narrow_stacked(module: nn.Module, names: FFNNames, width: int) -> None:
+    """Give several MLPs of one width room for another number of neurons, as :func:`narrow_mlp`."""
+    before = getattr(module, names.down).shape[2]
+    for name in names.projections:
+        _resize(module, name, 2 if name == names.down else 1, width)
     _say_width([module], before, width)
 
 

@@ -101,7 +101,7 @@ class PrunedLayer(LayerPlan):
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
         """Tensors of single experts are renumbered, those of all experts lose rows."""
         assert isinstance(arch, MoEArch)
-        count = state[f"{arch.inside}{arch.parts.weight}"].shape[0]
+        count = arch.counted(state[f"{arch.inside}{arch.parts.weight}"].shape)
         for stored, name in state.stored(*arch.starts):
             if expert_number(stored) in (None, 0, *self.kept):
                 inside = name.removeprefix(arch.inside)
@@ -142,7 +142,11 @@ class PrunedLayer(LayerPlan):
 
     def _taken(self, arch: MoEArch, name: str, tensor: Tensor, axis: int) -> Tensor:
         """The kept experts' part of a tensor; padding is never chosen and holds zeros."""
-        selected = tensor.index_select(axis, self.kept_E.clamp(min=0).to(tensor.device))
+        kept_E = self.kept_E.clamp(min=0)
+        if name == arch.parts.weight:  # rows of shared experts stay behind the others
+            rows = tensor.shape[axis]
+            kept_E = torch.cat([kept_E, torch.arange(rows - arch.parts.always, rows)])
+        selected = tensor.index_select(axis, kept_E.to(tensor.device))
         padding = (self.kept_E == PADDING).nonzero().flatten()
         if len(padding):
             never = name == arch.never
@@ -218,7 +222,7 @@ def resize_experts(layer: nn.Module, arch: MoEArch, count: int) -> None:
             continue
         owner, _, leaf = name.rpartition(".")
         shape = list(tensor.shape)
-        shape[axis] = count
+        shape[axis] += count - before
         learned = isinstance(tensor, nn.Parameter)
         new = torch.empty(shape, dtype=tensor.dtype, device="meta" if learned else tensor.device)
         if learned:

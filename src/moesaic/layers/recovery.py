@@ -247,7 +247,7 @@ def _missing(site: Seen[MoEFFN], layer: Staying, parts: dict[int, _Part]) -> tup
         for i, rows, h_NM in view.weighted(x_TD, allowed_E):
             parts[i].take(b, rows, h_NM, residual_TD)
         if SHARED in parts:
-            h_TS = view.shared_weighted(x_TD)
+            h_TS = view.shared_weighted(x_TD, allowed_E)
             assert h_TS is not None
             every = torch.arange(len(x_TD), device=view.device)
             parts[SHARED].take(b, every, h_TS, residual_TD)

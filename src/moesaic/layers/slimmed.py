@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moesaic.arch.dense import Arch
@@ -19,7 +18,14 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
 from moesaic.layers.base import PADDING, Description, Header, Seen, Sizes, State, check_numbers
-from moesaic.layers.neurons import narrow_experts, narrow_mlp, of_experts, of_mlp
+from moesaic.layers.neurons import (
+    narrow_experts,
+    narrow_mlp,
+    narrow_stacked,
+    of_experts,
+    of_mlp,
+    of_stacked,
+)
 from moesaic.layers.pruned import DOWN, PrunedLayer
 from moesaic.layers.recovery import refitted_downs
 from moesaic.layers.state import Rewritten
@@ -41,7 +47,8 @@ class SlimmedLayer(PrunedLayer):
     """Neurons that each expert had."""
     shared_S: Tensor | None = field(default=None, kw_only=True)
     """int64: the neurons of the shared path at each new place, or PADDING for one that is zero;
-    None where it is left alone."""
+    None where it is left alone. Of several shared experts one stands behind the other, all with
+    equally many places for their own."""
     shared_DS: Tensor | None = field(default=None, kw_only=True)
     """A down projection that takes the place of the shared path's own."""
     uneven: bool = field(default=False, kw_only=True)
@@ -134,9 +141,13 @@ class SlimmedLayer(PrunedLayer):
         else:
             narrow_experts(block, arch, header["before"], header["width"])
         if "shared" in header:
-            shared = arch.mixture(layer).shared_module
-            assert shared is not None
-            narrow_mlp(shared, arch.shared_names, header["shared"])
+            view = arch.mixture(layer)
+            assert view.shared_module is not None
+            if arch.parts.always:
+                width = header["shared"] // view.shared_count
+                narrow_stacked(view.shared_module, arch.shared_names, width)
+            else:
+                narrow_mlp(view.shared_module, arch.shared_names, header["shared"])
 
     # --- said of it ------------------------------------------------------------------------------
 
@@ -206,8 +217,9 @@ class SlimmedLayer(PrunedLayer):
         down_E, down_DS, figures = refitted_downs(self, site, shared_S)
         if shared_S is None or down_DS is None:
             return replace(self, down_E=down_E), figures
-        down_DS = F.pad(down_DS, (0, len(shared_S) - down_DS.shape[1]))
-        return replace(self, down_E=down_E, shared_S=shared_S, shared_DS=down_DS), figures
+        placed_DS = down_DS.new_zeros(len(down_DS), len(shared_S))
+        placed_DS[:, shared_S >= 0] = down_DS
+        return replace(self, down_E=down_E, shared_S=shared_S, shared_DS=placed_DS), figures
 
 
 class Narrowed(Rewritten):
@@ -220,7 +232,7 @@ class Narrowed(Rewritten):
         self._experts = f"{arch.inside}{arch.experts}."
         self._shared = shared[0] if shared else "\0"
         self._names = dict(state.stored(self._experts, *shared))
-        count = state[f"{arch.inside}{arch.parts.weight}"].shape[0]
+        count = arch.counted(state[f"{arch.inside}{arch.parts.weight}"].shape)
         self._neurons_EW = torch.arange(plan.width).repeat(count, 1)
         self._neurons_EW[plan.experts] = plan.neurons_EW[plan.kept_E != PADDING]
 
@@ -243,6 +255,8 @@ class Narrowed(Rewritten):
         order_S = self._plan.shared_S
         if name.startswith(self._shared) and order_S is not None:
             leaf, names = name.removeprefix(self._shared), self._arch.shared_names
+            if self._arch.parts.always:
+                return of_stacked(names, leaf, tensor, order_S, self._plan.shared_DS)
             width = self._state[f"{self._shared}{names.down}.weight"].shape[1]
             return of_mlp(names, leaf, tensor, order_S, self._plan.shared_DS, width)
         return tensor

@@ -89,17 +89,18 @@ def routers(model: Model) -> dict[int, tuple[nn.Module, Routing]]:
 
 
 def _choice(out: Tensor | tuple[Tensor, ...]) -> Tensor:
-    """The experts that a router chose (T, K): ours returns them alone, others as the last part.
+    """The experts that a router chose (T, K): ours returns them alone, others as a part.
 
     A router that weighs all returns weights (T, R), alone or first: heaviest first, and the number
     R where it is zero.
     """
-    chosen = out[-1] if isinstance(out, tuple) else out
-    if not chosen.is_floating_point():
-        return chosen
+    parts = out if isinstance(out, tuple) else (out,)
+    for chosen in parts:
+        if not chosen.is_floating_point():
+            return chosen
     every = out[0] if isinstance(out, tuple) else out
     weights_TR, chosen_TR = every.sort(dim=-1, descending=True, stable=True)
-    return chosen_TR.masked_fill(weights_TR == 0, chosen.shape[-1])
+    return chosen_TR.masked_fill(weights_TR == 0, every.shape[-1])
 
 
 class Counts(dict[int, Routing]):

@@ -57,9 +57,9 @@ class Skipping(nn.Module):
     beta: float
     rule: str
 
-    def forward(self, hidden_states: Tensor, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, chosen = super().forward(hidden_states, *args)
-        return logits, *skip(weights, chosen, self.beta, self.rule, logits.shape[-1])
+    def forward(self, hidden_states: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
+        logits, weights, chosen, *shared = super().forward(hidden_states, *args)
+        return logits, *skip(weights, chosen, self.beta, self.rule, logits.shape[-1]), *shared
 
 
 def make_skipping(router: nn.Module, beta: float, rule: str, experts: Experts) -> None:

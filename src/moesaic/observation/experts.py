@@ -4,8 +4,8 @@ Sums over tokens for the criteria that score one expert at a time; for the exact
 error, every token's router logits and the inner products of all its experts' outputs. Statistics
 of batches, processes and machines merge.
 
-Shape suffixes: T tokens, E experts, D hidden size, P = E (E + 1) / 2 packed pairs, X what a router
-decides on (:mod:`moesaic.arch.routing`).
+Shape suffixes: T tokens, E experts, A those and the shared ones that the router weighs, D hidden
+size, P = A (A + 1) / 2 packed pairs, X what a router decides on (:mod:`moesaic.arch.routing`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial, reduce
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from moesaic.observation.tap import square_sums
 
 PARTS = ("weights", "outputs", "pairs", "gram", "neurons")
 """What may be observed beside the router: ``spread_E``; ``norm_E``, ``square_E`` and ``gated_E``;
-``pair_EE``; ``gram_SP`` with ``cross_SE`` and ``delta_S``; ``neurons``. What was not is empty."""
+``pair_EE``; ``gram_SP`` with ``cross_SA`` and ``delta_S``; ``neurons``. What was not is empty."""
 EMPTY = torch.empty(0, dtype=torch.float64)
 BLOCK_BYTES = 128 << 20
 """Expert outputs held at a time."""
@@ -63,15 +64,16 @@ class ExpertStats:
     """bool: tokens of which the Gram matrix is kept."""
     gram_SP: Tensor
     """float32: <f_i, f_j> for i <= j, packed, one row a sampled token."""
-    cross_SE: Tensor
+    cross_SA: Tensor
     """float64: <f_j, delta>, delta being what the layer's input lost before; empty without."""
     delta_S: Tensor
     """float64: |delta|^2; empty without."""
     neurons: NeuronStats
 
     @classmethod
-    def none(cls, experts: int) -> ExpertStats:
-        """Nothing observed."""
+    def none(cls, experts: int, always: int = 0) -> ExpertStats:
+        """Nothing observed of so many routed experts, and shared ones that the router weighs."""
+        weighed = experts + always
         return cls(
             calls_E=torch.zeros(experts, dtype=torch.int64),
             gate_E=torch.zeros(experts, dtype=torch.float64),
@@ -82,10 +84,10 @@ class ExpertStats:
             spread_E=EMPTY,
             bias_E=EMPTY.float(),
             batch_T=torch.zeros(0, dtype=torch.int64),
-            logits_TX=torch.zeros(0, experts),
+            logits_TX=torch.zeros(0, weighed),
             sampled_T=torch.zeros(0, dtype=torch.bool),
-            gram_SP=torch.empty(0, experts * (experts + 1) // 2),
-            cross_SE=EMPTY.view(0, 1).expand(0, experts),
+            gram_SP=torch.empty(0, weighed * (weighed + 1) // 2),
+            cross_SA=EMPTY.view(0, 1).expand(0, weighed),
             delta_S=EMPTY,
             neurons=NeuronStats.none(),
         )
@@ -100,15 +102,20 @@ class ExpertStats:
         """Routed experts of the layer."""
         return len(self.calls_E)
 
+    @property
+    def weighed(self) -> int:
+        """The same with shared experts that the router weighs."""
+        return (isqrt(8 * self.gram_SP.shape[1] + 1) - 1) // 2
+
     def check(self) -> None:
         """Refuse statistics whose parts are not of one size.
 
         Raises:
             ValueError: names the part.
         """
-        tokens, experts = self.tokens, self.experts
+        tokens, weighed = self.tokens, max(self.experts, self.weighed)
         sampled = int(self.sampled_T.sum())
-        sizes = {"T": tokens, "E": experts, "P": experts * (experts + 1) // 2}
+        sizes = {"T": tokens, "E": self.experts, "A": weighed, "P": weighed * (weighed + 1) // 2}
         sizes["X"] = self.logits_TX.shape[1]
         for name, tensor in self.tensors().items():
             axes = name.rpartition("_")[2]
@@ -259,7 +266,7 @@ class _Observer:
         calls_E = (w_TE != 0).sum(0).cpu()
         sampled_T = evenly(len(x_TD), self.share).to(x_TD.device)
         stats = replace(
-            ExpertStats.none(view.count),
+            ExpertStats.none(view.count, view.parts.always),
             calls_E=calls_E,
             gate_E=w_TE.double().sum(0).cpu(),
             bias_E=EMPTY.float() if routing.bias_E is None else routing.bias_E.float().cpu(),
@@ -307,14 +314,14 @@ class _Observer:
         delta_TD = None
         if target_TD is not None and sampled_T.any():
             delta_TD = target_TD.double() - self.view.output(x_TD).double()
-        for at, f_PED in self._outputs(x_TD, ran_TE, show):
-            chosen = sampled_T[at]
+        for at, f_PAD in self._outputs(x_TD, ran_TE, show):
+            chosen, f_PED = sampled_T[at], f_PAD[:, : self.view.count]
             if "outputs" in parts:
                 sums.add_sizes(f_PED, w_TE[at].double(), routed_TE[at])
             if "pairs" in parts:
                 sums.add_pairs(f_PED, w_TE[at].double())
             if chosen.any():
-                sums.add_grams(f_PED[chosen], None if delta_TD is None else delta_TD[at[chosen]])
+                sums.add_grams(f_PAD[chosen], None if delta_TD is None else delta_TD[at[chosen]])
         sums.fill(stats, parts)
         if "neurons" in parts:
             stats.neurons = replace(
@@ -338,13 +345,14 @@ class _Observer:
             show: is shown each expert's number, tokens, their rows among these, and h.
 
         Yields:
-            tokens (P,), and what every expert makes of each (P, E, D), float64.
+            tokens (P,), and what every expert makes of each (P, A, D), float64.
         """
         rows = max(1, BLOCK_BYTES // (self.view.count * x_TD.shape[1] * x_TD.element_size()))
         for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
             f_BED = self.view.outputs(x_TD[block], ran_TE[block], partial(show, block))
+            f_BAD = torch.cat([f_BED, self.view.shared_outputs(x_TD[block])], 1)
             for part in torch.arange(len(block), device=x_TD.device).split(max(1, rows // 8)):
-                yield block[part], f_BED[part].double()
+                yield block[part], f_BAD[part].double()
 
 
 @dataclass
@@ -369,10 +377,10 @@ class _OutputSums:
         weighted_PED = f_PED * w_PE[:, :, None]
         self.pair_EE += torch.einsum("pid,pjd->ij", weighted_PED, weighted_PED).cpu()
 
-    def add_grams(self, f_SED: Tensor, delta_SD: Tensor | None) -> None:
-        self.grams.append(packed((f_SED @ f_SED.transpose(1, 2)).float()).cpu())
+    def add_grams(self, f_SAD: Tensor, delta_SD: Tensor | None) -> None:
+        self.grams.append(packed((f_SAD @ f_SAD.transpose(1, 2)).float()).cpu())
         if delta_SD is not None:
-            self.crosses.append((f_SED @ delta_SD.unsqueeze(-1)).squeeze(-1).cpu())
+            self.crosses.append((f_SAD @ delta_SD.unsqueeze(-1)).squeeze(-1).cpu())
             self.deltas.append(delta_SD.square().sum(-1).cpu())
 
     def fill(self, stats: ExpertStats, parts: Collection[str]) -> None:
@@ -384,7 +392,7 @@ class _OutputSums:
         if self.grams:
             stats.gram_SP = torch.cat(self.grams)
         if self.crosses:
-            stats.cross_SE, stats.delta_S = torch.cat(self.crosses), torch.cat(self.deltas)
+            stats.cross_SA, stats.delta_S = torch.cat(self.crosses), torch.cat(self.deltas)
 
 
 def _sizes(square_NX: Tensor, w_NX: Tensor) -> Tensor:
@@ -429,6 +437,8 @@ def observed(
 def routing_of(job: Job[MoEArch], layer: int, stats: ExpertStats) -> RoutingFunction:
     """A layer's routing function, ready to decide over recorded logits."""
     routing = job.arch.mixture(job.layers[layer]).routing
+    start = f"{job.arch.layer_prefix(layer)}{job.arch.inside}"
+    routing.fill(lambda name, _: job.naming.read(start + name))
     if routing.bias_E is not None:
         routing.bias_E = stats.bias_E
     return routing

@@ -352,6 +352,7 @@ class LayerStream(Generic[V_co]):
                 give_back()  # or what is kept of each layer holds the room of all that it took
 
         prefix, _, layers_name = arch.layers_path.rpartition(".")
+        tied = getattr(config, "tie_word_embeddings", False)
         return cls(
             model,
             arch,
@@ -364,7 +365,7 @@ class LayerStream(Generic[V_co]):
             open_head=lambda: opened(
                 model.get_output_embeddings(),
                 "lm_head.",
-                source=f"{prefix}.embed_tokens.weight" if config.tie_word_embeddings else None,
+                source=f"{prefix}.embed_tokens.weight" if tied else None,
             ),
             open_layer=lambda i: opened(arch.layers(model)[i], arch.layer_prefix(i)),
             **options,

@@ -95,8 +95,9 @@ class ExpertSearch:
         self, block: Block, view: MoEFFN, hidden: Spill, inputs: Spill, reference: Spill
     ) -> tuple[Replaced, JSON]:
         config = self.config
-        g_E, calls_E = self._gates(view, self.stream.entered(block, inputs))
-        shared, routed = self._shared(view, inputs), NONE_K
+        g_A, calls_E = self._gates(view, self.stream.entered(block, inputs))
+        g_E = g_A[: view.count]
+        shared, routed = self._shared(view, inputs, g_A[view.count :]), NONE_K
         analysis: JSON = {"calls": calls_E.tolist()}
         if config.keep == "shared+routed":
             k = view.top_k if config.experts is None else config.experts
@@ -124,20 +125,21 @@ class ExpertSearch:
         return variants[config.keep], analysis
 
     def _gates(self, view: MoEFFN, inputs: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-        """g_E of Eq. 2 over the tokens of all processes, and how often each was chosen."""
-        sums_2E = torch.zeros(2, view.count, dtype=torch.float64)
+        """g of Eq. 2 over the tokens of all processes (A,), and how often each was chosen (E,)."""
+        sums_2A = torch.zeros(2, view.count + view.parts.always, dtype=torch.float64)
         for x_TD in inputs:
-            w_TE = view.routing.weights(view.logits(x_TD.to(view.device)).float())
-            sums_2E += torch.stack([w_TE.double().sum(0), (w_TE != 0).double().sum(0)]).cpu()
-        sums_2E = mean_over_processes(sums_2E, 1)
-        return fixed_gates(sums_2E[0], sums_2E[1]), sums_2E[1]
+            w_TA = view.routing.every_weight(view.logits(x_TD.to(view.device)).float())
+            sums_2A += torch.stack([w_TA.double().sum(0), (w_TA != 0).double().sum(0)]).cpu()
+        sums_2A = mean_over_processes(sums_2A, 1)
+        return fixed_gates(sums_2A[0], sums_2A[1]), sums_2A[1, : view.count]
 
-    def _shared(self, view: MoEFFN, inputs: Spill) -> CondensedLayer:
-        """The layer with its shared path alone."""
+    def _shared(self, view: MoEFFN, inputs: Spill, g_S: Tensor) -> CondensedLayer:
+        """The layer with its shared path alone; ``g_S`` are its experts' where they are weighed."""
         width = view.shared_width
         if not width:
             return NO_FFN
-        scale, gated = 1.0, 0
+        scale: float | list[float] = g_S.tolist() if len(g_S) else 1.0
+        gated = 0
         if self.arch.shared_gate is not None:
             gated = width
             if self.config.shared_gate == "mean":

@@ -58,12 +58,12 @@ def losses(stats: ExpertStats, routing: RoutingFunction, top_k: int) -> list[flo
     fewer = [routing.of_fewer(k) for k in range(1, top_k)]
     logits_SX = stats.logits_TX[stats.sampled_T]
     squared_K = torch.zeros(top_k, dtype=torch.float64)
-    for block in torch.arange(len(logits_SX)).split(max(1, ELEMENTS // stats.experts**2)):
-        w_SE = routing.weights(logits_SX[block]).double()
-        gram_SEE = unpacked(stats.gram_SP[block], stats.experts)
+    for block in torch.arange(len(logits_SX)).split(max(1, ELEMENTS // stats.weighed**2)):
+        w_SA = routing.every_weight(logits_SX[block]).double()
+        gram_SAA = unpacked(stats.gram_SP[block], stats.weighed)
         for k, few in enumerate(fewer, 1):
-            v_SE = few.weights(logits_SX[block]).double()
-            error_S1 = squared_errors((v_SE - w_SE).unsqueeze(1), gram_SEE)
+            v_SA = few.every_weight(logits_SX[block]).double()
+            error_S1 = squared_errors((v_SA - w_SA).unsqueeze(1), gram_SAA)
             squared_K[k - 1] += error_S1.sum()
     size = output_norm(stats, routing)
     return [x**0.5 / size if size else 0.0 for x in squared_K.clamp(min=0).tolist()]

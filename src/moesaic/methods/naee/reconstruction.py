@@ -4,11 +4,14 @@ Equation numbers are the paper's (Lu et al., 2024).
 
 ==================  ==========================================================
 C                   the experts that stay
-w, w'               combine weights of a token, with all experts and with C (T, E)
+w, w'               combine weights of a token, with all experts and with C (T, A)
 f_i(x)              output of expert i
-F(x), F'(x, C)      output of the routed experts, with all and with C
-G_t                 <f_i(x_t), f_j(x_t)>: the Gram matrix of a token (E, E)
+F(x), F'(x, C)      output of the experts, with all and with C
+G_t                 <f_i(x_t), f_j(x_t)>: the Gram matrix of a token (A, A)
 ==================  ==========================================================
+
+Experts are the E that are routed and, behind them, shared ones if the router weighs these too: all
+A whose weights may change.
 
 Eq. 3: C minimises ||F'(x, C) - F(x)||_F. With every expert's output known once,
 
@@ -36,7 +39,7 @@ RELEASED_BATCH = 16_384
 """Tokens of a batch in the released code: 8 sequences of 2,048."""
 
 
-def squared_errors(diff_SCE: Tensor, gram_SEE: Tensor) -> Tensor:
+def squared_errors(diff_SCA: Tensor, gram_SAA: Tensor) -> Tensor:
     """||F'(x_t, C) - F(x_t)||^2 = (w' - w)^T G_t (w' - w) for every token and set (S, C).
 
     >>> diff = torch.tensor([[[1.0, -1.0]]])
@@ -44,7 +47,7 @@ def squared_errors(diff_SCE: Tensor, gram_SEE: Tensor) -> Tensor:
     >>> squared_errors(diff, gram)
     tensor([[2.]])
     """
-    return ((diff_SCE @ gram_SEE) * diff_SCE).sum(-1)
+    return ((diff_SCA @ gram_SAA) * diff_SCA).sum(-1)
 
 
 class Reconstruction(Neighbours):
@@ -81,7 +84,7 @@ class Reconstruction(Neighbours):
         self.sum_batch_norms = sum_batch_norms
         self.device = torch.device(device)
         self.logits_SX = stats.logits_TX[stats.sampled_T].to(self.device)
-        self.w_SE = routing.weights(self.logits_SX).double()
+        self.w_SA = routing.every_weight(self.logits_SX).double()
         batch_T = stats.batch_T
         if sum_batch_norms:
             batch_T = torch.arange(stats.tokens) // RELEASED_BATCH
@@ -101,22 +104,22 @@ class Reconstruction(Neighbours):
         squared_CB = torch.zeros(
             len(kept_CE), self.batches, dtype=torch.float64, device=self.device
         )
-        rows = max(1, ELEMENTS // stats.experts**2)
-        for block in torch.arange(len(self.w_SE)).split(rows):
-            gram_SEE = unpacked(stats.gram_SP[block].to(self.device), stats.experts)
-            sets = max(1, ELEMENTS // (len(block) * stats.experts))
+        rows = max(1, ELEMENTS // stats.weighed**2)
+        for block in torch.arange(len(self.w_SA)).split(rows):
+            gram_SAA = unpacked(stats.gram_SP[block].to(self.device), stats.weighed)
+            sets = max(1, ELEMENTS // (len(block) * stats.weighed))
             batch_S = self.batch_S[block.to(self.device)]
-            logits_SX, w_S1E = (
-                x[block.to(self.device)] for x in (self.logits_SX, self.w_SE[:, None])
+            logits_SX, w_S1A = (
+                x[block.to(self.device)] for x in (self.logits_SX, self.w_SA[:, None])
             )
             for at in torch.arange(len(kept_CE), device=self.device).split(sets):
-                diff_SCE = weights_for(self.routing, logits_SX, kept_CE[at]) - w_S1E
-                error_SC = squared_errors(diff_SCE, gram_SEE)
+                diff_SCA = weights_for(self.routing, logits_SX, kept_CE[at]) - w_S1A
+                error_SC = squared_errors(diff_SCA, gram_SAA)
                 if len(stats.delta_S):
-                    cross_SE, delta_S = (
-                        x[block].to(self.device) for x in (stats.cross_SE, stats.delta_S)
+                    cross_SA, delta_S = (
+                        x[block].to(self.device) for x in (stats.cross_SA, stats.delta_S)
                     )
-                    cross_SC = (diff_SCE @ cross_SE.unsqueeze(-1)).squeeze(-1)
+                    cross_SC = (diff_SCA @ cross_SA.unsqueeze(-1)).squeeze(-1)
                     error_SC = error_SC - 2 * cross_SC + delta_S[:, None]
                 into = torch.zeros_like(squared_CB[at])
                 squared_CB[at] += into.index_add_(1, batch_S, error_SC.T.contiguous())
@@ -148,19 +151,19 @@ def reconstruction_losses(
 
 
 def weights_for(routing: RoutingFunction, logits_SX: Tensor, kept_CE: Tensor) -> Tensor:
-    """w', the combine weights with only a set of experts there (S, C, E), float64."""
+    """w', the combine weights with only a set of experts there (S, C, A), float64."""
     tokens, sets = len(logits_SX), len(kept_CE)
-    every_NE = logits_SX.repeat_interleave(sets, 0)
-    w_NE = routing.weights(every_NE, kept_CE.repeat(tokens, 1))
-    return w_NE.double().view(tokens, sets, -1)
+    every_NX = logits_SX.repeat_interleave(sets, 0)
+    w_NA = routing.every_weight(every_NX, kept_CE.repeat(tokens, 1))
+    return w_NA.double().view(tokens, sets, -1)
 
 
 def output_norm(stats: ExpertStats, routing: RoutingFunction) -> float:
     """||F(x)||_F over the sampled tokens: what a loss is a share of."""
     logits_SX = stats.logits_TX[stats.sampled_T]
     total = 0.0
-    for block in torch.arange(len(logits_SX)).split(max(1, ELEMENTS // stats.experts**2)):
-        w_SE = routing.weights(logits_SX[block]).double()
-        gram_SEE = unpacked(stats.gram_SP[block], stats.experts)
-        total += squared_errors(w_SE.unsqueeze(1), gram_SEE).sum().item()
+    for block in torch.arange(len(logits_SX)).split(max(1, ELEMENTS // stats.weighed**2)):
+        w_SA = routing.every_weight(logits_SX[block]).double()
+        gram_SAA = unpacked(stats.gram_SP[block], stats.weighed)
+        total += squared_errors(w_SA.unsqueeze(1), gram_SAA).sum().item()
     return max(total, 0.0) ** 0.5

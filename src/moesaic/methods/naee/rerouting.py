@@ -132,37 +132,40 @@ class Rerouting:
         self.routing = routing
         self.grows = law is Law.GROW
         self.device = torch.device(device)
-        self.count = stats.experts
+        self.count, self.weighed = stats.experts, stats.weighed
         self.logits_SX = stats.logits_TX[stats.sampled_T].to(device)
         self.batch_S = batch_S.to(device)
         self.batches = int(batch_S.max()) + 1
         self.gram_N = stats.gram_SP.to(device).flatten()
         self.pairs = stats.gram_SP.shape[1]
-        self.place_EE = packed_places(self.count).to(device)
+        self.place_AA = packed_places(self.weighed).to(device)
         self._start(stats)
         self._remembered: list[tuple[Tensor, _Rows]] = []
 
     def _start(self, stats: ExpertStats) -> None:
         """What stays the same for every set."""
         every = torch.arange(len(self.logits_SX), device=self.device)
-        self.inner_SE = torch.zeros(len(every), self.count, dtype=torch.float64, device=self.device)
+        self.inner_SA = torch.zeros(
+            len(every), self.weighed, dtype=torch.float64, device=self.device
+        )
         self.target_S = torch.zeros(len(every), dtype=torch.float64, device=self.device)
-        self.level_SE = torch.full_like(self.inner_SE, -1, dtype=torch.int16)
+        self.level_SE = torch.full((len(every), self.count), -1, dtype=torch.int16)
+        self.level_SE = self.level_SE.to(self.device)
         self.norm = 0.0
         cross = bool(len(stats.delta_S))
         for at in every.split(max(1, ROWS // self.count)):
             w_NK, chosen_NK = self._choose(at, None)
-            gram_NKE = self._gram(at, self.place_EE[chosen_NK])
-            inner_NE = (w_NK.unsqueeze(1) @ gram_NKE).squeeze(1)
-            own_N = (w_NK * inner_NE.gather(1, chosen_NK)).sum(1)
+            gram_NKA = self._gram(at, self.place_AA[chosen_NK])
+            inner_NA = (w_NK.unsqueeze(1) @ gram_NKA).squeeze(1)
+            own_N = (w_NK * inner_NA.gather(1, chosen_NK)).sum(1)
             self.norm += own_N.sum().item()
             target_N = own_N
             if cross:
-                cross_NE = stats.cross_SE[at.cpu()].to(self.device)
-                target_N = own_N + 2 * (w_NK * cross_NE.gather(1, chosen_NK)).sum(1)
+                cross_NA = stats.cross_SA[at.cpu()].to(self.device)
+                target_N = own_N + 2 * (w_NK * cross_NA.gather(1, chosen_NK)).sum(1)
                 target_N = target_N + stats.delta_S[at.cpu()].to(self.device)
-                inner_NE = inner_NE + cross_NE
-            self.inner_SE[at], self.target_S[at] = inner_NE, target_N
+                inner_NA = inner_NA + cross_NA
+            self.inner_SA[at], self.target_S[at] = inner_NA, target_N
             self.level_SE[at] = self._levels(at)
         logits_SE = self.logits_SX[:, : self.count]
         self.share_SE = logits_SE.double().softmax(1) if self.grows else None
@@ -174,7 +177,7 @@ class Rerouting:
         left = self.count
         while left > 0:
             level_NE += left_NE
-            _, chosen_NK = self._choose(tokens_N, left_NE)
+            _, chosen_NK = self.routing.choose(self.logits_SX[tokens_N], left_NE)
             left_NE.scatter_(1, chosen_NK, False)
             left -= chosen_NK.shape[1]
             if left < chosen_NK.shape[1]:
@@ -183,8 +186,8 @@ class Rerouting:
         return level_NE
 
     def _choose(self, tokens_N: Tensor, allowed_NE: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights (float64) and experts (N, K)."""
-        w_NK, chosen_NK = self.routing.choose(self.logits_SX[tokens_N], allowed_NE)
+        """Weights (float64) and experts, shared ones that the router weighs the last (N, K)."""
+        w_NK, chosen_NK = self.routing.weigh(self.logits_SX[tokens_N], allowed_NE)
         return w_NK.float().double(), chosen_NK
 
     def _gram(self, tokens_N: Tensor, places: Tensor) -> Tensor:
@@ -195,15 +198,16 @@ class Rerouting:
     # --- rows ------------------------------------------------------------------------------------
 
     def _routed(self, tokens_N: Tensor, allowed_NE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts that tokens run (N, K), |f|^2 and <f, y> (N,)."""
+        """The routed experts that tokens run (N, K), |f|^2 and <f, y> (N,)."""
         parts = []
         for at in torch.arange(len(tokens_N), device=self.device).split(max(1, ROWS // self.count)):
             tokens = tokens_N[at]
             w_NK, chosen_NK = self._choose(tokens, allowed_NE[at])
-            places_NKK = self.place_EE[chosen_NK.unsqueeze(2), chosen_NK.unsqueeze(1)]
+            places_NKK = self.place_AA[chosen_NK.unsqueeze(2), chosen_NK.unsqueeze(1)]
             f_NK = (self._gram(tokens, places_NKK) @ w_NK.unsqueeze(2)).squeeze(2)
-            inner_NK = self.inner_SE[tokens.unsqueeze(1), chosen_NK]
-            parts.append((chosen_NK, (w_NK * f_NK).sum(1), (w_NK * inner_NK).sum(1)))
+            inner_NK = self.inner_SA[tokens.unsqueeze(1), chosen_NK]
+            routed_NK = chosen_NK[:, : chosen_NK.shape[1] - self.routing.always]
+            parts.append((routed_NK, (w_NK * f_NK).sum(1), (w_NK * inner_NK).sum(1)))
         chosen, square, inner = zip(*parts, strict=True)
         return torch.cat(chosen), torch.cat(square), torch.cat(inner)
 

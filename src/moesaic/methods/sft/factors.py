@@ -15,10 +15,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, weight_of
+from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.foreign import Config, Model
 from moesaic.layers.condensed import CondensedLayer
+from moesaic.nn.condensed_ffn import CondensedFFN
 from moesaic.plan import Plan
 
 
@@ -30,7 +31,8 @@ def _fixed_weights(layer: CondensedLayer, shared: int, expert: int) -> Tensor:
         shared: neurons of the shared path.
         expert: neurons of a routed expert.
     """
-    scale = torch.full((shared if layer.shared else 0,), layer.shared_scale)
+    scales = torch.tensor(layer.shared_scale).flatten()
+    scale = scales.repeat_interleave(shared // len(scales))[: shared if layer.shared else 0]
     g_K = layer.gates_K.float().repeat_interleave(expert)
     padding = torch.ones(layer.width - len(scale) - len(g_K))
     return torch.cat([scale, g_K, padding])
@@ -73,8 +75,9 @@ def outside(model: Model, arch: Arch, factors: Mapping[int, Tensor]) -> Iterator
 
     for i, g_M in factors.items():
         ffn = arch.ffn_of(arch.layers(model)[i])
-        down = getattr(ffn, arch.ffn.down)
-        scaled.append((down, weight_of(ffn, arch.ffn.down).dtype, g_M))
+        assert isinstance(ffn, CondensedFFN)
+        down = ffn.down_proj
+        scaled.append((down, down.weight.dtype, g_M))
         down.weight.data = down.weight.data.float() / g_M.to(down.weight.device)
         handles.append(down.register_forward_pre_hook(partial(multiply, g_M)))
     try:

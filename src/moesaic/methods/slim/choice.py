@@ -192,7 +192,7 @@ def routed(
         if i in order:
             h_NM, down_DM = h_NM[:, order[i]], down_DM[:, order[i]]
         y_TD[rows] += h_NM @ down_DM.T.float()
-    return y_TD + view.bias_sum(x_TD, allowed_E)
+    return y_TD + view.weighed_beside(x_TD, allowed_E)
 
 
 def candidates(least: int, most: int, step: int) -> Iterator[int]:

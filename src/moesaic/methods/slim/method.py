@@ -86,6 +86,8 @@ class Size:
     """Neurons of the shared path that stay."""
     room: int = 0
     """Places for them; what is left over holds zeros. 0 where the path is left alone."""
+    apart: int = 1
+    """Shared experts that they are of, all of one width."""
     dense: bool = False
     """It is a dense FFN, seen as one expert."""
 
@@ -308,11 +310,15 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             return size
         shared = whole
         if config.shared is not None:
-            shared, _ = width_for(whole, config.shared * whole, config.multiple, "shared")
+            each = whole // view.shared_count
+            shared, _ = width_for(each, config.shared * each, config.multiple, "shared")
+            shared *= view.shared_count
         native = config.allocate == "uniform"
         room = arch.shared_room(shared, size.width) if native else shared
         alone = shared == room == whole and (arch.shared_size or not native)
-        return size if alone else replace(size, shared=shared, room=room)
+        if alone:
+            return size
+        return replace(size, shared=shared, room=room, apart=view.shared_count)
 
     def cost(self, job: Job[Arch], sizes: Mapping[int, Sequence[Size]]) -> Cost:
         """Where sizes are compared, the experts run at each; and both ways to spend a budget."""
@@ -388,8 +394,12 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         if size.room:
             score = SCORES["random"] if blind else chosen
             beside = shared_neurons(stats, self._seed(layer) + 1)
-            order_1S = highest(score.score(beside), size.shared, beside.reach)
-            order_S = filled_up(order_1S[0], size.room)
+            score_NS, reach_NS = (
+                x.view(size.apart, -1) for x in (score.score(beside), beside.reach)
+            )
+            first_N1 = score_NS.shape[1] * torch.arange(size.apart)[:, None]
+            order_NS = first_N1 + highest(score_NS, size.shared // size.apart, reach_NS)
+            order_S = torch.cat([filled_up(o, size.room // size.apart) for o in order_NS])
         return SlimmedLayer(
             kept, neurons_NW, size.before, shared_S=order_S, uneven=config.uneven
         ), analysis

@@ -1,0 +1,128 @@
+"""Shared experts that the router weighs together with those it chooses (Inkling)."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import equal, loaded, logits, weights
+from shrunken import small_model
+
+from moesaic.api import condense, observe, prune, slim, tune
+from moesaic.arch.dense import FFNNames
+from moesaic.arch.lookup import base_arch, moe_arch
+from moesaic.data.text import Tokens
+from moesaic.layers.neurons import of_stacked
+from moesaic.layers.pruned import PrunedLayer
+from moesaic.methods.cdmoe.config import CondenseConfig
+from moesaic.methods.naee.config import PruneConfig
+from moesaic.methods.naee.reconstruction import Reconstruction
+from moesaic.methods.naee.rerouting import Law, law_of
+from moesaic.methods.naee.search import Neighbours
+from moesaic.methods.sft.config import TuneConfig
+from moesaic.methods.sft.factors import factors
+from moesaic.methods.slim.config import SlimConfig
+from moesaic.observation.experts import observe_experts
+from moesaic.observation.stream import LayerStream
+from moesaic.surgery import apply_layer
+
+TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.fixture
+def model() -> Any:
+    model = small_model("inkling_text")
+    with torch.no_grad():
+        for layer in model.model.layers[1:]:
+            layer.mlp.gate.global_scale.fill_(0.7)
+    return model
+
+
+def test_rows_of_shared_experts_stay(model):
+    before = copy.deepcopy(model.model.layers[1].mlp.state_dict())
+    apply_layer(model.model.layers, 1, moe_arch(model.config), PrunedLayer(torch.tensor([1, 4, 6])))
+    after = model.model.layers[1].mlp.state_dict()
+    rows = torch.tensor([1, 4, 6, 8, 9])
+    assert torch.equal(after["gate.weight"], before["gate.weight"][rows])
+    bias = "gate.e_score_correction_bias"
+    assert torch.equal(after[bias], before[bias][rows[:3]])
+    others = {n for n in before if "shared" in n or "global" in n}
+    assert len(others) == 4
+    assert all(torch.equal(after[n], before[n]) for n in others)
+
+
+@pytest.mark.parametrize("follow", [False, True], ids=["own target", "original target"])
+def test_neighbours_have_the_losses_of_their_sets(follow, model):
+    arch = moe_arch(model.config)
+    layers = arch.moe_layers(model)
+    for site in LayerStream(model, arch, TEXT, layers, view=arch.mixture, follow=follow):
+        stats, routing = observe_experts(site), site.view.routing
+        assert law_of(routing, stats.logits_TX) is Law.STAY
+        losses, kept_E = Reconstruction(stats, routing), torch.ones(8, dtype=torch.bool)
+        for gone in (2, 5, 6):
+            every = kept_E.nonzero().flatten()
+            wanted = Neighbours.without(losses, kept_E, every)
+            torch.testing.assert_close(losses.without(kept_E, every), wanted)
+            kept_E = kept_E.clone()
+            kept_E[gone] = False
+        back = (~kept_E).nonzero().flatten()
+        wanted = Neighbours.having(losses, kept_E, back)
+        torch.testing.assert_close(losses.having(kept_E, back), wanted)
+        if follow:  # so that the next layer has something to make good
+            site.change = site.view.restricted(kept_E)
+
+
+def test_decided_from_statistics_as_from_the_model(model, tmp_path):
+    """Where the layer is closed, its router's own factor is read from disk."""
+    model.save_pretrained(tmp_path / "base")
+    base, file = str(tmp_path / "base"), tmp_path / "stats.safetensors"
+    observe(base, file, calibration=TEXT)
+    config = PruneConfig(keep=3, refit=False)
+    seen = prune(model, config, calibration=TEXT)
+    told = prune(base, config, stats=str(file))
+    assert seen.analyses == told.analyses
+    assert all(analysis["loss"] > 0 for analysis in seen.analyses.values())
+    assert equal(weights(seen.save(tmp_path / "a")), weights(told.save(tmp_path / "b")))
+
+
+def test_condensed_shared_experts_have_their_mean_weights(model, tmp_path):
+    """And while they are trained these stay apart from their down projections."""
+    found = []
+    gate = model.model.layers[3].mlp.gate
+    handle = gate.register_forward_hook(lambda _, args, out: found.append(out[3]))
+    logits(model, TEXT)
+    handle.remove()
+    config = CondenseConfig(count=1, keep="shared", candidates=(3,), refit=False)
+    result = condense(model, config, text=TEXT)
+    scales = result.plan.layers[3].shared_scale
+    torch.testing.assert_close(torch.tensor(scales), found[0].mean(0))
+    folder = result.save(tmp_path / "out")
+    fixed = factors(base_arch(model.config), model.config, result.plan)
+    assert torch.equal(fixed[3], torch.tensor(scales).repeat_interleave(16))
+    tuned = tune(str(folder), TuneConfig(steps=4), text=TEXT, tokenizer=object())
+    change = logits(tuned.model, TEXT) - logits(result.model, TEXT)
+    assert 0 < change.abs().max() < 0.1
+
+
+@pytest.mark.parametrize("shared", [0.5, 0.25], ids=["as narrow", "filled up"])
+def test_each_shared_expert_is_as_narrow_as_a_routed_one(shared, model, tmp_path):
+    config = SlimConfig(keep=0.5, shared=shared, allocate="uniform", refit=True)
+    result, plain = (slim(model, c, text=TEXT) for c in (config, replace(config, refit=False)))
+    whole, far = logits(model, TEXT), [logits(r.model, TEXT) for r in (result, plain)]
+    assert (far[0] - whole).norm() < (far[1] - whole).norm()
+    again = loaded(result.save(tmp_path / "out"))
+    assert again.config.model_type == "inkling_text"
+    assert again.model.layers[2].mlp.shared_experts.down_proj.shape == (2, 32, 8)
+    assert torch.equal(logits(again, TEXT), logits(result.model, TEXT))
+
+
+def test_no_neuron_stands_in_another_experts_place():
+    tensor = torch.arange(24.0).view(2, 4, 3)
+    kept = of_stacked(FFNNames(), "up_proj", tensor, torch.tensor([1, -1, 6, 7]))
+    wanted = torch.stack([torch.stack([tensor[0, 1], torch.zeros(3)]), tensor[1, 2:]])
+    assert torch.equal(kept, wanted)
+    with pytest.raises(ValueError, match="another's place"):
+        of_stacked(FFNNames(), "up_proj", tensor, torch.tensor([1, 4, 6, 7]))
