@@ -53,6 +53,7 @@ SOME = (
     "gpt_oss",  # biases, a clamped gate
     "granitemoehybrid",  # a shared path beside the block, which every layer calls
     "hy_v4",  # a clamped gate, several residual streams, layers that hand on
+    "inkling_text",  # shared experts that the router weighs, dense layers with a factor
     "llama4_text",  # scores scale what experts are given
     "lfm2_moe",  # dense layers without an activation module, no hidden_act
     "nemotron_h",  # no gates, layers without FFN
@@ -199,7 +200,10 @@ def _without_neurons(view: Any, plan: PrunedLayer) -> None:
     if plan.shared_S is not None:
         gone = torch.ones(view.shared_width, dtype=torch.bool)
         gone[plan.shared_S[plan.shared_S >= 0]] = False
-        view.shared_ffn.down_DM[:, gone] = 0
+        if view.parts.always:
+            view.shared_module.down_proj.transpose(1, 2)[gone.view(view.parts.always, -1)] = 0
+        else:
+            view.shared_ffn.down_DM[:, gone] = 0
 
 
 def _summed(arch: MoEArch, layer: Any, view: Any, plan: CondensedLayer) -> None:
@@ -213,7 +217,11 @@ def _summed(arch: MoEArch, layer: Any, view: Any, plan: CondensedLayer) -> None:
             if arch.shared_gate is not None:
                 gate = torch.sigmoid(getattr(view.block, arch.shared_gate)(x_TD))
                 gate = gate if plan.gated else plan.shared_scale
-            y_TD = gate * view.shared_module(x_TD)
+            if arch.parts.always:
+                weights_TS = torch.tensor(plan.shared_scale).expand(len(x_TD), -1)
+                y_TD = view.shared_module(x_TD, weights_TS)
+            else:
+                y_TD = gate * view.shared_module(x_TD)
         for i, g in zip(plan.experts, plan.gates_K.tolist(), strict=True):
             y_TD = y_TD + g * view.expert(i, x_TD)
         y = y_TD.view(args[0].shape)
@@ -228,12 +236,12 @@ def _skipping(view: Any, plan: SkippingLayer) -> None:
     """Of two experts the lighter one is left out below beta; the other takes over its weight."""
 
     def hook(_: Any, args: Any, out: Any) -> Any:
-        scores, w_TK, chosen_TK = out
+        scores, w_TK, chosen_TK, *shared = out
         first_T1 = w_TK.argmax(-1, keepdim=True)
         heavy_T1, light_T1 = w_TK.gather(-1, first_T1), w_TK.gather(-1, 1 - first_T1)
         skipped_T1 = light_T1 < plan.beta * heavy_T1
         alone_TK = torch.zeros_like(w_TK).scatter(-1, first_T1, heavy_T1 + light_T1)
-        return scores, torch.where(skipped_T1, alone_TK, w_TK), chosen_TK
+        return scores, torch.where(skipped_T1, alone_TK, w_TK), chosen_TK, *shared
 
     view.router.register_forward_hook(hook)
 
