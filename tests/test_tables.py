@@ -12,11 +12,14 @@ from builders import equal, loaded, logits, weights
 from safetensors.torch import save_file
 from shrunken import small_model
 from torch import Tensor
+from transformers import AutoConfig
 
 from moesaic.api import prune, skip
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.routing import replaced
 from moesaic.data.text import Tokens
+from moesaic.errors import MoesaicError
+from moesaic.exports.engines import limits
 from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.lexi.config import LExIConfig
@@ -110,6 +113,19 @@ def test_tokens_keep_their_experts_where_there_is_padding(model):
     torch.testing.assert_close(found[0].logits_TX, found[1].logits_TX)
 
 
+def test_residual_streams_are_those_of_real_tokens(model):
+    """This architecture has several; padding is left out of all of them."""
+    arch, ids = moe_arch(model.config), TEXT.input_ids
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, 24:] = False
+    found = []
+    for tokens in (Tokens(ids, mask), Tokens(ids[:, :24])):
+        for site in LayerStream(model, arch, tokens, [1], view=arch.mixture):
+            found.append(torch.cat([*site.residuals()]))
+    assert len(found[0]) == model.config.hc_mult * mask.sum()
+    torch.testing.assert_close(*found)
+
+
 @pytest.fixture
 def published(model, tmp_path):
     """A checkpoint under the names of the released ones, and as transformers writes it."""
@@ -145,6 +161,17 @@ def test_published_names_are_read_and_written(published):
         last = after[f"layers.3.ffn.gate.{leaf}"]
         assert torch.equal(after[f"mtp.0.ffn.gate.{leaf}"], last)
         assert len(last) == KEEP
+
+
+def test_what_is_packed_as_released_is_refused_by_name(published):
+    """Experts of four bits, and files for llama.cpp, whose converter takes no others."""
+    file = published / "published/config.json"
+    packed = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = json.loads(file.read_text())
+    assert "packed" in limits(AutoConfig.from_pretrained(published / "published"))["llama.cpp"][0]
+    file.write_text(json.dumps(config | {"expert_dtype": "fp4", "quantization_config": packed}))
+    with pytest.raises(MoesaicError, match="experts in fp4"):
+        prune(str(published / "published"), PruneConfig(keep=KEEP), text=TEXT)
 
 
 @pytest.mark.parametrize(

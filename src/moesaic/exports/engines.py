@@ -171,6 +171,10 @@ def _llamacpp_deepseek(config: Config) -> Iterator[str]:
         yield f"q_lora_rank={config.q_lora_rank} at {layers} layers, which tell it Lite models"
 
 
+def _llamacpp_deepseek_v4(config: Config) -> Iterator[str]:
+    yield "plain weights of DeepSeek-V4: its converter takes experts packed as they were released"
+
+
 def _llamacpp_gpt_oss(config: Config) -> Iterator[str]:
     sliding = [attention == "sliding_attention" for attention in config.layer_types]
     if sliding != [i % 2 == 0 for i in range(len(sliding))]:
@@ -192,6 +196,7 @@ _LLAMACPP: dict[str, Callable[[Config], Iterator[str]]] = {
     "glm4_moe": _llamacpp_glm,
     **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _llamacpp_normed),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _llamacpp_deepseek),
+    "deepseek_v4": _llamacpp_deepseek_v4,
     "gpt_oss": _llamacpp_gpt_oss,
     "ernie4_5_moe": _llamacpp_ernie,
 }

@@ -605,6 +605,8 @@ def _standing_in(stand_in: StandIn, index: int, layer: nn.Module) -> Callable[..
 
 
 def valid(x: Tensor, mask: Tensor | None) -> Tensor:
-    """The real tokens: (B, L, D) to (T, D), padding dropped."""
-    x_TD = x.flatten(0, -2)
-    return x_TD if mask is None else x_TD[mask.flatten().to(x_TD.device)]
+    """The real tokens: (B, L, D) to (T, D), padding dropped; of several residual streams all."""
+    if mask is None:
+        return x.flatten(0, -2)
+    mask = mask.to(x.device)
+    return x[mask.flatten()] if x.dim() == 2 else x[mask].flatten(0, -2)

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch
+from moesaic.arch.dense import Arch, FFNNames
 from moesaic.arch.mixture import MoEArch
 from moesaic.foreign import Config, Model
 from moesaic.layers.condensed import CondensedLayer
@@ -75,8 +75,8 @@ def outside(model: Model, arch: Arch, factors: Mapping[int, Tensor]) -> Iterator
 
     for i, g_M in factors.items():
         ffn = arch.ffn_of(arch.layers(model)[i])
-        assert isinstance(ffn, CondensedFFN)
-        down = ffn.down_proj
+        names = FFNNames() if isinstance(ffn, CondensedFFN) else arch.ffn
+        down = getattr(ffn, names.down)
         scaled.append((down, down.weight.dtype, g_M))
         down.weight.data = down.weight.data.float() / g_M.to(down.weight.device)
         handles.append(down.register_forward_pre_hook(partial(multiply, g_M)))
