@@ -31,13 +31,13 @@ class Counted:
     """Tokens that pass decoder layers."""
 
     def __init__(self) -> None:
-        self.tokens, made = 0, Block._made
+        self.tokens, output = 0, Block._output
 
         def counted(block: Block, layer: Any, states: Any, key: Any) -> Any:
             self.tokens += states.shape[0] * states.shape[1]
-            return made(block, layer, states, key)
+            return output(block, layer, states, key)
 
-        setattr(Block, "_made", counted)  # noqa: B010 - types forbid what is meant here
+        setattr(Block, "_output", counted)  # noqa: B010 - types forbid what is meant here
 
 
 def generated(depth: int, seed: int) -> Any:
@@ -74,7 +74,7 @@ def compared(
     assert plan is not None
     plans = {i: cast(CondensedLayer, p) for i, p in plan.layers.items() if plan.base.experts[i]}
     whole = LayerSearch([LayerStream(model, arch, tokens, view=arch.mixture)], plans)
-    found: dict[str, Any] = {"layers": every, "condensed": count}
+    record: dict[str, Any] = {"layers": every, "condensed": count}
     for kind, parts in (("greedy", [tokens]), ("racing", legs(tokens))):
         streams = [LayerStream(model, arch, part, view=arch.mixture) for part in parts]
         search = LayerSearch(streams, plans)
@@ -82,15 +82,15 @@ def compared(
         steps = list(itertools.islice(search.order(kind, {}), count))
         search.close()
         passes = (passed.tokens - before) / (every * tokens.count * count)
-        found[kind] = {
+        record[kind] = {
             "order": [i for i, _ in steps],
             "divergence": whole.losses([i for i, _ in steps[:-1]], [steps[-1][0]])[steps[-1][0]],
             "inferences_a_layer": passes,
         }
-    orders = [found[kind]["order"] for kind in ("greedy", "racing")]
-    found["same_steps"] = sum(a == b for a, b in zip(*orders, strict=True))
-    found["same_layers"] = len({*orders[0]} & {*orders[1]})
-    return found
+    orders = [record[kind]["order"] for kind in ("greedy", "racing")]
+    record["same_steps"] = sum(a == b for a, b in zip(*orders, strict=True))
+    record["same_layers"] = len({*orders[0]} & {*orders[1]})
+    return record
 
 
 def main() -> None:
@@ -98,20 +98,20 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[16, 24, 32, 48])
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
-    given = parser.parse_args()
+    args = parser.parse_args()
     passed = Counted()
     record: dict[str, Any] = {"environment": environment(), "models": {}}
     ids = torch.randint(1, 256, (100, 32), generator=torch.Generator().manual_seed(0))
-    for depth, seed in itertools.product(given.depths, range(given.seeds)):
-        made = compared(generated(depth, seed), Tokens(ids), depth // 2, passed)
-        record["models"][f"generated, {depth} layers, seed {seed}"] = made
+    for depth, seed in itertools.product(args.depths, range(args.seeds)):
+        figures = compared(generated(depth, seed), Tokens(ids), depth // 2, passed)
+        record["models"][f"generated, {depth} layers, seed {seed}"] = figures
     for name, keep in (("tiny-shared-moe", "shared"), ("tiny-moe", "shared+routed")):
         source = resolve(name)
         tokens = calibration_tokens("", source.tokenizer, 100, 128)
         model = source.load("cpu", torch.float32)
         record["models"][name] = compared(model, tokens, 4, passed, keep)
     record["command"] = "python benchmarks/condense_racing.py"
-    given.out.write_text(json.dumps(record, indent=1) + "\n")
+    args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from moesaic import Tokens
 from moesaic.arch.lookup import moe_arch
 from moesaic.methods.naee.reconstruction import reconstruction_losses
-from moesaic.methods.naee.search import Found, Losses, greedy, refined
+from moesaic.methods.naee.search import Losses, SearchResult, greedy, refined
 from moesaic.metrics.machine import environment
 from moesaic.observation.experts import ExpertStats, observe_experts
 from moesaic.observation.stream import LayerStream
@@ -59,7 +59,7 @@ def model_of(model_type: str, experts: int, prototypes: int) -> Any:
     return model
 
 
-def searched(losses: Losses, experts: int, keep: int) -> tuple[Found, Found, float]:
+def searched(losses: Losses, experts: int, keep: int) -> tuple[SearchResult, SearchResult, float]:
     """The greedy set, the one after swaps, and CPU seconds."""
     start = time.process_time()
     first = greedy(losses, torch.ones(experts, dtype=torch.bool), keep)
@@ -88,7 +88,7 @@ def measured(model_type: str, args: argparse.Namespace) -> dict[str, Any]:
     routing = site.view.routing
     start = time.process_time()
     losses = reconstruction_losses(stats, routing)
-    first, found, _ = searched(losses, args.experts, args.keep)
+    first, best, _ = searched(losses, args.experts, args.keep)
     whole = time.process_time() - start
     few = reconstruction_losses(fewer(stats, args.few), routing)
     _, ours, ours_seconds = searched(few, args.experts, args.keep)
@@ -98,10 +98,10 @@ def measured(model_type: str, args: argparse.Namespace) -> dict[str, Any]:
         "cpu_seconds_observing": observed,
         "search": {
             "tokens": stats.tokens,
-            "sets": found.evaluated,
+            "sets": best.evaluated,
             "cpu_seconds": whole,
             "loss_after_greedy": first.loss,
-            "loss": found.loss,
+            "loss": best.loss,
         },
         "every_set": {
             "tokens": args.few,

@@ -209,9 +209,9 @@ def predicting(model: Any, folder: Path, count: int = 1, start: str = BEHIND) ->
     width = model.config.hidden_size
     draw = torch.Generator().manual_seed(11)
     for depth in range(count):
-        own = start.format(number=last + 1 + depth, depth=depth)
-        join, *norms = (part if start == APART else own + part for part in PREDICTING[start])
-        more = {n.replace(f"model.layers.{last}.", own): t for n, t in like.items()}
+        prefix = start.format(number=last + 1 + depth, depth=depth)
+        join, *norms = (part if start == APART else prefix + part for part in PREDICTING[start])
+        more = {n.replace(f"model.layers.{last}.", prefix): t for n, t in like.items()}
         shapes = {n: (tuple(t.shape), t.dim() == 1) for n, t in more.items()}
         shapes |= {f"{join}.weight": ((width, 2 * width), False)}
         shapes |= {f"{norm}.weight": ((width,), True) for norm in norms}
@@ -389,8 +389,8 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def logits(model: nn.Module, tokens: Any) -> Tensor:
     """The logits (N, T, V) of a model that is loaded, every token as at decoding."""
     with set_mode(model, "always"):
-        found: Tensor = model(tokens.input_ids).logits
-    return found
+        logits_BTV: Tensor = model(tokens.input_ids).logits
+    return logits_BTV
 
 
 def loaded(folder: Path) -> Any:
@@ -415,11 +415,11 @@ def directions(tensor: Tensor) -> list[Tensor]:
     return out
 
 
-def is_own(found: Tensor, base: list[Tensor]) -> bool:
+def is_own(tensor: Tensor, base: list[Tensor]) -> bool:
     """Whether all rows, or all columns, of a tensor are the base's, scaled by constants."""
-    known = [part for tensor in base for part in directions(tensor)]
-    for rows in directions(found):
-        same_size = [k for k in known if k.shape[1] == rows.shape[1]]
+    base_rows = [part for tensor in base for part in directions(tensor)]
+    for rows in directions(tensor):
+        same_size = [k for k in base_rows if k.shape[1] == rows.shape[1]]
         if not len(rows):
             return True
         if same_size and (torch.cdist(rows, torch.cat(same_size)).min(1).values < 1e-5).all():
@@ -436,11 +436,11 @@ def same_model(source: Source, folder: Path, tokens: Any, **options: Any) -> tup
     write(source, decided, folder, untie)
     model = loaded(folder)
     assert type(model).__module__.startswith("transformers.")
-    wanted, found = logits(source.load(), tokens), logits(model, tokens)
+    wanted, actual = logits(source.load(), tokens), logits(model, tokens)
     if decided.exact:
-        assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+        assert (actual - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     else:
-        assert 0 < (found - wanted).norm() <= NEAR * wanted.norm()
+        assert 0 < (actual - wanted).norm() <= NEAR * wanted.norm()
     return decided, model
 
 

@@ -30,9 +30,9 @@ def die_at_the_second(folder: Path) -> None:
         if event not in ("os.rename", "os.mkdir"):
             return
         for argument in arguments:
-            found = KEPT.search(str(argument)) if str(argument).startswith(str(folder)) else None
-            if found:
-                begun.add(found[0])
+            match = KEPT.search(str(argument)) if str(argument).startswith(str(folder)) else None
+            if match:
+                begun.add(match[0])
         if len(begun) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -102,18 +102,18 @@ def carved_folder(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) 
     return out
 
 
-Said = tuple[int, str, str]
+CommandOutcome = tuple[int, str, str]
 """Exit code, stdout and stderr of a command."""
 
 
 @pytest.fixture
 def command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Said]:
+) -> Callable[..., CommandOutcome]:
     """Run ``moesaic`` with these arguments; stderr comes on one line."""
     from moesaic import cli
 
-    def call(*arguments: Any) -> Said:
+    def call(*arguments: Any) -> CommandOutcome:
         monkeypatch.setattr(sys, "argv", ["moesaic", *map(str, arguments)])
         code: Any = 0
         try:

@@ -37,8 +37,8 @@ TOKENS = torch.randint(1, 384, (2, 12), generator=torch.Generator().manual_seed(
 
 @torch.no_grad()
 def logits(model: Any) -> Tensor:
-    found: Tensor = model(TOKENS, use_cache=False).logits
-    return found
+    logits_BTV: Tensor = model(TOKENS, use_cache=False).logits
+    return logits_BTV
 
 
 def handing(arch: MoEArch, layer: nn.Module) -> AbstractContextManager[None]:
@@ -46,10 +46,10 @@ def handing(arch: MoEArch, layer: nn.Module) -> AbstractContextManager[None]:
     return arch.handing(arch.ffn_of(layer), {"input_ids": TOKENS}, torch.flatten)
 
 
-def close(found: Tensor, wanted: Tensor, at_most: float = 1e-4) -> None:
+def close(actual: Tensor, wanted: Tensor, at_most: float = 1e-4) -> None:
     assert torch.isfinite(wanted).all()
     assert wanted.abs().max() > 1e-3, "there is nothing to see"
-    error = (found - wanted).norm() / wanted.norm()
+    error = (actual - wanted).norm() / wanted.norm()
     assert error < at_most, f"off by {error:.2g}"
 
 
@@ -99,9 +99,9 @@ def view(model: Any, arch: Any) -> None:
                 handle.remove()
             (x_TD,), (y_TD,) = (t.flatten(0, -2) for t in entered), (t.flatten(0, -2) for t in left)
             with handing(arch, layer):
-                made_TD = arch.mixture(layer).output(x_TD)
+                output_TD = arch.mixture(layer).output(x_TD)
             if arch.beside is None:
-                close(made_TD, y_TD)
+                close(output_TD, y_TD)
 
 
 @torch.no_grad()
@@ -130,8 +130,8 @@ def stream(model: Any, arch: Any) -> None:
     states, kwargs = live.record()
     for block in live.blocks(kwargs):
         block.run(states)
-    for found, _ in live.heads(states, logits=True):
-        close(found, logits(model))
+    for output, _ in live.heads(states, logits=True):
+        close(output, logits(model))
 
 
 def nothing_changes(model: Any, arch: Any) -> None:
@@ -181,9 +181,9 @@ def reduced(model: Any, arch: Any, slim: bool) -> None:
         base, live, out = (Path(folder, name) for name in ("base", "live", "out"))
         model.save_pretrained(base)
         saved(live, twin, layers)
-        again, found = loaded(live), logits(twin)
-        close(logits(again), found, 1e-5)
-        assert (found - before).abs().max() > 1e-4
+        again, actual = loaded(live), logits(twin)
+        close(logits(again), actual, 1e-5)
+        assert (actual - before).abs().max() > 1e-4
         tied = slim and arch.ties_widths and any(shape.plain_widths.values())
         if isinstance(arch, MoEArch) and not tied:
             assert again.config.model_type == model.config.model_type, "not native"
@@ -199,11 +199,11 @@ def fewer(model: Any, arch: Any) -> None:
     shape, before = base_shape(model, arch), logits(model)
     with tempfile.TemporaryDirectory() as folder:
         saved(Path(folder), model, {i: FewerLayer(1, 2) for i in shape.routed})
-        again, found = loaded(Path(folder)), logits(model)
+        again, actual = loaded(Path(folder)), logits(model)
     assert again.config.model_type == model.config.model_type, "not native"
     assert all(arch.mixture(arch.layers(again)[i]).top_k == 1 for i in shape.routed)
-    close(logits(again), found, 1e-5)
-    assert (found - before).abs().max() > 1e-4
+    close(logits(again), actual, 1e-5)
+    assert (actual - before).abs().max() > 1e-4
 
 
 STEPS: dict[str, Callable[[Any, Any], None]] = {
@@ -313,12 +313,12 @@ def held(model_type: str) -> tuple[str, str]:
     return ("moe" if isinstance(arch, MoEArch) else "dense"), ""
 
 
-def _upper(said: str) -> str:
-    return said[:1].upper() + said[1:]
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _said(error: Exception) -> str:
     """The reason alone, on one line."""
-    said = " ".join(str(error).split()).partition(" `moesaic architectures`")[0]
-    said = re.sub(r"/\S+/(base|live|out)\b", "The checkpoint", said)
-    return (said.partition("is not supported. ")[2] or said)[:400]
+    text = " ".join(str(error).split()).partition(" `moesaic architectures`")[0]
+    text = re.sub(r"/\S+/(base|live|out)\b", "The checkpoint", text)
+    return (text.partition("is not supported. ")[2] or text)[:400]

@@ -34,7 +34,7 @@ class Faraway(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Any:
-        made = Tensor._make_wrapper_subclass(
+        wrapper = Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -42,8 +42,8 @@ class Faraway(Tensor):
             dtype=inner.dtype,
             device=FAR,
         )
-        made.inner = inner
-        return made
+        wrapper.inner = inner
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,11 +67,11 @@ def far(value: Any) -> Any:
 
 
 def carried_out(func: Any, args: Any, kwargs: Any) -> Any:
-    given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
-    ours = [x for x in given if isinstance(x, Faraway)]
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+    ours = [x for x in tensors if isinstance(x, Faraway)]
     if func in MOVING:
         return moved(func, args, kwargs)
-    checked = [args[0], *args[2:3]] if func in INDEXED else given
+    checked = [args[0], *args[2:3]] if func in INDEXED else tensors
     here = [x for x in checked if not isinstance(x, Faraway) and x.dim() > 0 and not x.is_meta]
     there = [x for x in checked if isinstance(x, Faraway) and x.dim() > 0]
     if here and there:
@@ -104,10 +104,10 @@ def moved(func: Any, args: Any, kwargs: Any) -> Any:
 class _There(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         wanted = kwargs.get("device")
         asked = wanted is not None and torch.device(wanted) == FAR
-        if asked or any(isinstance(x, Faraway) for x in given):
+        if asked or any(isinstance(x, Faraway) for x in tensors):
             return carried_out(func, args, kwargs)
         return func(*args, **kwargs)
 

@@ -24,8 +24,8 @@ class _Death(TrainerCallback):
 
 
 class _Loop(train._Loop):
-    def __init__(self, *given: Any, **options: Any) -> None:
-        super().__init__(*given, **options)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         assert self.is_fsdp_enabled
         if "DIE_AT" in os.environ:
             self.add_callback(_Death())

@@ -195,8 +195,8 @@ def attributes(kind: type) -> set[str]:
 def small_config(model_type: str, **changes: Any) -> Any:
     """The config of a tiny model."""
     kind = CONFIG_MAPPING[model_type]
-    known = attributes(kind)
-    sizes = {name: value for name, value in SIZES.items() if name in known}
+    names = attributes(kind)
+    sizes = {name: value for name, value in SIZES.items() if name in names}
     if "kv_lora_rank" in sizes:  # every head has keys of its own
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     return kind(**{**sizes, **MORE.get(model_type, {}), **changes})

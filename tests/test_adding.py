@@ -46,7 +46,7 @@ import torch
 
 from moesaic.arch.lookup import dense_arch
 from moesaic.layers.carved import CarvedLayer
-from moesaic.methods.base import Told
+from moesaic.methods.base import Summary
 from moesaic.methods.layered import LayerMethod
 
 
@@ -72,7 +72,7 @@ class Halves(LayerMethod):
         return {n: (CarvedLayer(order_M[:n].sort().values, n), told) for n in sizes}
 
     def tell(self, layers, decision, active):
-        return Told(f"cut by {self.config.label}", "Every layer keeps its loudest neurons.")
+        return Summary(f"cut by {self.config.label}", "Every layer keeps its loudest neurons.")
 ''',
 }
 CRITERION = {
@@ -200,7 +200,7 @@ from dataclasses import asdict
 import torch
 
 from moesaic.arch.lookup import dense_arch
-from moesaic.methods.base import Decision, Method, Told
+from moesaic.methods.base import Decision, Method, Summary
 from moesaic.plan import Plan
 from toys.dampened import DampenedLayer
 
@@ -217,7 +217,7 @@ class Dampener(Method):
         return Decision(Plan(self.config.name, job.base, layers, asdict(self.config)))
 
     def tell(self, layers, decision, active):
-        return Told("dampened", "The outputs of its FFNs are scaled.", {"factor": 0.5})
+        return Summary("dampened", "The outputs of its FFNs are scaled.", {"factor": 0.5})
 ''',
 }
 ENTRIES = """

@@ -272,7 +272,7 @@ def test_prompts_run_dense_where_petals_save_them_nothing(options, prompts, toke
     model = tiny_model("llama", intermediate_size=96)
     plan = moesaic.carve(model, replace(FINE, **options), calibration=tokens).plan
     assert {layer.prompts for layer in plan.layers.values()} == {prompts}
-    assert ("prompts run dense" in plan.layers[0].describe(0).told) == (prompts == "dense")
+    assert ("prompts run dense" in plan.layers[0].describe(0).text) == (prompts == "dense")
 
 
 @pytest.mark.parametrize("name", ["llama", "phi"])

@@ -183,12 +183,12 @@ def test_an_mlp_with_bounds_of_its_own_is_asked_for_them(tmp_path: Path) -> None
     model = small_model("minimax_m3_vl_text")
     arch = base_arch(model.config)
     assert isinstance(arch, MoEArch)
-    assert arch.shared_names.own
+    assert arch.shared_names.custom_act
     x_TD = 300 * torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
     view = arch.mixture(arch.layers(model)[1])
     ffn, module = view.shared_ffn, view.shared_module
     torch.testing.assert_close(ffn.output(ffn.hidden(x_TD)), module(x_TD))
-    plain = replace(ffn, own=False, act=torch.nn.functional.silu)
+    plain = replace(ffn, custom_act=False, act=torch.nn.functional.silu)
     assert not torch.allclose(plain.output(plain.hidden(x_TD)), module(x_TD), rtol=0.1)
     config = SlimConfig(keep=0.5, shared=0.5, allocate="uniform", refit=True)
     predicts_tokens("minimax_m3_vl_text")

@@ -157,7 +157,7 @@ def test_layers_differ_saved_and_loaded(tokens, tmp_path):
     assert again.config.model_type == "moesaic_qwen3_moe"
     for made in (result.model, again):
         assert torch.equal(logits(made, tokens), logits(twin, tokens))
-    record = result.told
+    record = result.current_record
     assert [layer.top_k for layer in record.layers] == found
     assert record.output()["experts_per_token"] == found
     one = moesaic.skip(again, LExIConfig(top_k=1))

@@ -25,15 +25,16 @@ from moesaic.config import Calibration, Evaluation, ExportArgs, parse_bytes
 from moesaic.data.text import Tokens, apart, calibration_tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built, Machine
-from moesaic.exports.mixed import Layout, Sensitivities, of_tensors
+from moesaic.exports.mixed import Layout, Sensitivities, tensor_types
 from moesaic.exports.quantiser import Rounded
 from moesaic.fitting import run, search, trials
 from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
+from moesaic.fitting.file_search import FileSearch
 from moesaic.fitting.forms import Form, ending, filed, forms, guessed, largest
 from moesaic.fitting.run import fit
 from moesaic.fitting.search import Search
-from moesaic.fitting.sizes import Costs, Weight, told
+from moesaic.fitting.sizes import Costs, Weight, steps_as_json
 from moesaic.fitting.trials import Trials
 from moesaic.io.source import Source, resolve
 from moesaic.ladder import Shape
@@ -92,17 +93,15 @@ def test_every_form_can_be_carried_out_and_grows(model: str, native: bool, tmp_p
     assert len({form.name for form in known}) == len(known)
     for form in known:
         low, high = form.shares[0], form.shares[len(form.shares) // 2]
-        small = looking.costs.of(form.quick(low))
+        small = looking.costs.weight(form.quick(low))
         assert small is not None, form.name
         assert small.memory < looking.original.bytes
         assert small.native or not native, form.name
         if len(form.quick(low)) == 1:
-            large = looking.costs.of(form.quick(high))
+            large = looking.costs.weight(form.quick(high))
             assert large is not None
             assert (small.memory < large.memory) == (low < high)
-            assert [looking.costs.of(fine(low)) for fine in form.careful] == [small] * len(
-                form.careful
-            )
+            assert form.careful is None or looking.costs.weight(form.careful(low)) == small
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -113,12 +112,12 @@ def test_fewer_experts_a_token_serve_active_parameters_alone(native: bool, tmp_p
     known = {form.name: form for form in forms(looking.source, config)}
     form = known["experts a token"]
     assert len(form.shares) == (3 if native else 18)
-    sizes = [looking.costs.of(form.quick(share)) for share in form.shares[::2]]
+    sizes = [looking.costs.weight(form.quick(share)) for share in form.shares[::2]]
     assert all(size.memory == looking.original.bytes for size in sizes if size)
     active = [size.active_parameters for size in sizes if size]
     assert active == sorted(set(active))
     assert all(size.native for size in sizes if size) or not native
-    both = looking.costs.of(
+    both = looking.costs.weight(
         known[f"2 a token, slim{'' if native else ' uneven, spread'}"].quick(0.5)
     )
     assert both is not None
@@ -143,21 +142,21 @@ class PlainFiles:
         self.original = SimpleNamespace(layout=self.layout(self.whole), sensitivities=self.table)
         self.improved: list[Any] = []
 
-    def layout(self, made: Built) -> Layout:
-        size = made.size.total_parameters // 256
-        tensors = {"blk.0.attn_q.weight": (256, 256), "blk.0.ffn_up.weight": (256, size - 256)}
-        held = {name: Rounded("q8_0", shape) for name, shape in tensors.items()}
-        return Layout(held, header=0, layers=1)
+    def layout(self, built: Built) -> Layout:
+        size = built.size.total_parameters // 256
+        shapes = {"blk.0.attn_q.weight": (256, 256), "blk.0.ffn_up.weight": (256, size - 256)}
+        tensors = {name: Rounded("q8_0", shape) for name, shape in shapes.items()}
+        return Layout(tensors, header=0, layers=1)
 
     def table(self, types: Any) -> Sensitivities:
-        known = of_tensors(types)
-        loss_GC = np.array([[0.0, 1.0], [0.0, 0.1]])[:, [(WIDE, NARROW).index(t) for t in known]]
-        return Sensitivities(("attn 0", "ffn 0"), known, loss_GC)
+        choices = tensor_types(types)
+        loss_GC = np.array([[0.0, 1.0], [0.0, 0.1]])[:, [(WIDE, NARROW).index(t) for t in choices]]
+        return Sensitivities(("attn 0", "ffn 0"), choices, loss_GC)
 
-    def told(self, made: Built, asked: ExportArgs) -> int:
-        return asked.memory or round(1.1 * self.layout(made).least([asked.type]))
+    def size(self, built: Built, file: ExportArgs) -> int:
+        return file.memory or round(1.1 * self.layout(built).least([file.type]))
 
-    def live(self, result: Path | None, made: Built) -> Any:
+    def live(self, result: Path | None, built: Built) -> Any:
         model = resolve(str(result) if result else "tiny-moe").load("cpu", torch.float32)
         rounded = contextmanager(lambda _: iter([model]))
 
@@ -165,17 +164,17 @@ class PlainFiles:
             self.improved.append((types, among, budget))
             return types
 
-        return SimpleNamespace(rounded=rounded, layout=self.layout(made), improved=improved)
+        return SimpleNamespace(rounded=rounded, layout=self.layout(built), improved=improved)
 
     def make(
-        self, result: Path | None, out: Path, asked: ExportArgs, types: Any = None
+        self, result: Path | None, out: Path, file: ExportArgs, types: Any = None
     ) -> dict[str, Any]:
         source = resolve(str(result) if result else "tiny-moe")
         out.write_text(f"{source.folder}\n")
-        size = self.told(Built(source.config, None), asked)
-        with out.open("r+b") as file:
-            file.truncate(size)
-        return {"bytes": size, "types": types or {asked.type: 1}}
+        size = self.size(Built(source.config, None), file)
+        with out.open("r+b") as stream:
+            stream.truncate(size)
+        return {"bytes": size, "types": types or {file.type: 1}}
 
     @contextmanager
     def opened(self, file: Path) -> Iterator[Source]:
@@ -202,12 +201,12 @@ def test_forms_of_files_are_native_and_of_whole_blocks() -> None:
     assert ending(config) == ExportArgs(to="gguf", memory=9, among=(WIDE, NARROW))
     one = ending(FitConfig(memory=9, types=("f32", WIDE)))
     assert one == ExportArgs(to="gguf", type="f32")
-    assert ending(FitConfig(memory=9)) is None
     narrow = ExportArgs(to="gguf", type=NARROW)
     refit = {"prune": {"method": "naee", "keep": 4, "refit": True}}
     prune = filed(next(form for form in found if form.name == "prune"), narrow)
     assert prune.name == "prune, q2_k"
-    assert [told(make(0.5)) for make in prune.careful] == [[refit, *told((narrow,))]]
+    assert prune.careful is not None
+    assert steps_as_json(prune.careful(0.5)) == [refit, *steps_as_json((narrow,))]
 
 
 def test_a_file_of_types_by_layer_is_as_large_as_the_budget(
@@ -216,12 +215,12 @@ def test_a_file_of_types_by_layer_is_as_large_as_the_budget(
     """And takes a look at each layer in each type."""
     last = ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m"))
     costs = Costs(recipe_of(tmp_path / "out"), tmp_path, plain)  # type: ignore[arg-type]
-    weight, alone = costs.of((last,)), costs.of((ExportArgs(to="gguf", type="q8_0"),))
+    weight, alone = costs.weight((last,)), costs.weight((ExportArgs(to="gguf", type="q8_0"),))
     assert weight is not None
     assert alone is not None
     assert weight.memory == 9 < alone.memory
     # 6 layers of two groups and what is beside them, in two types each, beside the file itself
-    one, many = (costs._of((asked,)) for asked in (ExportArgs(to="gguf", type="q8_0"), last))
+    one, many = (costs._cost((file,)) for file in (ExportArgs(to="gguf", type="q8_0"), last))
     assert one is not None
     assert many is not None
     assert len(many.making) - len(one.making) == 13 * 2 * len(many.measuring)
@@ -256,13 +255,16 @@ def test_weights_and_bits_share_one_budget(
 ) -> None:
     """A form's share is first where what it loses and what rounding then loses add up to the least,
     and moves while that pays."""
-    careful = (lambda s: (PruneConfig(keep=int(8 * s), refit=True),),)
+
+    def careful(share: float) -> tuple[PruneConfig, ...]:
+        return (PruneConfig(keep=int(8 * share), refit=True),)
+
     drop = Form("prune", tuple(n / 8 for n in range(2, 9)), pruned, careful)
     monkeypatch.setattr(search, "forms", lambda *_: [drop])
     config = FitConfig(memory=9, types=(WIDE, NARROW), confirm=1)
-    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work")
+    looking = FileSearch(recipe_of(tmp_path / "out"), config, tmp_path / "work")
     looking.redundancy = None
-    layout = {n: plain.layout(looking.costs.made(pruned(n / 8))) for n in range(2, 9)}
+    layout = {n: plain.layout(looking.costs.built(pruned(n / 8))) for n in range(2, 9)}
     wide = {n: of.least([WIDE]) for n, of in layout.items()}
     made: list[int] = []
 
@@ -286,7 +288,7 @@ def test_weights_and_bits_share_one_budget(
         )
         chosen, _ = looking.run()
         assert chosen.form == "prune, mixed"
-        assert told(chosen.steps)[1]["export"]["among"] == (WIDE, NARROW)
+        assert steps_as_json(chosen.steps)[1]["export"]["among"] == (WIDE, NARROW)
         assert chosen.converted[0].refit  # type: ignore[attr-defined]
         return chosen.converted[0].keep  # type: ignore[attr-defined]
 
@@ -310,11 +312,11 @@ def test_what_cannot_win_is_not_made(
     tmp_path: Path, plain: PlainFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounding alone loses less than half of what any step alone does: only that is made."""
-    drop = Form("prune", (0.5, 0.75, 1.0), pruned, (pruned,))
+    drop = Form("prune", (0.5, 0.75, 1.0), pruned, pruned)
     monkeypatch.setattr(search, "forms", lambda *_: [drop])
     budget = plain.original.layout.least([WIDE]) - 1
     config = FitConfig(memory=budget, types=(WIDE, NARROW))
-    looking = Search(recipe_of(tmp_path / "out"), config, tmp_path / "work")
+    looking = FileSearch(recipe_of(tmp_path / "out"), config, tmp_path / "work")
     looking.redundancy = None
     made: list[str] = []
 
@@ -348,12 +350,12 @@ def test_steps_are_measured_alone_once(
 
     found, looked = losses(half, most)
     assert 0 < found[most] < found[half]
-    weight = looked.costs.of((half,))
+    weight = looked.costs.weight((half,))
     assert weight is not None
     whole = looked.measured(Candidate("slim", (half,), weight))
     assert whole.kl == pytest.approx(found[half], rel=1e-3)
-    monkeypatch.setattr(trials, "divergences", None)
-    monkeypatch.setattr(trials, "convert", None)
+    monkeypatch.setattr(trials, "divergences_of", None)
+    monkeypatch.setattr(trials, "decided", None)
     assert losses(half, most)[0] == found
 
 
@@ -364,8 +366,8 @@ def test_files_are_made_of_what_fits(
     drop = Form("prune", tuple(n / 8 for n in range(2, 9)), pruned)
     monkeypatch.setattr(search, "forms", lambda *_: [drop])
     out, config = tmp_path / "out", FitConfig(memory=9, types=(WIDE,), windows=4, confirm=1)
-    looking = Search(recipe_of(out), config, tmp_path / "work")
-    half = plain.told(looking.costs.made(pruned(0.5)), ExportArgs(to="gguf", type=WIDE))
+    looking = FileSearch(recipe_of(out), config, tmp_path / "work")
+    half = plain.size(looking.costs.built(pruned(0.5)), ExportArgs(to="gguf", type=WIDE))
     record = fit(recipe_of(out), replace(config, memory=half + 1))
     assert record is not None
     chosen, file = record.measured["chosen"], out / "moesaic/model-q8_0.gguf"
@@ -558,7 +560,7 @@ def test_forms_are_refined_that_may_come_out_best(
         def made(name: str) -> Form:
             steps = (PruneConfig(keep=ord(name)),) * (2 if name == "d" else 1)
             fine = (PruneConfig(keep=ord(name), refit=True),) * len(steps)
-            return Form(name, (1.0,), lambda _: steps, (lambda _: fine,))
+            return Form(name, (1.0,), lambda _: steps, lambda _: fine)
 
         return [made(name) for name in kls]
 
@@ -703,7 +705,7 @@ def test_an_interrupted_search_leaves_the_best_recipe_so_far(
 
 
 def test_steps_are_told_without_their_defaults() -> None:
-    assert told((PruneConfig(keep=4), SlimConfig(keep=0.25, refit=True))) == [
+    assert steps_as_json((PruneConfig(keep=4), SlimConfig(keep=0.25, refit=True))) == [
         {"prune": {"method": "naee", "keep": 4}},
         {"slim": {"method": "neurons", "keep": 0.25, "refit": True}},
     ]

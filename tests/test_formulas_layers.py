@@ -235,7 +235,7 @@ def test_a_router_is_given_all_that_its_block_gives_it(gone: int | None) -> None
         torch.testing.assert_close(
             routing.restricted(logits_NE, allowed_NE)[0], score_NE.gather(1, wanted_NK)
         )
-    assert torch.equal(routing.seen(logits_NE), logits_NE)
+    assert torch.equal(routing.reported(logits_NE), logits_NE)
 
 
 def test_each_token_skips_by_its_own_weights() -> None:

@@ -19,7 +19,7 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.arch.routing import RoutingFunction
 from moesaic.data.text import Tokens
 from moesaic.methods.naee import reconstruction
-from moesaic.methods.naee.criteria import CRITERIA, OWN, Case
+from moesaic.methods.naee.criteria import BUILT_IN, CRITERIA, Case
 from moesaic.observation.experts import observe_experts
 from moesaic.observation.stream import LayerStream
 
@@ -89,8 +89,8 @@ OTHERS = ("reconstruction", "pairwise", "random")
 
 
 def test_every_criterion_has_a_definition_here() -> None:
-    assert set(DEFINITIONS) | set(OTHERS) == {c.name for c in OWN}
-    for criterion in OWN:
+    assert set(DEFINITIONS) | set(OTHERS) == {c.name for c in BUILT_IN}
+    for criterion in BUILT_IN:
         assert (criterion.score is None) != (criterion.losses is None)
         assert (criterion.losses is not None) == (criterion.name in ("reconstruction", "pairwise"))
 

@@ -13,7 +13,7 @@ from builders import equal, inside, weights
 import moesaic
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
-from moesaic.io.layout import OWN, misread
+from moesaic.io.layout import FOLDER, misread
 from moesaic.io.outputs import whole_folder
 from moesaic.io.source import resolve
 from moesaic.methods.naee.config import PruneConfig
@@ -23,9 +23,9 @@ from moesaic.plan import Plan
 def as_it_was(result: Path, folder: Path) -> Path:
     """A copy of a result in the layout that was written first: every file at the top."""
     shutil.copytree(result, folder)
-    for file in (folder / OWN).iterdir():
+    for file in (folder / FOLDER).iterdir():
         file.rename(folder / file.name)
-    (folder / OWN).rmdir()
+    (folder / FOLDER).rmdir()
     return folder
 
 
@@ -38,7 +38,7 @@ def older(carved_folder: Path, tmp_path: Path) -> Path:
 def test_at_the_top_lies_what_others_know(carved_folder: Path) -> None:
     top = {f.name for f in carved_folder.iterdir()}
     assert {f for f in top if f.endswith(".safetensors")} == {"model.safetensors"}
-    known = {"config.json", "generation_config.json", "README.md", "modeling_moesaic.py", OWN}
+    known = {"config.json", "generation_config.json", "README.md", "modeling_moesaic.py", FOLDER}
     assert top - known - {"model.safetensors"} <= {
         f for f in top if f.startswith(("tokenizer", "special_tokens", "chat_template"))
     }
@@ -72,7 +72,7 @@ def test_a_tokenizer_brings_no_weights_along(llama_folder: Path, tmp_path: Path)
 def test_an_older_result_is_read_as_ever(
     older: Path, carved_folder: Path, llama_folder: Path, tmp_path: Path, command: Any
 ) -> None:
-    ours = {f"{OWN}/{name}" for name in inside(older) if not (carved_folder / name).exists()}
+    ours = {f"{FOLDER}/{name}" for name in inside(older) if not (carved_folder / name).exists()}
     assert ours | (inside(older) & inside(carved_folder)) == inside(carved_folder)
     assert Plan.load(older).fingerprint == Plan.load(carved_folder).fingerprint
     page = tmp_path / "page.html"
@@ -81,7 +81,7 @@ def test_an_older_result_is_read_as_ever(
     assert command("apply", llama_folder, older / "plan.json", tmp_path / "b")[0] == 0
     for again in ("a", "b"):
         assert equal(weights(tmp_path / again), weights(carved_folder))
-        assert Plan.load(tmp_path / again / OWN / "plan.json").layers
+        assert Plan.load(tmp_path / again / FOLDER / "plan.json").layers
 
 
 def test_an_older_result_with_a_weight_left_over_is_refused(older: Path) -> None:

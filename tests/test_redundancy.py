@@ -57,7 +57,7 @@ def test_copies_are_interchangeable(tokens: Tokens, tmp_path: Path) -> None:
     assert found.lies == "between"
     assert found.hopeless("slim")
     assert not found.hopeless("prune")
-    assert found.told().startswith("Experts are interchangeable")
+    assert found.summary.startswith("Experts are interchangeable")
     assert json.loads(json.dumps(found.as_json()))["lies"] == "between"
 
 
@@ -98,7 +98,7 @@ def test_a_search_leaves_out_what_cannot_win(
 ) -> None:
     found = looked_at(mixture(kind), tokens, tmp_path)
     monkeypatch.setattr(search, "redundancy", lambda *_: found)
-    monkeypatch.setattr(Trials, "observed", lambda _: None)
+    monkeypatch.setattr(Trials, "args", lambda *_, **__: None)
     lines: list[str] = []
     recipe = Recipe("tiny-moe", str(tmp_path / "out"), (), Calibration(samples=4, length=16))
     looking = Search(recipe, FitConfig(memory=1), tmp_path / "work", tell=lines.append)
@@ -107,7 +107,7 @@ def test_a_search_leaves_out_what_cannot_win(
     hopeful = {form.quick(1.0)[0].verb for form, _ in looking._hopeful([(f, 1.0) for f in known])}
     assert {"prune", "slim"} & {form.quick(1.0)[0].verb for form in known} == {"prune", "slim"}
     assert {"prune", "slim"} & hopeful == {left}
-    assert lines == [found.told()]
+    assert lines == [found.summary]
     others = [(f, 1.0) for f in known if f.quick(1.0)[0].verb not in (left, "condense", "skip")]
     assert others
     assert looking._hopeful(others) == others  # nothing else reaches the size

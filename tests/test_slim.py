@@ -31,7 +31,7 @@ from moesaic.layers.base import same
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.slim.choice import losses, uneven
-from moesaic.methods.slim.scores import OWN, SCORES
+from moesaic.methods.slim.scores import BUILT_IN, SCORES
 from moesaic.methods.slim.surgeon import removal_costs
 from moesaic.metrics.size import model_size
 from moesaic.observation.curvature import curvatures
@@ -268,7 +268,7 @@ def test_surgeon_takes_what_a_refit_makes_up_for_best():
         kept.remove(cheapest)
 
 
-@pytest.mark.parametrize("score", [score.name for score in OWN])
+@pytest.mark.parametrize("score", [score.name for score in BUILT_IN])
 def test_every_score_decides(score, tokens):
     """For a mixture with a shared path, and a dense model; the same with its neurons."""
     model = tiny_moe("qwen2_moe")
@@ -408,7 +408,7 @@ def test_widths_by_layer_are_kept_only_where_equal_ones_lose_more(
     assert len({int((shape_of(x)[1] >= 0).sum()) for x in changes[1].values()}) == 1
     assert result.summary["compared"] == {"result": float(better), "equal widths": 1.0 - better}
     told = "would lose more: KL 1 beside 0" if better == 0 else "were kept: KL 0 beside 1"
-    assert told in result.told.steps[0].told
+    assert told in result.current_record.steps[0].told
     if not experts:
         assert result.model.config.model_type == ("mixtral" if better else "moesaic_mixtral")
 

@@ -193,7 +193,7 @@ def test_company_is_half_of_the_processors(load, said, monkeypatch):
 
 def test_tasks_and_generations_have_their_own_titles():
     of = {"perplexity": 2.0, "tasks": {"arc": {"acc": 0.5}}, "generations": {"0.7": {"loops": 0.1}}}
-    text = shown(measure.told({"m": of}, 100))
+    text = shown(measure.score_tables({"m": of}, 100))
     assert "\narc" in text
     assert "Generations at temperature 0.7" in " ".join(text.split())
     assert "100 tokens" in " ".join(text.split())

@@ -433,7 +433,7 @@ def test_no_recipe_measures_what_it_trains_on(monkeypatch: pytest.MonkeyPatch) -
         names = splits.get(source.name, ["train"])
         split, held_out = reader.chosen_split(source, names, use)
         start, stop = (0, 5000) if held_out else (5000 if len(names) == 1 else 0, None)
-        return reader.Held([], reader.Taken(str(source), split, start, stop, held_out))
+        return reader.IndexedRows([], reader.RowRange(str(source), split, start, stop, held_out))
 
     monkeypatch.setattr(reader, "open_rows", taken)
     for path in sorted(RECIPES.glob("*.yaml")):

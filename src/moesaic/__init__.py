@@ -22,11 +22,11 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 @wrapt.when_imported("transformers.models.auto.configuration_auto")
 def _register(auto: ModuleType) -> None:
     """Register our model types with transformers when it first reads a config, and never again."""
-    own = vars(auto.AutoConfig)["from_pretrained"]
+    original = vars(auto.AutoConfig)["from_pretrained"]
 
-    @functools.wraps(own.__func__)
+    @functools.wraps(original.__func__)
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
-        auto.AutoConfig.from_pretrained = own
+        auto.AutoConfig.from_pretrained = original
         import moesaic.hub  # noqa: F401
 
         return cls.from_pretrained(*args, **options)

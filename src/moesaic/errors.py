@@ -16,13 +16,13 @@ class MoesaicError(Exception):
     """
 
 
-def meant(word: object, known: Iterable[str]) -> str:
+def meant(word: object, names: Iterable[str]) -> str:
     """What was probably meant instead of an unknown word, to end a message with; often nothing.
 
     >>> meant("recontruction", ["reconstruction", "frequency"])
     " Did you mean 'reconstruction'?"
     """
-    near = get_close_matches(str(word), [*known], n=1)
+    near = get_close_matches(str(word), [*names], n=1)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

@@ -34,7 +34,7 @@ from moesaic import by_layer
 from moesaic.arch.decilm import DeciLMConfig, widths_of
 from moesaic.arch.deepseek import DeepseekConfig, DeepseekForCausalLM, DeepseekModel
 from moesaic.arch.dense import PREFIX, Arch
-from moesaic.arch.lookup import OWN, PLAIN, architectures, base_arch
+from moesaic.arch.lookup import EXTRA_KEYS, PLAIN, architectures, base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.errors import how_to_install
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
@@ -223,7 +223,7 @@ class _DeciLM:
         if len(widths) != count:
             raise ValueError(f"feed_forward_length has {len(widths)} entries for {count} layers")
         headers = [{"kind": NarrowedLayer.kind, "width": n, "before": n} for n in widths]
-        plain = {k: v for k, v in settings.items() if k not in ("block_configs", *OWN)}
+        plain = {k: v for k, v in settings.items() if k not in ("block_configs", *EXTRA_KEYS)}
         plain["intermediate_size"] = max(widths)
         plain["moesaic"] = {
             "format": PLAN_FORMAT,

@@ -27,7 +27,7 @@ from moesaic.io.layout import (
     RECIPE,
     RECORD,
     anywhere,
-    own,
+    our_folder,
 )
 from moesaic.io.outputs import alone, check_out, marked, unfinished, whole_folder
 from moesaic.io.source import Source, from_hub, resolve
@@ -102,7 +102,7 @@ def apply(base: str, plan: str | Path, out: str | Path, overwrite: bool = False)
             source = Source(f"the result of step {number + 1}", target)
             if before.parent == folder:
                 shutil.rmtree(before)
-        decided.save(own(folder))
+        decided.save(our_folder(folder))
 
 
 def run_recipe(
@@ -111,7 +111,7 @@ def run_recipe(
     overwrite: bool = False,
     resume: bool = False,
     track: Track = silent,
-    found: Values | None = None,
+    findings: Values | None = None,
     more: Callable[[Path], Values] | None = None,
     log: Log | None = None,
     checked: Callable[[Recipe], None] | None = None,
@@ -123,7 +123,7 @@ def run_recipe(
         overwrite: replace ``recipe.out`` if it exists, and drop an unfinished run.
         resume: continue an unfinished run of the same recipe.
         track: shows progress.
-        found: what led to the recipe, for the record.
+        findings: what led to the recipe, for the record.
         more: writes further files into the folder before it is whole, and returns what the record
             says of them.
         log: one that was begun; by default a new one.
@@ -141,14 +141,14 @@ def run_recipe(
     wait_for_all()  # all have found the place free before the first one takes it
     log, first = log or Log(track), process()[0] == 0
     with alone(Path(recipe.out)) if first else nullcontext(), log.listening():
-        return _run(recipe, overwrite, resume, found or {}, more, log, checked)
+        return _run(recipe, overwrite, resume, findings or {}, more, log, checked)
 
 
 def _run(
     recipe: Recipe,
     overwrite: bool,
     resume: bool,
-    found: Values,
+    findings: Values,
     more: Callable[[Path], Values] | None,
     log: Log,
     checked: Callable[[Recipe], None] | None,
@@ -193,7 +193,7 @@ def _run(
             with log.stage("measure"):
                 measured |= measurement(folder).figures(result.builders)
         further = more(folder) if more is not None else {}
-        record = _record(recipe, result, earlier, {**measured, **found, **further})
+        record = _record(recipe, result, earlier, {**measured, **findings, **further})
         record.log = log.as_json()
         describe(record, recipe, folder)
     Progress(work, {}).discard()
@@ -242,7 +242,7 @@ def describe(record: Record, recipe: Recipe, folder: Path) -> None:
     }
     (folder / CARD).write_text(report.model_card(record, recipe_yaml), "utf-8")
     for name, text in files.items():
-        (own(folder) / name).write_text(text, "utf-8")
+        (our_folder(folder) / name).write_text(text, "utf-8")
 
 
 def _args(

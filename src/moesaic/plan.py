@@ -143,15 +143,15 @@ class Plan:
             header_of(file.with_name(PLAN_TENSORS))
             tensors = load_file(file.with_name(PLAN_TENSORS))
             earlier = tuple(
-                cls._of(plan, _under(tensors, _start(number)))
+                cls._parsed(plan, _under(tensors, _start(number)))
                 for number, plan in enumerate(header.get("earlier", []))
             )
-            return replace(cls._of(header, tensors), earlier=earlier)
+            return replace(cls._parsed(header, tensors), earlier=earlier)
         except (ValueError, KeyError, TypeError, AttributeError, OSError, SafetensorError) as error:
             raise MoesaicError(f"The plan at {path} cannot be read: {error}") from error
 
     @classmethod
-    def _of(cls, header: JSON, tensors: Mapping[str, Tensor]) -> Plan:
+    def _parsed(cls, header: JSON, tensors: Mapping[str, Tensor]) -> Plan:
         """A plan of what its files say of it alone."""
         layers = {
             int(i): KINDS[layer["kind"]].load(layer, _under(tensors, f"{i}."))

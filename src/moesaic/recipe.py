@@ -246,9 +246,9 @@ def _bundle(verb: str, method: str, name: object, where: str) -> JSON:
     options = bundles[method].get(str(name))
     if options is not None:
         return dict(options)
-    known = dict.fromkeys(n for names in bundles.values() for n in names)
-    if name not in known:
-        listed = ", ".join(known) or "none"
+    recipes = dict.fromkeys(n for names in bundles.values() for n in names)
+    if name not in recipes:
+        listed = ", ".join(recipes) or "none"
         raise MoesaicError(f"{where}: unknown recipe {name!r}; known: {listed}.")
     able = ", ".join(other for other, names in bundles.items() if name in names)
     raise MoesaicError(f"{where}: recipe {name!r} is for {able}, not for {method}.")

@@ -258,7 +258,7 @@ class Record:
             if version == WITHOUT_FIGURES:
                 plain = _of_before(plain)
             measured = {k: v for k, v in plain.items() if k not in names}
-            return _known(cls, {**plain, "measured": measured})
+            return _from_json(cls, {**plain, "measured": measured})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not whole: {error}.") from None
 
@@ -291,7 +291,7 @@ def _of_before(plain: Values) -> JSON:
     return {**plain, "steps": steps, "layers": layers}
 
 
-def _known(cls: type[T], plain: Values) -> T:
+def _from_json(cls: type[T], plain: Values) -> T:
     """A dataclass of its fields in plain JSON."""
     hints = get_type_hints(cls)
     return cls(**{name: _typed(plain[name], hints[name], name) for name in hints if name in plain})
@@ -307,7 +307,7 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
         hint = KINDS[value["kind"]]
     origin, kinds = get_origin(hint), get_args(hint)
     if is_dataclass(hint) and isinstance(hint, type) and isinstance(value, Mapping):
-        return _known(hint, value)
+        return _from_json(hint, value)
     if origin in (tuple, list) and isinstance(value, list | tuple):
         return origin(_typed(part, kinds[0], name) for part in value)
     if not suits(value, hint):

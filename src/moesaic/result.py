@@ -26,7 +26,7 @@ from moesaic.foreign import JSON, Model, Values
 from moesaic.io.caller import untouched
 from moesaic.io.checkpoint import ShardWriter, Writer, cast, narrowed, shape_of
 from moesaic.io.fingerprint import IN_MEMORY, of_model
-from moesaic.io.layout import own
+from moesaic.io.layout import our_folder
 from moesaic.io.naming import Naming, language
 from moesaic.io.outputs import check_drawing, whole_folder, write_drawing
 from moesaic.io.prediction import NEXT, leave_out, predicts
@@ -188,7 +188,7 @@ class Result:
         if plan is not None:
             kind = self.job.dtype if self.job.on_disk else None
             dtype = str(kind or "auto").removeprefix("torch.")
-            replace(plan, dtype=dtype, earlier=self._earlier).save(own(folder))
+            replace(plan, dtype=dtype, earlier=self._earlier).save(our_folder(folder))
 
     @property
     def _carried(self) -> Mapping[str, Tensor]:
@@ -297,7 +297,7 @@ class Result:
     # --- shown -----------------------------------------------------------------------------------
 
     @property
-    def told(self) -> Record:
+    def current_record(self) -> Record:
         """What is known of the result now, with :attr:`scores` if they were asked for."""
         source = self.job.original
         scores = vars(self).get("scores", {})
@@ -309,7 +309,7 @@ class Result:
         return self.record(name, "", measured=measured if scores else {})
 
     def __repr__(self) -> str:
-        record = self.told
+        record = self.current_record
         scores = record.measured.get("scores", {})
         figures = [f"{name} {s['perplexity']:.4g}" for name, s in scores.items()]
         measured = f"; perplexity: {', '.join(figures)}" if figures else ""
@@ -317,11 +317,11 @@ class Result:
 
     def __rich__(self) -> RenderableType:
         """Tables and sentences, as the command line shows them."""
-        return report.terminal(self.told)
+        return report.terminal(self.current_record)
 
     def _repr_html_(self) -> str:
         """The drawing, in a notebook."""
-        return report.picture(self.told)
+        return report.picture(self.current_record)
 
     def plot(self, file: str | Path | None = None) -> str:
         """A drawing of perplexity beside the original's, and of where tokens go.
@@ -340,7 +340,7 @@ class Result:
         if file is not None:
             check_drawing(Path(file), ".svg")
         _ = self.scores
-        svg = report.picture(self.told)
+        svg = report.picture(self.current_record)
         if file is not None:
             write_drawing(Path(file), svg)
         return svg
@@ -350,7 +350,7 @@ class Result:
         config, decision, plan = self.method.config, self.decision, self.plan
         active = measured.get("scores", {}).get("result", {}).get("active_ratio")
         words = self.method.tell(layers, decision, active)
-        summary, text = dict(decision.summary), words.told
+        summary, text = dict(decision.summary), words.text
         if self.job.predicting:
             fate, fate_words = self._predicting
             summary[fate] = {NEXT: self.job.predicting}
@@ -409,7 +409,7 @@ class Result:
             layer = replace(
                 layer,
                 kind=planned.kind,
-                told=description.told,
+                told=description.text,
                 weights=planned.weights,
                 shape=description.shape,
                 parts=description.parts,

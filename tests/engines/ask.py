@@ -40,12 +40,13 @@ def transformers():
             raise ValueError(troubles)
         ids = torch.tensor([prompt])
         with torch.inference_mode():
-            found = model.eval()(ids).logits[0].float().log_softmax(-1)
+            logits = model.eval()(ids).logits[0].float().log_softmax(-1)
             new = model.generate(
                 ids, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
             )
         assert not any(name.partition(".")[0] == "moesaic" for name in sys.modules)
-        return found[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist(), new[0, len(prompt) :].tolist()
+        logprobs = logits[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        return logprobs.tolist(), new[0, len(prompt) :].tolist()
 
     return f"transformers {__version__}", answer
 
@@ -95,14 +96,14 @@ def vllm():
                 enable_prefix_caching=False,
                 disable_log_stats=True,
             )
-            (found,) = engine.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
+            (output,) = engine.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)
         finally:
             engine = None
             gc.collect()
             cleanup_dist_env_and_memory()
-        pairs = zip(prompt[1:], found.prompt_logprobs[1:], strict=True)
+        pairs = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
         logprobs = [every[token].logprob for token, every in pairs]
-        return logprobs, list(found.outputs[0].token_ids)
+        return logprobs, list(output.outputs[0].token_ids)
 
     return f"vLLM {__version__}", answer
 
@@ -123,9 +124,9 @@ def mlx():
         ids = mx.array(prompt)
         logits = np.array(model(ids[None])[0], np.float64)
         logits -= logits.max(-1, keepdims=True)
-        found = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        scores = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         steps = generate_step(ids, model, max_tokens=new_tokens)
-        logprobs = [float(row[token]) for row, token in zip(found, prompt[1:], strict=False)]
+        logprobs = [float(row[token]) for row, token in zip(scores, prompt[1:], strict=False)]
         return logprobs, [int(token) for token, _ in steps]
 
     return f"mlx-lm {__version__}", answer
@@ -147,9 +148,9 @@ def llamacpp():
         exports.export_gguf(folder, file, overwrite=True)
         ids = torch.tensor(prompt)
         with Engine(file, 128, exact=True) as engine:
-            found = engine.logits(ids).log_softmax(-1)
+            scores = engine.logits(ids).log_softmax(-1)
             return (
-                found[:-1].gather(1, ids[1:, None])[:, 0].tolist(),
+                scores[:-1].gather(1, ids[1:, None])[:, 0].tolist(),
                 engine.greedy(ids, new_tokens),
             )
 

@@ -142,7 +142,7 @@ REFUSED = {
 
 
 @dataclass(frozen=True)
-class Made:
+class Form:
     """A result in the form that engines read, or why there is none."""
 
     folder: Path | None
@@ -154,14 +154,14 @@ class Made:
     """vLLM runs the result itself, by our class."""
     refusal: str = ""
 
-    def of(self, engine: str) -> Path | None:
+    def folder_for(self, engine: str) -> Path | None:
         """What an engine is given."""
         return self.source if engine == "vllm" and self.listed else self.folder
 
     def config_of(self, engine: str) -> Any:
         """The config of what an engine is given."""
-        given = self.of(engine)
-        return self.config if given == self.folder else resolve(str(given)).config
+        folder = self.folder_for(engine)
+        return self.config if folder == self.folder else resolve(str(folder)).config
 
 
 def falling_back_to_bytes() -> PreTrainedTokenizerFast:
@@ -198,9 +198,9 @@ def base(called: str, folder: Path) -> Path:
             for name, module in layer.self_attn.named_modules()
             if isinstance(module, nn.Linear)
         ]
-        said = FP8 | {"modules_to_not_convert": ["lm_head", *others]}
+        quantised = FP8 | {"modules_to_not_convert": ["lm_head", *others]}
         quantise(
-            folder, BlockScaled(said), lambda n, t: ".mlp." in n and n.endswith("_proj.weight")
+            folder, BlockScaled(quantised), lambda n, t: ".mlp." in n and n.endswith("_proj.weight")
         )
     elif FORMATS.get(called) == "mxfp4":
         projections = ("experts.down_proj", "experts.gate_up_proj")
@@ -211,7 +211,7 @@ def base(called: str, folder: Path) -> Path:
     return folder
 
 
-def make(model: str, asked: str, place: Path) -> Made:
+def make(model: str, asked: str, place: Path) -> Form:
     """What a verb makes of a model, exported where it is not of the architecture's own class."""
     start = place / "base" / model
     if not start.exists():
@@ -224,10 +224,10 @@ def make(model: str, asked: str, place: Path) -> Made:
         verb(config.verb, str(start), config, calibration=Tokens(ids)).save(result)
         source = resolve(str(result))
         if not source.config.model_type.startswith("moesaic_"):
-            return Made(result, result, source.config)
+            return Form(result, result, source.config)
         native.mkdir()
         decided = decide(source)
         write(source, decided, native)  # the suite itself verifies it
-        return Made(native, result, decided.config, listed)
+        return Form(native, result, decided.config, listed)
     except MoesaicError as refusal:
-        return Made(None, result, listed=listed, refusal=str(refusal))
+        return Form(None, result, listed=listed, refusal=str(refusal))

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, FORMATS, REFUSED, Made, make
+from models import CASES, FORMATS, REFUSED, Form, make
 
 from moesaic.exports.engines import limits
 from moesaic.io.source import resolve
@@ -97,7 +97,7 @@ def asked(engine: str, folders: dict[str, Path], place: Path) -> tuple[str, dict
 
 
 @torch.inference_mode()
-def reference(made: Made) -> dict[str, Any]:
+def reference(made: Form) -> dict[str, Any]:
     """What the result itself answers, by our own code where it is of no architecture's class."""
     model = resolve(str(made.source)).load(dtype=torch.float32)
     ids = torch.tensor([PROMPT])
@@ -122,7 +122,7 @@ class Trial:
     def answer(self, engine: str, model: str, verb: str) -> Any:
         if engine not in self.answers:
             cases = sorted(case[1:] for case in self.wanted if case[0] == engine)
-            folders = {" ".join(c): f for c in cases if (f := self.made(*c).of(engine))}
+            folders = {" ".join(c): f for c in cases if (f := self.made(*c).folder_for(engine))}
             place = self.place / engine
             place.mkdir()
             self.versions[engine], self.answers[engine] = asked(engine, folders, place)
@@ -179,7 +179,7 @@ def test_an_engine_computes_what_the_result_does(
         pytest.skip(why)
     made = trial.made(model, verb)
     assert bool(made.refusal) == (model in REFUSED.get(verb, ())), made.refusal
-    if made.of(engine) is None:
+    if made.folder_for(engine) is None:
         trial.outcomes[engine, model, verb] = f"refused: {made.refusal}"
         return
     found = trouble(engine, model, trial.answer(engine, model, verb), trial.reference(model, verb))

@@ -34,7 +34,7 @@ WARM = (
 )  # fmt: skip
 """What children would import one after the other."""
 KINDS = ("kills", "disk", "damage")
-Told = tuple[str, str]
+Outcome = tuple[str, str]
 """What was tried, and what went wrong; empty where nothing did."""
 
 
@@ -51,7 +51,7 @@ def undisturbed(command, place: Path) -> tuple[dict[str, object], float]:  # typ
     return contents(cwd / command.out), ended.seconds
 
 
-def finished(command, cwd: Path, whole: dict[str, object], said: Path) -> str:  # type: ignore[no-untyped-def]
+def finished(command, cwd: Path, whole: dict[str, object], output: Path) -> str:  # type: ignore[no-untyped-def]
     """Go on after a fault until the result is there; what is wrong with it."""
     from worker import contents, ran
 
@@ -61,63 +61,63 @@ def finished(command, cwd: Path, whole: dict[str, object], said: Path) -> str:  
             return "OUT is there and not whole"
     else:
         more = ("--resume",) if command.resumes else ()
-        ended = ran(command.line(*more), cwd, said)
+        ended = ran(command.line(*more), cwd, output)
         if ended.code:
             return f"cannot go on ({ended.code}): {ended.message}"
-        found = contents(out)
-        if found != whole:
-            names = [n for n in {**found, **whole} if found.get(n) != whole.get(n)]
+        files = contents(out)
+        if files != whole:
+            names = [n for n in {**files, **whole} if files.get(n) != whole.get(n)]
             return f"another result: {', '.join(names)}"
     left = sorted(p.name for p in cwd.iterdir() if p.name != command.out)
     return f"left behind: {', '.join(left)}" if left else ""
 
 
-def killed(command, number: int, place: Path, whole, seconds: float) -> Told:  # type: ignore[no-untyped-def]
+def killed(command, number: int, place: Path, whole, seconds: float) -> Outcome:  # type: ignore[no-untyped-def]
     """One SIGKILL at a random moment."""
     from worker import Limits, ran, seeded
 
     moment = seeded("kill", command.name, number).uniform(0, seconds)
     cwd = fresh(place / "kills" / f"{command.name}-{number}")
-    said = place / f"said-{os.getpid()}"
-    ran(command.line(), cwd, said, Limits(kill=moment))
-    wrong = finished(command, cwd, whole, said)
+    output = place / f"said-{os.getpid()}"
+    ran(command.line(), cwd, output, Limits(kill=moment))
+    wrong = finished(command, cwd, whole, output)
     shutil.rmtree(cwd)
     return f"{command.name} killed after {moment:.2f} of {seconds:.2f} s", wrong
 
 
-def disk_full(command, number: int, place: Path, whole, seconds: float) -> Told:  # type: ignore[no-untyped-def]
+def disk_full(command, number: int, place: Path, whole, seconds: float) -> Outcome:  # type: ignore[no-untyped-def]
     """One full disk, for large files or from a file on."""
     from worker import Limits, ran, seeded
 
     random = seeded("disk", command.name, number)
     sizes = [len(x) for x in whole.values() if isinstance(x, bytes)]
     if number % 2:
-        limits, told = Limits(writes=random.randint(1, 30)), "from a file on"
+        limits, limit = Limits(writes=random.randint(1, 30)), "from a file on"
     else:
         limits = Limits(file_bytes=int(max(sizes) * random.random()))
-        told = f"at {limits.file_bytes:,} bytes"
-    name = f"{command.name}, disk full {told} ({number})"
+        limit = f"at {limits.file_bytes:,} bytes"
+    name = f"{command.name}, disk full {limit} ({number})"
     cwd = fresh(place / "disks" / f"{command.name}-{number}")
-    said = place / f"said-{os.getpid()}"
-    ended = ran(command.line(), cwd, said, limits)
+    output = place / f"said-{os.getpid()}"
+    ended = ran(command.line(), cwd, output, limits)
     wrong = ""
     if ended.code == 0:
         if "writing" in "".join(p.name for p in cwd.iterdir()):
             wrong = "left behind after success"
     elif ended.code not in (1, 2) or not ended.orderly:
         wrong = f"exit code {ended.code}: {ended.message}"
-    elif "fault of moesaic" in ended.said:
+    elif "fault of moesaic" in ended.text:
         wrong = f"blames itself: {ended.message}"
     elif (cwd / command.out).exists():
         wrong = "OUT was made nonetheless"
     elif any(".writing" in str(p) for p in cwd.rglob("*")):
         wrong = "something half-written stays"
-    wrong = wrong or finished(command, cwd, whole, said)
+    wrong = wrong or finished(command, cwd, whole, output)
     shutil.rmtree(cwd)
     return name, wrong
 
 
-def damaged(case, number: int, place: Path) -> Told:  # type: ignore[no-untyped-def]
+def damaged(case, number: int, place: Path) -> Outcome:  # type: ignore[no-untyped-def]
     """One damaged input: exit code 2, one message, nothing written but OUT."""
     from worker import Limits, ran, tree
 
@@ -125,15 +125,15 @@ def damaged(case, number: int, place: Path) -> Told:  # type: ignore[no-untyped-
     source, copy = place / case.of, cwd / Path(case.of).name
     (shutil.copytree if source.is_dir() else shutil.copyfile)(source, copy)
     case.change(copy)
-    known = {
+    digests = {
         "IN": copy, "TEXT": place / "text.jsonl", "DENSE": place / "dense", "MOE": place / "moe"
     }  # fmt: skip
-    line = [str(known.get(part, part)) for part in case.command]
+    line = [str(digests.get(part, part)) for part in case.command]
     before = tree(cwd)
     # Kept outside of what is watched; caches go there as well.
-    said = place / f"said-{os.getpid()}"
+    output = place / f"said-{os.getpid()}"
     home = {"XDG_CACHE_HOME": str(place / "cache")}
-    ended = ran(line, cwd, said, Limits(seconds=60, memory=True, environment=home))
+    ended = ran(line, cwd, output, Limits(seconds=60, memory=True, environment=home))
     after = {n: v for n, v in tree(cwd).items() if not n.startswith(("out/", "out.partial/"))}
     wrong = ""
     if ended.code == 0 and case.harmless:
@@ -142,8 +142,8 @@ def damaged(case, number: int, place: Path) -> Told:  # type: ignore[no-untyped-
         wrong = f"exit code {ended.code} after {ended.seconds:.0f} s: {ended.message}"
     elif not ended.orderly:
         wrong = f"not one message: {ended.message}"
-    elif len(ended.said) > 1200:
-        wrong = f"a message of {len(ended.said):,} characters"
+    elif len(ended.text) > 1200:
+        wrong = f"a message of {len(ended.text):,} characters"
     elif (cwd / "out").exists():
         wrong = "OUT was made"
     elif after != before:
@@ -158,12 +158,12 @@ def fresh(folder: Path) -> Path:
     return folder
 
 
-def at_once(tasks: Sequence[Callable[[], Told]], jobs: int, place: Path) -> list[Told]:
+def at_once(tasks: Sequence[Callable[[], Outcome]], jobs: int, place: Path) -> list[Outcome]:
     """Results of tasks, each in a child of its own, some at a time."""
     import pickle
 
     running: dict[int, int] = {}
-    found: dict[int, Told] = {}
+    outcomes: dict[int, Outcome] = {}
     waiting = list(enumerate(tasks))
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -171,21 +171,21 @@ def at_once(tasks: Sequence[Callable[[], Told]], jobs: int, place: Path) -> list
             child = os.fork()
             if child == 0:
                 try:
-                    told = task()
+                    outcome = task()
                 except BaseException as error:
-                    told = (f"task {number}", f"the test itself failed: {error!r}")
-                (place / f"told-{number}").write_bytes(pickle.dumps(told))
+                    outcome = (f"task {number}", f"the test itself failed: {error!r}")
+                (place / f"told-{number}").write_bytes(pickle.dumps(outcome))
                 os._exit(0)
             running[child] = number
         child, _ = os.wait()
         number = running.pop(child)
         file = place / f"told-{number}"
-        found[number] = pickle.loads(file.read_bytes())
+        outcomes[number] = pickle.loads(file.read_bytes())
         file.unlink()
-        name, wrong = found[number]
+        name, wrong = outcomes[number]
         if wrong:
             print(f"WRONG {name}\n      {wrong}", flush=True)
-    return [found[number] for number in sorted(found)]
+    return [outcomes[number] for number in sorted(outcomes)]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -215,30 +215,30 @@ def main(arguments: Sequence[str]) -> int:
     place = Path(tempfile.mkdtemp(prefix="moesaic-faults-"))
     prepare(place / "sound")
     sound = place / "sound"
-    known = {c.name: c for c in commands(sound)}
+    by_name = {c.name: c for c in commands(sound)}
     text = str(sound / "text.jsonl")
     for folder, name in FIRST.items():
-        line = [folder if part == "out" else part for part in known[name].line()]
+        line = [folder if part == "out" else part for part in by_name[name].line()]
         ended = ran(line, sound, place / "said")
         if ended.code:
-            print(f"{name} fails undisturbed: {ended.said}")
+            print(f"{name} fails undisturbed: {ended.text}")
             return 1
     stats = ["observe", "moe", "stats", "--calibration", text, "--samples", "6", "--length", "32"]
     assert ran(stats, sound, place / "said").code == 0, (place / "said").read_text()
     counts: dict[str, Counter[str]] = {}
 
-    def count(kind: str, found: Sequence[Told]) -> None:
-        counts[kind] = Counter("wrong" if wrong else "right" for _, wrong in found)
+    def count(kind: str, outcomes: Sequence[Outcome]) -> None:
+        counts[kind] = Counter("wrong" if wrong else "right" for _, wrong in outcomes)
 
     if "damage" in kinds:
         tried = [c for c in cases() if not names or any(n in c.name for n in names)]
         tasks = [lambda c=c, i=i: damaged(c, i, sound) for i, c in enumerate(tried)]
         count("damage", at_once(tasks, jobs, place))
-    chosen = [c for c in known.values() if not names or any(n in c.name for n in names)]
+    chosen = [c for c in by_name.values() if not names or any(n in c.name for n in names)]
     for kind, function in (("kills", killed), ("disk", disk_full)):
         if kind not in kinds:
             continue
-        found: list[Told] = []
+        outcomes: list[Outcome] = []
         for command in chosen:
             whole, seconds = undisturbed(command, place)
             again, _ = undisturbed(command, place)
@@ -249,10 +249,10 @@ def main(arguments: Sequence[str]) -> int:
                 for n in range(often[kind])
             ]
             ended = at_once(tasks, jobs, place)
-            wrong = sum(bool(told) for _, told in ended)
+            wrong = sum(bool(problem) for _, problem in ended)
             print(f"{kind}, {command.name}: {len(ended) - wrong} right, {wrong} wrong", flush=True)
-            found += ended
-        count(kind, found)
+            outcomes += ended
+        count(kind, outcomes)
     shutil.rmtree(place)
     for kind, result in counts.items():
         print(f"{kind}: {result['right']} right, {result['wrong']} wrong")

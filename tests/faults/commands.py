@@ -51,13 +51,13 @@ def of_method(key: str, place: Path) -> Command:
     """The command that carries a method out, with its quick settings."""
     verb, _, method = key.partition(".")
     config = config_of(key)
-    known = asdict(config)
+    values = asdict(config)
     default = asdict(type(config)())
-    own = {k: v for k, v in known.items() if v != default.get(k) and v is not None}
-    own |= {k: v for k, v in SLOWER.items() if k in known}
+    changed = {k: v for k, v in values.items() if v != default.get(k) and v is not None}
+    changed |= {k: v for k, v in SLOWER.items() if k in values}
     must = {o.name: o.flag for o in verb_options(VERBS[verb]) if o.required}
-    options = [part for k in must for part in (must[k], str(known[k]))]
-    options += [part for k, v in own.items() if k not in must for part in ("-o", f"{k}={v}")]
+    options = [part for k in must for part in (must[k], str(values[k]))]
+    options += [part for k, v in changed.items() if k not in must for part in ("-o", f"{k}={v}")]
     text = ["--calibration", str(place / "text.jsonl"), *TEXT] if VERBS[verb].calibrates else []
     if verb == "tune":
         text = ["--data", str(place / "text.jsonl")]

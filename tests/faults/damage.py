@@ -89,34 +89,34 @@ def header(edit: Callable[[dict[str, Any]], Any]) -> Change:
 
     def change(where: Path) -> None:
         file = shards(where)[0]
-        said, data = parts(file)
-        said = edit(said) or said
-        written(file, said if isinstance(said, str) else json.dumps(said), data)
+        header, data = parts(file)
+        header = edit(header) or header
+        written(file, header if isinstance(header, str) else json.dumps(header), data)
 
     return change
 
 
-def first(said: dict[str, Any]) -> str:
-    return next(name for name in said if name != "__metadata__")
+def first(header: dict[str, Any]) -> str:
+    return next(name for name in header if name != "__metadata__")
 
 
 def entry(**changes: Any) -> Change:
-    def edit(said: dict[str, Any]) -> None:
-        said[first(said)] |= changes
+    def edit(header: dict[str, Any]) -> None:
+        header[first(header)] |= changes
 
     return header(edit)
 
 
-def twice(said: dict[str, Any]) -> str:
+def twice(header: dict[str, Any]) -> str:
     """The same name two times, as no writer of JSON makes it."""
-    name = first(said)
-    return json.dumps(said)[:-1] + f", {json.dumps(name)}: {json.dumps(said[name])}}}"
+    name = first(header)
+    return json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}"
 
 
 def header_size(size: int) -> Change:
     def change(where: Path) -> None:
-        said, data = parts(shards(where)[0])
-        written(shards(where)[0], json.dumps(said), data, size)
+        header, data = parts(shards(where)[0])
+        written(shards(where)[0], json.dumps(header), data, size)
 
     return change
 
@@ -126,10 +126,10 @@ def tensors(edit: Callable[[dict[str, Any]], None], which: int = 0) -> Change:
 
     def change(where: Path) -> None:
         file = shards(where)[which]
-        said, _ = parts(file)
+        header, _ = parts(file)
         held = load_file(file)
         edit(held)
-        save_file(held, file, metadata=said.get("__metadata__"))
+        save_file(held, file, metadata=header.get("__metadata__"))
 
     return change
 
@@ -138,18 +138,18 @@ def spoiled(value: float, name: str) -> Change:
     """A value in the middle of every tensor whose name holds ``name``."""
 
     def change(where: Path) -> None:
-        found = 0
+        count = 0
         for which in range(len(shards(where))):
 
             def edit(held: dict[str, Any]) -> None:
-                nonlocal found
+                nonlocal count
                 for key in held:
                     if name in key:
-                        found += 1
+                        count += 1
                         held[key].flatten()[held[key].numel() // 2] = value
 
             tensors(edit, which)(where)
-        assert found, name
+        assert count, name
 
     return change
 
@@ -189,9 +189,9 @@ def edited(name: str, edit: Callable[[Any], Any]) -> Change:
 
     def change(where: Path) -> None:
         file = where / name if where.is_dir() else where
-        said = json.loads(file.read_text())
-        said = edit(said) or said
-        file.write_text(json.dumps(said))
+        content = json.loads(file.read_text())
+        content = edit(content) or content
+        file.write_text(json.dumps(content))
 
     return change
 
@@ -203,14 +203,14 @@ def removed(name: str) -> Change:
 def at(path: str, value: Any) -> Callable[[Any], None]:
     """Sets a place of JSON, its keys dotted; ``...`` removes it."""
 
-    def edit(said: Any) -> None:
+    def edit(content: Any) -> None:
         *keys, last = path.split(".")
         for key in keys:
-            said = said[int(key)] if isinstance(said, list) else said[key]
+            content = content[int(key)] if isinstance(content, list) else content[key]
         if value is ...:
-            del said[last]
+            del content[last]
         else:
-            said[last] = value
+            content[last] = value
 
     return edit
 
@@ -257,11 +257,11 @@ FILES: Sequence[tuple[str, str, tuple[str, ...]]] = (
 
 def weights() -> Iterator[Case]:
     """Of every kind of safetensors file that is read."""
-    for of, told, command in FILES:
+    for kind, reason, command in FILES:
 
-        def case(what: str, change: Change, harmless: bool = False, of: str = of,
-                 told: str = told, command: tuple[str, ...] = command) -> Case:  # fmt: skip
-            return Case(f"{told}: {what}", of, change, command, harmless)
+        def case(what: str, change: Change, harmless: bool = False, kind: str = kind,
+                 reason: str = reason, command: tuple[str, ...] = command) -> Case:  # fmt: skip
+            return Case(f"{reason}: {what}", kind, change, command, harmless)
 
         for share in (0.0, 0.0005, 0.3, 0.99):
             yield case(f"truncated to {share:g}", truncated(share))
@@ -274,29 +274,34 @@ def weights() -> Iterator[Case]:
         yield case("data that ends before it begins", entry(data_offsets=[64, 0]))
         yield case("an unknown type", entry(dtype="F7"))
         yield case("a shape of 10^30", entry(shape=[10**15, 10**15]))
-        yield case("a tensor missing", tensors(drop), harmless=of == "stats")
+        yield case("a tensor missing", tensors(drop), harmless=kind == "stats")
         yield case("a tensor shortened", tensors(shorten))
 
 
 def models() -> Iterator[Case]:
-    for of, command in (("dense", CARVE), ("moe", PRUNE)):
-        yield Case(f"{of}: a matrix transposed", of, tensors(transpose), command)
-        yield Case(f"{of}: a weight of integers", of, tensors(integers), command, harmless=True)
+    for kind, command in (("dense", CARVE), ("moe", PRUNE)):
+        yield Case(f"{kind}: a matrix transposed", kind, tensors(transpose), command)
+        yield Case(f"{kind}: a weight of integers", kind, tensors(integers), command, harmless=True)
         for value in (float("nan"), float("inf"), -float("inf")):
             for name in ("down_proj", "q_proj", "embed_tokens", "norm"):
-                yield Case(f"{of}: {value} in {name}", of, spoiled(value, name), command)
-        yield Case(f"{of}: NaN by a flipped bit", of, flipped(1, False), command)
+                yield Case(f"{kind}: {value} in {name}", kind, spoiled(value, name), command)
+        yield Case(f"{kind}: NaN by a flipped bit", kind, flipped(1, False), command)
         for trick in TRICKS:
             change = edited(
                 INDEX, lambda x, t=trick: x["weight_map"].update({first(x["weight_map"]): t})
             )
-            yield Case(f"{of}: a shard named {trick[:30]!r}", of, change, command)
+            yield Case(f"{kind}: a shard named {trick[:30]!r}", kind, change, command)
         yield Case(
-            f"{of}: a shard that is no name", of, edited(INDEX, at("weight_map", {"a": 3})), command
+            f"{kind}: a shard that is no name",
+            kind,
+            edited(INDEX, at("weight_map", {"a": 3})),
+            command,
         )
-        yield Case(f"{of}: a list of shards", of, edited(INDEX, at("weight_map", ["a"])), command)
-        yield Case(f"{of}: no config", of, removed(CONFIG), command)
-        yield Case(f"{of}: pickles only", of, _pickled, command)
+        yield Case(
+            f"{kind}: a list of shards", kind, edited(INDEX, at("weight_map", ["a"])), command
+        )
+        yield Case(f"{kind}: no config", kind, removed(CONFIG), command)
+        yield Case(f"{kind}: pickles only", kind, _pickled, command)
     for name, text in BOMBS.items():
         yield Case(f"config.json: {name}", "dense", put(CONFIG, text), CARVE)
         yield Case(f"an index: {name}", "dense", put(INDEX, text), CARVE)

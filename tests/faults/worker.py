@@ -28,18 +28,18 @@ class Ended:
 
     code: int
     """Its exit code; the negative number of the signal that ended it."""
-    said: str
+    text: str
     """Its stdout and stderr."""
     seconds: float
 
     @property
     def orderly(self) -> bool:
         """One message and no traceback."""
-        return len(re.findall(r"(?<!\w)Error:", self.said)) == 1 and "Traceback" not in self.said
+        return len(re.findall(r"(?<!\w)Error:", self.text)) == 1 and "Traceback" not in self.text
 
     @property
     def message(self) -> str:
-        return " ".join(self.said.split())[-300:]
+        return " ".join(self.text.split())[-300:]
 
 
 @dataclass(frozen=True)
@@ -59,27 +59,27 @@ class Limits:
 
 def full_after(writes: int) -> None:
     """Make this process find the disk full from its n-th file on, until nothing is left to do."""
-    seen = 0
+    count = 0
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal seen
-        made = event == "os.mkdir" or (
+        nonlocal count
+        creates = event == "os.mkdir" or (
             event == "open"
             and isinstance(arguments[0], str)
             and not arguments[0].startswith(("/dev/", "/proc/"))
             and isinstance(arguments[2], int)
             and arguments[2] & WRITING
         )
-        if made:
-            seen += 1
-            if seen >= writes:
+        if creates:
+            count += 1
+            if count >= writes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
 
     sys.addaudithook(hook)
 
 
-def _child(arguments: Sequence[str], cwd: Path, said: Path, limits: Limits) -> None:
-    handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def _child(arguments: Sequence[str], cwd: Path, output: Path, limits: Limits) -> None:
+    handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     os.chdir(cwd)
@@ -112,13 +112,15 @@ def _child(arguments: Sequence[str], cwd: Path, said: Path, limits: Limits) -> N
     os._exit(int(code or 0))
 
 
-def ran(arguments: Sequence[object], cwd: Path, said: Path, limits: Limits | None = None) -> Ended:
+def ran(
+    arguments: Sequence[object], cwd: Path, output: Path, limits: Limits | None = None
+) -> Ended:
     """Carry out a command in a child process, to its end or to its fault.
 
     Args:
         arguments: of ``moesaic``.
         cwd: the folder it runs in.
-        said: the file that takes its output; it stands outside of everything that is watched.
+        output: the file that takes its output; it stands outside of everything that is watched.
         limits: what befalls it.
     """
     limits = limits or Limits()
@@ -127,7 +129,7 @@ def ran(arguments: Sequence[object], cwd: Path, said: Path, limits: Limits | Non
     if child == 0:
         try:
             os.setpgid(0, 0)
-            _child([str(a) for a in arguments], cwd, said, limits)
+            _child([str(a) for a in arguments], cwd, output, limits)
         finally:
             os._exit(71)
     last = began + min(limits.seconds, limits.seconds if limits.kill is None else limits.kill)
@@ -145,7 +147,7 @@ def ran(arguments: Sequence[object], cwd: Path, said: Path, limits: Limits | Non
             _, status = os.waitpid(child, 0)
             break
         time.sleep(0.005)
-    text = said.read_text("utf-8", "replace") if said.exists() else ""
+    text = output.read_text("utf-8", "replace") if output.exists() else ""
     return Ended(os.waitstatus_to_exitcode(status), text, time.monotonic() - began)
 
 
@@ -154,12 +156,12 @@ def ran(arguments: Sequence[object], cwd: Path, said: Path, limits: Limits | Non
 
 def tree(folder: Path, *without: Path) -> dict[str, tuple[int, int]]:
     """Size and time of change of every file under a folder, by its path."""
-    found = {}
+    result = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and not any(path == w or w in path.parents for w in without):
             stat = path.stat()
-            found[str(path.relative_to(folder))] = (stat.st_size, stat.st_mtime_ns)
-    return found
+            result[str(path.relative_to(folder))] = (stat.st_size, stat.st_mtime_ns)
+    return result
 
 
 TIMES = re.compile(r"second|_s$|time|memory|speed|rss|date|environment|load|^log$", re.IGNORECASE)
@@ -176,16 +178,16 @@ def contents(out: Path) -> dict[str, object]:
     """A result's files by name, bitwise; the record without times; what is drawn of it left out."""
     if out.is_file():
         return {out.name: out.read_bytes()}
-    found: dict[str, object] = {}
+    result: dict[str, object] = {}
     for path in sorted(out.rglob("*")):
         name = str(path.relative_to(out))
         if path.name == "result.json":
-            found[name] = json.dumps(_plain(json.loads(path.read_text())), sort_keys=True)
+            result[name] = json.dumps(_plain(json.loads(path.read_text())), sort_keys=True)
         elif path.is_file() and path.suffix not in (".html", ".md", ".svg"):
-            found[name] = path.read_bytes()
+            result[name] = path.read_bytes()
         elif path.is_file():
-            found[name] = "drawn"
-    return found
+            result[name] = "drawn"
+    return result
 
 
 def seeded(*parts: object) -> random.Random:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from moesaic.arch.routing import Said, unbound
+from moesaic.arch.routing import FixedOutput, unbound
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config
@@ -42,7 +42,7 @@ class FFNNames:
     down: str = "down_proj"
     gate: str | None = "gate_proj"
     act: str = "act_fn"
-    own: bool = False
+    custom_act: bool = False
     """What goes into the down projection is not act(gate) * up: the module's own code is asked."""
 
     @property
@@ -253,10 +253,10 @@ def weight_of(module: nn.Module, name: str) -> Tensor:
 def act_of(module: nn.Module, names: FFNNames) -> Callable[..., Tensor]:
     """The activation function of a feed-forward module; where it is its own, of gates and ups."""
     act: Callable[..., Tensor] | None = getattr(module, names.act, None)
-    return OwnAct(module, names) if names.own or act is None else act
+    return CustomAct(module, names) if names.custom_act or act is None else act
 
 
-class OwnAct:
+class CustomAct:
     """What a gated feed-forward module makes of gates and ups: its code without its projections.
 
     Args:
@@ -278,9 +278,9 @@ class OwnAct:
         names, twin = self._names, unbound(self._twin)
         up_TM = torch.ones_like(gate_TM) if up_TM is None else up_TM
         if names.fused:
-            twin._modules[names.up] = Said(torch.cat([gate_TM, up_TM], -1))
+            twin._modules[names.up] = FixedOutput(torch.cat([gate_TM, up_TM], -1))
         else:
-            twin._modules |= {names.gate or "": Said(gate_TM), names.up: Said(up_TM)}
+            twin._modules |= {names.gate or "": FixedOutput(gate_TM), names.up: FixedOutput(up_TM)}
         h_TM: Tensor = type(twin).forward(twin, up_TM)
         return h_TM
 
@@ -398,7 +398,7 @@ class DenseFFN:
     up_bias_M: Tensor | None = None
     gate_bias_M: Tensor | None = None
     down_bias_D: Tensor | None = None
-    own: bool = False
+    custom_act: bool = False
     """``act`` is given gates and ups, and makes h of both."""
 
     @property
@@ -419,7 +419,7 @@ class DenseFFN:
         if self.gate_MD is None:
             return self.act(up_TM)
         gate_TM = F.linear(x_TD, self.gate_MD, self.gate_bias_M)
-        return self.act(gate_TM, up_TM) if self.own else self.act(gate_TM) * up_TM
+        return self.act(gate_TM, up_TM) if self.custom_act else self.act(gate_TM) * up_TM
 
     count: ClassVar[int] = 1
     top_k: ClassVar[int] = 1
@@ -519,4 +519,4 @@ def assembled(
     else:
         gate_MD, gate_bias = weights[names.gate], biases.get(names.gate)
     down_DM, down_bias = weights[names.down], biases.get(names.down)
-    return DenseFFN(up_MD, down_DM, gate_MD, act, up_bias, gate_bias, down_bias, names.own)
+    return DenseFFN(up_MD, down_DM, gate_MD, act, up_bias, gate_bias, down_bias, names.custom_act)

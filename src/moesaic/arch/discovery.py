@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, AttentionNames, FFNNames, OwnAct
+from moesaic.arch.dense import Arch, AttentionNames, CustomAct, FFNNames
 from moesaic.arch.mixture import ROUTED, MoEArch
 from moesaic.arch.routing import RouterParts, RoutingFunction, arguments, place, set_top_k, unbound
 from moesaic.errors import MoesaicError
@@ -72,7 +72,7 @@ INWARD = ("llama4_text",)
 interface and are (inputs, outputs): no rule can tell."""
 UNKNOWN = FFNNames("", "", None)
 """Of a mixture's dense layers whose MLPs are not plain: no verb looks into them."""
-_FOUND: dict[str, Arch] = {}
+_CACHE: dict[str, Arch] = {}
 
 
 class Unknown(MoesaicError):
@@ -92,12 +92,12 @@ def discovered(config: Config) -> Arch:
             f"{text.model_type}, is another model_type."
         )
     key = f"{type(config).__name__} {config.to_json_string(use_diff=False)}"
-    if key not in _FOUND:
-        if len(_FOUND) > MOST:
-            _FOUND.clear()
+    if key not in _CACHE:
+        if len(_CACHE) > MOST:
+            _CACHE.clear()
         with torch.device("cpu"):  # a converted model asks while it is made on the meta device
-            _FOUND[key] = of_model(shape_of(config), config)
-    return _FOUND[key]
+            _CACHE[key] = of_model(shape_of(config), config)
+    return _CACHE[key]
 
 
 def of_model(model: Model, config: Config) -> Arch:
@@ -142,10 +142,10 @@ def mlp_names(module: nn.Module) -> FFNNames | None:
     names = _projections(linears, act or ACTIVATIONS[0])
     if names is None or names.gate is None:
         return names if act else None
-    return _acting(module, names, known=act is not None)
+    return _acting(module, names, has_act=act is not None)
 
 
-def _acting(module: nn.Module, names: FFNNames, known: bool) -> FFNNames | None:
+def _acting(module: nn.Module, names: FFNNames, has_act: bool) -> FFNNames | None:
     """Whether a gated MLP makes act(gate) * up, or something else, neuron by neuron.
 
     Asked of usual gates and ups, and of some so large that what bounds them shows.
@@ -153,21 +153,21 @@ def _acting(module: nn.Module, names: FFNNames, known: bool) -> FFNNames | None:
     Args:
         module: the MLP.
         names: its projections.
-        known: it has an activation function.
+        has_act: it has an activation function.
     """
     drawn = torch.Generator("cpu").manual_seed(0)
     both = torch.randn(2, PROBES, 8, generator=drawn, dtype=torch.float32, device="cpu")
     gate, up = torch.cat([both, FAR * both], 1)
-    own, few = OwnAct(copy.deepcopy(module).eval(), names), slice(2, 5)
-    act = getattr(module, names.act) if known else own
+    custom, few = CustomAct(copy.deepcopy(module).eval(), names), slice(2, 5)
+    act = getattr(module, names.act) if has_act else custom
     try:
-        h = own(gate, up)
+        h = custom(gate, up)
         if torch.allclose(act(gate) * up, h, rtol=1e-4, atol=1e-4):
             return names
-        alone = torch.allclose(own(gate[:, few], up[:, few]), h[:, few])
+        alone = torch.allclose(custom(gate[:, few], up[:, few]), h[:, few])
     except (RuntimeError, TypeError, AttributeError, ValueError):  # it asks for more than x
-        return names if known else None
-    return replace(names, own=True) if alone else None
+        return names if has_act else None
+    return replace(names, custom_act=True) if alone else None
 
 
 def _projections(linears: dict[str, nn.Linear], act: str) -> FFNNames | None:
@@ -228,7 +228,7 @@ def _dense(name: str, path: str, layers: Sequence[nn.Module], config: Config) ->
     names = {by_place[place] for by_place in mlps}
     if len(names) > 1:
         raise Unknown(f"{name}: the MLPs of its decoder layers have different projections.")
-    if any(found.own for found in names):
+    if any(ffn.custom_act for ffn in names):
         raise Unknown(f"{name}: what its MLPs make of gates and ups is not act(gate) * up.")
     at, attention = _attention(layers[0])
     return Arch(name, names.pop(), place, path, attention, at)
@@ -295,8 +295,8 @@ def _mixture(
     if norms is None:
         gate, norms = _shared_gate(block), Norms(after=_norm(block))
         inside = {stacked: FFNNames(), **inside} if parts.always else inside
-        known = {leaf, parts.router, *inside, *filter(None, [gate, norms.after])}
-        _nothing_else(name, block, known, parts)
+        expected = {leaf, parts.router, *inside, *filter(None, [gate, norms.after])}
+        _nothing_else(name, block, expected, parts)
     shared, beside = next(iter(inside), None), next(iter(outside), None)
     mixes = (value for key, value in vars(block).items() if "combination" in key)
     if shared and any(mix != "sum" for mix in mixes):
@@ -490,9 +490,9 @@ def _norm(block: nn.Module) -> str | None:
     return next((n for n, m in block.named_children() if type(m).__name__.endswith("Norm")), None)
 
 
-def _nothing_else(name: str, block: nn.Module, known: set[str], parts: RouterParts) -> None:
+def _nothing_else(name: str, block: nn.Module, expected: set[str], parts: RouterParts) -> None:
     """Refuse a block with weights that nobody has looked at."""
-    odd = [n for n, m in block.named_children() if n not in known and [*m.parameters()]]
+    odd = [n for n, m in block.named_children() if n not in expected and [*m.parameters()]]
     tensors = [*block.named_parameters(recurse=False), *block.named_buffers(recurse=False)]
     odd += [n for n, _ in tensors if n != parts.choice_bias]
     if odd:
@@ -552,13 +552,13 @@ def _asked(arch: MoEArch, block: nn.Module, settings: JSON, count: int) -> MoEAr
     for lifted, apart in ((False, False), (True, False), (False, True)):
         parts = replace(parts, lifted=lifted, apart=apart)
         try:
-            seen_NE = _stand_in(block, parts, count).seen(logits_NX)
+            echo_NE = _stand_in(block, parts, count).reported(logits_NX)
             break
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             refused = error
     else:
         raise Unknown(f"{arch.model_type}: its router cannot be asked: {refused!s:.200}")
-    same = seen_NE.shape == logits_NE.shape and torch.allclose(seen_NE, logits_NE, atol=1e-5)
+    same = echo_NE.shape == logits_NE.shape and torch.allclose(echo_NE, logits_NE, atol=1e-5)
     if not (parts.apart or same):
         raise Unknown(f"{arch.model_type}: its router changes logits before it chooses by them.")
     arch = replace(arch, parts=parts, groups=groups)

@@ -28,7 +28,7 @@ EXCEPTIONS: dict[str, Arch] = {
 PLUGINS: Registry[Arch] = Registry("moesaic.architectures", {})
 """Architectures that other packages add, dense ones and mixtures of experts."""
 
-OWN = ("moesaic", "auto_map", "model_type", "quantization_config")
+EXTRA_KEYS = ("moesaic", "auto_map", "model_type", "quantization_config")
 """What a config says beyond its base's shape."""
 PLAIN = "plain"
 """Where the header of a config that tells of each layer keeps what its base's says instead."""
@@ -88,7 +88,7 @@ def plain_config(config: Config, base: str) -> Config:
     """The config of the model that a config's was made from, without weights' formats."""
     if config.model_type == base and getattr(config, "quantization_config", None) is None:
         return config
-    settings = {key: value for key, value in config.to_dict().items() if key not in OWN}
+    settings = {key: value for key, value in config.to_dict().items() if key not in EXTRA_KEYS}
     for key, value in (getattr(config, "moesaic", None) or {}).get(PLAIN, {}).items():
         settings.pop(key, None)
         if value is not None:

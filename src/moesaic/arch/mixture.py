@@ -457,7 +457,7 @@ class MoEFFN:
             return m.act_fn(gate_TM) * up_TM
         return m._apply_gate(up_TM)
 
-    def given(self, x_RD: Tensor, *routed: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    def split(self, x_RD: Tensor, *routed: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """What the experts' module is called with, taken apart.
 
         Args:
@@ -626,7 +626,7 @@ class MoEFFN:
             return "a norm follows the sum of what experts and shared path make"
         if ffn is not None and ffn.gate_MD is None:
             return "its shared path has no gate"
-        if ffn is not None and ffn.own:
+        if ffn is not None and ffn.custom_act:
             return "its shared path has an activation of its own"
         if ffn is not None and any(b is not None for b in ffn.biases):
             return "its shared path has biases"

@@ -241,7 +241,7 @@ class RoutingFunction:
         return self._routed(logits_NX, allowed_NE)[1:]
 
     @torch.no_grad()
-    def seen(self, logits_NX: Tensor) -> Tensor:
+    def reported(self, logits_NX: Tensor) -> Tensor:
         """The logits that the router says it was given: these, unless it changes them."""
         return self._routed(logits_NX, None)[0].flatten(0, -2)
 
@@ -263,7 +263,7 @@ class RoutingFunction:
         x_NA = logits_NA
         if self._parts.apart:
             owner, _, leaf = self._parts.projection.rpartition(".")
-            self._router.get_submodule(owner)._modules[leaf] = Said(logits_NA)
+            self._router.get_submodule(owner)._modules[leaf] = FixedOutput(logits_NA)
             others = (p for n, p in self._router.named_parameters() if n != self._inside)
             device = next((p.device for p in others), logits_NA.device)  # meta, of a closed layer
             x_NA = logits_NA.new_zeros(len(logits_NA), self.hidden, device=device)
@@ -329,7 +329,7 @@ def place(module: nn.Module, name: str, tensor: Tensor) -> nn.Module:
     return holder
 
 
-class Said(nn.Module):
+class FixedOutput(nn.Module):
     """Stands for a projection, and says logits whatever it is given."""
 
     def __init__(self, logits_NE: Tensor) -> None:

@@ -24,7 +24,7 @@ from moesaic.cli.shared import check_push, emit, pushed, register, tell
 from moesaic.config import Calibration, Evaluation
 from moesaic.fitting.config import FitConfig
 from moesaic.foreign import JSON
-from moesaic.io.layout import OWN, PAGE
+from moesaic.io.layout import FOLDER, PAGE
 from moesaic.recipe import Recipe, check_run, checked, plain_values
 
 
@@ -53,7 +53,7 @@ def fit(
     assert record is not None
     shown = Group(tried(record.measured["tried"]), report.terminal(record))
     if record.steps:
-        err_console.print(f"Checkpoint in {out}, report in {out / OWN / PAGE}")
+        err_console.print(f"Checkpoint in {out}, report in {out / FOLDER / PAGE}")
     else:
         err_console.print(f"No step is worth it at that size. The file alone is in {out}.")
     emit(as_json, {**record.output(), **pushed(str(out), push, push_plan)}, shown)

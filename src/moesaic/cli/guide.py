@@ -26,7 +26,7 @@ from moesaic.config import ROUNDED, Calibration, MethodConfig, about
 from moesaic.errors import MoesaicError
 from moesaic.fitting.config import FitConfig
 from moesaic.foreign import JSON
-from moesaic.io.layout import OWN, PAGE
+from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.outputs import alone, discard
 from moesaic.methods import methods_of
 from moesaic.recipe import Recipe, check_run, checked, plain_values
@@ -367,7 +367,7 @@ def better_rounded(points: Sequence[Candidate], rounding: Sequence[JSON]) -> str
 def command_of(recipe: Recipe) -> str:
     """The command that carries a recipe out again."""
     if len(recipe.steps) != 1:
-        return shlex.join(["moesaic", "run", str(Path(recipe.out) / OWN / "recipe.yaml")])
+        return shlex.join(["moesaic", "run", str(Path(recipe.out) / FOLDER / "recipe.yaml")])
     (step,) = recipe.steps
     words = ["moesaic", step.verb, recipe.model, recipe.out]
     words += ["--method", step.name] if len(methods_of(step.verb)) > 1 else []
@@ -440,7 +440,7 @@ class Session:
         )
         assert record is not None
         self.saved[number] = folder
-        err_console.print(f"Checkpoint in {folder}, report in {folder / OWN / PAGE}")
+        err_console.print(f"Checkpoint in {folder}, report in {folder / FOLDER / PAGE}")
         return record
 
     def menu(self, number: int) -> None:
@@ -540,7 +540,7 @@ class Session:
         return Prompt.ask(what, default=default, console=err_console)
 
     def _open(self, number: int) -> None:
-        show_page(self._folder(number) / OWN / PAGE)
+        show_page(self._folder(number) / FOLDER / PAGE)
 
     def _push(self, number: int) -> None:
         repo = self._asked("Repository, such as you/name", "")

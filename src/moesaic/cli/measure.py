@@ -79,14 +79,14 @@ def evaluate(
         return
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
     by_model = {model: result} | ({against: result["against"]} if against else {})
-    emit(as_json, figures, told(by_model, evaluation.max_tokens))
+    emit(as_json, figures, score_tables(by_model, evaluation.max_tokens))
 
 
 TITLES = {"sources": "On ", "tasks": "", "generations": "Generations at temperature "}
 """Figures of several kinds, which have a table of each kind, and what its title begins with."""
 
 
-def told(by_model: Mapping[str, JSON], most: int | None) -> Group:
+def score_tables(by_model: Mapping[str, JSON], most: int | None) -> Group:
     """Tables of what was measured of each model."""
     from rich.console import Group
 
@@ -176,7 +176,7 @@ def redundancy_shown(redundancy: Redundancy) -> Group:
     from moesaic.report.console import plane
 
     title = "KL over the percentage that goes: d drops experts, n narrows each"
-    return Group(redundancy.told(), plane(redundancy.points, title))
+    return Group(redundancy.summary, plane(redundancy.points, title))
 
 
 def generate(

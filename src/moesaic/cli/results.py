@@ -307,12 +307,12 @@ def beside_rounding(
     from moesaic.cli.bars import bars
     from moesaic.pipeline import with_baselines
 
-    seen, updated = set[str](), []
+    originals, updated = set[str](), []
     for run, record in zip(runs, records, strict=True):
-        if record.model not in seen:
+        if record.model not in originals:
             file = placed(run, RECIPE) if run.is_dir() else run.with_name(RECIPE)
             record = with_baselines(load_recipe(file), record, types, bars)
-        seen.add(record.model)
+        originals.add(record.model)
         updated.append(record)
     return updated
 

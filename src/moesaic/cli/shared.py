@@ -17,8 +17,8 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from moesaic.cli.options import Option, Value, in_flags
 from moesaic.errors import MoesaicError, meant
 from moesaic.foreign import Values
-from moesaic.io.layout import OWN, PAGE
-from moesaic.io.names import KNOWN, MODELS, check_repository, names_model
+from moesaic.io.layout import FOLDER, PAGE
+from moesaic.io.names import MODELS, NAMES, check_repository, names_model
 from moesaic.io.outputs import unfinished
 from moesaic.recipe import Recipe, check_run
 
@@ -50,7 +50,7 @@ class Guided(TyperGroup):
             return GUIDE, self.commands[GUIDE], args
         if word not in self.commands and not word.startswith("-"):
             commands = [name for name, command in self.commands.items() if not command.hidden]
-            hint = meant(word, [*commands, *KNOWN])
+            hint = meant(word, [*commands, *NAMES])
             raise MoesaicError(f"No such command: {word}. Models by name: {MODELS}.{hint}")
         return super().resolve_command(ctx, args)
 
@@ -271,7 +271,7 @@ def carry_out(
     before, after = (memory(files[name]) for name in ("original", "result"))
     place = f"Checkpoint in {recipe.out} ({before} -> {after})"
     err_console.print(
-        f"{place}, report in {Path(recipe.out) / OWN / PAGE}", markup=False, soft_wrap=True
+        f"{place}, report in {Path(recipe.out) / FOLDER / PAGE}", markup=False, soft_wrap=True
     )
     upload = pushed(recipe.out, push, push_plan)
     emit(as_json, {**record.output(), **upload}, report.terminal(record))

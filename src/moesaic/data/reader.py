@@ -45,12 +45,12 @@ PIECE = 65_536
 """Characters of the pieces that a long document is cut into for training."""
 
 
-GIVEN = "given"
+INLINE = "given"
 """The source of texts that come as themselves."""
 
 
 @dataclass(frozen=True)
-class Taken:
+class RowRange:
     """The rows that were opened."""
 
     source: str
@@ -64,9 +64,9 @@ class Taken:
     @property
     def nobodys(self) -> bool:
         """Text that ships, of which each use has its own, or that has no name."""
-        return self.source in ("", SHIPPED, *DOMAINS, GIVEN)
+        return self.source in ("", SHIPPED, *DOMAINS, INLINE)
 
-    def meets(self, other: Taken) -> bool:
+    def meets(self, other: RowRange) -> bool:
         """Some row is in both."""
         if (self.source, self.split) != (other.source, other.split):
             return False
@@ -88,7 +88,7 @@ class Taken:
         return {**values, "held_out": True} if self.held_out else values
 
     @classmethod
-    def of(cls, values: Values) -> Taken:
+    def of(cls, values: Values) -> RowRange:
         """The rows that :meth:`as_json` tells of."""
         start, stop = values.get("rows") or (0, None)
         return cls(str(values.get("source", "")), str(values.get("split", "")), start, stop)
@@ -97,7 +97,7 @@ class Taken:
 class Rows(ABC):
     """Rows of one source."""
 
-    def __init__(self, taken: Taken, at_hand: bool) -> None:
+    def __init__(self, taken: RowRange, at_hand: bool) -> None:
         self.taken = taken
         self.at_hand = at_hand
         """All rows can be had at once, and are meant to be read whole."""
@@ -111,11 +111,11 @@ class Rows(ABC):
         """All rows once in an order that is the same for the same seed."""
 
 
-class Held(Rows):
+class IndexedRows(Rows):
     """Rows that can be read in any order."""
 
     def __init__(
-        self, rows: Sequence[Row], taken: Taken, at_hand: bool = True, where: str = ""
+        self, rows: Sequence[Row], taken: RowRange, at_hand: bool = True, where: str = ""
     ) -> None:
         super().__init__(taken, at_hand)
         stop = len(rows) if taken.stop is None else taken.stop
@@ -148,7 +148,7 @@ class Streamed(Rows):
         first_shard: the rows count within its first shard.
     """
 
-    def __init__(self, data: IterableDataset, taken: Taken, first_shard: bool) -> None:
+    def __init__(self, data: IterableDataset, taken: RowRange, first_shard: bool) -> None:
         super().__init__(taken, at_hand=False)
         self._data, self._first = data, first_shard
 
@@ -325,14 +325,14 @@ def shipped_texts(split: Use, domain: str = "") -> list[str]:
     return [row["text"] for row in shipped_rows(split, domain)]
 
 
-def _held(rows: Sequence[Row], source: TextSource, name: str, where: str = "") -> Held:
+def _held(rows: Sequence[Row], source: TextSource, name: str, where: str = "") -> IndexedRows:
     if source.config or source.data_dir or source.split_name not in ("", "train"):
         raise MoesaicError(
             f"{source}: a file has no config, data_dir or splits; name rows as "
             f"{source.name}:::[:90%]."
         )
     start, stop = source.rows(len(rows)) if source.sliced else (0, None)
-    return Held(rows, Taken(name, "", start, stop), where=where)
+    return IndexedRows(rows, RowRange(name, "", start, stop), where=where)
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def _data_set(source: TextSource, use: Use) -> Rows:
         data = datasets.load_dataset(place, config, split=split, streaming=not at_hand, **where)
     if at_hand:
         count = len(data)
-    taken = Taken(str(replace(source, name=place, split="")), split)
+    taken = RowRange(str(replace(source, name=place, split="")), split)
     apart = len(splits) > 1 and any(name in splits for name in MEASURED)
     if source.sliced:
         start, stop = source.rows(count)
@@ -447,7 +447,7 @@ def _data_set(source: TextSource, use: Use) -> Rows:
             taken = replace(taken, start=spared)
     if not at_hand:
         return Streamed(data, taken, first_shard=not source.sliced)
-    return Held(data, taken)
+    return IndexedRows(data, taken)
 
 
 def chosen_split(source: TextSource, splits: Sequence[str], use: Use) -> tuple[str, bool]:

@@ -55,7 +55,7 @@ ALPACA_INPUT = (
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptAnswer:
     """A prompt and its answer; one after the other they are the whole text."""
 
     prompt: str
@@ -71,22 +71,22 @@ class Schema:
     needs: tuple[str, ...]
     may: tuple[str, ...]
     """Columns that it reads, or that say again what others say."""
-    read: Callable[[Values], Asked]
+    read: Callable[[Values], PromptAnswer]
 
     def fits(self, row: Values) -> bool:
         """All columns are there, and none that is not known."""
-        known = {*self.needs, *self.may, *ASIDE, *PLAIN}
-        return row.keys() >= set(self.needs) and row.keys() <= known
+        columns = {*self.needs, *self.may, *ASIDE, *PLAIN}
+        return row.keys() >= set(self.needs) and row.keys() <= columns
 
 
-def _alpaca(instruction: str, context: str, answer: str) -> Asked:
+def _alpaca(instruction: str, context: str, answer: str) -> PromptAnswer:
     instruction, context = instruction.strip(), context.strip()
     if context:
-        return Asked(ALPACA_INPUT.format(instruction, context), answer)
-    return Asked(ALPACA.format(instruction), answer)
+        return PromptAnswer(ALPACA_INPUT.format(instruction, context), answer)
+    return PromptAnswer(ALPACA.format(instruction), answer)
 
 
-def _choices(row: Values) -> Asked:
+def _choices(row: Values) -> PromptAnswer:
     choices, right = row["choices"], row["answer"]
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(choices)]
     if isinstance(right, str):
@@ -94,7 +94,7 @@ def _choices(row: Values) -> Asked:
     if not 0 <= right < len(choices):
         raise MoesaicError(f"An answer {row['answer']!r} is none of {len(choices)} choices.")
     listed = "".join(f"\n{a}. {choice}" for a, choice in zip(letters, choices, strict=True))
-    return Asked(f"{row['question'].strip()}{listed}\nAnswer:", f" {letters[right]}")
+    return PromptAnswer(f"{row['question'].strip()}{listed}\nAnswer:", f" {letters[right]}")
 
 
 SCHEMAS = (
@@ -121,25 +121,25 @@ SCHEMAS = (
         "MATH",
         ("problem", "solution"),
         ("answer",),
-        lambda row: Asked(row["problem"], f" {row['solution']}"),
+        lambda row: PromptAnswer(row["problem"], f" {row['solution']}"),
     ),
     Schema(
         "GSM8K",
         ("question", "answer"),
         (),
-        lambda row: Asked(f"Question: {row['question']}\nAnswer:", f" {row['answer']}"),
+        lambda row: PromptAnswer(f"Question: {row['question']}\nAnswer:", f" {row['answer']}"),
     ),
     Schema(
         "prompts with a completion",
         ("prompt", "completion"),
         (),
-        lambda row: Asked(row["prompt"], row["completion"]),
+        lambda row: PromptAnswer(row["prompt"], row["completion"]),
     ),
     Schema(
         "prompts with a response",
         ("prompt", "response"),
         (),
-        lambda row: Asked(f"{row['prompt']}\n", row["response"]),
+        lambda row: PromptAnswer(f"{row['prompt']}\n", row["response"]),
     ),
 )
 """In the order in which they are tried."""
@@ -204,16 +204,16 @@ def _conversation(
         return shown([{**first, "content": content}, *others])
 
 
-def _answered(turns: Sequence[Mapping[str, str]], tokenizer: Tokenizer | None) -> Asked:
+def _answered(turns: Sequence[Mapping[str, str]], tokenizer: Tokenizer | None) -> PromptAnswer:
     """What comes before the last turn, and that turn."""
     text = _conversation(turns, tokenizer)
     prompt = _conversation(turns[:-1], tokenizer, prompt=True) if len(turns) > 1 else ""
     pairs = enumerate(zip(prompt, text, strict=False))
     end = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(text)))
-    return Asked(text[:end], text[end:])
+    return PromptAnswer(text[:end], text[end:])
 
 
-def asked(row: Row, tokenizer: Tokenizer | None = None) -> Asked | None:
+def asked(row: Row, tokenizer: Tokenizer | None = None) -> PromptAnswer | None:
     """The prompt and the answer of a row; None for plain text.
 
     Args:
@@ -240,10 +240,10 @@ def asked(row: Row, tokenizer: Tokenizer | None = None) -> Asked | None:
                     ) from error
         if any(isinstance(row.get(name), str) for name in PLAIN):
             return None
-    known = "; ".join((*PLAIN, *TURNS, *(" + ".join(schema.needs) for schema in SCHEMAS)))
+    formats = "; ".join((*PLAIN, *TURNS, *(" + ".join(schema.needs) for schema in SCHEMAS)))
     columns = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
     raise MoesaicError(
-        f"Rows with the columns {columns} are not known; known: {known}. "
+        f"Rows with the columns {columns} are not known; known: {formats}. "
         "Rename the columns, or give the text of each row as text."
     )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.data.mixes import sources_of
-from moesaic.data.reader import GIVEN, Held, Rows, Taken, open_rows
+from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows
 from moesaic.data.rows import DOMAIN, Row, text_of
 from moesaic.data.source import SHIPPED, TextSource, text_sources
 from moesaic.errors import MoesaicError
@@ -37,13 +37,13 @@ IGNORED = -100
 class Origin:
     """Windows of one source."""
 
-    taken: Taken
+    taken: RowRange
     windows: int
     mix: str = ""
     """The named mix that it is a part of."""
 
     def as_json(self) -> JSON:
-        """The keys of :meth:`moesaic.data.reader.Taken.as_json`, ``windows``, and of a part of
+        """The keys of :meth:`moesaic.data.reader.RowRange.as_json`, ``windows``, and of a part of
         a named mix ``mix``."""
         mix = {"mix": self.mix} if self.mix else {}
         return {**self.taken.as_json(), "windows": self.windows, **mix}
@@ -141,8 +141,8 @@ class Tokens:
             None if tensor is None else tensor[chosen]
             for tensor in (self.attention_mask, self.part_NL)
         )
-        known = self.origins if len(self.origins) == 1 else ()
-        origins = tuple(replace(origin, windows=len(ids)) for origin in known)
+        alone = len(self.origins) == 1
+        origins = tuple(replace(o, windows=len(ids)) for o in self.origins if alone)
         return Tokens(ids, mask, origins, self.parts, part)
 
     def padded(self, length: int) -> Tokens:
@@ -328,7 +328,7 @@ def _evaluation_tokens(
     usual: int,
 ) -> Tokens:
     if not isinstance(source, str):
-        rows = Held(source, Taken(GIVEN))
+        rows = IndexedRows(source, RowRange(INLINE))
         return _first(rows, tokenizer, length or usual, max_tokens or None)
     max_tokens = max_tokens or None
     sources = sources_of(source, "evaluation")
@@ -341,7 +341,7 @@ def _evaluation_tokens(
         else _first(open_rows(s, "evaluation"), tokenizer, length or usual, share)
         for s, share in zip(sources, shares, strict=True)
     ]
-    return joined([_told(part, s) for part, s in zip(parts, sources, strict=True)])
+    return joined([_with_mix(part, s) for part, s in zip(parts, sources, strict=True)])
 
 
 def _first(rows: Rows, tokenizer: Tokenizer, length: int, max_tokens: int | None) -> Tokens:
@@ -396,14 +396,14 @@ def calibration_tokens(
     """
     draw = partial(_documents if documents else _windows, tokenizer=tokenizer, seed=seed)
     if not isinstance(source, str):
-        rows = Held(source, Taken(GIVEN))
+        rows = IndexedRows(source, RowRange(INLINE))
         return draw(rows, length=length or window, samples=samples or SAMPLES)
     sources = sources_of(source, "calibration")
     shares: list[int | None] = [samples]
     if len(sources) > 1:
         shares = [*split_evenly(samples or SAMPLES, [s.weight for s in sources])]
     parts = [
-        _told(
+        _with_mix(
             _drawn_of_file(Path(s.name), length, share, seed)
             if s.tokenised
             else draw(
@@ -419,7 +419,7 @@ def calibration_tokens(
     return joined(parts)
 
 
-def _told(tokens: Tokens, source: TextSource) -> Tokens:
+def _with_mix(tokens: Tokens, source: TextSource) -> Tokens:
     """The same windows, of which it is known what mix they are for."""
     origins = (replace(origin, mix=source.mix) for origin in tokens.origins)
     return replace(tokens, origins=tuple(origins))
@@ -460,7 +460,7 @@ def _drawn_of_file(path: Path, length: int | None, samples: int | None, seed: in
     return _drawn(tokens, origin.taken, samples, tokens.input_ids.shape[1], seed)
 
 
-def _drawn(tokens: Tokens, taken: Taken, samples: int, length: int, seed: int) -> Tokens:
+def _drawn(tokens: Tokens, taken: RowRange, samples: int, length: int, seed: int) -> Tokens:
     """Some of the windows, in a random order."""
     count = len(tokens.input_ids)
     if count < samples:
@@ -582,4 +582,4 @@ def token_file(path: Path, length: int | None = None) -> Tokens:
         if mask is not None:
             mask = mask[:, : stored // length * length].reshape(-1, length)
             ids, mask = ids[mask.any(1)], mask[mask.any(1)]
-    return Tokens(ids, mask, (Origin(Taken(str(path.resolve())), len(ids)),))
+    return Tokens(ids, mask, (Origin(RowRange(str(path.resolve())), len(ids)),))

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from moesaic.data.mixes import sources_of
-from moesaic.data.reader import GIVEN, Held, Rows, Taken, open_rows, shipped_texts
-from moesaic.data.rows import Asked, Row, asked, text_of
+from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows, shipped_texts
+from moesaic.data.rows import PromptAnswer, Row, asked, text_of
 from moesaic.data.source import text_sources
 from moesaic.data.text import IGNORED, Tokens, token_file, windows
 from moesaic.errors import MoesaicError
@@ -29,7 +29,7 @@ Example = dict[str, list[int]]
 Examples = Sequence[Example] | IterableDataset[Example]
 AT_ONCE = 1_000_000
 """Characters that are tokenised at a time."""
-SEEN = 8
+SAMPLED = 8
 """Windows of each source that a fingerprint covers."""
 
 
@@ -119,7 +119,7 @@ class PackedText(IterableDataset[Example]):
         """Changes with the sources, their shares, the draws, and the first windows of each."""
         digest = hashlib.sha256(repr((self.weights, self.length, self.seed, self.answers)).encode())
         for name in self.weights:
-            digest.update(repr(list(islice(self._examples(name), SEEN))).encode())
+            digest.update(repr(list(islice(self._examples(name), SAMPLED))).encode())
         return digest.hexdigest()[:16]
 
     def __iter__(self) -> Iterator[Example]:
@@ -175,7 +175,7 @@ class PackedText(IterableDataset[Example]):
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def answered(pair: Asked, tokenizer: Tokenizer, length: int) -> Example | None:
+def answered(pair: PromptAnswer, tokenizer: Tokenizer, length: int) -> Example | None:
     """A prompt and its answer of which only the answer is learned; None if none of it is left.
 
     Args:
@@ -285,7 +285,7 @@ def training_examples(
     Raises:
         MoesaicError: there is not enough text for one example, or columns are not known.
     """
-    return _whole(Held(rows, Taken(GIVEN)), tokenizer, length, answers)
+    return _whole(IndexedRows(rows, RowRange(INLINE)), tokenizer, length, answers)
 
 
 def _whole(rows: Rows | Iterable[Row], tokenizer: Tokenizer, length: int, answers: bool) -> Texts:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -22,14 +22,14 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.importance import importance, names_in
-from moesaic.exports.mixed import BESIDE, WINDOWS, Layout, Sensitivities, group, of_tensors
+from moesaic.exports.mixed import BESIDE, WINDOWS, Layout, Sensitivities, group_of, tensor_types
 from moesaic.exports.quantiser import rounded_rows
 from moesaic.foreign import Model, Track, silent
 from moesaic.io.source import Source
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.machine import free_bytes
 from moesaic.metrics.score import qualities
-from moesaic.observation.branches import Change, StandIn, divergences
+from moesaic.observation.branches import Change, divergences
 from moesaic.observation.stream import LayerStream
 
 Types = Mapping[str, str]
@@ -69,6 +69,8 @@ class Live:
         self.source, self.layout, self.named = source, layout, named
         self.arch = base_arch(source.config)
         self.tokens, self.track = tokens, track
+        self.windows = tokens.rows(slice(WINDOWS))
+        """The text by which types are chosen."""
 
     @cached_property
     def model(self) -> Model:
@@ -76,8 +78,13 @@ class Live:
         return self.source.load("cpu", torch.float32)
 
     @cached_property
+    def reference(self) -> Layerwise:
+        """The model as it is, read layer by layer; its logits are kept."""
+        return Layerwise(self.source, "cpu", torch.float32, keep=True)
+
+    @cached_property
     def weights(self) -> Mapping[str, Tensor]:
-        """Of each matrix those of its inputs."""
+        """By llama.cpp's name of a matrix those of its inputs (I,), of all experts (E I,)."""
         return importance(self.source, self.tokens, self.named, self.track)
 
     @cached_property
@@ -87,80 +94,66 @@ class Live:
         Of matrices that transformers has in one, the first one's name stands for all.
         """
         arch = self.arch
-        found: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        matrices: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for number, layer in enumerate(arch.layers(self.model)):
             for path, (name, *_) in names_in(layer, number, arch, self.named):
                 stacked = name.endswith("_exps.weight")
                 matrix = layer.get_parameter(path if stacked else f"{path}.weight").data
-                turned = stacked and isinstance(arch, MoEArch) and arch.transposed
-                matrix = matrix.transpose(-1, -2) if turned else matrix
+                transposed = stacked and isinstance(arch, MoEArch) and arch.transposed
+                matrix = matrix.transpose(-1, -2) if transposed else matrix
                 if name in self.layout.rounded:
-                    found[group(name, self.layout.layers)][name] = matrix
+                    matrices[group_of(name, self.layout.layers)][name] = matrix
         for path, module in self.model.named_modules():
             name = f"{self.named(path)}.weight"
             if self.layout.rounded.get(name) == BESIDE:
-                found[BESIDE][name] = module.weight.data
-        return dict(found)
+                matrices[BESIDE][name] = module.weight.data
+        return dict(matrices)
 
     @cached_property
-    def originals(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """What the matrices are unrounded."""
+    def originals(self) -> Mapping[str, Tensor]:
+        """By llama.cpp's name what the matrices are unrounded."""
         return {
-            name: {called: matrix.clone() for called, matrix in group.items()}
-            for name, group in self.matrices.items()
+            name: matrix.clone()
+            for group in self.matrices.values()
+            for name, matrix in group.items()
         }
 
     @contextmanager
-    def rounded(self, types: Mapping[str, str], within: str = "") -> Iterator[Model]:
+    def rounded(self, types: Types, within: str = "") -> Iterator[Model]:
         """The model with some groups rounded, others as they are, while the context lasts.
 
         Args:
             types: of tensors, by group.
             within: how llama.cpp's names of what is rounded begin.
         """
-        own = [
-            (matrix, self._rounded(name, called, type), matrix.clone())
-            for name, type in types.items()
-            for called, matrix in self.matrices[name].items()
-            if called.startswith(within)
+        changes = [
+            (matrix, self._rounded(name, type), matrix.clone())
+            for group, type in types.items()
+            for name, matrix in self.matrices[group].items()
+            if name.startswith(within)
         ]
-        for matrix, values, _ in own:
+        for matrix, values, _ in changes:
             matrix.copy_(values)
         try:
             yield self.model
         finally:
-            for matrix, _, before in own:
+            for matrix, _, before in changes:
                 matrix.copy_(before)
 
-    def _rounded(self, name: str, called: str, type: str) -> Tensor:
+    def _rounded(self, name: str, type: str) -> Tensor:
         """A matrix's values in a file where a type is asked for."""
-        matrix, weights = self.originals[name][called], self.weights.get(called)
-        told = self.layout.tensors[called].told(type, weights is not None).type
-        return rounded_rows(matrix, told, weights)
+        weights = self.weights.get(name)
+        type = self.layout.tensors[name].as_type(type, weights is not None).type
+        return rounded_rows(self.originals[name], type, weights)
 
-    @cached_property
-    def reference(self) -> Layerwise:
-        """It as it is."""
-        return Layerwise(self.source, "cpu", torch.float32, keep=True)
-
-    @property
-    def few(self) -> Tokens:
-        """The text by which types are chosen."""
-        return self.tokens.rows(slice(WINDOWS))
-
-    def _originally(self, batches: Sequence[Tokens]) -> Iterator[tuple[Tensor, Tokens]]:
-        return self.reference.run(batches).logits
-
-    def loss(self, types: Mapping[str, str]) -> float:
+    def loss(self, types: Types) -> float:
         """KL from the model with some groups rounded, the others as they are: nats a token."""
         with self.rounded(types) as model:
-            found = qualities([Whole(model), self.reference], self.few)[0].kl
-        assert found is not None
-        return found
+            kl = qualities([Whole(model), self.reference], self.windows)[0].kl
+        assert kl is not None
+        return kl
 
-    def sensitivities(
-        self, types: Sequence[str], near: Mapping[str, str] | None = None
-    ) -> Sensitivities:
+    def sensitivities(self, types: Sequence[str], near: Types | None = None) -> Sensitivities:
         """What the model loses where one group of its tensors is rounded.
 
         Args:
@@ -168,41 +161,41 @@ class Live:
             near: types by groups, in which the others are meanwhile, instead of unrounded; then a
                 group is measured in its own type, and in the next wider and narrower ones.
         """
-        known, names = of_tensors(types), tuple(self.matrices)
-        at = {name: known.index(type) for name, type in (near or {}).items()}
-        loss_GC = np.full((len(names), len(known)), np.inf)
-        wanted = [
-            (name, type)
-            for name in names
-            for c, type in enumerate(known)
-            if not near or abs(c - at[name]) <= 1
+        choices, groups = tensor_types(types), tuple(self.matrices)
+        loss_GC = np.full((len(groups), len(choices)), np.inf)
+        places = [
+            (g, c)
+            for g, group in enumerate(groups)
+            for c in range(len(choices))
+            if not near or abs(c - choices.index(near[group])) <= 1
         ]
-        inside = [one for one in wanted if one[0] != BESIDE]
+        inside = [(g, c) for g, c in places if groups[g] != BESIDE]
         with self.rounded(near or {}):
-            stream = LayerStream(self.model, self.arch, self.few, view=lambda layer: layer)
-            changes = [self._change(*one) for one in inside]
-            losses = divergences(stream, changes, self.track, self._originally)
-            found = dict(zip(inside, losses, strict=True))
-            for name, type in wanted:
-                loss = found.get((name, type)) if name != BESIDE else self.loss({name: type})
-                loss_GC[names.index(name), known.index(type)] = loss
-        return Sensitivities(names, known, loss_GC)
+            stream = LayerStream(self.model, self.arch, self.windows, view=lambda layer: layer)
+            changes = [self._change(groups[g], choices[c]) for g, c in inside]
+            losses = divergences(stream, changes, self.track, self._logits)
+            for place, loss in zip(inside, losses, strict=True):
+                loss_GC[place] = loss
+            for g, c in places:
+                if groups[g] == BESIDE:
+                    loss_GC[g, c] = self.loss({BESIDE: choices[c]})
+        return Sensitivities(groups, choices, loss_GC)
 
-    def _change(self, name: str, type: str) -> Change:
+    def _logits(self, batches: Sequence[Tokens]) -> Iterator[tuple[Tensor, Tokens]]:
+        """The reference's (B, L, V), with the tokens of each batch."""
+        return self.reference.run(batches).logits
+
+    def _change(self, group: str, type: str) -> Change:
         """The layers that a group is in, with it in one type."""
+        layers = {int(name.split(".")[1]) for name in self.matrices[group]}
+        return {layer: partial(self._in_type, group, type, layer) for layer in layers}
 
-        def standing_in(layer: int) -> StandIn:
-            @contextmanager
-            def changed(module: nn.Module) -> Iterator[nn.Module]:
-                with self.rounded({name: type}, f"blk.{layer}."):
-                    yield module
+    @contextmanager
+    def _in_type(self, group: str, type: str, layer: int, module: nn.Module) -> Iterator[nn.Module]:
+        with self.rounded({group: type}, f"blk.{layer}."):
+            yield module
 
-            return changed
-
-        layers = {int(called.split(".")[1]) for called in self.matrices[name]}
-        return {layer: standing_in(layer) for layer in layers}
-
-    def improved(self, types: Mapping[str, str], among: Sequence[str], budget: int) -> Types:
+    def improved(self, types: Types, among: Sequence[str], budget: int) -> Types:
         """Types by groups that lose less within a budget, as far as going to neighbours leads.
 
         Losses of one and two bits do not add up: they are measured anew, each with all others
@@ -215,10 +208,9 @@ class Live:
         """
         least = self.loss(types)
         for _ in range(ROUNDS):
-            near = self.sensitivities(among, near=types)
-            other, _ = near.choice(self.layout, budget)
-            loss = self.loss(other)
+            choice, _ = self.sensitivities(among, near=types).choice(self.layout, budget)
+            loss = self.loss(choice)
             if loss >= least:
                 break
-            types, least = other, loss
+            types, least = choice, loss
         return types

@@ -25,7 +25,7 @@ from moesaic.exports.mixed import (
     TYPES,
     Layout,
     Sensitivities,
-    of_tensors,
+    tensor_types,
 )
 from moesaic.exports.native import export_native
 from moesaic.exports.quantiser import OTHERS, WHOLE, quantise, tensors_of, types_of
@@ -122,14 +122,14 @@ def export_gguf(
             rounding = Rounding(folder, work, args.calibration, track)
             work = work.with_name("quantised.gguf")
             if args.memory is None:
-                rounding.made(work, args.type)
+                rounding.uniform(work, args.type)
             else:
                 types = types or rounding.best(args.among or TYPES, args.memory)
                 rounding.mixed(work, types)
-        held = types_of(work)
+        counts = types_of(work)
         put_file(work, out, overwrite)
-    said = {"out": str(out), "type": args.called, "bytes": out.stat().st_size, "types": held}
-    return {**record, **said}
+    size = out.stat().st_size
+    return {**record, "out": str(out), "type": args.called, "bytes": size, "types": counts}
 
 
 class Rounding:
@@ -175,7 +175,7 @@ class Rounding:
         header = size - sum(tensor.bytes for tensor in tensors.values())
         return Layout(tensors, header, self.layers)
 
-    def made(self, out: Path, type: str) -> None:
+    def uniform(self, out: Path, type: str) -> None:
         """A file of one type."""
         if type == WHOLE:
             shutil.copyfile(self.whole, out)
@@ -184,8 +184,8 @@ class Rounding:
 
     def mixed(self, out: Path, types: Mapping[str, str]) -> None:
         """A file with types by groups."""
-        told = {name: types[group] for name, group in self.layout.rounded.items()}
-        quantise(self.whole, out, OTHERS, self.weights, told)
+        chosen = {name: types[group] for name, group in self.layout.rounded.items()}
+        quantise(self.whole, out, OTHERS, self.weights, chosen)
 
     def sensitivities(self, types: Sequence[str]) -> Sensitivities:
         """What it loses by types, of which each is measured once and kept in the cache."""
@@ -193,15 +193,15 @@ class Rounding:
         key = f"{__version__} {self.native.fingerprint} {self.tokens.fingerprint}"
         name = hashlib.sha256(key.encode()).hexdigest()[:16]
         file = cache_folder() / f"rounding-{name}.json"
-        kept = Sensitivities.load(json.loads(file.read_text("utf-8"))) if file.is_file() else None
-        new = [type for type in of_tensors(types) if kept is None or type not in kept.types]
+        table = Sensitivities.load(json.loads(file.read_text("utf-8"))) if file.is_file() else None
+        new = [type for type in tensor_types(types) if table is None or type not in table.types]
         if new:
-            found = self.live.sensitivities(new)
-            kept = found if kept is None else kept.beside(found)
+            measured = self.live.sensitivities(new)
+            table = measured if table is None else table.beside(measured)
             with whole_file(file) as partial:
-                partial.write_text(json.dumps(kept.as_json()), "utf-8")
-        assert kept is not None
-        return kept.among(of_tensors(types))
+                partial.write_text(json.dumps(table.as_json()), "utf-8")
+        assert table is not None
+        return table.among(tensor_types(types))
 
     def best(self, among: Sequence[str], budget: int) -> Types:
         """The types by groups that lose least within a budget.
@@ -240,8 +240,8 @@ def names_of(file: Path) -> Callable[[str], str | None]:
     from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 
     fields = GGUFReader(file).fields
-    called = str(fields["general.architecture"].contents())
-    arch = next(number for number, name in MODEL_ARCH_NAMES.items() if name == called)
-    names = get_tensor_name_map(arch, int(fields[f"{called}.block_count"].contents()))
+    name = str(fields["general.architecture"].contents())
+    arch = next(number for number, other in MODEL_ARCH_NAMES.items() if other == name)
+    names = get_tensor_name_map(arch, int(fields[f"{name}.block_count"].contents()))
     named: Callable[[str], str | None] = names.get_name
     return named

@@ -48,12 +48,12 @@ def groups(layers: int) -> int:
     return 2 * min(layers, PARTS) + 1
 
 
-def group(name: str, layers: int) -> str:
+def group_of(name: str, layers: int) -> str:
     """The group of a tensor by llama.cpp's name.
 
-    >>> group("blk.5.ffn_gate_exps.weight", 6), group("blk.1.attn_q.weight", 32)
+    >>> group_of("blk.5.ffn_gate_exps.weight", 6), group_of("blk.1.attn_q.weight", 32)
     ('ffn 5', 'attn 0')
-    >>> group("token_embd.weight", 6)
+    >>> group_of("token_embd.weight", 6)
     'beside the layers'
     """
     match = re.match(r"blk\.(\d+)\.(ffn)?", name)
@@ -76,7 +76,7 @@ class Layout:
     def rounded(self) -> dict[str, str]:
         """The group of each tensor that is rounded."""
         return {
-            name: group(name, self.layers)
+            name: group_of(name, self.layers)
             for name, tensor in self.tensors.items()
             if tensor.type != WHOLE
         }
@@ -95,8 +95,8 @@ class Layout:
                 fixed += tensor.bytes
                 continue
             for c, type in enumerate(types):
-                told = tensor.told(type, weighed=groups[name] != BESIDE)
-                bytes_GC[names.index(groups[name]), c] += told.bytes
+                rounded = tensor.as_type(type, weighed=groups[name] != BESIDE)
+                bytes_GC[names.index(groups[name]), c] += rounded.bytes
         return fixed, bytes_GC
 
     def size(self, types: Mapping[str, str]) -> int:
@@ -107,7 +107,7 @@ class Layout:
     def least(self, types: Sequence[str]) -> int:
         """Bytes of the smallest file in some types of files."""
         names = tuple(dict.fromkeys(self.rounded.values()))
-        fixed, bytes_GC = self.bytes(names, of_tensors(types))
+        fixed, bytes_GC = self.bytes(names, tensor_types(types))
         return fixed + int(bytes_GC.min(1).sum())
 
     def check(self, types: Sequence[str], budget: int) -> None:
@@ -166,20 +166,20 @@ class Sensitivities:
         """
         layout.check(self.types, budget)
         fixed, bytes_GC = layout.bytes(self.groups, self.types)
-        place_G = least(self.loss_GC, bytes_GC, budget - fixed)
-        loss = sum(self.loss_GC[g, c] for g, c in enumerate(place_G))
-        types = {name: self.types[c] for name, c in zip(self.groups, place_G, strict=True)}
+        choice_G = least(self.loss_GC, bytes_GC, budget - fixed)
+        loss = sum(self.loss_GC[g, c] for g, c in enumerate(choice_G))
+        types = {name: self.types[c] for name, c in zip(self.groups, choice_G, strict=True)}
         return types, float(loss)
 
 
-def of_tensors(types: Iterable[str]) -> tuple[str, ...]:
+def tensor_types(types: Iterable[str]) -> tuple[str, ...]:
     """Types of tensors by those of files, the widest first; f32 where it is the only one.
 
-    >>> of_tensors(["q2_k", "q4_k_m", "f32", "q8_0", "q4_k_s"])
+    >>> tensor_types(["q2_k", "q4_k_m", "f32", "q8_0", "q4_k_s"])
     ('q8_0', 'q4_k', 'q2_k')
     """
-    known = dict.fromkeys(FILES.get(type, type) for type in types if type != WHOLE)
-    return tuple(sorted(known, key=bits, reverse=True)) or (WHOLE,)
+    names = dict.fromkeys(FILES.get(type, type) for type in types if type != WHOLE)
+    return tuple(sorted(names, key=bits, reverse=True)) or (WHOLE,)
 
 
 def least(loss_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
@@ -196,17 +196,17 @@ def least(loss_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     count, choices = loss_GC.shape
-    one_GX = np.kron(np.eye(count), np.ones(choices))
-    known_X = np.isfinite(loss_GC.ravel())
-    loss_X = np.where(known_X, loss_GC.ravel(), 0)
-    found = milp(
+    group_GX = np.kron(np.eye(count), np.ones(choices))
+    measured_X = np.isfinite(loss_GC.ravel())
+    loss_X = np.where(measured_X, loss_GC.ravel(), 0)
+    solution = milp(
         loss_X / max(loss_X.max(), 1e-30),  # the solver's tolerances are absolute
         integrality=np.ones(loss_GC.size),
-        bounds=Bounds(0, known_X.astype(float)),
+        bounds=Bounds(0, measured_X.astype(float)),
         constraints=[
-            LinearConstraint(one_GX, 1, 1),
+            LinearConstraint(group_GX, 1, 1),
             LinearConstraint(bytes_GC.reshape(1, -1), -np.inf, budget),
         ],
         options={"mip_rel_gap": 0},
     )
-    return [int(c) for c in found.x.reshape(loss_GC.shape).argmax(1)]
+    return [int(c) for c in solution.x.reshape(loss_GC.shape).argmax(1)]

@@ -51,7 +51,7 @@ class Rounded:
         block, size = _block(self.type)
         return -(-(self.weights // block * size) // ALIGNED) * ALIGNED
 
-    def told(self, type: str, weighed: bool) -> Rounded:
+    def as_type(self, type: str, weighed: bool) -> Rounded:
         """What it becomes where a type is asked for.
 
         Args:
@@ -129,8 +129,8 @@ def _block(type: str) -> tuple[int, int]:
     """Weights that are rounded together, and their bytes."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    found: tuple[int, int] = GGML_QUANT_SIZES[GGMLQuantizationType[type.upper()]]
-    return found
+    sizes: tuple[int, int] = GGML_QUANT_SIZES[GGMLQuantizationType[type.upper()]]
+    return sizes
 
 
 def quantise(
@@ -159,12 +159,12 @@ def quantise(
 
     llama = library()
     params = llama.llama_model_quantize_default_params()
-    kept = [(name.encode(), mean_I.numpy()) for name, mean_I in weights.items()]
-    entries = (llama.llama_model_imatrix_data * (len(kept) + 1))()  # the last one ends it
-    for entry, (name, mean_I) in zip(entries, kept, strict=False):
+    means = [(name.encode(), mean_I.numpy()) for name, mean_I in weights.items()]
+    entries = (llama.llama_model_imatrix_data * (len(means) + 1))()  # the last one ends it
+    for entry, (name, mean_I) in zip(entries, means, strict=False):
         entry.name, entry.size = name, mean_I.size
         entry.data = mean_I.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-    if kept:
+    if means:
         params.imatrix = entries
     overrides = [
         (
@@ -174,8 +174,8 @@ def quantise(
         for name, kind in (chosen or {}).items()
     ]
     single = (llama.llama_model_tensor_override * (len(overrides) + 1))()
-    for one, (pattern, name_of) in zip(single, overrides, strict=False):
-        one.pattern, one.type = pattern, GGMLQuantizationType[name_of.upper()]
+    for override, (pattern, kind) in zip(single, overrides, strict=False):
+        override.pattern, override.type = pattern, GGMLQuantizationType[kind.upper()]
     if overrides:
         params.tt_overrides = single
     params.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{type.upper()}")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from moesaic.config import ExportArgs, MethodConfig
-from moesaic.fitting.sizes import Steps, Weight, converting, told
+from moesaic.fitting.sizes import Steps, Weight, conversions, steps_as_json
 from moesaic.foreign import JSON
 from moesaic.metrics.score import Score
 
@@ -37,7 +37,7 @@ class Candidate:
     @property
     def converted(self) -> tuple[MethodConfig, ...]:
         """The steps without the file."""
-        return converting(self.steps)
+        return conversions(self.steps)
 
     @property
     def file(self) -> ExportArgs | None:
@@ -47,30 +47,35 @@ class Candidate:
 
     def as_json(self) -> JSON:
         """The form, the steps, sizes and figures."""
-        said = {"form": self.form, "stage": self.stage, "steps": told(self.steps)}
+        recipe = {"form": self.form, "stage": self.stage, "steps": steps_as_json(self.steps)}
         types = {"types": dict(self.types)} if self.types else {}
-        return {**said, **types, **asdict(self.weight), **(self.score or {})}
+        return {**recipe, **types, **asdict(self.weight), **(self.score or {})}
 
     @property
     def kl(self) -> float:
-        """By which candidates are compared."""
+        """By which candidates are compared: nats a token, infinite before it is measured."""
         return float(self.score["kl"]) if self.score else math.inf
 
+    @property
+    def loss(self) -> float:
+        """The relative rise of perplexity, infinite before it is measured."""
+        return float(self.score["loss"]) if self.score else math.inf
 
-def unbeaten(found: Iterable[Candidate], size: str) -> list[Candidate]:
+
+def unbeaten(candidates: Iterable[Candidate], size: str) -> list[Candidate]:
     """The candidates than which none is as small and loses as little, the largest first.
 
     Args:
-        found: measured.
+        candidates: measured.
         size: what is counted, ``memory`` or ``active_parameters``.
     """
     best: list[Candidate] = []
-    for one in sorted(found, key=lambda c: (getattr(c.weight, size), c.kl)):
-        if best and one.kl >= best[-1].kl:
+    for candidate in sorted(candidates, key=lambda c: (getattr(c.weight, size), c.kl)):
+        if best and candidate.kl >= best[-1].kl:
             continue
-        if best and getattr(one.weight, size) < ALIKE * getattr(best[-1].weight, size):
+        if best and getattr(candidate.weight, size) < ALIKE * getattr(best[-1].weight, size):
             best.pop()
-        best.append(one)
+        best.append(candidate)
     return best[::-1]
 
 

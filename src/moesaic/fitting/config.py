@@ -62,5 +62,5 @@ class FitConfig:
         return any(getattr(self, name) is not None for name in BUDGETS)
 
 
-BUDGETS = tuple(of.name for of in fields(FitConfig))[:3]
+BUDGETS = tuple(field.name for field in fields(FitConfig))[:3]
 """The fields that limit a result's size."""

@@ -1,4 +1,4 @@
-"""Results as GGUF files: their bytes, told from the original's tensors, and the files."""
+"""Results as GGUF files: their bytes, by the original's tensors, and the files."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Files:
         self._converter = find_converter()
         lacks = limits(source.config)["llama.cpp"]
         if lacks or source.config.model_type.startswith(PREFIX):
-            told = "; ".join(lacks) or "what only this package runs"
-            raise MoesaicError(f"types needs a model that llama.cpp runs; it lacks {told}.")
-        self._plain: dict[str, int] = {}
+            listed = "; ".join(lacks) or "what only this package runs"
+            raise MoesaicError(f"types needs a model that llama.cpp runs; it lacks {listed}.")
+        self._sizes: dict[str, int] = {}
         self._live: tuple[Path, Live] | None = None
 
     @cached_property
@@ -64,55 +64,56 @@ class Files:
             if not folder.is_dir():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 checkpoint.unpack(folder)
-        return self._begun(folder, self.folder / "original.gguf")
+        return self._converted(folder, self.folder / "original.gguf")
 
-    def live(self, result: Path | None, made: Built) -> Live:
-        """The original or a result in memory, where it is rounded as in a file.
-
-        Args:
-            result: the folder of a result; None for the original.
-            made: it without values.
-        """
-        if result is None:
-            return self.original.live
-        if self._live is None or self._live[0] != result:
-            tokens, place = self.original.tokens, resolve(str(result))
-            assert tokens is not None
-            live = Live(place, self.layout(made), self.original.named, tokens, self.track)
-            self._live = result, live
-        return self._live[1]
-
-    def _begun(self, folder: Path, whole: Path) -> Rounding:
+    def _converted(self, folder: Path, whole: Path) -> Rounding:
         if not whole.is_file():
             with whole_file(whole) as partial:
                 convert(self._converter, folder, self.source.folder, partial, WHOLE)
         return Rounding(folder, whole, self.text, self.track)
 
-    def layout(self, made: Built) -> Layout:
+    def live(self, result: Path | None, built: Built) -> Live:
+        """The original or a result in memory, where it is rounded as in a file.
+
+        Args:
+            result: the folder of a result; None for the original.
+            built: it without values.
+        """
+        if result is None:
+            return self.original.live
+        if self._live is None or self._live[0] != result:
+            tokens, source = self.original.tokens, resolve(str(result))
+            assert tokens is not None
+            live = Live(source, self.layout(built), self.original.named, tokens, self.track)
+            self._live = result, live
+        return self._live[1]
+
+    def layout(self, built: Built) -> Layout:
         """The tensors of a result's file, of the original's architecture."""
-        return resized(self.original.layout, Built(self.source.config, None), made)
+        return resized(self.original.layout, Built(self.source.config, None), built)
 
-    def told(self, made: Built, asked: ExportArgs) -> int:
-        """Bytes of a result's file."""
-        if asked.memory is not None:
-            return asked.memory
-        more = self.layout(made).least([asked.type]) - self.original.layout.least([asked.type])
-        return self._plain_bytes(asked.type) + more
+    def size(self, built: Built, file: ExportArgs) -> int:
+        """Bytes of a result's file, without making it."""
+        if file.memory is not None:
+            return file.memory
+        type = file.type
+        more = self.layout(built).least([type]) - self.original.layout.least([type])
+        return self._original_size(type) + more
 
-    def _plain_bytes(self, type: str) -> int:
-        """Of the original's file in one type: llama.cpp gives some tensors others."""
-        if type not in self._plain:
+    def _original_size(self, type: str) -> int:
+        """Bytes of the original's file in one type: llama.cpp gives some tensors others."""
+        if type not in self._sizes:
             file = self.folder / f"original-{type}.gguf"
-            self.original.made(file, type)
-            self._plain[type] = file.stat().st_size
+            self.original.uniform(file, type)
+            self._sizes[type] = file.stat().st_size
             file.unlink()
-        return self._plain[type]
+        return self._sizes[type]
 
     def make(
         self,
         result: Path | None,
         out: Path,
-        asked: ExportArgs,
+        file: ExportArgs,
         types: Mapping[str, str] | None = None,
     ) -> JSON:
         """Write a file.
@@ -120,20 +121,21 @@ class Files:
         Args:
             result: the folder of a result; None for the original.
             out: the file.
-            asked: its type.
+            file: its type.
             types: by groups of tensors, where they differ.
 
         Returns:
             ``bytes``, and ``types``: how many weights each of llama.cpp's types has.
         """
-        made, whole = self.original, self.folder / "result.gguf"
+        rounding = self.original
         if result is not None:
+            whole = self.folder / "result.gguf"
             whole.unlink(missing_ok=True)
-            made = self._begun(result, whole)
+            rounding = self._converted(result, whole)
         if types is None:
-            made.made(out, asked.type)
+            rounding.uniform(out, file.type)
         else:
-            made.mixed(out, types)
+            rounding.mixed(out, types)
         return {"bytes": out.stat().st_size, "types": types_of(out)}
 
     @contextmanager
@@ -146,8 +148,8 @@ class Files:
             shutil.rmtree(source.folder, ignore_errors=True)
 
 
-def resized(layout: Layout, original: Built, made: Built) -> Layout:
-    """The tensors of a result's file, told from those of the original's, and the most it takes.
+def resized(layout: Layout, original: Built, result: Built) -> Layout:
+    """The tensors of a result's file, by those of the original's, and the most it takes.
 
     Both files have one name and card; how many weights there are is said in words, which may be
     longer.
@@ -155,14 +157,14 @@ def resized(layout: Layout, original: Built, made: Built) -> Layout:
     Args:
         layout: of the original's file.
         original: without values.
-        made: the result, of the same architecture, without values.
+        result: of the same architecture, without values.
     """
     arch, tensors = base_arch(original.config), dict(layout.tensors)
-    old, new = ([_sizes(arch, layer) for layer in arch.layers(of.model)] for of in (original, made))
+    old, new = ([_sizes(arch, layer) for layer in arch.layers(b.model)] for b in (original, result))
     for name, tensor in tensors.items():
-        if inside := re.match(r"blk\.(\d+)\.ffn_(.+)\.", name):
-            i = int(inside[1])
-            shape = _shape(inside[2], tensor.shape, old[i], new[i])
+        if match := re.match(r"blk\.(\d+)\.ffn_(.+)\.", name):
+            i = int(match[1])
+            shape = _shape(match[2], tensor.shape, old[i], new[i])
             tensors[name] = replace(tensor, shape=shape)
     longer = ALIGNED if tensors != layout.tensors else 0
     return replace(layout, tensors=tensors, header=layout.header + longer)
@@ -185,14 +187,14 @@ def _shape(part: str, shape: tuple[int, ...], old: Sizes, new: Sizes) -> tuple[i
     >>> _shape("up", (8, 9), (0, 0, 9), (0, 0, 3))
     (8, 3)
     """
-    changed = list(shape)
+    sizes = list(shape)
     routed = part.endswith("_exps")
     if part in ("gate_inp", "exp_probs_b"):
-        changed[-1] = new[0]
+        sizes[-1] = new[0]
     elif len(shape) > 1 and part != "gate_inp_shexp":
         axis = 0 if part.startswith("down") else 1
-        place = 1 if routed else 2
-        changed[axis] = shape[axis] * new[place] // old[place]
+        width = 1 if routed else 2
+        sizes[axis] = shape[axis] * new[width] // old[width]
         if routed:
-            changed[2] = new[0]
-    return tuple(changed)
+            sizes[2] = new[0]
+    return tuple(sizes)

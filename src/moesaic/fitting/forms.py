@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs, MethodConfig
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
+from moesaic.exports.quantiser import WHOLE
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.sizes import Steps, Weight
 from moesaic.io.source import Source
@@ -21,10 +23,6 @@ BLOCK = 32
 """Weights that GGUF's types round together, at least."""
 
 
-WHOLE = "f32"
-"""The type in which nothing is rounded."""
-
-
 @dataclass(frozen=True)
 class Form:
     """Recipes of one form, of which one number is open."""
@@ -34,8 +32,8 @@ class Form:
     """The values of that number, rising: the larger, the larger the result."""
     quick: Callable[[float], Steps]
     """The recipe that is quick to carry out."""
-    careful: Sequence[Callable[[float], Steps]] = ()
-    """The same size, made with more care."""
+    careful: Callable[[float], Steps] | None = None
+    """Of the same size, made with more care."""
 
     @property
     def single(self) -> bool:
@@ -53,22 +51,19 @@ def forms(source: Source, config: FitConfig) -> list[Form]:
     ladders = [ladder for method in METHODS.values() for ladder in method.ladders(shape)]
     size = config.memory or config.parameters
     # where weights are to go, what keeps them all serves no budget
-    whole = [
-        one for one in ladders if not one.reads_less or (config.active_parameters and not size)
+    alone = [x for x in ladders if not x.reads_less or (config.active_parameters and not size)]
+    first = [x for x in ladders if not x.reads_less or config.active_parameters]
+    singles = [
+        Form(x.name, x.shares, _after((), x.quick), x.careful and _after((), x.careful))
+        for x in alone
     ]
-    first = [one for one in ladders if not one.reads_less or config.active_parameters]
-    found = [_alone(ladder) for ladder in whole]
-    if fill := [ladder for ladder in ladders if ladder.fills]:
-        found += _pairs(first, fill[-1])
-    return found
+    fills = [ladder for ladder in ladders if ladder.fills]
+    return singles + [form for fill in fills[-1:] for form in _pairs(first, fill)]
 
 
-def ending(config: FitConfig) -> ExportArgs | None:
+def ending(config: FitConfig) -> ExportArgs:
     """The file that recipes end in: of one type, or of the best of several by layer."""
-    if not config.types:
-        return None
-    several = {*config.types} - {WHOLE}
-    if len(several) > 1:
+    if len({*config.types} - {WHOLE}) > 1:
         return ExportArgs(to="gguf", memory=config.memory, among=config.types)
     return ExportArgs(to="gguf", type=config.types[0])  # type: ignore[arg-type]
 
@@ -106,11 +101,6 @@ def _shape(source: Source, config: FitConfig) -> Shape:
     )
 
 
-def _alone(ladder: Ladder[MethodConfig]) -> Form:
-    careful = [_after((), ladder.careful)] if ladder.careful else []
-    return Form(ladder.name, ladder.shares, _after((), ladder.quick), careful)
-
-
 def _pairs(ladders: Sequence[Ladder[MethodConfig]], fill: Ladder[MethodConfig]) -> Iterator[Form]:
     """A rung of one ladder, and what is left of the budget filled by another."""
     make = fill.careful or fill.quick
@@ -119,7 +109,7 @@ def _pairs(ladders: Sequence[Ladder[MethodConfig]], fill: Ladder[MethodConfig]) 
             f"{rung.name}, {fill.name}",
             fill.shares,
             _after((rung.quick,), fill.quick),
-            [_after((rung.careful,), make)],
+            _after((rung.careful,), make),
         )
 
 
@@ -127,14 +117,14 @@ def _after(first: Steps, make: Callable[[float], MethodConfig]) -> Callable[[flo
     return lambda share: (*first, make(share))
 
 
-def filed(form: Form, last: ExportArgs) -> Form:
+def filed(form: Form, file: ExportArgs) -> Form:
     """The same form with a file in the end."""
-    careful = [_before(make, last) for make in form.careful]
-    return Form(f"{form.name}, {last.called}", form.shares, _before(form.quick, last), careful)
 
+    def ended(make: Callable[[float], Steps]) -> Callable[[float], Steps]:
+        return lambda share: (*make(share), file)
 
-def _before(steps: Callable[[float], Steps], last: ExportArgs) -> Callable[[float], Steps]:
-    return lambda share: (*steps(share), last)
+    careful = form.careful and ended(form.careful)
+    return Form(f"{form.name}, {file.called}", form.shares, ended(form.quick), careful)
 
 
 def largest(
@@ -173,9 +163,9 @@ def guessed(shares: Sequence[float], least: Weight, most: Weight, config: FitCon
     """
     places = []
     for name in BUDGETS:
-        limit, low, high = (getattr(of, name) for of in (config, least, most))
-        if limit is not None and high > low:
-            part = (limit - low) / (high - low)
-            wanted = shares[0] + part * (shares[-1] - shares[0])
-            places.append(sum(share <= wanted + 1e-9 for share in shares) - 1)
+        budget, low, high = (getattr(sizes, name) for sizes in (config, least, most))
+        if budget is not None and high > low:
+            part = (budget - low) / (high - low)
+            share = shares[0] + part * (shares[-1] - shares[0])
+            places.append(bisect_right(shares, share + 1e-9) - 1)
     return max(0, min(places, default=len(shares) - 1))

@@ -10,15 +10,17 @@ much of what neurons write is written by half of them, and how evenly tokens cho
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import fmean
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from moesaic.arch.dense import Arch
-from moesaic.arch.lookup import moe_arch
+from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.config import Calibration, MethodConfig, RunArgs
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
@@ -34,7 +36,8 @@ from moesaic.observation.files import StatsFile, from_file
 from moesaic.observation.job import Job
 from moesaic.pipeline import convert
 
-PARTS = (0.25, 0.5)
+K = TypeVar("K", bound=Hashable)
+QUARTER, HALF = 0.25, 0.5
 """Shares of the experts' parameters that are taken out."""
 WINDOWS = 16
 """Of text, on which it is measured."""
@@ -64,11 +67,10 @@ class Redundancy:
     @property
     def lies(self) -> str:
         """Where it is: ``between`` experts, ``inside`` them, ``both``, or ``neither``."""
-        few, much = PARTS
-        least = min(self.dropped.get(few, MUCH), self.narrowed.get(few, MUCH))
+        least = min(kls.get(QUARTER, MUCH) for kls in (self.dropped, self.narrowed))
         if least >= MUCH:
             return "neither"
-        drop, narrow = (of.get(much, torch.inf) for of in (self.dropped, self.narrowed))
+        drop, narrow = (kls.get(HALF, torch.inf) for kls in (self.dropped, self.narrowed))
         if drop * AHEAD < narrow:
             return "between"
         return "inside" if narrow * AHEAD < drop else "both"
@@ -76,11 +78,11 @@ class Redundancy:
     def hopeless(self, verb: str) -> bool:
         """Whether a verb loses more by a quarter than the other one by a half; both are known."""
         ways = {"prune": (self.dropped, self.narrowed), "slim": (self.narrowed, self.dropped)}
-        own, other = ways.get(verb, ({}, {}))
-        few, much = PARTS
-        return own.get(few, 0.0) > other.get(much, torch.inf)
+        kls, others = ways.get(verb, ({}, {}))
+        return kls.get(QUARTER, 0.0) > others.get(HALF, torch.inf)
 
-    def told(self) -> str:
+    @property
+    def summary(self) -> str:
         """One paragraph."""
         advice = {
             "between": "Experts are interchangeable: drop whole ones (prune).",
@@ -88,35 +90,34 @@ class Redundancy:
             "both": "Dropping experts and narrowing them lose about as much: try both.",
             "neither": "Neither can go without loss: round (export --to gguf) before anything.",
         }[self.lies]
-        ways = (("dropping", self.dropped), ("narrowing by", self.narrowed))
-        each = [
-            f"{word} a {name} loses {of[part]:.2g}"
-            for word, of in ways
-            for part, name in zip(PARTS, ("quarter", "half"), strict=True)
-            if part in of
+        losses = [
+            f"{words} a {name} loses {kls[share]:.2g}"
+            for words, kls in (("dropping", self.dropped), ("narrowing by", self.narrowed))
+            for share, name in ((QUARTER, "quarter"), (HALF, "half"))
+            if share in kls
         ]
         alike = ""
         if self.alike is not None:
             alike = f"outputs of two experts have a cosine of {self.alike:.2f}, "
         return (
-            f"{advice} KL before any refit: {', '.join(each)}. Why: {alike}half of the neurons "
+            f"{advice} KL before any refit: {', '.join(losses)}. Why: {alike}half of the neurons "
             f"write {self.half:.0%} of all that is written, and routing has {self.flat:.0%} of the "
             "entropy of even routing."
         )
 
     @property
     def points(self) -> list[tuple[float, float, str]]:
-        """By way the share that goes in percent and the KL: ``d`` drops experts, ``n`` narrows."""
-        ways = (("d", self.dropped), ("n", self.narrowed))
-        return [(100 * part, kl, mark) for mark, way in ways for part, kl in way.items()]
+        """The share that goes in percent, the KL, and ``d`` (drops experts) or ``n`` (narrows)."""
+        marks = (("d", self.dropped), ("n", self.narrowed))
+        return [(100 * share, kl, mark) for mark, kls in marks for share, kl in kls.items()]
 
     def as_json(self) -> JSON:
         """All of it, with ``lies``."""
-        keyed = {
-            name: {str(part): kl for part, kl in getattr(self, name).items()}
+        losses = {
+            name: {str(share): kl for share, kl in getattr(self, name).items()}
             for name in ("dropped", "narrowed")
         }
-        return {**asdict(self), **keyed, "lies": self.lies}
+        return {**asdict(self), **losses, "lies": self.lies}
 
 
 def redundancy(args: RunArgs, windows: Tokens, track: Track = silent) -> Redundancy:
@@ -133,19 +134,40 @@ def redundancy(args: RunArgs, windows: Tokens, track: Track = silent) -> Redunda
     job: Job[Arch] = Job(args, moe_arch)
     stats = from_file(job, args.calibration.stats, needs_gram=False)
     experts = max(job.base.experts)
-    wanted: dict[tuple[str, float], MethodConfig] = {}
-    for part in PARTS:
-        keep = round((1 - part) * experts)
-        wanted["dropped", part] = PruneConfig(keep=keep, score=QUICK, refit=False)
-        wanted["narrowed", part] = SlimConfig(keep=1 - part, score="energy", refit=False)
-    plans = {key: plan for key, config in wanted.items() if (plan := _decided(config, args))}
-    stream = job.stream(sorted(job.base.routed), job.arch.view, windows.rows(slice(WINDOWS)))
-    found = dict(zip(plans, divergences(stream, list(plans.values()), track), strict=True))
+    plans: dict[tuple[str, float], Mapping[int, LayerPlan]] = {}
+    for share in (QUARTER, HALF):
+        prune = PruneConfig(keep=round((1 - share) * experts), score=QUICK, refit=False)
+        slim = SlimConfig(keep=1 - share, score="energy", refit=False)
+        for name, config in (("dropped", prune), ("narrowed", slim)):
+            with suppress(MoesaicError):  # the model cannot have it
+                if layers := decided(config, args):
+                    plans[name, share] = layers
+    losses = divergences_of(plans, args, windows.rows(slice(WINDOWS)), track)
     dropped, narrowed = (
-        {part: kl for (name, part), kl in found.items() if name == way}
+        {share: kl for (name, share), kl in losses.items() if name == way}
         for way in ("dropped", "narrowed")
     )
     return Redundancy(dropped, narrowed, *_figures(stats))
+
+
+def decided(config: MethodConfig, args: RunArgs) -> Mapping[int, LayerPlan]:
+    """What a method makes of each layer; nothing is written.
+
+    Raises:
+        MoesaicError: the model cannot have it.
+    """
+    plan = convert(config, args).plan
+    assert plan is not None  # those of ladders decide layer by layer
+    return plan.layers
+
+
+def divergences_of(
+    plans: Mapping[K, Mapping[int, LayerPlan]], args: RunArgs, windows: Tokens, track: Track
+) -> dict[K, float]:
+    """KL(original || changed) of each of several decisions on some windows, nats a token."""
+    job: Job[Arch] = Job(args, base_arch)
+    stream = job.stream((), lambda layer: layer, windows)
+    return dict(zip(plans, divergences(stream, [*plans.values()], track), strict=True))
 
 
 def observed_redundancy(model: str, stats: str, track: Track = silent) -> Redundancy:
@@ -169,7 +191,7 @@ def looking(model: Built) -> list[Stage]:
     """What :func:`observed_redundancy` takes: a mixture itself and a branch for each change."""
     if not any(use.experts for use in model.size.layers):
         return []
-    branches, tokens = 1 + 2 * len(PARTS), WINDOWS * MethodConfig.window
+    branches, tokens = 1 + 2 * len((QUARTER, HALF)), WINDOWS * MethodConfig.window
     return [
         Stage(
             operations=branches * 2.0 * model.size.active_parameters * tokens,
@@ -187,11 +209,11 @@ def _figures(stats: StatsFile) -> tuple[float | None, float, float]:
         if len(layer.gram_SP):
             gram_SAA = unpacked(layer.gram_SP[:TOKENS], layer.weighed)
             alike.append(cosine(gram_SAA[:, : layer.experts, : layer.experts]))
-        wrote_EM = layer.neurons.energy_EM * layer.neurons.reach_EM.square()
-        most_EM = wrote_EM.topk(wrote_EM.shape[1] // 2, dim=1).values
-        half.append((most_EM.sum() / wrote_EM.sum().clamp(min=1e-300)).item())
-        chosen_E = layer.calls_E.double() / max(1, int(layer.calls_E.sum()))
-        flat.append(torch.special.entr(chosen_E).sum().item() / math.log(max(2, layer.experts)))
+        written_EM = layer.neurons.energy_EM * layer.neurons.reach_EM.square()
+        top_EM = written_EM.topk(written_EM.shape[1] // 2, dim=1).values
+        half.append((top_EM.sum() / written_EM.sum().clamp(min=1e-300)).item())
+        share_E = layer.calls_E.double() / max(1, int(layer.calls_E.sum()))
+        flat.append(torch.special.entr(share_E).sum().item() / math.log(max(2, layer.experts)))
     return fmean(alike) if alike else None, fmean(half), fmean(flat)
 
 
@@ -209,12 +231,3 @@ def cosine(gram_SEE: Tensor) -> float:
     experts = gram_SEE.shape[1]
     others_S = cosine_SEE.sum((1, 2)) - experts
     return others_S.mean().item() / (experts * (experts - 1))
-
-
-def _decided(config: MethodConfig, args: RunArgs) -> Mapping[int, LayerPlan] | None:
-    """The layers of a plan; None where the model cannot have it."""
-    try:
-        plan = convert(config, args).plan
-    except MoesaicError:
-        return None
-    return None if plan is None else plan.layers

@@ -13,10 +13,11 @@ from moesaic.errors import MoesaicError
 from moesaic.estimates import notice
 from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
+from moesaic.fitting.file_search import FileSearch
 from moesaic.fitting.redundancy import Redundancy
 from moesaic.fitting.search import Search
 from moesaic.foreign import JSON, Track, silent
-from moesaic.io.layout import RECORD, own
+from moesaic.io.layout import RECORD, our_folder
 from moesaic.io.outputs import alone, discard, searched, whole_folder
 from moesaic.io.source import Source
 from moesaic.log import Log
@@ -95,7 +96,7 @@ def opened(
                 "with overwrite=True."
             )
         discard(work)
-    search = Search(recipe, config, work, track, tell)
+    search = (FileSearch if config.types else Search)(recipe, config, work, track, tell)
     request = {
         "weights": search.source.fingerprint,
         "calibration": asdict(search.recipe.calibration),
@@ -115,7 +116,7 @@ def carried_out(
     resume: bool = False,
     log: Log | None = None,
     tell: Callable[[str], None] | None = None,
-    **more_found: object,
+    **findings: object,
 ) -> Record | None:
     """Make and measure what was chosen; what the search kept on disk goes.
 
@@ -127,18 +128,17 @@ def carried_out(
         resume: continue an unfinished run.
         log: one that was begun; by default a new one.
         tell: shows what the run is predicted to take.
-        more_found: more that led to it, for the record.
+        findings: more that led to it, for the record.
     """
-    recipe = search.recipe
-    best = replace(recipe, steps=chosen.converted)
+    best = replace(search.recipe, steps=chosen.converted)
     refused = [{"form": form, "reason": reason} for form, reason in search.trials.refused.items()]
-    looked: Redundancy | None = vars(search).get("redundancy")  # where that was asked for
-    found: JSON = {
-        **({} if looked is None else {"redundancy": looked.as_json()}),
+    redundancy: Redundancy | None = vars(search).get("redundancy")  # where that was asked for
+    findings = {
+        **({} if redundancy is None else {"redundancy": redundancy.as_json()}),
         "chosen": chosen.as_json(),
         "tried": [c.as_json() for c in tried],
         "refused": refused,
-        **more_found,
+        **findings,
     }
 
     def more(folder: Path) -> JSON:
@@ -151,20 +151,20 @@ def carried_out(
             best,
             overwrite=overwrite,
             resume=resume,
-            found=found,
+            findings=findings,
             more=more,
             track=search.track,
             log=log,
             checked=None if tell is None else lambda recipe: tell(notice(recipe)),
         )
     else:
-        record = rounded(best, search.source, found, more, overwrite)
+        record = rounded(best, search.source, findings, more, overwrite)
     shutil.rmtree(search.work, ignore_errors=True)
     return record
 
 
 def rounded(
-    recipe: Recipe, source: Source, found: JSON, more: Callable[[Path], JSON], overwrite: bool
+    recipe: Recipe, source: Source, findings: JSON, more: Callable[[Path], JSON], overwrite: bool
 ) -> Record:
     """The record of a folder that holds the original's GGUF file alone: no step was worth it."""
     with whole_folder(Path(recipe.out), overwrite) as folder:
@@ -177,7 +177,7 @@ def rounded(
             layers=[],
             calibration=asdict(recipe.calibration),
             environment=environment(recipe.device),
-            measured={**found, **more(folder)},
+            measured={**findings, **more(folder)},
         )
-        (own(folder) / RECORD).write_text(json.dumps(record.as_json(), indent=1), "utf-8")
+        (our_folder(folder) / RECORD).write_text(json.dumps(record.as_json(), indent=1), "utf-8")
     return record

@@ -43,12 +43,12 @@ class Texts:
         """
         first = self._windows(self.drawn.samples)
         count = len(first.input_ids)
-        there = self._there(count + self.windows)
-        others = apart(self._windows(there), first)
+        available = self._available(count + self.windows)
+        others = apart(self._windows(available), first)
         if len(others.input_ids) < LEAST:
             raise MoesaicError(
                 f"fit needs windows that choose beside those that calibrate, {LEAST} at least: "
-                f"of {there}, {count} calibrate and {len(others.input_ids)} share no text with "
+                f"of {available}, {count} calibrate and {len(others.input_ids)} share no text with "
                 "them. Give more text, lower samples, or lower length."
             )
         return first, others.rows(slice(self.windows))
@@ -57,12 +57,12 @@ class Texts:
         """Some windows are left to choose by."""
         if self.drawn.samples is not None:
             return self.drawn
-        every = tokenised(self.drawn)
-        there = len(self._windows(None).input_ids) if every else self._there(SAMPLES + self.windows)
-        return replace(self.drawn, samples=there - min(self.windows, there // PART))
+        limit = None if tokenised(self.drawn) else SAMPLES + self.windows
+        available = self._available(limit)
+        return replace(self.drawn, samples=available - min(self.windows, available // PART))
 
-    def _there(self, most: int) -> int:
-        """Windows that the text fills, up to so many."""
+    def _available(self, limit: int | None) -> int:
+        """Windows that the text fills, up to a limit; None: all of a file's."""
 
         def fills(samples: float) -> bool:
             try:
@@ -71,9 +71,9 @@ class Texts:
                 return False
 
         try:
-            return len(self._windows(most).input_ids)
+            return len(self._windows(limit).input_ids)
         except MoesaicError:
-            fewer = largest(range(1, most), fills)
+            fewer = largest(range(1, limit or 1), fills)
             if fewer is None:
                 raise
             return int(fewer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -13,29 +13,24 @@ from pathlib import Path
 import torch
 
 from moesaic import __version__
-from moesaic.arch.dense import Arch
-from moesaic.arch.lookup import base_arch
 from moesaic.config import ROUNDED, MethodConfig, RunArgs, parse_dtype
 from moesaic.data.text import evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.fitting.candidates import Candidate, figures
 from moesaic.fitting.files import Files
-from moesaic.fitting.redundancy import WINDOWS
-from moesaic.fitting.sizes import Costs, told
+from moesaic.fitting.redundancy import WINDOWS, decided, divergences_of
+from moesaic.fitting.sizes import Costs, steps_as_json
 from moesaic.fitting.texts import Texts
 from moesaic.foreign import JSON, Track, give_back
-from moesaic.io.layout import OWN, own
+from moesaic.io.layout import FOLDER, our_folder
 from moesaic.io.names import cache_folder
 from moesaic.io.outputs import whole_file
 from moesaic.io.source import Source
-from moesaic.layers.base import LayerPlan
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Runner, Whole
 from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.score import scores
-from moesaic.observation.branches import divergences
 from moesaic.observation.files import observe
-from moesaic.observation.job import Job
 from moesaic.pipeline import convert
 from moesaic.recipe import Recipe
 
@@ -75,7 +70,8 @@ class Trials:
 
     def measured(self, candidate: Candidate) -> Candidate:
         """A candidate with its figures, which are kept."""
-        file = self.work / f"tried-{_key(_said(candidate))}.json"
+        steps, types = steps_as_json(candidate.steps), candidate.types
+        file = self.work / f"tried-{_key([steps, dict(types)] if types else steps)}.json"
         if file.is_file():
             return candidate.scored(json.loads(file.read_text("utf-8")))
         give_back()  # of the candidate before
@@ -86,7 +82,7 @@ class Trials:
                 score["memory"] = memory
         with whole_file(file) as partial:
             partial.write_text(json.dumps(score), "utf-8")
-        if shutil.disk_usage(self.work).free < ROOM * self.costs.made(()).bytes:
+        if shutil.disk_usage(self.work).free < ROOM * self.costs.built(()).bytes:
             for folder in self.work.glob("made-*"):  # first steps that others would start from
                 shutil.rmtree(folder, ignore_errors=True)
         return candidate.scored(score)
@@ -99,32 +95,24 @@ class Trials:
         model cannot have loses infinitely much.
         """
         deciding, choosing = self.texts.both
-        few = choosing.rows(slice(WINDOWS))
-        prints = self.source.fingerprint, deciding.fingerprint, few.fingerprint
+        windows = choosing.rows(slice(WINDOWS))
+        prints = self.source.fingerprint, deciding.fingerprint, windows.fingerprint
         name = _key([__version__, *prints, str(self.dtype)])
         file = cache_folder() / f"steps-{name}.json"
-        kept: dict[str, float] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-        new = {_key(told((step,))): step for step in steps}
-        plans = {key: self._decided(step) for key, step in new.items() if key not in kept}
-        possible = {key: plan for key, plan in plans.items() if plan is not None}
-        if possible:
-            job: Job[Arch] = Job(self.run_args(), base_arch)
-            changed = sorted({layer for plan in possible.values() for layer in plan})
-            stream = job.stream(changed, lambda layer: layer, few)
-            losses = divergences(stream, [*possible.values()], self.track)
-            kept |= zip(possible, losses, strict=True)
+        losses: dict[str, float] = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+        keys = {step: _key(steps_as_json((step,))) for step in steps}
+        plans = {}
+        for step, key in keys.items():
+            if key not in losses:
+                try:
+                    plans[key] = decided(step, self.args(stats=self.costs.decided(step, 0)))
+                except MoesaicError as error:
+                    self.refused[step.verb] = str(error)
+        if plans:
+            losses |= divergences_of(plans, self.args(), windows, self.track)
             with whole_file(file) as partial:
-                partial.write_text(json.dumps(kept), "utf-8")
-        return {step: kept.get(key, torch.inf) for key, step in new.items()}
-
-    def _decided(self, step: MethodConfig) -> Mapping[int, LayerPlan] | None:
-        """A step's layers; None where the model cannot have it."""
-        try:
-            plan = convert(step, self._args(self.recipe.model, step, 0)).plan
-        except MoesaicError as error:
-            self.refused[step.verb] = str(error)
-            return None
-        return None if plan is None else plan.layers
+                partial.write_text(json.dumps(losses), "utf-8")
+        return {step: losses.get(key, torch.inf) for step, key in keys.items()}
 
     def baselines(self) -> list[JSON]:
         """What rounding alone makes of the model; nothing where there is no room for it."""
@@ -133,10 +121,10 @@ class Trials:
             return []
         types = self.track(ROUNDED, "Rounding alone", len(ROUNDED))
         choosing = self.texts.both[1]
-        made = rounded_scores(self.source, self._reference, choosing, types, device)
+        rounded = rounded_scores(self.source, self._reference, choosing, types, device)
         return [
             {"form": f"rounded to {type}", "memory": ours.total_bytes, **figures(ours, theirs)}
-            for type, ours, theirs in made
+            for type, ours, theirs in rounded
         ]
 
     def filed(self, chosen: Candidate, folder: Path) -> JSON:
@@ -150,23 +138,22 @@ class Trials:
             ``gguf`` with ``file``, ``type``, ``bytes``, ``types``, and its figures on the text that
             results are measured on; nothing where no file was asked for.
         """
-        asked = chosen.file
-        if asked is None or self.files is None:
+        if chosen.file is None or self.files is None:
             return {}
-        file = own(folder) / f"model-{asked.called}.gguf"
-        model = folder if len(chosen.steps) > 1 else None
-        said: JSON = {"file": f"{OWN}/{file.name}", "type": asked.called}
-        said |= self.files.make(model, file, asked, chosen.types)
+        type = chosen.file.called
+        out = our_folder(folder) / f"model-{type}.gguf"
+        result = folder if chosen.converted else None
+        record: JSON = {"file": f"{FOLDER}/{out.name}", "type": type}
+        record |= self.files.make(result, out, chosen.file, chosen.types)
         settings = self.recipe.evaluation
         if settings is not None:
             tokens = evaluation_tokens(
                 settings.data, self.source.tokenizer, settings.length, settings.max_tokens
             )
-            place = self.recipe.device, self.dtype
-            with self.files.opened(file) as read:
-                run = Whole.of(read, *place)
-                said |= figures(*scores([run, Layerwise(self.source, *place)], tokens))
-        return {"gguf": said}
+            with self.files.opened(out) as source:
+                models = Whole.of(source, *self._place), Layerwise(self.source, *self._place)
+                record |= figures(*scores([*models], tokens))
+        return {"gguf": record}
 
     # --- what is made ----------------------------------------------------------------------------
 
@@ -177,55 +164,56 @@ class Trials:
         """
         model, folder = self.recipe.model, None
         for number, config in enumerate(steps):
-            folder = self.work / f"made-{_key(told(tuple(steps[: number + 1])))}"
+            folder = self.work / f"made-{_key(steps_as_json(tuple(steps[: number + 1])))}"
             if not folder.exists():
-                convert(config, self._args(model, config, number)).save(folder)
+                stats = self.costs.decided(config, number)
+                convert(config, self.args(model, stats)).save(folder)
             model = str(folder)
         return folder
 
     @contextmanager
     def _opened(self, candidate: Candidate) -> Iterator[tuple[Runner, int | None]]:
         """A candidate's result or file, and the bytes of the latter."""
-        made, asked, files = self.result(candidate.converted), candidate.file, self.files
-        if asked is None or files is None:
-            assert made is not None
-            yield self._runner(Source("candidate", made)), None
-            shutil.rmtree(made, ignore_errors=True)
+        result, file, files = self.result(candidate.converted), candidate.file, self.files
+        if file is None or files is None:
+            assert result is not None
+            yield self._runner(Source("candidate", result)), None
+            shutil.rmtree(result, ignore_errors=True)
         elif candidate.types:
-            live = files.live(made, self.costs.made(candidate.converted))
+            live = files.live(result, self.costs.built(candidate.converted))
             with live.rounded(candidate.types) as model:
                 yield Whole(model), live.layout.size(candidate.types)
         else:
-            file = files.folder / "candidate.gguf"
-            size = files.make(made, file, asked)["bytes"]
-            with files.opened(file) as source:
+            out = files.folder / "candidate.gguf"
+            size = files.make(result, out, file)["bytes"]
+            with files.opened(out) as source:
                 yield self._runner(source), size
-            file.unlink()
+            out.unlink()
 
-    def _runner(self, made: Source) -> Runner:
-        place = self.recipe.device, self.dtype
-        room = have_room((made,), *place)
-        return Whole.of(made, *place) if room else Layerwise(made, *place)
+    def _runner(self, source: Source) -> Runner:
+        room = have_room((source,), *self._place)
+        return Whole.of(source, *self._place) if room else Layerwise(source, *self._place)
+
+    @property
+    def _place(self) -> tuple[str, torch.dtype | None]:
+        """Where models are run, and in which type."""
+        return self.recipe.device, self.dtype
 
     @cached_property
     def _reference(self) -> Layerwise:
-        return Layerwise(self.source, self.recipe.device, self.dtype, keep=True)
+        return Layerwise(self.source, *self._place, keep=True)
 
-    def _args(self, model: str, config: MethodConfig, number: int) -> RunArgs:
-        stats = str(self._stats) if self.costs.decided(config, number) else ""
-        return self.run_args(model, stats)
-
-    def run_args(self, model: str = "", stats: str = "") -> RunArgs:
+    def args(self, model: str = "", stats: bool = False) -> RunArgs:
         """What decides a step.
 
         Args:
-            model: whose; by default the original's.
-            stats: a file of statistics.
+            model: what it starts from; by default the original.
+            stats: it decides from the file of statistics.
         """
         return RunArgs.of(
             model or self.recipe.model,
             calibration=self.texts.both[0],
-            stats=stats,
+            stats=str(self._stats) if stats else "",
             device=self.recipe.device,
             dtype=self.dtype,
             seed=self.recipe.calibration.seed,
@@ -247,15 +235,6 @@ class Trials:
             )
         return file
 
-    def observed(self) -> RunArgs:
-        """What decides by the file of statistics."""
-        return self.run_args(stats=str(self._stats))
 
-
-def _said(candidate: Candidate) -> object:
-    steps = told(candidate.steps)
-    return [steps, dict(candidate.types)] if candidate.types else steps
-
-
-def _key(said: object) -> str:
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+def _key(request: object) -> str:
+    return hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16]

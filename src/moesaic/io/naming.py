@@ -155,7 +155,7 @@ class Naming:
         Raises:
             MoesaicError: the checkpoint does not hold it.
         """
-        return self._made(name, lambda part: cast(self.checkpoint.tensor(part)))
+        return self._assembled(name, lambda part: cast(self.checkpoint.tensor(part)))
 
     def ordered(self, disk: str, cast: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
         """A tensor by its name on disk, its values in the order of memory.
@@ -189,7 +189,7 @@ class Naming:
                 reorders[disk] = converter
         return reorders
 
-    def _made(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+    def _assembled(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         """A tensor as it is in memory, of those on disk."""
         parts = self._parts.get(name, [(name, None)])
         if parts[0][1] is None:
@@ -240,7 +240,7 @@ class Naming:
         """The shape of a tensor in memory; None where its parts do not fit together."""
         try:
             return tuple(
-                self._made(
+                self._assembled(
                     name, lambda part: torch.empty(self.checkpoint.shape(part), device="meta")
                 ).shape
             )

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from moesaic.errors import MoesaicError
 from moesaic.io.headers import mapping_of
-from moesaic.io.layout import FILES, MARKS, OLDER, OWN, misread, own
+from moesaic.io.layout import FILES, FOLDER, MARKS, OLDER, misread, our_folder
 
 try:
     import fcntl
@@ -214,7 +214,7 @@ def _inside(folder: Path) -> set[str]:
 def _listed(folder: Path) -> set[str]:
     """The files in a folder that this package says it wrote; none where it says nothing."""
     with suppress(MoesaicError, KeyError, TypeError):
-        return {*map(str, mapping_of(folder / OWN / FILES)["files"])}
+        return {*map(str, mapping_of(folder / FOLDER / FILES)["files"])}
     for file in filter(Path.is_file, map(folder.joinpath, MARKS)):
         with suppress(MoesaicError):
             if {"format", "layers"} <= mapping_of(file).keys():
@@ -398,7 +398,7 @@ def whole_folder(
         try:
             yield work
             assert not misread(work), f"engines would read {misread(work)}"
-            files = own(work) / FILES
+            files = our_folder(work) / FILES
             files.touch()
             files.write_text(json.dumps({"files": sorted(_inside(work))}, indent=1) + "\n")
             _put_folder(work, out, overwrite)

@@ -18,7 +18,7 @@ NEXT = "num_nextn_predict_layers"
 COUNTS = (NEXT, "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 """Attributes of configs that count them."""
 _NUMBER = re.compile(r"^(?:(?:model|language_model|backbone|transformer)\.)*layers\.(\d+)\.")
-_OWN = re.compile(r"(?:^|\.)mtp[._]")
+_MTP = re.compile(r"(?:^|\.)mtp[._]")
 
 
 def predicting_layers(config: Config) -> int:
@@ -45,7 +45,7 @@ def predicts(name: str, count: int) -> bool:
     [False, True, True, True]
     """
     number = _NUMBER.search(name)
-    return bool(_OWN.search(name)) or (number is not None and int(number.group(1)) >= count)
+    return bool(_MTP.search(name)) or (number is not None and int(number.group(1)) >= count)
 
 
 @dataclass(frozen=True)

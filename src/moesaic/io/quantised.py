@@ -118,7 +118,7 @@ class Packed(Tensor):
         kwargs: Values | None = None,
     ) -> object:
         with torch._C.DisableTorchFunctionSubclass():
-            if func in SAID:
+            if func in PROPERTIES:
                 return func(*args, **(kwargs or {}))
             name = getattr(func, "__name__", "")
             if name.endswith("_") and not name.startswith("_") and isinstance(args[0], Packed):
@@ -144,7 +144,7 @@ class Packed(Tensor):
 
 
 _SIZES = ("shape", "dtype", "device", "ndim", "is_meta", "requires_grad", "layout")
-SAID = {
+PROPERTIES = {
     *(getattr(Tensor, name).__get__ for name in _SIZES),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
 }

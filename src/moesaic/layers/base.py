@@ -45,7 +45,7 @@ class State(Protocol):
         """Whether a name in memory is there."""
 
 
-class Seen(Protocol[V_co]):
+class Site(Protocol[V_co]):
     """A layer as it was, and the calibration tokens that reach it; a ``stream.Site`` is one."""
 
     @property
@@ -70,7 +70,7 @@ class Seen(Protocol[V_co]):
 class Description:
     """A layer in words and figures, for records."""
 
-    told: str
+    text: str
     """The layer's new form, in words: ``6 of 8 experts stay``."""
     shape: Values = field(default_factory=dict)
     """Figures that only this kind has."""
@@ -231,7 +231,7 @@ class LayerPlan(ABC):
         """The module that chooses a token's experts, and their sizes; None where none does."""
         return arch.routed(layer)
 
-    def refit(self, site: Seen[Any], **options: bool) -> tuple[LayerPlan, JSON]:
+    def refit(self, site: Site[Any], **options: bool) -> tuple[LayerPlan, JSON]:
         """The layer with weights solved for, so that its output is nearest to the original's.
 
         Returns:

@@ -21,7 +21,7 @@ from moesaic.layers.base import (
     Description,
     Header,
     LayerPlan,
-    Seen,
+    Site,
     Sizes,
     State,
     check_numbers,
@@ -153,11 +153,11 @@ class CarvedLayer(LayerPlan):
 
     def describe(self, experts: int) -> Description:
         header = self.header()
-        text = f"{self._told()}; prompts run dense" if self.prompts == "dense" else self._told()
+        text = f"{self._words()}; prompts run dense" if self.prompts == "dense" else self._words()
         shape = {k: header[k] for k in header if k not in ("kind", "top_k")}
         return Description(text, shape, (self.backbone, *self.petals))
 
-    def _told(self) -> str:
+    def _words(self) -> str:
         if not self.petals:
             return f"every token runs the same {self.backbone:,} neurons"
         shared = f"{self.backbone:,} neurons for every token and " if self.backbone else ""
@@ -206,7 +206,7 @@ class CarvedLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: Seen[DenseFFN], **options: bool) -> tuple[CarvedLayer, JSON]:
+    def refit(self, site: Site[DenseFFN], **options: bool) -> tuple[CarvedLayer, JSON]:
         """A new down projection.
 
         Features are h~, the input of the down projection of what a token still runs, masked by the
@@ -219,7 +219,7 @@ class CarvedLayer(LayerPlan):
         down_DM, figures = refitted_down(site, order_M, self.running(site))
         return replace(self, down_DM=down_DM), figures
 
-    def running(self, site: Seen[DenseFFN]) -> Iterator[tuple[Tensor, Tensor]]:
+    def running(self, site: Site[DenseFFN]) -> Iterator[tuple[Tensor, Tensor]]:
         """Batches of hidden activations, and of those that a token still runs.
 
         Yields:

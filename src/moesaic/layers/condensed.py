@@ -18,7 +18,7 @@ from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State, check_numbers
+from moesaic.layers.base import Description, Header, LayerPlan, Site, Sizes, State, check_numbers
 from moesaic.layers.recovery import Balance
 from moesaic.layers.state import LiveState
 from moesaic.nn.condensed_ffn import CondensedFFN, Nothing
@@ -137,7 +137,7 @@ class CondensedLayer(LayerPlan):
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         layer = layers[index]
-        new = _made(layer, arch, header["width"], header["gated"], "meta")
+        new = _new_ffn(layer, arch, header["width"], header["gated"], "meta")
         for path in arch.replaced_paths:  # some layers call what is beside without a look
             put(layer, path, Nothing())
         put(layer, arch.ffn_path, new.train(layer.training))
@@ -179,7 +179,7 @@ class CondensedLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: Seen[FFN], **options: bool) -> tuple[CondensedLayer, JSON]:
+    def refit(self, site: Site[FFN], **options: bool) -> tuple[CondensedLayer, JSON]:
         """A new down projection. Features are h~ of the shared path and the chosen experts.
 
         A layer that was dense before, and one of which nothing is left, stay as they are.
@@ -207,12 +207,12 @@ class CondensedLayer(LayerPlan):
         """The MLP that takes the place of a live layer's block; the layer stays as it is."""
         prefix = f"{arch.ffn_path}."
         tensors = dict(self.convert(arch, LiveState(layer)))
-        new = _made(layer, arch, self.width, self.gated)
+        new = _new_ffn(layer, arch, self.width, self.gated)
         new.load_state_dict({n.removeprefix(prefix): t for n, t in tensors.items()}, assign=True)
         return new.train(layer.training)
 
 
-def _made(
+def _new_ffn(
     layer: nn.Module, arch: Arch, width: int, gated: int, device: str | torch.device | None = None
 ) -> CondensedFFN:
     """The module that takes the place of a live layer's FFN, where nothing else is said there."""

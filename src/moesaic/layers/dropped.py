@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moesaic.arch.dense import FFN, Arch
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
-from moesaic.layers.base import Description, Header, LayerPlan, Seen, Sizes, State
+from moesaic.layers.base import Description, Header, LayerPlan, Site, Sizes, State
 from moesaic.layers.condensed import hidden_reader
 from moesaic.nn.condensed_ffn import PassThrough, shapes
 
@@ -76,6 +76,6 @@ class DroppedLayer(LayerPlan):
     def routed(cls, layer: nn.Module, arch: Arch, header: Header) -> RoutedModule | None:
         return None
 
-    def refit(self, site: Seen[FFN], **options: bool) -> tuple[DroppedLayer, JSON]:
+    def refit(self, site: Site[FFN], **options: bool) -> tuple[DroppedLayer, JSON]:
         """The layer as it is: nothing is left of it that could be fitted."""
         return self, {}

@@ -18,7 +18,7 @@ from moesaic.layers.base import (
     Description,
     Header,
     LayerPlan,
-    Seen,
+    Site,
     Sizes,
     State,
     check_numbers,
@@ -114,7 +114,7 @@ class NarrowedLayer(LayerPlan):
 
     # --- refit -----------------------------------------------------------------------------------
 
-    def refit(self, site: Seen[DenseFFN], **options: bool) -> tuple[NarrowedLayer, JSON]:
+    def refit(self, site: Site[DenseFFN], **options: bool) -> tuple[NarrowedLayer, JSON]:
         """A new down projection.
 
         Args:

@@ -20,7 +20,7 @@ from moesaic.layers.base import (
     Description,
     Header,
     LayerPlan,
-    Seen,
+    Site,
     Sizes,
     State,
     check_numbers,
@@ -202,7 +202,7 @@ class PrunedLayer(LayerPlan):
         """
         return torch.arange(width)
 
-    def refit(self, site: Seen[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
+    def refit(self, site: Site[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
         """New down projections of the experts that stay, one after the other."""
         down_E, _, figures = refitted_downs(self, site)
         return replace(self, down_E=down_E), figures

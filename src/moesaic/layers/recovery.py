@@ -27,7 +27,7 @@ from torch import Tensor
 from moesaic.arch.dense import DenseFFN
 from moesaic.arch.mixture import MoEFFN
 from moesaic.foreign import JSON
-from moesaic.layers.base import Seen
+from moesaic.layers.base import Site
 from moesaic.layers.regression import HELD_OUT, Fit, Ridge
 
 
@@ -88,7 +88,7 @@ def recovered(before: float, after: float, square: float) -> JSON:
 
 
 def refitted_down(
-    site: Seen[DenseFFN], order_M: Tensor, running: Iterable[tuple[Tensor, Tensor]]
+    site: Site[DenseFFN], order_M: Tensor, running: Iterable[tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, JSON]:
     """A new down projection of a dense FFN of which each token runs a part.
 
@@ -168,7 +168,7 @@ class _Part:
         for batch, rows, h_NW in self.tokens:
             missing.residuals[batch][rows] -= h_NW @ fit.trial_FO.float()
 
-    def fit_alone(self, site: Seen[MoEFFN], expert: int) -> None:
+    def fit_alone(self, site: Site[MoEFFN], expert: int) -> None:
         """Fit it to its own output of all of the layer's tokens, as if it ran them."""
         ridge, down_DM = self._ridge(), self.down_DM.float()
         for x_TD in site.inputs():
@@ -185,7 +185,7 @@ class _Part:
 
 
 def refitted_downs(
-    layer: Staying, site: Seen[MoEFFN], shared_S: Tensor | None = None
+    layer: Staying, site: Site[MoEFFN], shared_S: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, JSON]:
     """New down projections of a mixture's experts that stay.
 
@@ -231,7 +231,7 @@ def refitted_downs(
     return _placed(layer, view, parts), shared_DS, figures
 
 
-def _missing(site: Seen[MoEFFN], layer: Staying, parts: dict[int, _Part]) -> tuple[_Missing, float]:
+def _missing(site: Site[MoEFFN], layer: Staying, parts: dict[int, _Part]) -> tuple[_Missing, float]:
     """What the layer's output misses without what goes, and the square of that output.
 
     ``parts`` take in their tokens.

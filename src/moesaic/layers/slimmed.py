@@ -17,7 +17,7 @@ from moesaic.arch.dense import Arch
 from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
-from moesaic.layers.base import PADDING, Description, Header, Seen, Sizes, State, check_numbers
+from moesaic.layers.base import PADDING, Description, Header, Site, Sizes, State, check_numbers
 from moesaic.layers.neurons import (
     narrow_experts,
     narrow_mlp,
@@ -154,7 +154,7 @@ class SlimmedLayer(PrunedLayer):
     def describe(self, experts: int) -> Description:
         fewer = len(self.experts) < experts
         before = super().describe(experts)
-        whose = f"of each of {before.told.removesuffix(' stay')}" if fewer else "of each expert"
+        whose = f"of each of {before.text.removesuffix(' stay')}" if fewer else "of each expert"
         width = round(sum(self.widths) / len(self.widths)) if self.uneven else self.width
         text = f"{width:,} of {self.before:,} neurons {whose} stay"
         shape = {**(before.shape if fewer else {}), "neurons": width, "of": self.before}
@@ -209,7 +209,7 @@ class SlimmedLayer(PrunedLayer):
         order_W = self.neurons_EW[place]
         return order_W[order_W != PADDING]
 
-    def refit(self, site: Seen[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
+    def refit(self, site: Site[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
         """New down projections of the experts, and of the shared path, whose neurons all run."""
         shared_S, width = self.shared_S, site.view.shared_width
         if shared_S is None and width:

@@ -43,12 +43,12 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Told:
+class Summary:
     """What a method says of its result, in words, for titles and cards."""
 
     title: str
     """A clause: ``pruned by REAP to 6 of 8 experts``. The model's name stands before it."""
-    told: str
+    text: str
     """One or two sentences: what the result is, as against the model it was made from."""
     output: Values = field(default_factory=dict)
     """Keys that programs rely on in ``--json``."""
@@ -153,7 +153,7 @@ class Method(ABC, Generic[C, A]):
         raise MoesaicError(f"{self.config.title} cannot tell beforehand what it will make.")
 
     @abstractmethod
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         """What came of it, in words. Says what was done and nothing else.
 
         Args:

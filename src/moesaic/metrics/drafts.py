@@ -107,7 +107,7 @@ class Drafts:
             form, index = self._like(parts, config, source.name)
             model = one_layer(skeleton(copy.deepcopy(form), dtype), arch, index)
             drafter = Drafter(model, arch)
-            self.layers.append((drafter, {n: self._of(n, parts) for n in drafter.state_dict()}))
+            self.layers.append((drafter, {n: self._stored(n, parts) for n in drafter.state_dict()}))
 
     def _check_count(self, name: str, config: Config, count: int) -> None:
         """Refuse a checkpoint that has no such layers, or fewer than its config counts."""
@@ -139,7 +139,7 @@ class Drafts:
             "of the model's decoder layers, so it cannot be run."
         )
 
-    def _of(self, name: str, parts: Parts) -> str:
+    def _stored(self, name: str, parts: Parts) -> str:
         """The tensor of the checkpoint that is one of a :class:`Drafter`'s.
 
         Raises:

@@ -11,7 +11,7 @@ import torch
 from moesaic.config import Evaluation, text_fields
 from moesaic.data.mixes import check_apart
 from moesaic.data.questions import wanted_tasks
-from moesaic.data.reader import Taken
+from moesaic.data.reader import RowRange
 from moesaic.data.text import Tokens, evaluation_tokens, needs_tokenizer
 from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
@@ -291,7 +291,7 @@ def check_unseen(source: Source, tokens: Tokens, data: object) -> None:
         return
     try:
         record = Record.from_json(mapping_of(file))
-        used = [Taken.of(values) for values in record.calibration.get("sources", ())]
+        used = [RowRange.of(values) for values in record.calibration.get("sources", ())]
         steps = [(METHODS[f"{step.verb}.{step.method}"], step.config) for step in record.steps]
         trained = [
             step[name] for config, step in steps for name in text_fields(config) if step.get(name)

@@ -318,16 +318,16 @@ def check_tasks(tasks: Iterable[Task]) -> None:
         MoesaicError: names the first, and those that are spelled alike.
     """
     named = [task.name for task in tasks if not task.questions]
-    known = {*task_manager().all_tasks} if named else set()
+    names = {*task_manager().all_tasks} if named else set()
     for name in named:
-        if name not in known:
-            raise MoesaicError(_unknown(name, known))
+        if name not in names:
+            raise MoesaicError(_unknown(name, names))
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
+def _unknown(name: str, names: Iterable[str]) -> str:
     from difflib import get_close_matches
 
-    close = get_close_matches(name, [*known, *PRESETS], 3, 0.7)
+    close = get_close_matches(name, [*names, *PRESETS], 3, 0.7)
     perhaps = f"; perhaps {', '.join(close)}" if close else ""
     listed = ", ".join(PRESETS)
     return (
@@ -415,7 +415,7 @@ def harness_model(model: Runner, tokenizer: Tokenizer, track: Track, shared: boo
         )
     from lm_eval.api.model import TemplateLM
 
-    class Asked(TemplateLM):
+    class TaskModel(TemplateLM):
         """lm-eval's requests, scored by a runner."""
 
         def __init__(self) -> None:
@@ -449,7 +449,7 @@ def harness_model(model: Runner, tokenizer: Tokenizer, track: Track, shared: boo
         def generate_until(self, requests: object, disable_tqdm: bool = False) -> None:
             raise MoesaicError(GENERATES)
 
-    return Asked()
+    return TaskModel()
 
 
 GENERATES = (

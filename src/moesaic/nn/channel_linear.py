@@ -108,10 +108,10 @@ class ChannelLinear(nn.Linear):
             if self.phase.mode == "always":
                 self.tallies["weight"].add(on, self.phase.real)
             return super().forward(x * on)
-        y = self._of(weight)(x)
+        y = self._laid_out(weight)(x)
         return y if self.bias is None else y + self.bias
 
-    def _of(self, weight: Tensor) -> Product:
+    def _laid_out(self, weight: Tensor) -> Product:
         """The product with the chosen channels, laid out anew where the weight was moved."""
         scale = self._buffers["scale"]
         if self.product is None or not self.product.lies(weight, scale):

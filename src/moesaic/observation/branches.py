@@ -93,19 +93,19 @@ def divergences(
     """
     first: list[Change] = [] if original else [{}]
     finals = branches(stream, [*first, *changes], track)
-    own = None if original else finals[0]
+    reference = None if original else finals[0]
     try:
-        return [_divergence(stream, final, own, original) for final in finals[len(first) :]]
+        return [_divergence(stream, final, reference, original) for final in finals[len(first) :]]
     finally:
         for spill in finals:
             spill.clear()
 
 
 def _divergence(
-    stream: LayerStream[object], final: Spill, own: Spill | None, original: Original | None
+    stream: LayerStream[object], final: Spill, reference: Spill | None, original: Original | None
 ) -> float:
     total, count = 0.0, 0
-    for reference_logits, logits, batch in _logits(stream, final, own, original):
+    for reference_logits, logits, batch in _logits(stream, final, reference, original):
         labels = labels_of(batch).to(logits.device)
         total += distillation_loss(logits, reference_logits, labels).item()
         count += int(predicting(labels).sum())
@@ -113,16 +113,16 @@ def _divergence(
 
 
 def _logits(
-    stream: LayerStream[object], final: Spill, own: Spill | None, original: Original | None
+    stream: LayerStream[object], final: Spill, reference: Spill | None, original: Original | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, Tokens]]:
     """By batch the original's and a change's logits (B, L, V), and the tokens."""
-    if own is not None:
-        pairs = map(torch.cat, zip(own, final, strict=True))
+    if reference is not None:
+        pairs = map(torch.cat, zip(reference, final, strict=True))
         for both, batch in stream.heads(pairs, logits=True):
             theirs, ours = both.chunk(2)
             yield theirs, ours, batch
     elif original is not None:
-        known = original(stream.batches)
+        references = original(stream.batches)
         heads = stream.heads(final, logits=True)
-        for (theirs, _), (ours, batch) in zip(known, heads, strict=True):
+        for (theirs, _), (ours, batch) in zip(references, heads, strict=True):
             yield theirs, ours, batch

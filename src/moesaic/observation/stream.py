@@ -195,14 +195,14 @@ class Block:
             layer: what stands in the layer's place.
         """
         self._carried[(0, batch, self.index - 1)] = handed
-        return self._made(layer or self.layer, states, (0, batch, self.index))
+        return self._output(layer or self.layer, states, (0, batch, self.index))
 
     def handed(self, states: Spill) -> list[object]:
         """By batch what the layer before handed on beside hidden states that passed it."""
         before = self.index - 1
         return [self._carried.get((id(states), b, before)) for b in range(len(states))]
 
-    def _made(self, layer: nn.Module, states: Tensor, key: Key) -> Tensor:
+    def _output(self, layer: nn.Module, states: Tensor, key: Key) -> Tensor:
         which, batch, index = key
         before = self._carried.get((which, batch, index - 1))
         arguments = self._kwargs[batch][index]
@@ -222,7 +222,7 @@ class Block:
             layer: what stands in the layer's place.
         """
         for b, before in enumerate(states):
-            yield self._made(layer or self.layer, before, (id(states), b, self.index))
+            yield self._output(layer or self.layer, before, (id(states), b, self.index))
 
     def branch(self, states: Spill, into: Spill, layer: nn.Module) -> None:
         """Pass every batch through what stands in the layer's place; ``states`` stay."""

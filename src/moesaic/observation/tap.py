@@ -121,7 +121,7 @@ class _Experts:
 
     def each(self, x_RD: Tensor, *routed: Tensor) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Each expert that runs: its number, its rows, their weights (N, 1), and h."""
-        for i, rows, x_NI, weights_N1 in self.view.given(x_RD, *routed):
+        for i, rows, x_NI, weights_N1 in self.view.split(x_RD, *routed):
             h_NI = self.view.activated(i, x_NI)
             up, down = self.view.matrices
             for name, taken_NI in ((up, x_NI), (down, h_NI)):
@@ -146,7 +146,7 @@ class _Experts:
 
     def beside(self, _: nn.Module, args: tuple[Tensor, ...]) -> None:
         """Before the experts' own forward."""
-        for _made in self.each(args[0].flatten(0, -2), *args[1:3]):
+        for _output in self.each(args[0].flatten(0, -2), *args[1:3]):
             pass
 
     def forward(self, x: Tensor, *routed: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import PurePath
 import yaml
 
 from moesaic.errors import how_to_install
-from moesaic.io.layout import OWN, PLAN
+from moesaic.io.layout import FOLDER, PLAN
 from moesaic.record import Record
 from moesaic.report import numbers, read, words
 from moesaic.report.read import part
@@ -44,7 +44,7 @@ def model_card(record: Record, recipe_yaml: str, repo: str = "", plan_only: bool
         _applying(repo) if plan_only else _loading(record, repo),
         *_measured(record),
         "## How it was made",
-        *map(_inline, words.told(record)),
+        *map(_inline, words.step_paragraphs(record)),
         _inline(words.weights(record)),
         _fence(recipe_yaml, "yaml"),
         "" if plan_only else _rebuilding(record),
@@ -67,8 +67,8 @@ def _rebuilding(record: Record) -> str:
     if any(step.weights == "trained" for step in record.steps):
         return "The weights were trained, so no plan can rebuild this checkpoint: keep it whole."
     return (
-        f"`{OWN}/{PLAN}` holds every decision; `moesaic apply BASE {OWN}/{PLAN} OUT` rebuilds the "
-        "checkpoint from the base model."
+        f"`{FOLDER}/{PLAN}` holds every decision; `moesaic apply BASE {FOLDER}/{PLAN} OUT` "
+        "rebuilds the checkpoint from the base model."
     )
 
 

@@ -147,7 +147,7 @@ def points(records: Sequence[Record]) -> dict[str, list[Point]]:
 
 def _points(record: Record, run: int, several: bool) -> Iterator[Point]:
     """The models of one run."""
-    result, steps = f"run {run}" if several else "the result", read.made(record)
+    result, steps = f"run {run}" if several else "the result", read.step_labels(record)
     for name in read.names(part(record.measured, "scores")):
         kind, number = name, run
         if name == "0":  # no layer was taken: the original again

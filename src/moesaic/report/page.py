@@ -110,13 +110,13 @@ def _view(record: Record, number: int) -> View:
         "title": read.title(record),
         "model": read.model_name(record),
         "subtitle": _subtitle(record),
-        "made": read.made(record),
+        "made": read.step_labels(record),
         "search": _words(record),
         "outcome": words.outcome(record),
         "tiles": words.changes(record),
         "warnings": read.warnings(record)[1],
         "summary": words.summary(record),
-        "told": [*words.told(record), words.weights(record)] if record.steps else [],
+        "told": [*words.step_paragraphs(record), words.weights(record)] if record.steps else [],
         "scores": tables.score_table(record),
         "texts": tables.text_table(record),
         "tasks": tables.task_table(record),
@@ -174,7 +174,7 @@ def _words(record: Record) -> str:
     """Names, words and options of a run, and what became of its layers: it is found by them."""
     options = [f"{k} {v}" for step in record.steps for k, v in _pairs(step.config)]
     forms = dict.fromkeys(layer.told for layer in read.changed(record))
-    every = [read.title(record), read.made(record), *options, *forms]
+    every = [read.title(record), read.step_labels(record), *options, *forms]
     return " ".join(every).lower().replace(numbers.NBSP, " ")
 
 

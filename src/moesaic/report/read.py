@@ -127,7 +127,7 @@ def title(record: Record) -> str:
     return ", ".join(part for part in (model_name(record), done(record)) if part)
 
 
-def made(record: Record) -> str:
+def step_labels(record: Record) -> str:
     """The verbs and methods of all steps, short."""
     return " · ".join(f"{step.verb}, {step.label}" for step in record.steps)
 

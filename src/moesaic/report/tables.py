@@ -79,7 +79,7 @@ def score_table(record: Record) -> Table:
     rows["stored"] = "stored, of the original", stored
     for key in _idle({key: cells for key, (_, cells) in rows.items()}, read.by_projections(record)):
         del rows[key]
-    return Table(columns, [(label, cells) for label, cells in rows.values() if _known(cells)])
+    return Table(columns, [(label, cells) for label, cells in rows.values() if _has_values(cells)])
 
 
 def _idle(rows: Mapping[str, Sequence[Cell]], carved: bool) -> set[str]:
@@ -95,7 +95,7 @@ def _alike(stored: Sequence[Cell]) -> set[str]:
     return {"stored"} if all(c.value in (None, 1.0) for c in stored) else set()
 
 
-def _known(cells: Sequence[Cell]) -> bool:
+def _has_values(cells: Sequence[Cell]) -> bool:
     """Whether a row says anything."""
     return any(cell.value is not None for cell in cells)
 
@@ -200,7 +200,7 @@ def speed_table(record: Record) -> Table:
             for name, value in values.items()
         ]
         beside = [ratio_cell(record, what) if what else Cell("")] if ratios else []
-        rows += [(label, [*cells, *beside])] if _known(cells) else []
+        rows += [(label, [*cells, *beside])] if _has_values(cells) else []
     return Table([*columns, "ratio"] if ratios else columns, rows)
 
 

@@ -49,7 +49,7 @@ def weights(record: Record) -> str:
     return " ".join(sentences)
 
 
-def told(record: Record) -> list[str]:
+def step_paragraphs(record: Record) -> list[str]:
     """A paragraph a step: what it did, by which paper, and what of it is not in that paper."""
     many = len(record.steps) > 1
     paragraphs = []

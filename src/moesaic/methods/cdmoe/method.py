@@ -23,7 +23,7 @@ from moesaic.layers.base import LayerPlan
 from moesaic.layers.condensed import NO_FFN, NONE_K, CondensedLayer
 from moesaic.layers.dropped import DroppedLayer
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Method, Outline, Told
+from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
 from moesaic.methods.cdmoe.layer_search import RACED, ExpertSearch, LayerSearch, Replaced, legs
 from moesaic.methods.cdmoe.size import Footprint
@@ -62,7 +62,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         count = next(n for n in range(len(candidates) + 1) if enough(candidates[:n]))
         depth = len(job.base.widths)
         first, rest = candidates[: max(0, count - 1)], candidates[max(0, count - 1) :]
-        others = {size.of(finish([*first, i])) for i in rest} if count else set()
+        others = {size.applied(finish([*first, i])) for i in rest} if count else set()
         tried = sum(len(candidates) - n for n in range(count))  # each half a pass
         share = {"greedy": 1.0, "racing": RACED}.get(config.layer_search, 0.0)
         return Outline(
@@ -92,7 +92,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         """
         size = Footprint(job)
         if not _enough(self.config, finish, size)(candidates):
-            memory, active = size.of(finish(candidates))
+            memory, active = size.applied(finish(candidates))
             raise MoesaicError(
                 f"The target is out of reach: with all {len(candidates)} layers condensed the "
                 f"weights take {memory:,} bytes, and a token uses {active:,} parameters."
@@ -123,7 +123,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         analyses: dict[int, JSON] = {i: dict(finished["experts", i][1]) for i in candidates}
         for place, i in enumerate(chosen):
             analyses[i]["order"] = place
-        memory, active = size.of(layers)
+        memory, active = size.applied(layers)
         summary = {
             "layers": chosen,
             "experts": {str(i): plans[i].describe(0).shape.get("chosen", []) for i in chosen},
@@ -209,7 +209,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
 
     # --- words -----------------------------------------------------------------------------------
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         config = self.config
         chosen: list[int] = decision.summary["layers"]
         every = sum("cosine" in analysis for analysis in decision.analyses.values())
@@ -234,7 +234,7 @@ class Condenser(Method[CondenseConfig, MoEArch]):
         if config.refit and chosen:
             text += " Their down projections were then refitted."
         output = {"layers": chosen, "experts": decision.summary["experts"]}
-        return Told(title, text, output)
+        return Summary(title, text, output)
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         order, section = decision.summary["layers"], "Which layers were condensed"
@@ -449,7 +449,7 @@ def _enough(
     def enough(chosen: Sequence[int]) -> bool:
         if config.count is not None:
             return len(chosen) >= config.count
-        memory, active = size.of(finish(chosen))
+        memory, active = size.applied(finish(chosen))
         if config.memory is not None:
             return memory <= config.memory
         return config.active is not None and active <= config.active

@@ -34,7 +34,7 @@ class Footprint:
         self._skeleton = layers if job.on_disk else job.arch.layers(shape_of(shape.config))
         self._counts: dict[tuple[int, str], tuple[int, int]] = {}
 
-    def of(self, plans: Mapping[int, LayerPlan]) -> tuple[int, int]:
+    def applied(self, plans: Mapping[int, LayerPlan]) -> tuple[int, int]:
         """Bytes and active parameters with the layers' plans applied."""
         bytes_, active = self.bytes, self.active
         for i, plan in plans.items():

@@ -33,7 +33,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Config
 from moesaic.layers.channels import ChannelsLayer, column_norms
-from moesaic.methods.base import Decision, Method, Outline, Told
+from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.methods.channels.config import ChannelsConfig
 from moesaic.methods.channels.gradients import gradient_sizes
 from moesaic.methods.channels.projections import Projection, projections
@@ -257,7 +257,7 @@ class Channels(Method[ChannelsConfig, Arch]):
 
     # --- said of it ------------------------------------------------------------------------------
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         config = self.config
         assert decision.plan is not None
         share = config.active if active is None else active
@@ -268,7 +268,7 @@ class Channels(Method[ChannelsConfig, Arch]):
             "channels of lowest score at decoding; prompts run dense, and no weight is changed. "
             "Perplexity and active ratio are measured with every token as at decoding."
         )
-        return Told(title, text)
+        return Summary(title, text)
 
 
 def scored(turn: Turn, arch: Arch, factors: Mapping[str, Tensor | None]) -> dict[str, Scores]:

@@ -44,7 +44,7 @@ def projections(layer: nn.Module, arch: Arch, use: LayerUse, where: str) -> list
     """
     every = []
     if where == "all":
-        for name, module in _own(layer, arch.attention_path):
+        for name, module in _base_modules(layer, arch.attention_path):
             if type(module) is nn.Linear:
                 path = f"{arch.attention_path}.{name}" if name else arch.attention_path
                 every.append(_linear(path, module, attention=True))
@@ -65,7 +65,7 @@ def projections(layer: nn.Module, arch: Arch, use: LayerUse, where: str) -> list
     return every
 
 
-def _own(layer: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _base_modules(layer: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """A part's modules by name, if it is of the base's own classes."""
     names = {name for name, _ in layer.named_modules()}
     if path in names and not type(layer.get_submodule(path)).__module__.startswith(_OURS):
@@ -75,7 +75,7 @@ def _own(layer: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 def _named(layer: nn.Module, path: str, names: Collection[str]) -> list[Projection]:
     return [
         _linear(f"{path}.{name}", module, attention=False)
-        for name, module in _own(layer, path)
+        for name, module in _base_modules(layer, path)
         if name in names and type(module) is nn.Linear
     ]
 

@@ -15,7 +15,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
 from moesaic.layers.carved import CarvedLayer
-from moesaic.methods.base import Decision, DenseMethod, Outline, Told
+from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
 from moesaic.methods.budget import LayerSize, active_ratio, ffn_share, layer_sizes
 from moesaic.methods.dsmoe.config import DSMoEConfig
 from moesaic.methods.dsmoe.gates import SparseObjective
@@ -110,13 +110,13 @@ class DSMoE(DenseMethod[DSMoEConfig]):
             **spent(config, config.length),
         )
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         """Says how FFNs were split, how blocks are chosen, and how long that was trained."""
         assert decision.plan is not None
         where = some(len(decision.plan.layers), len(layers))
         blocks = f"{number(self.config.experts)} blocks each"
         steps = len(decision.summary["training"]["losses"])
-        return Told(
+        return Summary(
             carved(self.config, self.config.active if active is None else active),
             f"The feed-forward networks of {where} are cut into {blocks}, of which each token runs "
             f"{self._chosen(layers)}. All weights were trained for {steps:,} steps.",

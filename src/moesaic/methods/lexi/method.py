@@ -33,7 +33,7 @@ from moesaic.foreign import JSON, Config
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.fewer import FewerLayer
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Told
+from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import Case, LayerMethod
 from moesaic.methods.lexi.config import LExIConfig
 from moesaic.methods.mixtures import routed_layers, span, unskipped
@@ -145,7 +145,7 @@ class FewerExperts(LayerMethod[LExIConfig, MoEArch, int]):
             for i, of_layer in losses.items()
         }
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         counts = {i: analysis["calls_per_token"] for i, analysis in decision.analyses.items()}
         before = decision.plan.layers if decision.plan is not None else {}
         was = span([layer.before for layer in before.values() if isinstance(layer, FewerLayer)])
@@ -153,7 +153,7 @@ class FewerExperts(LayerMethod[LExIConfig, MoEArch, int]):
         output = {"experts_per_token": [counts.get(layer.index) for layer in layers]}
         if self.config.uniform:
             title = f"{numbers} of {was} experts a token"
-            return Told(
+            return Summary(
                 title,
                 f"A token runs {numbers} experts instead of {was} in every layer that routes.",
                 output,
@@ -166,7 +166,7 @@ class FewerExperts(LayerMethod[LExIConfig, MoEArch, int]):
             "layers that route. Each layer’s number was chosen by how far its output moves, on the "
             "calibration text."
         )
-        return Told(title, words, output)
+        return Summary(title, words, output)
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         fewer = [layer for layer in layers if "experts_per_token" in layer.shape]

@@ -14,7 +14,7 @@ from moesaic.foreign import JSON
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.carved import CarvedLayer
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, DenseMethod, Told
+from moesaic.methods.base import Decision, DenseMethod, Summary
 from moesaic.methods.budget import (
     LayerSize,
     Split,
@@ -103,23 +103,23 @@ class MoRE(DenseMethod[MoREConfig], LayerMethod[MoREConfig, Arch, Split]):
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         return [*super().figures(layers, decision), *_activated(layers)]
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         """Says how the FFNs were divided, or what they were cut down to."""
         nominal = decision.summary.get("active", self.config.active)
         title = carved(self.config, nominal if active is None else active)
         assert decision.plan is not None
         carved_layers = [layer for layer in layers if layer.index in decision.plan.layers]
         where = f"The feed-forward networks of {some(len(carved_layers), len(layers))}"
-        text = f"{where} are {self._made(carved_layers)}."
+        text = f"{where} are {self._described(carved_layers)}."
         if self.config.multiple:
             text += (
                 f" Widths are multiples of {self.config.multiple}: with them a token uses "
                 f"{nominal:.4g} of the projections' parameters, where {self.config.active:g} was "
                 "asked for."
             )
-        return Told(title, text)
+        return Summary(title, text)
 
-    def _made(self, layers: list[LayerRecord]) -> str:
+    def _described(self, layers: list[LayerRecord]) -> str:
         """The FFNs that these options make, in words."""
         variant = self.config.variant
         if variant == "static":

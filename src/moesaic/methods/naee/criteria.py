@@ -149,7 +149,7 @@ SCORING = (
     'Selection Principle" (2026)'
 )
 
-OWN = (
+BUILT_IN = (
     Criterion(
         "reconstruction",
         "NAEE",
@@ -243,8 +243,8 @@ class _Criteria(Registry[Criterion]):
     """Our criteria are at hand; those of other packages are imported when they are asked for."""
 
     def __init__(self) -> None:
-        super().__init__("moesaic.criteria", dict.fromkeys((c.name for c in OWN), __name__))
-        self._loaded.update({c.name: c for c in OWN})
+        super().__init__("moesaic.criteria", dict.fromkeys((c.name for c in BUILT_IN), __name__))
+        self._loaded.update({c.name: c for c in BUILT_IN})
 
 
 CRITERIA: Registry[Criterion] = _Criteria()

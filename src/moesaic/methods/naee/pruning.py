@@ -35,14 +35,14 @@ from moesaic.foreign import JSON, Config
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods import figures, layered
-from moesaic.methods.base import Decision, Told
+from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import LayerMethod
 from moesaic.methods.mixtures import credited, least_experts, original, routed_layers, span
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.naee.criteria import Case
 from moesaic.methods.naee.search import (
-    Found,
     Losses,
+    SearchResult,
     allocate,
     best_scores,
     exhaustive,
@@ -182,8 +182,8 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         return decided
 
     def _search(
-        self, losses: Losses, path: Found, r: int, groups: int, tokens: int
-    ) -> tuple[Found, dict[str, float]]:
+        self, losses: Losses, path: SearchResult, r: int, groups: int, tokens: int
+    ) -> tuple[SearchResult, dict[str, float]]:
         n = len(path.kept_E)
         if r == n:
             return path, {}
@@ -271,7 +271,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
 
     # --- words -----------------------------------------------------------------------------------
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         changed = [layer for layer in layers if layer.index in decision.analyses]
         stay = span([len(layer.shape["kept"]) for layer in changed])
         before = span([layer.shape["before"] for layer in changed])
@@ -282,7 +282,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         text = f"{stay} of {before} experts stay in every layer that routes, chosen by {by}."
         if self.config.refit:
             text += " The down projections of the experts that stay were then refitted."
-        return Told(title, text)
+        return Summary(title, text)
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         return [*figures.kept(layers), *super().figures(layers, decision)]

@@ -68,10 +68,10 @@ def law_of(routing: RoutingFunction, logits_SX: Tensor, seed: int = 0) -> Law | 
             return None
         few_TE = many_TE & (torch.rand(tokens, count, generator=generator) < 0.5).to(many_TE.device)
         few_TE = few_TE.scatter(1, chosen_TK, True)
-        v_TK, found_TK = routing.choose(logits_TX, few_TE)
+        v_TK, again_TK = routing.choose(logits_TX, few_TE)
         chosen_TK, by_TK = chosen_TK.sort(1)
-        found_TK, at_TK = found_TK.sort(1)
-        if not torch.equal(chosen_TK, found_TK):
+        again_TK, at_TK = again_TK.sort(1)
+        if not torch.equal(chosen_TK, again_TK):
             return None
         w_TK, v_TK = w_TK.gather(1, by_TK).double(), v_TK.gather(1, at_TK).double()
         share_TE = logits_TE.double().softmax(1)
@@ -157,12 +157,12 @@ class Rerouting:
             w_NK, chosen_NK = self._choose(at, None)
             gram_NKA = self._gram(at, self.place_AA[chosen_NK])
             inner_NA = (w_NK.unsqueeze(1) @ gram_NKA).squeeze(1)
-            own_N = (w_NK * inner_NA.gather(1, chosen_NK)).sum(1)
-            self.norm += own_N.sum().item()
-            target_N = own_N
+            square_N = (w_NK * inner_NA.gather(1, chosen_NK)).sum(1)
+            self.norm += square_N.sum().item()
+            target_N = square_N
             if cross:
                 cross_NA = stats.cross_SA[at.cpu()].to(self.device)
-                target_N = own_N + 2 * (w_NK * cross_NA.gather(1, chosen_NK)).sum(1)
+                target_N = square_N + 2 * (w_NK * cross_NA.gather(1, chosen_NK)).sum(1)
                 target_N = target_N + stats.delta_S[at.cpu()].to(self.device)
                 inner_NA = inner_NA + cross_NA
             self.inner_SA[at], self.target_S[at] = inner_NA, target_N
@@ -241,14 +241,14 @@ class Rerouting:
 
     def _known_rows(self, kept_E: Tensor) -> _Rows:
         """A set's rows, from those of a set that differs in one expert where there is one."""
-        for number, (known_E, rows) in enumerate(self._remembered):
-            differing = (known_E != kept_E).nonzero().flatten()
+        for number, (near_E, rows) in enumerate(self._remembered):
+            differing = (near_E != kept_E).nonzero().flatten()
             if len(differing) > 1:
                 continue
             self._remembered.append(self._remembered.pop(number))  # used last
             if len(differing) == 0:
                 return rows
-            result = self._moved(rows, known_E, kept_E, int(differing))
+            result = self._moved(rows, near_E, kept_E, int(differing))
             break
         else:
             every = torch.arange(len(self.logits_SX), device=self.device)
@@ -256,7 +256,7 @@ class Rerouting:
         self._remembered = [*self._remembered[1 - REMEMBERED :], (kept_E, result)]
         return result
 
-    def _moved(self, rows: _Rows, known_E: Tensor, kept_E: Tensor, expert: int) -> _Rows:
+    def _moved(self, rows: _Rows, before_E: Tensor, kept_E: Tensor, expert: int) -> _Rows:
         """The rows when one expert has gone or come back."""
         comes = bool(kept_E[expert])
         size, k = int(kept_E.sum()), rows.chosen_SRK.shape[2]
@@ -282,8 +282,8 @@ class Rerouting:
         """Rows that the expert is not in, their weights as they are with it or without it."""
         if self.share_SE is None:
             return rows
-        own_S1 = self.share_SE[:, expert, None]
-        share_SR = rows.share_SR + (own_S1 if comes else -own_S1)
+        moved_S1 = self.share_SE[:, expert, None]
+        share_SR = rows.share_SR + (moved_S1 if comes else -moved_S1)
         factor_SR = rows.share_SR / share_SR
         return replace(
             rows,

@@ -54,7 +54,7 @@ def neighbours(losses: Losses) -> Neighbours:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best set that a search saw."""
 
     kept_E: Tensor
@@ -88,7 +88,7 @@ def every_set(experts: int, keep: int, groups: int = 1, block: int = 1024) -> It
         yield kept_CE
 
 
-def exhaustive(losses: Losses, experts: int, keep: int, groups: int = 1) -> Found:
+def exhaustive(losses: Losses, experts: int, keep: int, groups: int = 1) -> SearchResult:
     """The best of all sets; of equal ones, the one that drops the lexicographically first."""
     best: tuple[float, Tensor] | None = None
     evaluated = 0
@@ -99,7 +99,7 @@ def exhaustive(losses: Losses, experts: int, keep: int, groups: int = 1) -> Foun
         if best is None or loss_C[first] < best[0]:
             best = (float(loss_C[first]), kept_CE[first])
     assert best is not None
-    return Found(best[1], best[0], "exhaustive", evaluated)
+    return SearchResult(best[1], best[0], "exhaustive", evaluated)
 
 
 def without_each(kept_E: Tensor, candidates: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def with_each(kept_E: Tensor, candidates: Tensor) -> Tensor:
     return kept_CE
 
 
-def greedy(losses: Losses, kept_E: Tensor, keep: int, groups: int = 1) -> Found:
+def greedy(losses: Losses, kept_E: Tensor, keep: int, groups: int = 1) -> SearchResult:
     """Take out the expert whose loss hurts least, again and again."""
     kept_E, evaluated, loss = kept_E.clone(), 0, 0.0
     near = neighbours(losses)
@@ -130,10 +130,10 @@ def greedy(losses: Losses, kept_E: Tensor, keep: int, groups: int = 1) -> Found:
         kept_E[candidates[int(loss_C.argmin())]] = False
     if not evaluated:
         loss, evaluated = float(losses(kept_E[None])[0]), 1
-    return Found(kept_E, loss, "greedy", evaluated)
+    return SearchResult(kept_E, loss, "greedy", evaluated)
 
 
-def refined(losses: Losses, start: Found, groups: int = 1, rounds: int = 64) -> Found:
+def refined(losses: Losses, start: SearchResult, groups: int = 1, rounds: int = 64) -> SearchResult:
     """Put one expert back and take another out, as long as that makes it better."""
     kept_E, loss, evaluated = start.kept_E, start.loss, start.evaluated
     near = neighbours(losses)
@@ -156,7 +156,7 @@ def refined(losses: Losses, start: Found, groups: int = 1, rounds: int = 64) -> 
         else:
             break
     exact = float(losses(kept_E[None])[0])  # neighbours are rounded otherwise
-    return Found(kept_E, exact, "greedy+swap", evaluated)
+    return SearchResult(kept_E, exact, "greedy+swap", evaluated)
 
 
 def best_scores(score_E: Tensor, keep: int, groups: int = 1) -> Tensor:

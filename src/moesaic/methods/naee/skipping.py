@@ -30,7 +30,7 @@ from moesaic.foreign import JSON, Config
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.skipping import SkippingLayer
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Told
+from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import Case, LayerMethod
 from moesaic.methods.mixtures import routed_layers, unskipped
 from moesaic.methods.naee.config import SkipConfig
@@ -177,7 +177,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
             raise MoesaicError(f"calls {config.calls:g}: a token runs {top_k} experts now.")
         return kind
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         shares = [analysis["skipped"] for analysis in decision.analyses.values()]
         skipped = _percents(min(shares), max(shares))
         title = f"{skipped} of expert calls skipped with {self.config.label}"
@@ -185,7 +185,7 @@ class Skipper(LayerMethod[SkipConfig, MoEArch, float | None]):
             "The routers leave out experts that weigh little, token by token, by the rule of "
             f"{self.config.label}: {skipped} of expert calls on the calibration text."
         )
-        return Told(title, text, {"beta": [layer.shape.get("beta") for layer in layers]})
+        return Summary(title, text, {"beta": [layer.shape.get("beta") for layer in layers]})
 
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         skip = [layer for layer in layers if "beta" in layer.shape]

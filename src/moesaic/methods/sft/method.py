@@ -19,7 +19,7 @@ from moesaic.io.fingerprint import of_model
 from moesaic.io.language import HEADLESS
 from moesaic.io.layout import PLAN, placed
 from moesaic.io.source import Source, resolve
-from moesaic.methods.base import Decision, Method, Outline, Told
+from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.methods.learning import examples_of, learn
 from moesaic.methods.sft.config import TRAINED, TuneConfig
 from moesaic.methods.sft.factors import factors, outside
@@ -141,13 +141,13 @@ class Tuning(Method[TuneConfig, Arch]):
             beside=0 if teacher is None else sum(sizes_in(teacher, dtype)),
         )
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         """Says what was trained, for how long, and towards what."""
         what, training = TRAINED[self.config.what], decision.summary["training"]
         text = f"{what[0].upper()}{what[1:]} were trained for {len(training['losses']):,} steps"
         if training["distilled"]:
             text += ", towards a teacher's next-token distribution"
-        return Told(f"{what} trained", f"{text}.")
+        return Summary(f"{what} trained", f"{text}.")
 
 
 def touched(names: Iterable[str], arch: Arch, count: int) -> list[int]:

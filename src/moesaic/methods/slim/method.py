@@ -37,7 +37,7 @@ from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.neurons import filled_up, in_groups
 from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods import figures
-from moesaic.methods.base import Decision, Told
+from moesaic.methods.base import Decision, Summary
 from moesaic.methods.layered import RESULT, Case, LayerMethod
 from moesaic.methods.mixtures import least_experts, span
 from moesaic.methods.naee.search import allocate
@@ -462,7 +462,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             *super().figures(layers, decision),
         ]
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         assert decision.plan is not None
         changed = [layer for layer in layers if layer.index in decision.plan.layers]
         stay = span([layer.shape["neurons"] for layer in changed])
@@ -485,7 +485,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             text += f" {kept} of {were} experts stay."
         if self.config.refit:
             text += " The down projections were then refitted."
-        return Told(title, text, {"layers": [_laid_open(x, decision.plan) for x in layers]})
+        return Summary(title, text, {"layers": [_laid_open(x, decision.plan) for x in layers]})
 
 
 def _compared(summary: Values) -> str:

@@ -92,7 +92,7 @@ def _surgeon(neurons: Neurons) -> Tensor:
     return torch.stack([removal_costs(gram_MM, down_DM) for gram_MM, down_DM in pairs]).sqrt()
 
 
-OWN = (
+BUILT_IN = (
     Score(
         "energy",
         "energy",
@@ -135,8 +135,8 @@ class _Scores(Registry[Score]):
     """Our scores are at hand; those of other packages are imported when they are asked for."""
 
     def __init__(self) -> None:
-        super().__init__("moesaic.scores", dict.fromkeys((s.name for s in OWN), __name__))
-        self._loaded.update({s.name: s for s in OWN})
+        super().__init__("moesaic.scores", dict.fromkeys((s.name for s in BUILT_IN), __name__))
+        self._loaded.update({s.name: s for s in BUILT_IN})
 
 
 SCORES: Registry[Score] = _Scores()

@@ -10,7 +10,7 @@ import torch
 from moesaic.arch.dense import Arch
 from moesaic.errors import MoesaicError
 from moesaic.layers.overlapping import OverlappingLayer
-from moesaic.methods.base import Decision, DenseMethod, Outline, Told
+from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
 from moesaic.methods.learning import examples_of, learn, spent
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.more.method import MoRE
@@ -158,7 +158,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
     def figures(self, layers: list[LayerRecord], decision: Decision) -> list[Figure]:
         return [*drawn(layers), *super().figures(layers, decision)]
 
-    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Told:
+    def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         """Says how FFNs and attention were divided, and how long that was trained."""
         assert decision.plan is not None
         config, training = self.config, decision.summary["training"]
@@ -167,7 +167,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         runs = f"The feed-forward networks of {where} are {number(config.experts)} experts each"
         attention = _attention(decision)
         attention += " Choices are tossed, as they were in training." * config.noise
-        return Told(
+        return Summary(
             carved(config, training["active"] if active is None else active),
             f"{runs}, which {hold} the original's neurons, and each token runs one. {attention} "
             f"Experts and routers were trained for {len(training['losses']):,} steps.",

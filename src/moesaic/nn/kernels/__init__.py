@@ -159,14 +159,14 @@ class Product:
         if not x_TI.is_cpu:
             by = (self.rows_GIO, self.scale_GI, self.keep, self.threshold, group_T)
             return by_triton(self.compiled, x_TI.reshape(-1, inputs), *by).view(*shape, -1)
-        given_TI = (x_TI if x_TI.dtype in TYPES else x_TI.float()).contiguous()
-        out_TO = given_TI.new_empty(*shape, self.outputs)
+        rows_TI = (x_TI if x_TI.dtype in TYPES else x_TI.float()).contiguous()
+        out_TO = rows_TI.new_empty(*shape, self.outputs)
         self.compiled.sums(
-            given_TI.data_ptr(), 0 if group_T is None else group_T.data_ptr(), out_TO.data_ptr(),
-            prod(shape), given_TI.dtype == torch.bfloat16, *self.fixed,
+            rows_TI.data_ptr(), 0 if group_T is None else group_T.data_ptr(), out_TO.data_ptr(),
+            prod(shape), rows_TI.dtype == torch.bfloat16, *self.fixed,
             size=self.outputs, step=self._step,
         )  # fmt: skip
-        return out_TO.to(x_TI.dtype) if given_TI is not x_TI else out_TO
+        return out_TO.to(x_TI.dtype) if rows_TI is not x_TI else out_TO
 
 
 def rows_of(weight: Tensor) -> Tensor:

@@ -269,15 +269,15 @@ def _sums(
 
 # --- a call, its parts shared --------------------------------------------------------------------
 
-_HEAD, _GIVEN = 3, 13
+_HEAD, _ARGUMENTS = 3, 13
 """Numbers before a call's arguments: the next output, all outputs, and those of a part; and its
 arguments."""
 
 
 def _parts(call):
     """Do one part of the outputs after another, until none is left."""
-    numbers = carray(call, (_HEAD + _GIVEN,), np.int64)
-    arguments = to_fixed_tuple(numbers[_HEAD:], _GIVEN)
+    numbers = carray(call, (_HEAD + _ARGUMENTS,), np.int64)
+    arguments = to_fixed_tuple(numbers[_HEAD:], _ARGUMENTS)
     outputs, step = numbers[1], numbers[2]
     start = _claimed(call, step)
     while start < outputs:
