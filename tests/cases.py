@@ -25,7 +25,7 @@ from moesaic.plan import Plan
 
 QUICK: dict[str, Any] = {"steps": 3, "batch": 2, "lr": 1e-2, "save_every": 1, "length": 32}
 """Settings of options that decide how long a method takes, where it has them."""
-OWN: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "carve.tomoe": {"active": 0.7, "experts": 3, "head_bias": 3.0},
     "carve.dsmoe": {"experts": 4, "active": 0.8},
     "skip.lexi": {"top_k": 1.5},
@@ -46,9 +46,9 @@ def many_tokens() -> Tokens:
 
 def config_of(key: str, **options: Any) -> MethodConfig:
     """A method's quick config; without further options its defaults otherwise."""
-    known = {of.name for of in fields(METHODS[key])}
-    quick = {name: value for name, value in QUICK.items() if name in known}
-    return METHODS[key](**{**quick, **OWN.get(key, {}), **options})
+    names = {field.name for field in fields(METHODS[key])}
+    quick = {name: value for name, value in QUICK.items() if name in names}
+    return METHODS[key](**{**quick, **OPTIONS.get(key, {}), **options})
 
 
 DECISIVE = ("carve.variant", "prune.score", "condense.keep", "tune.what")
@@ -61,16 +61,16 @@ def variants(key: str) -> Iterator[MethodConfig]:
     Options that need another one are tried with it; impossible ones are left out.
     """
     config = config_of(key)
-    known = {of.name for of in fields(config)}
+    names = {field.name for field in fields(config)}
     yield config
-    for of in fields(config):
-        default, values = getattr(config, of.name), choices(type(config), of.name)
-        if about(of).beyond or f"{config.verb}.{of.name}" in DECISIVE:
+    for field in fields(config):
+        default, values = getattr(config, field.name), choices(type(config), field.name)
+        if about(field).beyond or f"{config.verb}.{field.name}" in DECISIVE:
             others = (not default,) if isinstance(default, bool) else values
             for value in (v for v in others if v != default):
-                alone = {of.name: value}
+                alone = {field.name: value}
                 tried = [_possible(key, alone, {"refit": True}, {"teacher": "teacher"})]
-                if of.name in ("variant", "keep") and "refit" in known:
+                if field.name in ("variant", "keep") and "refit" in names:
                     tried.append(_possible(key, {**alone, "refit": True}))
                 yield from filter(None, tried)
 
@@ -106,7 +106,7 @@ def make_start(key: str, folder: Path) -> Path:
     raise AssertionError(f"{key} takes none of the tiny models")
 
 
-def given(start: Path, live: bool) -> dict[str, Any]:
+def model_of(start: Path, live: bool) -> dict[str, Any]:
     """A model as a verb takes it: by name, or loaded together with the plan that made it."""
     if not live:
         return {"model": str(start)}

@@ -372,8 +372,8 @@ def test_words_and_numbers_of_a_layer(sample):
     base = base_shape(model, base_arch(model.config))
     for i, plan in layers.items():
         said = plan.describe(base.experts_of(i))
-        assert said.told
-        assert "None" not in said.told
+        assert said.text
+        assert "None" not in said.text
         assert "kind" not in said.shape
 
 

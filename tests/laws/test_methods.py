@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from builders import TESTS, equal, launch, loaded, logits, python, weights
-from cases import KEYS, OWN, config_of, given, make_start, many_tokens, request_of, result_of
+from cases import KEYS, OPTIONS, config_of, make_start, many_tokens, model_of, request_of, result_of
 from safetensors.torch import load_file
 
 import moesaic
@@ -68,7 +68,7 @@ def start_of(key: str, folder: Path) -> Path:
 
 def made(key: str, mode: str, folder: Path, **options: object) -> Any:
     """What a method makes of its tiny model, given live or by its folder."""
-    return result_of(key, **given(start_of(key, folder), mode == "memory"), **options)
+    return result_of(key, **model_of(start_of(key, folder), mode == "memory"), **options)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_the_recipe_paper_is_its_papers_own_setting(key):
     paper = step_config(verb, asked)
     assert {option: getattr(paper, option) for option in PAPERS[key]} == PAPERS[key]
     for bundle in ({}, *METHODS[key].bundles.values()):
-        config = METHODS[key](**{**OWN.get(key, {}), **bundle})
+        config = METHODS[key](**{**OPTIONS.get(key, {}), **bundle})
         plain = {of.name: getattr(paper, of.name) for of in fields(config) if about(of).beyond}
         changed = any(getattr(config, option) != value for option, value in plain.items())
         assert bool(config.beyond) == ("beyond" in config.label) == changed, bundle
@@ -193,7 +193,7 @@ def test_saved_is_live_bitwise(key, mode, place, tokens):
 
 @pytest.mark.parametrize("key", KEYS)
 def test_the_callers_model_is_left_alone_unless_asked(key, place):
-    options = given(start_of(key, place), live=True)
+    options = model_of(start_of(key, place), live=True)
     model = options["model"]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert result_of(key, **options).model is not model
@@ -264,7 +264,7 @@ def stopping(error: type[BaseException]) -> Any:
 @pytest.mark.parametrize("key", KEYS)
 def test_the_caller_finds_all_as_it_was(key, place):
     """After a run, after one that fails, and after one that is interrupted."""
-    options = given(start_of(key, place), live=True)
+    options = model_of(start_of(key, place), live=True)
     options["config"] = config_of(key, **LOOKING.get(key, {}))
     result_of(key, **options)  # what libraries do when they are first imported is theirs
     model = hooked(options["model"])
@@ -335,7 +335,7 @@ def test_several_processes_are_one(mode, count, place, tmp_path):
     for n, (key, options) in enumerate(SHARED):
         found, trained = tmp_path / f"{key}{n}", learns(key)
         check_same(found, whole(key, mode, place, count if trained else 1, **options), not trained)
-    model = given(mixture, mode == "memory")["model"]
+    model = model_of(mixture, mode == "memory")["model"]
     alone = moesaic.observe(model, tmp_path / "alone", gram_mb=1, calibration=many_tokens())
     assert StatsFile(alone).header == StatsFile(tmp_path / "observed").header
     ours, theirs = load_file(tmp_path / "observed"), load_file(alone)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders import equal, loaded, logits
-from cases import KEYS, config_of, given, make_start, result_of
+from cases import KEYS, config_of, make_start, model_of, result_of
 
 from moesaic.errors import MoesaicError
 from moesaic.surgery import headers_of
@@ -61,7 +61,7 @@ def test_saved_and_loaded_again_is_live_bitwise(first, second, place, tokens, tm
     config = config_of(second, **SECOND.get(second, {}))
     before = first_step(first, place)
     try:
-        live = result_of(second, config=config, **given(before, live=True))
+        live = result_of(second, config=config, **model_of(before, live=True))
     except MoesaicError as error:
         if verbs(first, second) in MUST:
             raise
