@@ -41,14 +41,14 @@ def die_at_the_second(folder: Path) -> None:
 
 def carry_out(request: dict[str, Any]) -> None:
     """Make one result and write it, with its summary beside it."""
-    from cases import given, many_tokens, result_of
+    from cases import many_tokens, model_of, result_of
 
     from moesaic import observe
     from moesaic.distributed import process
     from moesaic.methods import METHODS
 
     key, out, progress = request["key"], Path(request["out"]), request.get("progress")
-    options = given(Path(request["model"]), request["live"])
+    options = model_of(Path(request["model"]), request["live"])
     if key == "observe":
         observe(options["model"], out, gram_mb=1, calibration=many_tokens())
         return
