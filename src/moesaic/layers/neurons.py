@@ -48,8 +48,8 @@ def in_groups(order_W: Tensor, size: int) -> Tensor:
         order_W: the neurons; PADDING behind them.
         size: columns of a group; where it does not divide the neurons, all stay where they are.
 
-    >>> in_groups(torch.tensor([0, 3, 4, 6, 7, 8]), 3).tolist()
-    [3, 4, 0, 6, 7, 8]
+    >>> in_groups(torch.tensor([0, 1, 3, 4, 5, 6]), 3).tolist()
+    [0, 1, 6, 3, 4, 5]
     """
     real_W = order_W[order_W != PADDING]
     if not size or len(real_W) % size:
