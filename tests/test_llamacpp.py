@@ -527,12 +527,13 @@ def test_no_file_takes_more_than_was_told(config, tmp_path):
     tags = ", ".join(f"tag-{number}" for number in range(100))
     (folder / "README.md").write_text(f"---\nlicense: mit\ntags: [{tags}]\n---\n")
     files = Files(source, "none", tmp_path)
-    made = Built(resolve(str(folder)).config, None)
-    asked = ExportArgs(to="gguf", type="q8_0")
+    built = Built(resolve(str(folder)).config, None)
+    args = ExportArgs(to="gguf", type="q8_0")
     groups = dict.fromkeys(files.original.layout.rounded.values(), "q4_0")
-    for types, told in ((None, files.told(made, asked)), (groups, files.layout(made).size(groups))):
-        held = files.make(folder, tmp_path / "model.gguf", asked, types)["bytes"]
-        assert told - 32 <= held <= told
+    sizes = files.size(built, args), files.layout(built).size(groups)
+    for types, size in zip((None, groups), sizes, strict=True):
+        actual = files.make(folder, tmp_path / "model.gguf", args, types)["bytes"]
+        assert size - 32 <= actual <= size
 
 
 def test_the_demo_opens_its_mixture(tmp_path):
