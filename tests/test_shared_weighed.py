@@ -27,7 +27,7 @@ from moesaic.methods.sft.factors import factors
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.observation.experts import observe_experts
 from moesaic.observation.stream import LayerStream
-from moesaic.surgery import apply_layer
+from moesaic.surgery import apply_layer, layer_uses
 
 TEXT = Tokens(torch.randint(1, 384, (6, 32), generator=torch.Generator().manual_seed(1)))
 
@@ -101,6 +101,7 @@ def test_condensed_shared_experts_have_their_mean_weights(model, tmp_path):
     torch.testing.assert_close(torch.tensor(scales), found[0].mean(0))
     folder = result.save(tmp_path / "out")
     fixed = factors(base_arch(model.config), model.config, result.plan)
+    assert layer_uses(result.model, base_arch(result.model.config))[3].width == 32
     assert torch.equal(fixed[3], torch.tensor(scales).repeat_interleave(16))
     tuned = tune(str(folder), TuneConfig(steps=4), text=TEXT, tokenizer=object())
     change = logits(tuned.model, TEXT) - logits(result.model, TEXT)

@@ -70,8 +70,6 @@ IN_LAYER = {
 INWARD = ("llama4_text",)
 """Of routers whose scores multiply what experts are given, which do not follow transformers'
 interface and are (inputs, outputs): no rule can tell."""
-UNKNOWN = FFNNames("", "", None)
-"""Of a mixture's dense layers whose MLPs are not plain: no verb looks into them."""
 _CACHE: dict[str, Arch] = {}
 
 
@@ -308,7 +306,7 @@ def _mixture(
     odd = names is None and any(_has_down(layer, block_path) for layer in layers)
     arch = MoEArch(
         name,
-        ffn=names or (UNKNOWN if odd else FFNNames()),
+        ffn=names or FFNNames(),
         ffn_path=block_path,
         layers_path=path,
         count=_counting(name, settings, count),

@@ -103,8 +103,12 @@ class MoEArch(Arch):
         return hasattr(self._block(layer), self.experts)
 
     def is_dense(self, layer: nn.Module) -> bool:
-        """Whether a decoder layer's feed-forward part is a plain MLP; some hybrids' have none."""
-        return not self.is_moe(layer) and hasattr(self._block(layer), self.ffn.down)
+        """Whether a decoder layer's feed-forward part is a plain MLP; some hybrids' have none, and
+        what has a factor of its own is none."""
+        block = self._block(layer)
+        if block is None or self.is_moe(layer) or not hasattr(block, self.ffn.down):
+            return False
+        return next(block.parameters(recurse=False), None) is None
 
     def moe_layers(self, model: nn.Module) -> list[int]:
         """The decoder layers that route."""

@@ -15,11 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, FFNNames
+from moesaic.arch.dense import Arch, weight_of
 from moesaic.arch.mixture import MoEArch
 from moesaic.foreign import Config, Model
 from moesaic.layers.condensed import CondensedLayer
-from moesaic.nn.condensed_ffn import CondensedFFN
 from moesaic.plan import Plan
 
 
@@ -75,9 +74,8 @@ def outside(model: Model, arch: Arch, factors: Mapping[int, Tensor]) -> Iterator
 
     for i, g_M in factors.items():
         ffn = arch.ffn_of(arch.layers(model)[i])
-        names = FFNNames() if isinstance(ffn, CondensedFFN) else arch.ffn
-        down = getattr(ffn, names.down)
-        scaled.append((down, down.weight.dtype, g_M))
+        down = getattr(ffn, arch.ffn.down)
+        scaled.append((down, weight_of(ffn, arch.ffn.down).dtype, g_M))
         down.weight.data = down.weight.data.float() / g_M.to(down.weight.device)
         handles.append(down.register_forward_pre_hook(partial(multiply, g_M)))
     try:
