@@ -116,15 +116,15 @@ def main() -> None:
         for model_type in [*alone, *whole]:
             kind, reason = held(model_type)
             print(f"{model_type}: {kind} {reason}", flush=True)
-            for known in KINDS:
-                result[known] = [name for name in result[known] if name != model_type]
+            for label in KINDS:
+                result[label] = [name for name in result[label] if name != model_type]
             result["unsupported"].pop(model_type, None)
             if not reason:
                 result["beside" if model_type in whole else kind].append(model_type)
             elif model_type in alone:
                 result["unsupported"][model_type] = reason
-        for known in KINDS:
-            result[known].sort()
+        for label in KINDS:
+            result[label].sort()
         result["unsupported"] = dict(sorted(result["unsupported"].items()))
         RESULT.write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     PAGE.write_text(page(json.loads(RESULT.read_text("utf-8"))), "utf-8")

@@ -463,9 +463,9 @@ def _key_of(name: str, layer: nn.Module, block: nn.Module, parts: RouterParts) -
     handed = arguments(block, router)
     parameters = list(inspect.signature(type(router).forward).parameters.values())[2:]
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in handed]
-    known = {*inspect.signature(type(layer).forward).parameters}
-    known &= {*inspect.signature(type(block).forward).parameters}
-    if len(missing) == 1 and parts.of(block).table and missing[0] in known:
+    passed = {*inspect.signature(type(layer).forward).parameters}
+    passed &= {*inspect.signature(type(block).forward).parameters}
+    if len(missing) == 1 and parts.in_block(block).table and missing[0] in passed:
         return missing[0]
     if missing:
         raise Unknown(

@@ -181,7 +181,7 @@ class MoEArch(Arch):
     def handing(
         self, ffn: nn.Module, arguments: JSON, tokens: Callable[[Tensor], Tensor]
     ) -> Iterator[None]:
-        key = self.parts.of(ffn).key if hasattr(ffn, self.experts) else None
+        key = self.parts.in_block(ffn).key if hasattr(ffn, self.experts) else None
         if key is None:
             yield
             return
@@ -689,7 +689,7 @@ def moe_ffn(layer: nn.Module, arch: MoEArch) -> MoEFFN:
         shared = lambda x_TD: module(x_TD, router(x_TD)[-1])  # noqa: E731
     return MoEFFN(
         arch=arch,
-        parts=arch.parts.of(block),
+        parts=arch.parts.in_block(block),
         block=block,
         router=router,
         experts=experts,

@@ -63,7 +63,7 @@ class RouterParts:
     """S: shared experts of which the router has rows behind those of the routed ones. Every token
     runs them, and their weights, which the router returns last, share in the routed ones' sum."""
 
-    def of(self, block: nn.Module) -> RouterParts:
+    def in_block(self, block: nn.Module) -> RouterParts:
         """Those that one block has, where routers differ from layer to layer."""
         names = {n for n, _ in [*block.named_parameters(), *block.named_buffers()]}
 
@@ -85,11 +85,11 @@ class RouterParts:
             yield lambda out: torch.cat([out[0].float(), out[2].float()], -1)
             return
         if self.always:  # the router says only what the routed experts' logits are
-            given: list[Tensor] = []
+            inputs: list[Tensor] = []
             weight = attrgetter(self.weight.removeprefix(f"{self.router}."))(router).float()
-            handle = router.register_forward_pre_hook(lambda _, args: given.append(args[0]))
+            handle = router.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
             try:
-                yield lambda _: F.linear(given.pop().flatten(0, -2).float(), weight)
+                yield lambda _: F.linear(inputs.pop().flatten(0, -2).float(), weight)
             finally:
                 handle.remove()
             return
@@ -159,7 +159,7 @@ class RoutingFunction:
     """
 
     def __init__(self, block: nn.Module, parts: RouterParts) -> None:
-        router, parts = block.get_submodule(parts.router), parts.of(block)
+        router, parts = block.get_submodule(parts.router), parts.in_block(block)
         self._router = unbound(router)
         self._forward = type(router).forward
         self._parts = parts
@@ -247,13 +247,13 @@ class RoutingFunction:
 
     def _routed(self, logits_NX: Tensor, allowed_NE: Tensor | None) -> tuple[Tensor, ...]:
         bias_E, handed, weighed = self.bias_E, self._handed, self.count + self.always
-        logits_NA, given_NK = logits_NX[:, :weighed], logits_NX[:, weighed:].long()
+        logits_NA, table_NK = logits_NX[:, :weighed], logits_NX[:, weighed:].long()
         if self._parts.table is not None and self._parts.key is not None:
-            given_NK = given_NK[:, : self.top_k]
+            table_NK = table_NK[:, : self.top_k]
             if allowed_NE is not None:
-                given_NK = replaced(given_NK, allowed_NE)
-            place(self._router, self._parts.table.removeprefix(f"{self._parts.router}."), given_NK)
-            rows_N = torch.arange(len(given_NK), device=given_NK.device)
+                table_NK = replaced(table_NK, allowed_NE)
+            place(self._router, self._parts.table.removeprefix(f"{self._parts.router}."), table_NK)
+            rows_N = torch.arange(len(table_NK), device=table_NK.device)
             handed = {**handed, self._parts.key: rows_N}
         if allowed_NE is not None:
             there_NA = F.pad(allowed_NE, (0, self.always), value=True)
@@ -296,28 +296,28 @@ class RoutingFunction:
         return w_NE.scatter_(1, chosen_NK, weights_NK.float())[:, :-1]
 
 
-def replaced(given_NK: Tensor, allowed_NE: Tensor) -> Tensor:
+def replaced(table_NK: Tensor, allowed_NE: Tensor) -> Tensor:
     """A table's experts where only some are there: others in the place of those that are not.
 
     A token runs the first K that are there of its own, in their order, and then of all others by
     number, from behind its first one on and round: so that those who come in share the tokens.
 
     Args:
-        given_NK: int64: each token's own experts.
+        table_NK: int64: each token's own experts.
         allowed_NE: bool: the experts that are there, K at least.
 
-    >>> given = torch.tensor([[0, 2], [3, 1], [1, 0]])
-    >>> replaced(given, torch.tensor([True, False, True, True]).expand(3, 4)).tolist()
+    >>> table = torch.tensor([[0, 2], [3, 1], [1, 0]])
+    >>> replaced(table, torch.tensor([True, False, True, True]).expand(3, 4)).tolist()
     [[0, 2], [3, 0], [0, 2]]
     """
-    (tokens, k), count = given_NK.shape, allowed_NE.shape[1]
-    number_E = torch.arange(count, device=given_NK.device)
-    place_NE = k + (number_E - given_NK[:, :1] - 1) % count
-    own_NK = torch.arange(k, device=given_NK.device).expand(tokens, k)
-    place_NE = place_NE.scatter(1, given_NK, own_NK).masked_fill(~allowed_NE, k + count)
+    (tokens, k), count = table_NK.shape, allowed_NE.shape[1]
+    number_E = torch.arange(count, device=table_NK.device)
+    place_NE = k + (number_E - table_NK[:, :1] - 1) % count
+    order_NK = torch.arange(k, device=table_NK.device).expand(tokens, k)
+    place_NE = place_NE.scatter(1, table_NK, order_NK).masked_fill(~allowed_NE, k + count)
     first_NK = place_NE.topk(k, dim=1, largest=False, sorted=True).indices
-    whole_N1 = allowed_NE.gather(1, given_NK).all(1, keepdim=True)
-    return torch.where(whole_N1, given_NK, first_NK)
+    whole_N1 = allowed_NE.gather(1, table_NK).all(1, keepdim=True)
+    return torch.where(whole_N1, table_NK, first_NK)
 
 
 def place(module: nn.Module, name: str, tensor: Tensor) -> nn.Module:

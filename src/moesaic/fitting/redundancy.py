@@ -37,7 +37,7 @@ from moesaic.observation.job import Job
 from moesaic.pipeline import convert
 
 K = TypeVar("K", bound=Hashable)
-QUARTER, HALF = 0.25, 0.5
+PARTS = QUARTER, HALF = 0.25, 0.5
 """Shares of the experts' parameters that are taken out."""
 WINDOWS = 16
 """Of text, on which it is measured."""
@@ -135,7 +135,7 @@ def redundancy(args: RunArgs, windows: Tokens, track: Track = silent) -> Redunda
     stats = from_file(job, args.calibration.stats, needs_gram=False)
     experts = max(job.base.experts)
     plans: dict[tuple[str, float], Mapping[int, LayerPlan]] = {}
-    for share in (QUARTER, HALF):
+    for share in PARTS:
         prune = PruneConfig(keep=round((1 - share) * experts), score=QUICK, refit=False)
         slim = SlimConfig(keep=1 - share, score="energy", refit=False)
         for name, config in (("dropped", prune), ("narrowed", slim)):
@@ -191,7 +191,7 @@ def looking(model: Built) -> list[Stage]:
     """What :func:`observed_redundancy` takes: a mixture itself and a branch for each change."""
     if not any(use.experts for use in model.size.layers):
         return []
-    branches, tokens = 1 + 2 * len((QUARTER, HALF)), WINDOWS * MethodConfig.window
+    branches, tokens = 1 + 2 * len(PARTS), WINDOWS * MethodConfig.window
     return [
         Stage(
             operations=branches * 2.0 * model.size.active_parameters * tokens,

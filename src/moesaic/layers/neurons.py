@@ -130,8 +130,8 @@ def of_stacked(
         raise ValueError("a neuron of one shared expert would stand in another's place")
     if axis == 2 and down_DS is not None:
         return down_DS.unflatten(1, (count, -1)).transpose(0, 1).to(tensor).contiguous()
-    own_NW = torch.where(order_NW == PADDING, PADDING, order_NW - first_N1)
-    parts = zip(tensor, own_NW, strict=True)
+    local_NW = torch.where(order_NW == PADDING, PADDING, order_NW - first_N1)
+    parts = zip(tensor, local_NW, strict=True)
     return torch.stack([taken(part, axis - 1, order_W) for part, order_W in parts])
 
 
