@@ -27,7 +27,11 @@ from moesaic.layers.carved import CarvedLayer
 from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.slimmed import SlimmedLayer
-from moesaic.observation.stream import LayerStream
+from moesaic.methods.naee.reconstruction import Reconstruction
+from moesaic.methods.naee.rerouting import Law, law_of
+from moesaic.methods.naee.search import Neighbours
+from moesaic.observation.experts import observe_experts
+from moesaic.observation.stream import LayerStream, Site
 from moesaic.plan import Plan
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
@@ -322,3 +326,24 @@ def _said(error: Exception) -> str:
     text = " ".join(str(error).split()).partition(" `moesaic architectures`")[0]
     text = re.sub(r"/\S+/(base|live|out)\b", "The checkpoint", text)
     return (text.partition("is not supported. ")[2] or text)[:400]
+
+
+def neighbours(site: Site[MoEFFN]) -> Tensor:
+    """Whether sets that differ in one expert have the losses of whole sets, along a walk of sets.
+
+    Returns:
+        the set that the walk ends at, bool (E,).
+    """
+    stats, routing = observe_experts(site), site.view.routing
+    assert law_of(routing, stats.logits_TX) is Law.STAY
+    losses, kept_E = Reconstruction(stats, routing), torch.ones(8, dtype=torch.bool)
+    for gone in (2, 5, 6):
+        every = kept_E.nonzero().flatten()
+        wanted = Neighbours.without(losses, kept_E, every)
+        torch.testing.assert_close(losses.without(kept_E, every), wanted)
+        kept_E = kept_E.clone()
+        kept_E[gone] = False
+    back = (~kept_E).nonzero().flatten()
+    wanted = Neighbours.having(losses, kept_E, back)
+    torch.testing.assert_close(losses.having(kept_E, back), wanted)
+    return kept_E

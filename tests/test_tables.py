@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from builders import equal, loaded, logits, weights
+from contract import neighbours
 from safetensors.torch import save_file
 from shrunken import small_model
 from torch import Tensor
@@ -24,9 +25,6 @@ from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.lexi.config import LExIConfig
 from moesaic.methods.naee.config import PruneConfig
-from moesaic.methods.naee.reconstruction import Reconstruction
-from moesaic.methods.naee.rerouting import Law, law_of
-from moesaic.methods.naee.search import Neighbours
 from moesaic.observation.experts import observe_experts
 from moesaic.observation.stream import LayerStream
 from moesaic.surgery import apply_layer
@@ -85,45 +83,39 @@ def test_neighbours_have_the_losses_of_their_sets(model):
     arch = moe_arch(model.config)
     stream = LayerStream(model, arch, TEXT, [*tables(model)], view=arch.mixture)
     for site in stream:
-        stats, routing = observe_experts(site), site.view.routing
-        assert law_of(routing, stats.logits_TX) is Law.STAY
-        losses, kept_E = Reconstruction(stats, routing), torch.ones(8, dtype=torch.bool)
-        for gone in (2, 5, 6):
-            every = kept_E.nonzero().flatten()
-            wanted = Neighbours.without(losses, kept_E, every)
-            torch.testing.assert_close(losses.without(kept_E, every), wanted)
-            kept_E = kept_E.clone()
-            kept_E[gone] = False
-        back = (~kept_E).nonzero().flatten()
-        wanted = Neighbours.having(losses, kept_E, back)
-        torch.testing.assert_close(losses.having(kept_E, back), wanted)
+        neighbours(site)
+
+
+def padded_and_short() -> tuple[Tokens, Tokens]:
+    """The same real tokens: windows with padding behind them, and windows cut there."""
+    mask = torch.ones_like(TEXT.input_ids, dtype=torch.bool)
+    mask[:, 24:] = False
+    return Tokens(TEXT.input_ids, mask), Tokens(TEXT.input_ids[:, :24])
 
 
 def test_tokens_keep_their_experts_where_there_is_padding(model):
     """Windows of other lengths, padded: what is observed is that of the real tokens."""
-    arch, ids = moe_arch(model.config), TEXT.input_ids
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[:, 24:] = False
-    found = []
-    for tokens in (Tokens(ids, mask), Tokens(ids[:, :24])):
-        stream = LayerStream(model, arch, tokens, [0], view=arch.mixture)
-        found += [observe_experts(site) for site in stream]
-    assert torch.equal(found[0].calls_E, found[1].calls_E)
-    assert torch.equal(found[0].logits_TX[:, 8:], found[1].logits_TX[:, 8:])
-    torch.testing.assert_close(found[0].logits_TX, found[1].logits_TX)
+    arch = moe_arch(model.config)
+    padded, short = (
+        observe_experts(site)
+        for tokens in padded_and_short()
+        for site in LayerStream(model, arch, tokens, [0], view=arch.mixture)
+    )
+    assert torch.equal(padded.calls_E, short.calls_E)
+    assert torch.equal(padded.logits_TX[:, 8:], short.logits_TX[:, 8:])
+    torch.testing.assert_close(padded.logits_TX, short.logits_TX)
 
 
 def test_residual_streams_are_those_of_real_tokens(model):
     """This architecture has several; padding is left out of all of them."""
-    arch, ids = moe_arch(model.config), TEXT.input_ids
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[:, 24:] = False
-    found = []
-    for tokens in (Tokens(ids, mask), Tokens(ids[:, :24])):
-        for site in LayerStream(model, arch, tokens, [1], view=arch.mixture):
-            found.append(torch.cat([*site.residuals()]))
-    assert len(found[0]) == model.config.hc_mult * mask.sum()
-    torch.testing.assert_close(*found)
+    arch = moe_arch(model.config)
+    padded, short = (
+        torch.cat([*site.residuals()])
+        for tokens in padded_and_short()
+        for site in LayerStream(model, arch, tokens, [1], view=arch.mixture)
+    )
+    assert len(padded) == model.config.hc_mult * TEXT.input_ids[:, :24].numel()
+    torch.testing.assert_close(padded, short)
 
 
 @pytest.fixture
