@@ -283,17 +283,14 @@ class RoutingFunction:
 
     def weights(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> Tensor:
         """w, the combine weight of every expert, zero for those not chosen (N, E), float32."""
-        return self._spread(*self.choose(logits_NX, allowed_NE), self.count)
+        return self.every_weight(logits_NX, allowed_NE)[:, : self.count]
 
     def every_weight(self, logits_NX: Tensor, allowed_NE: Tensor | None = None) -> Tensor:
         """The same, and behind them those of shared experts that the router weighs (N, A)."""
-        return self._spread(*self.weigh(logits_NX, allowed_NE), self.count + self.always)
-
-    def _spread(self, weights_NK: Tensor, chosen_NK: Tensor, count: int) -> Tensor:
-        w_NE = torch.zeros(
-            len(weights_NK), count + 1, dtype=torch.float32, device=weights_NK.device
-        )  # one place more: a skipped expert's number is the count
-        return w_NE.scatter_(1, chosen_NK, weights_NK.float())[:, :-1]
+        weights_NK, chosen_NK = self.weigh(logits_NX, allowed_NE)
+        places = self.count + self.always + 1  # the last for skipped experts, which have its number
+        w_NA = torch.zeros(len(weights_NK), places, dtype=torch.float32, device=weights_NK.device)
+        return w_NA.scatter_(1, chosen_NK, weights_NK.float())[:, :-1]
 
 
 def replaced(table_NK: Tensor, allowed_NE: Tensor) -> Tensor:

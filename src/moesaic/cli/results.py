@@ -103,12 +103,11 @@ def demo(
     shown = {name: record.output() for name, record in records.items()}
     if mixture := records.get("mixture"):
         engine = shown["llama.cpp"] = in_llama_cpp(out / "mixture", mixture)
-        summary += (
-            f"\nllama.cpp opens {engine['out']} and writes "
-            f"{'the same text as' if engine['same_text'] else 'another text than'} transformers"
-            if engine
-            else "\nNot opened in llama.cpp: that needs LLAMA_CPP and llama-cpp-python"
-        )
+        if not engine:
+            summary += "\nNot opened in llama.cpp: that needs LLAMA_CPP and llama-cpp-python"
+        else:
+            text = "the same text as" if engine["same_text"] else "another text than"
+            summary += f"\nllama.cpp opens {engine['out']} and writes {text} transformers"
     emit(as_json, shown, Group(*tables, summary))
     if page:
         show_page(file)

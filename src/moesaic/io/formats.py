@@ -339,7 +339,7 @@ class Compressed(Format):
         declared = (self.config.get("config_groups") or {}).values()
         weights: list[JSON] = [group.get("weights") or {} for group in declared]
         sizes = (w.get("group_size") or (w.get("block_structure") or (0, 0))[1] for w in weights)
-        return max(0, *map(int, sizes), 0)
+        return max([0, *map(int, sizes)])
 
     def leaving(self, modules: Collection[str]) -> JSON:
         names = {

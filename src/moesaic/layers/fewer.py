@@ -43,8 +43,7 @@ class FewerLayer(RoutingPlan):
         return () if arch.parts.table is None else (f"{arch.inside}{arch.parts.table}",)
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
-        tables = state.stored(*self.sources(arch)) if self.sources(arch) else iter(())
-        for stored, _ in tables:
+        for stored, _ in state.stored(*self.sources(arch)):
             yield stored, state.read(stored)[:, : self.top_k].contiguous()
 
     @classmethod

@@ -149,8 +149,9 @@ class Rerouting:
             len(every), self.weighed, dtype=torch.float64, device=self.device
         )
         self.target_S = torch.zeros(len(every), dtype=torch.float64, device=self.device)
-        self.level_SE = torch.full((len(every), self.count), -1, dtype=torch.int16)
-        self.level_SE = self.level_SE.to(self.device)
+        self.level_SE = torch.full(
+            (len(every), self.count), -1, dtype=torch.int16, device=self.device
+        )
         self.norm = 0.0
         cross = bool(len(stats.delta_S))
         for at in every.split(max(1, ROWS // self.count)):
