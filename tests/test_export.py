@@ -1,5 +1,6 @@
 """A native export is the same model in an architecture that needs no package of ours."""
 
+import copy
 import json
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from builders import (
 )
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
+from shrunken import small_model
 
 from moesaic import export
 from moesaic.arch.decilm import DeciLMConfig
@@ -31,9 +33,11 @@ from moesaic.exports.engines import ENGINES, limits
 from moesaic.exports.native import decide, verify, write
 from moesaic.io.source import resolve
 from moesaic.layers.dropped import DroppedLayer
+from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.skipping import SkippingLayer
+from moesaic.layers.slimmed import SlimmedLayer
 
 CASES = {
     "llama": ("llama", EQUAL, {}, "granitemoeshared"),
@@ -484,6 +488,11 @@ LLAMACPP = {
     "norm_topk_prob=False": ("qwen3_moe", {"norm_topk_prob": False}, {"norm_topk_prob": True}),
     "norm_topk_prob=True": ("olmoe", {"norm_topk_prob": True}, {}),
     "its loader wants experts in every": ("qwen3_moe", {"mlp_only_layers": [1]}, None),
+    "dense layers between routed ones": (
+        "nemotron_h",
+        {"layers_block_type": ["mlp", "moe"], "num_hidden_layers": 2},
+        {"layers_block_type": ["linear_attention", "moe"], "num_hidden_layers": 2},
+    ),
     "two best": ("deepseek_v2", {"n_group": 2}, {"n_group": 1, "q_lora_rank": 8}),
     "q_lora_rank=None at 4": ("deepseek_v3", {"q_lora_rank": None}, {"q_lora_rank": 8}),
     "q_lora_rank=8 at 27": ("deepseek_v3", {"num_hidden_layers": 27, "q_lora_rank": 8}, None),
@@ -562,6 +571,33 @@ def test_gguf_goes_through_the_converter(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*other*"))
 
 
+HYBRID = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "num_hidden_layers": 4,
+}
+"""A Nemotron-H of these layers, two of which route."""
+
+
+def test_layers_that_differ_are_told_as_llamacpp_has_them(tmp_path):
+    """Of Nemotron-H alone, as NVIDIA's Puzzle; what differs otherwise is filled up, or refused."""
+    model = small_model("nemotron_h", **HYBRID)
+    narrow = SlimmedLayer(torch.arange(8), torch.arange(8).repeat(8, 1), 16)
+    layers = {1: narrow, 3: FewerLayer(1, 2)}
+    config = saved(tmp_path / "out", copy.deepcopy(model), layers).config
+    settings = llamacpp.puzzle_settings(config)
+    numbers = ("moe_intermediate_size", "num_experts_per_tok")
+    assert [tuple(block.get(n) for n in numbers) for block in settings["block_configs"]] == [
+        *((None, None), (8, 2), (None, None), (16, 1)),
+    ]
+    assert [b["block_type"] for b in settings["block_configs"]] == HYBRID["layers_block_type"]
+    shared = replace(narrow, shared_S=torch.arange(16))
+    other = saved(tmp_path / "shared", copy.deepcopy(model), {1: shared}).config
+    alike = saved(tmp_path / "alike", model, {1: narrow, 3: narrow}).config
+    mixtral = saved(tmp_path / "mixtral", tiny_moe("mixtral"), {1: FewerLayer(1, 2)}).config
+    for config in (other, alike, mixtral):
+        assert llamacpp.puzzle_settings(config) == {}
+
+
 def test_the_converter_is_told_the_width_of_every_layer(tmp_path, monkeypatch):
     """And reads a Llama's vocabulary."""
     (tmp_path / "convert_hf_to_gguf.py").write_text(CONVERTER)
@@ -603,6 +639,6 @@ def test_the_converter_is_told_of_layers_that_predict_further_tokens(
             *map(str, (tmp_path / "script.py", folder, tmp_path, tmp_path / "out.gguf")),
             "f32",
             predicting,
-            None,
+            {},
         ]
     ]

@@ -29,13 +29,13 @@ from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file, save_file
 from shrunken import small_model
 
-from moesaic import MoREConfig, PruneConfig, SlimConfig, bench, carve, export, slim
+from moesaic import LExIConfig, MoREConfig, PruneConfig, SlimConfig, bench, carve, export, slim
 from moesaic.api import verb
 from moesaic.arch.lookup import base_arch
 from moesaic.cli.results import in_llama_cpp
 from moesaic.config import Calibration, Evaluation, ExportArgs
 from moesaic.data.reader import shipped_texts
-from moesaic.data.text import evaluation_tokens
+from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
 from moesaic.exports.native import NEAR
@@ -361,6 +361,33 @@ def test_condensed_layers_have_the_same_logits(model_type, experts, vocabularies
     model = mixture(model_type)
     layer = condensed_layer(experts, 32 if experts else 0, shared=bool(experts))
     assert largest_difference(model, {1: layer}, vocabularies, tmp_path) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SlimConfig(keep=0.5, allocate="layers", score="energy", refit=False),
+        LExIConfig(top_k=1.5, allocate="layers"),
+    ],
+    ids=["widths", "experts a token"],
+)
+def test_a_nemotron_whose_layers_differ_has_the_same_logits(config, tmp_path):
+    kinds = ["linear_attention", "moe", "full_attention", "moe", "linear_attention", "moe"]
+    small_model("nemotron_h", layers_block_type=kinds, num_hidden_layers=6).save_pretrained(
+        tmp_path / "base"
+    )
+    ids = torch.randint(3, 384, (8, 32), generator=torch.Generator().manual_seed(0))
+    result = verb(config.verb, str(tmp_path / "base"), config, calibration=Tokens(ids))
+    result.save(tmp_path / "out")
+    tiny_tokenizer().save_pretrained(tmp_path / "out")
+    file, source = tmp_path / "model.gguf", resolve(str(tmp_path / "out"))
+    record = export(str(tmp_path / "out"), file, to="gguf")
+    assert record["model_type"] == "nemotron_h"
+    numbers = (source.config.to_dict()[n] for n in ("moe_intermediate_size", "num_experts_per_tok"))
+    assert any(isinstance(number, list) and len({*number}) > 1 for number in numbers)
+    difference, greedy, wanted = parity(file, source, ids[0])
+    assert difference < 1e-4
+    assert greedy == wanted
 
 
 def counting(file, counts, out):

@@ -14,7 +14,7 @@ where a checkpoint has none, it is told so.
 
 Of DeciLM's layers it reads widths in multiples of 256, which NVIDIA's models have, and vocabularies
 that are SentencePiece's or Llama 3's. Its own way for one width takes a list as well; vocabularies
-are those of Llamas.
+are those of Llamas. What a config of ours says of layers that differ, it is told in its own words.
 
 It calls a model by its folder, and says what the card there does. A model that is on its way into a
 file is in a folder that nobody named: what is said is of another one.
@@ -28,10 +28,10 @@ from pathlib import Path
 
 def main(request: str) -> None:
     """``request`` is the JSON list that :func:`moesaic.exports.llamacpp.convert` sends."""
-    script, folder, named, out, outtype, predicting, widths = json.loads(request)
+    script, folder, named, out, outtype, predicting, settings = json.loads(request)
     sys.path.insert(0, str(Path(script).parent))
     converter = importlib.import_module(Path(script).stem)
-    if widths:  # transformers loads no tokenizer beside a config that it does not know
+    if settings:  # transformers loads no tokenizer beside a config that it does not know
         importlib.import_module("moesaic")
     split = importlib.util.find_spec("conversion")  # into one file a family, lately
     glm, deci, llama, base = (
@@ -39,7 +39,7 @@ def main(request: str) -> None:
         for name in ("glm", "deci", "llama", "base")
     )
     base.ModelBase.no_mtp = not predicting
-    base.ModelBase.widths = widths  # looked at there, so that no model gets those of the one before
+    base.ModelBase.settings = settings  # looked at there: one model never gets another's
     glm.Glm4MoeModel.set_vocab = lambda self: self._set_vocab_gpt2()
     deci.DeciModel.set_vocab = llama.LlamaModel.set_vocab
     deci.DeciModel.origin_hf_arch = None  # which LlamaModel looks at there
@@ -56,10 +56,9 @@ def main(request: str) -> None:
         hparams: dict[str, object] = load(*args, **options)
         if hparams.get("model_type") == "deepseek_v3":
             hparams.setdefault("scoring_func", "sigmoid")
-        if base.ModelBase.widths:
-            hparams["intermediate_size"] = base.ModelBase.widths
-            hparams.pop("block_configs", None)
-        return hparams
+        settings = base.ModelBase.settings
+        kept = {name: value for name, value in hparams.items() if name not in settings}
+        return kept | {name: value for name, value in settings.items() if value is not None}
 
     base.ModelBase.load_hparams = staticmethod(completed)
     original = base.TextModel.get_vocab_base_pre

@@ -136,7 +136,8 @@ def _llamacpp(config: Config, ep: int) -> Iterator[str]:
         yield f"{max(chosen)} experts a token: its graphs have no room for more than about 20"
     if min(chosen) < max(chosen):  # build_moe_ffn in src/llama-graph.cpp
         yield "experts a token by layer: it chooses as many as in the first, and adds up each's own"
-    if count and getattr(config, "mlp_only_layers", None):
+    kinds = getattr(config, "layers_block_type", None) or ()
+    if count and (getattr(config, "mlp_only_layers", None) or "mlp" in kinds):
         yield "dense layers between routed ones: its loader wants experts in every layer"
     if config.model_type in _LLAMACPP:
         yield from _LLAMACPP[config.model_type](config)

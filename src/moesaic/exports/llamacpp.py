@@ -15,11 +15,14 @@ from torch import Tensor
 
 from moesaic import __version__
 from moesaic.arch.dense import PREFIX
+from moesaic.arch.lookup import PLAIN, base_arch
+from moesaic.arch.mixture import MoEArch
+from moesaic.by_layer import LAYERS
 from moesaic.config import ExportArgs
 from moesaic.data.text import Tokens, calibration_tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.engines import limits
-from moesaic.exports.form import run_script
+from moesaic.exports.form import base_config, run_script
 from moesaic.exports.live import Live, Types
 from moesaic.exports.mixed import (
     TYPES,
@@ -29,7 +32,8 @@ from moesaic.exports.mixed import (
 )
 from moesaic.exports.native import export_native
 from moesaic.exports.quantiser import OTHERS, WHOLE, quantise, tensors_of, types_of
-from moesaic.foreign import JSON, Track, silent
+from moesaic.foreign import JSON, Config, Track, silent
+from moesaic.io.checkpoint import shape_of
 from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.names import cache_folder
 from moesaic.io.outputs import alone, check_file, put_file, whole_file
@@ -104,16 +108,19 @@ def export_gguf(
     out.parent.mkdir(parents=True, exist_ok=True)
     with alone(out), tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
         record: JSON = {"model_type": source.config.model_type}
-        folder = source.folder
+        folder, config = source.folder, source.config
         other = args.target or args.untie or args.ep > 1
-        if other or source.config.model_type.startswith(PREFIX):
+        if not other and puzzle_settings(config):  # no class of transformers could verify it
+            config = base_config(config, base_arch(config))
+            record = {"model_type": config.model_type}
+        elif other or config.model_type.startswith(PREFIX):
             folder = Path(place) / "native"
             record = export_native(model, folder, args)
             record.pop("trust_remote_code", None)  # llama.cpp has a class of its own
         elif isinstance(source.checkpoint, GgufCheckpoint):
             folder = Path(place) / "plain"
             source.checkpoint.unpack(folder)
-        lacks = record.get("engines", limits(source.config))["llama.cpp"]
+        lacks = record.get("engines", limits(config))["llama.cpp"]
         if lacks:
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
         work = Path(place) / "model.gguf"
@@ -192,7 +199,7 @@ class Rounding:
         assert self.tokens is not None  # without text no types are chosen
         key = f"{__version__} {self.native.fingerprint} {self.tokens.fingerprint}"
         name = hashlib.sha256(key.encode()).hexdigest()[:16]
-        file = cache_folder() / f"rounding-{name}.json"
+        file = cache_folder() / f"types-{name}.json"
         table = Sensitivities.load(json.loads(file.read_text("utf-8"))) if file.is_file() else None
         new = [type for type in tensor_types(types) if table is None or type not in table.types]
         if new:
@@ -227,12 +234,50 @@ def convert(script: Path, folder: Path, named: Path, out: Path, type: str) -> No
     source = resolve(str(folder))
     layers = source.config.num_hidden_layers
     predicting = any(predicts(name, layers) for name in source.checkpoint.names())
-    header = getattr(source.config, "moesaic", None)  # as a DeciLM is read
-    widths = header["base"]["widths"] if header else None
-    request = json.dumps([*map(str, (script, folder, named, out)), type, predicting, widths])
+    settings = by_layer_settings(source.config)
+    request = json.dumps([*map(str, (script, folder, named, out)), type, predicting, settings])
     trouble = run_script("convert.py", request)
     if trouble is not None or not out.is_file():
         raise MoesaicError(f"llama.cpp's converter refused {folder.name}: {trouble}")
+
+
+def by_layer_settings(config: Config) -> JSON:
+    """What the converter reads instead of a config's own words, where its layers differ.
+
+    Args:
+        config: of a DeciLM as it is read, or as of :func:`puzzle_settings`; others need nothing.
+    """
+    header = getattr(config, "moesaic", None)
+    if header is None:
+        return {}
+    widths = {"intermediate_size": header["base"]["widths"], "block_configs": None}
+    return puzzle_settings(config) or widths
+
+
+def puzzle_settings(config: Config) -> JSON:
+    """A Nemotron-H mixture in the words of NVIDIA's Puzzle, whose layers may differ in llama.cpp.
+
+    They may in the width of routed experts and in experts a token; empty where in anything else, or
+    in nothing.
+    """
+    plain = (getattr(config, "moesaic", None) or {}).get(PLAIN, {})
+    if config.model_type != f"{PREFIX}nemotron_h" or LAYERS not in plain:
+        return {}
+    arch = base_arch(config)
+    assert isinstance(arch, MoEArch)
+    layers = arch.layers(shape_of(config))
+    views = {i: arch.mixture(layer) for i, layer in enumerate(layers) if arch.is_moe(layer)}
+    shared = config.moe_shared_expert_intermediate_size
+    if any(view.shared_width != shared for view in views.values()):
+        return {}
+    blocks: list[JSON] = [{"block_type": kind} for kind in config.layers_block_type]
+    for i, view in views.items():
+        blocks[i] |= {"moe_intermediate_size": view.width, "num_experts_per_tok": view.top_k}
+    return {
+        "architectures": ["NemotronHPuzzleForCausalLM"],
+        "block_configs": blocks,
+        "moe_latent_size": config.moe_latent_size or 0,
+    }
 
 
 def names_of(file: Path) -> Callable[[str], str | None]:
