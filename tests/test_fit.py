@@ -151,7 +151,7 @@ class PlainFiles:
     def table(self, types: Any) -> Sensitivities:
         choices = tensor_types(types)
         loss_GC = np.array([[0.0, 1.0], [0.0, 0.1]])[:, [(WIDE, NARROW).index(t) for t in choices]]
-        return Sensitivities(("attn 0", "ffn 0"), choices, loss_GC)
+        return Sensitivities(("attn 0", "gate-up 0"), choices, loss_GC)
 
     def size(self, built: Built, file: ExportArgs) -> int:
         return file.memory or round(1.1 * self.layout(built).least([file.type]))
@@ -212,18 +212,18 @@ def test_forms_of_files_are_native_and_of_whole_blocks() -> None:
 def test_a_file_of_types_by_layer_is_as_large_as_the_budget(
     tmp_path: Path, plain: PlainFiles
 ) -> None:
-    """And takes a look at each layer in each type."""
+    """And takes a look at each group in each type."""
     last = ExportArgs(to="gguf", memory=9, among=("q8_0", "q4_k_m"))
     costs = Costs(recipe_of(tmp_path / "out"), tmp_path, plain)  # type: ignore[arg-type]
     weight, alone = costs.weight((last,)), costs.weight((ExportArgs(to="gguf", type="q8_0"),))
     assert weight is not None
     assert alone is not None
     assert weight.memory == 9 < alone.memory
-    # 6 layers of two groups and what is beside them, in two types each, beside the file itself
+    # two groups in two types each, beside the file itself
     one, many = (costs._cost((file,)) for file in (ExportArgs(to="gguf", type="q8_0"), last))
     assert one is not None
     assert many is not None
-    assert len(many.making) - len(one.making) == 13 * 2 * len(many.measuring)
+    assert len(many.making) - len(one.making) == 2 * 2 * len(many.measuring)
 
 
 def test_bits_are_shared_out_by_what_they_lose(plain: PlainFiles) -> None:
@@ -231,7 +231,7 @@ def test_bits_are_shared_out_by_what_they_lose(plain: PlainFiles) -> None:
     table, layout = plain.table((WIDE, NARROW)), plain.original.layout
     fixed, bytes_GC = layout.bytes(table.groups, table.types)
     wide, narrow = fixed + bytes_GC.sum(0)
-    ways = [{"attn 0": a, "ffn 0": f} for a in table.types for f in table.types]
+    ways = [{"attn 0": a, "gate-up 0": f} for a in table.types for f in table.types]
     assert table.choice(layout, wide) == (ways[0], 0.0)
     assert table.choice(layout, wide - 1) == (ways[1], 0.1)
     assert table.choice(layout, layout.size(ways[1]) - 1) == (ways[3], 1.1)
@@ -481,7 +481,7 @@ def test_the_best_is_chosen_and_written(tmp_path: Path, monkeypatch: pytest.Monk
     config = FitConfig(memory=budget, windows=4, confirm=1)
     record = fit(recipe_of(out), config, tell=lines.append)
     assert record is not None
-    redundant, searching, making = (" ".join(line.split()) for line in lines)
+    searching, redundant, making = (" ".join(line.split()) for line in lines)
     assert "KL before any refit: dropping a quarter loses" in redundant
     assert re.fullmatch(
         r"Predicted: .* memory, 3 forms and 0 refined; the result .* on top\.", searching

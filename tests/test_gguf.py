@@ -612,7 +612,7 @@ def test_a_model_in_memory_has_the_values_and_the_bytes_of_its_file(
     """Rows that blocks do not divide, and types that round by text, among them."""
     whole, file = rounding(model_type, width), tmp_path / "made.gguf"
     types = dict.fromkeys(whole.live.matrices, "q2_k")
-    types |= {"attn 0": "iq1_s", "ffn 1": "iq2_xxs", "ffn 0": "q3_k", "attn 1": "q6_k"}
+    types |= {"attn 0": "iq1_s", "down 1": "iq2_xxs", "gate-up 0": "q3_k", "attn 1": "q6_k"}
     assert types.keys() == {*whole.layout.rounded.values()}
     before = {name: p.clone() for name, p in whole.live.model.named_parameters()}
     for chosen in (types, dict.fromkeys(types, "iq1_s"), dict.fromkeys(types, "q5_k")):
@@ -630,13 +630,13 @@ def test_what_rounding_a_group_loses_is_measured_alone_or_among_the_others(round
     live, among = rounding("mixtral").live, ("q8_0", "q4_k_m", "q2_k")
     alone = live.sensitivities(among)
     assert alone.types == ("q8_0", "q4_k", "q2_k")
-    near = dict.fromkeys(alone.groups, "q4_k") | {"ffn 1": "q2_k"}
+    near = dict.fromkeys(alone.groups, "q4_k") | {"down 1": "q2_k"}
     others = live.sensitivities(among, near)
     for g, name in enumerate(alone.groups):
         for c, type in enumerate(alone.types):
             assert alone.loss_GC[g, c] == pytest.approx(live.loss({name: type}), rel=1e-5)
             told = others.loss_GC[g, c]
-            if name == "ffn 1" and type == "q8_0":
+            if name == "down 1" and type == "q8_0":
                 assert told == np.inf
             else:
                 assert told == pytest.approx(live.loss(near | {name: type}), rel=1e-5)
@@ -649,7 +649,7 @@ def test_types_move_to_their_neighbours_as_long_as_that_loses_less(rounding, mon
     kls = {"q8_0": 0.0, "q4_k": 0.1, "q2_k": 0.3}
 
     def loss(self, types):
-        pair = types["attn 0"] == types["ffn 0"] == "q2_k"
+        pair = types["attn 0"] == types["down 0"] == "q2_k"
         return sum(kls[type] for type in types.values()) + pair
 
     def sensitivities(self, among, near):
@@ -660,7 +660,7 @@ def test_types_move_to_their_neighbours_as_long_as_that_loses_less(rounding, mon
 
     monkeypatch.setattr(type(live), "loss", loss)
     monkeypatch.setattr(type(live), "sensitivities", sensitivities)
-    first = dict.fromkeys(live.matrices, "q4_k") | {"attn 0": "q2_k", "ffn 0": "q2_k"}
+    first = dict.fromkeys(live.matrices, "q4_k") | {"attn 0": "q2_k", "down 0": "q2_k"}
     found = live.improved(first, tuple(kls), live.layout.size(first))
     assert loss(None, found) < loss(None, first)
     assert live.layout.size(found) <= live.layout.size(first)

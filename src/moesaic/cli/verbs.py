@@ -206,7 +206,7 @@ def observe(
     shown: list[Value] = [f"Statistics of {len(header['layers'])} layers in {stats}"]
     if alone and not merge:
         with suppress(MoesaicError):  # dense, or without a tokenizer for text that ships
-            redundancy = observed_redundancy(model, str(stats), bars)
+            redundancy = observed_redundancy(model, str(stats), bars, device, dtype)
             figures["redundancy"] = redundancy.as_json()
             shown.append(redundancy_shown(redundancy))
     emit(as_json, figures, Group(*shown))

@@ -22,7 +22,7 @@ from moesaic.arch.mixture import MoEArch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.importance import importance, names_in
-from moesaic.exports.mixed import BESIDE, WINDOWS, Layout, Sensitivities, group_of, tensor_types
+from moesaic.exports.mixed import OUTSIDE, WINDOWS, Layout, Sensitivities, group_of, tensor_types
 from moesaic.exports.quantiser import rounded_rows
 from moesaic.foreign import Model, Track, silent
 from moesaic.io.source import Source
@@ -105,8 +105,8 @@ class Live:
                     matrices[group_of(name, self.layout.layers)][name] = matrix
         for path, module in self.model.named_modules():
             name = f"{self.named(path)}.weight"
-            if self.layout.rounded.get(name) == BESIDE:
-                matrices[BESIDE][name] = module.weight.data
+            if (group := self.layout.rounded.get(name)) in OUTSIDE:
+                matrices[group][name] = module.weight.data
         return dict(matrices)
 
     @cached_property
@@ -169,7 +169,7 @@ class Live:
             for c in range(len(choices))
             if not near or abs(c - choices.index(near[group])) <= 1
         ]
-        inside = [(g, c) for g, c in places if groups[g] != BESIDE]
+        inside = [(g, c) for g, c in places if groups[g] not in OUTSIDE]
         with self.rounded(near or {}):
             stream = LayerStream(self.model, self.arch, self.windows, view=lambda layer: layer)
             changes = [self._change(groups[g], choices[c]) for g, c in inside]
@@ -177,8 +177,8 @@ class Live:
             for place, loss in zip(inside, losses, strict=True):
                 loss_GC[place] = loss
             for g, c in places:
-                if groups[g] == BESIDE:
-                    loss_GC[g, c] = self.loss({BESIDE: choices[c]})
+                if groups[g] in OUTSIDE:
+                    loss_GC[g, c] = self.loss({groups[g]: choices[c]})
         return Sensitivities(groups, choices, loss_GC)
 
     def _logits(self, batches: Sequence[Tokens]) -> Iterator[tuple[Tensor, Tokens]]:

@@ -1,9 +1,10 @@
 """Types layer by layer: of all GGUF files within a budget the one whose rounding loses least.
 
-A group of tensors is a layer's attention, its FFN, or what is beside the layers. Each group is
-rounded alone to each type (:mod:`moesaic.exports.live`), and KL(original || rounded) measured on
-text. Losses this small nearly add up, so that the best types are a knapsack with one choice a
-group, of which scipy's milp finds the exact optimum:
+A group of tensors is a layer's attention, the gates and ups of its FFN, its downs, its shared
+expert, the embeddings, or the head. Each group is rounded alone to each type
+(:mod:`moesaic.exports.live`), and KL(original || rounded) measured on text. Losses this small
+nearly add up, so that the best types are a knapsack with one choice a group, of which scipy's milp
+finds the exact optimum:
 
     min sum_gt x_gt KL_gt  with  sum_gt x_gt bytes_gt <= budget,  sum_t x_gt = 1,  x_gt in {0, 1}
 
@@ -29,7 +30,8 @@ WINDOWS = 8
 """Of the text by which groups are measured."""
 PARTS = 8
 """Layers are told apart up to so many; of more, neighbours have the same types."""
-BESIDE = "beside the layers"
+OUTSIDE = EMBEDDINGS, HEAD = "embeddings", "head"
+"""The groups of what is in no layer, which no text weighs."""
 TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
 """What is chosen from, where nothing is said."""
 FILES = {"q5_k_m": "q5_k", "q4_k_m": "q4_k", "q4_k_s": "q4_k", "q3_k_m": "q3_k"}
@@ -39,27 +41,24 @@ FILES = {"q5_k_m": "q5_k", "q4_k_m": "q4_k", "q4_k_s": "q4_k", "q3_k_m": "q3_k"}
 Numbers: TypeAlias = "npt.NDArray[np.float64]"
 
 
-def groups(layers: int) -> int:
-    """How many groups a model of so many layers has.
-
-    >>> groups(6), groups(30)
-    (13, 17)
-    """
-    return 2 * min(layers, PARTS) + 1
-
-
 def group_of(name: str, layers: int) -> str:
     """The group of a tensor by llama.cpp's name.
 
-    >>> group_of("blk.5.ffn_gate_exps.weight", 6), group_of("blk.1.attn_q.weight", 32)
-    ('ffn 5', 'attn 0')
-    >>> group_of("token_embd.weight", 6)
-    'beside the layers'
+    >>> group_of("blk.5.ffn_gate_exps.weight", 6), group_of("blk.5.ffn_down_exps.weight", 6)
+    ('gate-up 5', 'down 5')
+    >>> group_of("blk.1.attn_q.weight", 32), group_of("blk.31.ffn_down_shexp.weight", 32)
+    ('attn 0', 'shared 7')
+    >>> group_of("token_embd.weight", 6), group_of("output.weight", 6)
+    ('embeddings', 'head')
     """
-    match = re.match(r"blk\.(\d+)\.(ffn)?", name)
+    match = re.match(r"blk\.(\d+)\.(?:(ffn_down)|(ffn))?(\w*)", name)
     if match is None:
-        return BESIDE
-    return f"{match[2] or 'attn'} {int(match[1]) * min(PARTS, layers) // layers}"
+        return HEAD if name.startswith("output") else EMBEDDINGS
+    number, down, ffn, rest = match.groups()
+    part = "down" if down else "gate-up" if ffn else "attn"
+    if rest.endswith("_shexp"):
+        part = "shared"
+    return f"{part} {int(number) * min(PARTS, layers) // layers}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ class Layout:
                 fixed += tensor.bytes
                 continue
             for c, type in enumerate(types):
-                rounded = tensor.as_type(type, weighed=groups[name] != BESIDE)
+                rounded = tensor.as_type(type, weighed=groups[name] not in OUTSIDE)
                 bytes_GC[names.index(groups[name]), c] += rounded.bytes
         return fixed, bytes_GC
 

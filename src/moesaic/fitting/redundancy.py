@@ -170,20 +170,28 @@ def divergences_of(
     return dict(zip(plans, divergences(stream, [*plans.values()], track), strict=True))
 
 
-def observed_redundancy(model: str, stats: str, track: Track = silent) -> Redundancy:
+def observed_redundancy(
+    model: str,
+    stats: str,
+    track: Track = silent,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> Redundancy:
     """Look where a mixture is redundant, on text that ships.
 
     Args:
         model: a name for :func:`moesaic.io.source.resolve`.
         stats: a file of ``observe``.
         track: shows progress.
+        device: where it is run.
+        dtype: that it is run in; None: as on disk.
 
     Raises:
         MoesaicError: as of :func:`redundancy`; or the model has no tokenizer.
     """
     length = MethodConfig.window
     text = evaluation_tokens("", resolve(model).tokenizer, length, WINDOWS * length)
-    args = RunArgs.of(model, calibration=Calibration(stats=stats))
+    args = RunArgs.of(model, calibration=Calibration(stats=stats), device=device, dtype=dtype)
     return redundancy(args, text, track)
 
 

@@ -159,9 +159,9 @@ class Search:
             sized = self._sized(singles, budget)
             if not sized:
                 continue
-            sized = self._hopeful(sized)
             if not self._tried:  # each of the others takes less: fewer forms are left
                 self._foretell(sized)
+            sized = self._hopeful(sized)
             trials = self._tried_quickly(sized, budget)
             self._refined(self._worth_care(trials, budget), budget)
             singles = [trial.form for trial in _near(trials, FAR)] or singles
@@ -186,10 +186,11 @@ class Search:
 
     def _best(self, every: Sequence[Form], config: FitConfig) -> Candidate | None:
         """The best candidate within a budget of size; None where nothing fits."""
-        sized = self._hopeful(self._sized(every, config))
+        sized = self._sized(every, config)
         if not sized:
             return None
         self._foretell(sized)
+        sized = self._hopeful(sized)
         trials = self._worth_care(self._tried_quickly(sized, config), config)
         candidates = [trial.candidate for trial in trials] + self._refined(trials, config)
         return min(candidates, key=lambda c: c.kl, default=None)

@@ -24,9 +24,10 @@ from moesaic.estimates import (
     observing,
     outlined,
 )
-from moesaic.exports.mixed import TYPES, groups
+from moesaic.exports.mixed import TYPES
 from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.files import Files
+from moesaic.fitting.redundancy import looking
 from moesaic.foreign import JSON, Model
 from moesaic.hub import convert_config
 from moesaic.io.weightless import Weightless, foretold
@@ -134,8 +135,8 @@ class Costs:
 
     @cached_property
     def _observing(self) -> list[Stage]:
-        """Observing statistics, which is what pruning by them does first."""
-        return observing(self._source, self.recipe)
+        """Observing statistics, and looking by them where a mixture is redundant."""
+        return observing(self._source, self.recipe) + looking(self._original)
 
     def _cost(self, steps: Steps) -> _Cost:
         return _once(self._costs, steps, lambda: self._weighed(steps))
@@ -174,7 +175,7 @@ class Costs:
         memory = self.files.size(cost.built, file)
         # types by layer follow from what the original loses by each, which is measured first
         measured = 0 if steps or file.memory is None else len(file.among or TYPES)
-        measured *= groups(self._source.config.num_hidden_layers)
+        measured *= len({*self.files.original.layout.rounded.values()})
         stages = [Stage(bytes=4.0 * memory)] + measured * cost.measuring
         return replace(cost, weight=replace(cost.weight, memory=memory), making=stages)
 
