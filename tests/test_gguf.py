@@ -27,6 +27,7 @@ from moesaic.config import ExportArgs
 from moesaic.errors import MoesaicError
 from moesaic.estimates import Built
 from moesaic.exports.mixed import Sensitivities, least
+from moesaic.exports.quantiser import types_of
 from moesaic.io.checkpoint import ShardWriter, skeleton
 from moesaic.io.gguf import Converted, Processed
 from moesaic.io.naming import Naming
@@ -623,6 +624,19 @@ def test_a_model_in_memory_has_the_values_and_the_bytes_of_its_file(
             for name, parameter in model.named_parameters():
                 assert torch.allclose(parameter, read[name], atol=1e-6), name
     assert all(torch.equal(p, before[name]) for name, p in whole.live.model.named_parameters())
+
+
+def test_only_choosing_types_takes_the_model_in_memory(rounding, tmp_path, monkeypatch):
+    """One type takes the importance matrix, which is made layer by layer."""
+    whole, file = rounding("qwen2"), tmp_path / "made.gguf"
+    monkeypatch.setattr("moesaic.exports.live.free_bytes", lambda device: 0)
+    whole.uniform(file, "iq2_xxs")
+    assert {"blk.0.attn_q.weight", "blk.1.ffn_down.weight"} <= {*whole.weights}
+    assert "iq2_xxs" in types_of(file)
+    with pytest.raises(MoesaicError, match="in memory three times in float32"):
+        whole.best(
+            ["q8_0"], whole.layout.size(dict.fromkeys(whole.layout.rounded.values(), "q8_0"))
+        )
 
 
 def test_what_rounding_a_group_loses_is_measured_alone_or_among_the_others(rounding):

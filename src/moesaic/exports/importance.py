@@ -87,7 +87,8 @@ def names_in(
         if name is not None:
             yield path, [f"{name}.weight"]
     if isinstance(arch, MoEArch) and arch.is_moe(layer):
-        up, down = arch.mixture(layer).matrices
-        stacked = [f"blk.{index}.{name}.weight" for name in EXPERTS]
-        yield f"{arch.inside}{arch.experts}.{up}", stacked[:2]
-        yield f"{arch.inside}{arch.experts}.{down}", stacked[2:]
+        view = arch.mixture(layer)
+        up, down = view.matrices
+        gates, *stacked = [f"blk.{index}.{name}.weight" for name in EXPERTS]
+        yield f"{arch.inside}{arch.experts}.{up}", [gates] * view.gated + stacked[:1]
+        yield f"{arch.inside}{arch.experts}.{down}", stacked[1:]

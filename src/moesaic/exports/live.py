@@ -47,9 +47,6 @@ class Live:
         named: llama.cpp's name of a module by transformers'.
         tokens: the text by which it is rounded, and by which types are chosen.
         track: shows progress.
-
-    Raises:
-        MoesaicError: the model does not fit into memory three times in float32.
     """
 
     def __init__(
@@ -60,12 +57,6 @@ class Live:
         tokens: Tokens,
         track: Track = silent,
     ) -> None:
-        need = 12 * sum(tensor.weights for tensor in layout.tensors.values())
-        if need > free_bytes("cpu"):
-            raise MoesaicError(
-                f"memory: types are chosen of a model that is in memory three times in float32, "
-                f"{need:,} bytes; give a type instead."
-            )
         self.source, self.layout, self.named = source, layout, named
         self.arch = base_arch(source.config)
         self.tokens, self.track = tokens, track
@@ -74,7 +65,17 @@ class Live:
 
     @cached_property
     def model(self) -> Model:
-        """In float32."""
+        """In float32.
+
+        Raises:
+            MoesaicError: with what it is rounded from and to it does not fit into memory.
+        """
+        need = 12 * sum(tensor.weights for tensor in self.layout.tensors.values())
+        if need > free_bytes("cpu"):
+            raise MoesaicError(
+                f"memory: types are chosen of a model that is in memory three times in float32, "
+                f"{need:,} bytes; give a type instead."
+            )
         return self.source.load("cpu", torch.float32)
 
     @cached_property
@@ -92,11 +93,16 @@ class Live:
         """By group and llama.cpp's name what is rounded: (R, I), or of all experts (E, R, I).
 
         Of matrices that transformers has in one, the first one's name stands for all.
+
+        Raises:
+            MoesaicError: of a tensor of the file no matrix of the model is known.
         """
-        arch = self.arch
+        arch, unknown = self.arch, {*self.layout.rounded}
         matrices: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for number, layer in enumerate(arch.layers(self.model)):
-            for path, (name, *_) in names_in(layer, number, arch, self.named):
+            for path, names in names_in(layer, number, arch, self.named):
+                unknown -= {*names}
+                name = names[0]
                 stacked = name.endswith("_exps.weight")
                 matrix = layer.get_parameter(path if stacked else f"{path}.weight").data
                 transposed = stacked and isinstance(arch, MoEArch) and arch.transposed
@@ -107,6 +113,12 @@ class Live:
             name = f"{self.named(path)}.weight"
             if (group := self.layout.rounded.get(name)) in OUTSIDE:
                 matrices[group][name] = module.weight.data
+                unknown.discard(name)
+        if unknown:
+            raise MoesaicError(
+                f"memory: types cannot be chosen for {', '.join(sorted(unknown)[:3])}, which "
+                f"{self.source.config.model_type} has under other names; give a type instead."
+            )
         return dict(matrices)
 
     @cached_property

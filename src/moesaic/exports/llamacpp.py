@@ -36,9 +36,10 @@ from moesaic.foreign import JSON, Config, Track, silent
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.names import cache_folder
+from moesaic.io.naming import Naming
 from moesaic.io.outputs import alone, check_file, put_file, whole_file
 from moesaic.io.prediction import predicts
-from moesaic.io.source import resolve
+from moesaic.io.source import Source, resolve
 from moesaic.metrics.llamacpp import library
 
 SCRIPT = "convert_hf_to_gguf.py"
@@ -150,7 +151,8 @@ class Rounding:
     """
 
     def __init__(self, folder: Path, whole: Path, text: str = "", track: Track = silent) -> None:
-        self.native, self.named = resolve(str(folder)), names_of(whole)
+        self.native = resolve(str(folder))
+        self.named = names_of(whole, self.native)
         self.whole, self.text, self.track = whole, text, track
         self.layers = self.native.config.num_hidden_layers
 
@@ -280,13 +282,23 @@ def puzzle_settings(config: Config) -> JSON:
     }
 
 
-def names_of(file: Path) -> Callable[[str], str | None]:
-    """llama.cpp's name of a module of transformers, in a GGUF file."""
+def names_of(file: Path, source: Source) -> Callable[[str], str | None]:
+    """llama.cpp's name of a module of transformers, in a checkpoint's GGUF file.
+
+    llama.cpp knows modules by their names on disk, which transformers may change as it reads them.
+    """
     from gguf import MODEL_ARCH_NAMES, GGUFReader, get_tensor_name_map
 
     fields = GGUFReader(file).fields
     name = str(fields["general.architecture"].contents())
     arch = next(number for number, other in MODEL_ARCH_NAMES.items() if other == name)
     names = get_tensor_name_map(arch, int(fields[f"{name}.block_count"].contents()))
-    named: Callable[[str], str | None] = names.get_name
+    naming = Naming(source.checkpoint, source.config.model_type)
+    on_disk = {name: stored for stored, name in naming.in_memory.items()}
+
+    def named(module: str) -> str | None:
+        stored = on_disk.get(f"{module}.weight", "").removesuffix(".weight")
+        name: str | None = names.get_name(module) or names.get_name(stored)
+        return name
+
     return named

@@ -57,14 +57,20 @@ class Files:
 
     @cached_property
     def original(self) -> Rounding:
-        """The original, to be rounded."""
+        """The original, to be rounded.
+
+        Raises:
+            MoesaicError: its file cannot be read back, so that no other could be measured.
+        """
         checkpoint, folder = self.source.checkpoint, self.source.folder
         if isinstance(checkpoint, GgufCheckpoint):
             folder = self.folder / "plain"
             if not folder.is_dir():
                 self.folder.mkdir(parents=True, exist_ok=True)
                 checkpoint.unpack(folder)
-        return self._converted(folder, self.folder / "original.gguf")
+        rounding = self._converted(folder, self.folder / "original.gguf")
+        with self.opened(rounding.whole):
+            return rounding
 
     def _converted(self, folder: Path, whole: Path) -> Rounding:
         if not whole.is_file():

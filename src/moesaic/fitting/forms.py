@@ -48,7 +48,8 @@ def forms(source: Source, config: FitConfig) -> list[Form]:
         MoesaicError: the model is of no architecture that can be made smaller.
     """
     shape = _shape(source, config)
-    ladders = [ladder for method in METHODS.values() for ladder in method.ladders(shape)]
+    every = (ladder for method in METHODS.values() for ladder in method.ladders(shape))
+    ladders = [ladder for ladder in every if ladder.shares]
     size = config.memory or config.parameters
     # where weights are to go, what keeps them all serves no budget
     alone = [x for x in ladders if not x.reads_less or (config.active_parameters and not size)]
