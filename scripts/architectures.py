@@ -46,7 +46,7 @@ TAIL = """## What was tried
   everything changes no byte. A pruned or slimmed model is the same live, saved and loaded, and
   rewritten on disk.
 - **Dense models**: the same, with half of the neurons of each MLP.
-- **With parts beside text**, such as models that see: the language model (`text_config`), as above.
+- **Multimodal models**: the language model (`text_config`), as above.
   Its type decides: InternVL with a Qwen3 mixture is pruned as that mixture. The whole model is
   written again, and its other parts keep their bytes. Of a result that is not of the architecture's
   own class, such as a carved model, only the language model is written.
@@ -54,7 +54,7 @@ TAIL = """## What was tried
 KINDS = {
     "moe": "Mixtures of experts",
     "dense": "Dense models",
-    "beside": "With parts beside text",
+    "beside": "Multimodal models",
 }
 GROUPS = {
     r"Every decoder layer must have one plain MLP": "No plain MLP (two or three linear "
@@ -63,8 +63,7 @@ GROUPS = {
     r"No tiny model of it|config\.json describes no": "No tiny model of it could be made by "
     "rule, so it was not tried.",
     r"No module of \w+ has one row": "No router was found.",
-    r"It has parts beside text": "It has parts beside text, and its language model "
-    "is of another type.",
+    r"It has parts beside text": "It is multimodal, and its language model is of another type.",
     r"[\w ]+: \w+Error:": "One of the trials failed.",
 }
 """What the page says of reasons that many types share, by how those begin."""

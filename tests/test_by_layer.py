@@ -165,4 +165,4 @@ def test_llamacpp_lacks_experts_a_token_by_layer():
     differing = converted(model, fewer).config
     assert differing.model_type == "hunyuan_v1_moe"
     (lack,) = limits(differing)["llama.cpp"]
-    assert lack.startswith("experts a token by layer")
+    assert lack.startswith("experts per token by layer")

@@ -301,7 +301,7 @@ def test_widths_in_multiples_of_256_are_said_as_all_engines_read_them(tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        ("qwen3", {}, "deci lacks the attention of qwen3: qwen3 holds this model, filled up"),
+        ("qwen3", {}, "deci lacks the attention of qwen3: qwen3 holds this model, padded"),
         ("llama", {"hidden_act": "gelu"}, "deci lacks the activation gelu"),
         ("mistral", {"sliding_window": 8}, "deci lacks sliding-window attention"),
     ],
@@ -496,7 +496,7 @@ LLAMACPP = {
     "two best": ("deepseek_v2", {"n_group": 2}, {"n_group": 1, "q_lora_rank": 8}),
     "q_lora_rank=None at 4": ("deepseek_v3", {"q_lora_rank": None}, {"q_lora_rank": 8}),
     "q_lora_rank=8 at 27": ("deepseek_v3", {"num_hidden_layers": 27, "q_lora_rank": 8}, None),
-    "every second": ("gpt_oss", {"layer_types": ["full_attention"] * 4}, {}),
+    "do not alternate": ("gpt_oss", {"layer_types": ["full_attention"] * 4}, {}),
     "not 32 wide": (
         "ernie4_5_moe",
         {"intermediate_size": 64, "moe_intermediate_size": 8, "moe_num_shared_experts": 2},
@@ -563,7 +563,7 @@ def test_gguf_goes_through_the_converter(tmp_path, monkeypatch):
     with pytest.raises(MoesaicError, match="'int4' is none of f32, f16, bf16, q8_0"):
         export(str(model), out, to="gguf", type="int4", overwrite=True)
     tiny_moe("gpt_oss", layer_types=["full_attention"] * 3).save_pretrained(tmp_path / "full")
-    with pytest.raises(MoesaicError, match="llama.cpp lacks other than every second"):
+    with pytest.raises(MoesaicError, match="llama.cpp lacks attention types that do not"):
         export(str(tmp_path / "full"), tmp_path / "other.gguf", to="gguf")
     refused = model.rename(tmp_path / "refuse")
     with pytest.raises(MoesaicError, match="refused refuse: pre-tokenizer was not recognized"):

@@ -47,9 +47,9 @@ RECORD = "ENGINES_JSON"
 LIMITS = {"vllm": "vllm", "mlx": "mlx-lm", "llamacpp": "llama.cpp"}
 """Engines by the names that :func:`moesaic.exports.engines.limits` has for them."""
 HERE_ALONE = {
-    "requires AMX": "FP8 on a CPU needs AMX, which the machine has not",
-    "No MXFP4 MoE backend supports": "MXFP4 on a CPU needs AMX, which the machine has not",
-    "No WNA16 MoE backend supports": "experts in int4 need a GPU, which the machine has not",
+    "requires AMX": "FP8 on a CPU needs AMX, which this machine lacks",
+    "No MXFP4 MoE backend supports": "MXFP4 on a CPU needs AMX, which this machine lacks",
+    "No WNA16 MoE backend supports": "experts in int4 need a GPU, which this machine lacks",
 }
 """Errors that say something of the machine, and what."""
 

@@ -322,7 +322,7 @@ def architectures(as_json: AsJson = False) -> None:
 
     outcomes = tried()
     lines = [f"With transformers {outcomes['transformers']}:"]
-    titles = ("mixtures of experts", "dense models", "with parts beside text")
+    titles = ("mixtures of experts", "dense models", "multimodal models")
     for kind, words in zip(("moe", "dense", "beside"), titles, strict=True):
         lines.append(f"\n{len(outcomes[kind])} {words}\n{', '.join(outcomes[kind])}")
     lines.append(f"\n{len(outcomes['unsupported'])} not supported")

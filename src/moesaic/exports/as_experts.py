@@ -209,7 +209,7 @@ def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], targe
         )
     if target == DECI and lacks:
         raise MoesaicError(
-            f"{DECI} lacks {lacks}: {arch.model_type} holds this model, filled up with zeros."
+            f"{DECI} lacks {lacks}: {arch.model_type} holds this model, padded with zeros."
         )
     new_widths = [max(widths)] * len(widths)
     code = None

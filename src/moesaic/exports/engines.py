@@ -92,10 +92,10 @@ def _mlx(config: Config, ep: int) -> Iterator[str]:
     if kind == "gpt_oss" and method != "mxfp4":
         yield "experts that are not in MXFP4: its gpt-oss does not find their names"
     if kind == "qwen3_next" and _irregular(config.layer_types):
-        yield "other than every fourth layer's attention full, as one number says there"
+        yield "full attention elsewhere than in every fourth layer: one number says where it is"
     alone = kind in ("deepseek_v3", "glm4_moe") and config.num_experts_per_tok == 1
     if alone and config.norm_topk_prob:
-        yield "one expert a token: its weight is not normalised there"
+        yield "one expert per token: its weight is not normalised there"
     if kind == DeciLMConfig.model_type:
         yield from _decilm(config)
         if head_dim_of(config) != config.hidden_size // config.num_attention_heads:
@@ -133,9 +133,9 @@ def _llamacpp(config: Config, ep: int) -> Iterator[str]:
         yield f"{count} experts: LLAMA_MAX_EXPERTS is 1024"
     chosen = _chosen(config)
     if max(chosen) > 20:  # two nodes each; graphs have room for eight a tensor
-        yield f"{max(chosen)} experts a token: its graphs have no room for more than about 20"
+        yield f"{max(chosen)} experts per token: its graphs have no room for more than about 20"
     if min(chosen) < max(chosen):  # build_moe_ffn in src/llama-graph.cpp
-        yield "experts a token by layer: it chooses as many as in the first, and adds up each's own"
+        yield "experts per token by layer: it chooses the first's number, and adds up each's own"
     kinds = getattr(config, "layers_block_type", None) or ()
     if count and (getattr(config, "mlp_only_layers", None) or "mlp" in kinds):
         yield "dense layers between routed ones: its loader wants experts in every layer"
@@ -179,7 +179,7 @@ def _llamacpp_deepseek_v4(config: Config) -> Iterator[str]:
 def _llamacpp_gpt_oss(config: Config) -> Iterator[str]:
     sliding = [attention == "sliding_attention" for attention in config.layer_types]
     if sliding != [i % 2 == 0 for i in range(len(sliding))]:
-        yield "other than every second layer's attention sliding, from the first on"
+        yield "attention types that do not alternate, sliding first"
 
 
 def _llamacpp_ernie(config: Config) -> Iterator[str]:
