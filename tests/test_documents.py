@@ -445,10 +445,10 @@ def test_choosing_says_what_the_tables_say(benchmarks: Any) -> None:
 
     for name in ("WINA by gradients 0.8", "fine petals 0.8"):
         both = [
-            f"{perplexity('dense', text)} to {perplexity(name, text)}"
+            f"{perplexity('dense', text)} → {perplexity(name, text)}"
             for text in ("shipped", "wikitext2-valid")
         ]
-        assert " and ".join(both) in page, name
+        assert ", ".join(both) in page, name
     record = json.loads((ROOT / "benchmarks/slim.json").read_text("utf-8"))
     for command in ("slim", "prune", "slim --allocate experts"):
         drawn = slim_table.draws(record["results"], "tiny-shared-moe", "0.5", command).values()

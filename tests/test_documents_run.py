@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_documents import ROOT, spoken
+from test_documents import PAGES, ROOT, blocks, spoken
 
 from moesaic.cli.entry import main
 from moesaic.data.reader import shipped_texts
@@ -203,3 +203,20 @@ def test_commands_of_a_page_run(commands: list[list[str]], tmp_path: Path, made:
         with (ROOT / "build/documents.log").open("a", encoding="utf-8") as log:
             log.write(f"{shlex.join(given)}: {said}\n")
     assert not wrong, "\n".join(wrong)
+
+
+def python_of(page: Path) -> str:
+    """All Python of a page."""
+    return "\n".join(text for kind, text in blocks(page) if kind == "python")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if python_of(p)], ids=lambda page: page.name)
+def test_python_of_a_page_runs(
+    page: Path, tmp_path: Path, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder that has the result that it loads, unless it makes it."""
+    source = python_of(page)
+    if ".save(" not in source and 'from_pretrained("out")' in source:
+        provide(["generate", "out"], tmp_path, made)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(source, str(page), "exec"), {})
