@@ -339,7 +339,7 @@ def test_auto_takes_the_number_of_experts_that_loses_least(tokens):
     tried = result.summary["tried"]
     assert len(tried) > 1
     for count, total in tried.items():
-        one = slimmed(model, tokens, keep=0.5, experts=count, multiple=1)
+        one = slimmed(model, tokens, keep=0.5, experts=count)
         found = 0.0
         for i, layer in one.plan.layers.items():
             found += losses(site_of(model, tokens, i), [shape_of(layer)])[0] ** 2
@@ -527,14 +527,15 @@ def neurons_of_site(site):
 
 
 def test_experts_rows_are_wide_enough_for_grouped_products(tokens):
-    """16 bytes: 8 numbers of 16 bits, 4 of 32, unless another multiple is asked for."""
+    """16 bytes: 8 numbers of 16 bits, 4 of 32; a multiple that leaves others is refused."""
     for dtype, width in ((torch.bfloat16, 8), (torch.float32, 4)):
         model = tiny_moe("qwen2_moe").to(dtype)
         made = slimmed(model, tokens, keep=0.25).model
         assert made.config.moe_intermediate_size == width
         assert torch.isfinite(logits(made, tokens)).all()
     assert slimmed(model, tokens, keep=0.4).plan.layers[0].width == 8  # 6.4 would not run
-    assert slimmed(model, tokens, keep=0.4, multiple=2).plan.layers[0].width == 6
+    with pytest.raises(MoesaicError, match=r"multiple 2: 6 neurons are not .* 16 bytes.*; 8 are"):
+        slimmed(model, tokens, keep=0.4, multiple=2)
 
 
 @pytest.mark.parametrize(("options", "neurons"), [({}, 90), ({"multiple": 4}, 88)])

@@ -56,10 +56,10 @@ def width_for(
         target: neurons that should stay, a fraction perhaps.
         multiple: what was asked for; None for the largest that meets the target.
         option: the name of the option that set the target.
-        row: the least multiple where none was asked for.
+        row: the least multiple, where it is one of the width.
 
     Raises:
-        MoesaicError: no multiple is close; names the nearest that is.
+        MoesaicError: no multiple is close; names the nearest that is. Or it is none of ``row``.
 
     >>> width_for(128, 64, None, "keep"), width_for(128, 96, 32, "keep")
     ((64, 64), (96, 32))
@@ -78,5 +78,10 @@ def width_for(
         raise MoesaicError(
             f"{option} {target / width:.4g} is out of reach with multiple {step} of {width} "
             f"neurons; the nearest that works is {best / width:.4g} ({best} neurons)."
+        )
+    if best % row and not width % row:
+        raise MoesaicError(
+            f"multiple {step}: {best} neurons are not a whole number of rows of {ROW} bytes, which "
+            f"transformers' products of experts take; {nearest(target, row, width)} are."
         )
     return best, step
