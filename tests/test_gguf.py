@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import weakref
@@ -14,6 +15,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from builders import converted, equal, loaded, logits, pages, tiny_model, tiny_moe, weights
 from gguf import GGMLQuantizationType as Type
@@ -559,6 +561,20 @@ def test_the_least_loss_within_a_budget_is_that_of_every_choice_tried():
         found = least(losses, sizes, budget)
         assert tuple(found) in fits
         assert sum(losses[g, t] for g, t in enumerate(found)) == pytest.approx(min(wanted))
+
+
+def test_what_the_solver_prints_is_not_on_stdout(monkeypatch, capfd):
+    """As HiGHS does now and then, past Python's own stream."""
+    milp = scipy.optimize.milp
+
+    def printing(*args, **options):
+        os.write(1, b"tmpSolver.run();")
+        return milp(*args, **options)
+
+    monkeypatch.setattr(scipy.optimize, "milp", printing)
+    assert least(np.array([[0.0, 1.0]]), np.array([[2.0, 1.0]]), 1) == [1]
+    os.write(1, b"after")
+    assert capfd.readouterr() == ("after", "tmpSolver.run();")
 
 
 @pytest.fixture

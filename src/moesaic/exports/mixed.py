@@ -13,8 +13,10 @@ Shape suffixes: G groups, C choices (types).
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -198,14 +200,28 @@ def least(loss_GC: Numbers, bytes_GC: Numbers, budget: float) -> list[int]:
     group_GX = np.kron(np.eye(count), np.ones(choices))
     measured_X = np.isfinite(loss_GC.ravel())
     loss_X = np.where(measured_X, loss_GC.ravel(), 0)
-    solution = milp(
-        loss_X / max(loss_X.max(), 1e-30),  # the solver's tolerances are absolute
-        integrality=np.ones(loss_GC.size),
-        bounds=Bounds(0, measured_X.astype(float)),
-        constraints=[
-            LinearConstraint(group_GX, 1, 1),
-            LinearConstraint(bytes_GC.reshape(1, -1), -np.inf, budget),
-        ],
-        options={"mip_rel_gap": 0},
-    )
+    with _stdout_to_stderr():
+        solution = milp(
+            loss_X / max(loss_X.max(), 1e-30),  # the solver's tolerances are absolute
+            integrality=np.ones(loss_GC.size),
+            bounds=Bounds(0, measured_X.astype(float)),
+            constraints=[
+                LinearConstraint(group_GX, 1, 1),
+                LinearConstraint(bytes_GC.reshape(1, -1), -np.inf, budget),
+            ],
+            options={"mip_rel_gap": 0},
+        )
     return [int(c) for c in solution.x.reshape(loss_GC.shape).argmax(1)]
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """What compiled code prints goes to stderr: HiGHS has a line for its developers on stdout,
+    where programs read JSON."""
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
