@@ -72,7 +72,7 @@ test-install: $(VENV)/.build  ## Wheel and sdist in fresh environments without e
 	$(BIN)/python scripts/try_install.py
 
 test-documents: $(VENV)/.dev  ## Run every command of the documents, on small models
-	LLAMA_CPP=$(wildcard build/llamacpp/llama.cpp) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -m documents -rs tests/test_documents_run.py
+	LLAMA_CPP=$(abspath $(wildcard build/llamacpp/llama.cpp)) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/pytest -m documents -rs tests/test_documents_run.py
 
 build/triton: | $(VENV)/.dev
 	$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --target $@ triton
