@@ -803,3 +803,12 @@ def test_a_text_is_tokenised_once_for_all_tokenizers_of_the_same_rules(monkeypat
     assert len(read) == 1
     assert not torch.equal(windows(texts, other, 8)[0], ids[0])
     assert len(read) == 2
+
+
+def test_slices_of_one_source_are_one_kind_of_text(tokenizer: Any) -> None:
+    """A part is named after its source, so that figures by part would meet each other."""
+    halves = "shipped:code::[:50%]=1,shipped:code::[50%:]=1,shipped:prose=1"
+    mixed = calibration_tokens(halves, tokenizer, 12, 16, 0)
+    assert len({*mixed.parts}) == len(mixed.parts) == 2
+    assert mixed.part_NL is not None
+    assert {*mixed.part_NL.unique().tolist()} == {0, 1}

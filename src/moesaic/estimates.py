@@ -691,7 +691,7 @@ def measured(device: str) -> dict[str, float]:
             start = time.perf_counter()
             run()
             if device.startswith("cuda"):
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(device)
             took.append(time.perf_counter() - start)
         return min(took)
 

@@ -504,11 +504,7 @@ def _some(texts: Iterable[str], limit: int | None) -> list[str]:
 
 
 def joined(parts: Sequence[Tokens]) -> Tokens:
-    """The windows of all parts, the shorter ones padded.
-
-    Raises:
-        MoesaicError: there are none.
-    """
+    """The windows of all parts, of which there is at least one; the shorter ones are padded."""
     if len(parts) == 1:
         return parts[0]
     length = max(part.input_ids.shape[1] for part in parts)
@@ -520,8 +516,15 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
         ones = [torch.ones_like(part.input_ids, dtype=torch.bool) for part in padded]
         mask = torch.cat([w if m is None else m for w, m in zip(ones, masks, strict=True)])
     origins = tuple(origin for part in parts for origin in part.origins)
-    part_NL = torch.cat([torch.full_like(p.input_ids, i) for i, p in enumerate(padded)])
-    return Tokens(ids, mask, origins, tuple(map(_name_of, parts)), part_NL)
+    names = [*map(_name_of, parts)]
+    sources = tuple(dict.fromkeys(names))  # slices of one source are one kind of text
+    part_NL = torch.cat(
+        [
+            torch.full_like(part.input_ids, sources.index(name))
+            for part, name in zip(padded, names, strict=True)
+        ]
+    )
+    return Tokens(ids, mask, origins, sources, part_NL)
 
 
 def _name_of(part: Tokens) -> str:

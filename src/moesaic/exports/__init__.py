@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from moesaic.config import ExportArgs
-from moesaic.foreign import JSON
+from moesaic.foreign import JSON, at_home
 from moesaic.registry import imported
 
 FORMS = {
@@ -34,4 +34,4 @@ def export(
     """
     args = ExportArgs(to=to, **options)  # type: ignore[arg-type]
     form = cast("Callable[..., JSON]", imported(FORMS[args.to]))
-    return form(model, out, args, overwrite)
+    return form(at_home(model), Path(out).expanduser(), args, overwrite)

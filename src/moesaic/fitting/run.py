@@ -65,7 +65,7 @@ def fit(
             with log.listening(), log.stage("search"):
                 chosen, tried = search.run()
         except MoesaicError:
-            if not search.tried:  # nothing that could be resumed
+            if not resume and not search.tried:  # nothing that could be resumed
                 shutil.rmtree(search.work, ignore_errors=True)
             raise
         except KeyboardInterrupt:

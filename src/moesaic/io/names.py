@@ -19,8 +19,9 @@ MODELS = f"{', '.join(NAMES)}; or a folder, a .gguf file, or a hub id such as Qw
 
 def cache_folder() -> Path:
     """The folder for what is found out once: $MOESAIC_CACHE, else the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "moesaic"
-    return Path(os.environ.get("MOESAIC_CACHE", default))
+    if chosen := os.environ.get("MOESAIC_CACHE"):  # empty is unset, and never the current folder
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesaic"
 
 
 def names_model(word: str) -> bool:

@@ -39,6 +39,7 @@ SCRATCH = (
     "stats*.safetensors",
     "step-*.json",
     "tried-*.json",
+    "best.yaml",
     "*.stats",
     ".*.writing",
     ".*.lock",

@@ -35,7 +35,7 @@ def main(request: str) -> None:
     with torch.inference_mode():
         model.generate(prompt, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
     if torch.device(device).type == "cuda":
-        print(torch.cuda.max_memory_allocated())
+        print(torch.cuda.max_memory_allocated(device))
     else:
         print(peak_resident())
 

@@ -167,9 +167,12 @@ def peak_memory(
         MoesaicError: the process did not finish.
     """
     name = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-    request = json.dumps([str(model), length, new_tokens, device, name])
+    request = json.dumps([str(model.absolute()), length, new_tokens, device, name])
     run = subprocess.run(
-        [sys.executable, "-m", "moesaic.metrics.machine", request], capture_output=True, text=True
+        [sys.executable, "-m", "moesaic.metrics.machine", request],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],  # -m imports from there first: never from a model's folder
     )
     if run.returncode:
         last = run.stderr.strip().splitlines()[-1:] or ["no message"]

@@ -273,7 +273,12 @@ def merge_files(paths: Sequence[Path], out: Path) -> None:
                 f"{file.path} and {paths[0]} are of different models and cannot be merged: "
                 f"{differences[0]}."
             )
-    header = {**first, "calibration": "+".join(f.header["calibration"] for f in files)}
+    header = {
+        **first,
+        "calibration": "+".join(f.header["calibration"] for f in files),
+        "tokens": sum(f.header["tokens"] for f in files),
+        "gram": max(f.header["gram"] for f in files),
+    }
     with alone(out), TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
         folder = Path(place)
         for index in files[0].layers:

@@ -261,11 +261,15 @@ def _mean(parts: Sequence[Tensor]) -> float:
 
 
 def legs(tokens: Tokens) -> list[Tokens]:
-    """The windows of a race in a random order, cut where it goes on with more text."""
+    """The windows of a race in a random order, cut where it goes on with more text.
+
+    Every process has as many parts: those of the process with the fewest windows.
+    """
     count = len(tokens.input_ids)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    ends, end = [0], max(LEAST, count // FIRST)
-    while 2 * end <= count:
+    fewest = min(gathered(count))
+    ends, end = [0], max(LEAST, fewest // FIRST)
+    while 2 * end <= fewest:
         ends.append(end)
         end *= GROWTH
     return [tokens.rows(order[start:end]) for start, end in pairwise([*ends, count])]

@@ -58,7 +58,7 @@ class Criterion:
     """A way to decide which experts stay. It has ``score`` or ``losses``, one of them."""
 
     name: str
-    """What ``criterion`` calls it."""
+    """What ``score`` calls it."""
     title: str
     """As titles write it: ``pruned by REAP``."""
     help: str
