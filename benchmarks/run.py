@@ -9,9 +9,8 @@ A description has
 - ``vary``: names and the values that they take; every combination is a row, the first name changes
   slowest. Values may have labels of their own (a mapping: label to value).
 - ``name``: what a row is called, ``{name}`` standing for labels.
-- ``steps``: commands of moesaic, ``{name}`` standing for values, ``{name_label}`` for their labels
-  and ``OUT`` for the row's folder. A
-  mapping has ``run``, the command; ``as`` and ``take``: the keys of its ``--json`` that the row
+- ``steps``: commands of moesaic, ``{name}`` standing for values, ``{name_label}`` for their labels,
+  ``OUT`` for the row's folder, and patterns for the files that they match. A mapping has ``run``, the command; ``as`` and ``take``: the keys of its ``--json`` that the row
   keeps under that name, all of them by default; ``if``: a name without whose value it is left out.
 - ``set``: names that have one value for all rows, which ``--set`` replaces, like those of ``vary``.
 - ``rows``: several groups, each with its own of the above beside those at the top.
@@ -35,6 +34,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,7 @@ def carried_out(row: Row, work: Path) -> dict[str, Any]:
     figures |= {"cpu_seconds": [], "peak_memory_bytes": [], "load": os.getloadavg()[0]}
     for step in row.steps:
         words = [word.replace("OUT", str(out)) for word in shlex.split(step.command)]
+        words = [file for word in words for file in glob(word) or [word]]
         finished = out.exists() and str(out) in words and not step.key
         if finished and "--resume" not in words:  # of a run that was stopped behind this step
             continue
