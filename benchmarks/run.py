@@ -10,8 +10,9 @@ A description has
   slowest. Values may have labels of their own (a mapping: label to value).
 - ``name``: what a row is called, ``{name}`` standing for labels.
 - ``steps``: commands of moesaic, ``{name}`` standing for values, ``{name_label}`` for their labels,
-  ``OUT`` for the row's folder, and patterns for the files that they match. A mapping has ``run``, the command; ``as`` and ``take``: the keys of its ``--json`` that the row
-  keeps under that name, all of them by default; ``if``: a name without whose value it is left out.
+  ``OUT`` for the row's folder, and a pattern for the files that it matches. A mapping has ``run``,
+  the command; ``as`` and ``take``: the keys of its ``--json`` that the row keeps under that name,
+  all of them by default; ``if``: a name without whose value it is left out.
 - ``set``: names that have one value for all rows, which ``--set`` replaces, like those of ``vary``.
 - ``rows``: several groups, each with its own of the above beside those at the top.
 - ``speed``: ``model`` beside which results are timed, interleaved, round by round; ``prompt``,
@@ -34,7 +35,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from glob import glob
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ def carried_out(row: Row, work: Path) -> dict[str, Any]:
     figures |= {"cpu_seconds": [], "peak_memory_bytes": [], "load": os.getloadavg()[0]}
     for step in row.steps:
         words = [word.replace("OUT", str(out)) for word in shlex.split(step.command)]
-        words = [file for word in words for file in glob(word) or [word]]
+        words = [name for word in words for name in _matching(word)]
         finished = out.exists() and str(out) in words and not step.key
         if finished and "--resume" not in words:  # of a run that was stopped behind this step
             continue
@@ -152,6 +152,12 @@ def carried_out(row: Row, work: Path) -> dict[str, Any]:
         figures["cpu_seconds"].append(round(used.ru_utime + used.ru_stime, 1))
         figures["peak_memory_bytes"].append(used.ru_maxrss * 1024)
     return figures
+
+
+def _matching(word: str) -> list[str]:
+    """The files that a pattern matches, or a word that is none."""
+    path = Path(word)
+    return sorted(map(str, path.parent.glob(path.name))) if "*" in path.name else [word]
 
 
 def timed(rows: Sequence[Row], speed: Mapping[str, Any], work: Path) -> dict[str, Any]:
