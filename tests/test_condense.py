@@ -17,11 +17,12 @@ from shrunken import small_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from moesaic import CondenseConfig, MoesaicError, Tokens, condense
+from moesaic import CondenseConfig, MoesaicError, Tokens, condense, distributed
 from moesaic.arch.lookup import moe_arch
 from moesaic.arch.mixture import MoEFFN
 from moesaic.layers.base import same
 from moesaic.layers.condensed import CondensedLayer
+from moesaic.methods.cdmoe import layer_search
 from moesaic.methods.cdmoe.divergence import js, kl
 from moesaic.methods.cdmoe.experts import (
     pl_alpha_hill,
@@ -164,6 +165,17 @@ def test_gates_are_the_mean_over_real_tokens_that_chose_the_expert(
         chose = w_TE[:, expert] != 0
         assert gate == pytest.approx(w_TE[chose, expert].mean().item(), rel=1e-5)
         assert found[i]["calls"][expert] == int(chose.sum())
+
+
+def test_calls_are_those_of_all_processes(tokens: Tokens, monkeypatch: Any) -> None:
+    model = tiny_moe("mixtral")
+    _, alone = searched(model, tokens, keep="shared+routed")
+    for module in (distributed, layer_search):  # another process has the same tokens
+        monkeypatch.setattr(module, "gathered", lambda own: [own, own])
+    monkeypatch.setattr(distributed, "process", lambda: (0, 2))
+    _, both = searched(model, tokens, keep="shared+routed")
+    for i, analysis in alone.items():
+        assert both[i]["calls"] == [2 * calls for calls in analysis["calls"]]
 
 
 def test_an_expert_that_no_token_chose_is_left_out(tokens: Tokens) -> None:

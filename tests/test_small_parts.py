@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import moesaic
 from moesaic import MoesaicError, pipeline
+from moesaic.arch.lookup import moe_arch
 from moesaic.cli import bars, entry, fitting, guide, measure, results, shared, verbs
 from moesaic.cli.options import Option, option
 from moesaic.config import Calibration, Evaluation, ExportArgs
@@ -30,8 +31,11 @@ from moesaic.io.packaged import packaged_file
 from moesaic.io.trust import check_links, side_files
 from moesaic.io.weightless import foretold
 from moesaic.methods import VERBS
+from moesaic.observation import experts, files
+from moesaic.observation import job as observing
 from moesaic.observation import shared as sharing
 from moesaic.observation.job import Job
+from moesaic.observation.layers import Observation
 from moesaic.observation.neurons import NeuronStats, observe_neurons
 from moesaic.observation.stream import LayerStream
 
@@ -426,6 +430,24 @@ def test_layers_are_shared_among_processes_and_everybody_gets_all(monkeypatch):
     assert each(1, 2, True, [[0], [20]]) == [10, 0, 20]
     assert each(1, 2, False, []) == [0, 10, 20]
     assert opened == [[0, 2], [1], [0, 1, 2]]
+
+
+def test_tokens_beside_statistics_of_experts_are_all_in_every_process(monkeypatch):
+    tokens = many_tokens()
+    job: Any = Job(moesaic.RunArgs(tiny_moe("mixtral"), text=tokens), moe_arch)
+    monkeypatch.setattr(observing, "process", lambda: (0, 2))
+    monkeypatch.setattr(experts, "gathered", lambda own: [own, own])
+    for _, stats, site in Observation(job, {"router", "tokens"}).layers([0, 1]):
+        assert site is not None
+        assert site.tokens == stats.experts.tokens == tokens.count
+
+
+def test_nobody_returns_from_observe_before_the_file_is_there(monkeypatch, tmp_path):
+    waited: list[bool] = []
+    monkeypatch.setattr(files, "process", lambda: (1, 2))
+    monkeypatch.setattr(files, "wait_for_all", lambda: waited.append(True))
+    moesaic.observe(tiny_moe("mixtral"), tmp_path / "out", calibration=many_tokens(), gram_mb=0)
+    assert waited
 
 
 def test_an_unfinished_observation_is_in_the_way_until_it_is_dropped(tmp_path):

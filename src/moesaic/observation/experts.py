@@ -408,7 +408,7 @@ def _sizes(square_NX: Tensor, w_NX: Tensor) -> Tensor:
 def observed(
     site: Site[MoEFFN],
     tokens: Tokens,
-    numbers: Sequence[int],
+    numbers: Sequence[int] | None,
     gram_bytes: int,
     parts: Collection[str] = PARTS,
 ) -> ExpertStats:
@@ -417,7 +417,7 @@ def observed(
     Args:
         site: the layer, and this process's share of the tokens.
         tokens: those of all processes.
-        numbers: of the batches in this process's share.
+        numbers: of the batches in this process's share; None where the site has all tokens.
         gram_bytes: memory for the layer's Gram matrices; 0 for none.
         parts: what is wanted, of :data:`PARTS`.
 
@@ -425,7 +425,9 @@ def observed(
         MoesaicError: not even one token's Gram matrix fits.
     """
     share = sample_share(tokens.count, site.view.count, gram_bytes)
-    stats = ExpertStats.merged(gathered(observe_experts(site, numbers, share, parts)))
+    stats = observe_experts(site, numbers, share, parts)
+    if numbers is not None:
+        stats = ExpertStats.merged(gathered(stats))
     if gram_bytes and not stats.sampled_T.any():
         raise MoesaicError(
             f"gram_mb {gram_bytes / 2**20:.3g} is too small for {stats.experts} experts and "

@@ -21,7 +21,7 @@ from moesaic.arch.lookup import uncarved_arch
 from moesaic.arch.mixture import MoEFFN
 from moesaic.config import RunArgs, takes_options
 from moesaic.data.source import read_by
-from moesaic.distributed import gathered, process
+from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
 from moesaic.io.caller import leaves_untouched
@@ -116,6 +116,8 @@ def _observe(args: RunArgs, out: Path, gram_mb: int, overwrite: bool, resume: bo
                 save_layer(stats, folder, site.index, request)
     if process()[0] == 0:
         join({i: layer_file(folder, i) for i in layers}, out, request)
+    wait_for_all()  # nobody goes on without the file, and all have seen which layers were done
+    if process()[0] == 0:
         discard(folder)
     return out
 

@@ -122,7 +122,7 @@ class Observation:
             yield from ((i, LayerStats(), None) for i in layers)
 
     @property
-    def _tokens(self) -> tuple[Tokens, Tokens, Sequence[int]]:
+    def _tokens(self) -> tuple[Tokens, Tokens, Sequence[int] | None]:
         """All tokens, those of this process, and the numbers of its batches."""
         if not self.reads_text:
             return NO_TEXT, NO_TEXT, [0]
@@ -131,6 +131,8 @@ class Observation:
     def _experts(self, layers: Sequence[int], follow: bool) -> Iterator[Observed]:
         arch, (every, share, numbers) = self.job.arch, self._tokens
         assert isinstance(arch, MoEArch)
+        if "tokens" in self.needs:
+            share, numbers = every, None
         for site in self.job.stream(layers, arch.mixture, share, follow=follow):
             stats = observed(site, every, numbers, self.gram_bytes, self.needs)
             yield site.index, LayerStats(stats, stats.neurons), site

@@ -130,7 +130,7 @@ class ExpertSearch:
         for x_TD in inputs:
             w_TA = view.routing.every_weight(view.logits(x_TD.to(view.device)).float())
             sums_2A += torch.stack([w_TA.double().sum(0), (w_TA != 0).double().sum(0)]).cpu()
-        sums_2A = mean_over_processes(sums_2A, 1)
+        sums_2A = torch.stack(gathered(sums_2A)).sum(0)
         return fixed_gates(sums_2A[0], sums_2A[1]), sums_2A[1, : view.count]
 
     def _shared(self, view: MoEFFN, inputs: Spill, g_S: Tensor) -> CondensedLayer:
