@@ -422,6 +422,10 @@ def test_gram_matrices_keep_to_their_memory(tokens):
     stats = observe_experts(site, gram_share=0.25)
     assert len(stats.gram_SP) == int(stats.sampled_T.sum()) == tokens.count // 4
     assert int(stats.calls_E.sum()) == tokens.count * 2  # the cheap sums still see every token
+    site = first_site(model, tokens, tokens_per_batch=tokens.input_ids.shape[1])
+    few = observe_experts(site, gram_share=2 / tokens.count)
+    assert len(site) > 2
+    assert int(few.sampled_T.sum()) == 2, "a batch of its own holds too few for one"
 
 
 def test_foreign_or_poor_statistics_are_refused(tokens, tmp_path):

@@ -23,6 +23,7 @@ from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.sft.config import TuneConfig
 from moesaic.methods.sft.factors import factors
 from moesaic.methods.slim.config import SlimConfig
+from moesaic.observation.experts import gram_room, observed
 from moesaic.observation.stream import LayerStream
 from moesaic.surgery import apply_layer, layer_uses
 
@@ -59,6 +60,15 @@ def test_neighbours_have_the_losses_of_their_sets(follow, model):
         kept_E = neighbours(site)
         if follow:  # so that the next layer has something to make good
             site.change = site.view.restricted(kept_E)
+
+
+def test_gram_matrices_of_shared_experts_keep_to_their_memory_too(model):
+    arch = moe_arch(model.config)
+    stream = LayerStream(model, arch, TEXT, [1], view=arch.mixture)
+    for site in stream:
+        room = gram_room(TEXT.count // 2, site.view.count + 2)
+        stats = observed(site, TEXT, range(len(site)), room, {"gram"})
+        assert stats.gram_SP.nbytes == room
 
 
 def test_decided_from_statistics_as_from_the_model(model, tmp_path):

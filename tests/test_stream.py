@@ -17,6 +17,8 @@ from moesaic.methods.channels.config import WINAConfig
 from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import Whole
+from moesaic.observation import stream as streaming
+from moesaic.observation.backward import _of_head
 from moesaic.observation.stream import LayerStream, Spill
 
 
@@ -92,6 +94,45 @@ def test_spilling_changes_nothing(tokens):
     spilled = streamed(dense_stream(model, tokens, tokens_per_batch=24, spill_bytes=5000))
     for i in kept:
         assert torch.equal(kept[i], spilled[i])
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_all_that_is_kept_in_memory_keeps_to_one_limit(follow, tokens, monkeypatch):
+    limits = []
+
+    class Noted(Spill):
+        def __init__(self, limit):
+            limits.append(limit)
+            super().__init__(limit)
+
+    monkeypatch.setattr(streaming, "Spill", Noted)
+    for site in dense_stream(tiny_model("llama"), tokens, spill_bytes=800, follow=follow):
+        kept = limits[:-1] if site._targets is None else limits  # without targets none are kept
+        assert sum(kept) == 800
+
+
+def test_a_tied_head_has_a_bias_of_its_own(tokens, tmp_path):
+    model = tiny_moe("phimoe", tie_word_embeddings=True, lm_head_bias=True)
+    torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path)
+    arch = base_arch(model.config)
+    stream = LayerStream.from_disk(Checkpoint(tmp_path), model.config, arch, tokens, view=arch.view)
+    states, kwargs = stream.record()
+    for block in stream.blocks(kwargs):
+        block.run(states)
+    found = torch.cat([logits for logits, _ in stream.heads(states, logits=True)])
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(tokens.input_ids).logits)
+
+
+def test_the_way_back_begins_with_one_batch_at_a_time(tokens):
+    stream = dense_stream(tiny_model("llama"), tokens, tokens_per_batch=24)
+    states, _ = stream.record()
+    taken = []
+    gradients = _of_head(stream, (taken.append(state) or state for state in states))
+    next(gradients)
+    assert len(taken) == 1 < len(states)
+    assert len([*gradients]) == len(states) - 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

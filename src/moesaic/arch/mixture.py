@@ -417,6 +417,11 @@ class MoEFFN:
         return self.parts.always or 1
 
     @property
+    def weighed(self) -> int:
+        """Experts that the router weighs: the routed ones, in some models shared ones too."""
+        return self.count + self.parts.always
+
+    @property
     def handed(self) -> JSON:
         """What the block is handed beside its input, inside of :meth:`MoEArch.handing`."""
         key = self.parts.key

@@ -6,8 +6,9 @@ kept (on disk above a limit), and the gradient goes back layer by layer, each ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import tee
 
 import torch
 from torch import Tensor
@@ -77,10 +78,10 @@ def _through(
         gradients.replace(b, gradient)
 
 
-def _of_head(stream: LayerStream[object], states: Spill) -> Iterator[Tensor]:
+def _of_head(stream: LayerStream[object], states: Iterable[Tensor]) -> Iterator[Tensor]:
     """Batches of the loss's gradient at the last layer's output (B, L, D)."""
-    leaves = [last.detach().requires_grad_() for last in states]
-    heads = stream.heads(leaves, logits=True, gradients=True)
+    leaves, lasts = tee(last.detach().requires_grad_() for last in states)
+    heads = stream.heads(lasts, logits=True, gradients=True)
     for leaf, (logits, batch) in zip(leaves, heads, strict=True):
         with torch.enable_grad():
             loss = next_token_loss(logits, labels_of(batch).to(logits.device))

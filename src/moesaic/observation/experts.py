@@ -204,13 +204,18 @@ def sample_share(tokens: int, experts: int, limit_bytes: int) -> float:
     return min(1.0, limit_bytes / need) if need else 1.0
 
 
-def evenly(count: int, share: float) -> Tensor:
+def evenly(count: int, share: float, before: int = 0) -> Tensor:
     """The tokens of ``count`` that are sampled, spread evenly: bool (count,).
+
+    Args:
+        count: tokens of a batch.
+        share: of all tokens that are sampled; a batch may be too small for one.
+        before: tokens of the batches before it.
 
     >>> evenly(6, 0.5).tolist()
     [False, True, False, True, False, True]
     """
-    steps = (torch.arange(count + 1, dtype=torch.float64) * share).floor()
+    steps = (torch.arange(before, before + count + 1, dtype=torch.float64) * share).floor()
     return steps[1:] > steps[:-1]
 
 
@@ -264,7 +269,8 @@ class _Observer:
         logits_TX = view.logits(x_TD).float()
         w_TE = routing.weights(logits_TX)
         calls_E = (w_TE != 0).sum(0).cpu()
-        sampled_T = evenly(len(x_TD), self.share).to(x_TD.device)
+        # as if all batches were of one size, so that no process needs to know those of the others
+        sampled_T = evenly(len(x_TD), self.share, number * len(x_TD)).to(x_TD.device)
         stats = replace(
             ExpertStats.none(view.count, view.parts.always),
             calls_E=calls_E,
@@ -347,7 +353,7 @@ class _Observer:
         Yields:
             tokens (P,), and what every expert makes of each (P, A, D), float64.
         """
-        rows = max(1, BLOCK_BYTES // (self.view.count * x_TD.shape[1] * x_TD.element_size()))
+        rows = max(1, BLOCK_BYTES // (self.view.weighed * x_TD.shape[1] * x_TD.element_size()))
         for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
             f_BED = self.view.outputs(x_TD[block], ran_TE[block], partial(show, block))
             f_BAD = torch.cat([f_BED, self.view.shared_outputs(x_TD[block])], 1)
@@ -424,7 +430,7 @@ def observed(
     Raises:
         MoesaicError: not even one token's Gram matrix fits.
     """
-    share = sample_share(tokens.count, site.view.count, gram_bytes)
+    share = sample_share(tokens.count, site.view.weighed, gram_bytes)
     stats = observe_experts(site, numbers, share, parts)
     if numbers is not None:
         stats = ExpertStats.merged(gathered(stats))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moesaic.arch.dense import FFN, Arch
-from moesaic.arch.mixture import MoEArch
+from moesaic.arch.mixture import MoEArch, MoEFFN
 from moesaic.data.text import Tokens
 from moesaic.distributed import gathered, process
 from moesaic.errors import MoesaicError
@@ -218,13 +218,14 @@ def cost_of(
         held = kept_for_backward(job, job.planned_tokens)
     for view in views:
         if set(needs) & set(PARTS) - OF_WEIGHTS:
-            pairs = view.count * (view.count + 1) // 2 * len(view.weights_of(0)[-1])
+            weighed = view.weighed if isinstance(view, MoEFFN) else view.count
+            pairs = weighed * (weighed + 1) // 2 * len(view.weights_of(0)[-1])
             size = sum(w.numel() for w in view.weights_of(0))
             work += 2.0 * ((view.count - view.top_k) * size + pairs * ("gram" in needs))
         if "products" in needs:  # and what scoring by them takes, in float64 as they are
             turns = 16.0 * view.count * view.width**3
             work += 4.0 * view.top_k * view.width**2 + turns / job.planned_tokens
             held = max(held, neuron_pairs(view.count, view.width))
-        if "gram" in needs:
-            held = max(held, min(gram_bytes, gram_room(job.planned_tokens, view.count)))
+        if "gram" in needs and isinstance(view, MoEFFN):
+            held = max(held, min(gram_bytes, gram_room(job.planned_tokens, view.weighed)))
     return Cost(passes, work, held)

@@ -330,14 +330,14 @@ class LayerStream(Generic[V_co]):
 
         @contextmanager
         def opened(
-            module: nn.Module, prefix: str, skip: str = "\0", source: str | None = None
+            module: nn.Module, prefix: str, skip: str = "\0", weight: str | None = None
         ) -> Iterator[None]:
             state = {}
             for name in module.state_dict():
                 if not name.startswith(skip):
                     to = type_of(prefix + name)
-                    read = naming.read(source or prefix + name, partial(as_dtype, dtype=to))
-                    state[name] = read.to(device)
+                    stored = weight if weight and name == "weight" else prefix + name
+                    state[name] = naming.read(stored, partial(as_dtype, dtype=to)).to(device)
             empty = {name: p for name, p in module.named_parameters() if name in state}
             module.load_state_dict(state, assign=True, strict=False)
             for name, buffer in module.named_buffers():
@@ -365,7 +365,7 @@ class LayerStream(Generic[V_co]):
             open_head=lambda: opened(
                 model.get_output_embeddings(),
                 "lm_head.",
-                source=f"{prefix}.embed_tokens.weight" if tied else None,
+                weight=f"{prefix}.embed_tokens.weight" if tied else None,
             ),
             open_layer=lambda i: opened(arch.layers(model)[i], arch.layer_prefix(i)),
             **options,
@@ -378,7 +378,7 @@ class LayerStream(Generic[V_co]):
     def __iter__(self) -> Iterator[Site[V_co]]:
         hidden, kwargs = self.record()
         followed = self._copied(hidden) if self._follow else None
-        share = self._spill_bytes // (4 if self._follow else 2)
+        share = self._spill_bytes // (8 if self._follow else 2)
         inputs, targets = Spill(share), Spill(share)
         try:
             for block in self.blocks(kwargs, max(self.layers, default=-1) + 1):

@@ -126,7 +126,7 @@ class ExpertSearch:
 
     def _gates(self, view: MoEFFN, inputs: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         """g of Eq. 2 over the tokens of all processes (A,), and how often each was chosen (E,)."""
-        sums_2A = torch.zeros(2, view.count + view.parts.always, dtype=torch.float64)
+        sums_2A = torch.zeros(2, view.weighed, dtype=torch.float64)
         for x_TD in inputs:
             w_TA = view.routing.every_weight(view.logits(x_TD.to(view.device)).float())
             sums_2A += torch.stack([w_TA.double().sum(0), (w_TA != 0).double().sum(0)]).cpu()

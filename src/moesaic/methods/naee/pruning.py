@@ -263,7 +263,7 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         work = 0.0
         for i, options in sizes.items():
             view = job.arch.mixture(job.layers[i])
-            share = sample_share(job.planned_tokens, view.count, self.gram_bytes)
+            share = sample_share(job.planned_tokens, view.weighed, self.gram_bytes)
             tokens = int(share * job.planned_tokens)
             sets = sum(self._scored_sets(view, r, groups, tokens) for r in options)
             work += share * sets * (REROUTED + RECOMBINED * view.count)
