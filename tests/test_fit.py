@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,11 +32,13 @@ from moesaic.fitting import run, search, trials
 from moesaic.fitting.candidates import Candidate
 from moesaic.fitting.config import FitConfig
 from moesaic.fitting.file_search import FileSearch
+from moesaic.fitting.files import Files
 from moesaic.fitting.forms import Form, ending, filed, forms, guessed, largest
 from moesaic.fitting.run import fit
 from moesaic.fitting.search import Search
 from moesaic.fitting.sizes import Costs, Weight, steps_as_json
 from moesaic.fitting.trials import Trials
+from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.source import Source, resolve
 from moesaic.ladder import Shape
 from moesaic.methods.cdmoe.config import CondenseConfig
@@ -547,6 +550,37 @@ def test_a_killed_search_resumes_to_the_same_answer(
     left[0] = 99
     assert found(tmp_path / "out", resume=True) == whole
     assert len(seen) == wanted - 1 > 0
+
+
+def test_half_of_a_folder_is_never_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while a candidate's result is removed, or while a GGUF file is unpacked."""
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    class Unpacked(GgufCheckpoint):
+        def __init__(self) -> None: ...
+
+        def unpack(self, out: Path) -> None:
+            out.mkdir()
+            killed()
+
+    files = Files.__new__(Files)
+    files.source, files.folder = Source("", tmp_path), tmp_path / "files"
+    vars(files.source)["checkpoint"] = Unpacked()
+    with pytest.raises(KeyboardInterrupt):
+        _ = files.original
+    assert not files.folder.exists()
+    looking = Search(recipe_of(tmp_path / "out"), FitConfig(memory=1), tmp_path)
+    monkeypatch.setattr(trials, "convert", lambda *_: SimpleNamespace(save=Path.mkdir))
+    monkeypatch.setattr(Trials, "_runner", lambda *_: None)
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    candidate = Candidate("", (PruneConfig(keep=4, score="random"),), Weight(1, 1, 1, True, True))
+    with pytest.raises(KeyboardInterrupt), looking.trials._opened(candidate):
+        assert [*tmp_path.glob("made-*")]
+    assert not [*tmp_path.glob("made-*")]
 
 
 @pytest.mark.parametrize("confirm", [1, 9])

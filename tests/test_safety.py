@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,13 +19,16 @@ import torch
 from builders import inside
 
 import moesaic
+from moesaic.config import ExportArgs
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
+from moesaic.exports import llamacpp
 from moesaic.io import outputs
-from moesaic.io.outputs import alone, check_out, whole_file, whole_folder
+from moesaic.io.outputs import alone, check_out, scratch_folder, whole_file, whole_folder
 from moesaic.io.source import resolve
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.config import PruneConfig
+from moesaic.observation import files
 
 Command = Callable[..., tuple[int, str, str]]
 SRC = Path(moesaic.__file__).parent
@@ -222,6 +226,43 @@ def test_a_lock_of_a_killed_run_holds_nobody(tmp_path: Path) -> None:
     with whole_folder(out):
         pass
     assert sorted(p.name for p in tmp_path.iterdir()) == [".out.thesis.writing", "out"]
+
+
+def test_what_killed_runs_left_goes_but_no_result_that_is_the_only_one(tmp_path: Path) -> None:
+    out, old = tmp_path / "out", tmp_path / f".out.{'0' * 16}.replaced"
+    with scratch_folder(out) as left:
+        pass
+    old.mkdir()
+    left.mkdir()
+    with scratch_folder(out):
+        assert (left.exists(), old.exists()) == (False, True)
+        out.mkdir()
+    with scratch_folder(out) as work:
+        assert {p.name for p in tmp_path.iterdir()} == {"out", work.name, ".out.lock"}
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_is_made_on_the_way_is_swept_if_a_run_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GGUF file it is as large as the model."""
+    out = tmp_path / "out"
+
+    def look(*_: Any) -> None:
+        assert outputs._left(out)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llamacpp, "find_converter", lambda _: tmp_path)
+    monkeypatch.setattr(llamacpp, "convert", look)
+    with pytest.raises(KeyboardInterrupt):
+        llamacpp.export_gguf("tiny-moe", out, ExportArgs(to="gguf", type="f16"))
+    header = {"base": {}, "dtype": "", "layers": [0], "calibration": "", "tokens": 0, "gram": 0}
+    statistics = SimpleNamespace(layers=[0], header=header)
+    monkeypatch.setattr(files, "StatsFile", lambda _: statistics)
+    monkeypatch.setattr(files.ExpertStats, "merged", look)
+    with pytest.raises(KeyboardInterrupt):
+        files.merge_files([out], out)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_nothing_is_replaced_that_came_to_be_meanwhile(tmp_path: Path) -> None:

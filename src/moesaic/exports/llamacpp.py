@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +36,7 @@ from moesaic.io.checkpoint import shape_of
 from moesaic.io.gguf import GgufCheckpoint
 from moesaic.io.names import cache_folder
 from moesaic.io.naming import Naming
-from moesaic.io.outputs import alone, check_file, put_file, whole_file
+from moesaic.io.outputs import check_file, put_file, scratch_folder, whole_file
 from moesaic.io.prediction import predicts
 from moesaic.io.source import Source, resolve
 from moesaic.metrics.llamacpp import library
@@ -106,8 +105,7 @@ def export_gguf(
         library()
     check_file(out, overwrite, [model, args.calibration])
     source = resolve(model)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with alone(out), tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
+    with scratch_folder(out) as place:
         record: JSON = {"model_type": source.config.model_type}
         folder, config = source.folder, source.config
         other = args.target or args.untie or args.ep > 1
@@ -115,16 +113,16 @@ def export_gguf(
             config = base_config(config, base_arch(config))
             record = {"model_type": config.model_type}
         elif other or config.model_type.startswith(PREFIX):
-            folder = Path(place) / "native"
+            folder = place / "native"
             record = export_native(model, folder, args)
             record.pop("trust_remote_code", None)  # llama.cpp has a class of its own
         elif isinstance(source.checkpoint, GgufCheckpoint):
-            folder = Path(place) / "plain"
+            folder = place / "plain"
             source.checkpoint.unpack(folder)
         lacks = record.get("engines", limits(config))["llama.cpp"]
         if lacks:
             raise MoesaicError(f"llama.cpp lacks {'; '.join(lacks)}.")
-        work = Path(place) / "model.gguf"
+        work = place / "model.gguf"
         convert(script, folder, source.folder, work, args.type if plain else "f32")
         if not plain:
             rounding = Rounding(folder, work, args.calibration, track)

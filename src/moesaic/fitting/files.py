@@ -25,7 +25,7 @@ from moesaic.exports.mixed import Layout
 from moesaic.exports.quantiser import ALIGNED, WHOLE, types_of
 from moesaic.foreign import JSON, Track, silent
 from moesaic.io.gguf import GgufCheckpoint
-from moesaic.io.outputs import whole_file
+from moesaic.io.outputs import scratch_folder, whole_file
 from moesaic.io.source import Source, resolve
 
 Sizes = tuple[int, int, int]
@@ -66,8 +66,9 @@ class Files:
         if isinstance(checkpoint, GgufCheckpoint):
             folder = self.folder / "plain"
             if not folder.is_dir():
-                self.folder.mkdir(parents=True, exist_ok=True)
-                checkpoint.unpack(folder)
+                with scratch_folder(folder) as work:
+                    checkpoint.unpack(work / "plain")
+                    (work / "plain").rename(folder)
         rounding = self._converted(folder, self.folder / "original.gguf")
         with self.opened(rounding.whole):
             return rounding

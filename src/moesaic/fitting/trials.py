@@ -24,7 +24,7 @@ from moesaic.fitting.texts import Texts
 from moesaic.foreign import JSON, Track, give_back
 from moesaic.io.layout import FOLDER, our_folder
 from moesaic.io.names import cache_folder
-from moesaic.io.outputs import whole_file
+from moesaic.io.outputs import remove, whole_file
 from moesaic.io.source import Source
 from moesaic.metrics.evaluate import have_room
 from moesaic.metrics.forward import Layerwise, Runner, Whole
@@ -84,7 +84,7 @@ class Trials:
             partial.write_text(json.dumps(score), "utf-8")
         if shutil.disk_usage(self.work).free < ROOM * self.costs.built(()).bytes:
             for folder in self.work.glob("made-*"):  # first steps that others would start from
-                shutil.rmtree(folder, ignore_errors=True)
+                remove(folder)
         return candidate.scored(score)
 
     def alone(self, steps: Sequence[MethodConfig]) -> dict[MethodConfig, float]:
@@ -178,7 +178,7 @@ class Trials:
         if file is None or files is None:
             assert result is not None
             yield self._runner(Source("candidate", result)), None
-            shutil.rmtree(result, ignore_errors=True)
+            remove(result)
         elif candidate.types:
             live = files.live(result, self.costs.built(candidate.converted))
             with live.rounded(candidate.types) as model:

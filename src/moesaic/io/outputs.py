@@ -317,8 +317,12 @@ def _empty(path: Path) -> Path:
 
 
 def _left(out: Path) -> list[Path]:
-    """What killed runs left beside an output, and what is being written now."""
-    left = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{16}}\.writing")
+    """What killed runs left beside an output, and what is being written now.
+
+    What an output was to replace is left too, once there is one: until then it is the only one.
+    """
+    ending = "(writing|replaced)" if out.exists() else "writing"
+    left = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{16}}\.{ending}")
     return [path for path in out.parent.iterdir() if left.fullmatch(path.name)]
 
 
@@ -376,6 +380,27 @@ def put_file(work: Path, file: Path, overwrite: bool) -> None:
 
 
 @contextmanager
+def scratch_folder(out: Path) -> Iterator[Path]:
+    """A hidden folder beside an output for what is made on the way; gone afterwards.
+
+    If this process is killed, the next run of the output removes it.
+
+    Args:
+        out: a file or a folder, which no other run writes meanwhile.
+
+    Raises:
+        MoesaicError: another run does.
+    """
+    with alone(out):
+        work = _beside(out)
+        work.mkdir()
+        try:
+            yield work
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
 def whole_folder(
     out: Path, overwrite: bool = False, inputs: Iterable[str | Path] = ()
 ) -> Iterator[Path]:
@@ -393,18 +418,13 @@ def whole_folder(
         MoesaicError: as :func:`check_out`; another run is writing it; it exists by then.
     """
     check_out(out, overwrite, inputs)
-    with alone(out):
-        work = _beside(out)
-        work.mkdir()
-        try:
-            yield work
-            assert not misread(work), f"engines would read {misread(work)}"
-            files = our_folder(work) / FILES
-            files.touch()
-            files.write_text(json.dumps({"files": sorted(_inside(work))}, indent=1) + "\n")
-            _put_folder(work, out, overwrite)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    with scratch_folder(out) as work:
+        yield work
+        assert not misread(work), f"engines would read {misread(work)}"
+        files = our_folder(work) / FILES
+        files.touch()
+        files.write_text(json.dumps({"files": sorted(_inside(work))}, indent=1) + "\n")
+        _put_folder(work, out, overwrite)
 
 
 def _put_folder(work: Path, out: Path, overwrite: bool) -> None:
@@ -429,6 +449,12 @@ def _put_folder(work: Path, out: Path, overwrite: bool) -> None:
         old.rename(out)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Remove a folder, which is whole or absent even if this process is killed meanwhile."""
+    folder = folder.rename(_beside(folder))  # a name that the next run sweeps
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:

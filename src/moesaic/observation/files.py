@@ -10,7 +10,6 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
@@ -27,7 +26,7 @@ from moesaic.foreign import JSON, Model
 from moesaic.io.caller import leaves_untouched
 from moesaic.io.fingerprint import of_files
 from moesaic.io.headers import header_of
-from moesaic.io.outputs import alone, check_file, discard, unfinished, whole_file
+from moesaic.io.outputs import alone, check_file, discard, scratch_folder, unfinished, whole_file
 from moesaic.observation.experts import ExpertStats, observed
 from moesaic.observation.job import Job
 from moesaic.observation.neurons import NeuronStats, observe_neurons
@@ -281,8 +280,7 @@ def merge_files(paths: Sequence[Path], out: Path) -> None:
         "tokens": sum(f.header["tokens"] for f in files),
         "gram": max(f.header["gram"] for f in files),
     }
-    with alone(out), TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as place:
-        folder = Path(place)
+    with scratch_folder(out) as folder:
         for index in files[0].layers:
             save_layer(ExpertStats.merged(_renumbered(files, index)), folder, index, header)
         join({i: layer_file(folder, i) for i in files[0].layers}, out, header)
