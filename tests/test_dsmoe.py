@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 import moesaic
 from moesaic import DSMoEConfig, MoesaicError, Plan, Tokens
 from moesaic.arch.lookup import dense_arch
+from moesaic.data.mixes import MIXES, Mix
 from moesaic.data.training import PackedText
 from moesaic.hub import convert_class
 from moesaic.io.source import resolve
@@ -461,6 +462,16 @@ def test_packed_text_is_mixed_by_weight_and_repeatable(tmp_path: Path, tokenizer
     assert any(tokenizer.eos_token_id in w for w in windows)
     assert first(20) == windows[:20]
     assert first(20, seed=1) != windows[:20]
+
+
+def test_a_source_beside_a_named_mix_that_holds_it_counts_twice(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "a"}')
+    monkeypatch.setitem(MIXES, "ours", Mix("", {str(file): "MIT"}, ""))
+    stream = PackedText(f"ours=2,{file}=1,prose=1", tokenizer, 16)
+    assert stream.weights == {str(file): 3.0, "prose": 1.0}
 
 
 @pytest.mark.parametrize("source", ["nowhere.jsonl", "prose=0", "prose=1,missing.txt=2", "empty"])

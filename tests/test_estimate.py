@@ -47,6 +47,7 @@ from moesaic.io.checkpoint import TYPES, align
 from moesaic.io.source import resolve
 from moesaic.io.weightless import header_bytes
 from moesaic.methods.clustering import LIBRARIES
+from moesaic.metrics import machine
 from moesaic.metrics.score import _compared
 from moesaic.metrics.size import model_size
 from moesaic.pipeline import run_recipe
@@ -323,6 +324,9 @@ def test_the_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
         first.call,
         first.bytes,
     )
+    monkeypatch.setattr(machine, "_processor", lambda: "another, with the same cache")
+    with pytest.raises(TypeError):
+        Machine.here()
 
 
 @pytest.mark.parametrize(

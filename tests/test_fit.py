@@ -434,6 +434,20 @@ def test_what_chooses_shares_no_text_with_what_calibrates(tmp_path: Path) -> Non
     assert len(apart(Tokens(moved[None]), first).input_ids) == 0
 
 
+def test_padding_is_no_text_that_documents_share() -> None:
+    """Nor does it matter how long the longest document of either is."""
+
+    def documents(*rows: list[int]) -> Tokens:
+        ids = torch.nn.utils.rnn.pad_sequence([*map(torch.tensor, rows)], batch_first=True)
+        return Tokens(ids, ids > 0)
+
+    ours = documents([1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11, 12])
+    others = documents([9, 4, 5, 9, 1, 2], [9], [1, 1])
+    assert apart(ours, others, 4).unpadded() == [[1, 2, 3], [6, 7, 8, 9, 10, 11, 12]]
+    assert apart(ours, documents([5, 4], [9]), 4).unpadded() == ours.unpadded()
+    assert not apart(ours, ours, 4).unpadded()
+
+
 @pytest.mark.parametrize(
     ("windows", "samples", "divided"),
     [(128, None, (96, 32)), (40, None, (30, 10)), (40, 33, (33, 7))],

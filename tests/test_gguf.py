@@ -31,7 +31,7 @@ from moesaic.estimates import Built
 from moesaic.exports.mixed import Sensitivities, least
 from moesaic.exports.quantiser import types_of
 from moesaic.io.checkpoint import ShardWriter, skeleton
-from moesaic.io.gguf import Converted, Processed
+from moesaic.io.gguf import Converted, Processed, folder_of
 from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
 from moesaic.layers.narrowed import NarrowedLayer
@@ -511,6 +511,16 @@ def test_what_would_be_wrong_is_refused(change, said, message, tmp_path, tokeniz
         resolve(str(file))
     assert command("prune", file, tmp_path / "out")[0] == 2
     assert not [*(tmp_path / "cache").glob("*")]
+
+
+def test_an_index_is_of_one_version_of_transformers(tmp_path, monkeypatch):
+    """Names of weights and of a config's attributes are its."""
+    monkeypatch.setattr("moesaic.io.gguf._unfolded", lambda file, folder: folder)
+    file = tmp_path / "model.gguf"
+    file.touch()
+    first, again = folder_of(file), folder_of(file)
+    monkeypatch.setattr("transformers.__version__", "0")
+    assert first == again != folder_of(file)
 
 
 def test_a_list_of_widths_that_is_too_short_is_refused(tmp_path, tokenizer):

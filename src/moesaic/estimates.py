@@ -47,7 +47,7 @@ from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.evaluate import ROOM
 from moesaic.metrics.forward import BATCH
-from moesaic.metrics.machine import free_bytes
+from moesaic.metrics.machine import environment, free_bytes
 from moesaic.metrics.size import Size, model_size
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
@@ -658,10 +658,10 @@ class Machine:
 
     @classmethod
     def here(cls, device: str = "cpu") -> Machine:
-        """This machine, measured once a version of torch and kept beside other caches."""
+        """This machine, measured once for its versions and processor, kept beside other caches."""
         started, resident = STARTED, psutil.Process().memory_info().rss
         file = cache_folder() / "speed.json"
-        key = [__version__, torch.__version__, torch.get_num_threads(), device, EFFICIENCY, CALL]
+        key = [__version__, environment(device), EFFICIENCY, CALL]  # machines may share a cache
         try:
             cached: JSON = json.loads(file.read_text("utf-8"))
             if cached.pop("of") == key:

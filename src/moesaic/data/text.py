@@ -155,6 +155,13 @@ class Tokens:
         ids = torch.nn.functional.pad(self.input_ids, (0, more))
         return Tokens(ids, torch.nn.functional.pad(mask, (0, more)), self.origins)
 
+    def unpadded(self) -> list[list[int]]:
+        """The ids of each window, padding left out."""
+        mask = self.attention_mask
+        if mask is None:
+            return self.input_ids.tolist()
+        return [ids[real].tolist() for ids, real in zip(self.input_ids, mask, strict=True)]
+
     def examples(self) -> list[dict[str, list[int]]]:
         """Windows to learn from, as input_ids and labels; padding is not predicted."""
         ids, mask = self.input_ids, self.attention_mask
@@ -278,19 +285,25 @@ def needs_tokenizer(text: object) -> bool:
 def apart(windows: Tokens, others: Tokens, run: int = RUN) -> Tokens:
     """The windows that have no tokens in a row, so many, that others have, too.
 
+    Shorter ones are those that others do not have as a whole. Padding is no text.
+
     >>> others = Tokens(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]))
     >>> apart(Tokens(torch.tensor([[9, 2, 3, 9], [2, 9, 4, 6]])), others, 2).input_ids.tolist()
     [[2, 9, 4, 6]]
     """
-    rows, others_ids = windows.input_ids, others.input_ids
-    run = min(run, rows.shape[1])
-    pieces = {tuple(piece) for piece in others_ids.unfold(1, run, 1).flatten(0, 1).tolist()}
-    kept = [
-        i
-        for i, row in enumerate(rows)
-        if not any(tuple(piece) in pieces for piece in row.unfold(0, run, 1).tolist())
-    ]
-    return windows.rows(torch.tensor(kept, dtype=torch.int64))
+    rows, taken = windows.unpadded(), others.unpadded()
+    by_size: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        by_size.setdefault(min(run, len(row)), []).append(i)
+    kept: list[int] = []
+    for size, places in by_size.items():
+        pieces = {piece for row in taken for piece in _pieces(row, size)}
+        kept += [i for i in places if pieces.isdisjoint(_pieces(rows[i], size))]
+    return windows.rows(torch.tensor(sorted(kept), dtype=torch.int64))
+
+
+def _pieces(row: Sequence[int], size: int) -> Iterator[tuple[int, ...]]:
+    return (tuple(row[i : i + size]) for i in range(len(row) - size + 1))
 
 
 def evaluation_tokens(

@@ -101,14 +101,16 @@ class PackedText(IterableDataset[Example]):
         answers: bool = False,
     ) -> None:
         sources = sources_of(source, "calibration")
-        self.weights = {str(s): s.weight for s in sources}
+        self.weights: dict[str, float] = {}
         self.tokenizer, self.length = tokenizer, length
         self.seed, self.buffer, self.answers = seed, buffer, answers
         self._rows: dict[str, Rows] = {}
         for part in sources:  # found out now, not in the middle of training
             if part.tokenised:
                 raise MoesaicError(f"{part}: a file of token ids cannot be part of a stream.")
-            self._rows[str(part)] = rows = open_rows(part, "calibration")
+            name = str(part)  # which a named mix may hold, and be named beside it too
+            self.weights[name] = self.weights.get(name, 0.0) + part.weight
+            self._rows[name] = rows = open_rows(part, "calibration")
             first = next(iter(rows), None)
             if first is None:
                 raise MoesaicError(f"{part.name or 'The text that ships'} has no text in it.")

@@ -225,7 +225,10 @@ def folder_of(file: Path) -> Path:
     Raises:
         MoesaicError: the file is damaged, or of an architecture or a type that is not read.
     """
-    key = hashlib.sha256(":".join(map(str, [FORMAT, file.resolve(), *stamp(file)])).encode())
+    import transformers
+
+    known_by = FORMAT, transformers.__version__, file.resolve(), *stamp(file)
+    key = hashlib.sha256(":".join(map(str, known_by)).encode())
     folder = cache_folder() / f"{file.stem}-{key.hexdigest()[:12]}"
     if (folder / "config.json").is_file():
         return folder
