@@ -416,7 +416,7 @@ def test_gates_of_earlier_versions_load_or_are_refused() -> None:
     arch = dense_arch(model.config)
     CarvedLayer.install(arch.layers(model), 0, arch, {**header, "gate": old})
     for name in ("bias", "force_one"):
-        with pytest.raises(MoesaicError, match="this version has no more"):
+        with pytest.raises(MoesaicError, match="this version no longer has"):
             CarvedLayer.load({**header, "gate": {**old, name: 1}}, layer.tensors())
 
 

@@ -96,9 +96,9 @@ class Sizes:
 
 
 def former(what: str) -> MoesaicError:
-    """The refusal of layers that earlier versions made and this one has no more."""
+    """The refusal of layers that earlier versions made and this one no longer does."""
     return MoesaicError(
-        f"This model was made with {what}, which this version has no more: convert the original "
+        f"This model was made with {what}, which this version no longer has: convert the original "
         "anew, or load it with the version that made it."
     )
 

@@ -149,7 +149,7 @@ class CarvedLayer(LayerPlan):
         layer = layers[index]
         put(layer, arch.ffn_path, carved_like(arch.ffn_of(layer), arch.ffn, header, layer))
 
-    # --- said of it ------------------------------------------------------------------------------
+    # --- words -----------------------------------------------------------------------------------
 
     def describe(self, experts: int) -> Description:
         header = self.header()
@@ -239,7 +239,7 @@ class CarvedLayer(LayerPlan):
 
 
 def _refuse_former(header: Header) -> None:
-    """Refuse what earlier versions made of a layer, and this one has no more."""
+    """Refuse what earlier versions made of a layer, and this one no longer does."""
     if header.get("bias"):
         raise former("output biases")
     gate = header.get("gate", {})

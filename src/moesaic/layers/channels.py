@@ -83,7 +83,7 @@ class ChannelsLayer(LayerPlan):
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
         make_channels(layers[index], header)
 
-    # --- said of it ------------------------------------------------------------------------------
+    # --- words -----------------------------------------------------------------------------------
 
     def describe(self, experts: int) -> Description:
         shares = {path: cut.share for path, cut in self.cuts.items()}

@@ -142,7 +142,7 @@ class CondensedLayer(LayerPlan):
             put(layer, path, Nothing())
         put(layer, arch.ffn_path, new.train(layer.training))
 
-    # --- said of it ------------------------------------------------------------------------------
+    # --- words -----------------------------------------------------------------------------------
 
     def describe(self, experts: int) -> Description:
         stays = ["the shared path"] if self.shared else []

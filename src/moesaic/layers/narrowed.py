@@ -93,7 +93,7 @@ class NarrowedLayer(LayerPlan):
             raise former("output biases")
         narrow_mlp(arch.ffn_of(layers[index]), arch.ffn, header["width"])
 
-    # --- said of it ------------------------------------------------------------------------------
+    # --- words -----------------------------------------------------------------------------------
 
     def describe(self, experts: int) -> Description:
         text = f"{self.width:,} of {self.before:,} neurons stay, the same for every token"

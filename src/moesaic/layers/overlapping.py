@@ -148,7 +148,7 @@ class OverlappingLayer(LayerPlan):
         if _cuts_attention(header):
             _install_attention(arch.attention_of(layer), arch, header)
 
-    # --- said of it ------------------------------------------------------------------------------
+    # --- words -----------------------------------------------------------------------------------
 
     def describe(self, experts: int) -> Description:
         header = self.header()
@@ -210,7 +210,7 @@ def _cuts_attention(header: Header) -> bool:
 
 
 def _refuse_former(header: Header) -> None:
-    """Refuse what earlier versions made of attention, and this one has no more."""
+    """Refuse what earlier versions made of attention, and this one no longer does."""
     if header.get("columns") is not None:
         raise former("values and outputs cut for all tokens alike")
     if not header.get("mask_outputs", True):

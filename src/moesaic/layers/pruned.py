@@ -172,7 +172,7 @@ class PrunedLayer(LayerPlan):
         assert isinstance(arch, MoEArch)
         resize_experts(layers[index], arch, header["experts"])
 
-    # --- said of it ------------------------------------------------------------------------------
+    # --- words -----------------------------------------------------------------------------------
 
     def describe(self, experts: int) -> Description:
         kept: list[int] = self.experts.tolist()

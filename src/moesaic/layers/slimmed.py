@@ -149,7 +149,7 @@ class SlimmedLayer(PrunedLayer):
             else:
                 narrow_mlp(view.shared_module, arch.shared_names, header["shared"])
 
-    # --- said of it ------------------------------------------------------------------------------
+    # --- words -----------------------------------------------------------------------------------
 
     def describe(self, experts: int) -> Description:
         fewer = len(self.experts) < experts

@@ -56,7 +56,6 @@ def recover(
     Raises:
         MoesaicError: layers of some plan's kind are not refitted.
     """
-
     layers = sorted({i for plan in plans.values() for i in plan.layers})
     missing = {
         i: [
@@ -84,11 +83,11 @@ def recover(
         for i, results in each_layer(job, indices, source, refitted, words, shared=shared):
             for name, (layer, figures) in results.items():
                 finished.add(refit_name(name), i, layer, figures)
-    refit = {
+    recovered = {
         name: replace(plan, layers={i: finished[refit_name(name), i][0] for i in plan.layers})
         for name, plan in plans.items()
     }
-    return refit, {
+    return recovered, {
         name: {i: finished[refit_name(name), i][1] for i in plan.layers}
         for name, plan in plans.items()
     }

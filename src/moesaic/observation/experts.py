@@ -4,8 +4,9 @@ Sums over tokens for the criteria that score one expert at a time; for the exact
 error, every token's router logits and the inner products of all its experts' outputs. Statistics
 of batches, processes and machines merge.
 
-Shape suffixes: T tokens, E experts, A those and the shared ones that the router weighs, D hidden
-size, P = A (A + 1) / 2 packed pairs, X what a router decides on (:mod:`moesaic.arch.routing`).
+Shape suffixes: T tokens, N or a block B of them, S sampled ones, E experts, A those and the shared
+ones that the router weighs, D hidden size, P = A (A + 1) / 2 packed pairs, X what a router decides
+on (:mod:`moesaic.arch.routing`).
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class ExpertStats:
                 merged[entry.name] = a
             elif entry.name == "neurons":
                 merged[entry.name] = a.merge(b)
-            elif entry.name.endswith(("_E", "_EE")) and not entry.name.startswith("cross"):
+            elif entry.name.endswith(("_E", "_EE")):
                 merged[entry.name] = a + b
             else:
                 both = torch.cat([a, b])
@@ -320,14 +321,14 @@ class _Observer:
         delta_TD = None
         if target_TD is not None and sampled_T.any():
             delta_TD = target_TD.double() - self.view.output(x_TD).double()
-        for at, f_PAD in self._outputs(x_TD, ran_TE, show):
-            chosen, f_PED = sampled_T[at], f_PAD[:, : self.view.count]
+        for at, f_NAD in self._outputs(x_TD, ran_TE, show):
+            chosen, f_NED = sampled_T[at], f_NAD[:, : self.view.count]
             if "outputs" in parts:
-                sums.add_sizes(f_PED, w_TE[at].double(), routed_TE[at])
+                sums.add_sizes(f_NED, w_TE[at].double(), routed_TE[at])
             if "pairs" in parts:
-                sums.add_pairs(f_PED, w_TE[at].double())
+                sums.add_pairs(f_NED, w_TE[at].double())
             if chosen.any():
-                sums.add_grams(f_PAD[chosen], None if delta_TD is None else delta_TD[at[chosen]])
+                sums.add_grams(f_NAD[chosen], None if delta_TD is None else delta_TD[at[chosen]])
         sums.fill(stats, parts)
         if "neurons" in parts:
             stats.neurons = replace(
@@ -351,7 +352,7 @@ class _Observer:
             show: is shown each expert's number, tokens, their rows among these, and h.
 
         Yields:
-            tokens (P,), and what every expert makes of each (P, A, D), float64.
+            tokens (N,), and what every expert makes of each (N, A, D), float64.
         """
         rows = max(1, BLOCK_BYTES // (self.view.weighed * x_TD.shape[1] * x_TD.element_size()))
         for block in torch.arange(len(x_TD), device=x_TD.device).split(rows):
@@ -376,12 +377,12 @@ class _OutputSums:
         zeros_3E = torch.zeros(3, experts, dtype=torch.float64)
         return cls(zeros_3E, torch.zeros(experts, experts, dtype=torch.float64))
 
-    def add_sizes(self, f_PED: Tensor, w_PE: Tensor, routed_PE: Tensor) -> None:
-        self.size_3E += _sizes(f_PED.square().sum(2) * routed_PE, w_PE).cpu()
+    def add_sizes(self, f_NED: Tensor, w_NE: Tensor, routed_NE: Tensor) -> None:
+        self.size_3E += _sizes(f_NED.square().sum(2) * routed_NE, w_NE).cpu()
 
-    def add_pairs(self, f_PED: Tensor, w_PE: Tensor) -> None:
-        weighted_PED = f_PED * w_PE[:, :, None]
-        self.pair_EE += torch.einsum("pid,pjd->ij", weighted_PED, weighted_PED).cpu()
+    def add_pairs(self, f_NED: Tensor, w_NE: Tensor) -> None:
+        weighted_NED = f_NED * w_NE[:, :, None]
+        self.pair_EE += torch.einsum("nid,njd->ij", weighted_NED, weighted_NED).cpu()
 
     def add_grams(self, f_SAD: Tensor, delta_SD: Tensor | None) -> None:
         self.grams.append(packed((f_SAD @ f_SAD.transpose(1, 2)).float()).cpu())
@@ -401,14 +402,14 @@ class _OutputSums:
             stats.cross_SA, stats.delta_S = torch.cat(self.crosses), torch.cat(self.deltas)
 
 
-def _sizes(square_NX: Tensor, w_NX: Tensor) -> Tensor:
-    """Sums over tokens of |f|, |f|^2 and g |f| (3, ...), float64.
+def _sizes(square_NE: Tensor, w_NE: Tensor) -> Tensor:
+    """Sums over tokens of |f|, |f|^2 and g |f|: (N, E) to (3, E), or of one expert (N,) to (3,).
 
     >>> _sizes(torch.tensor([4.0, 9.0]), torch.tensor([0.5, 1.0])).tolist()
     [5.0, 13.0, 4.0]
     """
-    norm_NX = square_NX.sqrt()
-    return torch.stack([norm_NX.sum(0), square_NX.sum(0), (w_NX.double() * norm_NX).sum(0)])
+    norm_NE = square_NE.sqrt()
+    return torch.stack([norm_NE.sum(0), square_NE.sum(0), (w_NE.double() * norm_NE).sum(0)])
 
 
 def observed(

@@ -171,7 +171,7 @@ class Job(Generic[A_co]):
         return every.rows(slice(count - few, None))
 
     def _more_than(self, every: Tokens, count: int) -> Tokens | None:
-        """So many windows of the text beside some; None where it has no more."""
+        """So many windows of the text beside some; None where the text is too short."""
         calibration = self.args.calibration
         if self.args.text is not None:
             return None

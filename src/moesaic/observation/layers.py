@@ -167,9 +167,9 @@ class Observation:
 
 def shows_tokens(job: Job[Arch], needs: Collection[str]) -> bool:
     """Whether layers come with all their tokens, as one more pass would show them."""
-    sites = {*OF_EXPERTS, "shared", "products", "tokens"} & set(needs)
-    apart = "tokens" not in sites and process()[1] > 1
-    return bool(sites - OF_WEIGHTS) and not apart and not job.args.calibration.stats
+    by_site = {*OF_EXPERTS, "shared", "products", "tokens"} & set(needs)
+    a_share = "tokens" not in needs and process()[1] > 1
+    return bool(by_site - OF_WEIGHTS) and not a_share and not job.args.calibration.stats
 
 
 # --- what it takes --------------------------------------------------------------------------------
@@ -223,8 +223,8 @@ def cost_of(
             size = sum(w.numel() for w in view.weights_of(0))
             work += 2.0 * ((view.count - view.top_k) * size + pairs * ("gram" in needs))
         if "products" in needs:  # and what scoring by them takes, in float64 as they are
-            turns = 16.0 * view.count * view.width**3
-            work += 4.0 * view.top_k * view.width**2 + turns / job.planned_tokens
+            scoring = 16.0 * view.count * view.width**3
+            work += 4.0 * view.top_k * view.width**2 + scoring / job.planned_tokens
             held = max(held, neuron_pairs(view.count, view.width))
         if "gram" in needs and isinstance(view, MoEFFN):
             held = max(held, min(gram_bytes, gram_room(job.planned_tokens, view.weighed)))

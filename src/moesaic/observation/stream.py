@@ -128,8 +128,7 @@ class Site(Generic[V_co]):
     def targets(self) -> Iterator[Tensor | None]:
         """Batches of the FFN's output in the model as it was (T, D), before any norm of its own.
 
-        None where it is what the FFN makes of :meth:`inputs`: where the stream does not
-        ``follow``, and no layer before this one was changed.
+        None where the stream does not ``follow``: it is what the FFN makes of :meth:`inputs`.
         """
         for b in range(len(self._inputs)):
             yield None if self._targets is None else self._targets[b].to(self._device)
@@ -159,7 +158,7 @@ class Site(Generic[V_co]):
 
 StandIn = Callable[[int, Tensor, JSON], Tensor]
 Key = tuple[int, int, int]
-"""Hidden states, a batch of them, and the layer that they have passed."""
+"""The ``id`` of a :class:`Spill` of hidden states, a batch's number, and the layer passed."""
 CARRIED = object()
 """Stands, while arguments are recorded, for what the layer before hands on."""
 
@@ -259,15 +258,20 @@ class LayerStream(Generic[V_co]):
 
     Args:
         model: the model, live; or a skeleton whose layers ``open_layer`` fills.
+        arch: its architecture.
         tokens: what to run through it, or batches of it, each with a length of its own.
         layers: the layers to yield; the others are only passed through. Nothing behind the last
             one is run.
         view: makes of a decoder layer what methods see of it.
+        tokens_per_batch: of the batches that ``tokens`` are split into.
         spill_bytes: hidden states above this size go to a memory-mapped file.
         cache_bytes: a layer's FFN activations are kept between passes up to this size.
         follow: pass two sets of tokens through the layers: one through the model as it is, one
             through every ``site.change``. Sites show the inputs of the second and, as targets, the
             outputs of the first. Takes up to three times as long.
+        open_rest: inside, the weights beside layers and head are present.
+        open_head: the same of the head.
+        open_layer: the same of the layer of a number.
     """
 
     def __init__(
@@ -386,7 +390,8 @@ class LayerStream(Generic[V_co]):
                 ffn = self.arch.ffn_of(layer)
                 wanted = i in self.layers
                 entering = None if followed else inputs
-                with self.collected(ffn, entering, targets, i) if wanted else nullcontext():
+                leaving = targets if self._follow else None
+                with self.collected(ffn, entering, leaving, i) if wanted else nullcontext():
                     block.run(hidden)
                 if wanted:
                     if followed is not None:
@@ -402,7 +407,7 @@ class LayerStream(Generic[V_co]):
                         inputs,
                         partial(self.entered, block),
                         self._cache_bytes,
-                        targets if self._follow else None,
+                        leaving,
                         _residuals=partial(self._valid, hidden),
                     )
                     yield site
@@ -493,7 +498,17 @@ class LayerStream(Generic[V_co]):
     def collected(
         self, ffn: nn.Module, inputs: Spill | None, outputs: Spill | None, layer: int
     ) -> Iterator[None]:
-        """Collect what enters and leaves ``ffn``, padding dropped, one entry a batch."""
+        """Inside, what enters and leaves an FFN is collected, padding left out.
+
+        Args:
+            ffn: of the layer.
+            inputs: each batch that enters (T, D) is appended; None to collect none.
+            outputs: the same of what leaves.
+            layer: the layer's number, for errors.
+
+        Raises:
+            MoesaicError: an input is not finite.
+        """
         entering, leaving = self.masks(), self.masks()
 
         def before(x: Tensor) -> None:
@@ -508,7 +523,7 @@ class LayerStream(Generic[V_co]):
                 inputs.append(x_TD)
 
         def after(y: Tensor) -> None:
-            if outputs is not None and self._follow:
+            if outputs is not None:
                 outputs.append(valid(y, next(leaving)))
 
         handles = (self.arch.enter(ffn, before), self.arch.watch(ffn, after))

@@ -88,10 +88,12 @@ def tapped(
             block = f"{arch.inside}{arch.experts}."
             tensors = {p.removeprefix(block): p for p in paths if p.startswith(block)}
         for path in {*paths} - {*tensors.values()}:
-            module = layer.get_submodule(path)
-            register = module.register_forward_hook if gradients else None
-            hook = linear(path)
-            handle = register(hook) if register else module.register_forward_pre_hook(hook)
+            module, hook = layer.get_submodule(path), linear(path)
+            handle = (
+                module.register_forward_hook(hook)
+                if gradients
+                else module.register_forward_pre_hook(hook)
+            )
             hooks.callback(handle.remove)
         if view is not None and tensors:
             experts = _Experts(view, tensors, notify, real, gradients)

@@ -78,15 +78,16 @@ class ExpertSearch:
         inputs, reference = Spill(1 << 30), Spill(1 << 30)
         try:
             with self.stream.collected(view.block, inputs, None, block.index):
-                self._keep(block, hidden, reference)
+                self._collect_outputs(block, hidden, reference)
             return self._decide(block, view, hidden, inputs, reference)
         finally:
             inputs.clear()
             reference.clear()
 
-    def _keep(
+    def _collect_outputs(
         self, block: Block, hidden: Spill, into: Spill, layer: nn.Module | None = None
     ) -> None:
+        """Append what the layer, or another in its place, makes of each batch (T, D)."""
         outputs = block.outputs(hidden, layer)
         for out, mask in zip(outputs, self.stream.masks(), strict=False):
             into.append(valid(out, mask))
@@ -116,8 +117,6 @@ class ExpertSearch:
         if shared.shared and not view.apart(routed=False):
             variants["shared"] = shared
         variants[config.keep] = variants.get(config.keep, with_experts)
-        if config.keep == "shared":
-            variants["shared"] = with_experts
         analysis |= {
             "divergence": {n: self._cost(block, v, hidden, reference) for n, v in variants.items()},
             "cosine": self._importance(block, hidden, reference),
@@ -175,7 +174,7 @@ class ExpertSearch:
         start, experts = Spill(1 << 30), Spill(2 << 30)
         try:
             with applied(block.layer, self.arch, shared) as layer:
-                self._keep(block, hidden, start, layer)
+                self._collect_outputs(block, hidden, start, layer)
             for x_TD in inputs:
                 rows = max(1, CHUNK_BYTES // (view.count * x_TD.shape[1] * x_TD.element_size()))
                 parts = [

@@ -255,7 +255,7 @@ class Channels(Method[ChannelsConfig, Arch]):
         stream = job.stream(skipping, job.arch.ffn_of, tokens_per_batch=BATCH)
         return iter(job.track(stream.turns(), "Weighing channels", len(skipping)))
 
-    # --- said of it ------------------------------------------------------------------------------
+    # --- words -----------------------------------------------------------------------------------
 
     def tell(self, layers: list[LayerRecord], decision: Decision, active: float | None) -> Summary:
         config = self.config

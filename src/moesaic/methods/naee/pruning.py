@@ -192,8 +192,8 @@ class Pruner(LayerMethod[PruneConfig, MoEArch, int]):
         best = exhaustive(losses, n, r, groups)
         if n > 16:
             return best, {}
-        greedy = refined(losses, path, groups)
-        return best, {"greedy_gap": greedy.loss / best.loss - 1 if best.loss > 0 else 0.0}
+        swapped = refined(losses, path, groups)
+        return best, {"greedy_gap": swapped.loss / best.loss - 1 if best.loss > 0 else 0.0}
 
     def _tries_all(self, experts: int, keep: int, groups: int, tokens: int) -> bool:
         """Whether all sets are scored; each is, by every token."""

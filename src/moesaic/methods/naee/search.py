@@ -176,6 +176,8 @@ def best_scores(score_E: Tensor, keep: int, groups: int = 1) -> Tensor:
 def allocate(losses: Mapping[int, Mapping[int, float]], total: float) -> dict[int, int]:
     """Experts for each layer, at most ``total`` in all, of least summed squared loss; exact.
 
+    Where no choice is within ``total``, one of the fewest experts.
+
     Args:
         losses: by layer and number of experts, relative to the layer's output.
         total: experts of all layers together at most; a fraction of one buys nothing.
