@@ -18,7 +18,7 @@ from moesaic.methods.naee.config import PruneConfig
 from moesaic.methods.slim.config import SlimConfig
 from moesaic.metrics.forward import Whole
 from moesaic.observation import stream as streaming
-from moesaic.observation.backward import _of_head
+from moesaic.observation.backward import _head_gradients
 from moesaic.observation.stream import LayerStream, Spill
 
 
@@ -129,7 +129,7 @@ def test_the_way_back_begins_with_one_batch_at_a_time(tokens):
     stream = dense_stream(tiny_model("llama"), tokens, tokens_per_batch=24)
     states, _ = stream.record()
     taken = []
-    gradients = _of_head(stream, (taken.append(state) or state for state in states))
+    gradients = _head_gradients(stream, (taken.append(state) or state for state in states))
     next(gradients)
     assert len(taken) == 1 < len(states)
     assert len([*gradients]) == len(states) - 1

@@ -1,4 +1,4 @@
-"""The one way back: the loss's gradient, carried through the layers from the last to the first.
+"""Backpropagation layer by layer: the loss's gradient, from the last layer to the first.
 
 One layer's weights are in memory at a time: the tokens go forward once, what enters every layer is
 kept (on disk above a limit), and the gradient goes back layer by layer, each run again.
@@ -52,13 +52,13 @@ def backward(
                 entering.append(before.clone())
             handed.append(block.handed(states))
             block.run(states)
-        for gradient in _of_head(stream, states):
+        for gradient in _head_gradients(stream, states):
             gradients.append(gradient)
         order = range(stream.count - 1, min(layers) - 1, -1)
         for block in track(stream.blocks(kwargs, order=order), "Gradients", len(order)):
             i, watched = block.index, block.index in layers
             with watch(block) if watched else nullcontext():
-                _through(block, entering, handed[i], gradients, batches)
+                _through_layer(block, entering, handed[i], gradients, batches)
             if watched:
                 yield i
     finally:
@@ -66,7 +66,7 @@ def backward(
             spill.clear()
 
 
-def _through(
+def _through_layer(
     block: Block, entering: Spill, handed: list[object], gradients: Spill, batches: int
 ) -> None:
     """Every batch back through one layer; ``gradients`` become those at what enters it."""
@@ -78,10 +78,10 @@ def _through(
         gradients.replace(b, gradient)
 
 
-def _of_head(stream: LayerStream[object], states: Iterable[Tensor]) -> Iterator[Tensor]:
+def _head_gradients(stream: LayerStream[object], states: Iterable[Tensor]) -> Iterator[Tensor]:
     """Batches of the loss's gradient at the last layer's output (B, L, D)."""
-    leaves, lasts = tee(last.detach().requires_grad_() for last in states)
-    heads = stream.heads(lasts, logits=True, gradients=True)
+    leaves, outputs = tee(last.detach().requires_grad_() for last in states)
+    heads = stream.heads(outputs, logits=True, gradients=True)
     for leaf, (logits, batch) in zip(leaves, heads, strict=True):
         with torch.enable_grad():
             loss = next_token_loss(logits, labels_of(batch).to(logits.device))

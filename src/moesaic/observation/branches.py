@@ -50,20 +50,20 @@ def branches(
     states, kwargs = stream.record()
     groups = [(list(range(len(changes))), states)]
     for block in track(stream.blocks(kwargs), "Comparing outputs", stream.count):
-        grown: list[tuple[list[int], Spill]] = []
+        regrouped: list[tuple[list[int], Spill]] = []
         for members, hidden in groups:
             plans = {id(p): p for n in members for p in (changes[n].get(block.index),)}
             for place, (key, plan) in enumerate(plans.items(), 1):
                 some = [n for n in members if id(changes[n].get(block.index)) == key]
                 with _changed(block.layer, stream.arch, plan) as layer:
-                    if place == len(plans):  # the last to leave takes the states along
+                    if place == len(plans):  # the last branch reuses the states
                         block.run(hidden, layer)
-                        grown.append((some, hidden))
+                        regrouped.append((some, hidden))
                         continue
-                    born = Spill(LIMIT // len(changes))
-                    block.branch(hidden, born, layer or block.layer)
-                    grown.append((some, born))
-        groups = grown
+                    branched = Spill(LIMIT // len(changes))
+                    block.branch(hidden, branched, layer or block.layer)
+                    regrouped.append((some, branched))
+        groups = regrouped
     by_change = {n: hidden for members, hidden in groups for n in members}
     return [by_change[n] for n in range(len(changes))]
 

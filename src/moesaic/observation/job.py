@@ -133,11 +133,11 @@ class Job(Generic[A_co]):
                 raise MoesaicError(
                     "Calibration text needs a tokenizer: pass tokenizer=, or token ids."
                 )
-            text = self._drawn(text, calibration.samples)
+            text = self._windows(text, calibration.samples)
         text.check(config)
         return text
 
-    def _drawn(self, text: str | Sequence[Row], samples: int | None) -> Tokens:
+    def _windows(self, text: str | Sequence[Row], samples: int | None) -> Tokens:
         """So many windows of a text."""
         calibration, most = self.args.calibration, positions(self.original.config)
         return calibration_tokens(
@@ -158,26 +158,27 @@ class Job(Generic[A_co]):
         """Windows to compare decisions on that nothing is decided on: one in :data:`HELD_BACK`.
 
         Where the text has more than was asked for they share nothing with :attr:`tokens`; else,
-        and of tokens that were given, they are taken away from those; a single window serves both.
+        and where the caller passed tokens, they are taken away from those; a single window serves
+        both.
         """
         every = self.tokens
         count = len(every.input_ids)
         few = max(1, count // HELD_BACK)
-        others = self._more_than(every, few)
+        others = self._other_windows(every, few)
         if others is not None:
             return others
         if count > few:
             self.tokens = every.rows(slice(count - few))
         return every.rows(slice(count - few, None))
 
-    def _more_than(self, every: Tokens, count: int) -> Tokens | None:
+    def _other_windows(self, every: Tokens, count: int) -> Tokens | None:
         """So many windows of the text beside some; None where the text is too short."""
         calibration = self.args.calibration
         if self.args.text is not None:
             return None
         windows = len(every.input_ids) + 2 * count
         try:
-            more = self._drawn(calibration.source, windows)
+            more = self._windows(calibration.source, windows)
         except MoesaicError:
             return None
         others = apart(more, every)
@@ -348,7 +349,7 @@ class Finished:
             name: of the result or comparison that it belongs to.
             index: its number.
             layer: the decision.
-            analysis: what was seen on the way, as plain JSON.
+            analysis: the measurements that it rests on, as plain JSON.
         """
         self.store[name, index] = (layer, analysis)
         if self._file is not None and process()[0] == 0:

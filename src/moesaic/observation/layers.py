@@ -139,7 +139,7 @@ class Observation:
 
     def _sites(self, layers: Sequence[int]) -> Iterator[Observed]:
         """Layers whose tokens are at hand; of several processes each sees all where asked for."""
-        curved, whole = self._curved(layers), "tokens" in self.needs
+        curvature, whole = self._curvatures(layers), "tokens" in self.needs
         tokens = self.job.tokens if whole else self.job.share[0]
         for site in self.job.stream(layers, self.job.arch.view, tokens):
             i, stats = site.index, None
@@ -147,11 +147,11 @@ class Observation:
                 part = observe_neurons(site)
                 stats = part if whole else NeuronStats.merged(gathered(part))
             products = Products.of(site, not whole) if "products" in self.needs else None
-            yield i, LayerStats(None, stats, products, curved.get(i)), site
+            yield i, LayerStats(None, stats, products, curvature.get(i)), site
 
     def _passing(self, layers: Sequence[int]) -> Iterator[Observed]:
         """Statistics taken in while the tokens pass through: one pass; no shared path's."""
-        curved, arch = self._curved(layers), self.job.arch
+        curvature, arch = self._curvatures(layers), self.job.arch
         tokens = self._tokens[1]
         for turn in self.job.stream(layers, arch.view, tokens).turns():
             i, layer = turn.block.index, turn.block.layer
@@ -159,9 +159,9 @@ class Observation:
             with watching(layer, arch, stats, iter(turn.masks)):
                 turn.run()
             merged = NeuronStats.merged(gathered(stats))
-            yield i, LayerStats(None, merged, None, curved.get(i)), None
+            yield i, LayerStats(None, merged, None, curvature.get(i)), None
 
-    def _curved(self, layers: Sequence[int]) -> Mapping[int, Curvature]:
+    def _curvatures(self, layers: Sequence[int]) -> Mapping[int, Curvature]:
         return curvatures(self.job, layers) if "curvature" in self.needs else {}
 
 

@@ -1,4 +1,4 @@
-"""The one eye: what enters the projections of a layer, or the gradient there, as tokens pass.
+"""Hooks: what enters the projections of a layer, or the gradient there, as tokens pass.
 
 Shape suffixes: T tokens of a batch, N of them, I inputs, E experts, D hidden size, K top-k.
 """

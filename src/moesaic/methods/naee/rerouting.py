@@ -266,7 +266,7 @@ class Rerouting:
             return self._rows(every, kept_E)
         touched_N = self._touched(rows, expert, comes)
         moved = self._rows(touched_N, kept_E)
-        rows = self._grown(rows, expert, comes)
+        rows = self._rescaled(rows, expert, comes)
         if size == k:
             rows = _Rows(*(getattr(rows, name)[:, :1] for name in rows.__dataclass_fields__))
         return rows.put(touched_N, moved)
@@ -279,7 +279,7 @@ class Rerouting:
             return (self.level_SE[:, expert] <= last_S).nonzero().flatten()
         return (rows.chosen_SRK == expert).flatten(1).any(1).nonzero().flatten()
 
-    def _grown(self, rows: _Rows, expert: int, comes: bool) -> _Rows:
+    def _rescaled(self, rows: _Rows, expert: int, comes: bool) -> _Rows:
         """Rows that the expert is not in, their weights as they are with it or without it."""
         if self.share_SE is None:
             return rows
@@ -350,8 +350,8 @@ class Rerouting:
             _, square_N, inner_N = self._routed(touched_N, with_E.expand(len(touched_N), -1))
             now_S = error_S
             if self.share_SE is not None:
-                grown = self._grown(rows, expert, comes=True)
-                now_S = self._errors(grown, slice(None))[:, 0]
+                rescaled = self._rescaled(rows, expert, comes=True)
+                now_S = self._errors(rescaled, slice(None))[:, 0]
             now_S = now_S.index_copy(
                 0, touched_N, square_N - 2 * inner_N + self.target_S[touched_N]
             )

@@ -189,12 +189,12 @@ def allocate(losses: Mapping[int, Mapping[int, float]], total: float) -> dict[in
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for options in losses.values():
-        grown: dict[int, tuple[float, tuple[int, ...]]] = {}
+        extended: dict[int, tuple[float, tuple[int, ...]]] = {}
         for spent, (loss, counts) in best.items():
             for count, more in options.items():
-                offer = (loss + more**2, (*counts, count))
-                if spent + count not in grown or offer < grown[spent + count]:
-                    grown[spent + count] = offer
-        best = grown
+                option = (loss + more**2, (*counts, count))
+                if spent + count not in extended or option < extended[spent + count]:
+                    extended[spent + count] = option
+        best = extended
     reach = max((spent for spent in best if spent <= total + 1e-9), default=min(best))
     return dict(zip(losses, best[reach][1], strict=True))

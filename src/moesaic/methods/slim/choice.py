@@ -135,7 +135,7 @@ def choose(
 
 
 def share_lost(score_EM: Tensor, kept: Tensor, neurons_NW: Tensor) -> float:
-    """The share of all squared scores that neurons have which go."""
+    """Of all neurons' squared scores, the share of those that go."""
     square_EM = score_EM.square()
     stay_NW = square_EM[kept].gather(1, neurons_NW.clamp(min=0))
     stays = stay_NW[neurons_NW != PADDING].sum().item()

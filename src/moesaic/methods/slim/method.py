@@ -86,7 +86,7 @@ class Size:
     """Neurons of the shared path that stay."""
     room: int = 0
     """Places for them; what is left over holds zeros. 0 where the path is left alone."""
-    apart: int = 1
+    shared_count: int = 1
     """Shared experts that they are of, all of one width."""
     dense: bool = False
     """It is a dense FFN, seen as one expert."""
@@ -318,7 +318,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
         alone = shared == room == whole and (arch.shared_size or not native)
         if alone:
             return size
-        return replace(size, shared=shared, room=room, apart=view.shared_count)
+        return replace(size, shared=shared, room=room, shared_count=view.shared_count)
 
     def cost(self, job: Job[Arch], sizes: Mapping[int, Sequence[Size]]) -> Cost:
         """Where sizes are compared, the experts run at each; and both ways to spend a budget."""
@@ -395,11 +395,11 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             score = SCORES["random"] if blind else chosen
             beside = shared_neurons(stats, self._seed(layer) + 1)
             score_NS, reach_NS = (
-                x.view(size.apart, -1) for x in (score.score(beside), beside.reach)
+                x.view(size.shared_count, -1) for x in (score.score(beside), beside.reach)
             )
-            first_N1 = score_NS.shape[1] * torch.arange(size.apart)[:, None]
-            order_NS = first_N1 + highest(score_NS, size.shared // size.apart, reach_NS)
-            order_S = torch.cat([filled_up(o, size.room // size.apart) for o in order_NS])
+            first_N1 = score_NS.shape[1] * torch.arange(size.shared_count)[:, None]
+            order_NS = first_N1 + highest(score_NS, size.shared // size.shared_count, reach_NS)
+            order_S = torch.cat([filled_up(o, size.room // size.shared_count) for o in order_NS])
         return SlimmedLayer(
             kept, neurons_NW, size.before, shared_S=order_S, uneven=config.uneven
         ), analysis
@@ -485,7 +485,7 @@ class Slimmer(LayerMethod[SlimConfig, Arch, Size]):
             text += f" {kept} of {were} experts stay."
         if self.config.refit:
             text += " The down projections were then refitted."
-        return Summary(title, text, {"layers": [_laid_open(x, decision.plan) for x in layers]})
+        return Summary(title, text, {"layers": [_as_output(x, decision.plan) for x in layers]})
 
 
 def _compared(summary: Values) -> str:
@@ -509,7 +509,7 @@ def _by_count(losses: Mapping[int, Mapping[Size, float]]) -> dict[int, float]:
     }
 
 
-def _laid_open(layer: LayerRecord, plan: Plan) -> JSON:
+def _as_output(layer: LayerRecord, plan: Plan) -> JSON:
     """A layer as ``--json`` prints it, with ``kept``: the experts that stay."""
     decided = plan.layers.get(layer.index)
     kept = {"kept": decided.experts.tolist()} if isinstance(decided, SlimmedLayer) else {}
