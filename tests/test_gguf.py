@@ -659,7 +659,7 @@ def test_only_choosing_types_takes_the_model_in_memory(rounding, tmp_path, monke
     whole.uniform(file, "iq2_xxs")
     assert {"blk.0.attn_q.weight", "blk.1.ffn_down.weight"} <= {*whole.weights}
     assert "iq2_xxs" in types_of(file)
-    with pytest.raises(MoesaicError, match="in memory three times in float32"):
+    with pytest.raises(MoesaicError, match="in memory four times in float32"):
         whole.best(
             ["q8_0"], whole.layout.size(dict.fromkeys(whole.layout.rounded.values(), "q8_0"))
         )

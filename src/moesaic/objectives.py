@@ -120,6 +120,16 @@ def next_token_loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
 
 
+def predicted(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
+    """Log-probabilities of the next token (T, V), float32, where it has a label."""
+    return logits_BLV[:, :-1][labels_BL[:, 1:] != IGNORED].float().log_softmax(-1)
+
+
+def divergence(p_TV: Tensor, q_TV: Tensor) -> Tensor:
+    """Sum over tokens of KL(p || q), of log-probabilities."""
+    return F.kl_div(q_TV, p_TV, reduction="sum", log_target=True)
+
+
 def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     """Sum of KL(teacher || student) of the next token, over the tokens that have a label.
 
@@ -127,11 +137,8 @@ def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tenso
     >>> distillation_loss(logits, logits, torch.tensor([[1, 2, 3]])).item()
     0.0
     """
-    valid = labels_BL[:, 1:] != IGNORED
-    student, teacher = (
-        x[:, :-1][valid].float().log_softmax(-1) for x in (student_BLV, teacher_BLV)
-    )
-    return F.kl_div(student, teacher, reduction="sum", log_target=True)
+    student, teacher = (predicted(x, labels_BL) for x in (student_BLV, teacher_BLV))
+    return divergence(teacher, student)
 
 
 class Distillation(Objective):

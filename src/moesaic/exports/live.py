@@ -23,7 +23,7 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.exports.importance import importance, names_in
 from moesaic.exports.mixed import OUTSIDE, WINDOWS, Layout, Sensitivities, group_of, tensor_types
-from moesaic.exports.quantiser import rounded_rows
+from moesaic.exports.quantiser import Held, held_rows, values_of
 from moesaic.foreign import Model, Track, silent
 from moesaic.io.source import Source
 from moesaic.metrics.forward import Layerwise, Whole
@@ -62,6 +62,8 @@ class Live:
         self.tokens, self.track = tokens, track
         self.windows = tokens.rows(slice(WINDOWS))
         """The text by which types are chosen."""
+        self._held: dict[tuple[str, str], Held] = {}
+        """By llama.cpp's name and type the bytes of matrices that were rounded before."""
 
     @cached_property
     def model(self) -> Model:
@@ -70,10 +72,10 @@ class Live:
         Raises:
             MoesaicError: with what it is rounded from and to it does not fit into memory.
         """
-        need = 12 * sum(tensor.weights for tensor in self.layout.tensors.values())
+        need = 16 * sum(tensor.weights for tensor in self.layout.tensors.values())
         if need > free_bytes("cpu"):
             raise MoesaicError(
-                f"memory: types are chosen of a model that is in memory three times in float32, "
+                f"memory: types are chosen of a model that is in memory four times in float32, "
                 f"{need:,} bytes; give a type instead."
             )
         return self.source.load("cpu", torch.float32)
@@ -154,9 +156,11 @@ class Live:
 
     def _rounded(self, name: str, type: str) -> Tensor:
         """A matrix's values in a file where a type is asked for."""
-        weights = self.weights.get(name)
+        weights, original = self.weights.get(name), self.originals[name]
         type = self.layout.tensors[name].as_type(type, weights is not None).type
-        return rounded_rows(self.originals[name], type, weights)
+        if (name, type) not in self._held:
+            self._held[name, type] = held_rows(original, type, weights)
+        return values_of(self._held[name, type], type).view(original.shape)
 
     def loss(self, types: Types) -> float:
         """KL from the model with some groups rounded, the others as they are: nats a token."""

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,8 @@ NARROW = "q2_k"
 """The narrowest type that needs no text to round by."""
 OTHERS = "q8_0"
 """The type of tensors of which none is said, where it is said of some."""
-
-
+Held: TypeAlias = "npt.NDArray[np.uint8]"
+"""Rows as they are in a file."""
 FALLBACK = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """What llama.cpp takes where blocks of 256 do not divide a row; of the iq types ``LEFT``."""
 LEFT, WHOLE = "iq4_nl", "f32"
@@ -67,27 +68,14 @@ class Rounded:
         return replace(self, type="f16" if self.shape[0] % _block(type)[0] else type)
 
 
-@torch.no_grad()
-def rounded_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> Tensor:
-    """The values that a file holds of a matrix, by ggml's own quantiser.
+def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> Held:
+    """The bytes of a matrix in a file, row by row, by ggml's own quantiser.
 
     Args:
-        matrix: float32, of rows (R, I), or several of them (E, R, I).
+        matrix: of rows (R, I), or several of them (E, R, I).
         type: of a tensor, whose blocks divide the rows.
         weights: of the inputs (I), or of each matrix's (E, I); by default all weigh the same.
-
-    Returns:
-        float32, of the matrix's shape.
     """
-    from gguf import GGMLQuantizationType, quants
-
-    kind = GGMLQuantizationType[type.upper()]
-    values = quants.dequantize(held_rows(matrix, type, weights), kind)
-    return torch.from_numpy(values).view(matrix.shape)
-
-
-def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> npt.NDArray[np.uint8]:
-    """The bytes of a matrix in a file, row by row; the arguments are :func:`rounded_rows`'s."""
     from gguf import GGMLQuantizationType
 
     library()
@@ -113,6 +101,13 @@ def held_rows(matrix: Tensor, type: str, weights: Tensor | None = None) -> npt.N
             None if mean_I is None else mean_I.ctypes.data_as(floats),
         )
     return held.reshape(experts * rows, -1)
+
+
+def values_of(held: Held, type: str) -> Tensor:
+    """The values of rows whose bytes are held, in float32."""
+    from gguf import GGMLQuantizationType, quants
+
+    return torch.from_numpy(quants.dequantize(held, GGMLQuantizationType[type.upper()]))
 
 
 def bits(type: str) -> float:

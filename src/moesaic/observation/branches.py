@@ -17,7 +17,7 @@ from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
 from moesaic.foreign import Track, silent
 from moesaic.layers.base import LayerPlan
-from moesaic.objectives import distillation_loss, predicting
+from moesaic.objectives import divergence, predicted
 from moesaic.observation.backward import labels_of
 from moesaic.observation.stream import LayerStream, Spill
 from moesaic.surgery import applied
@@ -93,36 +93,19 @@ def divergences(
     """
     first: list[Change] = [] if original else [{}]
     finals = branches(stream, [*first, *changes], track)
-    reference = None if original else finals[0]
+    batches, sums, count = stream.batches, [0.0] * len(changes), 0
     try:
-        return [_divergence(stream, final, reference, original) for final in finals[len(first) :]]
+        with stream.headed(logits=True) as finish:
+            ours = ((finish(*pair), pair[0]) for pair in zip(batches, finals[0], strict=True))
+            references = original(batches) if original else ours
+            for n, (logits, batch) in enumerate(references):
+                labels = labels_of(batch).to(logits.device)
+                p_TV = predicted(logits, labels)
+                count += len(p_TV)
+                for change, final in enumerate(finals[len(first) :]):
+                    q_TV = predicted(finish(batch, final[n]), labels)
+                    sums[change] += divergence(p_TV, q_TV).item()
+        return [total / max(1, count) for total in sums]
     finally:
         for spill in finals:
             spill.clear()
-
-
-def _divergence(
-    stream: LayerStream[object], final: Spill, reference: Spill | None, original: Original | None
-) -> float:
-    total, count = 0.0, 0
-    for reference_logits, logits, batch in _logits(stream, final, reference, original):
-        labels = labels_of(batch).to(logits.device)
-        total += distillation_loss(logits, reference_logits, labels).item()
-        count += int(predicting(labels).sum())
-    return total / max(1, count)
-
-
-def _logits(
-    stream: LayerStream[object], final: Spill, reference: Spill | None, original: Original | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, Tokens]]:
-    """By batch the original's and a change's logits (B, L, V), and the tokens."""
-    if reference is not None:
-        pairs = map(torch.cat, zip(reference, final, strict=True))
-        for both, batch in stream.heads(pairs, logits=True):
-            theirs, ours = both.chunk(2)
-            yield theirs, ours, batch
-    elif original is not None:
-        references = original(stream.batches)
-        heads = stream.heads(final, logits=True)
-        for (theirs, _), (ours, batch) in zip(references, heads, strict=True):
-            yield theirs, ours, batch

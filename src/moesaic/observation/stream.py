@@ -461,29 +461,44 @@ class LayerStream(Generic[V_co]):
                 yield Block(i, self.arch.layers(self.model)[i], kwargs, carried)
 
     @torch.no_grad()
+    @contextmanager
+    def headed(
+        self, logits: bool = False, gradients: bool = False
+    ) -> Iterator[Callable[[Tokens, Tensor], Tensor]]:
+        """Inside, what the model makes of the last layer's output: its final norm, or its logits.
+
+        Args:
+            logits: through the head as well.
+            gradients: so that gradients with respect to the output can be taken.
+
+        Yields:
+            a function of a batch and what the last layer makes of it (B, L, D), which returns
+            (B, L, D) or (B, L, vocabulary).
+        """
+
+        def finish(batch: Tokens, last: Tensor) -> Tensor:
+            def replay(_: int, states: Tensor, options: JSON) -> Tensor:
+                return last.to(states.device)
+
+            with self._replaced(replay), torch.set_grad_enabled(gradients):
+                return self._run(self.model if logits else self._body, batch)[0]
+
+        with self._open_rest(), self._open_head() if logits else nullcontext():
+            yield finish
+
     def heads(
         self, states: Iterable[Tensor], logits: bool = False, gradients: bool = False
     ) -> Iterator[tuple[Tensor, Tokens]]:
-        """What the model makes of the last layer's output: its final norm, or its logits.
+        """What :meth:`headed` makes of all batches, with their tokens.
 
         Args:
             states: the last layer's hidden states (B, L, D), one entry a batch.
-            logits: through the head as well.
-            gradients: so that gradients with respect to ``states`` can be taken.
-
-        Yields:
-            (B, L, D) or (B, L, vocabulary), and the batch's tokens.
+            logits: as for :meth:`headed`.
+            gradients: as for :meth:`headed`.
         """
-        with self._open_rest(), self._open_head() if logits else nullcontext():
+        with self.headed(logits, gradients) as finish:
             for batch, last in zip(self._batches, states, strict=True):
-
-                def replay(_: int, states: Tensor, options: JSON, last: Tensor = last) -> Tensor:
-                    return last.to(states.device)
-
-                with self._replaced(replay), torch.set_grad_enabled(gradients):
-                    run = self.model if logits else self._body
-                    result = self._run(run, batch)[0]
-                yield result, batch
+                yield finish(batch, last), batch
 
     def _valid(self, states: Spill) -> Iterator[Tensor]:
         return (valid(s, mask) for s, mask in zip(states, self.masks(), strict=True))
