@@ -77,6 +77,10 @@ def test_generate(command, carved_folder):
     code, out, _ = command("generate", carved_folder, "The people", "--new-tokens", 4, "--json")
     assert code == 0
     assert json.loads(out)["prompt"] == "The people"
+    prompt = ":heart: \x1b[31m" + "long " * 30
+    code, out, _ = command("generate", carved_folder, prompt, "--new-tokens", 4)
+    assert code == 0
+    assert out.startswith(prompt.replace("\x1b", "\N{REPLACEMENT CHARACTER}")), "as it was given"
 
 
 def test_apply_and_report(command, carved_folder, llama_folder, tmp_path):
@@ -315,6 +319,7 @@ LATER = [
     (["carve", "MODEL", "OUT", "--samples", "100000"], "--samples"),
     (["carve", "DONE", "OUT", "--method", "more"], "already carved"),
     (["eval", "some/model"], "could not be fetched"),
+    (["generate", "tiny-moe", "hi", "--chat"], "--chat: this model has no chat template"),
     (["prune", "MIXTURE", "OUT", "--keep", "1"], "needs at least 2"),
     (["prune", "MIXTURE", "OUT", "--keep", "6", "--stats", "nowhere"], "No statistics at"),
     (["prune", "MIXTURE", "OUT", "--keep", "6", "--calibration", "code=0"], "not a mix"),
@@ -671,6 +676,10 @@ def test_figures_of_the_passing_items_are_drawn_under_the_bar(monkeypatch):
     told = Console(record=True, width=100, file=io.StringIO())
     monkeypatch.setattr(bars, "err_console", told)
     steps = [Figures(loss=float(n), union=0.0) for n in range(8, 0, -1)]
+    monkeypatch.setattr("moesaic.distributed.process", lambda: (1, 2))
+    assert list(bars.bars(steps, "Training", 8)) == steps
+    assert told.export_text() == "", "the first of several processes draws for all"
+    monkeypatch.setattr("moesaic.distributed.process", lambda: (0, 2))
     assert list(bars.bars(steps, "Training", 8)) == steps
     drawn = told.export_text()
     assert "Training" in drawn

@@ -30,7 +30,8 @@ from moesaic.methods.dsmoe.gates import SparseObjective, imbalance, sparsity
 from moesaic.methods.dsmoe.method import DSMoE
 from moesaic.metrics.score import score
 from moesaic.nn import CarvedFFN
-from moesaic.recipe import parse_recipe
+from moesaic.pipeline import run_recipe
+from moesaic.recipe import Recipe, parse_recipe
 from moesaic.surgery import apply_plan, base_shape
 
 BLOCKS = 4
@@ -314,6 +315,24 @@ def test_a_killed_run_goes_on_from_its_checkpoint(
         assert ours == pytest.approx(theirs)
     for name, tensor in whole.model.state_dict().items():
         assert torch.allclose(tensor, resumed.model.state_dict()[name], atol=1e-6), name
+
+
+def interrupting(items: Any, label: str, total: int | None = None) -> Any:
+    if label == "Training":
+        raise KeyboardInterrupt
+    return items
+
+
+def test_training_that_comes_to_nothing_ends_at_once_and_is_not_in_the_way(tmp_path: Path) -> None:
+    few = {"length": 24, "steps": 3, "batch": 2}
+    out = str(tmp_path / "out")
+    diverging = Recipe("tiny-dense", out, (DSMoEConfig(lr=1e30, **few),), evaluation=None)
+    with pytest.raises(MoesaicError, match=r"lr 1e\+30 is too high: the (loss|gradient) of step"):
+        run_recipe(diverging)
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(Recipe("tiny-dense", out, (DSMoEConfig(**few),)), track=interrupting)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_everything_trains_and_the_callers_model_does_not() -> None:

@@ -19,7 +19,7 @@ from moesaic.io.source import resolve
 from moesaic.metrics import evaluate as evaluating
 from moesaic.metrics import tasks as tasking
 from moesaic.metrics.forward import Layerwise, Whole
-from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generations
+from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generate, generations
 from moesaic.metrics.score import kl, score, scores
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import parse_recipe
@@ -241,6 +241,13 @@ def test_generations_are_the_same_again_and_leave_random_numbers_alone(llama_fol
     assert generations(model, tokenizer, new_tokens=20) == first
     assert list(first) == [f"{t:g}" for t in TEMPERATURES]
     assert all(found["n"] == len(PROMPTS) for found in first.values())
+
+
+def test_greedy_is_greedy_whatever_the_models_own_config_says(llama_folder, tokenizer):
+    model = resolve(str(llama_folder)).load()
+    found = generate(model, tokenizer, "The people", 12)
+    model.generation_config.repetition_penalty, model.generation_config.num_beams = 9.0, 2
+    assert generate(model, tokenizer, "The people", 12) == found
 
 
 def test_a_model_that_says_one_word_loops(llama_folder, tokenizer):

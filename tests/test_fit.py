@@ -537,6 +537,19 @@ def test_what_was_tried_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.M
     assert len(kept[0].steps) == 1
 
 
+def test_a_search_goes_on_with_its_own_text_alone(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    recipe = recipe_of(tmp_path / "out")
+    recipe = replace(recipe, calibration=replace(recipe.calibration, source=str(text)))
+    config = FitConfig(memory=int(0.8 * ORIGINAL.bytes), windows=4)
+    text.write_text("\n\n".join(f"Chapter {n} tells of {n} ships." for n in range(400)))
+    run.opened(recipe, config)
+    run.opened(recipe, config, resume=True)
+    text.write_text(text.read_text().replace("ships", "sheep"))
+    with pytest.raises(MoesaicError, match="text was"):
+        run.opened(recipe, config, resume=True)
+
+
 def test_a_killed_search_resumes_to_the_same_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,8 @@ class Hub(BaseHTTPRequestHandler):
                 if operation["key"] == "file":
                     value = operation["value"]
                     self.repos[name][value["path"]] = base64.b64decode(value["content"])
+                elif operation["key"] == "deletedFile":
+                    del self.repos[name][operation["value"]["path"]]
             url = f"{constants.ENDPOINT}/{name}/commit/{COMMIT}"
             self.say({"commitUrl": url, "commitOid": COMMIT})
         else:
@@ -203,9 +205,11 @@ def test_a_result_is_pushed_whole(hub: dict[str, dict[str, bytes]], tmp_path: Pa
     out = tmp_path / "out"
     verb, model, *options = PRUNE
     done(verb, model, str(out), *options)
+    shards = ("model-00001-of-00002.safetensors", "model.safetensors.index.json")
+    hub["me/whole"] = dict.fromkeys([*shards, "notes.md"], b"of an earlier result")
     assert moesaic.push(out, "whole").endswith("/me/whole")
     files = hub["me/whole"]
-    assert files.keys() == inside(out)
+    assert files.keys() == {*inside(out), "notes.md"}
     assert files["model.safetensors"] == (out / "model.safetensors").read_bytes()
     assert "from_pretrained('me/whole')" in files["README.md"].decode()
     with pytest.raises(MoesaicError, match="is not a result of ours"):

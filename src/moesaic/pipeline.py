@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -29,7 +29,15 @@ from moesaic.io.layout import (
     anywhere,
     our_folder,
 )
-from moesaic.io.outputs import alone, check_out, marked, unfinished, whole_folder
+from moesaic.io.outputs import (
+    alone,
+    check_out,
+    discard,
+    marked,
+    unfinished,
+    whole_file,
+    whole_folder,
+)
 from moesaic.io.source import Source, from_hub, resolve
 from moesaic.log import Log
 from moesaic.methods import VERBS, implementation
@@ -141,7 +149,14 @@ def run_recipe(
     wait_for_all()  # all have found the place free before the first one takes it
     log, first = log or Log(track), process()[0] == 0
     with alone(Path(recipe.out)) if first else nullcontext(), log.listening():
-        return _run(recipe, overwrite, resume, findings or {}, more, log, checked)
+        try:
+            return _run(recipe, overwrite, resume, findings or {}, more, log, checked)
+        except (MoesaicError, KeyboardInterrupt):
+            work = unfinished(recipe.out)
+            if first and not any(work.rglob("*.safetensors")):  # nothing that could be resumed
+                with suppress(MoesaicError):
+                    discard(work)
+            raise
 
 
 def _run(
@@ -228,7 +243,8 @@ def _keep(result: Result, folder: Path) -> None:
             return
     result.save(folder, overwrite=True)
     saved = {**identity, "saved": resolve(str(folder)).fingerprint}
-    note.write_text(json.dumps(saved), "utf-8")
+    with whole_file(note) as partial:
+        partial.write_text(json.dumps(saved), "utf-8")
 
 
 def describe(record: Record, recipe: Recipe, folder: Path) -> None:

@@ -14,6 +14,8 @@ from moesaic.record import Record
 
 PATCH = (*PLAN_FILES, RECORD, RECIPE, PAGE, PICTURE)
 """Files of a result that rebuild it and say what it is, beside its card."""
+WEIGHTS = ("model.safetensors*", "model-*-of-*.safetensors")
+"""Files of an earlier result in the repository, which would be loaded beside a new one's."""
 
 
 def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
@@ -51,6 +53,7 @@ def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
             "last was trained. Push it whole."
         )
     patterns = anywhere(*PATCH) if plan_only else None
+    replaced = None if plan_only else [*WEIGHTS]
     hub = HfApi()
     try:
         repo = hub.create_repo(repo, exist_ok=True).repo_id
@@ -67,6 +70,7 @@ def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
             folder_path=folder,
             allow_patterns=patterns,
             ignore_patterns=[CARD],
+            delete_patterns=replaced,
             commit_message=title,
         )
     except (HfHubHTTPError, OSError, ValueError, RuntimeError) as error:

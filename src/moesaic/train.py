@@ -8,6 +8,7 @@ accumulation step they fall to, so two processes give the losses of one with the
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -79,6 +80,12 @@ class _Loop(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def log(self, logs: dict[str, float], *rest: object, **options: object) -> None:
+        for what, name in (("loss", "loss"), ("gradient", "grad_norm")):
+            if not math.isfinite(logs.get(name, 0.0)):
+                raise MoesaicError(
+                    f"lr {self.args.learning_rate:g} is too high: the {what} of step "
+                    f"{self.state.global_step} is not a number. Lower it, or warm up longer."
+                )
         if self.objective is not None and self._sums is not None and "loss" in logs:
             names, sums = zip(*self._sums.items(), strict=True)
             reduced = self.accelerator.reduce(torch.stack([s.double() for s in sums]), "sum")

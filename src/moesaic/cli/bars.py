@@ -23,14 +23,19 @@ from rich.text import Text
 from moesaic.foreign import Figures
 
 T = TypeVar("T")
-console = Console(markup=False)
-err_console = Console(stderr=True, markup=False)
-"""Brackets in a name are no markup."""
+console = Console(markup=False, emoji=False)
+err_console = Console(stderr=True, markup=False, emoji=False)
+"""Brackets in a name are no markup, and colons no emoji."""
 
 
 def bars(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Draw a bar with the time left on stderr while the items pass; none where there are none."""
-    if total == 0:
+    """Draw a bar with the time left on stderr while the items pass; none where there are none.
+
+    Of several processes the first draws for all.
+    """
+    from moesaic.distributed import process  # imports torch, as whoever has items to pass did
+
+    if total == 0 or process()[0]:
         yield from items
         return
     columns = (

@@ -67,14 +67,12 @@ def evaluate(
     from moesaic.cli.bars import bars
     from moesaic.distributed import process
     from moesaic.estimates import notice_of_scoring
-    from moesaic.foreign import silent
     from moesaic.metrics.evaluate import evaluate
 
-    track = silent if process()[0] else bars
     if not process()[0]:
         names = [model] if against is None else [model, against]
         tell(notice_of_scoring(names, evaluation, **where, mtp=mtp))
-    result = evaluate(model, against=against, mtp=mtp, **settings, track=track).as_json()
+    result = evaluate(model, against=against, mtp=mtp, **settings, track=bars).as_json()
     if process()[0]:  # the first process tells what all have found
         return
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
@@ -194,17 +192,20 @@ def generate(
         raise MoesaicError("The prompt is empty.")
     check_name(model)
     where = place(options)
+    from rich.text import Text
+
     from moesaic.cli.bars import console
     from moesaic.io.source import resolve
     from moesaic.metrics.generations import generate
+    from moesaic.report.numbers import printable
 
     source = resolve(model)
     text = generate(source.load(**where), source.tokenizer, prompt, new_tokens, chat)
     if as_json:
         emit(True, {"prompt": prompt, "text": text}, None)
     else:
-        console.print(prompt, style="dim", end="\n" if chat else "")
-        console.print(text)
+        asked = (printable(prompt) + ("\n" if chat else ""), "dim")
+        console.print(Text.assemble(asked, printable(text)), soft_wrap=True)
 
 
 def commands() -> None:

@@ -101,6 +101,7 @@ def opened(
         "weights": search.source.fingerprint,
         "calibration": asdict(search.recipe.calibration),
         "windows": config.windows,
+        "text": [tokens.fingerprint for tokens in search.texts.both],
         "dtype": recipe.dtype,
     }
     Progress(work, request).begin()

@@ -32,6 +32,8 @@ PROMPTS = (
 """Beginnings of prose, instructions, reference, dialogue and code; our own."""
 TEMPERATURES = (0.0, 0.7, 1.0)
 """Greedy, and two at which tokens are drawn from all of the distribution."""
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
+"""Whatever a model's own generation config says."""
 NEW_TOKENS = 128
 REPEATS, LEAST = 3, 16
 """A loop comes at least so many times at the end, and fills at least so many tokens."""
@@ -124,8 +126,7 @@ def _continued(
         attention_mask=mask.to(model.device),
         max_new_tokens=new_tokens,
         pad_token_id=filling,
-        repetition_penalty=1.0,
-        **(sampling if temperature else {"do_sample": False}),
+        **{**GREEDY, **(sampling if temperature else {})},
     )
     return [_until(row[longest:].tolist(), stops) for row in out]
 
@@ -150,9 +151,11 @@ def generate(
         chat: put the prompt as a user's turn into the tokenizer's chat template.
 
     Raises:
-        MoesaicError: the prompt is empty.
+        MoesaicError: the prompt is empty, or the tokenizer has no chat template.
     """
     if chat:
+        if not getattr(tokenizer, "chat_template", None):
+            raise MoesaicError("chat: this model has no chat template; leave it out.")
         turns = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(
             turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -167,7 +170,7 @@ def generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
-        do_sample=False,
         pad_token_id=padding,
+        **GREEDY,
     )
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
