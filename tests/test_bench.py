@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from moesaic import bench
 from moesaic.errors import MoesaicError
 from moesaic.io.source import resolve
+from moesaic.metrics.bench import _prompt
 from moesaic.metrics.llamacpp import gguf_parameters
 from moesaic.metrics.speed import Speed, Timing, against, interleaved
 from moesaic.report import speed_words
@@ -74,6 +76,13 @@ def test_bench_on_the_command_line(command, carved_folder, llama_folder):
     assert low <= record["first_token_seconds"] <= high
     code, out, _ = command("bench", carved_folder, "--engine", "vllm")
     assert code == 2
+
+
+def test_every_model_knows_the_tokens_that_it_is_timed_on(llama_folder):
+    first = resolve(str(llama_folder))
+    small = SimpleNamespace(config=SimpleNamespace(vocab_size=7))
+    assert _prompt({"model": first}, 64).max() >= 7
+    assert _prompt({"model": first, "against": small}, 64).max() < 7
 
 
 def test_llamacpp_that_is_not_there(monkeypatch, tmp_path):

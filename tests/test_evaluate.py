@@ -17,10 +17,11 @@ from moesaic.data.questions import Question, context, read_questions, wanted_tas
 from moesaic.data.text import Tokens, evaluation_tokens
 from moesaic.io.source import resolve
 from moesaic.metrics import evaluate as evaluating
+from moesaic.metrics import measure as measuring
 from moesaic.metrics import tasks as tasking
 from moesaic.metrics.forward import Layerwise, Whole
 from moesaic.metrics.generations import PROMPTS, TEMPERATURES, generate, generations
-from moesaic.metrics.score import kl, score, scores
+from moesaic.metrics.score import _mean, kl, score, scores
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import parse_recipe
 from moesaic.report import numbers, tables
@@ -331,6 +332,26 @@ def test_what_does_not_fit_is_read_layer_by_layer(
     model = AutoModelForCausalLM.from_pretrained(carved_folder)
     with pytest.raises(MoesaicError, match="stream reads models from disk"):
         moesaic.evaluate(model, data=Tokens(torch.ones(2, 8, dtype=torch.int64)), stream=True)
+
+
+def test_what_there_was_no_room_for_is_said(llama_folder, tmp_path, monkeypatch):
+    for module in (evaluating, measuring):
+        monkeypatch.setattr(module, "have_room", lambda *_: False)
+    given = {
+        "model": str(llama_folder),
+        "out": str(tmp_path / "out"),
+        "calibration": {"samples": 4, "length": 32},
+        "evaluation": {"length": 32, "max_tokens": 320},
+        "steps": [{"carve": {"method": "wina", "active": 0.5}}],
+    }
+    record = run_recipe(parse_recipe(json.dumps(given)))
+    assert "speed" not in record.measured
+    assert "continuations, speed, comparisons" in " ".join(record.log["warnings"])
+
+
+def test_a_perplexity_beyond_float_is_a_number_that_json_has():
+    far, _ = _mean(torch.tensor([4000.0]), torch.tensor([4]))
+    assert 1e300 < far < math.inf
 
 
 SHARED = """

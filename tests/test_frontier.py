@@ -113,6 +113,8 @@ def test_a_plane_puts_points_where_they_belong():
     assert not flat.log
     assert flat.at(0, 0)[1] == bottom  # nothing lies below 0
     assert plane.levels() == [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0]
+    tiny = Plane([(0.0, 2e-6), (1.0, 3e-5)], BOX)
+    assert tiny.levels() == pytest.approx([2e-6, 5e-6, 1e-5, 2e-5])
 
 
 def test_what_a_search_tried_is_drawn():

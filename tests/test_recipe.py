@@ -125,6 +125,7 @@ def test_overrides():
         ),
         (TEXT.replace("0.7", "much"), r"steps\.0\.carve\.active: .*number"),
         (TEXT.replace("active: 0.7", "method: moe"), "unknown method 'moe'; known: wina"),
+        (TEXT.replace("active: 0.7", "recipe: [best]"), "unknown recipe"),
         (TEXT.replace("active: 0.7", "variant: best"), r"variant: .*'full', 'backbone'.*'best'"),
     ],
 )

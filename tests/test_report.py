@@ -280,6 +280,19 @@ def test_tokens_carry_their_petal_in_every_layer():
     assert '">   </span>' in text
 
 
+def test_a_token_that_ran_no_expert_has_none():
+    """Of 36 experts the number that stands for none takes two digits."""
+    for petals, code in ((4, "4"), (36, "10")):
+        record = make(petals=petals)
+        (sample,) = record.measured["samples"]
+        sample["experts"] = {i: [petals, *chosen[1:]] for i, chosen in sample["experts"].items()}
+        page = Page(report.html([record]))
+        (data,) = [a["data-experts"] for a in page.all("p", "text")]
+        assert all(layer.startswith(code) for layer in data.split())
+        assert page.all("span", f"p{petals}")
+        assert not page.all("button", f"p{petals}")
+
+
 def test_everything_is_escaped():
     record = with_step(make(), told=EVIL, title=EVIL, label=EVIL, paper=EVIL, beyond=(EVIL,))
     record.model = record.moesaic = EVIL

@@ -440,6 +440,11 @@ def test_what_a_verb_cannot_take_is_refused(moe_folder, llama_folder, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_options_stand_beside_a_calibration():
+    given = RunArgs.of("tiny-moe", calibration=Calibration(length=8), samples=5)
+    assert given.calibration == Calibration(length=8, samples=5)
+
+
 @pytest.mark.parametrize(
     ("model", "config", "options", "words"),
     [

@@ -195,6 +195,11 @@ def test_company_is_half_of_the_processors(load, said, monkeypatch):
     assert ("busy" in console.file.getvalue()) == said
 
 
+def test_a_model_beside_itself_has_two_columns():
+    assert measure.beside("a", "b") == "b"
+    assert measure.beside("a", "a") == "a, again"
+
+
 def test_tasks_and_generations_have_their_own_titles():
     of = {"perplexity": 2.0, "tasks": {"arc": {"acc": 0.5}}, "generations": {"0.7": {"loops": 0.1}}}
     text = shown(measure.score_tables({"m": of}, 100))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from textwrap import fill, indent
 from types import NoneType, UnionType
@@ -440,6 +440,8 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if not self.prompt:
+            raise MoesaicError("prompt is empty; give text to continue.")
         for name in self.baselines:
             if name not in ROUNDED:
                 raise MoesaicError(f"baselines {name!r} is none of {', '.join(ROUNDED)}.")
@@ -471,6 +473,8 @@ class Bench:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.type != "f32" and self.engine != "llamacpp":
+            raise MoesaicError(f"type={self.type} is of a GGUF's weights: engine=llamacpp.")
 
 
 @documented
@@ -507,6 +511,11 @@ class ExportArgs:
         check_types("among", self.among)
         if self.memory is not None and self.to != "gguf":
             raise MoesaicError("memory chooses a GGUF's types: to=gguf.")
+        if self.type != "f32" and self.to != "gguf":
+            raise MoesaicError(f"type={self.type} is of a GGUF's weights: to=gguf.")
+        for name in ("calibration", "converter"):
+            if getattr(self, name) and self.to != "gguf":
+                raise MoesaicError(f"{name} is for GGUF files: to=gguf.")
         if self.among and self.memory is None:
             raise MoesaicError(f"among={self.among[0]} needs memory=4MB or the like.")
         if self.among and not {*self.among} - {"f32"}:
@@ -587,7 +596,7 @@ class RunArgs:
         names = {f.name for f in fields(Calibration)} & options.keys()
         settings = {name: options.pop(name) for name in sorted(names)}
         if isinstance(text, Calibration):
-            calibration = text
+            calibration = replace(text, **settings)
         elif isinstance(text, str | Path):
             calibration = Calibration(**{"source": str(text), **settings})
         else:

@@ -690,8 +690,8 @@ def measured(device: str) -> dict[str, float]:
         for _ in range(times):
             start = time.perf_counter()
             run()
-            if device.startswith("cuda"):
-                torch.cuda.synchronize(device)
+            if device != "cpu":
+                torch.accelerator.synchronize(device)
             took.append(time.perf_counter() - start)
         return min(took)
 

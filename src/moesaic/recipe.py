@@ -179,7 +179,7 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
     if options.pop("method", None) is None and bundle is None and "best" in config.bundles:
         bundle = "best"
     if bundle is not None:
-        options = {**_bundle(verb, method, bundle, where), **options}
+        options = {**_bundle(verb, method, str(bundle), where), **options}
     return checked(config, plain_values(config, options), where)
 
 
@@ -214,7 +214,7 @@ def method_of(verb: str, options: JSON) -> str:
     methods = methods_of(verb)
     if "method" in options:
         return str(options["method"])
-    names, bundle = options.keys() - {"recipe"}, options.get("recipe")
+    names, bundle = options.keys() - {"recipe"}, str(options.get("recipe"))
     having = [name for name in methods if bundle in methods[name].bundles]
     candidates = having or list(methods)
     able = [
@@ -240,10 +240,10 @@ def plain_values(config: type[DataclassInstance], options: JSON) -> JSON:
     return values
 
 
-def _bundle(verb: str, method: str, name: object, where: str) -> JSON:
+def _bundle(verb: str, method: str, name: str, where: str) -> JSON:
     """The options that a name stands for."""
     bundles = {other: config.bundles for other, config in methods_of(verb).items()}
-    options = bundles[method].get(str(name))
+    options = bundles[method].get(name)
     if options is not None:
         return dict(options)
     recipes = dict.fromkeys(n for names in bundles.values() for n in names)

@@ -76,8 +76,15 @@ def evaluate(
     if process()[0]:  # the first process tells what all have found
         return
     figures = {**result, "max_tokens": evaluation.max_tokens or None}
-    by_model = {model: result} | ({against: result["against"]} if against else {})
+    by_model = {model: result}
+    if against:
+        by_model[beside(model, against)] = result["against"]
     emit(as_json, figures, score_tables(by_model, evaluation.max_tokens))
+
+
+def beside(model: str, against: str) -> str:
+    """What the second column is called."""
+    return against if against != model else f"{against}, again"
 
 
 TITLES = {"sources": "On ", "tasks": "", "generations": "Generations at temperature "}
@@ -121,7 +128,10 @@ def bench(model: Model, against: Against = None, as_json: AsJson = False, **opti
 
     figures = bench(names, **where, **options, track=bars)
     result = figures["model"] | {k: v for k, v in figures.items() if k != "model"}
-    table = columns({names[key]: figures[key] for key in names})
+    shown = {model: figures["model"]}
+    if against:
+        shown[beside(model, against)] = figures["against"]
+    table = columns(shown)
     sentences = report.speed_words(figures.get("ratio", {}))
     emit(as_json, result, Group(table, *sentences))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import (
@@ -228,6 +229,8 @@ def pairs(arguments: Sequence[str] | None) -> JSON:
 
     >>> pairs(["alpha=0.5", "layers=[1, 2]", "steps=null"])
     {'alpha': '0.5', 'layers': [1, 2], 'steps': None}
+    >>> pairs(["prompt=[INST] hi"])
+    {'prompt': '[INST] hi'}
 
     Raises:
         MoesaicError: one is no such pair.
@@ -237,7 +240,10 @@ def pairs(arguments: Sequence[str] | None) -> JSON:
         key, equals, value = pair.partition("=")
         if not equals:
             raise MoesaicError(f"option {pair!r} is not key=value.")
-        values[key] = yaml.safe_load(value) if re.match(r"\s*[\[{]|null$", value) else value
+        values[key] = value
+        if re.match(r"\s*[\[{]|null$", value):
+            with suppress(yaml.YAMLError):  # text that only begins like a list
+                values[key] = yaml.safe_load(value)
     return values
 
 

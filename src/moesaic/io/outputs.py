@@ -68,9 +68,13 @@ def check_place(out: Path) -> None:
     """Refuse an output that cannot be written where it is to be.
 
     Raises:
-        MoesaicError: it has no name, or what should be the folder around it is a file, or may not
-            be written to.
+        MoesaicError: it has no name, or one that is no UTF-8, or what should be the folder around
+            it is a file, or may not be written to.
     """
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        raise MoesaicError(f"{str(out)!r} cannot be made: its name is no UTF-8.") from None
     if out.name in ("", ".."):
         raise MoesaicError(f"{str(out)!r} cannot be made: give a name that nothing has yet.")
     around = next(place for place in out.absolute().parents if place.exists())

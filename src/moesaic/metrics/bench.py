@@ -15,7 +15,7 @@ from moesaic.data.reader import shipped_texts
 from moesaic.data.text import LENGTH, evaluation_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports.llamacpp import export_gguf
-from moesaic.foreign import JSON, Model, Track, silent
+from moesaic.foreign import JSON, Model, Track, at_home, silent
 from moesaic.io.arithmetic import working_type
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.source import Source, resolve
@@ -55,6 +55,9 @@ def bench(
     """
     settings = Bench(**options)  # type: ignore[arg-type]
     if settings.engine == "llamacpp":
+        for name, given in (("device", device != "cpu"), ("dtype", dtype is not None)):
+            if given:
+                raise MoesaicError(f"{name} is of engine=transformers: leave it out.")
         speeds, figures = _llamacpp(models, settings, track)
     else:
         speeds, figures = _transformers(models, settings, device, dtype, track)
@@ -119,8 +122,10 @@ def _length(settings: Bench, sources: Iterable[Source]) -> int:
 
 
 def _prompt(sources: Mapping[str, Source], length: int) -> torch.Tensor:
+    """The first model's tokens of a text, as numbers that all the models know."""
     first = next(iter(sources.values()))
-    return evaluation_tokens("", first.tokenizer, length, length).input_ids
+    ids = evaluation_tokens("", first.tokenizer, length, length).input_ids
+    return ids % min(source.config.vocab_size for source in sources.values())
 
 
 def _active(model: Model) -> int:
@@ -137,12 +142,14 @@ def _llamacpp(models: Mapping[str, str], settings: Bench, track: Track) -> Measu
     context = length + new_tokens + 1
     with tempfile.TemporaryDirectory(prefix="moesaic-") as place:
         files = {
-            n: _gguf(model, Path(place) / f"{n}.gguf", settings.type) for n, model in models.items()
+            n: _gguf(at_home(model), Path(place) / f"{n}.gguf", settings.type)
+            for n, model in models.items()
         }
         with ExitStack() as opened:
             engines = {n: opened.enter_context(Engine(f, context)) for n, f in files.items()}
             first = next(iter(engines.values()))
             prompt = first.tokens("\n\n".join(shipped_texts("evaluation")), length)
+            prompt %= min(engine.vocabulary for engine in engines.values())
             speeds = interleaved(engines, prompt, new_tokens, rounds, track)
         return speeds, {
             name: {

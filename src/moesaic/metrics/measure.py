@@ -99,6 +99,11 @@ class Measurement:
                 speeds |= self._of_loaded(group)
             self._compared(comparisons)
             self._rounded()
+        else:
+            logger.warning(
+                "There is no room for a whole model in memory: continuations, speed, comparisons "
+                "and rounding are left out."
+            )
         result = self._scores["result"]
         return {
             "evaluation": self._circumstances(),

@@ -32,6 +32,9 @@ from moesaic.metrics.routing import Routing
 from moesaic.metrics.size import model_size
 from moesaic.nn.phase import set_mode
 
+LARGEST = 709.0
+"""Nats a token of the largest perplexity that is told: JSON has no infinity."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -285,7 +288,8 @@ def _scored(batch: Tokens) -> Tensor:
 def _mean(sum_N: Tensor, count_N: Tensor) -> tuple[float, int]:
     """Perplexity, and the tokens that it is of."""
     count = int(count_N.sum())
-    return math.exp(sum_N.sum().item() / max(1, count)), count
+    loss = sum_N.sum().item() / max(1, count)
+    return math.exp(min(loss, LARGEST)), count
 
 
 def _by_part(batch: Tokens, values_TC: Tensor, chosen_NL: Tensor) -> Tensor:

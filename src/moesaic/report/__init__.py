@@ -15,7 +15,6 @@ __all__ = [
     "frontier_picture",
     "html",
     "model_card",
-    "overlap",
     "picture",
     "speed_words",
     "terminal",

@@ -160,7 +160,8 @@ class Plane:
     def levels(self) -> list[float]:
         """Round values on the vertical axis: of a logarithmic one 1, 2 and 5 times powers of 10."""
         if self.log:
-            every = [m * 10.0**e for e in range(-3, 12) for m in (1, 2, 5)]
+            low, high = (math.floor(end / math.log(10)) for end in (self.least, self.most))
+            every = [m * 10.0**e for e in range(low, high + 1) for m in (1, 2, 5)]
             return [v for v in every if self.least <= math.log(v) <= self.most]
         return ticks(self.least, self.most)
 

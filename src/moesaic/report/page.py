@@ -333,14 +333,19 @@ def left(layer: LayerRecord, ratio: str) -> float | None:
 def _samples(record: Record) -> View | None:
     """Sample texts token by token; None where no token was routed.
 
-    An expert is written with as many digits to base 36 as the greatest number needs, by layer.
+    An expert is written with as many digits to base 36 as the greatest number needs, by layer; of
+    a token that ran none it is the number of experts, the most of all layers.
     """
     count = read.most_experts(record)
-    digits = 1 if count <= 36 else math.ceil(math.log(count, 36))
+    routed = {layer.index: layer.experts for layer in record.layers if layer.experts}
+    digits = 1 if count < 36 else math.ceil(math.log(count + 1, 36))
     samples = []
     numbers: list[int] = []
     for sample in record.measured.get("samples") or ():
-        experts = dict(by_layer(sample.get("experts") or {}))
+        experts = {
+            i: [j if j < routed.get(i, count) else count for j in chosen]
+            for i, chosen in by_layer(sample.get("experts") or {})
+        }
         if not experts:
             continue
         numbers = numbers or list(experts)

@@ -14,7 +14,7 @@ for (const section of document.querySelectorAll("section.tokens")) {
     for (const { spans, experts } of texts) spans.forEach((span, i) => {
       const petal = parseInt(experts[at].substr(i * digits, digits), 36);
       span.className = "p" + petal + (only !== null && petal !== only ? " off" : "");
-      span.title = unit + " " + petal + ", layer " + layer;
+      span.title = (petal < section.dataset.petals ? unit + " " + petal : "no " + unit) + ", layer " + layer;
     });
     buttons.forEach((button, i) => button.setAttribute("aria-pressed", i === only));
   };
