@@ -300,7 +300,7 @@ AT_ONCE = [
     (["eval", "MODEL", "--length", "1"], "--length 1"),
     (["eval", "MODEL", "--draw", "x.svg"], "--draw"),
     (["eval", "MODEL", "--tasks", "none.jsonl"], "--tasks: no file"),
-    (["eval", "MODEL", "--shots", "1"], "--shots 1 is of tasks"),
+    (["eval", "MODEL", "--shots", "1"], "--shots 1 needs tasks"),
     (["bench", "MODEL", "--engine", "steam"], "--engine 'steam'"),
     (["export", "MODEL", "OUT", "--to", "paper"], "--to 'paper'"),
     (["export", "MODEL", "OUT", "--memory", "3MB"], "--to gguf"),

@@ -59,8 +59,8 @@ def test_missing_file(name):
 
 
 def test_broken_file(tmp_path):
-    (tmp_path / "a.jsonl").write_text("{nope")
-    with pytest.raises(MoesaicError, match=r"cannot be read as \.jsonl"):
+    (tmp_path / "a.jsonl").write_text('{"text": "whole"}\n\n{nope\n')
+    with pytest.raises(MoesaicError, match=r"a\.jsonl cannot be read as \.jsonl: line 3: Expect"):
         documents(str(tmp_path / "a.jsonl"))
 
 
@@ -91,8 +91,10 @@ def test_calibration_is_drawn_without_replacement_and_seeded(tokenizer):
 def test_too_little_text_says_how_much_there_is(tokenizer):
     with pytest.raises(MoesaicError, match=r"fills \d windows of 8 tokens.*pass samples=\d"):
         calibration_tokens(["A short text of a few words only."], tokenizer, 100, 8)
-    with pytest.raises(MoesaicError, match="fills 0 windows.*lower length"):
+    with pytest.raises(MoesaicError, match="length 8: .* shorter than one window; lower it"):
         calibration_tokens([""], tokenizer, 100, 8)
+    with pytest.raises(MoesaicError, match="documents: .* has none"):
+        calibration_tokens(["", " "], tokenizer, 100, 8, documents=True)
     with pytest.raises(MoesaicError, match="shorter than one window"):
         evaluation_tokens([""], tokenizer, 8)
 

@@ -403,7 +403,11 @@ def test_the_original_alone_may_be_best(
     ("model", "options", "said"),
     [
         ("tiny-moe", ["--memory", "3MB", "--type", "q9"], "'q9' is none of f32, f16"),
-        ("tiny-moe", ["--parameters", "4e6", "--type", "q8_0"], "--type needs memory"),
+        (
+            "tiny-moe",
+            ["--parameters", "4e6", "--type", "q8_0"],
+            "--type needs a budget of bytes, such as --memory",
+        ),
         ("tiny-moe", ["--memory", "3MB", "--type", "q8_0"], "convert_hf_to_gguf.py"),
         ("tiny-shared-moe", ["--memory", "3MB", "--type", "q8_0"], "llama.cpp"),
     ],

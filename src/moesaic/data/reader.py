@@ -362,7 +362,12 @@ class Lines(Sequence[Row]):
     def __getitem__(self, index: Any) -> Any:
         start = self._starts[index]
         end = self._bytes.find(b"\n", start)
-        return json.loads(self._bytes[start : None if end < 0 else end])
+        try:
+            return json.loads(self._bytes[start : None if end < 0 else end])
+        except (ValueError, RecursionError) as error:
+            line = self._bytes[:start].count(b"\n") + 1
+            said = getattr(error, "msg", error)  # without a line, which is always the first here
+            raise ValueError(f"line {line}: {said}") from error
 
 
 def _file_rows(path: Path) -> Sequence[Row]:

@@ -102,8 +102,8 @@ class TextSource:
             return int(text) if count is None else min(int(text), count)
         if count is None:
             raise MoesaicError(
-                f"{self}: how many rows there are is not known before all are read; "
-                "say rows instead of per cent."
+                f"{self}: a share in % needs the number of rows, which this source does not tell; "
+                "give numbers of rows instead, such as [5000:] or [:5000]."
             )
         return count * min(100, int(text[:-1])) // 100
 

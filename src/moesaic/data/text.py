@@ -448,6 +448,8 @@ def _documents(rows: Rows, *, tokenizer: Tokenizer, length: int, samples: int, s
     pool = _pool(rows, samples * length, seed, tokenizer)
     texts = [text.removeprefix(start) for text in pool if text.strip()]
     order = torch.randperm(len(texts), generator=_seeded(seed))[:samples].tolist()
+    if not order:
+        raise MoesaicError("documents: the calibration text has none; give text that has some.")
     if len(order) < samples:
         raise MoesaicError(
             f"samples {samples}: the calibration text has {len(order)} documents; give more text, "
@@ -476,11 +478,15 @@ def _drawn_of_file(path: Path, length: int | None, samples: int | None, seed: in
 def _drawn(tokens: Tokens, taken: RowRange, samples: int, length: int, seed: int) -> Tokens:
     """Some of the windows, in a random order."""
     count = len(tokens.input_ids)
+    if not count:
+        raise MoesaicError(
+            f"length {length}: the calibration text is shorter than one window; lower it, or give "
+            "more text."
+        )
     if count < samples:
-        remedy = f"pass samples={count}" if count else "lower length"
         raise MoesaicError(
             f"samples {samples}: the calibration text fills {count} windows of {length} tokens; "
-            f"{remedy}, or give more text."
+            f"pass samples={count}, or give more text."
         )
     chosen = torch.randperm(count, generator=_seeded(seed))[:samples]
     return replace(tokens.rows(chosen), origins=(Origin(taken, samples),))

@@ -45,7 +45,10 @@ class FitConfig:
         check_options(self)
         check_types("types", self.types)
         if self.types and self.memory is None:
-            raise MoesaicError("types needs memory: bytes are what bits save.")
+            raise MoesaicError(
+                "types needs a budget of bytes, such as memory=3MB: what type a file has changes "
+                "its bytes, and no number of parameters."
+            )
         if not any(getattr(self, name) for name in BUDGETS) and self.max_loss is None:
             raise MoesaicError(
                 "Give a budget: memory=9MB, parameters=8e9, active_parameters=3e9 or max_loss=0.05."

@@ -170,8 +170,7 @@ class Costs:
     def _filed(self, steps: Steps, file: ExportArgs) -> _Cost:
         """A result's file: converted and written, read, rounded and written."""
         cost = self._cost(steps)
-        if self.files is None:
-            raise MoesaicError("types are of files.")
+        assert self.files is not None  # whoever looks among files has given them
         memory = self.files.size(cost.built, file)
         # types by layer follow from what the original loses by each, which is measured first
         measured = 0 if steps or file.memory is None else len(file.among or TYPES)

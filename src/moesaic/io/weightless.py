@@ -133,7 +133,10 @@ def _of_hub(name: str, folder: Path) -> Weightless:
 def _written(tensors: Mapping[str, Tensor], folder: Path) -> None:
     size = sum(tensor.nbytes for tensor in tensors.values())
     if size > LARGEST:
-        raise MoesaicError(f"config.json describes weights of {size:,} bytes, which nobody has.")
+        raise MoesaicError(
+            f"config.json describes weights of {size:,} bytes, and {LARGEST:,} are the most: one "
+            "of the sizes in it must be wrong."
+        )
     writer = Outliner(folder)
     for name, tensor in tensors.items():
         writer.add(name, tensor)
