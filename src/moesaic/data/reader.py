@@ -62,7 +62,7 @@ class RowRange:
     """The data set has no split to measure on; these rows are kept from training."""
 
     @property
-    def nobodys(self) -> bool:
+    def never_shared(self) -> bool:
         """Text that ships, of which each use has its own, or that has no name."""
         return self.source in ("", SHIPPED, *DOMAINS, INLINE)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 
 from moesaic.config import about
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON, at_home
+from moesaic.foreign import at_home
 
 DOMAINS = ("prose", "reference", "code")
 """Domains of the text that ships with the package; each can be named instead of a file."""
@@ -187,11 +187,6 @@ def _from_json(spec: str) -> tuple[TextSource, ...]:
     if not sources:
         raise MoesaicError("A list of sources of text names none.")
     return tuple(sources)
-
-
-def plain(source: TextSource) -> JSON:
-    """The fields that say something, for records."""
-    return {k: v for k, v in asdict(source).items() if v not in ("", 1.0)}
 
 
 def read_by(config: object) -> list[str]:

@@ -72,7 +72,7 @@ class Live:
         Raises:
             MoesaicError: with what it is rounded from and to it does not fit into memory.
         """
-        need = 16 * sum(tensor.weights for tensor in self.layout.tensors.values())
+        need = 16 * sum(tensor.numel for tensor in self.layout.tensors.values())
         if need > free_bytes("cpu"):
             raise MoesaicError(
                 f"memory: types are chosen of a model that is in memory four times in float32, "

@@ -29,8 +29,8 @@ OTHERS = "q8_0"
 Held: TypeAlias = "npt.NDArray[np.uint8]"
 """Rows as they are in a file."""
 FALLBACK = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-"""What llama.cpp takes where blocks of 256 do not divide a row; of the iq types ``LEFT``."""
-LEFT, WHOLE = "iq4_nl", "f32"
+"""What llama.cpp takes where blocks of 256 do not divide a row; of the iq types ``IQ_FALLBACK``."""
+IQ_FALLBACK, WHOLE = "iq4_nl", "f32"
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class Rounded:
     """The length of a row first."""
 
     @property
-    def weights(self) -> int:
-        """How many it has."""
+    def numel(self) -> int:
+        """How many weights it has."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
         """What it takes, with what fills it up to the place of the next one."""
         block, size = _block(self.type)
-        return -(-(self.weights // block * size) // ALIGNED) * ALIGNED
+        return -(-(self.numel // block * size) // ALIGNED) * ALIGNED
 
     def as_type(self, type: str, weighed: bool) -> Rounded:
         """What it becomes where a type is asked for.
@@ -64,7 +64,7 @@ class Rounded:
         if by_text(type) and not weighed:
             type = NARROW
         if self.shape[0] % _block(type)[0]:
-            type = FALLBACK.get(type, LEFT if type.startswith("iq") else type)
+            type = FALLBACK.get(type, IQ_FALLBACK if type.startswith("iq") else type)
         return replace(self, type="f16" if self.shape[0] % _block(type)[0] else type)
 
 
@@ -195,5 +195,5 @@ def types_of(file: Path) -> dict[str, int]:
     """How many weights of a GGUF file are in each of llama.cpp's types, the most first."""
     counts: Counter[str] = Counter()
     for tensor in tensors_of(file).values():
-        counts[tensor.type] += tensor.weights
+        counts[tensor.type] += tensor.numel
     return dict(counts.most_common())

@@ -69,7 +69,7 @@ def fit(
                 shutil.rmtree(search.work, ignore_errors=True)
             raise
         except KeyboardInterrupt:
-            search.leave_best(search.recipe)
+            search.leave_best()
             raise
         return carried_out(search, chosen, tried, **again, log=log, tell=tell)
 

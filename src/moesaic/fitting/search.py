@@ -169,13 +169,13 @@ class Search:
             raise MoesaicError(self._out_of_reach(every))
         return unbeaten(self._tried.values(), "memory" if budgets[0].memory else ACTIVE)
 
-    def leave_best(self, recipe: Recipe) -> None:
+    def leave_best(self) -> None:
         """Write the recipe of the best candidate so far, for a search that ends before its end."""
         best = min(self._tried.values(), key=lambda c: c.kl, default=None)
         if best is None or not best.converted or not self.config.sized:
             return
         file = self.work / BEST
-        file.write_text(replace(recipe, steps=best.converted).to_yaml(), "utf-8")
+        file.write_text(replace(self.recipe, steps=best.converted).to_yaml(), "utf-8")
         logging.getLogger(__name__).warning(
             "Of %d candidates %s loses least so far. Its recipe is in %s, for moesaic run; "
             "resume=True continues the search.",

@@ -20,7 +20,7 @@ from moesaic.foreign import Model
 from moesaic.io.source import Source, resolve
 
 
-def taken(model: object) -> Source | Model:
+def source_or_model(model: object) -> Source | Model:
     """What a verb was given as a model: a loaded one itself, or the one of that name.
 
     Raises:

@@ -17,7 +17,7 @@ from moesaic.distributed import gathered, own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model, Tokenizer, Track, Values, give_back, silent
 from moesaic.io.arithmetic import sizes_in, working_type
-from moesaic.io.caller import leaves_untouched, taken
+from moesaic.io.caller import leaves_untouched, source_or_model
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.headers import mapping_of
 from moesaic.io.layout import RECORD, placed
@@ -89,9 +89,9 @@ def evaluate(
         generations=generations,
         stream=stream,
     )
-    models = {"model": taken(model)}
+    models = {"model": source_or_model(model)}
     if against is not None:
-        models["original"] = taken(against)
+        models["original"] = source_or_model(against)
     tokenizer = _tokenizer(models, data, settings, tokenizer)
     tokens = _tokens(models["model"], data, tokenizer, settings)
     for each in models.values():
@@ -138,10 +138,9 @@ class Scored:
     def model(self, name: str) -> Model:
         """One of the models, loaded."""
         run = self.runs[name]
-        return self._whole(run).shape if isinstance(run, Layerwise) else run.shape
-
-    def _whole(self, run: Layerwise) -> Whole:
-        return Whole.of(run.source, self.device, self.dtype)
+        if isinstance(run, Layerwise):
+            run = Whole.of(run.source, self.device, self.dtype)
+        return run.shape
 
 
 def scored(
@@ -299,7 +298,7 @@ def check_unseen(source: Source, tokens: Tokens, data: object) -> None:
     except (ValueError, TypeError, AttributeError, KeyError, MoesaicError):
         return  # it is another version's, or damaged
     for theirs in (origin.taken for origin in tokens.origins):
-        if not theirs.nobodys and any(theirs.meets(ours) for ours in used):
+        if not theirs.never_shared and any(theirs.meets(ours) for ours in used):
             raise MoesaicError(
                 f"{theirs.source} is to be measured on, and {source.name} was calibrated on rows "
                 "of it. Measure on another text, split or slice."

@@ -28,7 +28,7 @@ from moesaic.distributed import own_device, process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Tokenizer, Values
 from moesaic.io.arithmetic import working_type
-from moesaic.io.caller import taken
+from moesaic.io.caller import source_or_model
 from moesaic.io.checkpoint import shape_of
 from moesaic.io.fingerprint import of_model
 from moesaic.io.formats import Format
@@ -69,7 +69,7 @@ class Job(Generic[A_co]):
             self.shape = shape
         self.dtype, self.track = args.dtype, args.track
         model = args.model
-        self.original: Model = taken(model)
+        self.original: Model = source_or_model(model)
         """The caller's model, or the :class:`~moesaic.io.source.Source` to read from disk."""
         self.device = own_device(args.device)
         """Where to compute. A live model that is on an accelerator is not moved."""
