@@ -44,6 +44,7 @@ CASES = {
     "mistral": ("mistral", EQUAL, {}, "granitemoeshared"),
     "granite": ("granite", EQUAL, {}, "granitemoeshared"),
     "biased attention": ("llama", EQUAL, {"attention_bias": True}, "granitemoeshared"),
+    "wide heads": ("llama", EQUAL, {"head_dim": 16}, "granitemoeshared"),
     "qwen2": ("qwen2", EQUAL, {}, "glm4_moe"),
     "qwen3": ("qwen3", EQUAL, {}, "glm4_moe"),
     "last half": ("llama", LAST_HALF, {}, "glm4_moe"),

@@ -621,6 +621,15 @@ def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> No
     assert summary["active"] == pytest.approx(least + 0.01, abs=0.06)
 
 
+def test_a_comparison_out_of_reach_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moesaic.methods.tomoe.method.learn", pytest.fail)
+    config = ToMoEConfig(**{**SHORT, "active": 0.4})
+    with pytest.raises(MoesaicError, match="0.4 is out of reach: .* 8 experts, top-1"):
+        moesaic.carve(tiny_model("llama"), config, calibration=ids(), compare=("more",))
+
+
 def test_a_run_by_recipe_is_measured_and_reported(llama_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     recipe = moesaic.Recipe(

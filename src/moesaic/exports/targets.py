@@ -247,6 +247,7 @@ def _granite_settings(config: Config, sizes: Sizes) -> JSON:
         "shared_intermediate_size": sizes.shared,
         "num_local_experts": sizes.experts,
         "num_experts_per_tok": sizes.top_k,
+        "head_dim": head_dim_of(config),
         "attention_bias": getattr(config, "attention_bias", False),
         "attention_multiplier": getattr(
             config, "attention_multiplier", head_dim_of(config) ** -0.5

@@ -11,8 +11,9 @@ from moesaic.arch.dense import Arch
 from moesaic.errors import MoesaicError
 from moesaic.layers.overlapping import OverlappingLayer
 from moesaic.methods.base import Decision, DenseMethod, Outline, Summary
+from moesaic.methods.budget import layer_sizes
 from moesaic.methods.learning import examples_of, learn, spent
-from moesaic.methods.more.config import MoREConfig
+from moesaic.methods.more.config import MoREConfig, Variant
 from moesaic.methods.more.method import MoRE
 from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.methods.tomoe.decision import (
@@ -56,8 +57,6 @@ class ToMoE(DenseMethod[ToMoEConfig]):
             MoesaicError: the request cannot be met.
         """
         args = job.args
-        for name in args.compare:
-            self.config.compared(name)
         self._check(job)
         job.tokens  # noqa: B018 - what is wrong with the text is said before a model is read
         live = job.live()
@@ -110,7 +109,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
         """The sizes of the layers.
 
         Raises:
-            MoesaicError: the active ratio is out of reach.
+            MoesaicError: the active ratio is out of reach, for the result or a comparison.
         """
         shapes = layer_shapes(job.shape, job.arch)
         least = least_ratio(shapes, self.config.attention)
@@ -121,6 +120,9 @@ class ToMoE(DenseMethod[ToMoEConfig]):
                 f"in every layer and attention {self.config.attention!r} the ratio is "
                 f"{least:.3f}{kept}."
             )
+        for name in job.args.compare:
+            self.config.compared(name)
+            _baseline(name, self.config.active).choose(layer_sizes(job.shape, job.arch))
         return shapes
 
     @torch.no_grad()
@@ -147,8 +149,7 @@ class ToMoE(DenseMethod[ToMoEConfig]):
 
     def _beside(self, job: Job[Arch], name: str, active: float) -> Plan:
         """A comparison, carved at the active ratio that the result came to."""
-        wanted = MoREConfig(active=active, experts=8, layers="all")
-        baseline = MoRE(replace(wanted, variant="static") if name == "static" else wanted)
+        baseline = _baseline(name, active)
         folder = job.args.progress and job.args.progress / name
         args = replace(job.args, text=job.tokens, compare=(), progress=folder)
         plan = baseline.run(Job(args, baseline.find)).plan
@@ -172,6 +173,12 @@ class ToMoE(DenseMethod[ToMoEConfig]):
             f"{runs}, which {hold} the original's neurons, and each token runs one. {attention} "
             f"Experts and routers were trained for {len(training['losses']):,} steps.",
         )
+
+
+def _baseline(name: str, active: float) -> MoRE:
+    """The method that a comparison is made by."""
+    variant: Variant = "static" if name == "static" else "full"
+    return MoRE(MoREConfig(active=active, experts=8, layers="all", variant=variant))
 
 
 def parameters(module: torch.nn.Module) -> int:
