@@ -14,6 +14,7 @@ from builders import VOCAB, converted, loaded, tiny_model, tiny_moe
 from cases import many_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shrunken import small_model
 from torch import nn
 
 import moesaic
@@ -478,6 +479,16 @@ def test_skipping_inside_experts_counts_those_that_a_token_runs():
     before, after = model_size(model), model_size(skipping(model, active=0.75))
     assert after.active_ratio == pytest.approx(0.75 * before.active_ratio, rel=0.01)
     assert after.layers[0].top_k == before.layers[0].top_k
+
+
+def test_experts_that_skip_nothing_are_read_whole():
+    """Those of Nemotron-H have no gates, and are left as they are beside a shared path that skips.
+
+    What is asked for is the mean over both.
+    """
+    model = small_model("nemotron_h")
+    before, after = model_size(model), model_size(skipping(model, active=0.9))
+    assert after.active_ratio == pytest.approx(0.9 * before.active_ratio, rel=0.01)
 
 
 def test_evaluation_measures_decoding():

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from builders import VOCAB, launch, processes, tiny_model
+from shrunken import small_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -619,6 +620,31 @@ def test_targets_out_of_reach_are_refused(model_type: str, attention: str) -> No
     config = dataclasses.replace(config, active=least + 0.01, steps=1)
     summary = moesaic.carve(model, config, calibration=ids()).summary["training"]
     assert summary["active"] == pytest.approx(least + 0.01, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "message"),
+    [
+        *dict.fromkeys(
+            ("lfm2", "olmo_hybrid", "minicpm3", "gpt_bigcode", "moshi"),
+            "can be cut by heads: carve with method=more",
+        ).items(),
+        ("persimmon", "this persimmon has queries, keys and values head by head"),
+    ],
+)
+def test_attention_that_cannot_be_cut_is_refused(model_type: str, message: str) -> None:
+    with pytest.raises(MoesaicError, match=message):
+        moesaic.carve(small_model(model_type), ToMoEConfig(**SHORT), calibration=ids())
+
+
+def test_falcons_with_one_key_head_keep_queries_keys_and_values_one_after_the_other() -> None:
+    kinds = {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}
+    for changes in kinds:
+        model = small_model("falcon", **changes)
+        with pytest.raises(MoesaicError, match="this falcon has .* head by head"):
+            layer_shapes(model, dense_arch(model.config))
+    model = small_model("falcon", multi_query=True)
+    assert layer_shapes(model, dense_arch(model.config))[0].heads.keys == 1
 
 
 def test_a_comparison_out_of_reach_is_refused_before_training(

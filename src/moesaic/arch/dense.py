@@ -1,4 +1,4 @@
-"""Dense architectures: one table entry a ``model_type`` says where each keeps its parts.
+"""Dense architectures: an :class:`Arch` says where each keeps its parts.
 
 Methods never name an architecture. They see a *view*, :class:`DenseFFN`, whose tensors are the
 module's own (no copies).
@@ -121,19 +121,32 @@ class Arch:
         """How a dense model's attention is divided.
 
         Raises:
-            MoesaicError: its positions are not rotary.
+            MoesaicError: it is no attention of plain heads, or its positions are not rotary.
         """
-        attention, names = self.attention_of(layer), self.attention
-        size = int(getattr(attention, "head_dim"))  # noqa: B009
-        count = weight_of(attention, names.o).shape[1] // size
-        rows = weight_of(attention, names.k).shape[0] // size
+        names, kind = self.attention, config.model_type
+        try:
+            attention = self.attention_of(layer)
+            size = int(getattr(attention, "head_dim"))  # noqa: B009
+            count = weight_of(attention, names.o).shape[1] // size
+            rows = weight_of(attention, names.k).shape[0] // size
+            norm = getattr(attention, names.q_norm, None)
+            span = 0 if norm is None else norm.weight.numel()
+        except AttributeError as error:
+            raise MoesaicError(
+                f"Not every layer of {kind} has attention that can be cut by heads: carve with "
+                "method=more."
+            ) from error
+        keys = (rows - count) // 2 if names.fused else rows
+        if names.q == "query_key_value" and keys > 1:
+            raise MoesaicError(
+                f"{names.q} of this {kind} has queries, keys and values head by head, not one "
+                "after the other, and cannot be cut: carve with method=more."
+            )
         rope = getattr(config, "rope_parameters", None)
         if not rope:
-            raise MoesaicError(f"{config.model_type} has no rotary position embedding here.")
+            raise MoesaicError(f"{kind} has no rotary position embedding here.")
         rotary = int(size * rope.get("partial_rotary_factor", 1.0))
-        norm = getattr(attention, names.q_norm, None)
-        span = 0 if norm is None else norm.weight.numel()
-        return Heads(count, (rows - count) // 2 if names.fused else rows, size, rotary, span)
+        return Heads(count, keys, size, rotary, span)
 
     def attention_size(self, layer: nn.Module) -> int:
         """Weights of linear projections that mix tokens: all but the FFN's, biases left out."""

@@ -97,8 +97,7 @@ class ChannelsLayer(LayerPlan):
         """What a token reads at decoding; measured where it was counted."""
         attention = f"{arch.attention_path}."
         read = {path: measured_share(layer, path) for path in header["projections"]}
-        left = 1.0
-        ffn = every = 0.0
+        left, saved = 1.0, 0.0
         for path, share in read.items():
             target: nn.Parameter | nn.Linear = attrgetter(path)(layer)
             routed = isinstance(target, nn.Parameter)
@@ -107,13 +106,11 @@ class ChannelsLayer(LayerPlan):
             if path.startswith(attention):
                 left -= (1 - share) * size / use.attention
                 continue
-            size *= use.top_k / max(1, use.experts) if routed else 1
-            every += size
-            ffn += share * size
+            saved += (1 - share) * size * (use.top_k / max(1, use.experts) if routed else 1)
         return replace(
             use,
             active_attention=use.active_attention * left,
-            read=use.read * (ffn / every if every else 1.0),
+            read=use.read * (1 - saved / use.active_ffn if saved else 1.0),
         )
 
     @classmethod
