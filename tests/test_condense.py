@@ -454,6 +454,21 @@ def test_generation_with_a_cache_is_that_without(model_type: str, tokens: Tokens
     assert torch.equal(cached, dropped.generate(ids, use_cache=False, **options))
 
 
+@torch.no_grad()
+def test_the_first_layer_of_each_kind_of_attention_is_not_dropped(tokens: Tokens) -> None:
+    """Of gpt-oss 0 and 1, whose caches say how large masks are."""
+    model = tiny_moe("gpt_oss", num_hidden_layers=4)
+    config = CondenseConfig(count=3, keep="nothing")
+    with pytest.raises(MoesaicError, match="count 3 is out of reach: 2 layers"):
+        condense(model, config, calibration=tokens)
+    result = condense(model, replace(config, count=2), calibration=tokens)
+    assert [*result.plan.layers] == [2, 3]
+    ids = tokens.input_ids[:2, :8]
+    first = result.model(ids[:, :6], use_cache=True)
+    rest = result.model(ids[:, 6:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(rest.logits, result.model(ids).logits[:, 6:], rtol=0, atol=1e-5)
+
+
 def test_nothing_condensed_is_the_model_itself(tokens: Tokens) -> None:
     model = tiny_moe("qwen2_moe")
     result = condense(model, CondenseConfig(count=0), calibration=tokens)

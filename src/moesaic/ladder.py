@@ -38,8 +38,8 @@ class Shape:
     """The experts of a layer may differ in width."""
     replaceable: bool = True
     """A layer that routes may become another one, or none."""
-    first_routes: bool = False
-    """The first decoder layer routes."""
+    leaders: int = 0
+    """Layers that route and cannot be dropped whole."""
     native: bool = False
     """Results must be of the base's own architecture."""
 

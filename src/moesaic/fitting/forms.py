@@ -16,6 +16,7 @@ from moesaic.fitting.config import BUDGETS, FitConfig
 from moesaic.fitting.sizes import Steps, Weight
 from moesaic.io.source import Source
 from moesaic.ladder import Ladder, Shape
+from moesaic.layers.dropped import cache_leaders
 from moesaic.methods import METHODS
 from moesaic.methods.mixtures import least_experts
 
@@ -97,7 +98,7 @@ def _shape(source: Source, config: FitConfig) -> Shape:
         shared=bool(view.shared_width),
         uneven=not view.odd and not config.plain,
         replaceable=arch.entry is None,
-        first_routes=0 in routed,
+        leaders=len(cache_leaders(source.config) & {*routed}),
         native=config.plain,
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from moesaic.arch.dense import FFN, Arch
 from moesaic.arch.use import LayerUse, RoutedModule
-from moesaic.foreign import JSON
+from moesaic.foreign import JSON, Config
 from moesaic.layers.base import Description, Header, LayerPlan, Site, Sizes, State
 from moesaic.layers.condensed import hidden_reader
 from moesaic.nn.condensed_ffn import PassThrough, shapes
@@ -20,6 +20,14 @@ def attributes(layer: nn.Module) -> JSON:
     """The words and numbers that a layer, or its class, notes of itself."""
     noted = {**vars(type(layer)), **vars(layer)}
     return {n: v for n, v in noted.items() if n[0] != "_" and isinstance(v, str | int | float)}
+
+
+def cache_leaders(config: Config) -> set[int]:
+    """The layers without which cached decoding goes wrong: the first one, and the first one of each
+    kind of attention, since transformers reads positions and the sizes of masks from their caches.
+    """
+    kinds = list(getattr(config, "layer_types", None) or ())
+    return {0, *(kinds.index(kind) for kind in {*kinds} - {"moe", "mlp"})}
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class CondenseConfig(MethodConfig):
         kinds += [] if model.native else [*WITHOUT_FFN]
         parts = {max(1, round(share * model.layers)) for share in (1 / 6, 1 / 3, 1 / 2)}
         for kind in kinds:
-            most = model.layers - (kind == "nothing" and model.first_routes)
+            most = model.layers - (model.leaders if kind == "nothing" else 0)
             options: JSON = {"keep": kind}
             if model.layers > SEARCHED:
                 options["layer_search"] = "rank" if kind == "shared" else "cosine"
@@ -161,6 +161,7 @@ class CondenseConfig(MethodConfig):
                 [
                     Rung(f"condense {n} to {kind}", quick(count=n), careful(count=n))
                     for n in sorted(parts - {model.layers})
+                    if n <= most
                 ],
             )
 

@@ -21,7 +21,7 @@ from moesaic.foreign import JSON, Config
 from moesaic.io.naming import read_as
 from moesaic.layers.base import LayerPlan
 from moesaic.layers.condensed import NO_FFN, NONE_K, CondensedLayer
-from moesaic.layers.dropped import DroppedLayer
+from moesaic.layers.dropped import DroppedLayer, cache_leaders
 from moesaic.methods import figures
 from moesaic.methods.base import Decision, Method, Outline, Summary
 from moesaic.methods.cdmoe.config import KEEPS, CondenseConfig
@@ -398,8 +398,9 @@ def _candidates(job: Job[MoEArch], config: CondenseConfig) -> list[int]:
             f"those are {', '.join(map(str, routed))}."
         )
     candidates = [i for i in routed if i in (config.candidates or routed)]
-    if config.keep == "nothing":  # generation reads the cache's length from the first layer
-        candidates = [i for i in candidates if i != 0]
+    if config.keep == "nothing":
+        leaders = cache_leaders(job.original.config)
+        candidates = [i for i in candidates if i not in leaders]
     for i in candidates:
         view = arch.mixture(job.layers[i])
         why = obstacle(view, job.layers[i], config.keep, config.force)
