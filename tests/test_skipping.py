@@ -7,6 +7,7 @@ import torch
 from builders import MOE, tiny_moe
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shrunken import small_model
 from transformers import AutoModelForCausalLM
 
 import moesaic
@@ -81,6 +82,15 @@ def test_the_tail_is_the_smallest_prefix(seed, beta, top_k):
         near = abs(float(weights_K[i:].sum() - beta * total)) < 1e-9
         assert near or int(stays_K.sum()) == i
         assert stays_K.int().diff().le(0).all()
+
+
+def test_weights_of_few_bits_are_shared_out_exactly_and_rounded_once():
+    weights_TK = falling(64, 4).bfloat16()
+    chosen_TK = torch.arange(4).expand(64, 4)
+    left_TK, _ = skip(weights_TK, chosen_TK, 0.3, "tail", 8)
+    exact_TK, _ = skip(weights_TK.float(), chosen_TK, 0.3, "tail", 8)
+    assert (left_TK == 0).any()
+    assert torch.equal(left_TK, exact_TK.bfloat16())
 
 
 def test_survivors_keep_the_tokens_whole_weight():
@@ -253,6 +263,17 @@ def test_published_betas_are_taken_as_they_are(tokens):
 def test_what_cannot_be_done_is_said(options, top_k, message, tokens):
     with pytest.raises(MoesaicError, match=message):
         moesaic.skip(tiny_moe("mixtral", top_k=top_k), SkipConfig(**options), calibration=tokens)
+
+
+@pytest.mark.parametrize("model_type", ["lfm2_moe", "minimax_m2", "deepseek_v4"])
+def test_routers_that_are_handed_more_than_hidden_states_skip_and_are_observed(model_type, tokens):
+    """A bias, or where a token stands in a table, as the base's router is."""
+    skips = moesaic.skip(small_model(model_type), calibration=tokens)
+    slim = moesaic.slim(skips.model, plan=skips.plan, calibration=tokens).model
+    skipped, kept = calls(skips.model, tokens), calls(slim, tokens)
+    first = min(kept)
+    assert kept[first] == pytest.approx(skipped[first], abs=0.1)
+    assert kept[first] < 1.9
 
 
 def test_skipping_twice_is_refused(tokens):

@@ -81,8 +81,18 @@ class RouterParts:
     @contextmanager
     def projected(self, router: nn.Module) -> Iterator[Callable[[tuple[Tensor, ...]], Tensor]]:
         """Inside, a function from what the router returns to what it decided on (N, X)."""
-        if self.table is not None:
-            yield lambda out: torch.cat([out[0].float(), out[2].float()], -1)
+        if self.table is not None:  # a router that skips says not all of its row
+            table: Tensor = attrgetter(self.table.removeprefix(f"{self.router}."))(router)
+            keys: list[Tensor] = []
+            handle = router.register_forward_pre_hook(
+                lambda _, args, kwargs: keys.extend((*args[1:], *kwargs.values())), with_kwargs=True
+            )
+            try:
+                yield lambda out: torch.cat(
+                    [out[0].float(), table[keys.pop().flatten()].float()], -1
+                )
+            finally:
+                handle.remove()
             return
         if self.always:  # the router says only what the routed experts' logits are
             inputs: list[Tensor] = []

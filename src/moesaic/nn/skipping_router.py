@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import wraps
+
 import torch
 from torch import Tensor, nn
 
@@ -43,11 +45,12 @@ def skip(
     """
     weights_TK, order_TK = weights_TK.sort(dim=-1, descending=True, stable=True)
     chosen_TK = chosen_TK.gather(-1, order_TK)
-    stays_TK = survivors(weights_TK.float(), beta, rule)
-    left_TK = weights_TK.masked_fill(~stays_TK, 0)
-    scale_T1 = weights_TK.sum(-1, keepdim=True) / left_TK.sum(-1, keepdim=True)
+    exact_TK = weights_TK.float()
+    stays_TK = survivors(exact_TK, beta, rule)
+    left_TK = exact_TK.masked_fill(~stays_TK, 0)
+    scale_T1 = exact_TK.sum(-1, keepdim=True) / left_TK.sum(-1, keepdim=True)
     whole_T1 = stays_TK.all(-1, keepdim=True)
-    left_TK = torch.where(whole_T1, weights_TK, left_TK * scale_T1)
+    left_TK = torch.where(whole_T1, weights_TK, (left_TK * scale_T1).to(weights_TK.dtype))
     return left_TK, chosen_TK.masked_fill(~stays_TK, count)
 
 
@@ -57,8 +60,8 @@ class Skipping(nn.Module):
     beta: float
     rule: str
 
-    def forward(self, hidden_states: Tensor, *args: Tensor) -> tuple[Tensor, ...]:
-        logits, weights, chosen, *shared = super().forward(hidden_states, *args)
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
+        logits, weights, chosen, *shared = super().forward(*args, **kwargs)
         return logits, *skip(weights, chosen, self.beta, self.rule, logits.shape[-1]), *shared
 
 
@@ -67,7 +70,12 @@ def make_skipping(router: nn.Module, beta: float, rule: str, experts: Experts) -
     if rule not in RULES:
         raise ValueError(f"rule {rule!r} is not one of {RULES}")
     base = type(router)
-    router.__class__ = type(f"Skipping{base.__name__}", (Skipping, base), {})
+
+    @wraps(base.forward)  # what a router is handed beside hidden states is read off its signature
+    def forward(self: Skipping, *args: Tensor, **kwargs: Tensor) -> tuple[Tensor, ...]:
+        return Skipping.forward(self, *args, **kwargs)
+
+    router.__class__ = type(f"Skipping{base.__name__}", (Skipping, base), {"forward": forward})
     vars(router).update(beta=beta, rule=rule)
     # transformers' word for: some chosen experts may not be here; their number is the count
     experts._is_expert_parallel = True
