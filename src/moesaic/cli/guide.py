@@ -234,7 +234,7 @@ def look(recipe: Recipe) -> Situation:
         f"parameters, {count(size.active_parameters)} of them a token.",
         f"This machine: {name}, {threads}, {accelerator}; {memory(free)} are free.",
         f"Its weights take {memory(built.bytes)}: that {fits}.",
-        f"What can be tried: {', '.join(dict.fromkeys(ways))}.",
+        f"What can be tried: {'; '.join(dict.fromkeys(ways))}.",
     )
     facts = {**machine, "free_bytes": free, "weight_bytes": built.bytes}
     return Situation(lines, built.bytes, size.active_parameters, free, facts)

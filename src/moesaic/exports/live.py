@@ -218,7 +218,7 @@ class Live:
         rounded, as long as what follows from them loses less.
 
         Args:
-            types: by groups, from which is gone.
+            types: by groups, with which to begin.
             among: types of files.
             budget: bytes of the file.
         """
