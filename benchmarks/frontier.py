@@ -38,7 +38,7 @@ from moesaic.metrics.llamacpp import Engine
 from moesaic.metrics.machine import environment
 from moesaic.metrics.score import Quality, Score, qualities, scores
 from moesaic.metrics.size import model_size
-from moesaic.metrics.speed import Runner, against, interleaved, one_round
+from moesaic.metrics.speed import Timed, against, interleaved, one_round
 
 HERE = Path(__file__).parent
 OUT = HERE / "frontier.json"
@@ -197,7 +197,7 @@ def time(record: dict[str, Any], work: Path, rounds: int) -> None:
     converted = [name for name in configs() if (work / name).exists()]
     models = {DENSE: resolve(MODEL).load("cpu", torch.float32).eval()}
     models |= {n: resolve(str(work / n)).load("cpu", torch.float32).eval() for n in converted}
-    runners: dict[str, Runner] = {n: partial(one_round, model) for n, model in models.items()}
+    runners: dict[str, Timed] = {n: partial(one_round, model) for n, model in models.items()}
     runners[INT8] = partial(one_round, int8(resolve(MODEL).load("cpu", torch.float32).eval()))
     runners |= {name: Engine(work / f"{name}.gguf", 128 + 32 + 8) for name in FILES}
     prompt = torch.randint(5, 20_000, (1, 128), generator=torch.Generator().manual_seed(0))

@@ -10,8 +10,10 @@ import torch
 
 from moesaic import bench
 from moesaic.errors import MoesaicError
+from moesaic.exports.llamacpp import SCRIPT, find_converter
+from moesaic.foreign import at_home
 from moesaic.io.source import resolve
-from moesaic.metrics.bench import _prompt
+from moesaic.metrics.bench import _gguf, _prompt
 from moesaic.metrics.llamacpp import gguf_parameters
 from moesaic.metrics.speed import Speed, Timing, against, interleaved
 from moesaic.report import speed_words
@@ -93,6 +95,14 @@ def test_llamacpp_that_is_not_there(monkeypatch, tmp_path):
         bench({"model": str(file)}, engine="llamacpp")
     with pytest.raises(MoesaicError, match="No file at"):
         bench({"model": str(tmp_path / "other.gguf")}, engine="llamacpp")
+
+
+def test_a_tilde_is_the_users_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / SCRIPT).touch()
+    assert find_converter("~") == find_converter(f"~/{SCRIPT}") == tmp_path / SCRIPT
+    (tmp_path / "model.gguf").touch()
+    assert _gguf(at_home("~/model.gguf"), tmp_path / "out", "f32") == tmp_path / "model.gguf"
 
 
 def test_parameters_of_a_gguf_file(tmp_path):

@@ -139,6 +139,13 @@ def test_a_demo_that_was_killed_goes_on(command, llama_folder, moe_folder, tmp_p
     ]  # fmt: skip
 
 
+def test_a_demo_in_another_process_writes_no_page(command, tmp_path, monkeypatch):
+    monkeypatch.setattr("moesaic.cli.results.carried_out", lambda *_: None)
+    code, out, err = command("demo", "--out", tmp_path / "demo")
+    assert (code, out) == (0, ""), err
+    assert not (tmp_path / "demo").exists()
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -308,6 +315,11 @@ AT_ONCE = [
     (["export", "MODEL", "OUT", "--converter", "/opt"], "--converter is for GGUF files: --to gguf"),
     (["bench", "MODEL", "--type", "q8_0"], "--engine llamacpp"),
     (["carve", "MODEL", "OUT", "-o", "prompt="], "-o prompt is empty"),
+    (
+        ["prune", "MIXTURE", "OUT", "--keep", "6", "--no-eval", "--baseline", "q8_0"],
+        "--baseline is for measuring: not with --no-eval",
+    ),
+    (["observe", "MODEL", "OUT", "--merge", "DONE", "--samples", "3"], "--samples is for running"),
     (["export", "MODEL", "OUT", "--to", "gguf", "--memory", "3MX"], "is not a number of bytes"),
     (["export", "MODEL", "OUT", "--to", "gguf", "--among", "q8_0"], "--among q8_0 needs --memory"),
     (["run", "none.yaml"], "No recipe"),
@@ -323,6 +335,7 @@ LATER = [
     (["carve", "MODEL", "OUT", "--samples", "100000"], "--samples"),
     (["carve", "DONE", "OUT", "--method", "more"], "already carved"),
     (["eval", "some/model"], "could not be fetched"),
+    (["report", "DONE", "--lost", "tasks"], "--lost 'tasks' was not measured in these runs"),
     (["carve", "MODEL", "no-utf-8-\udcff"], "its name is no UTF-8"),
     (["bench", "MODEL", "--engine", "llamacpp", "--dtype", "float32"], "--engine transformers"),
     (["generate", "tiny-moe", "hi", "--chat"], "--chat: this model has no chat template"),

@@ -58,7 +58,8 @@ def cheap(given: list[str]) -> list[str]:
     if name == "condense" and "--count" in words:
         words[words.index("--count") + 1] = "2"
     trains = name == "tune" or {"dsmoe", "tomoe"} & {*words}
-    words += LESS.get(name, LESS["carve"] if name in VERBS and name != "observe" else "").split()
+    if "--merge" not in words:  # which runs no model
+        words += LESS.get(name, LESS["carve"] if name in VERBS else "").split()
     words += ["-o", "steps=2"] if trains else []
     if name in VERBS or name in ("apply", "export", "fit", "tiny-moe"):
         words.append("--overwrite")

@@ -89,6 +89,15 @@ def test_a_local_file_is_scored_as_by_hand(questions, llama_folder, tokenizer, s
     assert figures["stderr"] == pytest.approx(math.sqrt(acc * (1 - acc) / 4))
 
 
+def test_a_continuation_beyond_the_positions_loses_its_start(llama_folder):
+    model = Whole(resolve(str(llama_folder)).load())
+    room = model.shape.config.max_position_embeddings
+    ids = [n % 300 for n in range(room + 40)]
+    ((long, _),) = tasking.loglikelihoods(model, [(ids[:2], ids[2:])])
+    ((cut, _),) = tasking.loglikelihoods(model, [(ids[39:40], ids[40:])])
+    assert long == cut
+
+
 def test_acc_norm_is_by_bytes():
     """Two letters of four bytes: by bytes the first, by characters the second."""
     question = Question("?", ("éé", "abc"), 0)

@@ -85,6 +85,22 @@ def test_a_number_that_nobody_asked_for_is_explained(tmp_path):
     assert said(GOALS[1]).startswith("This looks for at least 20% less, but memory 8KB is out of")
 
 
+def test_the_size_that_is_offered_is_one_that_is_taken(monkeypatch):
+    monkeypatch.setattr("rich.prompt.IntPrompt.ask", lambda *_, **__: 1)
+    offers = iter(range(1))
+    monkeypatch.setattr(
+        "rich.prompt.Prompt.ask", lambda *_, default, **__: (next(offers), default)[1]
+    )
+    situation = guide.Situation((), 2 * 1010 * 2**20, 0, 2**40, {})
+    assert guide._asked_goal(situation) == (GOALS[0], 1010 * 2**20)
+
+
+def test_nothing_is_saved_for_an_upload_that_is_not_wanted(monkeypatch):
+    session = guide.Session.__new__(guide.Session)
+    monkeypatch.setattr("rich.prompt.Prompt.ask", lambda *_, default, **__: default)
+    session._push(1)
+
+
 def test_the_command_that_does_it_again():
     step = SlimConfig(keep=0.5, refit=False, shared=0.5)
     recipe = Recipe("tiny-moe", "a b", (step,), Calibration(samples=7), device="cuda")

@@ -12,13 +12,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from moesaic import report
+from moesaic import MoesaicError, report
 from moesaic.methods import implementation
 from moesaic.methods.base import Decision
 from moesaic.methods.more.config import MoREConfig
 from moesaic.methods.tomoe.config import ToMoEConfig
 from moesaic.record import LayerRecord, Record, Step
-from moesaic.report import words
+from moesaic.report import tables, words
 from moesaic.report.draw import colours
 
 EVIL = '<script>alert("x")</script>&amp;'
@@ -628,6 +628,36 @@ def test_the_card_loads_the_folder_that_the_run_was_asked_for(out, repo, place):
     card = report.model_card(replace(make(), out=out), "", repo)
     assert f"from_pretrained({place!r})" in card
     assert ("# this folder" in card) == (not repo)
+
+
+def test_the_card_of_a_plan_names_a_base_that_others_have():
+    for model, command in (
+        ("org/model", "apply you/x OUT"),
+        ("smollm2", "apply you/x OUT"),
+        ("/home/someone/model", "apply BASE you/x OUT"),
+        ("model", "apply BASE you/x OUT"),
+    ):
+        card = report.model_card(replace(make(), model=model), "", "you/x", plan_only=True)
+        assert f"moesaic {command}" in card
+
+
+def test_a_single_thread_is_one():
+    record = make()
+    record.environment = {"processor": "a processor", "threads": 1}
+    assert ", 1 thread, torch" in report.model_card(record, "")
+
+
+def test_a_task_without_a_headline_has_no_row():
+    record = make()
+    for found in record.measured["scores"].values():
+        found["tasks"] = {"few": {"acc": 0.5, "n": 4}, "words": {"bleu": 12.0, "n": 4}}
+    assert [label for label, _ in tables.task_table(record).rows] == ["few, acc"]
+
+
+def test_what_the_package_offers_is_there():
+    assert all(hasattr(report, name) for name in report.__all__)
+    with pytest.raises(MoesaicError, match="one run at least"):
+        report.html([])
 
 
 def test_nothing_from_outside_is_markup_or_code_on_a_card():

@@ -22,6 +22,7 @@ from moesaic.cli import app
 from moesaic.errors import MoesaicError
 from moesaic.io.layout import PLAN_FILES
 from moesaic.plan import Plan
+from moesaic.record import Record
 
 TOKEN, COMMIT = "hf_standin", "0" * 40
 
@@ -242,6 +243,18 @@ def test_what_cannot_be_pushed_is_said_first(
     assert isinstance(result.exception, MoesaicError)
     assert message in str(result.exception)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_alone_is_not_pushed(
+    hub: dict[str, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search that ends without a step leaves no result that has a card."""
+    record = Record("tiny-moe", "out", "mixtral", True, [], [], measured={"tried": []})
+    monkeypatch.setattr("moesaic.fitting.run.fit", lambda *_, **__: record)
+    result = run("fit", "tiny-moe", str(tmp_path / "out"), "--memory", "9MB", "--push", "me/x")
+    assert result.exit_code == 0, result.exception
+    assert "Not pushed" in result.stderr
+    assert not hub
 
 
 def test_a_push_that_is_refused_leaves_the_result(

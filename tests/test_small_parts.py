@@ -231,6 +231,8 @@ class OutOfMemoryError(RuntimeError):
     ("error", "code", "said"),
     [
         (OutOfMemoryError("3 GiB"), 1, "Out of memory on the device; try --device cpu"),
+        (MemoryError(), 1, "Out of memory; try a narrower --dtype"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 1, "Out of memory; try a"),
         (BrokenPipeError(), 1, ""),
         (KeyboardInterrupt(), 130, "Interrupted."),
         (MoesaicError("no such thing"), 2, "Error: no such thing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from moesaic.arch.lookup import moe_arch
 from moesaic.data.training import training_examples
 from moesaic.methods.sft.factors import factors, outside
 from moesaic.nn.phase import set_mode
-from moesaic.objectives import collate, distillation_loss
+from moesaic.objectives import Schedule, collate, distillation_loss
 from moesaic.pipeline import run_recipe
 from moesaic.recipe import parse_recipe
+from moesaic.train import _arguments, _learning
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # peft's, not ours
@@ -251,6 +253,17 @@ def test_bfloat16_trains_in_float32_and_stays_bfloat16(tokens: Tokens) -> None:
     tuned = moesaic.tune(model, TuneConfig(steps=3, lr=1e-2), text=rows(), plan=result.plan)
     assert all(p.dtype == torch.bfloat16 for p in tuned.model.parameters())
     assert changed(before, tuned.model)
+
+
+def test_parameters_get_their_type_back_however_it_ends() -> None:
+    model = tiny_moe("mixtral").to(torch.bfloat16)
+    with suppress(KeyboardInterrupt), _learning(model, dict(model.named_parameters()), "cpu"):
+        raise KeyboardInterrupt
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_processor_with_a_number_is_one(tmp_path: Path) -> None:
+    assert _arguments(Schedule.of(TuneConfig(steps=1)), tmp_path, "cpu:0", half=False).use_cpu
 
 
 # --- what is predicted ---------------------------------------------------------------------------

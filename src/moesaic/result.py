@@ -338,11 +338,12 @@ class Result:
             MoesaicError: the file exists and is no drawing of ours.
         """
         if file is not None:
-            check_drawing(Path(file), ".svg")
+            file = Path(file).expanduser()
+            check_drawing(file, ".svg")
         _ = self.scores
         svg = report.picture(self.current_record)
         if file is not None:
-            write_drawing(Path(file), svg)
+            write_drawing(file, svg)
         return svg
 
     def _step(self, layers: list[LayerRecord], measured: Values) -> Step:

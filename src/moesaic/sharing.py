@@ -33,7 +33,7 @@ def push(folder: str | Path, repo: str, *, plan_only: bool = False) -> str:
     Raises:
         MoesaicError: nothing can be uploaded, or nothing of that kind is in the folder.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     check_repository(repo)
     if plan_only and not all(placed(folder, name).is_file() for name in PLAN_FILES):
         raise MoesaicError(

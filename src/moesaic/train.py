@@ -335,13 +335,16 @@ def _learning(
         parameter.data = parameter.data.float()
     for parameter in trainable.values():
         parameter.requires_grad_(True)
-    yield in_own_type and dtype == torch.bfloat16
-    for parameter, before in zip(wide, types, strict=True):
-        parameter.data = parameter.data.to(before)
+    try:
+        yield in_own_type and dtype == torch.bfloat16
+    finally:
+        for parameter, before in zip(wide, types, strict=True):
+            parameter.data = parameter.data.to(before)
 
 
 def _arguments(schedule: Schedule, folder: Path, device: str, half: bool) -> _Arguments:
     """A schedule as the Trainer has it."""
+    on_cpu = torch.device(device).type == "cpu"
     return _Arguments(
         place=device,
         output_dir=str(folder),
@@ -357,7 +360,7 @@ def _arguments(schedule: Schedule, folder: Path, device: str, half: bool) -> _Ar
         seed=schedule.seed,
         data_seed=schedule.seed,
         bf16=half,
-        use_cpu=device == "cpu",
+        use_cpu=on_cpu,
         logging_steps=1,
         logging_nan_inf_filter=False,
         save_steps=schedule.save_every,
@@ -365,5 +368,5 @@ def _arguments(schedule: Schedule, folder: Path, device: str, half: bool) -> _Ar
         report_to=[],
         disable_tqdm=True,
         remove_unused_columns=False,
-        dataloader_pin_memory=device != "cpu",
+        dataloader_pin_memory=not on_cpu,
     )

@@ -58,7 +58,10 @@ def explained() -> Iterator[None]:
         if os.environ.get("MOESAIC_DEBUG"):
             raise
         if disk_full(error):
-            fail(f"The disk is full ({error}). OUT was not made; free space, then --resume.", 2)
+            again = "free space and repeat the command, with --resume where it has that"
+            fail(f"The disk is full ({error}). OUT was not made; {again}.", 2)
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+            fail("Out of memory; try a narrower --dtype, a smaller batch or less text.", 1)
         if type(error).__name__ == "OutOfMemoryError":
             fail("Out of memory on the device; try --device cpu or a narrower --dtype.", 1)
         fail(

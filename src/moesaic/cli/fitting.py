@@ -53,10 +53,13 @@ def fit(
     assert record is not None
     shown = Group(tried(record.measured["tried"]), report.terminal(record))
     if record.steps:
-        err_console.print(f"Checkpoint in {out}, report in {out / FOLDER / PAGE}")
+        said = f"Checkpoint in {out}, report in {out / FOLDER / PAGE}"
     else:
-        err_console.print(f"No step is worth it at that size. The file alone is in {out}.")
-    emit(as_json, {**record.output(), **pushed(str(out), push, push_plan)}, shown)
+        said = f"No step is worth it at that size. The file alone is in {out}."
+        said += " Not pushed: it has no card; hf upload takes it." if push else ""
+    err_console.print(said, soft_wrap=True)
+    upload = pushed(str(out), push, push_plan) if record.steps else {}
+    emit(as_json, {**record.output(), **upload}, shown)
 
 
 def search_recipe(model: str, out: Path, options: JSON, **measured: Value) -> Recipe:

@@ -225,9 +225,9 @@ def look(recipe: Recipe) -> Situation:
     config = FitConfig(memory=built.bytes, active_parameters=size.active_parameters)
     ways = [form.name for form in forms(source, config) if form.single]
     machine = environment(recipe.device)
-    accelerators = torch.cuda.device_count()
+    number = torch.cuda.device_count()
     name = machine["processor"] or machine["machine"]
-    accelerator = f"{accelerators} accelerators" if accelerators else "no accelerator"
+    accelerator = f"{number or 'no'} accelerator{'s' if number > 1 else ''}"
     threads = f"{machine['threads']} thread{'s' if machine['threads'] != 1 else ''}"
     lines = (
         f"{recipe.model}: {source.config.model_type}, {shape}; {count(size.total_parameters)} "
@@ -267,7 +267,7 @@ def _asked_goal(situation: Situation) -> tuple[str, float]:
     if which == 1:
         default = memory(min(situation.free * ROOM, situation.bytes / 2))
         while True:
-            default = default.replace("\u00a0", "")
+            default = default.replace("\u00a0", "").replace(",", "")
             answer = Prompt.ask("The weights may take", default=default, console=err_console)
             try:
                 return GOALS[0], float(parse_bytes(answer))
@@ -358,16 +358,14 @@ def better_rounded(points: Sequence[Candidate], rounding: Sequence[JSON]) -> str
         return ""
     type = ahead[-1]["form"].rpartition(" ")[2]
     return (
-        f"Rounding alone to {type} is smaller than most of these, and loses less: where llama.cpp "
+        f"Rounding alone to {type} loses less than all of these that are as large: where llama.cpp "
         f"is to run it, take that (moesaic export MODEL FILE.gguf --to gguf --type {type}). What "
         "is listed here is for engines that read safetensors, and can be rounded as well."
     )
 
 
 def command_of(recipe: Recipe) -> str:
-    """The command that carries a recipe out again."""
-    if len(recipe.steps) != 1:
-        return shlex.join(["moesaic", "run", str(Path(recipe.out) / FOLDER / "recipe.yaml")])
+    """The command that carries a recipe of one step out again."""
     (step,) = recipe.steps
     words = ["moesaic", step.verb, recipe.model, recipe.out]
     words += ["--method", step.name] if len(methods_of(step.verb)) > 1 else []
@@ -440,7 +438,9 @@ class Session:
         )
         assert record is not None
         self.saved[number] = folder
-        err_console.print(f"Checkpoint in {folder}, report in {folder / FOLDER / PAGE}")
+        err_console.print(
+            f"Checkpoint in {folder}, report in {folder / FOLDER / PAGE}", soft_wrap=True
+        )
         return record
 
     def menu(self, number: int) -> None:
@@ -543,7 +543,8 @@ class Session:
         show_page(self._folder(number) / FOLDER / PAGE)
 
     def _push(self, number: int) -> None:
-        repo = self._asked("Repository, such as you/name", "")
+        if not (repo := self._asked("Repository, such as you/name (empty: back)", "")):
+            return
         check_push(repo, plan_only=False)
         pushed(str(self._folder(number)), repo, plan_only=False)
 

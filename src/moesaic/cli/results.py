@@ -92,6 +92,8 @@ def demo(
     warn_of_company()
     fresh = {name: carried_out(recipe, overwrite, resume) for name, recipe in remaining.items()}
     records = {name: record for name in halves if (record := {**finished, **fresh}[name])}
+    if len(records) < len(halves):  # another process wrote the results, and goes on
+        return
     from rich.console import Group
 
     from moesaic import report
@@ -123,6 +125,7 @@ def in_llama_cpp(folder: Path, record: Record) -> JSON:
     from moesaic.exports import export
     from moesaic.exports.llamacpp import find_converter
     from moesaic.io.source import resolve
+    from moesaic.metrics.generations import until
     from moesaic.metrics.llamacpp import Engine, library
 
     try:
@@ -135,7 +138,8 @@ def in_llama_cpp(folder: Path, record: Record) -> JSON:
     tokenizer, settings = resolve(str(folder)).tokenizer, Evaluation()
     ids = tokenizer(settings.prompt, return_tensors="pt")["input_ids"][0]
     with Engine(file, len(ids) + settings.new_tokens) as engine:
-        text = tokenizer.decode(engine.greedy(ids, settings.new_tokens), skip_special_tokens=True)
+        found = until(engine.greedy(ids, settings.new_tokens), {tokenizer.eos_token_id})
+    text = tokenizer.decode(found, skip_special_tokens=True)
     same = text == record.measured["generation"]["result"]
     return {"out": str(file), "bytes": written["bytes"], "text": text, "same_text": same}
 
@@ -284,11 +288,20 @@ def report(
     if types:
         records = beside_rounding(runs, records, types)
     from moesaic import report
+    from moesaic.report.frontier import measured
 
     first = [key for key in (saved, lost) if key]
     try:
+        known = measured(records)
+        for axis, key, axes in (("saved", saved, SAVED), ("lost", lost, LOST)):
+            if key and key not in known:
+                there = ", ".join(name for name in axes if name in known) or "none"
+                raise MoesaicError(
+                    f"{axis} {key!r} was not measured in these runs; known: {there}."
+                )
         page = (report.frontier_picture if out.suffix == ".svg" else report.html)(records, first)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:  # files are anybody's
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        # files are anybody's
         raise MoesaicError(
             f"{RECORD} holds figures that no run leaves, and cannot be drawn "
             f"({type(error).__name__}: {error})."

@@ -128,6 +128,8 @@ def command(verb: Verb, names: Collection[str]) -> Callable[..., None]:
         measured |= {
             key: extra.pop(key) for key in SELDOM if key in extra and key not in config_fields
         }
+        if measured and not evaluate:
+            raise MoesaicError(f"{next(iter(measured))} is for measuring: not with evaluate=False.")
         if "seed" in calibration and "seed" in config_fields:
             options["seed"] = calibration["seed"]
         recipe = Recipe(
@@ -166,6 +168,10 @@ def observe(
     check_file(stats, overwrite, [model, *(merge or ())])
     if not merge:
         check_name(model)
+    elif options:
+        raise MoesaicError(
+            f"{next(iter(options))} is for running MODEL: not with merge={merge[0]}."
+        )
     device = check_device(options.pop("device", Recipe.device))
     dtype = parse_dtype(options.pop("dtype", Recipe.dtype))
     gram = {"gram_mb": options.pop("gram_mb")} if "gram_mb" in options else {}

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from moesaic.errors import MoesaicError, how_to_install
 
+HEADLINE = ("acc_norm", "acc", "exact_match", "f1")
+"""The metrics that a task is summed up by; the first that it has."""
 BETWEEN = "\n\n"
 """Between an example and what follows it."""
 FIELDS = '{"question": "...", "choices": ["...", "..."], "answer": 0}'

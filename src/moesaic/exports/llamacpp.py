@@ -57,7 +57,8 @@ def find_converter(path: str | Path = "") -> Path:
     """
     place = path or os.environ.get(VARIABLE) or shutil.which(SCRIPT)
     if place:
-        file = Path(place) / SCRIPT if Path(place).is_dir() else Path(place)
+        file = Path(place).expanduser()
+        file = file / SCRIPT if file.is_dir() else file
         if file.is_file():
             return file
         raise MoesaicError(f"No {SCRIPT} at {place}.")

@@ -31,6 +31,12 @@ def names_model(word: str) -> bool:
     return bool(word) and (shipped or hub or Path(word).expanduser().is_dir())
 
 
+def public(name: str) -> bool:
+    """Whether a model's name is the same model everywhere: one by name, or a hub id."""
+    hub = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    return name in NAMES or (hub and not Path(name).exists())
+
+
 def check_name(name: str) -> None:
     """Refuse a model's name that can be none, without looking for the model on the hub.
 

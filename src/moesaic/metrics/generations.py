@@ -128,10 +128,10 @@ def _continued(
         pad_token_id=filling,
         **{**GREEDY, **(sampling if temperature else {})},
     )
-    return [_until(row[longest:].tolist(), stops) for row in out]
+    return [until(row[longest:].tolist(), stops) for row in out]
 
 
-def _until(tokens: list[int], stops: set[int]) -> list[int]:
+def until(tokens: list[int], stops: set[int]) -> list[int]:
     """Tokens before the first that ends the text."""
     return tokens[: next((i for i, t in enumerate(tokens) if t in stops), len(tokens))]
 

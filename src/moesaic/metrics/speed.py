@@ -80,7 +80,7 @@ def one_round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[floa
     return prefilled - start, _clock(prompt.device) - prefilled
 
 
-Runner = Callable[[torch.Tensor, int], tuple[float, float]]
+Timed = Callable[[torch.Tensor, int], tuple[float, float]]
 """Takes a prompt and a number of new tokens, returns the seconds of each part."""
 
 
@@ -97,7 +97,7 @@ def compare_speed(
 
 
 def interleaved(
-    runners: Mapping[str, Runner],
+    runners: Mapping[str, Timed],
     prompt: torch.Tensor,
     new_tokens: int = 32,
     rounds: int = 5,

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moesaic.data.questions import PRESETS, Question, Task, context
-from moesaic.data.text import Tokens
+from moesaic.data.questions import HEADLINE, PRESETS, Question, Task, context
+from moesaic.data.text import Tokens, positions
 from moesaic.distributed import process
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Tokenizer, Track, Values, silent
@@ -73,11 +73,11 @@ def loglikelihoods(
         label: for ``track``.
         shared: several processes share the batches, and all of them call this.
     """
-    longest = getattr(model.shape.config, "max_position_embeddings", None) or 2048
+    longest = positions(model.shape.config) or 2048
     rows: dict[tuple[int, ...], _Row] = {}
     for i, (before, after) in enumerate(pairs):
         ids = tuple((before + after)[-(longest + 1) :][:-1])
-        rows.setdefault(ids, _Row(ids)).continuations.append((i, after))
+        rows.setdefault(ids, _Row(ids)).continuations.append((i, after[-longest:]))
     groups = own_share(_groups(rows.values()), shared)
     scored: list[list[tuple[int, float, bool]]] = []
     batches = [Tokens(_filled(group)) for group in groups]
@@ -240,10 +240,6 @@ def measure_tasks(
     if named:
         by_task |= _by_harness(model, tokenizer, named, limit, track, shared)
     return {task.name: by_task[task.name] for task in tasks}
-
-
-HEADLINE = ("acc_norm", "acc", "exact_match", "f1")
-"""The metrics that a task is summed up by; the first that it has."""
 
 
 def headline(task: Values) -> float | None:

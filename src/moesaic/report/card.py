@@ -9,6 +9,7 @@ import yaml
 
 from moesaic.errors import how_to_install
 from moesaic.io.layout import FOLDER, PLAN
+from moesaic.io.names import public
 from moesaic.record import Record
 from moesaic.report import numbers, read, words
 from moesaic.report.read import part
@@ -41,7 +42,7 @@ def model_card(record: Record, recipe_yaml: str, repo: str = "", plan_only: bool
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {_inline(read.title(record))}",
         f"{_inline(words.outcome(record))} Measure it on your own text before relying on it.",
-        _applying(repo) if plan_only else _loading(record, repo),
+        _applying(record, repo) if plan_only else _loading(record, repo),
         *_measured(record),
         "## How it was made",
         *map(_inline, words.step_paragraphs(record)),
@@ -53,8 +54,9 @@ def model_card(record: Record, recipe_yaml: str, repo: str = "", plan_only: bool
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _applying(repo: str) -> str:
-    code = _fence(f"{how_to_install()}\nmoesaic apply {repo} OUT", "sh")
+def _applying(record: Record, repo: str) -> str:
+    base = "" if public(record.model) else "BASE "  # nobody else has that folder or file
+    code = _fence(f"{how_to_install()}\nmoesaic apply {base}{repo} OUT", "sh")
     return (
         "## Rebuilding it\n\nThis repository holds the plan and no weights: what was decided, "
         "index lists, and what was solved for. With the base model it is the checkpoint again, bit "
@@ -121,8 +123,9 @@ def _machine(record: Record) -> list[str]:
     if not machine or not part(record.measured, "speed"):
         return []
     where = [_inline(str(machine[key])) for key in ("processor", "device") if machine.get(key)]
+    threads = machine.get("threads", "some")
     speed = (
-        f"Speed on {' · '.join(where)}, {machine.get('threads', 'some')} threads, torch "
+        f"Speed on {' · '.join(where)}, {threads} thread{'' if threads == 1 else 's'}, torch "
         f"{machine.get('torch', numbers.NONE)}; medians, with the least and the greatest round."
     )
     alone = "Timed one after the other: there was room for one model at a time."

@@ -165,6 +165,16 @@ def _points(record: Record, run: int, several: bool) -> Iterator[Point]:
         yield Point(number, kind, short, title, tuple(axis.value(record, name) for axis in AXES))
 
 
+def measured(records: Sequence[Record]) -> set[str]:
+    """The keys of the axes along which some model has a figure."""
+    columns = zip(*(p.figures for models in points(records).values() for p in models), strict=True)
+    return {
+        axis.key
+        for axis, column in zip(AXES, columns, strict=False)
+        if any(value is not None for value in column)
+    }
+
+
 def best(places: Sequence[tuple[float, float]]) -> list[int]:
     """The points that no other beats: none is as good in both and better in one. Less is better.
 

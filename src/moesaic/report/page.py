@@ -9,6 +9,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
+from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.record import (
     WITHOUT_FIGURES,
@@ -64,7 +65,12 @@ def html(records: Sequence[Record], first: Sequence[str] = ()) -> str:
         records: of the runs. What was not measured is left out.
         first: axes of the frontier that are drawn first
             (:func:`moesaic.report.frontier.frontier`).
+
+    Raises:
+        MoesaicError: there are no runs.
     """
+    if not records:
+        raise MoesaicError("A page is about one run at least.")
     without: list[str] = []
     page = _page(records, without, first)
     for name in HEAVY:

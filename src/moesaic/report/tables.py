@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from moesaic.data.questions import HEADLINE
 from moesaic.foreign import Values
 from moesaic.record import LayerRecord, Record
 from moesaic.report import numbers, read
@@ -119,17 +120,14 @@ def text_table(record: Record) -> Table:
     return Table([*columns, "worse by", "KL"] if compared else columns, rows)
 
 
-HEADLINES = ("acc_norm", "acc", "exact_match", "f1")
-"""The metrics that a task is summed up by; the first that it has."""
-
-
 def task_table(record: Record) -> Table:
-    """Every task's headline figure, its standard error, and recovery: the result's over the
-    original's; below them their means. No rows if no task was measured."""
+    """Every task's headline figure, where it has one, its standard error, and recovery: the
+    result's over the original's; below them their means. No rows if no task was measured."""
     scores = part(record.measured, "scores")
     columns = [name for name in read.names(scores) if part(scores, name, "tasks")]
     tasks = dict.fromkeys(task for name in columns for task in part(scores, name, "tasks"))
     rows = [_task(task, [part(scores, name, "tasks", task) for name in columns]) for task in tasks]
+    rows = [(label, cells) for label, cells in rows if _has_values(cells)]
     values = [[c.value for c in cells if c.value is not None] for _, cells in rows]
     complete = [v for v in values if len(v) == len(columns)]
     if len(complete) > 1:
@@ -149,7 +147,7 @@ def _recovery(result: float | None, original: float | None) -> Cell:
 
 def _task(task: str, results: Sequence[Values]) -> tuple[str, list[Cell]]:
     """A task's row: of each model's figures the headline and its standard error."""
-    metric = next((m for m in HEADLINES if any(m in scores for scores in results)), "")
+    metric = next((m for m in HEADLINE if any(m in scores for scores in results)), "")
     error = "stderr" if metric == "acc" else f"{metric}_stderr"
     cells = []
     for scores in results:
