@@ -263,12 +263,12 @@ def test_condense_then_tune(command, moe_folder, tmp_path):
     code, out, err = command("inspect", small, "--json")
     assert json.loads(out)["layers"][i]["kind"] == "condensed"
     options = ["--steps", "2", "--length", "32", "--no-eval", "--json"]
-    code, out, err = command("tune", small, tuned, "--data", "prose", *options)
+    code, out, err = command("tune", small, tuned, "--train", "prose", *options)
     assert code == 0, err
     (step,) = json.loads(out)["steps"]
     assert len(step["summary"]["training"]["losses"]) == 2
     assert step["weights"] == "trained"
-    code, out, err = command("tune", moe_folder, tmp_path / "none", "--data", "prose", *options)
+    code, out, err = command("tune", moe_folder, tmp_path / "none", "--train", "prose", *options)
     assert code == 2
     assert "no condensed layers" in err
     assert not (tmp_path / "none").exists()
@@ -370,6 +370,8 @@ HIDING = [(args, message) for args, message in AT_ONCE if args[0] in VERBS and "
     (["prune", "MIXTURE", "OUT", "--keep", "nan"], "--keep must be a number; got nan"),
     (["prune", "MIXTURE", "OUT", "--keep", "6", "--seed", "-1"], "--seed -1 must be at least 0"),
     (["carve", "MODEL", "OUT", "--seed", str(10**23)], "must be at most 4294967295"),
+    (["carve", "MODEL", "OUT", "--method", "tomoe", "-o", "lr=-1"], "-1.0 must be at least 0"),
+    (["tune", "MIXTURE", "OUT", "--data", "old.txt"], "trained on, too, with --train FILE"),
     (["carve", "MODEL", "OUT", "--method", "more", "-o", "seed=-1"], "-1 must be at least 0"),
     (["fit", "MODEL", "OUT", "--max-loss", "nan"], "--max-loss must be a number; got nan"),
     (["fit", "MODEL", "OUT", "--memory", "9MB", "--data", "no.txt"], "No text file at no.txt"),

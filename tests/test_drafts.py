@@ -237,7 +237,9 @@ def test_they_run_in_every_result_that_has_them(model_type, asked, tokens, tmp_p
 def test_they_stay_in_what_is_trained(tokens, tmp_path):
     """As they were, whatever the model has learnt: what that does to their drafts is measured."""
     base = published("glm4_moe", tmp_path / "base")
-    config = TuneConfig(what="all", steps=2, batch=2, length=16, lr=1e-2, data=pages("calibration"))
+    config = TuneConfig(
+        what="all", steps=2, batch=2, length=16, lr=1e-2, train=pages("calibration")
+    )
     result = moesaic.tune(str(base), config, tokenizer=tiny_tokenizer())
     out = result.save(tmp_path / "out")
     assert "stay as they are" in result.record(str(base), str(out)).steps[-1].told

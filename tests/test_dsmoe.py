@@ -374,7 +374,7 @@ from moesaic import DSMoEConfig
 from moesaic.distributed import process
 folder, batch, out = sys.argv[1:]
 config = DSMoEConfig(experts=4, steps=4, batch=int(batch), lr=1e-2, active=0.6,
-                     data=folder + "/data.safetensors")
+                     train=folder + "/data.safetensors")
 losses = moesaic.carve(folder + "/model", config, tokenizer=object()).summary["training"]["losses"]
 if process()[0] == 0:
     json.dump({"world": process()[1], "losses": losses}, open(out, "w"))
@@ -534,7 +534,7 @@ def test_a_recipe_carves_measures_and_reports(llama_folder: Path, tmp_path: Path
     recipe = parse_recipe(
         f"model: {llama_folder}\nout: {tmp_path}/out\nsteps:\n"
         f"- carve: {{method: dsmoe, experts: 4, active: 0.7, steps: 3, batch: 4, lr: 0.01, "
-        f"data: {tmp_path}/data.safetensors}}\n"
+        f"train: {tmp_path}/data.safetensors}}\n"
         "evaluation: {length: 32, max_tokens: 64, rounds: 0, compare: [top-k]}\n"
     )
     record = moesaic.run_recipe(recipe)

@@ -492,7 +492,7 @@ def test_without_a_tokenizer_token_ids_will_do(verb, llama_folder, tokens, tmp_p
     save_file({"input_ids": tokens.input_ids.flip(0)}, other)
     options = {"tune": {"what": "all", "steps": 2}}.get(verb, {"active": 0.8})
     options = {"keep": 0.5} if verb == "slim" else options
-    data = {"data": str(file)} if verb == "tune" else {}
+    data = {"train": str(file)} if verb == "tune" else {}
     asked = Recipe(
         str(bare),
         str(tmp_path / "out"),

@@ -24,7 +24,7 @@ FSDP = {
 }
 TEXT = ["--samples", "4", "--no-eval"]
 COMMANDS = {
-    "tune": ["tune", "--what", "all", "--data", "prose", "--length", "32", "--no-eval"],
+    "tune": ["tune", "--what", "all", "--train", "prose", "--length", "32", "--no-eval"],
     "tomoe": ["carve", "--method", "tomoe", "--calibration", "prose", *TEXT],
 }
 OPTIONS = {

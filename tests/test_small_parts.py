@@ -49,7 +49,7 @@ from moesaic.observation.stream import LayerStream
         (guide, {"guide": {"memory", "max_loss", "native", "samples", "data"}}),
         (measure, {"eval": {"tasks", "limit", "length"}, "bench": {"rounds", "device"}}),
         (results, {"export": {"to", "type", "untie"}}),
-        (verbs, {"observe": {"source", "samples", "gram_mb"}, "tune": {"eval_data", "lr"}}),
+        (verbs, {"observe": {"source", "samples", "gram_mb"}, "tune": {"train", "lr"}}),
     ],
 )
 def test_commands_have_their_options_and_an_example(module, wanted, monkeypatch):

@@ -228,7 +228,7 @@ def test_a_recipe_may_give_text_as_a_mapping(tmp_path: Path) -> None:
     """S10: data_dir and split can be named."""
     text = (
         f"model: tiny-dense\nout: {tmp_path}/out\nsteps:\n"
-        "- carve: {method: dsmoe, data: [{name: a/b, data_dir: python, weight: 2}, {name: code}]}\n"
+        "- carve: {method: dsmoe, train: [{name: a/b, data_dir: py, weight: 2}, {name: code}]}\n"
         "calibration: {source: {name: a/b, config: en, split: 'train[:50%]'}}\n"
         "evaluation: {data: {name: a/b, config: en, split: 'train[50%:]'}}\n"
     )
@@ -236,7 +236,7 @@ def test_a_recipe_may_give_text_as_a_mapping(tmp_path: Path) -> None:
     assert text_sources(recipe.calibration.source) == (
         TextSource("a/b", "en", split="train[:50%]"),
     )
-    assert [s.weight for s in text_sources(recipe.steps[0].data)] == [2.0, 1.0]  # type: ignore[attr-defined]
+    assert [s.weight for s in text_sources(recipe.steps[0].train)] == [2.0, 1.0]  # type: ignore[attr-defined]
     assert parse_recipe(recipe.to_yaml()) == recipe
     with pytest.raises(MoesaicError, match="known: name, config, data_dir, split, weight"):
         parse_recipe(text.replace("config: en", "subset: en"))
@@ -326,7 +326,7 @@ def test_text_that_is_trained_on_is_not_measured_on(folder: Any, tmp_path: Path)
         check_apart([used], measured)
     text = (
         f"model: tiny-dense\nout: {tmp_path}/out\nsteps:\n"
-        f"- carve: {{method: dsmoe, data: '{file}'}}\nevaluation: {{data: '{file}'}}\n"
+        f"- carve: {{method: dsmoe, train: '{file}'}}\nevaluation: {{data: '{file}'}}\n"
     )
     with pytest.raises(MoesaicError, match="are calibrated or trained on too"):
         check_run(parse_recipe(text))
@@ -780,7 +780,7 @@ def test_tune_is_not_measured_on_what_it_learned(
     file = rows_file(
         tmp_path / "t.jsonl", [{"text": f"row {i} says little. " * 9} for i in range(60)]
     )
-    given = ["--data", file, "--what", "all", "--steps", 1, "--length", 24, "--no-eval"]
+    given = ["--train", file, "--what", "all", "--steps", 1, "--length", 24, "--no-eval"]
     code, _, err = command("tune", llama_folder, tmp_path / "out", *given)
     assert code == 0, err
     code, _, err = command("eval", tmp_path / "out", "--data", file)

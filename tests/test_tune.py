@@ -323,7 +323,7 @@ found = {}
 for what in ("condensed", "routers"):
     teacher = folder + "/teacher" if what == "routers" else ""
     config = TuneConfig(what=what, steps=4, batch=int(batch), lr=1e-2, teacher=teacher,
-                        data=folder + "/data.safetensors")
+                        train=folder + "/data.safetensors")
     tuned = moesaic.tune(folder + "/student", config, tokenizer=object())
     found[what] = tuned.summary["training"]["losses"]
 found["world"] = process()[1]
@@ -355,7 +355,7 @@ def test_a_recipe_condenses_then_tunes(tmp_path: Path, tokenizer: Any) -> None:
     recipe = parse_recipe(
         f"model: {tmp_path}/model\nout: {tmp_path}/out\nsteps:\n"
         "- condense: {layers: 1, keep: shared+routed}\n"
-        "- tune: {data: prose, steps: 2, length: 32, lr: 0.01}\n"
+        "- tune: {train: prose, steps: 2, length: 32, lr: 0.01}\n"
         "calibration: {samples: 4, length: 32}\n"
         "evaluation: {length: 32, max_tokens: 64, rounds: 0}\n"
     )

@@ -189,8 +189,8 @@ class Former:
 
     name: str
     """Its name now."""
-    flag: str
-    """Its name on the command line then."""
+    flag: str = ""
+    """Its name on the command line then, where that names nothing else now."""
     values: Mapping[str, str | None] = field(default_factory=dict)
     """Values that have other names now, too; None for what is the default."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from moesaic.cli.options import (
 from moesaic.cli.shared import carry_out, emit, register, tell
 from moesaic.config import Calibration, Evaluation, Verb, about, check_device, parse_dtype
 from moesaic.errors import MoesaicError
+from moesaic.foreign import JSON
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_file
 from moesaic.methods import VERBS, methods_of
@@ -49,8 +50,6 @@ def verb_options(verb: Verb) -> list[Option]:
     for method, config in methods.items():
         for name in config.bundles:
             bundles.setdefault(name, []).append(method)
-    taken = {o.flag for o in method_options if not o.hidden}
-    data = "--eval-data" if "--data" in taken else "--data"
     first, rest = [], []
     if len(methods) > 1:
         default = next(iter(methods))
@@ -68,16 +67,14 @@ def verb_options(verb: Verb) -> list[Option]:
     rest.append(Option("option", "--option -o", list, "Any other, of --help-all.", "KEY=VALUE"))
     if verb.observes:
         rest.append(option(Calibration, "stats"))
-    evaluation = [option(Evaluation, "data", flag=data), option(Evaluation, "max_tokens")]
-    evaluation.append(option(Evaluation, "baselines"))
-    if data != "--data":
-        evaluation[0] = replace(evaluation[0], name="eval_data")
+    evaluation = [option(Evaluation, name) for name in ("data", "max_tokens", "baselines")]
     common = [*calibration, *evaluation, DEVICE, DTYPE]
     hidden = [
         Option(
             name, former.flag, bool if former.switch else str, f"--{former.name} now.", hidden=True
         )
         for name, former in former_options(verb.name).items()
+        if former.flag
     ]
     visible = [*first, *(o for o in method_options if not o.hidden), *rest]
     visible += [replace(o, common=True) for o in common]
@@ -86,13 +83,8 @@ def verb_options(verb: Verb) -> list[Option]:
     return [*visible, *seldom, *hidden]
 
 
-def command(verb: Verb, names: Collection[str]) -> Callable[..., None]:
-    """The function behind a verb's command.
-
-    Args:
-        verb: the verb.
-        names: of its options.
-    """
+def command(verb: Verb) -> Callable[..., None]:
+    """The function behind a verb's command."""
     methods = methods_of(verb.name)
     text = {*TEXT, "stats"} if verb.calibrates else {"stats"}
 
@@ -113,16 +105,16 @@ def command(verb: Verb, names: Collection[str]) -> Callable[..., None]:
         extra = pairs(options.pop("option", None))
         device = {name: options.pop(name) for name in ("device", "dtype") if name in options}
         calibration = {name: options.pop(name) for name in text & options.keys()}
-        measured = {
-            name: options.pop(key)
-            for key, name in (
-                ("data" if "eval_data" not in names else "eval_data", "data"),
-                ("max_tokens", "max_tokens"),
-                ("compare", "compare"),
-                ("baselines", "baselines"),
-            )
-            if key in options
+        measured: JSON = {
+            name: options.pop(name)
+            for name in ("data", "max_tokens", "compare", "baselines")
+            if name in options
         }
+        if not verb.calibrates and "data" in measured and not {"train"} & {*options, *extra}:
+            raise MoesaicError(
+                "data is what is measured: name what is trained on, too, with train=FILE, or "
+                "train=shipped for the text that ships."
+            )
         config = methods.get(method_of(verb.name, renewed(verb.name, options)))
         config_fields = {field.name for field in fields(config)} if config else set()
         measured |= {
@@ -225,7 +217,7 @@ def commands() -> None:
         field_names = [
             field.name for config in methods_of(name).values() for field in fields(config)
         ]
-        run = command(verb, {o.name for o in options})
+        run = command(verb)
         register(name, run, verb.example, options, [*SELDOM, *field_names])
     help = "MiB for one layer's Gram matrices; 0 leaves them out, and reconstruction with them."
     text = [option(Calibration, name) for name in TEXT]

@@ -39,6 +39,6 @@ SKIP = Verb(
 TUNE = Verb(
     "tune",
     "Train a converted model a little. Runs under accelerate launch.",
-    "moesaic tune out tuned --data text.jsonl --what condensed",
+    "moesaic tune out tuned --train text.jsonl --what condensed",
     calibrates=False,
 )

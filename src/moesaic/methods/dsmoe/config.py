@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moesaic.config import MethodConfig, option, seed_option
+from moesaic.config import Former, MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
@@ -29,6 +30,7 @@ class DSMoEConfig(MethodConfig):
         "no-straight-through": "DSMoE without straight-through",
         "no-piecewise": "DSMoE without the threshold in training",
     }
+    former: ClassVar[Mapping[str, Former]] = {"data": Former("train")}
     bundles: ClassVar[dict[str, JSON]] = {
         "paper": {"steps": 305_176, "batch": 32, "length": 1024, "lr": 2e-5, "gain": 0.3}
     }
@@ -48,19 +50,24 @@ class DSMoEConfig(MethodConfig):
         seldom=True,
     )
     tau: float = option(0.5, "Threshold of the gates.", seldom=True)
-    sparsity: float = option(1.0, "lambda: the weight of the sparsity loss.", seldom=True)
+    sparsity: float = option(
+        1.0, "lambda: the weight of the sparsity loss.", minimum=0, seldom=True
+    )
     gain: float = option(
         1.0,
         "lambda grows by this in a step in which all blocks are active and none should be; 0.3 for "
         "many thousand steps.",
+        minimum=0,
         seldom=True,
     )
     top_k: int | None = option(
         None, "top-k: blocks that a token runs. Default: as many as active asks for."
     )
-    top_k_scale: float = option(1.0, "top-k: the sum of a token's weights.", seldom=True)
-    balance: float = option(0.01, "top-k: the weight of the load-balance loss.", seldom=True)
-    data: str = option(
+    top_k_scale: float = option(1.0, "top-k: the sum of a token's weights.", minimum=0, seldom=True)
+    balance: float = option(
+        0.01, "top-k: the weight of the load-balance loss.", minimum=0, seldom=True
+    )
+    train: str = option(
         "",
         "Text to train on, a mix of weights included. Default: the calibration text.",
         parse="text",
@@ -78,10 +85,13 @@ class DSMoEConfig(MethodConfig):
     )
     accumulate: int = option(1, "Batches before the weights move.", minimum=1, seldom=True)
     lr: float = option(
-        1e-3, "The highest learning rate; 2e-5 for the paper's number of steps.", seldom=True
+        1e-3,
+        "The highest learning rate; 2e-5 for the paper's number of steps.",
+        minimum=0,
+        seldom=True,
     )
     warmup: float = option(0.1, "Share of the steps in which the rate rises.", seldom=True)
-    weight_decay: float = option(0.0, "AdamW's weight decay.", seldom=True)
+    weight_decay: float = option(0.0, "AdamW's weight decay.", minimum=0, seldom=True)
     clip: float = option(
         1.0,
         "The norm that gradients are clipped at, of which the paper says nothing; 0 for never.",

@@ -57,7 +57,7 @@ class DSMoE(DenseMethod[DSMoEConfig]):
         }
         text = args.calibration.source if args.text is None else args.text
         if not isinstance(text, Tokens | torch.Tensor):
-            text = config.data or text
+            text = config.train or text
         texts = examples_of(job, config, text, stream=True)
 
         def trained(name: str) -> tuple[Model, list[dict[str, float]]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from moesaic.config import MethodConfig, option, seed_option
+from moesaic.config import Former, MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 
@@ -29,6 +30,7 @@ class TuneConfig(MethodConfig):
     paper: ClassVar[str] = ""
     implementation: ClassVar[str] = "moesaic.methods.sft.method:Tuning"
 
+    former: ClassVar[Mapping[str, Former]] = {"data": Former("train")}
     bundles: ClassVar[dict[str, JSON]] = {
         "paper": {"what": "condensed", "lr": 1e-4, "warmup": 0.1, "weight_decay": 0.0}
     }
@@ -38,7 +40,7 @@ class TuneConfig(MethodConfig):
         "condensed: the condensed layers' projections; attention: their attention, which is what "
         "Layer Drop leaves; routers; lora: low-rank updates, merged at the end; all: everything.",
     )
-    data: str = option(
+    train: str = option(
         "",
         "Text to train on: as for calibration; rows with a question and an answer are trained on "
         "the answer only. A mix needs steps. Default: ships.",
@@ -51,12 +53,12 @@ class TuneConfig(MethodConfig):
     )
     length: int = option(512, "Tokens of a text at most.", minimum=2)
     steps: int | None = option(None, "Optimizer steps. Default: epochs.", minimum=1)
-    epochs: float = option(1.0, "Times that the text passes.", seldom=True)
+    epochs: float = option(1.0, "Times that the text passes.", minimum=0, seldom=True)
     batch: int = option(8, "Texts that a process takes at a time.", minimum=1)
     accumulate: int = option(1, "Batches before the weights move.", minimum=1, seldom=True)
-    lr: float = option(1e-4, "The highest learning rate.")
+    lr: float = option(1e-4, "The highest learning rate.", minimum=0)
     warmup: float = option(0.1, "Share of the steps in which the rate rises.", seldom=True)
-    weight_decay: float = option(0.0, "AdamW's weight decay.", seldom=True)
+    weight_decay: float = option(0.0, "AdamW's weight decay.", minimum=0, seldom=True)
     rank: int = option(8, "lora: the rank of the updates.", minimum=1)
     save_every: int = option(100, "Steps between checkpoints.", minimum=1, seldom=True)
     seed: int = seed_option()

@@ -59,7 +59,7 @@ class Tuning(Method[TuneConfig, Arch]):
                 f"tune writes the language model alone, and transformers has no class for "
                 f"{job.arch.model_type} outside of the whole."
             )
-        text = config.data if args.text is None else args.text
+        text = config.train if args.text is None else args.text
         examples = examples_of(job, config, text, answers=True)
         live = job.live()
         request: JSON = {}
@@ -119,7 +119,7 @@ class Tuning(Method[TuneConfig, Arch]):
         else:
             chosen = trainable(model, job.arch, config.what, _plan(job))
             count = sum(p.numel() for p in chosen.values())
-        tokens = foretold_tokens(config.data) or _TOKENS
+        tokens = foretold_tokens(config.train) or _TOKENS
         texts = round(config.epochs * tokens / config.length)
         if config.steps is not None:
             texts = config.steps * config.batch * config.accumulate

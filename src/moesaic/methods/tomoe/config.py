@@ -55,11 +55,14 @@ class ToMoEConfig(MethodConfig):
         "write, too, Eq. 2's three places.",
         seldom=True,
     )
-    parameters: float = option(16.0, "alpha, the weight of the budget R_P.", seldom=True)
-    union: float = option(2.0, "beta, the weight of the union of experts R_U.", seldom=True)
+    parameters: float = option(16.0, "alpha, the weight of the budget R_P.", minimum=0, seldom=True)
+    union: float = option(
+        2.0, "beta, the weight of the union of experts R_U.", minimum=0, seldom=True
+    )
     balance: float = option(
         0.125,
         "gamma, the weight of the load balance R_L (Eq. 9); 1 in the paper.",
+        minimum=0,
         seldom=True,
     )
     tau: float = option(0.4, "Temperature of the straight-through masks.", seldom=True)
@@ -87,12 +90,16 @@ class ToMoEConfig(MethodConfig):
     batch: int = option(1, "Texts that a process takes at a time.", minimum=1, seldom=True)
     length: int = option(256, "Tokens of a text; 2048 in the paper.", minimum=2, seldom=True)
     accumulate: int = option(1, "Batches before the modules move.", minimum=1, seldom=True)
-    lr: float = option(3e-3, "The highest learning rate; 1e-3 in the paper.", seldom=True)
+    lr: float = option(
+        3e-3, "The highest learning rate; 1e-3 in the paper.", minimum=0, seldom=True
+    )
     decay: Literal["constant", "cosine"] = option(
         "cosine", "constant, as in the paper, or cosine: to 0 at the last step.", seldom=True
     )
-    warmup: float = option(0.0, "Share of the steps in which the rate rises.", seldom=True)
-    weight_decay: float = option(0.05, "AdamW's weight decay.", seldom=True)
+    warmup: float = option(
+        0.0, "Share of the steps in which the rate rises.", minimum=0, maximum=1, seldom=True
+    )
+    weight_decay: float = option(0.05, "AdamW's weight decay.", minimum=0, seldom=True)
     clip: float = option(
         1.0,
         "The norm that gradients are clipped at; 0 for never, as in the released code.",
