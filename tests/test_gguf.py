@@ -303,7 +303,7 @@ VERBS = {
             "--steps",
             "1",
             *TEXT[2:4],
-            "--data",
+            "--train",
             "{text}",
             "--no-eval",
         ],

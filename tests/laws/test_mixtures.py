@@ -30,7 +30,7 @@ from moesaic.errors import MoesaicError
 from moesaic.estimates import Machine, estimate, weight_bytes
 from moesaic.io.source import Source
 from moesaic.layers.condensed import CondensedLayer
-from moesaic.layers.dropped import DroppedLayer
+from moesaic.layers.dropped import DroppedLayer, cache_leaders
 from moesaic.layers.fewer import FewerLayer
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.layers.skipping import SkippingLayer
@@ -381,7 +381,12 @@ def test_condense(keep, seen):
         "nothing": HANDING_ON,
     }.get(keep, set())
     why = why if why is True else why | IN_LAYER | MERGED
-    last = seen.layers[-1]
+    leaders = cache_leaders(seen.model.config) if keep == "nothing" else set()
+    last = max({*seen.layers} - leaders, default=None)
+    if last is None:  # generation reads the length of every layer's cache
+        with pytest.raises(MoesaicError, match="0 layers can be condensed"):
+            verb_of("condense", seen.model, CondenseConfig(count=1, keep=keep), text=TEXT)
+        return
     config = CondenseConfig(count=1, keep=keep, candidates=(last,), refit=False)
     result = seen.refused("condense", config, why)
     if result is None:
