@@ -49,6 +49,7 @@ from moesaic.metrics.evaluate import ROOM
 from moesaic.metrics.forward import BATCH
 from moesaic.metrics.machine import environment, free_bytes
 from moesaic.metrics.size import Size, model_size
+from moesaic.metrics.speed import clock
 from moesaic.observation.job import Job
 from moesaic.recipe import Recipe
 from moesaic.report.numbers import memory, span
@@ -688,11 +689,9 @@ def measured(device: str) -> dict[str, float]:
         """The least time, which others that run beside it do not make longer."""
         took = []
         for _ in range(times):
-            start = time.perf_counter()
+            start = clock(x.device)
             run()
-            if device != "cpu":
-                torch.accelerator.synchronize(device)
-            took.append(time.perf_counter() - start)
+            took.append(clock(x.device) - start)
         return min(took)
 
     with torch.no_grad():

@@ -120,7 +120,7 @@ def next_token_loss(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
 
 
-def predicted(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
+def log_probabilities(logits_BLV: Tensor, labels_BL: Tensor) -> Tensor:
     """Log-probabilities of the next token (T, V), float32, where it has a label."""
     return logits_BLV[:, :-1][labels_BL[:, 1:] != IGNORED].float().log_softmax(-1)
 
@@ -137,7 +137,7 @@ def distillation_loss(student_BLV: Tensor, teacher_BLV: Tensor, labels_BL: Tenso
     >>> distillation_loss(logits, logits, torch.tensor([[1, 2, 3]])).item()
     0.0
     """
-    student, teacher = (predicted(x, labels_BL) for x in (student_BLV, teacher_BLV))
+    student, teacher = (log_probabilities(x, labels_BL) for x in (student_BLV, teacher_BLV))
     return divergence(teacher, student)
 
 

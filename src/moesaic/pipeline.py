@@ -34,6 +34,7 @@ from moesaic.io.outputs import (
     check_out,
     discard,
     marked,
+    resumable,
     unfinished,
     whole_file,
     whole_folder,
@@ -152,10 +153,9 @@ def run_recipe(
         try:
             return _run(recipe, overwrite, resume, findings or {}, more, log, checked)
         except (MoesaicError, KeyboardInterrupt):
-            work = unfinished(recipe.out)
-            if first and not any(work.rglob("*.safetensors")):  # nothing that could be resumed
+            if first and not resumable(recipe.out):
                 with suppress(MoesaicError):
-                    discard(work)
+                    discard(unfinished(recipe.out))
             raise
 
 

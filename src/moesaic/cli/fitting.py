@@ -53,11 +53,11 @@ def fit(
     assert record is not None
     shown = Group(tried(record.measured["tried"]), report.terminal(record))
     if record.steps:
-        said = f"Checkpoint in {out}, report in {out / FOLDER / PAGE}"
+        outcome = f"Checkpoint in {out}, report in {out / FOLDER / PAGE}"
     else:
-        said = f"No step is worth it at that size. The file alone is in {out}."
-        said += " Not pushed: it has no card; hf upload takes it." if push else ""
-    err_console.print(said, soft_wrap=True)
+        outcome = f"No step is worth it at that size. The file alone is in {out}."
+        outcome += " Not pushed: it has no card; hf upload takes it." if push else ""
+    err_console.print(outcome, soft_wrap=True)
     upload = pushed(str(out), push, push_plan) if record.steps else {}
     emit(as_json, {**record.output(), **upload}, shown)
 

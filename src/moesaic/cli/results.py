@@ -138,8 +138,8 @@ def in_llama_cpp(folder: Path, record: Record) -> JSON:
     tokenizer, settings = resolve(str(folder)).tokenizer, Evaluation()
     ids = tokenizer(settings.prompt, return_tensors="pt")["input_ids"][0]
     with Engine(file, len(ids) + settings.new_tokens) as engine:
-        found = until(engine.greedy(ids, settings.new_tokens), {tokenizer.eos_token_id})
-    text = tokenizer.decode(found, skip_special_tokens=True)
+        tokens = until(engine.greedy(ids, settings.new_tokens), {tokenizer.eos_token_id})
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
     same = text == record.measured["generation"]["result"]
     return {"out": str(file), "bytes": written["bytes"], "text": text, "same_text": same}
 
@@ -292,7 +292,7 @@ def report(
 
     first = [key for key in (saved, lost) if key]
     try:
-        known = measured(records)
+        known = measured(records) if first else set()
         for axis, key, axes in (("saved", saved, SAVED), ("lost", lost, LOST)):
             if key and key not in known:
                 there = ", ".join(name for name in axes if name in known) or "none"

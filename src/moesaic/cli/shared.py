@@ -19,7 +19,7 @@ from moesaic.errors import MoesaicError, meant
 from moesaic.foreign import Values
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.names import MODELS, NAMES, check_repository, names_model
-from moesaic.io.outputs import unfinished
+from moesaic.io.outputs import resumable
 from moesaic.recipe import Recipe, check_run
 
 if TYPE_CHECKING:
@@ -310,10 +310,9 @@ def carried_out(recipe: Recipe, overwrite: bool, resume: bool) -> Record | None:
             recipe, overwrite=overwrite, resume=resume, track=bars, checked=beforehand
         )
     except KeyboardInterrupt:
-        kept = any(unfinished(recipe.out).rglob("*.safetensors"))
         message = (
             "Finished layers are kept; --resume continues from them."
-            if kept
+            if resumable(recipe.out)
             else "Nothing is finished yet: the same command begins anew."
         )
         fail(f"Interrupted. {message}", 130)

@@ -110,7 +110,7 @@ def command(verb: Verb) -> Callable[..., None]:
             for name in ("data", "max_tokens", "compare", "baselines")
             if name in options
         }
-        if not verb.calibrates and "data" in measured and not {"train"} & {*options, *extra}:
+        if not verb.calibrates and "data" in measured and "train" not in {**options, **extra}:
             raise MoesaicError(
                 "data is what is measured: name what is trained on, too, with train=FILE, or "
                 "train=shipped for the text that ships."

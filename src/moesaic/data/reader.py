@@ -366,8 +366,8 @@ class Lines(Sequence[Row]):
             return json.loads(self._bytes[start : None if end < 0 else end])
         except (ValueError, RecursionError) as error:
             line = self._bytes[:start].count(b"\n") + 1
-            said = getattr(error, "msg", error)  # without a line, which is always the first here
-            raise ValueError(f"line {line}: {said}") from error
+            reason = getattr(error, "msg", error)  # without a line, which is always the first here
+            raise ValueError(f"line {line}: {reason}") from error
 
 
 def _file_rows(path: Path) -> Sequence[Row]:

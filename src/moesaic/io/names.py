@@ -31,10 +31,14 @@ def names_model(word: str) -> bool:
     return bool(word) and (shipped or hub or Path(word).expanduser().is_dir())
 
 
+def _hub_id(name: str) -> bool:
+    """Whether a name has the form of a hub id."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
 def public(name: str) -> bool:
     """Whether a model's name is the same model everywhere: one by name, or a hub id."""
-    hub = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    return name in NAMES or (hub and not Path(name).exists())
+    return name in NAMES or (_hub_id(name) and not Path(name).exists())
 
 
 def check_name(name: str) -> None:
@@ -52,7 +56,7 @@ def check_name(name: str) -> None:
         return
     if path.is_file():
         raise MoesaicError(f"{name} is a file; give the checkpoint's folder or a .gguf file.")
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if not _hub_id(name):
         raise MoesaicError(f"No model folder at {name}. Known names: {MODELS}.{meant(name, NAMES)}")
 
 

@@ -461,6 +461,11 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def resumable(out: str | Path) -> bool:
+    """Whether an unfinished run of an output left anything that another would go on from."""
+    return any(unfinished(out).rglob("*.safetensors"))
+
+
 def discard(folder: Path) -> None:
     """Remove the folder of an unfinished run or search.
 

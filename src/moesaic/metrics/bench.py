@@ -55,8 +55,8 @@ def bench(
     """
     settings = Bench(**options)  # type: ignore[arg-type]
     if settings.engine == "llamacpp":
-        for name, given in (("device", device != "cpu"), ("dtype", dtype is not None)):
-            if given:
+        for name, chosen in (("device", device != "cpu"), ("dtype", dtype is not None)):
+            if chosen:
                 raise MoesaicError(f"{name} is of engine=transformers: leave it out.")
         speeds, figures = _llamacpp(models, settings, track)
     else:

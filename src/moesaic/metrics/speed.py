@@ -59,7 +59,8 @@ class Speed:
         }
 
 
-def _clock(device: torch.device) -> float:
+def clock(device: torch.device) -> float:
+    """Seconds, once the device has done all that it was given."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -69,15 +70,15 @@ def _clock(device: torch.device) -> float:
 def one_round(model: Model, prompt: torch.Tensor, new_tokens: int) -> tuple[float, float]:
     """Seconds for the prompt, and for ``new_tokens`` greedy steps after it."""
     prompt = prompt.to(model.device)
-    start = _clock(prompt.device)
+    start = clock(prompt.device)
     options = {"use_cache": True, **logits_alone(model.config)}
     out = model(input_ids=prompt, logits_to_keep=1, **options)
     token = out.logits[:, -1:].argmax(-1)
-    prefilled = _clock(prompt.device)
+    prefilled = clock(prompt.device)
     for _ in range(new_tokens):
         out = model(input_ids=token, past_key_values=out.past_key_values, **options)
         token = out.logits[:, -1:].argmax(-1)
-    return prefilled - start, _clock(prompt.device) - prefilled
+    return prefilled - start, clock(prompt.device) - prefilled
 
 
 Timed = Callable[[torch.Tensor, int], tuple[float, float]]

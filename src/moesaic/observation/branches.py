@@ -17,7 +17,7 @@ from moesaic.arch.dense import Arch
 from moesaic.data.text import Tokens
 from moesaic.foreign import Track, silent
 from moesaic.layers.base import LayerPlan
-from moesaic.objectives import divergence, predicted
+from moesaic.objectives import divergence, log_probabilities
 from moesaic.observation.backward import labels_of
 from moesaic.observation.stream import LayerStream, Spill
 from moesaic.surgery import applied
@@ -96,14 +96,17 @@ def divergences(
     batches, sums, count = stream.batches, [0.0] * len(changes), 0
     try:
         with stream.headed(logits=True) as finish:
-            ours = ((finish(*pair), pair[0]) for pair in zip(batches, finals[0], strict=True))
-            references = original(batches) if original else ours
-            for n, (logits, batch) in enumerate(references):
+            unchanged = (
+                original(batches)
+                if original
+                else zip(map(finish, batches, finals[0]), batches, strict=True)
+            )
+            for n, (logits, batch) in enumerate(unchanged):
                 labels = labels_of(batch).to(logits.device)
-                p_TV = predicted(logits, labels)
+                p_TV = log_probabilities(logits, labels)
                 count += len(p_TV)
                 for change, final in enumerate(finals[len(first) :]):
-                    q_TV = predicted(finish(batch, final[n]), labels)
+                    q_TV = log_probabilities(finish(batch, final[n]), labels)
                     sums[change] += divergence(p_TV, q_TV).item()
         return [total / max(1, count) for total in sums]
     finally:

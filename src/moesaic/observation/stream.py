@@ -460,7 +460,6 @@ class LayerStream(Generic[V_co]):
             with self._open_layer(i):
                 yield Block(i, self.arch.layers(self.model)[i], kwargs, carried)
 
-    @torch.no_grad()
     @contextmanager
     def headed(
         self, logits: bool = False, gradients: bool = False
