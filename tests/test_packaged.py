@@ -14,7 +14,9 @@ from pathlib import Path
 
 MODEL_NAME = "whole.gguf"
 
-def assemble(target):
+def assemble(target, overwrite=False):
+    if Path(target).exists() and not overwrite:
+        raise FileExistsError("already exists with an unexpected sha256")
     parts = sorted(Path(__file__).parent.glob("part*"))
     if len(parts) < 2:
         raise FileNotFoundError("Missing chunk files")
@@ -28,7 +30,7 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / "site" / "a_model"
     folder.mkdir(parents=True)
     monkeypatch.syspath_prepend(str(folder.parent))
-    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "not" / "there" / "yet"))
     monkeypatch.setitem(names.PACKAGED, "a", "--no-deps a-model")
     importlib.invalidate_caches()
     yield folder

