@@ -19,7 +19,7 @@ from importlib.resources import files
 from itertools import chain, islice
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from moesaic.data.rows import Row
 from moesaic.data.source import DOMAINS, SHIPPED, TextSource
@@ -29,6 +29,7 @@ from moesaic.foreign import JSON, Values
 if TYPE_CHECKING:
     from datasets import DatasetInfo, IterableDataset
 
+T = TypeVar("T")
 Use = Literal["calibration", "evaluation"]
 """Calibration and training are one use."""
 
@@ -162,36 +163,19 @@ class Streamed(Rows):
         rng.shuffle(shards)
         return drawn_from(interleaved(shards, rng), rng, BUFFER)
 
-    def _shards(self) -> list[Iterable[Row]]:
-        taken, data = self.taken, self._data
-        count = max(1, data.num_shards)
-        if not self._first:
-            return [self._part(data)]
-        shards = [data if count == 1 else data.shard(count, i) for i in range(count)]
-        if taken.stop is not None:
-            return [self._part(shards[0])]
-        return [self._part(shards[0]), *map(self._guarded, shards[1:])]
+    def _shards(self) -> list[Iterator[Row]]:
+        start, stop, data = self.taken.start, self.taken.stop, self._data
+        count = data.num_shards if self._first else 1
+        first, *others = [data.shard(count, i) for i in range(count)] if count > 1 else [data]
+        if start:
+            first = first.skip(start)
+        shards = [first, *others] if stop is None else [first.take(stop - start)]
+        return [*map(self._guarded, shards)]
 
-    def _part(self, data: IterableDataset) -> Iterable[Row]:
-        taken = self.taken
-        if taken.start:
-            data = data.skip(taken.start)
-        return self._guarded(data if taken.stop is None else data.take(taken.stop - taken.start))
-
-    def _guarded(self, data: Iterable[Row]) -> Iterable[Row]:
-        return _Guarded(data, self.taken.source)
-
-
-@dataclass(frozen=True)
-class _Guarded:
-    """Rows whose errors are ours."""
-
-    rows: Iterable[Row]
-    source: str
-
-    def __iter__(self) -> Iterator[Row]:
-        with _reached(self.source):
-            yield from self.rows
+    def _guarded(self, data: Iterable[Row]) -> Iterator[Row]:
+        """Rows whose errors are ours."""
+        with _reached(self.taken.source):
+            yield from data
 
 
 def interleaved(shards: Sequence[Iterable[Row]], rng: random.Random) -> Iterator[Row]:
@@ -211,7 +195,7 @@ def interleaved(shards: Sequence[Iterable[Row]], rng: random.Random) -> Iterator
                 active[place] = iter(following)
 
 
-def drawn_from(rows: Iterator[Row], rng: random.Random, size: int) -> Iterator[Row]:
+def drawn_from(rows: Iterator[T], rng: random.Random, size: int) -> Iterator[T]:
     """The same rows, each drawn from a buffer."""
     buffer = list(islice(rows, size))
     for row in rows:

@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from moesaic.data.mixes import sources_of
-from moesaic.data.reader import INLINE, IndexedRows, RowRange, Rows, open_rows, shipped_texts
+from moesaic.data.reader import (
+    INLINE,
+    IndexedRows,
+    RowRange,
+    Rows,
+    drawn_from,
+    open_rows,
+    shipped_texts,
+)
 from moesaic.data.rows import PromptAnswer, Row, asked, text_of
 from moesaic.data.source import text_sources
 from moesaic.data.text import IGNORED, Tokens, token_file, windows
@@ -128,19 +136,14 @@ class PackedText(IterableDataset[Example]):
         rng = random.Random(self.seed)
         names = list(self.weights)
         streams = {
-            name: self._shuffled(name, random.Random(f"{self.seed} {name}")) for name in names
+            name: drawn_from(
+                self._examples(name), random.Random(f"{self.seed} {name}"), self.buffer
+            )
+            for name in names
         }
         while True:
             (name,) = rng.choices(names, list(self.weights.values()))
             yield next(streams[name])
-
-    def _shuffled(self, name: str, rng: random.Random) -> Iterator[Example]:
-        examples = self._examples(name)
-        buffer = [next(examples) for _ in range(self.buffer)]
-        while True:
-            place = rng.randrange(len(buffer))
-            yield buffer[place]
-            buffer[place] = next(examples)
 
     def _examples(self, name: str) -> Iterator[Example]:
         end = self.tokenizer.eos_token_id
