@@ -75,13 +75,12 @@ class Whole:
         self, batches: Sequence[Tokens], track: Track = silent, label: str = "Perplexity"
     ) -> Pass:
         """Run the model batch by batch, as the logits are asked for."""
-        result = Pass(iter(()))
-        result.logits = self._logits(batches, track, label, result)
-        return result
+        routing: dict[int, Routing] = {}
+        return Pass(self._logits(batches, track, label, routing), routing)
 
     @torch.no_grad()
     def _logits(
-        self, batches: Sequence[Tokens], track: Track, label: str, result: Pass
+        self, batches: Sequence[Tokens], track: Track, label: str, counts: dict[int, Routing]
     ) -> Iterator[tuple[Tensor, Tokens]]:
         model = self.shape
         device = model.get_input_embeddings().weight.device
@@ -94,7 +93,7 @@ class Whole:
                 ids = batch.input_ids.to(device)
                 out = model(input_ids=ids, attention_mask=mask, **options)
                 yield out.logits, batch
-            result.routing.update(routing)
+            counts.update(routing)
 
 
 @dataclass
@@ -176,11 +175,6 @@ class Layerwise:
                     routing.look_at(batch.attention_mask)
                     states.replace(b, block.output(b, states[b]))
         return _Kept(batches, stream, states, dict(routing))
-
-
-def runner(model: Model | Runner) -> Runner:
-    """A loaded model as a runner; a runner itself."""
-    return model if isinstance(model, Whole | Layerwise) else Whole(model)
 
 
 # --- several processes ---------------------------------------------------------------------------

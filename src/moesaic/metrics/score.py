@@ -23,10 +23,10 @@ from moesaic.metrics.forward import (
     BATCH,
     Layerwise,
     Runner,
+    Whole,
     all_routing,
     all_shares,
     own_share,
-    runner,
 )
 from moesaic.metrics.routing import Routing
 from moesaic.metrics.size import model_size
@@ -57,7 +57,7 @@ class Quality:
     perplexity: float
     tokens: int
     """Tokens that were scored."""
-    routing: dict[int, Routing]
+    routing: dict[int, Routing] = field(repr=False)
     """By decoder layer; empty for a model whose layers do not route."""
     sources: dict[str, Part] = field(default_factory=dict)
     """By source of a mix, or by domain of rows that have one; empty for a single text."""
@@ -68,12 +68,10 @@ class Quality:
     """Share of tokens at which original and this model think the same next one most probable."""
 
 
-@dataclass(frozen=True)
-class Score:
+@dataclass(frozen=True, kw_only=True)
+class Score(Quality):
     """The figures that ``eval`` reports of one model."""
 
-    perplexity: float
-    tokens: int
     total_parameters: int
     active_parameters: int
     """Parameters that one token runs on this text, embeddings and head included."""
@@ -84,14 +82,6 @@ class Score:
     router_parameters: int
     total_bytes: int
     """What all parameters take in memory, in the types in which the model was measured."""
-    routing: dict[int, Routing] = field(repr=False)
-    """By decoder layer."""
-    sources: dict[str, Part] = field(default_factory=dict)
-    """As :attr:`Quality.sources`."""
-    kl: float | None = None
-    """As :attr:`Quality.kl`."""
-    top1_agreement: float | None = None
-    """As :attr:`Quality.top1_agreement`."""
     tasks: Mapping[str, Values] = field(default_factory=dict)
     """By task, the keys of :func:`moesaic.metrics.tasks.measure_tasks`; ``recovery`` beside them
     where it was compared."""
@@ -136,7 +126,8 @@ def score(model: Model | Runner, tokens: Tokens) -> Score:
         model: loaded, or a :class:`~moesaic.metrics.forward.Runner`.
         tokens: the windows.
     """
-    return scores([runner(model)], tokens)[0]
+    run = model if isinstance(model, Whole | Layerwise) else Whole(model)
+    return scores([run], tokens)[0]
 
 
 def scores(
@@ -153,18 +144,13 @@ def scores(
         sizes = [model_size(run.shape, q.routing) for run, q in zip(runs, measured, strict=True)]
     return [
         Score(
-            perplexity=quality.perplexity,
-            tokens=quality.tokens,
+            **vars(quality),
             total_parameters=size.total_parameters,
             active_parameters=size.active_parameters,
             active_ratio=size.active_ratio,
             nominal_active_ratio=model_size(run.shape).active_ratio,
             router_parameters=size.router_parameters,
             total_bytes=size.total_bytes,
-            routing=quality.routing,
-            sources={name: part for name, part in quality.sources.items() if part.tokens},
-            kl=quality.kl,
-            top1_agreement=quality.top1_agreement,
         )
         for run, quality, size in zip(runs, measured, sizes, strict=True)
     ]
@@ -225,7 +211,10 @@ def qualities(
             for (name, part), sums_2 in zip(quality.sources.items(), of_parts, strict=True)
         }
         quality = replace(quality, sources=sources, kl=divergence, top1_agreement=agreement)
-    return [quality, *compared]
+    return [
+        replace(q, sources={name: part for name, part in q.sources.items() if part.tokens})
+        for q in (quality, *compared)
+    ]
 
 
 def _beside(part: Part, sums_2: Tensor) -> Part:
