@@ -69,20 +69,10 @@ def inspect(model: str) -> JSON:
     """
     source = resolve(model)
     size = model_size(shape_of(source.config))
+    of_layer = ("kind", "experts", "top_k", "width", "active_width")
+    of_model = ("total_parameters", "active_parameters", "active_ratio", "router_parameters")
     return {
         "model_type": source.config.model_type,
-        "layers": [
-            {
-                "kind": use.kind,
-                "experts": use.experts,
-                "top_k": use.top_k,
-                "width": use.width,
-                "active_width": use.active_width,
-            }
-            for use in size.layers
-        ],
-        "total_parameters": size.total_parameters,
-        "active_parameters": size.active_parameters,
-        "active_ratio": size.active_ratio,
-        "router_parameters": size.router_parameters,
+        "layers": [{name: getattr(use, name) for name in of_layer} for use in size.layers],
+        **{name: getattr(size, name) for name in of_model},
     }
