@@ -28,7 +28,7 @@ from moesaic.metrics.generations import generations as repeated
 from moesaic.metrics.rounding import rounded_scores
 from moesaic.metrics.routing import trace
 from moesaic.metrics.score import score, scores
-from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratio
+from moesaic.metrics.speed import Speed, compare_speed, peak_memory, ratios
 from moesaic.metrics.tasks import measure_tasks
 from moesaic.nn import ThresholdRouter
 
@@ -205,12 +205,9 @@ class Measurement:
         timed = {
             name: {**speeds[name].as_json(), "peak_memory_bytes": peak} for name, peak in shown
         }
-        ratios = {
-            "prefill": ratio(speeds["result"].prefill, speeds["original"].prefill),
-            "decode": ratio(speeds["result"].decode, speeds["original"].decode),
-        }
-        medians = {what: rounds.median for what, rounds in ratios.items()}
-        spreads = {f"{what}_spread": list(rounds.spread) for what, rounds in ratios.items()}
+        by_round = ratios(speeds["result"], speeds["original"])
+        medians = {what: rounds.median for what, rounds in by_round.items()}
+        spreads = {f"{what}_spread": list(rounds.spread) for what, rounds in by_round.items()}
         return {
             "speed_interleaved": self._scored.together,
             "speed": timed,

@@ -128,9 +128,14 @@ def interleaved(
     }
 
 
-def ratio(ours: Timing, theirs: Timing) -> Timing:
-    """Round by round, ours over theirs: what to quote, since machines drift."""
-    return Timing(tuple(a / b for a, b in zip(ours.values, theirs.values, strict=True)))
+def ratios(ours: Speed, theirs: Speed) -> dict[str, Timing]:
+    """Of ``prefill`` and ``decode`` ours over theirs round by round: what to quote, since machines
+    drift."""
+    pairs = {"prefill": (ours.prefill, theirs.prefill), "decode": (ours.decode, theirs.decode)}
+    return {
+        what: Timing(tuple(a / b for a, b in zip(one.values, other.values, strict=True)))
+        for what, (one, other) in pairs.items()
+    }
 
 
 def against(ours: Speed, theirs: Speed, ideal: float) -> dict[str, JSON]:
@@ -145,16 +150,15 @@ def against(ours: Speed, theirs: Speed, ideal: float) -> dict[str, JSON]:
         for ``prefill`` and ``decode`` the median ``ratio`` of the rounds, its ``spread``, the
         ``ideal`` one, and the ``share`` of it that is reached.
     """
-    figures = {}
-    for what in ("prefill", "decode"):
-        rounds = ratio(getattr(ours, what), getattr(theirs, what))
-        figures[what] = {
+    return {
+        what: {
             "ratio": rounds.median,
             "spread": list(rounds.spread),
             "ideal": ideal,
             "share": rounds.median / ideal,
         }
-    return figures
+        for what, rounds in ratios(ours, theirs).items()
+    }
 
 
 def peak_memory(
