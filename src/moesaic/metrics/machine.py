@@ -29,8 +29,7 @@ def main(request: str) -> None:
     from moesaic.config import parse_dtype
     from moesaic.io.source import Source
 
-    kind = None if dtype == "auto" else parse_dtype(dtype)
-    model = Source(folder, Path(folder)).load(device, kind)
+    model = Source(folder, Path(folder)).load(device, parse_dtype(dtype))
     prompt = torch.arange(length).view(1, -1).to(device) % model.config.vocab_size
     with torch.inference_mode():
         model.generate(prompt, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from moesaic.data.questions import HEADLINE, PRESETS, Question, Task, context
 from moesaic.data.text import Tokens, positions
@@ -80,7 +81,11 @@ def loglikelihoods(
         rows.setdefault(ids, _Row(ids)).continuations.append((i, after[-longest:]))
     groups = own_share(_groups(rows.values()), shared)
     scored: list[list[tuple[int, float, bool]]] = []
-    batches = [Tokens(_filled(group)) for group in groups]
+    # filled up behind their end, which no token before it sees
+    batches = [
+        Tokens(pad_sequence([torch.tensor(row.ids) for row in group], batch_first=True))
+        for group in groups
+    ]
     passed = model.run(batches, track, label)
     for group, (logits, _) in zip(groups, passed.logits, strict=True):
         scored.append(
@@ -105,12 +110,6 @@ def _groups(rows: Iterable[_Row]) -> list[list[_Row]]:
         else:
             groups.append([row])
     return groups
-
-
-def _filled(group: Sequence[_Row]) -> Tensor:
-    """Rows as one tensor, filled up behind their end, which no token before it sees."""
-    length = len(group[0].ids)
-    return torch.tensor([[*row.ids, *[0] * (length - len(row.ids))] for row in group])
 
 
 def _read(
