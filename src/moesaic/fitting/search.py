@@ -294,7 +294,7 @@ class Search:
                 sentences.append(
                     f"{name} {budget} is out of reach: the least that works is {least}"
                 )
-        bits = " A GGUF file in fewer bits may be smaller: --type q4_k_m."
+        bits = " A GGUF file in fewer bits may be smaller (moesaic fit --type q4_k_m)."
         return "; ".join(sentences) + f".{bits if self.config.memory is not None else ''}"
 
     # --- trials ----------------------------------------------------------------------------------
