@@ -63,8 +63,8 @@ def find_converter(path: str | Path = "") -> Path:
             return file
         raise MoesaicError(f"No {SCRIPT} at {place}.")
     raise MoesaicError(
-        f"GGUF needs llama.cpp's {SCRIPT}: set {VARIABLE} to a llama.cpp folder, or pass "
-        "converter=FOLDER. One is in vendor/llama.cpp of llama-cpp-python's source package on PyPI "
+        f"GGUF needs llama.cpp's {SCRIPT}: set {VARIABLE} to a llama.cpp folder. One "
+        "is in vendor/llama.cpp of llama-cpp-python's source package on PyPI "
         "(pip download --no-deps --no-binary llama-cpp-python llama-cpp-python)."
     )
 
