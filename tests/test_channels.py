@@ -793,6 +793,7 @@ def test_carved_blocks_are_left_as_they_are():
     [
         ({"active": 0.0}, "active 0 is not a ratio"),
         ({"active": 1.5}, "active 1.5 is not a ratio"),
+        ({"gradients": True, "shares": "greedy"}, "gradients give each projection its share"),
     ],
 )
 def test_wrong_options_are_answered(options, message):

@@ -256,6 +256,7 @@ def test_published_betas_are_taken_as_they_are(tokens):
         ({"quantile": 1.5}, 2, "from 0 to 1"),
         ({"betas": (0.5, 0.5)}, 2, "2 numbers for 3 layers"),
         ({"betas": (0.5,), "calls": 1.5}, 2, "betas are given"),
+        ({"calls": 1.5, "quantile": 0.3}, 2, "leave quantile out"),
         ({"betas": (-1.0,)}, 2, "at least 0"),
         ({"rule": "best"}, 2, "rule 'best' is none of"),
     ],

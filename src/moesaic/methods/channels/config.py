@@ -78,6 +78,11 @@ class ChannelsConfig(MethodConfig):
             raise MoesaicError(
                 f"active {self.active:g} is not a ratio; it must be above 0, at most 1."
             )
+        if self.gradients and self.shares != type(self).shares:
+            raise MoesaicError(
+                f"shares={self.shares}: gradients give each projection its share. Leave shares "
+                "out, or take gradients=False."
+            )
 
     @property
     def calibrates(self) -> bool:

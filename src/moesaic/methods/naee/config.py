@@ -234,5 +234,7 @@ class SkipConfig(MethodConfig):
             raise MoesaicError(f"quantile {self.quantile:g} must be from 0 to 1.")
         if self.betas and (self.calls is not None or self.quantile != SkipConfig.quantile):
             raise MoesaicError("betas are given: leave quantile and calls out.")
+        if self.calls is not None and self.quantile != SkipConfig.quantile:
+            raise MoesaicError("calls is given: leave quantile out.")
         if any(not beta >= 0 for beta in self.betas):
             raise MoesaicError(f"betas {self.betas} must be at least 0.")
