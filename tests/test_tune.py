@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import torch
 from builders import VOCAB, tiny_model, tiny_moe
 
 import moesaic
-from moesaic import CondenseConfig, MoesaicError, MoREConfig, Tokens, TuneConfig
-from moesaic.arch.lookup import moe_arch
+from moesaic import CondenseConfig, MoesaicError, MoREConfig, SkipConfig, Tokens, TuneConfig
+from moesaic.arch.lookup import base_arch, moe_arch
 from moesaic.data.training import training_examples
+from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.sft.factors import factors, outside
 from moesaic.nn.phase import set_mode
 from moesaic.objectives import Schedule, collate, distillation_loss
 from moesaic.pipeline import run_recipe
+from moesaic.plan import Plan
 from moesaic.recipe import parse_recipe
 from moesaic.train import _arguments, _learning
 
@@ -133,6 +136,27 @@ def test_training_keeps_the_fixed_weights_outside(tokens: Tokens) -> None:
     g = factors(moe_arch(result.model.config), result.model.config, result.plan)[i]
     torch.testing.assert_close(moved / 1e-3, g, rtol=0.05, atol=0.02)
     assert g.unique().numel() == 3, "the shared path's 1 and two experts' weights"
+
+
+def test_what_was_condensed_before_another_step_trains(tokens: Tokens, tmp_path: Path) -> None:
+    """With its weights outside, which stand behind the shared path's, while those are as many."""
+    condensed = condensed_model("deepseek_v2", tokens)
+    (i,) = condensed.summary["layers"]
+    g = factors(moe_arch(condensed.model.config), condensed.model.config, condensed.plan)
+    condensed.save(tmp_path / "condensed")
+    skip = SkipConfig(betas=(0.5,))
+    skips = moesaic.skip(str(tmp_path / "condensed"), skip, calibration=tokens)
+    skips.save(tmp_path / "skips")
+    plan = Plan.load(tmp_path / "skips")
+    assert i not in plan.layers
+    tuned = moesaic.tune(str(tmp_path / "skips"), TuneConfig(steps=1), text=rows())
+    assert tuned.summary["training"]["layers"] == [i]
+    arch, config = base_arch(tuned.model.config), tuned.model.config
+    assert torch.equal(factors(arch, config, plan)[i], g[i])
+    one = torch.arange(1)
+    slim = SlimmedLayer(one, one[None], 2, shared_S=one)
+    later = replace(plan, layers={2: slim}, earlier=(*plan.earlier, replace(plan, earlier=())))
+    assert factors(arch, config, later) == {}
 
 
 def test_layer_drop_trains_its_attention_alone(tokens: Tokens) -> None:

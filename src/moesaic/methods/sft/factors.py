@@ -19,6 +19,7 @@ from moesaic.arch.dense import Arch, weight_of
 from moesaic.arch.mixture import MoEArch
 from moesaic.foreign import Config, Model
 from moesaic.layers.condensed import CondensedLayer
+from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.plan import Plan
 
 
@@ -38,20 +39,22 @@ def _fixed_weights(layer: CondensedLayer, shared: int, expert: int) -> Tensor:
 
 
 def factors(arch: Arch, config: Config, plan: Plan | None) -> dict[int, Tensor]:
-    """The factors (M,) of the layers of a plan that have other ones than 1, by layer.
+    """The factors (M,) of condensed layers that have other ones than 1, by layer.
 
     Args:
         arch: the architecture.
         config: of the model.
-        plan: the plan that it was made by; None where it is not known.
+        plan: the plan that it was made by, with those before it; None where it is not known.
     """
-    fixed = {}
-    for i, layer in (plan.layers if plan else {}).items():
-        if isinstance(layer, CondensedLayer) and layer.width and isinstance(arch, MoEArch):
-            assert plan is not None
-            expert = plan.base.widths[i]
-            if not plan.base.experts_of(i):
-                continue  # it was dense, and is only filled up
+    fixed: dict[int, Tensor] = {}
+    for step in reversed((*plan.earlier, plan) if plan else ()):
+        for i, layer in step.layers.items():
+            if isinstance(layer, SlimmedLayer) and layer.shared_S is not None:
+                return fixed  # the config says another width of shared paths since
+            if not isinstance(layer, CondensedLayer) or not step.base.experts_of(i):
+                continue  # or it was dense, and is only filled up
+            assert isinstance(arch, MoEArch)
+            expert = step.base.widths[i]
             g_M = _fixed_weights(layer, arch.shared_width_in(config, expert), expert)
             if (g_M != 1).any():
                 fixed[i] = g_M

@@ -33,7 +33,7 @@ def trainable(
         model: converted.
         arch: its architecture.
         what: ``condensed``, ``attention``, ``routers`` or ``all``.
-        plan: the plan that made it, which knows the layers that routed once.
+        plan: the plan that made it, which with those before it knows the layers that routed once.
 
     Raises:
         MoesaicError: the model has none of what was asked for.
@@ -75,11 +75,12 @@ def _condensed(
         parts: the starts of their names, ``{layer}`` or ``{ffn}`` standing for the prefix of the
             decoder layer or of its FFN.
     """
-    routed, before = routed_modules(model, arch), plan.base.experts
-    layers = [i for i in plan.layers if before and before[i] and i not in routed]
+    routed = routed_modules(model, arch)
     starts = tuple(
         part.format(layer=arch.layer_prefix(i), ffn=arch.ffn_prefix(i))
-        for i in layers
+        for step in (*plan.earlier, plan)
+        for i in step.layers
+        if step.base.experts_of(i) and i not in routed
         for part in parts
     )
     named = model.named_parameters()
