@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moesaic
-from moesaic.arch.lookup import dense_arch
+from moesaic.arch.lookup import base_arch, dense_arch
 from moesaic.config import chosen_layers
 from moesaic.errors import MoesaicError
 from moesaic.methods.budget import (
@@ -38,6 +38,7 @@ from moesaic.methods.more.formulas import (
 from moesaic.methods.more.method import MoRE
 from moesaic.metrics.routing import jsd
 from moesaic.observation.stream import LayerStream
+from moesaic.surgery import layer_uses
 
 
 def site_of(tokens, index=2, **options):
@@ -266,6 +267,14 @@ def test_variants_share_backbone_and_budget(tokens):
     assert plans["static"].kind == plans["backbone"].kind == "narrowed"  # as slim makes them
     assert plans["naive"].backbone < 64 % len(plans["naive"].petals) + 1
     assert abs(plans["naive"].active_width - full.active_width) < 8
+
+
+def test_a_backbone_of_no_neurons_is_counted(tokens):
+    """Where the petals are the whole FFN, the variant without them has none."""
+    config = MoREConfig(active=0.5, layers="all", variant="backbone")
+    result = moesaic.carve(tiny_model("llama"), config, calibration=tokens)
+    use = layer_uses(result.model, base_arch(result.model.config))[0]
+    assert (use.width, use.ffn, use.dropped) == (0, 0, 3 * 32 * 64)
 
 
 # --- budget --------------------------------------------------------------------------------------

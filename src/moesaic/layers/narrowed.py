@@ -102,8 +102,8 @@ class NarrowedLayer(LayerPlan):
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
         use = arch.use(layer)
-        dropped = use.ffn // use.width * (header["before"] - use.width)
-        return replace(use, kind=cls.kind, dropped=dropped)
+        neuron = (3 if arch.ffn.gate else 2) * arch.nothing_written(layer).shape[1]
+        return replace(use, kind=cls.kind, dropped=neuron * (header["before"] - use.width))
 
     @classmethod
     def obstacle(cls, header: Header) -> str | None:
