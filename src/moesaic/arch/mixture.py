@@ -346,6 +346,25 @@ class Experts(nn.Module):
     _is_expert_parallel: bool
 
 
+def each_with_its_tokens(
+    chosen_TK: Tensor, weights_TK: Tensor, count: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The experts that some token runs, each with its tokens.
+
+    Args:
+        chosen_TK: the experts of each token; one that its router skipped has a number too high.
+        weights_TK: their combine weights.
+        count: experts.
+
+    Yields:
+        the expert's number; its tokens' rows (N,); what its output is multiplied by (N, 1).
+    """
+    for number in chosen_TK.unique().tolist():
+        if number < count:
+            rows, place_N = (chosen_TK == number).nonzero(as_tuple=True)
+            yield number, rows, weights_TK[rows, place_N, None]
+
+
 @dataclass(frozen=True)
 class MoEFFN:
     """A routed block: ``y = sum_i w_i(x) f_i(x) + shared(x)``; tensors are the module's own.
@@ -477,18 +496,17 @@ class MoEFFN:
             each expert that runs: its number, its rows (N,), these (N, D), and what its output is
             multiplied by (N, 1).
         """
-        for i in range(self.count):
-            if routed:
-                chosen_TK, weights_TK = routed
-                rows, place_N = (chosen_TK == i).nonzero(as_tuple=True)
-                weights_N1 = weights_TK[rows, place_N, None]
-            else:
-                tokens = len(x_RD) // self.count
-                runs_T = (x_RD[i * tokens : (i + 1) * tokens] != 0).any(1)
-                rows = i * tokens + runs_T.nonzero().flatten()
-                weights_N1 = x_RD.new_ones(len(rows), 1)
-            if len(rows):
+        if routed:
+            chosen_TK, weights_TK = routed
+            for i, rows, weights_N1 in each_with_its_tokens(chosen_TK, weights_TK, self.count):
                 yield i, rows, x_RD[rows], weights_N1
+            return
+        tokens = len(x_RD) // self.count
+        for i in range(self.count):
+            runs_T = (x_RD[i * tokens : (i + 1) * tokens] != 0).any(1)
+            rows = i * tokens + runs_T.nonzero().flatten()
+            if len(rows):
+                yield i, rows, x_RD[rows], x_RD.new_ones(len(rows), 1)
 
     def written(self, i: int, h_TM: Tensor) -> Tensor:
         """What expert ``i``'s down projection makes of its input (T, D)."""

@@ -2,9 +2,8 @@
 
 Where a decoder layer is given one position a sequence, as at decoding, a token leaves out the
 channels of low score: their columns of the weight are not read. Prompts run dense, and decoding
-where there are no compiled functions for it. No weight is
-changed, none is stored twice: a weight is turned in memory once, so that a channel's column is a
-row, and keeps its name and shape.
+where there are no compiled functions for it. No weight is changed, none is stored twice: a weight
+is turned in memory once, so that a channel's column is a row, and keeps its name and shape.
 
 Shape suffixes: T tokens, I inputs (channels), O outputs, E experts, K top-k, S pairs of a token and
 an expert.
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moesaic.arch.mixture import each_with_its_tokens
 from moesaic.foreign import JSON, Values
 from moesaic.nn.kernels import FEW, Product, chosen, reads_rows, rows_of
 from moesaic.nn.phase import Phase
@@ -176,14 +176,13 @@ class ChannelExperts(nn.Module):
     def _by_expert(self, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Many tokens: each expert with its own."""
         y_TD = torch.zeros_like(x_TD)
-        for number in expert_TK.unique().tolist():
-            if number < self.down_proj.shape[0]:  # a number too high: skipped by the router
-                token, place = (expert_TK == number).nonzero(as_tuple=True)
-                real = self.phase.real
-                real = None if real is None else real.flatten()[token]
-                h_TM = self._apply_gate(self._one("gate_up_proj", x_TD[token], number, real))
-                part_TD = self._one("down_proj", h_TM, number, real) * weight_TK[token, place, None]
-                y_TD.index_add_(0, token, part_TD.to(y_TD.dtype))
+        experts = each_with_its_tokens(expert_TK, weight_TK, self.down_proj.shape[0])
+        for number, rows, weights_N1 in experts:
+            real = self.phase.real
+            real = None if real is None else real.flatten()[rows]
+            h_NM = self._apply_gate(self._one("gate_up_proj", x_TD[rows], number, real))
+            part_ND = self._one("down_proj", h_NM, number, real) * weights_N1
+            y_TD.index_add_(0, rows, part_ND.to(y_TD.dtype))
         return y_TD
 
     def _one(self, name: str, x_TI: Tensor, number: int, real_T: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moesaic.arch.mixture import Experts
+from moesaic.arch.mixture import Experts, each_with_its_tokens
 
 UP_ROWS, DOWN_ROWS = "gate_up_rows", "down_rows"
 """Of each expert in turn gates, then ups (2 R, D); and columns of the down projection (R, D)."""
@@ -56,14 +56,11 @@ class _UnevenExperts(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         y_TD = torch.zeros_like(hidden_states)
-        for number in top_k_index.unique().tolist():
-            if number >= len(self.slices):  # skipped by the router
-                continue
-            token_N, place_N = (top_k_index == number).nonzero(as_tuple=True)
+        experts = each_with_its_tokens(top_k_index, top_k_weights, len(self.slices))
+        for number, rows, weights_N1 in experts:
             both, down_HD = self.weights_of(number)
-            h_NH = self._apply_gate(F.linear(hidden_states[token_N], both))
-            written_ND = (h_NH @ down_HD) * top_k_weights[token_N, place_N, None]
-            y_TD = y_TD.index_add(0, token_N, written_ND.to(y_TD.dtype))
+            h_NH = self._apply_gate(F.linear(hidden_states[rows], both))
+            y_TD.index_add_(0, rows, ((h_NH @ down_HD) * weights_N1).to(y_TD.dtype))
         return y_TD
 
 
