@@ -8,7 +8,7 @@ CARVE = Verb(
     "carve",
     "Let each token use a part of a dense model: channels, petals or experts.",
     "moesaic carve smollm2 out --active 0.8",
-    compares="this variant at the same active ratio",
+    compares="this variant at the same active ratio (more, tomoe, dsmoe)",
 )
 PRUNE = Verb(
     "prune",

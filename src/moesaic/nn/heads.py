@@ -77,7 +77,7 @@ class PartialAttention(nn.Module):
 
     Args:
         sizes: outputs of each projection, as they were.
-        header: of an :class:`~moesaic.layers.overlapping_plan.OverlappingLayer`.
+        header: of an :class:`~moesaic.layers.overlapping.OverlappingLayer`.
         hidden_size: D.
         head_dim: A.
         value_start: the first row of the values in their projection.

@@ -13,7 +13,7 @@ S               straight-through estimator (Eqs. 10, 11): ``nn.routers.straight_
 L_sparse        mean of G over layers, blocks and tokens (Eqs. 17-19)
 ==============  ===============================================================================
 
-All parameters train. The block that computes this is ``nn.carved.CarvedFFN`` without a backbone.
+All parameters train. What computes this is ``nn.carved_ffn.CarvedFFN`` without a backbone.
 
 Where the paper is silent or we depart from it:
 

@@ -236,7 +236,7 @@ def drawn(layers: Sequence[LayerRecord]) -> list[Figure]:
     """Widths, unions and similarity of the experts of each layer.
 
     Args:
-        layers: of the result; their analysis is that of :func:`decided`.
+        layers: of the result; their analysis is that of :func:`decide`.
     """
     learned = [x for x in layers if x.analysis.get("expert_widths") and x.width_before]
     section = "What was learned"
