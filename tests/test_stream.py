@@ -6,6 +6,7 @@ import tempfile
 import pytest
 import torch
 from builders import loaded, tiny_model, tiny_moe
+from shrunken import small_model
 
 import moesaic
 from moesaic.arch.lookup import base_arch, dense_arch
@@ -114,6 +115,17 @@ def test_all_that_is_kept_in_memory_keeps_to_one_limit(follow, tokens, monkeypat
 def test_a_tied_head_has_a_bias_of_its_own(tokens, tmp_path):
     model = tiny_moe("phimoe", tie_word_embeddings=True, lm_head_bias=True)
     torch.nn.init.normal_(model.lm_head.bias)
+    check_logits_from_disk(model, tokens, tmp_path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["gpt_bigcode", "falcon", "gpt_neox_japanese"])
+def test_head_and_embedding_have_names_of_their_own(kind, tied, tokens, tmp_path):
+    model = small_model(kind, tie_word_embeddings=tied)
+    check_logits_from_disk(model, tokens, tmp_path)
+
+
+def check_logits_from_disk(model, tokens, tmp_path):
     model.save_pretrained(tmp_path)
     arch = base_arch(model.config)
     stream = LayerStream.from_disk(Checkpoint(tmp_path), model.config, arch, tokens, view=arch.view)

@@ -355,8 +355,14 @@ class LayerStream(Generic[V_co]):
                     setattr(module.get_submodule(owner), leaf, parameter)
                 give_back()  # or what is kept of each layer holds the room of all that it took
 
+        def opened_head() -> AbstractContextManager[None]:
+            names = {module: name for name, module in model.named_modules()}
+            head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+            tied = getattr(config, "tie_word_embeddings", False)
+            weight = f"{names[embedding]}.weight" if tied else None
+            return opened(head, f"{names[head]}.", weight=weight)
+
         prefix, _, layers_name = arch.layers_path.rpartition(".")
-        tied = getattr(config, "tie_word_embeddings", False)
         return cls(
             model,
             arch,
@@ -366,11 +372,7 @@ class LayerStream(Generic[V_co]):
             open_rest=lambda: opened(
                 model.get_submodule(prefix), f"{prefix}.", skip=f"{layers_name}."
             ),
-            open_head=lambda: opened(
-                model.get_output_embeddings(),
-                "lm_head.",
-                weight=f"{prefix}.embed_tokens.weight" if tied else None,
-            ),
+            open_head=opened_head,
             open_layer=lambda i: opened(arch.layers(model)[i], arch.layer_prefix(i)),
             **options,
         )
