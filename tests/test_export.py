@@ -22,7 +22,7 @@ from builders import (
 )
 from gguf import GGUFReader
 from safetensors.torch import load_file, save_file
-from shrunken import small_model
+from shrunken import small_model, small_whole
 
 from moesaic import export
 from moesaic.arch.decilm import DeciLMConfig
@@ -148,6 +148,19 @@ def test_embeddings_tied_and_untied(tmp_path, tokens):
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     _, untied = same_model(source, tmp_path / "untied", tokens, untie=True)
     assert untied.lm_head.weight is not untied.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("kind", ["gpt_bigcode", "qwen3_5_moe"])
+def test_embeddings_that_have_another_name_are_untied(kind, tmp_path):
+    """Their own, or within a whole."""
+    if kind == "qwen3_5_moe":
+        small_whole(kind, f"{kind}_text").save_pretrained(tmp_path / "tied")
+        names = tmp_path / "tied" / "model.safetensors"
+        save_file({n: t for n, t in load_file(names).items() if "lm_head" not in n}, names)
+    else:
+        small_model(kind, tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    assert export(str(tmp_path / "tied"), tmp_path / "untied", untie=True)["exact"]
+    assert "lm_head.weight" in load_file(tmp_path / "untied" / "model.safetensors")
 
 
 def test_rotary_settings_stand_where_engines_look_for_them(tmp_path, tokens):
@@ -372,6 +385,17 @@ def test_layers_that_lost_different_experts_are_filled_up(model_type, tmp_path, 
 def test_a_native_model_is_checked_and_copied(tmp_path, tokens):
     source = saved(tmp_path / "plain", tiny_moe("mixtral"), {})
     assert same_model(source, tmp_path / "native", tokens)[0].model_type == "mixtral"
+
+
+def test_what_says_no_number_of_positions_is_compared_too(tmp_path):
+    small_model("mpt").save_pretrained(tmp_path / "model")
+    assert export(str(tmp_path / "model"), tmp_path / "out")["exact"]
+
+
+def test_a_dense_whole_is_native_as_it_is(tmp_path):
+    small_whole("gemma3", "gemma3_text").save_pretrained(tmp_path / "model")
+    with pytest.raises(MoesaicError, match="beside text and is native as it is"):
+        export(str(tmp_path / "model"), tmp_path / "out")
 
 
 def test_router_groups_are_filled_up_one_by_one(tmp_path, tokens):

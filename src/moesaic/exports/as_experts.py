@@ -52,7 +52,7 @@ def as_experts(
 
     Args:
         source: the carved model.
-        arch: its table entry.
+        arch: its architecture.
         headers: of every layer, None for those that were not carved.
         target: the only one to consider, if given.
         ep: what the number of experts must be a multiple of.
@@ -192,7 +192,7 @@ def narrowed(source: Source, arch: Arch, headers: Sequence[Header | None], targe
 
     Args:
         source: the pruned model.
-        arch: its table entry.
+        arch: its architecture.
         headers: of every layer.
         target: ``deci`` or the base's own; empty for the former where widths differ, if it can.
 

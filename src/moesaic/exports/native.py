@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from moesaic.arch.dense import PREFIX
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
-from moesaic.data.text import evaluation_tokens
+from moesaic.data.text import evaluation_tokens, positions
 from moesaic.errors import MoesaicError
 from moesaic.exports.as_experts import as_experts, narrowed
 from moesaic.exports.engines import limits
@@ -22,14 +23,14 @@ from moesaic.exports.form import CODE, Export, run_script
 from moesaic.exports.mixtures import reduced
 from moesaic.foreign import JSON
 from moesaic.hub import write_config
-from moesaic.io.checkpoint import ShardWriter
+from moesaic.io.checkpoint import ShardWriter, path_of, shape_of
+from moesaic.io.naming import Naming
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.quantised import quantization_of
 from moesaic.io.source import Source, resolve
 from moesaic.layers.base import KINDS
 from moesaic.surgery import headers_of
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TOLERANCE = 1e-4
 """The largest difference of logits that rounding explains, relative to the largest logit."""
 NEAR = 5e-2
@@ -100,6 +101,8 @@ def decide(source: Source, target: str = "", ep: int = 1) -> Export:
         if target not in ("", arch.model_type):
             raise MoesaicError(f"A {arch.model_type} stays a {arch.model_type}, not a {target}.")
         return reduced(source, arch, stacks, ep)
+    if source.beside:
+        raise MoesaicError(f"{source.name} has parts beside text and is native as it is.")
     layers = [stacks[i][-1] if i in stacks else None for i in range(config.num_hidden_layers)]
     if any(header and header.get("petals") for header in layers):
         return as_experts(source, arch, layers, target, ep)
@@ -111,7 +114,11 @@ def write(source: Source, export: Export, folder: Path, untie: bool = False) -> 
     writer = ShardWriter(folder)
     if untie and getattr(export.config, "tie_word_embeddings", False):
         export.config.tie_word_embeddings = False
-        writer.add(HEAD, source.checkpoint.tensor(EMBEDDING).clone())
+        model, kind = shape_of(source.config), source.config.model_type.removeprefix(PREFIX)
+        naming = Naming(source.checkpoint, kind, model.state_dict())
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        tied = naming.read(f"{path_of(model, embedding)}.weight")
+        writer.add(f"{path_of(model, head)}.weight", tied.clone())
     export.write(writer)
     if export.code is not None:
         shutil.copyfile(export.code, folder / f"{CODE}.py")
@@ -166,7 +173,7 @@ def verify(source: Source, folder: Path, exact: bool = True, tokens: int = 128) 
 
 def _text(source: Source, tokens: int) -> Tensor:
     """Real text (1, L), or random tokens where there is no tokenizer."""
-    length = min(tokens, source.config.max_position_embeddings)
+    length = min(tokens, positions(source.config) or tokens)
     try:
         return evaluation_tokens("", source.tokenizer, length, length).input_ids
     except MoesaicError:

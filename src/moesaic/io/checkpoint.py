@@ -466,6 +466,11 @@ def narrowed(model: Model) -> Callable[[str], torch.dtype]:
     return type_of
 
 
+def path_of(model: Model, module: nn.Module) -> str:
+    """What a module of a model is called in it."""
+    return next(name for name, other in model.named_modules() if other is module)
+
+
 def shape_of(config: Config, dtype: torch.dtype | None = None) -> Model:
     """The skeleton of a config, to be looked at: it is made once, and nobody runs or changes it.
 

@@ -25,7 +25,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, give_back, logits_alone
 from moesaic.io.arithmetic import working_type
 from moesaic.io.caller import forward_replaced
-from moesaic.io.checkpoint import Checkpoint, narrowed, skeleton
+from moesaic.io.checkpoint import Checkpoint, narrowed, path_of, skeleton
 from moesaic.io.checkpoint import cast as as_dtype
 from moesaic.io.naming import Naming
 
@@ -356,11 +356,10 @@ class LayerStream(Generic[V_co]):
                 give_back()  # or what is kept of each layer holds the room of all that it took
 
         def opened_head() -> AbstractContextManager[None]:
-            names = {module: name for name, module in model.named_modules()}
             head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
             tied = getattr(config, "tie_word_embeddings", False)
-            weight = f"{names[embedding]}.weight" if tied else None
-            return opened(head, f"{names[head]}.", weight=weight)
+            weight = f"{path_of(model, embedding)}.weight" if tied else None
+            return opened(head, f"{path_of(model, head)}.", weight=weight)
 
         prefix, _, layers_name = arch.layers_path.rpartition(".")
         return cls(
