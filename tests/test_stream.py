@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 import torch
-from builders import loaded, tiny_model, tiny_moe
+from builders import converted, loaded, tiny_model, tiny_moe
 from shrunken import small_model
 
 import moesaic
@@ -13,6 +13,7 @@ from moesaic.arch.lookup import base_arch, dense_arch
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.io.checkpoint import Checkpoint
+from moesaic.layers.slimmed import SlimmedLayer
 from moesaic.methods.cdmoe.config import CondenseConfig
 from moesaic.methods.channels.config import WINAConfig
 from moesaic.methods.naee.config import PruneConfig
@@ -207,6 +208,13 @@ def test_value_that_is_not_finite_is_named(tokens):
 
 
 ASKING = {"output_router_logits": True, "output_hidden_states": True}
+
+
+def test_slimmed_layers_with_fewer_experts_have_no_loss_of_their_loads(tokens):
+    """Which is of one number of experts."""
+    model = tiny_moe("mixtral", output_router_logits=True)
+    few = SlimmedLayer(torch.arange(6), torch.arange(8).repeat(6, 1), 16)
+    assert converted(model, {1: few})(tokens.input_ids, labels=tokens.input_ids).loss.isfinite()
 
 
 def test_a_config_that_asks_for_more_than_logits_changes_nothing(moe, padded):

@@ -391,7 +391,9 @@ def convert_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
     config_class, models = CLASSES[arch.model_type]
     config.__class__ = config_class
     config.model_type = PREFIX + arch.model_type  # the instance has one of its own
-    if any(layer["kind"] == "pruned" for stack in stacks.values() for layer in stack):
+    of_mixtures, counts = ("pruned", "slimmed"), header["base"]["experts"]
+    every = ((i, layer) for i, stack in stacks.items() for layer in stack)
+    if any(h["kind"] in of_mixtures and h["experts"] != counts[i] for i, h in every):
         # transformers' load balancing loss takes one number of experts for all layers
         config.output_router_logits = False
     config.moesaic = header
