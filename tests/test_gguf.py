@@ -36,6 +36,7 @@ from moesaic.io.naming import Naming
 from moesaic.io.source import resolve
 from moesaic.layers.narrowed import NarrowedLayer
 from moesaic.layers.pruned import PrunedLayer
+from moesaic.metrics.llamacpp import library
 from moesaic.plan import Plan
 from moesaic.result import save_applied
 from moesaic.surgery import base_shape
@@ -722,6 +723,9 @@ def test_what_rounding_loses_is_kept_and_only_new_types_are_measured(rounding, m
     assert np.array_equal(two.loss_GC[:, [0, 2]], one.loss_GC)
     whole.sensitivities(["q4_k_m"])
     assert len(seen) == 1
+    monkeypatch.setattr(library(), "__version__", "another")
+    whole.sensitivities(["q4_k_m"])
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize("config", [PruneConfig(keep=2), SlimConfig(keep=0.5, multiple=32)])

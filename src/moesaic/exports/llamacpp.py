@@ -198,7 +198,8 @@ class Rounding:
     def sensitivities(self, types: Sequence[str]) -> Sensitivities:
         """What it loses by types, of which each is measured once and kept in the cache."""
         assert self.tokens is not None  # without text no types are chosen
-        key = f"{__version__} {self.native.fingerprint} {self.tokens.fingerprint}"
+        made_by = __version__, library().__version__, self.native.fingerprint
+        key = " ".join([*made_by, self.tokens.fingerprint])
         name = hashlib.sha256(key.encode()).hexdigest()[:16]
         file = cache_folder() / f"types-{name}.json"
         table = Sensitivities.load(json.loads(file.read_text("utf-8"))) if file.is_file() else None
