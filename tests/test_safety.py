@@ -242,6 +242,22 @@ def test_what_killed_runs_left_goes_but_no_result_that_is_the_only_one(tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("unfinished", [outputs.unfinished, outputs.searched])
+def test_an_unfinished_run_goes_whole_and_is_swept_if_its_removal_was_killed(
+    unfinished: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layers without the request would be taken for those of another."""
+    out = tmp_path / "out"
+    unfinished(out).mkdir()
+    (unfinished(out) / "layer-0000-x.safetensors").touch()
+    with monkeypatch.context() as killed:
+        killed.setattr(outputs.shutil, "rmtree", lambda *_, **__: None)
+        outputs.discard(unfinished(out))
+    assert not unfinished(out).exists()
+    with outputs.alone(out):
+        assert [p.name for p in tmp_path.iterdir()] == [".out.lock"]
+
+
 def test_what_is_made_on_the_way_is_swept_if_a_run_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -326,7 +326,8 @@ def _left(out: Path) -> list[Path]:
     What an output was to replace is left too, once there is one: until then it is the only one.
     """
     ending = "(writing|replaced)" if out.exists() else "writing"
-    left = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]{{16}}\.{ending}")
+    names = "|".join(re.escape(f.name) for f in (out, unfinished(out), searched(out)))
+    left = re.compile(rf"\.({names})\.[0-9a-f]{{16}}\.{ending}")
     return [path for path in out.parent.iterdir() if left.fullmatch(path.name)]
 
 
@@ -473,7 +474,8 @@ def discard(folder: Path) -> None:
         MoesaicError: it holds what is of no run.
     """
     check_scratch(folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        remove(folder)
 
 
 def let_read(file: Path) -> None:
