@@ -321,6 +321,10 @@ AT_ONCE = [
     ),
     (["observe", "MODEL", "OUT", "--merge", "DONE", "--samples", "3"], "--samples is for running"),
     (["export", "MODEL", "OUT", "--to", "gguf", "--memory", "3MX"], "is not a number of bytes"),
+    (
+        ["export", "MODEL", "OUT", "--to", "gguf", "--memory", "3MB", "--type", "q8_0"],
+        "leave --type q8_0 out",
+    ),
     (["export", "MODEL", "OUT", "--to", "gguf", "--among", "q8_0"], "--among q8_0 needs --memory"),
     (["run", "none.yaml"], "No recipe"),
     (["apply", "MODEL", "/nowhere", "OUT"], "No plan"),

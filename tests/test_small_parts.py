@@ -285,8 +285,8 @@ def test_examples_are_known_by_their_own_fingerprint():
 def test_a_model_in_the_place_of_a_command_is_looked_at(tmp_path):
     (tmp_path / "model").mkdir()
     yes = ["tiny-moe", "smollm2", "you/model", "x.gguf", "you/m.odel", str(tmp_path / "model")]
-    no = ["sculpt", "-v", "tiny-mo", "./nothing", "-o/x", ""]
-    assert [names.names_model(word) for word in [*yes, *no]] == [True] * 6 + [False] * 6
+    no = ["sculpt", "-v", "tiny-mo", "./nothing", "~/nothing", "-o/x", ""]
+    assert [names.names_model(word) for word in [*yes, *no]] == [True] * 6 + [False] * 7
 
 
 def test_a_folder_is_foretold_by_what_it_holds(moe_folder, tmp_path):

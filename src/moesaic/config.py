@@ -520,6 +520,8 @@ class ExportArgs:
             raise MoesaicError(f"among={self.among[0]} needs memory=4MB or the like.")
         if self.among and not {*self.among} - {"f32"}:
             raise MoesaicError("among=f32 rounds nothing: name a narrower type.")
+        if self.memory is not None and self.type != "f32":
+            raise MoesaicError(f"memory chooses types itself: leave type={self.type} out.")
         if self.memory is not None and self.calibration == "none":
             raise MoesaicError("memory chooses types by text: leave calibration=none out.")
         if by_text(self.type) and self.calibration == "none":

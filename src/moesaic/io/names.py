@@ -27,7 +27,7 @@ def cache_folder() -> Path:
 def names_model(word: str) -> bool:
     """Whether a word can only be a model's name: that of one, a folder, a file or a hub id."""
     shipped = word in SHIPPED or word in PACKAGED or word.endswith(".gguf")
-    hub = word.count("/") == 1 and not word.startswith(("-", ".", "/"))
+    hub = _hub_id(word) and not word.startswith("-")
     return bool(word) and (shipped or hub or Path(word).expanduser().is_dir())
 
 
