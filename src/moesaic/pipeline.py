@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -148,71 +149,59 @@ def run_recipe(
     """
     check_run(recipe, overwrite=overwrite, resume=resume)
     wait_for_all()  # all have found the place free before the first one takes it
-    log, first = log or Log(track), process()[0] == 0
-    with alone(Path(recipe.out)) if first else nullcontext(), log.listening():
-        try:
-            return _run(recipe, overwrite, resume, findings or {}, more, log, checked)
-        except (MoesaicError, KeyboardInterrupt):
-            if first and not resumable(recipe.out):
-                with suppress(MoesaicError):
-                    discard(unfinished(recipe.out))
-            raise
-
-
-def _run(
-    recipe: Recipe,
-    overwrite: bool,
-    resume: bool,
-    findings: Values,
-    more: Callable[[Path], Values] | None,
-    log: Log,
-    checked: Callable[[Recipe], None] | None,
-) -> Record | None:
-    settings, text = recipe.evaluation, None
-    if settings is not None:  # what is wrong with it is said before any work
-        check_tasks(wanted_tasks(settings.tasks, settings.shots, settings.limit))
-        text = measured_text(resolve(recipe.model), settings)
-    if checked is not None and process()[0] == 0:
-        checked(recipe)
-    work = unfinished(recipe.out)
-    if not resume and process()[0] == 0:
+    log, first, work = log or Log(track), process()[0] == 0, unfinished(recipe.out)
+    place = alone(Path(recipe.out)) if first else nullcontext()
+    with place, log.listening(), _cleared(recipe.out):
+        measurement = None
+        if (settings := recipe.evaluation) is not None:  # what is wrong is said before any work
+            check_tasks(wanted_tasks(settings.tasks, settings.shots, settings.limit))
+            original = resolve(recipe.model)
+            measurement = partial(  # made in all processes, which share the text
+                Measurement,
+                original=original,
+                settings=settings,
+                text=measured_text(original, settings),
+                device=recipe.device,
+                dtype=parse_dtype(recipe.dtype),
+                track=log.track,
+            )
+        if checked is not None and first:
+            checked(recipe)
+        if not resume and first:
+            Progress(work, {}).discard()
+        wait_for_all()
+        result, earlier = _converted(recipe, work, log)
+        if not first:
+            if measurement is not None:
+                measurement(Path(gathered("")[0]))
+            return None
+        with whole_folder(Path(recipe.out), overwrite) as folder:
+            with log.stage("write"):
+                result.write(folder)
+            sources = {"original": resolve(recipe.model), "result": Source("result", folder)}
+            measured: JSON = {"files": {n: s.checkpoint.nbytes() for n, s in sources.items()}}
+            if measurement is not None:
+                gathered(str(folder))  # the others wait until it is whole
+                with log.stage("measure"):
+                    measured |= measurement(folder).figures(result.builders)
+            measured |= {**(findings or {}), **(more(folder) if more is not None else {})}
+            record = _record(recipe, result, earlier, measured)
+            record.log = log.as_json()
+            describe(record, recipe, folder)
         Progress(work, {}).discard()
-    wait_for_all()
-    result, earlier = _converted(recipe, work, log)
+        return record
 
-    def measurement(folder: Path) -> Measurement:
-        """Made in all processes, which share the text."""
-        assert settings is not None
-        assert text is not None
-        return Measurement(
-            folder,
-            resolve(recipe.model),
-            settings,
-            text,
-            device=recipe.device,
-            dtype=parse_dtype(recipe.dtype),
-            track=log.track,
-        )
 
-    if process()[0] != 0:
-        if settings is not None:
-            measurement(Path(gathered("")[0]))
-        return None
-    with whole_folder(Path(recipe.out), overwrite) as folder:
-        with log.stage("write"):
-            result.write(folder)
-        sources = {"original": resolve(recipe.model), "result": Source("result", folder)}
-        measured: JSON = {"files": {n: s.checkpoint.nbytes() for n, s in sources.items()}}
-        if settings is not None:
-            gathered(str(folder))  # the others wait until it is whole
-            with log.stage("measure"):
-                measured |= measurement(folder).figures(result.builders)
-        further = more(folder) if more is not None else {}
-        record = _record(recipe, result, earlier, {**measured, **findings, **further})
-        record.log = log.as_json()
-        describe(record, recipe, folder)
-    Progress(work, {}).discard()
-    return record
+@contextmanager
+def _cleared(out: str) -> Iterator[None]:
+    """What is left of a run that fails goes, unless it could be resumed."""
+    try:
+        yield
+    except (MoesaicError, KeyboardInterrupt):
+        if process()[0] == 0 and not resumable(out):
+            with suppress(MoesaicError):
+                discard(unfinished(out))
+        raise
 
 
 def _converted(recipe: Recipe, work: Path, log: Log) -> tuple[Result, Record | None]:
@@ -221,9 +210,17 @@ def _converted(recipe: Recipe, work: Path, log: Log) -> tuple[Result, Record | N
     model, last = recipe.model, len(recipe.steps) - 1
     for i, config in enumerate(recipe.steps):
         compare = settings.compare if settings and i == last else ()
-        progress = work if i == last else work / f"step-{i}.layers"
+        args = RunArgs(
+            model,
+            recipe.calibration,
+            compare=tuple(compare),
+            device=recipe.device,
+            dtype=parse_dtype(recipe.dtype),
+            progress=work if i == last else work / f"step-{i}.layers",
+            track=log.track,
+        )
         with log.stage(config.verb):
-            result = convert(config, _args(recipe, model, compare, progress, log.track))
+            result = convert(config, args)
         if i < last:
             earlier = _record(recipe, result, earlier)
             model = str(work / f"step-{i}")  # on disk until the run is done
@@ -259,21 +256,6 @@ def describe(record: Record, recipe: Recipe, folder: Path) -> None:
     (folder / CARD).write_text(report.model_card(record, recipe_yaml), "utf-8")
     for name, text in files.items():
         (our_folder(folder) / name).write_text(text, "utf-8")
-
-
-def _args(
-    recipe: Recipe, model: str, compare: Sequence[str], progress: Path, track: Track
-) -> RunArgs:
-    """What a step takes beside its config."""
-    return RunArgs(
-        model=model,
-        calibration=recipe.calibration,
-        compare=tuple(compare),
-        device=recipe.device,
-        dtype=parse_dtype(recipe.dtype),
-        progress=progress,
-        track=track,
-    )
 
 
 def _record(
