@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TextIO, TypeVar
+from typing import Any, TypeVar
 
 from moesaic.foreign import JSON, Track, silent
 
@@ -62,16 +62,9 @@ class Log(logging.Handler):
         """Inside, warnings are noted; they are shown as before."""
         ours, show = logging.getLogger("moesaic"), warnings.showwarning
 
-        def noted(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def noted(message: Warning | str, *more: Any, **named: Any) -> None:
             self.note(str(message))
-            show(message, category, filename, lineno, file, line)
+            show(message, *more, **named)
 
         self._alone = not ours.hasHandlers()
         ours.addHandler(self)
