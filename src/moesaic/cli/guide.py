@@ -64,16 +64,11 @@ class Goal:
 
     def best(self, points: Sequence[Candidate]) -> int:
         """The number of the point that meets the goal best, from 1; 0 where none does."""
-
-        def loss(c: Candidate) -> float:
-            return float(c.score["loss"]) if c.score else 0.0
-
         numbered = list(enumerate(points, 1))
         if self.kind == GOALS[0]:
             fit = [(c.kl, n) for n, c in numbered if c.weight.memory <= self.limit]
         else:
-            sized = ((getattr(c.weight, self.size), n, loss(c)) for n, c in numbered)
-            fit = [(size, n) for size, n, lost in sized if lost <= self.limit]
+            fit = [(getattr(c.weight, self.size), n) for n, c in numbered if c.loss <= self.limit]
         return min(fit, default=(0.0, 0))[1]
 
 
@@ -121,7 +116,7 @@ def guide(
     chosen = goal.best(points)
     if not chosen and config is not None and not ask:
         discard(search.work)
-        least = min(float(c.score["loss"]) for c in points if c.score)
+        least = min(c.loss for c in points)
         raise MoesaicError(
             f"max_loss {goal.limit:g} is out of reach: the best of these loses {least:.2g}."
         )
@@ -321,14 +316,13 @@ def _table(points: Sequence[Candidate], rounding: Sequence[JSON]) -> Table:
     for column in ("", "what", "native", "weights", "a token uses", "perplexity", "KL"):
         table.add_column(column, justify="left" if column == "what" else "right")
     for n, point in enumerate(points, 1):
-        score = point.score or {}
         table.add_row(
             str(n),
             point.form,
             "yes" if point.weight.native else "no",
             memory(point.weight.memory),
             count(point.weight.active_parameters),
-            _signed(score.get("loss", 0.0)),
+            _signed(point.loss),
             share(point.kl),
         )
     for baseline in rounding:
@@ -351,8 +345,8 @@ def better_rounded(points: Sequence[Candidate], rounding: Sequence[JSON]) -> str
     ahead = [
         baseline
         for baseline in rounding
-        if all(baseline["kl"] < c.kl for c in points if c.weight.memory >= baseline["memory"])
-        and any(c.weight.memory >= baseline["memory"] for c in points)
+        if (as_large := [c.kl for c in points if c.weight.memory >= baseline["memory"]])
+        and baseline["kl"] < min(as_large)
     ]
     if not ahead:
         return ""
