@@ -14,28 +14,10 @@ Row = str | Values
 PLAIN = ("text", "content")
 """Columns that are a text of their own, whatever stands beside them."""
 
-ASIDE = frozenset(
-    [
-        "id",
-        "idx",
-        "index",
-        "uid",
-        "url",
-        "source",
-        "category",
-        "domain",
-        "subject",
-        "type",
-        "level",
-        "task",
-        "topic",
-        "language",
-        "difficulty",
-        "original_question",
-        "unique_id",
-        "metadata",
-    ]
-)
+ASIDE = (
+    "id", "idx", "index", "uid", "unique_id", "url", "source", "metadata", "original_question",
+    "category", "domain", "subject", "topic", "task", "type", "level", "difficulty", "language",
+)  # fmt: skip
 """Columns that are about a row and are not read."""
 
 DOMAIN = "domain"

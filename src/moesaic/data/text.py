@@ -327,34 +327,24 @@ def evaluation_tokens(
         MoesaicError: a source cannot be read, does not fill one window, or is not for the model.
     """
     usual = LENGTH if config is None else min(LENGTH, positions(config) or LENGTH)
-    tokens = _evaluation_tokens(source, tokenizer, length, max_tokens, usual)
+    if isinstance(source, str):
+        sources = sources_of(source, "evaluation")
+        shares: list[int | None] = [None] * len(sources)
+        if max_tokens:
+            shares = [*split_evenly(max_tokens, [s.weight for s in sources])]
+        parts = [
+            _first_of_file(Path(s.name), length, share)
+            if s.tokenised
+            else _first(open_rows(s, "evaluation"), tokenizer, length or usual, share)
+            for s, share in zip(sources, shares, strict=True)
+        ]
+        tokens = joined([_with_mix(part, s) for part, s in zip(parts, sources, strict=True)])
+    else:
+        rows = IndexedRows(source, RowRange(INLINE))
+        tokens = _first(rows, tokenizer, length or usual, max_tokens or None)
     if config is not None:
         tokens.check(config)
     return tokens
-
-
-def _evaluation_tokens(
-    source: str | Sequence[Row],
-    tokenizer: Tokenizer,
-    length: int | None,
-    max_tokens: int | None,
-    usual: int,
-) -> Tokens:
-    if not isinstance(source, str):
-        rows = IndexedRows(source, RowRange(INLINE))
-        return _first(rows, tokenizer, length or usual, max_tokens or None)
-    max_tokens = max_tokens or None
-    sources = sources_of(source, "evaluation")
-    shares: list[int | None] = [max_tokens] * len(sources)
-    if max_tokens is not None:
-        shares = [*split_evenly(max_tokens, [s.weight for s in sources])]
-    parts = [
-        _first_of_file(Path(s.name), length, share)
-        if s.tokenised
-        else _first(open_rows(s, "evaluation"), tokenizer, length or usual, share)
-        for s, share in zip(sources, shares, strict=True)
-    ]
-    return joined([_with_mix(part, s) for part, s in zip(parts, sources, strict=True)])
 
 
 def _first(rows: Rows, tokenizer: Tokenizer, length: int, max_tokens: int | None) -> Tokens:
