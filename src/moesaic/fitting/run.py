@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 from moesaic.distributed import process
@@ -142,10 +143,7 @@ def carried_out(
         **findings,
     }
 
-    def more(folder: Path) -> JSON:
-        """The file that was asked for, beside the result."""
-        return search.trials.filed(chosen, folder)
-
+    more = partial(search.trials.filed, chosen)  # the file that was asked for, beside the result
     record: Record | None
     if best.steps:
         record = run_recipe(

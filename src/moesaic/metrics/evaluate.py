@@ -177,8 +177,12 @@ def scored(
     if settings.stream and len(sources) < len(models):
         raise MoesaicError("stream reads models from disk: pass their names or folders.")
     together = all(gathered(have_room(sources, device, dtype)))
-    if settings.generations and not together:
-        _check_generations(sources, device, dtype)
+    for source in sources if settings.generations and not together else ():
+        if not have_room([source], device, dtype):
+            raise MoesaicError(
+                f"generations needs {source.name} in memory, and it does not fit; leave it out, or "
+                "give a narrower dtype."
+            )
     whole = together and not settings.stream
 
     def opened(model: Source | Model) -> Runner:
@@ -315,12 +319,3 @@ def have_room(sources: Collection[Source], device: str, dtype: torch.dtype | Non
     types = ((source.config, working_type(source.config, dtype, device)) for source in sources)
     need = sum(sum(sizes_in(shape_of(config), kind)) for config, kind in types)
     return ROOM * need <= free_bytes(device)
-
-
-def _check_generations(sources: Collection[Source], device: str, dtype: torch.dtype | None) -> None:
-    for source in sources:
-        if not have_room([source], device, dtype):
-            raise MoesaicError(
-                f"generations needs {source.name} in memory, and it does not fit; leave it out, or "
-                "give a narrower dtype."
-            )

@@ -87,13 +87,10 @@ def _idle(rows: Mapping[str, Sequence[Cell]], carved: bool) -> set[str]:
     """Rows that say nothing of a result that is dense layers made experts, or of any other."""
     idle = set() if any(c.value for c in rows["router_parameters"]) else {"router_parameters"}
     if not carved:
-        return idle | {"active_ratio", "nominal_active_ratio"} | _alike(rows["stored"])
+        alike = all(c.value in (None, 1.0) for c in rows["stored"])
+        return idle | {"active_ratio", "nominal_active_ratio", *(["stored"] if alike else [])}
     active, nominal = ([c.text for c in rows[k]] for k in ("active_ratio", "nominal_active_ratio"))
     return idle | {"stored"} | ({"nominal_active_ratio"} if active == nominal else set())
-
-
-def _alike(stored: Sequence[Cell]) -> set[str]:
-    return {"stored"} if all(c.value in (None, 1.0) for c in stored) else set()
 
 
 def _has_values(cells: Sequence[Cell]) -> bool:
@@ -137,12 +134,9 @@ def task_table(record: Record) -> Table:
         return Table(columns, rows)
     for _, cells in rows:
         result, original = (cells[columns.index(name)].value for name in ("result", "original"))
-        cells.append(_recovery(result, original))
+        recovery = result / original if result is not None and original else None
+        cells.append(cell(tenths, recovery))
     return Table([*columns, "recovery"], rows)
-
-
-def _recovery(result: float | None, original: float | None) -> Cell:
-    return cell(tenths, result / original if result is not None and original else None)
 
 
 def _task(task: str, results: Sequence[Values]) -> tuple[str, list[Cell]]:
