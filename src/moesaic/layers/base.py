@@ -146,24 +146,32 @@ class LayerPlan(ABC):
     kind: ClassVar[str]
     refines: ClassVar[bool] = False
     """It leaves the layer the kind that it was and only adds to it; see :meth:`refine`."""
+    held: ClassVar[Mapping[str, str]] = {}
+    """By the name of a tensor in the plan's files the field that it is; a field may be None."""
 
     @property
     def weights(self) -> str:
         """What became of the layer's weights, one of :data:`moesaic.record.WEIGHTS`."""
-        return "own"
+        return "refitted" if "down" in self.tensors() else "own"
 
     @abstractmethod
     def header(self) -> JSON:
         """``kind`` and the sizes of the new modules, as plain JSON."""
 
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Index lists, routers and replaced weights, by name."""
+        """Index lists, routers and replaced weights, by name; ``down`` is one that was refitted."""
+        every = {name: getattr(self, field) for name, field in self.held.items()}
+        return {name: tensor for name, tensor in every.items() if tensor is not None}
 
     @classmethod
     @abstractmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> LayerPlan:
         """The plan of a header and tensors; the inverse of those two methods."""
+
+    @classmethod
+    def fields_of(cls, tensors: Mapping[str, Tensor]) -> JSON:
+        """The fields that tensors are, for :meth:`load`."""
+        return {field: tensors[name] for name, field in cls.held.items() if name in tensors}
 
     @abstractmethod
     def check(self, sizes: Sizes) -> None:
@@ -279,9 +287,6 @@ class RoutingPlan(LayerPlan):
 
     def header(self) -> JSON:
         return {"kind": self.kind, **asdict(self)}
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
 
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> RoutingPlan:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from moesaic.arch.dense import Arch, DenseFFN, put, weight_of
+from moesaic.arch.dense import Arch, DenseFFN, put
 from moesaic.arch.use import LayerUse, RoutedModule
 from moesaic.foreign import JSON
 from moesaic.layers.base import (
@@ -27,7 +27,7 @@ from moesaic.layers.base import (
     check_numbers,
     former,
 )
-from moesaic.layers.neurons import of_mlp
+from moesaic.layers.neurons import of_ffn
 from moesaic.layers.recovery import refitted_down
 from moesaic.nn.carved_ffn import CarvedFFN, carved_like
 from moesaic.nn.routers import CHOOSING, WEIGHING, Router, by_neuron
@@ -44,6 +44,11 @@ class CarvedLayer(LayerPlan):
     """
 
     kind: ClassVar[str] = "carved"
+    held: ClassVar[Mapping[str, str]] = {
+        "order": "order_M",
+        "router": "router_RD",
+        "down": "down_DM",
+    }
 
     order_M: Tensor
     """int64: the original neuron at each new place: shared ones first, then expert after expert."""
@@ -84,10 +89,6 @@ class CarvedLayer(LayerPlan):
             raise ValueError("experts that are weighed are of one size")
 
     @property
-    def weights(self) -> str:
-        return "own" if self.down_DM is None else "refitted"
-
-    @property
     def active_width(self) -> float:
         """Mean neurons that a token runs under uniform routing (MoRE, App. F.2)."""
         if not self.petals:
@@ -105,24 +106,17 @@ class CarvedLayer(LayerPlan):
             **({} if self.prompts == "petals" else {"prompts": self.prompts}),
         }
 
-    def tensors(self) -> dict[str, Tensor]:
-        optional = {"router": self.router_RD, "down": self.down_DM}
-        present = {name: tensor for name, tensor in optional.items() if tensor is not None}
-        return {"order": self.order_M, **present}
-
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> CarvedLayer:
         _refuse_former(header)
         return cls(
-            order_M=tensors["order"],
             backbone=header["backbone"],
             petals=tuple(header["petals"]),
             top_k=header["top_k"],
             routing=header["routing"],
-            router_RD=tensors.get("router"),
             gate=header.get("gate", {}),
-            down_DM=tensors.get("down"),
             prompts=header.get("prompts", "petals"),
+            **cls.fields_of(tensors),
         )
 
     def check(self, sizes: Sizes) -> None:
@@ -135,13 +129,10 @@ class CarvedLayer(LayerPlan):
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
         """The base's own values in carved order; a router, and what a refit brings, beside them."""
-        block = f"{arch.ffn_path}."
-        like = state[f"{block}{arch.ffn.down}.weight"]
-        for stored, name in state.stored(block):
-            leaf, tensor = name.removeprefix(block), state.read(stored)
-            yield stored, of_mlp(arch.ffn, leaf, tensor, self.order_M, self.down_DM)
+        yield from of_ffn(arch, state, self.order_M, self.down_DM)
         if self.router_RD is not None:
-            yield f"{block}router.weight", self.router_RD.to(like.device)
+            down = state[f"{arch.ffn_path}.{arch.ffn.down}.weight"]
+            yield f"{arch.ffn_path}.router.weight", self.router_RD.to(down.device)
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:
@@ -167,19 +158,14 @@ class CarvedLayer(LayerPlan):
 
     @classmethod
     def use(cls, layer: nn.Module, arch: Arch, header: Header, width: int) -> LayerUse:
-        ffn = arch.ffn_of(layer)
+        ffn, use = arch.ffn_of(layer), arch.use(layer)
         assert isinstance(ffn, CarvedFFN)
-        stored = sum(weight_of(ffn, name).numel() for name in arch.ffn.projections)
-        current, experts = arch.width_of(layer), len(ffn.petals)
-        missing = stored * (width - current) // current
-        routed = ffn.top_k * sum(ffn.petals) / experts if experts else 0
-        sizes = {*ffn.petals}
-        return LayerUse(
-            cls.kind,
-            current,
-            ffn.backbone + routed,
-            arch.attention_size(layer),
-            stored,
+        missing = use.ffn * (width - use.width) // use.width
+        experts, sizes = len(ffn.petals), {*ffn.petals}
+        return replace(
+            use,
+            kind=cls.kind,
+            active_width=ffn.backbone + (ffn.top_k * sum(ffn.petals) / experts if experts else 0),
             experts=experts,
             top_k=ffn.top_k,
             expert_width=sizes.pop() if len(sizes) == 1 else 0,

@@ -35,6 +35,11 @@ class CondensedLayer(LayerPlan):
     """
 
     kind: ClassVar[str] = "condensed"
+    held: ClassVar[Mapping[str, str]] = {
+        "experts": "experts_K",
+        "gates": "gates_K",
+        "down": "down_DM",
+    }
 
     experts_K: Tensor
     """int64: the routed experts that every token runs, in the order they were chosen."""
@@ -59,10 +64,6 @@ class CondensedLayer(LayerPlan):
             raise ValueError("an expert is chosen twice")
 
     @property
-    def weights(self) -> str:
-        return "own" if self.down_DM is None else "refitted"
-
-    @property
     def experts(self) -> list[int]:
         """The routed experts in the order they were chosen."""
         return self.experts_K.tolist()
@@ -76,14 +77,10 @@ class CondensedLayer(LayerPlan):
             "gated": self.gated,
         }
 
-    def tensors(self) -> dict[str, Tensor]:
-        down = {} if self.down_DM is None else {"down": self.down_DM}
-        return {"experts": self.experts_K, "gates": self.gates_K, **down}
-
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> CondensedLayer:
         options = {k: header[k] for k in ("width", "shared", "shared_scale", "gated")}
-        return cls(tensors["experts"], tensors["gates"], **options, down_DM=tensors.get("down"))
+        return cls(**cls.fields_of(tensors), **options)
 
     def check(self, sizes: Sizes) -> None:
         check_numbers("experts", self.experts_K, sizes.experts)

@@ -39,9 +39,6 @@ class DroppedLayer(LayerPlan):
     def header(self) -> JSON:
         return {"kind": self.kind}
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {}
-
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> DroppedLayer:
         return cls()

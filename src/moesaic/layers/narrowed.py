@@ -24,7 +24,7 @@ from moesaic.layers.base import (
     check_numbers,
     former,
 )
-from moesaic.layers.neurons import narrow_mlp, of_mlp
+from moesaic.layers.neurons import narrow_mlp, of_ffn
 from moesaic.layers.recovery import refitted_down
 
 
@@ -33,6 +33,7 @@ class NarrowedLayer(LayerPlan):
     """A dense FFN of which every token runs the same neurons, and the others are gone."""
 
     kind: ClassVar[str] = "narrowed"
+    held: ClassVar[Mapping[str, str]] = {"order": "order_W", "down": "down_DW"}
 
     order_W: Tensor
     """int64: the original neuron at each new place."""
@@ -53,24 +54,16 @@ class NarrowedLayer(LayerPlan):
         """Neurons that stay."""
         return self.order_W.numel()
 
-    @property
-    def weights(self) -> str:
-        return "own" if self.down_DW is None else "refitted"
-
     def header(self) -> JSON:
         counted = {"counted": True} if self.counted else {}
         return {"kind": self.kind, "width": self.width, "before": self.before, **counted}
-
-    def tensors(self) -> dict[str, Tensor]:
-        down = {} if self.down_DW is None else {"down": self.down_DW}
-        return {"order": self.order_W, **down}
 
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> NarrowedLayer:
         if header.get("bias"):
             raise former("output biases")
         counted = header.get("counted", False)
-        return cls(tensors["order"], header["before"], tensors.get("down"), counted)
+        return cls(before=header["before"], counted=counted, **cls.fields_of(tensors))
 
     def check(self, sizes: Sizes) -> None:
         check_numbers("neurons", self.order_W, sizes.width)
@@ -82,10 +75,7 @@ class NarrowedLayer(LayerPlan):
 
     def convert(self, arch: Arch, state: State) -> Iterator[tuple[str, Tensor]]:
         """The base's own values, neurons that go left out; what a refit brings, beside them."""
-        block = f"{arch.ffn_path}."
-        for stored, name in state.stored(block):
-            leaf, tensor = name.removeprefix(block), state.read(stored)
-            yield stored, of_mlp(arch.ffn, leaf, tensor, self.order_W, self.down_DW)
+        return of_ffn(arch, state, self.order_W, self.down_DW)
 
     @classmethod
     def install(cls, layers: nn.ModuleList, index: int, arch: Arch, header: Header) -> None:

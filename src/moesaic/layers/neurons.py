@@ -5,15 +5,15 @@ Shape suffixes: E experts, M neurons before, W neurons that stay, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import FFNNames
+from moesaic.arch.dense import Arch, FFNNames
 from moesaic.arch.mixture import MoEArch
 from moesaic.io.naming import expert_number
-from moesaic.layers.base import PADDING
+from moesaic.layers.base import PADDING, State
 
 
 def taken(tensor: Tensor, axis: int, order_W: Tensor) -> Tensor:
@@ -107,6 +107,23 @@ def of_mlp(
     return taken(tensor, 0, order_W)
 
 
+def of_ffn(
+    arch: Arch, state: State, order_W: Tensor, down_DW: Tensor | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a dense layer's FFN with its neurons in another order, by their stored names.
+
+    Args:
+        arch: the architecture.
+        state: the layer's tensors.
+        order_W: int64: the neuron at each new place.
+        down_DW: takes the place of the down projection.
+    """
+    block = f"{arch.ffn_path}."
+    for stored, name in state.stored(block):
+        leaf, tensor = name.removeprefix(block), state.read(stored)
+        yield stored, of_mlp(arch.ffn, leaf, tensor, order_W, down_DW)
+
+
 def of_stacked(
     names: FFNNames, leaf: str, tensor: Tensor, order_S: Tensor, down_DS: Tensor | None = None
 ) -> Tensor:
@@ -182,17 +199,17 @@ def narrow_mlp(module: nn.Module, names: FFNNames, width: int) -> None:
     """
     before = getattr(module, names.down).weight.shape[1]
     for name in names.projections:
-        linear = getattr(module, name)
         axis = 1 if name == names.down else 0
-        factor = 2 if names.fused and axis == 0 else 1
-        _resize(linear, "weight", axis, factor * width)
-        if axis:
-            linear.in_features = width
-        else:
-            linear.out_features = factor * width
-            if linear.bias is not None:
-                _resize(linear, "bias", 0, factor * width)
+        narrow_linear(getattr(module, name), axis, width * (2 if names.fused and not axis else 1))
     _say_width([module], before, width)
+
+
+def narrow_linear(linear: nn.Linear, axis: int, size: int) -> None:
+    """Give a linear module another number of outputs (axis 0) or inputs (1), as the above."""
+    _resize(linear, "weight", axis, size)
+    linear.out_features, linear.in_features = linear.weight.shape
+    if linear.bias is not None and axis == 0:
+        _resize(linear, "bias", 0, size)
 
 
 def narrow_stacked(module: nn.Module, names: FFNNames, width: int) -> None:

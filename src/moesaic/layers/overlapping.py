@@ -18,7 +18,7 @@ from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON
 from moesaic.layers.base import Description, Header, LayerPlan, Sizes, State, check_numbers, former
 from moesaic.layers.carved import CarvedLayer
-from moesaic.layers.neurons import of_mlp
+from moesaic.layers.neurons import narrow_linear, of_ffn
 from moesaic.nn.carved_ffn import CarvedFFN, carved_like, projections_like
 from moesaic.nn.heads import PartialAttention
 from moesaic.nn.overlapping_ffn import OverlappingFFN
@@ -39,6 +39,7 @@ class OverlappingLayer(LayerPlan):
     """
 
     kind: ClassVar[str] = "overlapping"
+    held: ClassVar[Mapping[str, str]] = {"experts": "experts_NW", "router": "router_ND"}
 
     experts_NW: Tensor | None = None
     """int64: the neurons of each expert, in rising order."""
@@ -77,9 +78,8 @@ class OverlappingLayer(LayerPlan):
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        single = {"experts": self.experts_NW, "router": self.router_ND}
         return {
-            **{name: tensor for name, tensor in single.items() if tensor is not None},
+            **super().tensors(),
             **{f"rows.{name}": rows for name, rows in self.rows.items()},
             **{f"head.{name}": tensor for name, tensor in self.head_router.items()},
         }
@@ -91,13 +91,12 @@ class OverlappingLayer(LayerPlan):
 
         _refuse_former(header)
         return cls(
-            experts_NW=tensors.get("experts"),
-            router_ND=tensors.get("router"),
             materialized=header["materialized"],
             rows=part("rows."),
             head_router=part("head."),
             head_top_k=header["head_top_k"],
             noise=header.get("noise", False),
+            **cls.fields_of(tensors),
         )
 
     def check(self, sizes: Sizes) -> None:
@@ -130,10 +129,7 @@ class OverlappingLayer(LayerPlan):
         if self.experts_NW is not None and self.router_ND is not None:
             tensors[f"{ffn}{ROUTER}.weight"] = self.router_ND
             if self.materialized:  # every expert's neurons one after another
-                for stored, name in state.stored(ffn):
-                    leaf = name.removeprefix(ffn)
-                    order = self.experts_NW.flatten()
-                    tensors[stored] = of_mlp(arch.ffn, leaf, tensors[stored], order)
+                tensors |= of_ffn(arch, state, self.experts_NW.flatten())
             else:
                 tensors[f"{ffn}experts"] = self.experts_NW
         for name, tensor in tensors.items():
@@ -264,11 +260,6 @@ def _install_attention(attention: nn.Module, arch: Arch, header: Header) -> None
     with torch.device("meta"):
         partial = PartialAttention(names, sizes, header, hidden_size, size, start, read)
     for name, count in header["rows"].items():
-        setattr(attention, name, _linear_like(old[name], count, old[name].weight.shape[1]))
+        narrow_linear(old[name], 0, count)
     attention.add_module(PARTIAL, partial)
     partial.watch(attention)
-
-
-def _linear_like(old: nn.Linear, rows: int, columns: int) -> nn.Linear:
-    with torch.device("meta"):
-        return nn.Linear(columns, rows, bias=old.bias is not None, dtype=old.weight.dtype)

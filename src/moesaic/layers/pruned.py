@@ -37,6 +37,7 @@ class PrunedLayer(LayerPlan):
     """A mixture of which some experts stay; their weights are the base's own, unless refitted."""
 
     kind: ClassVar[str] = "pruned"
+    held: ClassVar[Mapping[str, str]] = {"kept": "kept_E", "down": "down_E"}
 
     kept_E: Tensor
     """int64: the original expert at each new place; PADDING where there is none."""
@@ -48,10 +49,6 @@ class PrunedLayer(LayerPlan):
         real_E = self.experts
         if real_E.numel() == 0 or not torch.equal(real_E, real_E.unique()):
             raise ValueError(f"kept experts must be distinct and in order: {self.kept}")
-
-    @property
-    def weights(self) -> str:
-        return "own" if self.down_E is None else "refitted"
 
     @property
     def kept(self) -> list[int]:
@@ -83,12 +80,9 @@ class PrunedLayer(LayerPlan):
     def header(self) -> JSON:
         return {"kind": self.kind, "experts": self.kept_E.numel()}
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"kept": self.kept_E, **({} if self.down_E is None else {"down": self.down_E})}
-
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> PrunedLayer:
-        return cls(tensors["kept"], down_E=tensors.get("down"))
+        return cls(**cls.fields_of(tensors))
 
     def check(self, sizes: Sizes) -> None:
         check_numbers("experts", self.kept_E, sizes.experts, padding=True)
@@ -204,7 +198,7 @@ class PrunedLayer(LayerPlan):
 
     def refit(self, site: Site[MoEFFN], **options: bool) -> tuple[PrunedLayer, JSON]:
         """New down projections of the experts that stay, one after the other."""
-        down_E, _, figures = refitted_downs(self, site)
+        down_E, _, figures = refitted_downs(site, self.kept, self.neurons_of)
         return replace(self, down_E=down_E), figures
 
 

@@ -16,9 +16,8 @@ Shape suffixes: T tokens, F features, D hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,21 +28,6 @@ from moesaic.arch.mixture import MoEFFN
 from moesaic.foreign import JSON
 from moesaic.layers.base import Site
 from moesaic.layers.regression import HELD_OUT, Fit, Ridge
-
-
-class Staying(Protocol):
-    """The experts of a mixture that stay, as a layer's plan says."""
-
-    @property
-    def kept(self) -> list[int]:
-        """The original expert at each new place, below 0 where there is none."""
-
-    @property
-    def experts(self) -> Tensor:
-        """The original experts that stay, int64."""
-
-    def neurons_of(self, place: int, width: int) -> Tensor:
-        """The neurons, of ``width``, that the expert at a place keeps, int64."""
 
 
 class Balance:
@@ -185,7 +169,10 @@ class _Part:
 
 
 def refitted_downs(
-    layer: Staying, site: Site[MoEFFN], shared_S: Tensor | None = None
+    site: Site[MoEFFN],
+    kept: Sequence[int],
+    neurons_of: Callable[[int, int], Tensor],
+    shared_S: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, JSON]:
     """New down projections of a mixture's experts that stay.
 
@@ -196,8 +183,9 @@ def refitted_downs(
     solved for from all tokens.
 
     Args:
-        layer: the layer, with the experts' own down projections.
         site: the layer as it was, and its tokens.
+        kept: the original expert at each new place, below 0 where there is none.
+        neurons_of: tells the neurons, int64, that the expert at a place keeps of so many.
         shared_S: the neurons of the shared path that stay, whose down projection is solved for
             too; None to leave that path alone.
 
@@ -207,14 +195,14 @@ def refitted_downs(
     """
     view = site.view
     parts = {
-        i: _Part(view.weights_of(i)[-1].detach(), layer.neurons_of(place, view.width))
-        for place, i in enumerate(layer.kept)
+        i: _Part(view.weights_of(i)[-1].detach(), neurons_of(place, view.width))
+        for place, i in enumerate(kept)
         if i >= 0
     }
     ffn = view.shared_ffn
     if shared_S is not None and ffn is not None:
         parts[SHARED] = _Part(ffn.down_DM.detach(), shared_S[shared_S >= 0])
-    missing, square = _missing(site, layer, parts)
+    missing, square = _missing(site, parts)
     lost = sum(r_TD.double().square().sum().item() for r_TD in missing.residuals)
     before = max(missing.held_out(), 1e-300)
     for part in parts.values():
@@ -228,17 +216,17 @@ def refitted_downs(
     if SHARED in parts:
         shared = parts.pop(SHARED)
         shared_DS = shared.refitted().to(shared.down_DM.dtype).contiguous().cpu()
-    return _placed(layer, view, parts), shared_DS, figures
+    return _placed(kept, view, parts), shared_DS, figures
 
 
-def _missing(site: Site[MoEFFN], layer: Staying, parts: dict[int, _Part]) -> tuple[_Missing, float]:
+def _missing(site: Site[MoEFFN], parts: dict[int, _Part]) -> tuple[_Missing, float]:
     """What the layer's output misses without what goes, and the square of that output.
 
     ``parts`` take in their tokens.
     """
     view = site.view
     allowed_E = torch.zeros(view.count, dtype=torch.bool, device=view.device)
-    allowed_E[layer.experts.to(view.device)] = True
+    allowed_E[[i for i in parts if i != SHARED]] = True
     missing, square = _Missing([], []), 0.0
     for b, (x_TD, target_TD) in enumerate(zip(site.inputs(), site.targets(), strict=True)):
         y_TD = view.output(x_TD) if target_TD is None else target_TD
@@ -257,12 +245,12 @@ def _missing(site: Site[MoEFFN], layer: Staying, parts: dict[int, _Part]) -> tup
     return missing, square
 
 
-def _placed(layer: Staying, view: MoEFFN, parts: dict[int, _Part]) -> Tensor:
+def _placed(kept: Sequence[int], view: MoEFFN, parts: dict[int, _Part]) -> Tensor:
     """The experts' down projections by place, zero where there is none (E, D, W)."""
     fused, transposed = view.experts.down_proj, view.arch.transposed
     room = max(len(part.order_W) for part in parts.values())
     new_DW = []
-    for i in layer.kept:
+    for i in kept:
         down_DW = fused.new_zeros(len(next(iter(parts.values())).down_DM), room)
         if i in parts:
             refitted_DW = parts[i].refitted().to(fused.dtype)

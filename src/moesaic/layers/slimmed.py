@@ -39,6 +39,12 @@ class SlimmedLayer(PrunedLayer):
     """Experts made narrower, all to one width; weights are the base's own, unless refitted."""
 
     kind: ClassVar[str] = "slimmed"
+    held: ClassVar[Mapping[str, str]] = {
+        **PrunedLayer.held,
+        "neurons": "neurons_EW",
+        "shared": "shared_S",
+        "shared_down": "shared_DS",
+    }
 
     neurons_EW: Tensor
     """int64: the neuron at each new place of each expert that stays; then PADDING, for places that
@@ -84,22 +90,10 @@ class SlimmedLayer(PrunedLayer):
         sizes = {"width": self.width, "before": self.before}
         return {**super().header(), **sizes, **shared, **uneven}
 
-    def tensors(self) -> dict[str, Tensor]:
-        optional = {"shared": self.shared_S, "shared_down": self.shared_DS}
-        present = {name: tensor for name, tensor in optional.items() if tensor is not None}
-        return {**super().tensors(), "neurons": self.neurons_EW, **present}
-
     @classmethod
     def load(cls, header: Header, tensors: Mapping[str, Tensor]) -> SlimmedLayer:
-        return cls(
-            tensors["kept"],
-            tensors["neurons"],
-            header["before"],
-            down_E=tensors.get("down"),
-            shared_S=tensors.get("shared"),
-            shared_DS=tensors.get("shared_down"),
-            uneven="widths" in header,
-        )
+        uneven = "widths" in header
+        return cls(before=header["before"], uneven=uneven, **cls.fields_of(tensors))
 
     def check(self, sizes: Sizes) -> None:
         super().check(sizes)
@@ -214,7 +208,7 @@ class SlimmedLayer(PrunedLayer):
         shared_S, width = self.shared_S, site.view.shared_width
         if shared_S is None and width:
             shared_S = torch.arange(width)
-        down_E, down_DS, figures = refitted_downs(self, site, shared_S)
+        down_E, down_DS, figures = refitted_downs(site, self.kept, self.neurons_of, shared_S)
         if shared_S is None or down_DS is None:
             return replace(self, down_E=down_E), figures
         placed_DS = down_DS.new_zeros(len(down_DS), len(shared_S))
