@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from moesaic import Tokens
 from moesaic.arch.lookup import moe_arch
-from moesaic.methods.naee.reconstruction import reconstruction_losses
+from moesaic.methods.naee.reconstruction import Reconstruction
 from moesaic.methods.naee.search import Losses, SearchResult, greedy, refined
 from moesaic.metrics.machine import environment
 from moesaic.observation.experts import ExpertStats, observe_experts
@@ -87,10 +87,10 @@ def measured(model_type: str, args: argparse.Namespace) -> dict[str, Any]:
     observed = time.process_time() - start
     routing = site.view.routing
     start = time.process_time()
-    losses = reconstruction_losses(stats, routing)
+    losses = Reconstruction(stats, routing)
     first, best, _ = searched(losses, args.experts, args.keep)
     whole = time.process_time() - start
-    few = reconstruction_losses(fewer(stats, args.few), routing)
+    few = Reconstruction(fewer(stats, args.few), routing)
     _, ours, ours_seconds = searched(few, args.experts, args.keep)
     _, theirs, theirs_seconds = searched(lambda kept_CE: few(kept_CE), args.experts, args.keep)
     return {

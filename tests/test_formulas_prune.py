@@ -183,8 +183,8 @@ def test_norms_are_of_batches_where_that_is_asked_for(
         make(kept_CE)
         for make in (
             losses(asked)[0],
-            reconstruction.reconstruction_losses(case.stats, case.routing, summed),
-            reconstruction.reconstruction_losses(case.stats, case.routing, not summed),
+            reconstruction.Reconstruction(case.stats, case.routing, summed),
+            reconstruction.Reconstruction(case.stats, case.routing, not summed),
         )
     )
     assert torch.equal(found, wanted)

@@ -20,7 +20,7 @@ from moesaic.data.text import calibration_tokens, split_evenly
 from moesaic.layers.base import PADDING, same
 from moesaic.layers.pruned import PrunedLayer
 from moesaic.methods.naee.criteria import CRITERIA
-from moesaic.methods.naee.reconstruction import reconstruction_losses
+from moesaic.methods.naee.reconstruction import Reconstruction
 from moesaic.methods.naee.search import (
     allocate,
     best_scores,
@@ -110,10 +110,10 @@ def test_losses_do_not_depend_on_blocks(tokens, monkeypatch):
     site = first_site(tiny_moe("mixtral"), tokens)
     stats = observe_experts(site)
     sets_CE = torch.cat(list(every_set(8, 5)))
-    whole = reconstruction_losses(stats, site.view.routing)(sets_CE)
+    whole = Reconstruction(stats, site.view.routing)(sets_CE)
     monkeypatch.setattr("moesaic.methods.naee.reconstruction.ELEMENTS", 700)
     monkeypatch.setattr("moesaic.observation.experts.BLOCK_BYTES", 5000)
-    blocks = reconstruction_losses(observe_experts(site), site.view.routing)(sets_CE)
+    blocks = Reconstruction(observe_experts(site), site.view.routing)(sets_CE)
     torch.testing.assert_close(whole, blocks, rtol=1e-6, atol=0)
 
 
@@ -125,7 +125,7 @@ def test_sum_of_batch_norms_is_of_the_released_batches(tokens, monkeypatch):
     for batch in (40, 72, 16_384):
         monkeypatch.setattr(released, batch)
         site = first_site(model, tokens, tokens_per_batch=24)
-        losses = reconstruction_losses(observe_experts(site), site.view.routing, True)(sets_CE)
+        losses = Reconstruction(observe_experts(site), site.view.routing, True)(sets_CE)
         wanted = torch.zeros(5, dtype=torch.float64)
         for x_TD in torch.cat(list(site.inputs())).split(batch):
             y_TD = site.view.output(x_TD).double()

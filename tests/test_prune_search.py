@@ -18,7 +18,7 @@ from moesaic.methods.naee.config import PruneConfig, SkipConfig
 from moesaic.methods.naee.criteria import CRITERIA
 from moesaic.methods.naee.reconstruction import Reconstruction
 from moesaic.methods.naee.rerouting import Law, law_of
-from moesaic.methods.naee.search import Neighbours, _Each, greedy, refined
+from moesaic.methods.naee.search import Neighbours, greedy, refined
 from moesaic.observation.experts import PARTS, ExpertStats, observe_experts
 from moesaic.observation.stream import LayerStream
 
@@ -99,7 +99,7 @@ def test_neighbours_have_the_losses_of_their_sets(
     stats, routing = observed(model_type, follow=follow)
     assert bool(len(stats.delta_S)) is follow
     losses = Reconstruction(stats, routing, sum_batch_norms=norms)
-    slow = _Each(losses)
+    slow = Neighbours(losses)
     generator = torch.Generator().manual_seed(3)
     kept_E = every(12)
     for _ in range(25):
@@ -129,7 +129,7 @@ def test_losses_of_neighbours_do_not_depend_on_blocks(monkeypatch: pytest.Monkey
 def test_the_search_decides_as_it_does_over_every_set(moe_type: str, keep: int) -> None:
     stats, routing = observed(moe_type)
     losses = Reconstruction(stats, routing)
-    ours, theirs = best(losses, 12, keep), best(_Each(losses), 12, keep)
+    ours, theirs = best(losses, 12, keep), best(Neighbours(losses), 12, keep)
     assert ours.kept_E.tolist() == theirs.kept_E.tolist()
     assert ours.loss == pytest.approx(theirs.loss, rel=1e-12)
     assert ours.evaluated == theirs.evaluated
@@ -161,7 +161,7 @@ def test_logits_that_are_equal(model_type: str) -> None:
     stats.logits_TX = (stats.logits_TX * 4).round() / 4
     losses = Reconstruction(stats, routing)
     assert losses.rerouting is not None, "equal logits are no other law"
-    ours, theirs = best(losses, 12, 6), best(_Each(losses), 12, 6)
+    ours, theirs = best(losses, 12, 6), best(Neighbours(losses), 12, 6)
     assert ours.loss == losses(ours.kept_E[None]).item()
     assert ours.loss <= theirs.loss * 1.05
 

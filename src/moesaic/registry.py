@@ -22,12 +22,15 @@ class Registry(Mapping[str, T], Generic[T]):
     Args:
         group: entry points of this group are added to the entries.
         entries: ``"module:attribute"`` by name. An entry point cannot replace one of them.
+        loaded: entries that are at hand.
     """
 
-    def __init__(self, group: str, entries: Mapping[str, str]) -> None:
+    def __init__(
+        self, group: str, entries: Mapping[str, str], loaded: Mapping[str, T] | None = None
+    ) -> None:
         self.group = group
-        self._entries = dict(entries)
-        self._loaded: dict[str, T] = {}
+        self._loaded = dict(loaded or {})
+        self._entries = {**entries, **dict.fromkeys(self._loaded, "")}
 
     @cached_property
     def _where(self) -> dict[str, str]:
@@ -48,6 +51,27 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __len__(self) -> int:
         return len(self._where)
+
+
+class InWords(Mapping[str, str]):
+    """What a table's entries are in words; each is looked up when it is asked for.
+
+    Args:
+        table: the entries by name.
+        words: with a place for an entry: ``pruning by {.title}``.
+    """
+
+    def __init__(self, table: Mapping[str, object], words: str) -> None:
+        self._table, self._words = table, words
+
+    def __getitem__(self, name: str) -> str:
+        return self._words.format(self._table[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
 
 
 def imported(where: str) -> object:

@@ -10,7 +10,8 @@ from moesaic.config import Former, MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import Values
 from moesaic.ladder import FINEST, Ladder, Rung, Shape, shares_of
-from moesaic.methods.naee.criteria import CRITERIA, NAEE, Compared, Criterion
+from moesaic.methods.naee.criteria import CRITERIA, NAEE, Criterion
+from moesaic.registry import InWords
 
 MIXTRAL_C4 = (
     *(0.402, 0.494, 0.463, 0.484, 0.478, 0.491, 0.523, 0.521, 0.544, 0.570, 0.574),
@@ -39,7 +40,7 @@ class PruneConfig(MethodConfig):
     title = "NAEE"
     paper = NAEE
     implementation = "moesaic.methods.naee.pruning:Pruner"
-    variants: ClassVar[Mapping[str, str]] = Compared()
+    variants: ClassVar[Mapping[str, str]] = InWords(CRITERIA, "pruning by {.title}")
     bundles: ClassVar[Mapping[str, Values]] = {
         "best": {},
         "paper": {"score": "reconstruction", "refit": False},

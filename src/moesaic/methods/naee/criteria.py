@@ -14,9 +14,9 @@ Another package adds a criterion by an entry point in the group ``moesaic.criter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from moesaic.registry import Registry
 
@@ -24,18 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moesaic.arch.routing import RoutingFunction
+    from moesaic.methods.naee.config import PruneConfig
     from moesaic.methods.naee.search import Losses
     from moesaic.observation.experts import ExpertStats
-
-
-class Options(Protocol):
-    """Options of pruning that a criterion may look at."""
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def sum_batch_norms(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,7 @@ class Case:
     """The layer's routing function."""
     layer: int
     """Its number."""
-    config: Options
+    config: PruneConfig
     device: str = "cpu"
     """Where to search."""
 
@@ -130,10 +121,10 @@ def _pairwise(case: Case) -> tuple[Losses, float]:
 
 
 def _reconstruction(case: Case) -> tuple[Losses, float]:
-    from moesaic.methods.naee.reconstruction import output_norm, reconstruction_losses
+    from moesaic.methods.naee.reconstruction import Reconstruction, output_norm
 
     device = "cpu" if case.device.startswith("mps") else case.device  # which has no float64
-    losses = reconstruction_losses(case.stats, case.routing, case.config.sum_batch_norms, device)
+    losses = Reconstruction(case.stats, case.routing, case.config.sum_batch_norms, device)
     return losses, output_norm(case.stats, case.routing)
 
 
@@ -239,26 +230,5 @@ BUILT_IN = (
 """Ours, in the order in which they are listed. A new one is an entry here."""
 
 
-class _Criteria(Registry[Criterion]):
-    """Our criteria are at hand; those of other packages are imported when they are asked for."""
-
-    def __init__(self) -> None:
-        super().__init__("moesaic.criteria", dict.fromkeys((c.name for c in BUILT_IN), __name__))
-        self._loaded.update({c.name: c for c in BUILT_IN})
-
-
-CRITERIA: Registry[Criterion] = _Criteria()
+CRITERIA = Registry("moesaic.criteria", {}, {c.name: c for c in BUILT_IN})
 """The criteria by name."""
-
-
-class Compared(Mapping[str, str]):
-    """What each comparison is, in words; read when it is asked for."""
-
-    def __getitem__(self, name: str) -> str:
-        return f"pruning by {CRITERIA[name].title}"
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(CRITERIA)
-
-    def __len__(self) -> int:
-        return len(CRITERIA)

@@ -140,16 +140,6 @@ class Reconstruction(Neighbours):
         return squared_CB.sqrt().sum(1) if self.sum_batch_norms else squared_CB.sum(1).sqrt()
 
 
-def reconstruction_losses(
-    stats: ExpertStats,
-    routing: RoutingFunction,
-    sum_batch_norms: bool = False,
-    device: str | torch.device = "cpu",
-) -> Neighbours:
-    """The losses of :class:`Reconstruction`."""
-    return Reconstruction(stats, routing, sum_batch_norms, device)
-
-
 def weights_for(routing: RoutingFunction, logits_SX: Tensor, kept_CE: Tensor) -> Tensor:
     """w', the combine weights with only a set of experts there (S, C, A), float64."""
     tokens, sets = len(logits_SX), len(kept_CE)

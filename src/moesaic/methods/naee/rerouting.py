@@ -98,9 +98,6 @@ class _Rows:
     share_SR: Tensor
     """float64: the softmax's mass of the experts that are there; ones where nothing grows."""
 
-    def at(self, tokens_N: Tensor) -> _Rows:
-        return _Rows(*(getattr(self, name)[tokens_N] for name in self.__dataclass_fields__))
-
     def put(self, tokens_N: Tensor, rows: _Rows) -> _Rows:
         """These rows in place of those of some tokens."""
         merged = {}
@@ -134,6 +131,7 @@ class Rerouting:
         self.device = torch.device(device)
         self.count, self.weighed = stats.experts, stats.weighed
         self.logits_SX = stats.logits_TX[stats.sampled_T].to(device)
+        self.every = torch.arange(len(self.logits_SX), device=self.device)
         self.batch_S = batch_S.to(device)
         self.batches = int(batch_S.max()) + 1
         self.gram_N = stats.gram_SP.to(device).flatten()
@@ -144,7 +142,7 @@ class Rerouting:
 
     def _start(self, stats: ExpertStats) -> None:
         """What stays the same for every set."""
-        every = torch.arange(len(self.logits_SX), device=self.device)
+        every = self.every
         self.inner_SA = torch.zeros(
             len(every), self.weighed, dtype=torch.float64, device=self.device
         )
@@ -152,14 +150,12 @@ class Rerouting:
         self.level_SE = torch.full(
             (len(every), self.count), -1, dtype=torch.int16, device=self.device
         )
-        self.norm = 0.0
         cross = bool(len(stats.delta_S))
         for at in every.split(max(1, ROWS // self.count)):
             w_NK, chosen_NK = self._choose(at, None)
             gram_NKA = self._gram(at, self.place_AA[chosen_NK])
             inner_NA = (w_NK.unsqueeze(1) @ gram_NKA).squeeze(1)
             square_N = (w_NK * inner_NA.gather(1, chosen_NK)).sum(1)
-            self.norm += square_N.sum().item()
             target_N = square_N
             if cross:
                 cross_NA = stats.cross_SA[at.cpu()].to(self.device)
@@ -252,8 +248,7 @@ class Rerouting:
             result = self._moved(rows, near_E, kept_E, int(differing))
             break
         else:
-            every = torch.arange(len(self.logits_SX), device=self.device)
-            result = self._rows(every, kept_E)
+            result = self._rows(self.every, kept_E)
         self._remembered = [*self._remembered[1 - REMEMBERED :], (kept_E, result)]
         return result
 
@@ -262,8 +257,7 @@ class Rerouting:
         comes = bool(kept_E[expert])
         size, k = int(kept_E.sum()), rows.chosen_SRK.shape[2]
         if comes and size == k + 1:
-            every = torch.arange(len(self.logits_SX), device=self.device)
-            return self._rows(every, kept_E)
+            return self._rows(self.every, kept_E)
         touched_N = self._touched(rows, expert, comes)
         moved = self._rows(touched_N, kept_E)
         rows = self._rescaled(rows, expert, comes)
@@ -295,8 +289,8 @@ class Rerouting:
 
     # --- errors ----------------------------------------------------------------------------------
 
-    def _errors(self, rows: _Rows, tokens: Tensor | slice) -> Tensor:
-        return rows.square_SR - 2 * rows.inner_SR + self.target_S[tokens, None]
+    def _errors(self, rows: _Rows) -> Tensor:
+        return rows.square_SR - 2 * rows.inner_SR + self.target_S[:, None]
 
     def _sums(self, error_S: Tensor) -> Tensor:
         """Sums by batch (B,)."""
@@ -311,7 +305,7 @@ class Rerouting:
             candidates: the numbers of experts that are there.
         """
         rows = self._known_rows(kept_E.to(self.device))
-        error_SR = self._errors(rows, slice(None))
+        error_SR = self._errors(rows)
         chosen_SK = rows.chosen_SRK[:, 0].long()
         change_SK = error_SR[:, 1:] - error_SR[:, :1]
         place_SK = chosen_SK * self.batches + self.batch_S[:, None]
@@ -338,7 +332,7 @@ class Rerouting:
         """
         kept_E = kept_E.to(self.device)
         rows = self._known_rows(kept_E)
-        error_S = self._errors(rows, slice(None))[:, 0]
+        error_S = self._errors(rows)[:, 0]
         whole = rows.chosen_SRK.shape[1] == 1  # with no more experts than a token runs
         sums = []
         for expert in candidates.tolist():
@@ -346,12 +340,12 @@ class Rerouting:
             with_E[expert] = True
             touched_N = self._touched(rows, expert, comes=True)
             if whole:
-                touched_N = torch.arange(len(error_S), device=self.device)
+                touched_N = self.every
             _, square_N, inner_N = self._routed(touched_N, with_E.expand(len(touched_N), -1))
             now_S = error_S
             if self.share_SE is not None:
                 rescaled = self._rescaled(rows, expert, comes=True)
-                now_S = self._errors(rescaled, slice(None))[:, 0]
+                now_S = self._errors(rescaled)[:, 0]
             now_S = now_S.index_copy(
                 0, touched_N, square_N - 2 * inner_N + self.target_S[touched_N]
             )

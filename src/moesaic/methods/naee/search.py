@@ -7,7 +7,6 @@ lose equally many.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, combinations, islice, product
@@ -22,24 +21,12 @@ ENOUGH = 1e-7
 """The share by which a swap must make a set better: more than float32 weights are rounded by."""
 
 
-class Neighbours(ABC):
-    """Losses of sets, of which those that differ in one expert may be had for less."""
+class Neighbours:
+    """Losses of sets; a subclass may have those of sets that differ in one expert for less.
 
-    @abstractmethod
-    def __call__(self, kept_CE: Tensor) -> Tensor:
-        """The losses of any sets: (C, E) to (C,)."""
-
-    def without(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
-        """The losses of the sets that lose one candidate more (C,)."""
-        return self(without_each(kept_E, candidates))
-
-    def having(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
-        """The losses of the sets that one candidate comes back to (C,)."""
-        return self(with_each(kept_E, candidates))
-
-
-class _Each(Neighbours):
-    """Every set is scored for itself."""
+    Args:
+        losses: of any sets: (C, E) to (C,).
+    """
 
     def __init__(self, losses: Losses) -> None:
         self._losses = losses
@@ -47,10 +34,18 @@ class _Each(Neighbours):
     def __call__(self, kept_CE: Tensor) -> Tensor:
         return self._losses(kept_CE)
 
+    def without(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
+        """The losses of the sets that lose one candidate more (C,)."""
+        return self(changed(kept_E, candidates, False))
+
+    def having(self, kept_E: Tensor, candidates: Tensor) -> Tensor:
+        """The losses of the sets that one candidate comes back to (C,)."""
+        return self(changed(kept_E, candidates, True))
+
 
 def neighbours(losses: Losses) -> Neighbours:
     """Losses that can be asked for neighbours of a set."""
-    return losses if isinstance(losses, Neighbours) else _Each(losses)
+    return losses if isinstance(losses, Neighbours) else Neighbours(losses)
 
 
 @dataclass(frozen=True)
@@ -102,18 +97,9 @@ def exhaustive(losses: Losses, experts: int, keep: int, groups: int = 1) -> Sear
     return SearchResult(best[1], best[0], "exhaustive", evaluated)
 
 
-def without_each(kept_E: Tensor, candidates: Tensor) -> Tensor:
-    """The sets that lose one candidate more (C, E)."""
-    kept_CE = kept_E.repeat(len(candidates), 1)
-    kept_CE[torch.arange(len(candidates)), candidates] = False
-    return kept_CE
-
-
-def with_each(kept_E: Tensor, candidates: Tensor) -> Tensor:
-    """The sets that one candidate comes back to (C, E)."""
-    kept_CE = kept_E.repeat(len(candidates), 1)
-    kept_CE[torch.arange(len(candidates)), candidates] = True
-    return kept_CE
+def changed(kept_E: Tensor, candidates: Tensor, stays: bool) -> Tensor:
+    """The sets in which one candidate more goes, or one comes back and ``stays`` (C, E)."""
+    return kept_E.repeat(len(candidates), 1).scatter_(1, candidates[:, None], stays)
 
 
 def greedy(losses: Losses, kept_E: Tensor, keep: int, groups: int = 1) -> SearchResult:
@@ -142,7 +128,7 @@ def refined(losses: Losses, start: SearchResult, groups: int = 1, rounds: int = 
         gone = (~kept_E).nonzero().flatten()
         if not len(gone) or not kept_E.any():
             break
-        back_CE = with_each(kept_E, gone)
+        back_CE = changed(kept_E, gone, True)
         order = near.having(kept_E, gone).double().cpu().argsort(stable=True)
         evaluated += len(gone)
         for c in order.tolist():

@@ -10,7 +10,8 @@ from moesaic.config import Former, MethodConfig, option, seed_option
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Values
 from moesaic.ladder import FINEST, Ladder, Shape, shares_of
-from moesaic.methods.slim.scores import SCORES, Compared, Score
+from moesaic.methods.slim.scores import SCORES, Score
+from moesaic.registry import InWords
 
 BEST = "surgeon"
 """The score that loses least."""
@@ -27,7 +28,7 @@ class SlimConfig(MethodConfig):
     title = "slimming"
     paper = ""
     implementation = "moesaic.methods.slim.method:Slimmer"
-    variants: ClassVar[Mapping[str, str]] = Compared()
+    variants: ClassVar[Mapping[str, str]] = InWords(SCORES, "slimming by {.title}")
     bundles: ClassVar[Mapping[str, Values]] = {
         "best": {},
         "paper": {"score": "energy", "allocate": "experts", "refit": False},

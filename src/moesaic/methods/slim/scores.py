@@ -15,7 +15,7 @@ Another package adds a score by an entry point in the group ``moesaic.scores`` t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -131,26 +131,5 @@ BUILT_IN = (
 """Ours, in the order in which they are listed. A new one is an entry here."""
 
 
-class _Scores(Registry[Score]):
-    """Our scores are at hand; those of other packages are imported when they are asked for."""
-
-    def __init__(self) -> None:
-        super().__init__("moesaic.scores", dict.fromkeys((s.name for s in BUILT_IN), __name__))
-        self._loaded.update({s.name: s for s in BUILT_IN})
-
-
-SCORES: Registry[Score] = _Scores()
+SCORES = Registry("moesaic.scores", {}, {s.name: s for s in BUILT_IN})
 """The scores by name."""
-
-
-class Compared(Mapping[str, str]):
-    """A comparison with each score in words; read when it is asked for."""
-
-    def __getitem__(self, name: str) -> str:
-        return f"slimming by {SCORES[name].title}"
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(SCORES)
-
-    def __len__(self) -> int:
-        return len(SCORES)
