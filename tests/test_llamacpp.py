@@ -7,6 +7,7 @@ import copy
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from builders import (
 from gguf import GGUFReader, GGUFWriter
 from safetensors.torch import load_file, save_file
 from shrunken import small_model
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from moesaic import LExIConfig, MoREConfig, PruneConfig, SlimConfig, bench, carve, export, slim
 from moesaic.api import verb
@@ -97,6 +100,42 @@ def carved(tmp_path_factory):
     config = MoREConfig(active=0.625, layers="all")
     result = carve("smollm2", config, samples=8, length=128)
     return result.save(tmp_path_factory.mktemp("smollm2") / "carved")
+
+
+def sentencepiece_in_json(space_first):
+    """A vocabulary as SentencePiece's are, in ``tokenizer.json``, transformers 5's alone."""
+    spaces = normalizers.Replace(" ", "\u2581")
+    raw = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    raw.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if space_first else spaces
+    )
+    raw.pre_tokenizer = pre_tokenizers.Split(
+        "\u2581", "merged_with_next"
+    )  # of words, to learn alone
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=1024, special_tokens=special, show_progress=False)
+    raw.train_from_iterator(TEXT.splitlines(), trainer)
+    raw.pre_tokenizer = None
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    raw.decoder = decoders.Sequence(steps)
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **names)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "space_first"), [("llama", True), ("gemma2", False), ("gemma3_text", False)]
+)
+def test_text_is_split_alike_without_a_file_of_sentencepiece(model_type, space_first, tmp_path):
+    tokenizer = sentencepiece_in_json(space_first)
+    make = partial(tiny_model, mlp_bias=False) if model_type == "llama" else small_model
+    make(model_type, vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    export(str(tmp_path / "model"), tmp_path / "model.gguf", to="gguf", type="f32")
+    engine = llama_cpp.Llama(str(tmp_path / "model.gguf"), vocab_only=True, verbose=False)
+    text = TEXT + " caf\u00e9 \u65e5\u672c  two  spaces\n\n"
+    split = engine.tokenize(text.encode(), add_bos=False)
+    for one in (tokenizer, resolve(str(tmp_path / "model.gguf")).tokenizer):
+        assert one(text, add_special_tokens=False).input_ids == split
 
 
 def parity(file, source, ids):

@@ -1,4 +1,4 @@
-"""Run by path in a process of its own: llama.cpp's converter, with six gaps filled.
+"""Run by path in a process of its own: llama.cpp's converter, with seven gaps filled.
 
 Its class for GLM4-MoE writes the vocabulary of GLM's own tokenizer, whose special tokens it looks
 up by name. An export has its base's tokenizer, so the converter's general way takes its place.
@@ -8,6 +8,10 @@ DeepSeek's own files do and those that transformers writes need not.
 
 It knows byte-level vocabularies by a hash over some text, which every new vocabulary changes, and
 asks for it by name. One that splits text as GPT-2 does, and changes nothing of it, is read as that.
+
+Of SentencePiece's vocabularies it wants the file ``tokenizer.model``, which transformers 5 does not
+write. Without it, all tokens get one score, or are taken for bytes (Gemma 3): llama.cpp would split
+text otherwise than transformers. They get the order of their merges for scores.
 
 It asks Qwen's mixtures for layers that predict further tokens, which transformers does not write:
 where a checkpoint has none, it is told so.
@@ -23,7 +27,13 @@ file is in a folder that nobody named: what is said is of another one.
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+UNMERGED = -1e6
+"""The score of tokens that no merge makes, as single characters."""
 
 
 def main(request: str) -> None:
@@ -43,7 +53,13 @@ def main(request: str) -> None:
     glm.Glm4MoeModel.set_vocab = lambda self: self._set_vocab_gpt2()
     deci.DeciModel.set_vocab = llama.LlamaModel.set_vocab
     deci.DeciModel.origin_hf_arch = None  # which LlamaModel looks at there
-    metadata = importlib.import_module("gguf").Metadata  # the converter's own
+    gguf = importlib.import_module("gguf")  # the converter's own
+    gguf.LlamaHfVocab.get_token_score = lambda self, token: scores(self.fname_tokenizer).get(
+        token, UNMERGED
+    )
+    for name in ("_set_vocab_sentencepiece", "_set_vocab_gpt2"):
+        setattr(base.TextModel, name, spelled(getattr(base.TextModel, name)))
+    metadata = gguf.Metadata
     described = metadata.load
 
     def described_as(override: object, _: object, *more: object) -> object:
@@ -75,6 +91,41 @@ def main(request: str) -> None:
     base.TextModel.get_vocab_base_pre = split_by
     sys.argv = [script, folder, "--outfile", out, "--outtype", outtype]
     converter.main()
+
+
+def spelled(plain: Callable[..., None]) -> Callable[..., None]:
+    """What is SentencePiece's, without a file of its own, written as such; else as before."""
+
+    def write(self: Any, *args: object) -> None:
+        file = self.dir_model / "tokenizer.json"
+        if (self.dir_model / "tokenizer.model").is_file() or not falls_back_to_bytes(file):
+            return plain(self, *args)
+        self._set_vocab_llama_hf()
+        return self.gguf_writer.add_add_space_prefix(begins_with_space(file))
+
+    return write
+
+
+def falls_back_to_bytes(file: Path) -> bool:
+    """A BPE over characters, as SentencePiece's are in ``tokenizer.json``."""
+    model = json.loads(file.read_text("utf-8"))["model"] if file.is_file() else {}
+    return model.get("type") == "BPE" and bool(model.get("byte_fallback"))
+
+
+def begins_with_space(file: Path) -> bool:
+    """Whether a space is put before a text."""
+    tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(file))
+    first: str = tokenizer.encode("a", add_special_tokens=False).tokens[0]
+    return first.startswith("\u2581")
+
+
+@cache
+def scores(file: Path) -> dict[int, float]:
+    """SentencePiece's scores of tokens that come of merges: the sooner, the higher."""
+    model = json.loads(file.read_text("utf-8"))["model"]
+    pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    ranks = {"".join(pair): rank for rank, pair in reversed([*enumerate(pairs)])}
+    return {model["vocab"][token]: -float(rank) for token, rank in ranks.items()}
 
 
 def splits_as_gpt2(file: Path) -> bool:
