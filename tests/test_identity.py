@@ -121,13 +121,15 @@ def test_only_a_sample_of_a_large_tensor_is_read(tmp_path: Path) -> None:
     """A change between the pieces is not seen: that is what makes it cheap. One inside is."""
     big = {"x": torch.zeros(4_000_000, dtype=torch.uint8)}
     save_file(big, tmp_path / "a.safetensors")
-    own = fingerprint.of_files([tmp_path / "a.safetensors"])
+    own = fingerprint.of_stored(fingerprint.stored_in(tmp_path / "a.safetensors"))
     (_, gap), (inside, _) = fingerprint.pieces(4_000_000, 1)[:2]
     for at, seen in ((gap + 1, False), (inside + 1, True)):
         other = {"x": big["x"].clone()}
         other["x"][at] = 1
         save_file(other, tmp_path / "b.safetensors")
-        assert (fingerprint.of_files([tmp_path / "b.safetensors"]) != own) is seen
+        assert (
+            fingerprint.of_stored(fingerprint.stored_in(tmp_path / "b.safetensors")) != own
+        ) is seen
         assert (fingerprint.of_tensors(other) != fingerprint.of_tensors(big)) is seen
 
 

@@ -399,8 +399,8 @@ def test_slimming_keeps_whole_blocks(quantised, aligned, tmp_path):
 
     model, arch, layers = applied(quantised, tmp_path / "out", slim)
     source, out = (resolve(str(f)).checkpoint for f in (quantised, tmp_path / "out"))
-    assert {n.replace("experts", "") for n in out._files} <= {
-        n.replace("experts", "") for n in source._files
+    assert {n.replace("experts", "") for n in out._stored} <= {
+        n.replace("experts", "") for n in source._stored
     }
     again = Source("out", tmp_path / "out").load()
     i = arch.moe_layers(model)[-1]
@@ -431,7 +431,7 @@ def test_new_weights_go_into_the_format(quantised, tmp_path):
     checkpoint = resolve(str(tmp_path / "out")).checkpoint
     assert 0 < error < ERRORS[checkpoint.format.method]
     scales = ("down_proj.weight_scale_inv", "down_proj_scales", "down_proj.weight_scale")
-    assert any(name.endswith(scales) for name in checkpoint._files)
+    assert any(name.endswith(scales) for name in checkpoint._stored)
 
 
 def test_blocks_that_do_not_divide_stay_plain(fp8, tmp_path):
@@ -518,7 +518,7 @@ def test_a_whole_run_reads_layer_by_layer(fp8, tmp_path):
         result.save(tmp_path / f"{name}-out")
         found[name] = [result.plan.layers[i].kept for i in sorted(result.plan.layers)]
     assert found["fp8"] == found["plain"]
-    names = resolve(str(tmp_path / "fp8-out")).checkpoint._files
+    names = resolve(str(tmp_path / "fp8-out")).checkpoint._stored
     assert any(name.endswith("weight_scale_inv") for name in names)
     model = tiny_moe("mixtral")
     model.hf_quantizer = object()  # as transformers leaves it where weights stay quantised

@@ -26,8 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model
-from moesaic.io.fingerprint import Stored, of_stored
-from moesaic.io.headers import header_of, mapping_of
+from moesaic.io.fingerprint import Stored, of_stored, stored_in
+from moesaic.io.headers import mapping_of
 from moesaic.io.outputs import let_read
 from moesaic.io.trust import side_files
 
@@ -85,24 +85,15 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._files: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._types: dict[str, str] = {}
         self._stored: dict[str, Stored] = {}
         self._survey()
 
     def _survey(self) -> None:
         """Learn the file, the shape and the type of every tensor."""
         for file in self._shards():
-            header, start = header_of(file)
+            stored = stored_in(file)
             with _reading(file), safe_open(file, framework="pt") as shard:
-                self._files.update(dict.fromkeys(shard.keys(), file))
-            self._shapes |= {name: tuple(entry["shape"]) for name, entry in header.items()}
-            self._types |= {name: str(entry["dtype"]) for name, entry in header.items()}
-            for name, entry in header.items():
-                begin, end = entry["data_offsets"]
-                where = entry["dtype"], entry["shape"], start + begin, end - begin
-                self._stored[name] = Stored(file, *where)
+                self._stored |= {name: stored[name] for name in shard.keys()}
 
     def _shards(self) -> list[Path]:
         index = self.folder / INDEX_NAME
@@ -125,7 +116,7 @@ class Checkpoint:
         raise MoesaicError(f"No {SINGLE_NAME} or {INDEX_NAME} in {self.folder}.")
 
     def names(self) -> list[str]:
-        return list(self._files)
+        return list(self._stored)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -138,12 +129,12 @@ class Checkpoint:
         Raises:
             MoesaicError: it is missing, or its file is corrupt.
         """
-        if name not in self._files:
+        if name not in self._stored:
             raise MoesaicError(f"{self.folder} has no tensor {name!r}.")
         if self.weightless:
-            kind = TYPES[self._types[name]]
-            empty = torch.empty(self._shapes[name], dtype=kind, device="meta")
-            if (stored := self._stored.get(name)) is not None:
+            stored = self._stored[name]
+            empty = torch.empty(stored.shape, dtype=TYPES[stored.kind], device="meta")
+            if stored.nbytes:
                 _STORED[empty] = 0, stored
             return empty
         return self._read(name)
@@ -170,19 +161,20 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape, by a name of :meth:`names`; its values are not read."""
-        return self._shapes[name]
+        return tuple(self._stored[name].shape)
 
     def is_floating(self, name: str) -> bool:
         """Whether a tensor is of a floating-point type, by a name of :meth:`names`."""
-        return "F" in self._types[name]
+        return "F" in self._stored[name].kind
 
     def under(self, prefix: str) -> dict[str, Tensor]:
         """All tensors whose names start with ``prefix``, without it."""
-        return {n.removeprefix(prefix): self.tensor(n) for n in self._files if n.startswith(prefix)}
+        names = (name for name in self.names() if name.startswith(prefix))
+        return {name.removeprefix(prefix): self.tensor(name) for name in names}
 
     def nbytes(self) -> int:
         """Size of the weight files on disk."""
-        return sum(file.stat().st_size for file in set(self._files.values()))
+        return sum(file.stat().st_size for file in {s.path for s in self._stored.values()})
 
     def copy_side_files(self, out: Path) -> None:
         """Copy tokenizer, generation settings and licence to ``out``."""
@@ -414,10 +406,11 @@ class ShardWriter:
 def extend(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Put further tensors into a checkpoint that is written, in a shard of their own."""
     written = Checkpoint(folder)
-    count = len({*written._files.values()}) + 1
+    files = sorted({stored.path for stored in written._stored.values()})
+    count = len(files) + 1
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-    shards = dict(zip(sorted({*written._files.values()}), names, strict=False))
-    weight_map = {name: shards[file] for name, file in written._files.items()}
+    shards = dict(zip(files, names, strict=False))
+    weight_map = {name: shards[stored.path] for name, stored in written._stored.items()}
     for file, name in shards.items():
         file.rename(folder / name)
     writer = ShardWriter(folder, sys.maxsize)

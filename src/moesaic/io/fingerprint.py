@@ -63,26 +63,23 @@ class Stored(NamedTuple):
     nbytes: int
 
 
-def of_files(files: Iterable[Path]) -> str:
-    """The fingerprint of the safetensors files of one checkpoint.
-
-    The division of the tensors into files does not matter.
+def stored_in(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, by name.
 
     Raises:
-        MoesaicError: a file is damaged.
+        MoesaicError: the file is damaged.
     """
-    stored: dict[str, Stored] = {}
-    for path in files:
-        header, start = header_of(path)
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            where = start + begin, end - begin
-            stored[name] = Stored(path, entry["dtype"], entry["shape"], *where)
-    return of_stored(stored)
+    header, start = header_of(path)
+    stored = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        stored[name] = Stored(path, entry["dtype"], entry["shape"], start + begin, end - begin)
+    return stored
 
 
 def of_stored(stored: Mapping[str, Stored]) -> str:
-    """The fingerprint of tensors by name, wherever they lie."""
+    """The fingerprint of tensors by name, wherever they lie: how they are divided into files does
+    not matter."""
     total = hashlib.sha256()
     digests: dict[str, str] = {}
     for path, names in _by_file(stored).items():

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -89,13 +89,11 @@ class GgufCheckpoint(Checkpoint):
         if not self.file.is_file() or stamp(self.file) != self._index["stamp"]:
             raise MoesaicError(f"{self.file} is gone, or was changed while it was in use.")
         self._places: dict[str, JSON] = self._index["places"]
-        shapes = {name: place["shape"] for name, place in self._places.items()}
-        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
-        self._know(self._shapes)
+        self._know({name: place["shape"] for name, place in self._places.items()})
 
-    def _know(self, names: Iterable[str]) -> None:
-        self._files = dict.fromkeys(names, self.file)
-        self._types = dict.fromkeys(names, "F32")
+    def _know(self, shapes: Mapping[str, list[int]]) -> None:
+        """Note what is read by which name. No bytes of the file are its values."""
+        self._stored = {n: Stored(self.file, "F32", shape, 0, 0) for n, shape in shapes.items()}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -140,7 +138,7 @@ class Processed(GgufCheckpoint):
         about: JSON = {"tensor_key_mapping": None, "parsed_parameters": {"tensors": {}}}
         about["name"] = self._places[name]["stored"]
         weights = self._processor.process(weights=self._values(name), **about).weights
-        return torch.from_numpy(np.ascontiguousarray(weights)).view(self._shapes[name])
+        return torch.from_numpy(np.ascontiguousarray(weights)).view(self.shape(name))
 
 
 class Converted(GgufCheckpoint):
@@ -148,8 +146,7 @@ class Converted(GgufCheckpoint):
 
     def _survey(self) -> None:
         super()._survey()
-        self._shapes = {name: tuple(shape) for name, shape in self._index["weights"].items()}
-        self._know(self._shapes)
+        self._know(self._index["weights"])
 
     @cached_property
     def _naming(self) -> Naming:

@@ -212,18 +212,18 @@ class QuantisedCheckpoint(Checkpoint):
         stored_names = super().names()
         self._parts: dict[str, dict[str, str]] = {}
         try:
-            weights = list(format.weights(self._types))
+            weights = list(format.weights({n: s.kind for n, s in self._stored.items()}))
         except ValueError as error:
             raise MoesaicError(f"{folder} cannot be read: {error}.") from error
         for weight, ends in weights:
             stored = {end: weight + end for end in ends}
-            missing = [part for part in stored.values() if part not in self._files]
+            missing = [part for part in stored.values() if part not in self._stored]
             if missing:
                 raise MoesaicError(
                     f"{folder} has no tensor {missing[0]!r}, and {weight} cannot be read without "
                     f"it ({format.method})."
                 )
-            if weight in self._files and weight not in stored.values():
+            if weight in self._stored and weight not in stored.values():
                 raise MoesaicError(
                     f"{folder} has {weight} twice: as it is, and as {', '.join(stored.values())}."
                 )
@@ -250,7 +250,8 @@ class QuantisedCheckpoint(Checkpoint):
         if stored is None:
             return super().shape(name)
         try:
-            return self.format.shape({end: self._shapes[part] for end, part in stored.items()})
+            shapes = {end: tuple(self._stored[part].shape) for end, part in stored.items()}
+            return self.format.shape(shapes)
         except ValueError as error:
             raise MoesaicError(f"{name} in {self.folder} cannot be read: {error}.") from error
 
@@ -283,7 +284,7 @@ class QuantisedCheckpoint(Checkpoint):
                     raise MoesaicError(
                         f"{name}: {error}; choose a width that they divide."
                     ) from error
-        if stored is not None or (name not in self._files and tensor.dtype == torch.float32):
+        if stored is not None or (name not in self._stored and tensor.dtype == torch.float32):
             tensor = tensor.to(self.dtype)
             if tensor.dim() > 1:
                 self.plain.add(module_of(name))

@@ -24,7 +24,7 @@ from moesaic.distributed import gathered, process, wait_for_all
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Model
 from moesaic.io.caller import leaves_untouched
-from moesaic.io.fingerprint import of_files
+from moesaic.io.fingerprint import of_stored, stored_in
 from moesaic.io.headers import header_of
 from moesaic.io.outputs import alone, check_file, discard, scratch_folder, unfinished, whole_file
 from moesaic.observation.experts import ExpertStats, observed
@@ -187,7 +187,7 @@ class StatsFile:
     @property
     def fingerprint(self) -> str:
         """The fingerprint of the statistics themselves."""
-        return of_files([self.path])
+        return of_stored(stored_in(self.path))
 
     @property
     def layers(self) -> list[int]:
@@ -238,16 +238,12 @@ def join(parts: Mapping[int, Path], out: Path, header: JSON) -> None:
     start = 0
     spans: list[tuple[Path, int]] = []
     for layer, path in parts.items():
-        with path.open("rb") as file:
-            size = struct.unpack("<Q", file.read(8))[0]
-            part = json.loads(file.read(size))
-        part.pop("__metadata__", None)
+        part, data = header_of(path)
         for name, entry in part.items():
-            begin, end = entry["data_offsets"]
-            moved = [start + begin, start + end]
+            moved = [start + offset for offset in entry["data_offsets"]]
             index[f"{layer}.{name}"] = {**entry, "data_offsets": moved}
-        spans.append((path, 8 + size))
-        start += path.stat().st_size - 8 - size
+        spans.append((path, data))
+        start += path.stat().st_size - data
     text = json.dumps(index).encode()
     text += b" " * (-len(text) % 8)
     with whole_file(out) as partial, partial.open("wb") as joined:
