@@ -27,7 +27,7 @@ from moesaic.io.caller import untouched
 from moesaic.io.checkpoint import ShardWriter, Writer, cast, narrowed, shape_of
 from moesaic.io.fingerprint import IN_MEMORY, of_model
 from moesaic.io.layout import our_folder
-from moesaic.io.naming import Naming, language
+from moesaic.io.naming import language
 from moesaic.io.outputs import check_drawing, whole_folder, write_drawing
 from moesaic.io.prediction import NEXT, leave_out, predicts
 from moesaic.io.quantised import settle
@@ -495,8 +495,7 @@ def save_applied(
     model = shape_of(config, dtype)
     check_base(plan, model, arch)
     check_weights(plan, source)
-    base = config.model_type.removeprefix(PREFIX)
-    naming = Naming(source.checkpoint, base, model.state_dict())
+    naming = source.naming
     naming.check(model)
     types = {} if dtype is None else {"dtype": narrowed(model)}
     changed = hub.convert_config(config, arch, plan)
@@ -517,5 +516,4 @@ def save_applied(
     source.checkpoint.copy_side_files(folder)
     if writer is None:  # what a plan asks for may be no model
         result = Source("What the plan makes", folder)
-        model = shape_of(result.config)
-        Naming(result.checkpoint, arch.model_type, model.state_dict()).check(model)
+        result.naming.check(shape_of(result.config))

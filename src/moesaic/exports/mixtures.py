@@ -17,7 +17,6 @@ from moesaic.exports.form import Export, base_config
 from moesaic.exports.targets import Header, aligned
 from moesaic.foreign import JSON, Config, Values
 from moesaic.io.checkpoint import Writer, shape_of
-from moesaic.io.naming import Naming
 from moesaic.io.source import Source
 from moesaic.layers import neurons
 from moesaic.layers.base import KINDS
@@ -188,8 +187,7 @@ class _Reduced:
 
     def write(self, writer: Writer) -> None:
         """Write the model, layers numbered anew and filled up."""
-        model = shape_of(self.source.config)
-        naming = Naming(self.source.checkpoint, self.arch.model_type, model.state_dict())
+        model, naming = shape_of(self.source.config), self.source.naming
         starts = {
             disk.partition(f".{number[1]}.")[0] + "."
             for disk, name in naming.in_memory.items()

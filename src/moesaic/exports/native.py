@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moesaic.arch.dense import PREFIX
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
 from moesaic.config import ExportArgs
@@ -24,7 +23,6 @@ from moesaic.exports.mixtures import reduced
 from moesaic.foreign import JSON
 from moesaic.hub import write_config
 from moesaic.io.checkpoint import ShardWriter, path_of, shape_of
-from moesaic.io.naming import Naming
 from moesaic.io.outputs import check_out, whole_folder
 from moesaic.io.quantised import quantization_of
 from moesaic.io.source import Source, resolve
@@ -114,10 +112,9 @@ def write(source: Source, export: Export, folder: Path, untie: bool = False) -> 
     writer = ShardWriter(folder)
     if untie and getattr(export.config, "tie_word_embeddings", False):
         export.config.tie_word_embeddings = False
-        model, kind = shape_of(source.config), source.config.model_type.removeprefix(PREFIX)
-        naming = Naming(source.checkpoint, kind, model.state_dict())
+        model = shape_of(source.config)
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-        tied = naming.read(f"{path_of(model, embedding)}.weight")
+        tied = source.naming.read(f"{path_of(model, embedding)}.weight")
         writer.add(f"{path_of(model, head)}.weight", tied.clone())
     export.write(writer)
     if export.code is not None:

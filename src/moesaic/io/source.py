@@ -99,6 +99,11 @@ class Source:
         return opened(self.folder)
 
     @property
+    def naming(self) -> Naming:
+        """The names of its tensors, on disk and in memory."""
+        return Naming(self.checkpoint, self.config.model_type, shape_of(self.config).state_dict())
+
+    @property
     def fingerprint(self) -> str:
         """The fingerprint of its weights."""
         return self.checkpoint.fingerprint

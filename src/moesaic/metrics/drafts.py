@@ -22,7 +22,6 @@ from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, Track, silent
 from moesaic.io.checkpoint import cast, narrowed, shape_of, skeleton
-from moesaic.io.naming import Naming
 from moesaic.io.prediction import Parts, parts_of, predicting_layers, predicts
 from moesaic.io.source import Source
 from moesaic.metrics.forward import BATCH, Runner, all_shares, own_share
@@ -96,8 +95,7 @@ class Drafts:
     ) -> None:
         config, self.device = source.config, device
         self.arch = arch = base_arch(config)
-        names = shape_of(config).state_dict()
-        self.naming = Naming(source.checkpoint, config.model_type.removeprefix(PREFIX), names)
+        self.naming = source.naming
         self._held = {*self.naming.in_memory.values()}
         blocks = parts_of(self._held, arch.layers_path, config.num_hidden_layers)
         self._check_count(source.name, config, len(blocks))

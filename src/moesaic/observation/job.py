@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from moesaic.arch.dense import PREFIX, Arch
+from moesaic.arch.dense import Arch
 from moesaic.config import RunArgs
 from moesaic.data.rows import Row
 from moesaic.data.text import (
@@ -211,8 +211,7 @@ class Job(Generic[A_co]):
     @property
     def naming(self) -> Naming:
         """The names of the checkpoint's tensors, on disk and in memory."""
-        base = self.original.config.model_type.removeprefix(PREFIX)
-        return Naming(self.original.checkpoint, base, shape_of(self.original.config).state_dict())
+        return self.original.naming
 
     @property
     def format(self) -> Format | None:

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.arch.dense import PREFIX, Arch, DenseFFN, hands_on
+from moesaic.arch.dense import Arch, DenseFFN, hands_on
 from moesaic.data.text import Tokens
 from moesaic.errors import MoesaicError
 from moesaic.foreign import JSON, Config, Model, give_back, logits_alone
@@ -330,7 +330,7 @@ class LayerStream(Generic[V_co]):
         if model is None:
             model = skeleton(config, working_type(config, dtype, str(device)))
         type_of = narrowed(model)
-        naming = Naming(checkpoint, config.model_type.removeprefix(PREFIX), model.state_dict())
+        naming = Naming(checkpoint, config.model_type, model.state_dict())
 
         @contextmanager
         def opened(
