@@ -16,7 +16,7 @@ from pathlib import Path
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.models.auto import (
@@ -287,19 +287,23 @@ def native_config(config: Config, arch: Arch, plan: Plan) -> JSON | None:
 
 def _holds(config: Config, arch: Arch, plan: Plan, changes: JSON) -> bool:
     """Whether a base's own class makes the tensors of a plan's result, if its config is changed."""
-    twin = copy.deepcopy(config)
-    for name, value in changes.items():
-        setattr(twin, name, value)
-    base = arch.layers(shape_of(config))
-    try:
-        layers = arch.layers(shape_of(twin))
-    except (StrictDataclassError, TypeError, ValueError):
-        return False
+    base, layers = arch.layers(shape_of(config)), _layers(config, arch, changes)
     plans = (plan.layers.get(i) for i in range(len(base)))
-    return all(
+    return layers is not None and all(
         sizes(layer) == sizes(old if new is None else shaped(old, arch, new))
         for layer, old, new in zip(layers, base, plans, strict=True)
     )
+
+
+def _layers(config: Config, arch: Arch, changes: JSON) -> nn.ModuleList | None:
+    """The layers that a base's own class makes, if its config is changed; None if it refuses."""
+    twin = copy.deepcopy(config)
+    try:
+        for name, value in changes.items():
+            setattr(twin, name, value)
+        return arch.layers(shape_of(twin))
+    except (StrictDataclassError, TypeError, ValueError):
+        return None
 
 
 def _proposed(config: Config, arch: Arch, plan: Plan) -> Iterator[JSON]:
@@ -356,12 +360,8 @@ def _each(config: Config, arch: Arch, top_ks: Mapping[int, int]) -> JSON | None:
     assert isinstance(arch, MoEArch)
     first, count = next(iter(top_ks.values())), config.num_hidden_layers
     changes = arch.with_top_k([top_ks.get(i, first) for i in range(count)])
-    twin = copy.deepcopy(config)
-    try:
-        for name, value in (changes or {}).items():
-            setattr(twin, name, value)
-        layers = arch.layers(shape_of(twin))
-    except (StrictDataclassError, TypeError, ValueError):
+    layers = _layers(config, arch, changes or {})
+    if layers is None:
         return None
     follows = all(arch.mixture(layers[i]).top_k == top_k for i, top_k in top_ks.items())
     return changes if follows else None
