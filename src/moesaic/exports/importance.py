@@ -46,15 +46,12 @@ def importance(
     stream: LayerStream[nn.Module] = LayerStream.from_disk(
         source.checkpoint, source.config, arch, tokens, view=lambda layer: layer
     )
-    hidden, kwargs = stream.record()
     squares: Squares[str] = Squares()
-    for block in track(stream.blocks(kwargs), "Importance", stream.count):
-        names = dict(names_in(block.layer, block.index, arch, named))
-        count = arch.experts_in(block.layer)
-        take = partial(_take, squares, names, count)
-        with tapped(block.layer, arch, names, take):
-            block.run(hidden)
-    hidden.clear()
+    for turn in track(stream.turns(), "Importance", len(stream)):
+        layer = turn.block.layer
+        names = dict(names_in(layer, turn.block.index, arch, named))
+        with tapped(layer, arch, names, partial(_take, squares, names, arch.experts_in(layer))):
+            turn.run()
     return means(squares)
 
 
