@@ -286,10 +286,11 @@ def test_nothing_is_replaced_that_came_to_be_meanwhile(tmp_path: Path) -> None:
     with pytest.raises(MoesaicError, match="exists"), whole_folder(out):  # noqa: PT012
         out.mkdir()
         (out / "thesis.txt").write_text("precious")
-    taken = pytest.raises(MoesaicError, match="exists")
-    with taken, whole_file(file, overwrite=False) as partial:
-        partial.write_text("new")
-        file.write_text("precious")
+    file.write_text("precious")
+    (tmp_path / "work").write_text("new")
+    with pytest.raises(MoesaicError, match="exists"):
+        outputs.put_file(tmp_path / "work", file, overwrite=False)
+    (tmp_path / "work").unlink()
     assert inside(tmp_path) == {"out/thesis.txt", "file"}
     assert file.read_text() == "precious"
 

@@ -74,8 +74,6 @@ def export_gguf(
     out: str | Path,
     args: ExportArgs | None = None,
     overwrite: bool = False,
-    track: Track = silent,
-    types: Mapping[str, str] | None = None,
 ) -> JSON:
     """Write a model and its tokenizer as one GGUF file.
 
@@ -88,8 +86,6 @@ def export_gguf(
             a k-quant (256 weights) do not divide rows, llama.cpp takes another type for them.
             With ``memory`` types are chosen layer by layer, see :mod:`moesaic.exports.mixed`.
         overwrite: replace ``out`` if it exists.
-        track: shows progress.
-        types: with ``memory``, of each group of tensors where they are known.
 
     Returns:
         ``out``, ``type``, ``bytes``, and ``types``: how many weights each of llama.cpp's types
@@ -126,13 +122,12 @@ def export_gguf(
         work = place / "model.gguf"
         convert(script, folder, source.folder, work, args.type if plain else "f32")
         if not plain:
-            rounding = Rounding(folder, work, args.calibration, track)
+            rounding = Rounding(folder, work, args.calibration)
             work = work.with_name("quantised.gguf")
             if args.memory is None:
                 rounding.uniform(work, args.type)
             else:
-                types = types or rounding.best(args.among or TYPES, args.memory)
-                rounding.mixed(work, types)
+                rounding.mixed(work, rounding.best(args.among or TYPES, args.memory))
         counts = types_of(work)
         put_file(work, out, overwrite)
     size = out.stat().st_size

@@ -341,24 +341,22 @@ def _sweep(out: Path) -> None:
 
 
 @contextmanager
-def whole_file(file: Path, overwrite: bool = True) -> Iterator[Path]:
+def whole_file(file: Path) -> Iterator[Path]:
     """A file to write that gets its name when it is whole, and is gone if that fails.
+
+    What has its name by then is replaced.
 
     Args:
         file: to make, with the folder around it.
-        overwrite: what has its name by then is replaced.
 
     Yields:
         the path to write to, beside ``file``: an empty file that nobody else can have made.
-
-    Raises:
-        MoesaicError: the file exists by then.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = _empty(_beside(file))
     try:
         yield partial
-        put_file(partial, file, overwrite)
+        partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
         for path in _left(file):  # of runs that were killed; others may be writing the same
