@@ -110,8 +110,8 @@ def _sglang(config: Config, ep: int) -> Iterator[str]:
     """sgl-project/sglang: srt/models/{granitemoeshared,glm4_moe,nemotron_nas}.py; layers/moe."""
     if config.model_type == DeciLMConfig.model_type:
         yield from _decilm(config)
-        if config.attention_bias or config.mlp_bias:
-            yield "biases of attention's output and of MLPs: its DeciLM leaves them out"
+        if config.mlp_bias:
+            yield "biases of MLPs: its DeciLM leaves them out"
     count = _experts(config)
     if not count:
         return
