@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import torch
     from _typeshed import DataclassInstance
 
-D = TypeVar("D", bound="DataclassInstance")
 STRICT: JSON = {"extra": "forbid"}
 
 
@@ -99,16 +98,8 @@ def explained(doc: str | None, options: Iterable[tuple[str, str]]) -> str:
     lines = [
         fill(f"{name}: {words}", 96, subsequent_indent="    ") for name, words in options if words
     ]
-    return "\n".join(
-        [inspect.cleandoc(doc or ""), "", "Options:", indent("\n".join(lines), "    ")]
-    )
-
-
-def documented(config: type[D]) -> type[D]:
-    """A dataclass of options whose docstring tells of them."""
-    options = ((entry.name, in_words(entry)) for entry in fields(config))
-    config.__doc__ = explained(config.__doc__, options)
-    return config
+    listed = ["", "Options:", indent("\n".join(lines), "    ")] if lines else []
+    return "\n".join([inspect.cleandoc(doc or ""), *listed])
 
 
 _TYPES: dict[type, Values] = {}
@@ -180,6 +171,32 @@ def _in_words(hint: object) -> str:
     return WORDS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
+@dataclass(frozen=True)
+class Options:
+    """Fields made with :func:`option`, which the docstring tells of and which are checked."""
+
+    __pydantic_config__: ClassVar[JSON] = STRICT
+
+    def __init_subclass__(cls, **options: object) -> None:
+        """Tell of the fields in the docstring; they are no dataclass's yet."""
+        super().__init_subclass__(**options)
+        attributes = {**getattr(cls, "__dataclass_fields__", {}), **vars(cls)}
+        members = {name: value for name, value in attributes.items() if isinstance(value, Field)}
+        doc = vars(cls).get("__doc__") or getattr(cls, "title", "")
+        cls.__doc__ = explained(doc, ((name, in_words(value)) for name, value in members.items()))
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse options that contradict each other.
+
+        Raises:
+            MoesaicError: speaks of fields; the command line turns them into its own options.
+        """
+
+
 # --- methods -------------------------------------------------------------------------------------
 
 
@@ -201,14 +218,12 @@ class Former:
 
 
 @dataclass(frozen=True)
-class MethodConfig:
+class MethodConfig(Options):
     """The options of a method, and what the method says of itself.
 
     A subclass is a frozen dataclass whose fields are made with :func:`option`. It names the class
     that carries it out without importing it.
     """
-
-    __pydantic_config__: ClassVar[JSON] = STRICT
 
     verb: ClassVar[str]
     """The command that it belongs to, such as ``carve``."""
@@ -232,25 +247,6 @@ class MethodConfig:
     """The word for the parts that the result's routers choose."""
     former: ClassVar[Mapping[str, Former]] = {}
     """Options by the names that they had."""
-
-    def __init_subclass__(cls, **options: object) -> None:
-        """Tell of the fields in the docstring; they are no dataclass's yet."""
-        super().__init_subclass__(**options)
-        attributes = {**getattr(cls, "__dataclass_fields__", {}), **vars(cls)}
-        members = {name: value for name, value in attributes.items() if isinstance(value, Field)}
-        doc = vars(cls).get("__doc__") or cls.title
-        cls.__doc__ = explained(doc, ((name, in_words(value)) for name, value in members.items()))
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        self.check()
-
-    def check(self) -> None:
-        """Refuse options that contradict each other.
-
-        Raises:
-            MoesaicError: speaks of fields; the command line turns them into its own options.
-        """
 
     @classmethod
     def renewed(cls, options: Values) -> JSON:
@@ -340,12 +336,9 @@ class Verb:
 # --- a run ---------------------------------------------------------------------------------------
 
 
-@documented
 @dataclass(frozen=True)
-class Calibration:
+class Calibration(Options):
     """The text that statistics are taken on, or that a method trains on."""
-
-    __pydantic_config__: ClassVar[JSON] = STRICT
 
     source: str = option(
         "",
@@ -370,19 +363,16 @@ class Calibration:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stats", at_home(self.stats))
-        check_options(self)
+        super().__post_init__()
 
 
 ROUNDED = ("q8_0", "q5_0", "q4_0")
 """GGUF's types that the gguf package itself rounds to, from 8.5 to 4.5 bits a weight."""
 
 
-@documented
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Options):
     """Measurements of the result, beside the original."""
-
-    __pydantic_config__: ClassVar[JSON] = STRICT
 
     data: str = option(
         "",
@@ -438,13 +428,10 @@ class Evaluation:
         seldom=True,
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
+    def check(self) -> None:
         if not self.prompt:
             raise MoesaicError("prompt is empty; give text to continue.")
-        for name in self.baselines:
-            if name not in ROUNDED:
-                raise MoesaicError(f"baselines {name!r} is none of {', '.join(ROUNDED)}.")
+        check_types("baselines", self.baselines, ROUNDED)
 
 
 GgufType: TypeAlias = Literal[
@@ -455,10 +442,8 @@ GgufType: TypeAlias = Literal[
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Options):
     """How speed is measured."""
-
-    __pydantic_config__: ClassVar[JSON] = STRICT
 
     engine: Literal["transformers", "llamacpp"] = option(
         "transformers",
@@ -471,15 +456,13 @@ class Bench:
     new_tokens: int = option(32, "Greedy decoding steps of a round.", minimum=1)
     rounds: int = option(5, "Counted rounds, after one of warm-up.", minimum=1)
 
-    def __post_init__(self) -> None:
-        check_options(self)
+    def check(self) -> None:
         if self.type != "f32" and self.engine != "llamacpp":
             raise MoesaicError(f"type={self.type} is of a GGUF's weights: engine=llamacpp.")
 
 
-@documented
 @dataclass(frozen=True)
-class ExportArgs:
+class ExportArgs(Options):
     """The form that a model is written in for other engines."""
 
     verb: ClassVar[str] = "export"
@@ -506,8 +489,7 @@ class ExportArgs:
         (), "A type that memory chooses from. Repeatable. Default: q8_0 to q2_k."
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
+    def check(self) -> None:
         check_types("among", self.among)
         if self.memory is not None and self.to != "gguf":
             raise MoesaicError("memory chooses a GGUF's types: to=gguf.")
@@ -538,15 +520,15 @@ def by_text(type: str) -> bool:
     return type.startswith(("iq1", "iq2", "iq3"))
 
 
-def check_types(name: str, types: Sequence[str]) -> None:
-    """Refuse types that a GGUF file does not have.
+def check_types(name: str, types: Sequence[str], known: Sequence[str] = get_args(GgufType)) -> None:
+    """Refuse types that are not known, by default those that a GGUF file does not have.
 
     Raises:
         MoesaicError: names the field.
     """
     for type in types:
-        if type not in get_args(GgufType):
-            raise MoesaicError(f"{name} {type!r} is none of {', '.join(get_args(GgufType))}.")
+        if type not in known:
+            raise MoesaicError(f"{name} {type!r} is none of {', '.join(known)}.")
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import ClassVar
 
-from moesaic.config import STRICT, check_options, check_types, documented, option
+from moesaic.config import Options, check_types, option
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
 
 
-@documented
 @dataclass(frozen=True)
-class FitConfig:
+class FitConfig(Options):
     """Budgets, at least one, and how much is tried."""
-
-    __pydantic_config__: ClassVar[JSON] = STRICT
 
     memory: int | None = option(
         None, "The most that the weights may take: bytes, 12GB, 800MB.", minimum=1, parse="bytes"
@@ -41,8 +36,7 @@ class FitConfig:
         32, "Windows of calibration text that choose, apart from those that calibrate.", minimum=2
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
+    def check(self) -> None:
         check_types("types", self.types)
         if self.types and self.memory is None:
             raise MoesaicError(
