@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from moesaic.arch.lookup import base_arch
 from moesaic.arch.mixture import MoEArch
@@ -24,17 +23,8 @@ BLOCK = 32
 """Weights that GGUF's types round together, at least."""
 
 
-@dataclass(frozen=True)
-class Form:
-    """Recipes of one form, of which one number is open."""
-
-    name: str
-    shares: tuple[float, ...]
-    """The values of that number, rising: the larger, the larger the result."""
-    quick: Callable[[float], Steps]
-    """The recipe that is quick to carry out."""
-    careful: Callable[[float], Steps] | None = None
-    """Of the same size, made with more care."""
+class Form(Ladder[Steps]):
+    """Whole recipes of one form, of which one number is open."""
 
     @property
     def single(self) -> bool:
