@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ from moesaic.metrics.routing import Routing
 from moesaic.metrics.size import model_size
 from moesaic.nn.phase import set_mode
 
+P = TypeVar("P", bound="Part")
 LARGEST = 709.0
 """Nats a token of the largest perplexity that is told: JSON has no infinity."""
 
@@ -42,30 +44,26 @@ class Part:
 
     perplexity: float
     tokens: int
+    """Tokens that were scored."""
     kl: float | None = None
+    """Mean of KL(original || this model) over the scored tokens, in nats a token; None where it was
+    compared with nothing."""
     top1_agreement: float | None = None
+    """Share of tokens at which original and this model think the same next one most probable."""
 
     def as_json(self) -> JSON:
         """The figures that there are, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-@dataclass(frozen=True)
-class Quality:
+@dataclass(frozen=True, kw_only=True)
+class Quality(Part):
     """How well a model predicts a text, and how it routed its tokens."""
 
-    perplexity: float
-    tokens: int
-    """Tokens that were scored."""
     routing: dict[int, Routing] = field(repr=False)
     """By decoder layer; empty for a model whose layers do not route."""
     sources: dict[str, Part] = field(default_factory=dict)
     """By source of a mix, or by domain of rows that have one; empty for a single text."""
-    kl: float | None = None
-    """Mean of KL(original || this model) over the scored tokens, in nats a token; None where it was
-    compared with nothing."""
-    top1_agreement: float | None = None
-    """Share of tokens at which original and this model think the same next one most probable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,20 +203,19 @@ def qualities(
     )
     if others:
         total, *of_parts = torch.stack(all_shares(sums, shared)).sum(0)
-        divergence, agreement = (total / quality.tokens).tolist()
         sources = {
             name: _beside(part, sums_2)
             for (name, part), sums_2 in zip(quality.sources.items(), of_parts, strict=True)
         }
-        quality = replace(quality, sources=sources, kl=divergence, top1_agreement=agreement)
+        quality = _beside(replace(quality, sources=sources), total)
     return [
         replace(q, sources={name: part for name, part in q.sources.items() if part.tokens})
         for q in (quality, *compared)
     ]
 
 
-def _beside(part: Part, sums_2: Tensor) -> Part:
-    """A part with its divergence and its agreement, of their sums over its tokens."""
+def _beside(part: P, sums_2: Tensor) -> P:
+    """The same with its divergence and its agreement, of their sums over its tokens."""
     divergence, agreement = (sums_2 / max(1, part.tokens)).tolist()
     return replace(part, kl=divergence, top1_agreement=agreement)
 
@@ -263,7 +260,8 @@ class _Losses:
             for loss, count in torch.stack(all_shares(self.parts, shared)).sum(0)
         ]
         sources = dict(zip(tokens.parts, parts, strict=True))
-        return Quality(*_mean(sum_N, count_N), all_routing(routing, shared), sources)
+        every = all_routing(routing, shared)
+        return Quality(*_mean(sum_N, count_N), routing=every, sources=sources)
 
 
 def _scored(batch: Tokens) -> Tensor:
