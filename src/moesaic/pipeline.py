@@ -42,7 +42,7 @@ from moesaic.io.outputs import (
 )
 from moesaic.io.source import Source, from_hub, resolve
 from moesaic.log import Log
-from moesaic.methods import VERBS, implementation
+from moesaic.methods import implementation
 from moesaic.metrics.evaluate import have_room, measured_text
 from moesaic.metrics.forward import Layerwise
 from moesaic.metrics.machine import environment
@@ -52,7 +52,7 @@ from moesaic.metrics.tasks import check_tasks
 from moesaic.nn.kernels import fast
 from moesaic.observation.job import Job
 from moesaic.plan import Plan, Progress
-from moesaic.recipe import Recipe, check_run
+from moesaic.recipe import Recipe, check_run, check_step
 from moesaic.record import Record
 from moesaic.result import Result, save_applied
 
@@ -65,11 +65,7 @@ def convert(config: MethodConfig, args: RunArgs) -> Result:
     Raises:
         MoesaicError: the request cannot be met.
     """
-    verb = VERBS[config.verb]
-    if args.compare and not verb.compares:
-        raise MoesaicError(f"{verb.name} compares nothing: leave compare out.")
-    if args.calibration.stats and not verb.observes:
-        raise MoesaicError(f"{verb.name} takes no statistics: leave stats out.")
+    check_step(config, args.calibration.stats, args.compare)
     method = implementation(config)
     job = Job(args, method.find, config.window)
     for sentence in method.settle(job):

@@ -106,27 +106,17 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
     Raises:
         MoesaicError: names the field, its value and what would work.
     """
-    settings = recipe.evaluation
-    for step in recipe.steps:
-        verb = VERBS[step.verb]
-        if recipe.calibration.stats and not verb.observes:
-            raise MoesaicError(
-                f"stats={recipe.calibration.stats}: {verb.name} takes no statistics."
-            )
+    settings, stats = recipe.evaluation, recipe.calibration.stats
+    compare = settings.compare if settings is not None else ()
+    for number, step in enumerate(recipe.steps, 1):
+        check_step(step, stats, compare if number == len(recipe.steps) else ())
     if recipe.dtype not in DTYPES:
         raise MoesaicError(f"dtype {recipe.dtype!r} is none of {', '.join(DTYPES)}.")
-    if settings is not None and settings.compare:
-        last = recipe.steps[-1]
-        if not VERBS[last.verb].compares:
-            raise MoesaicError(f"{last.verb} compares nothing: leave compare out.")
-        for name in settings.compare:
-            last.compared(name)
     check_name(recipe.model)
     check_device(recipe.device)
     check_apart(recipe.texts, "" if settings is None else settings.data)
     if settings is not None:
         wanted_tasks(settings.tasks, settings.shots, settings.limit)
-    stats = recipe.calibration.stats
     if stats and not Path(stats).is_file():
         raise MoesaicError(
             f"No statistics at {stats}; moesaic observe {recipe.model} {stats} makes them."
@@ -141,6 +131,21 @@ def check_run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False) 
 
 
 # --- steps ---------------------------------------------------------------------------------------
+
+
+def check_step(config: MethodConfig, stats: str, compare: Sequence[str]) -> None:
+    """Refuse statistics and comparisons that a step has no use for.
+
+    Raises:
+        MoesaicError: names the field.
+    """
+    verb = VERBS[config.verb]
+    if stats and not verb.observes:
+        raise MoesaicError(f"{verb.name} takes no statistics: leave stats out.")
+    if compare and not verb.compares:
+        raise MoesaicError(f"{verb.name} compares nothing: leave compare out.")
+    for name in compare:
+        config.compared(name)
 
 
 def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
@@ -180,7 +185,7 @@ def step_config(verb: str, options: object, where: str = "") -> MethodConfig:
         bundle = "best"
     if bundle is not None:
         options = {**_bundle(verb, method, str(bundle), where), **options}
-    return checked(config, plain_values(config, options), where)
+    return checked(config, options, where)
 
 
 def former_options(verb: str) -> dict[str, Former]:
@@ -268,7 +273,8 @@ def checked(cls: type[D], data: object, where: str) -> D:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(cls).validate_python(data)
+        values = plain_values(cls, data) if isinstance(data, dict) else data
+        return TypeAdapter(cls).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join([where, *map(str, first["loc"])]).strip(".")
@@ -319,7 +325,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), where: str = "recipe"
         configs.append(step_config(verb, options, f"steps.{i}.{verb}"))
     for name, config in (("calibration", Calibration), ("evaluation", Evaluation)):
         if isinstance(data.get(name), dict):
-            data[name] = plain_values(config, data[name])
+            data[name] = checked(config, data[name], name)
     return checked(Recipe, {**data, "steps": tuple(configs)}, "")
 
 
