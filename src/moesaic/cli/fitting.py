@@ -8,6 +8,7 @@ from pathlib import Path
 from moesaic.cli.options import (
     DEVICE,
     DTYPE,
+    PLACE,
     TEXT,
     AsJson,
     Model,
@@ -19,13 +20,14 @@ from moesaic.cli.options import (
     Resume,
     Value,
     option,
+    taken,
 )
 from moesaic.cli.shared import check_push, emit, pushed, register, tell
 from moesaic.config import Calibration, Evaluation
 from moesaic.fitting.config import FitConfig
 from moesaic.foreign import JSON
 from moesaic.io.layout import FOLDER, PAGE
-from moesaic.recipe import Recipe, check_run, checked, plain_values
+from moesaic.recipe import Recipe, check_run, checked
 
 
 def fit(
@@ -40,7 +42,7 @@ def fit(
 ) -> None:
     """Find the recipe that loses least within a budget, and carry it out."""
     recipe = search_recipe(model, out, options)
-    config = checked(FitConfig, plain_values(FitConfig, options), "")
+    config = checked(FitConfig, options, "")
     check_push(push, push_plan)
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported
     from rich.console import Group
@@ -71,16 +73,13 @@ def search_recipe(model: str, out: Path, options: JSON, **measured: Value) -> Re
         options: of the search, and others.
         measured: of :class:`~moesaic.config.Evaluation`, where ``options`` does not say otherwise.
     """
-    place = {name: options.pop(name) for name in ("device", "dtype") if name in options}
-    calibration = {name: options.pop(name) for name in TEXT if name in options}
-    measured |= {name: options.pop(name) for name in ("data", "max_tokens") if name in options}
     return Recipe(
         model=model,
         out=str(out),
         steps=(),
-        calibration=checked(Calibration, calibration, ""),
-        evaluation=checked(Evaluation, measured, ""),
-        **place,
+        calibration=checked(Calibration, taken(options, TEXT), ""),
+        evaluation=checked(Evaluation, measured | taken(options, ("data", "max_tokens")), ""),
+        **taken(options, PLACE),
     )
 
 

@@ -29,7 +29,7 @@ from moesaic.foreign import JSON
 from moesaic.io.layout import FOLDER, PAGE
 from moesaic.io.outputs import alone, discard
 from moesaic.methods import methods_of
-from moesaic.recipe import Recipe, check_run, checked, plain_values
+from moesaic.recipe import Recipe, check_run, checked
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -91,7 +91,7 @@ def guide(
     folder = out or Path(f"{name}-smaller")
     recipe = search_recipe(model, folder, options, baselines=ROUNDED)
     native = bool(options.pop("native", False))
-    config = checked(FitConfig, plain_values(FitConfig, options), "") if options else None
+    config = checked(FitConfig, options, "") if options else None
     if config is not None and config.memory is not None and config.max_loss is not None:
         raise MoesaicError("memory and max_loss are two goals: give one; moesaic fit takes both.")
     check_run(recipe, overwrite=overwrite, resume=resume)  # before anything slow is imported

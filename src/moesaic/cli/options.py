@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 TEXT = ("source", "samples", "length", "seed", "documents")
 """The fields of Calibration that say which text."""
+PLACE = ("device", "dtype")
+"""The fields of Recipe that say where is computed."""
 MODELS = "Hub id, folder, .gguf file, smollm2, tiny-moe ..."
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODELS, show_default=False)]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make.", show_default=False)]
@@ -222,6 +224,11 @@ def _help(group: Sequence[Place], methods: int) -> str:
 
 
 # --- values --------------------------------------------------------------------------------------
+
+
+def taken(options: JSON, names: Iterable[str]) -> JSON:
+    """The options of these names, as far as they were given; they are taken out."""
+    return {name: options.pop(name) for name in names if name in options}
 
 
 def pairs(arguments: Sequence[str] | None) -> JSON:

@@ -10,9 +10,11 @@ from typing import Annotated
 
 import typer
 
+from moesaic.cli.measure import place, redundancy_shown
 from moesaic.cli.options import (
     DEVICE,
     DTYPE,
+    PLACE,
     TEXT,
     AsJson,
     DryRun,
@@ -27,11 +29,11 @@ from moesaic.cli.options import (
     of_methods,
     option,
     pairs,
+    taken,
 )
 from moesaic.cli.shared import carry_out, emit, register, tell
-from moesaic.config import Calibration, Evaluation, Verb, about, check_device, parse_dtype
+from moesaic.config import Calibration, Evaluation, Verb, about
 from moesaic.errors import MoesaicError
-from moesaic.foreign import JSON
 from moesaic.io.names import check_name
 from moesaic.io.outputs import check_file
 from moesaic.methods import VERBS, methods_of
@@ -86,7 +88,7 @@ def verb_options(verb: Verb) -> list[Option]:
 def command(verb: Verb) -> Callable[..., None]:
     """The function behind a verb's command."""
     methods = methods_of(verb.name)
-    text = {*TEXT, "stats"} if verb.calibrates else {"stats"}
+    text = (*TEXT, "stats") if verb.calibrates else ("stats",)
 
     def run(
         model: Model,
@@ -103,13 +105,8 @@ def command(verb: Verb) -> Callable[..., None]:
         **options: Value,
     ) -> None:
         extra = pairs(options.pop("option", None))
-        device = {name: options.pop(name) for name in ("device", "dtype") if name in options}
-        calibration = {name: options.pop(name) for name in text & options.keys()}
-        measured: JSON = {
-            name: options.pop(name)
-            for name in ("data", "max_tokens", "compare", "baselines")
-            if name in options
-        }
+        device, calibration = taken(options, PLACE), taken(options, text)
+        measured = taken(options, ("data", "max_tokens", "compare", "baselines"))
         if not verb.calibrates and "data" in measured and "train" not in {**options, **extra}:
             raise MoesaicError(
                 "data is what is measured: name what is trained on, too, with train=FILE, or "
@@ -117,9 +114,7 @@ def command(verb: Verb) -> Callable[..., None]:
             )
         config = methods.get(method_of(verb.name, renewed(verb.name, options)))
         config_fields = {field.name for field in fields(config)} if config else set()
-        measured |= {
-            key: extra.pop(key) for key in SELDOM if key in extra and key not in config_fields
-        }
+        measured |= taken(extra, (name for name in SELDOM if name not in config_fields))
         if measured and not evaluate:
             raise MoesaicError(f"{next(iter(measured))} is for measuring: not with evaluate=False.")
         if "seed" in calibration and "seed" in config_fields:
@@ -164,15 +159,13 @@ def observe(
         raise MoesaicError(
             f"{next(iter(options))} is for running MODEL: not with merge={merge[0]}."
         )
-    device = check_device(options.pop("device", Recipe.device))
-    dtype = parse_dtype(options.pop("dtype", Recipe.dtype))
-    gram = {"gram_mb": options.pop("gram_mb")} if "gram_mb" in options else {}
+    named, gram = taken(options, PLACE), taken(options, ("gram_mb",))
+    where = place({**named})
     calibration = checked(Calibration, options, "")
     from rich.console import Group
 
     from moesaic import api
     from moesaic.cli.bars import bars
-    from moesaic.cli.measure import redundancy_shown
     from moesaic.distributed import process
     from moesaic.estimates import notice_of_observing
     from moesaic.fitting.redundancy import looking, observed_redundancy
@@ -183,16 +176,14 @@ def observe(
         merge_files(merge, stats)
     else:
         if process()[0] == 0:
-            kind = str(dtype or "auto").removeprefix("torch.")
-            recipe = Recipe(model, "", (), calibration, None, device, kind)
+            recipe = Recipe(model, "", (), calibration, None, **named)
             tell(notice_of_observing(recipe, *[looking] if alone else []))
         api.observe(
             model,
             stats,
             calibration=calibration,
             **gram,
-            device=device,
-            dtype=dtype,
+            **where,
             overwrite=overwrite,
             resume=resume,
             track=bars,
@@ -204,7 +195,7 @@ def observe(
     shown: list[Value] = [f"Statistics of {len(header['layers'])} layers in {stats}"]
     if alone and not merge:
         with suppress(MoesaicError):  # dense, or without a tokenizer for text that ships
-            redundancy = observed_redundancy(model, str(stats), bars, device, dtype)
+            redundancy = observed_redundancy(model, str(stats), bars, **where)
             figures["redundancy"] = redundancy.as_json()
             shown.append(redundancy_shown(redundancy))
     emit(as_json, figures, Group(*shown))
