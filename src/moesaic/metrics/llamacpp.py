@@ -6,7 +6,7 @@ import ctypes
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -67,12 +67,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._llama.close()
 
     @property
