@@ -13,6 +13,7 @@ import warnings
 from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -32,7 +33,6 @@ from moesaic.metrics.size import model_size
 from moesaic.observation.files import StatsFile
 from moesaic.plan import Plan
 from moesaic.recipe import Recipe, step_config
-from moesaic.registry import imported
 
 MODES = ("memory", "disk")
 SHARED = [
@@ -117,7 +117,7 @@ def test_a_method_says_what_it_is(key):
     assert (config.verb, config.name) == (verb, name)
     assert config.verb in VERBS
     assert config.title
-    assert issubclass(imported(config.implementation), Method)
+    assert issubclass(resolve_name(config.implementation), Method)
     for of in fields(config):
         assert about(of).help, f"{of.name} has no help text"
     assert isinstance(implementation(config()), Method)
