@@ -120,10 +120,15 @@ class Tokens:
             )
 
     @property
+    def real(self) -> Tensor:
+        """bool (N, L), False on padding."""
+        mask = self.attention_mask
+        return torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask
+
+    @property
     def count(self) -> int:
         """Tokens, padding left out."""
-        mask = self.attention_mask
-        return self.input_ids.numel() if mask is None else int(mask.sum())
+        return int(self.real.sum())
 
     @cached_property
     def fingerprint(self) -> str:
@@ -150,23 +155,17 @@ class Tokens:
         more = length - self.input_ids.shape[1]
         if more <= 0:
             return self
-        mask = self.attention_mask
-        mask = torch.ones_like(self.input_ids, dtype=torch.bool) if mask is None else mask
-        ids = torch.nn.functional.pad(self.input_ids, (0, more))
-        return Tokens(ids, torch.nn.functional.pad(mask, (0, more)), self.origins)
+        ids, real = (torch.nn.functional.pad(t, (0, more)) for t in (self.input_ids, self.real))
+        return Tokens(ids, real, self.origins)
 
     def unpadded(self) -> list[list[int]]:
         """The ids of each window, padding left out."""
-        mask = self.attention_mask
-        if mask is None:
-            return self.input_ids.tolist()
-        return [ids[real].tolist() for ids, real in zip(self.input_ids, mask, strict=True)]
+        return [ids[real].tolist() for ids, real in zip(self.input_ids, self.real, strict=True)]
 
     def examples(self) -> list[dict[str, list[int]]]:
         """Windows to learn from, as input_ids and labels; padding is not predicted."""
-        ids, mask = self.input_ids, self.attention_mask
-        labels = ids if mask is None else ids.where(mask, IGNORED)
-        pairs = zip(ids.tolist(), labels.tolist(), strict=True)
+        labels = self.input_ids.where(self.real, IGNORED)
+        pairs = zip(self.input_ids.tolist(), labels.tolist(), strict=True)
         return [{"input_ids": row, "labels": targets} for row, targets in pairs]
 
     def batches(self, tokens_per_batch: int = 2048) -> Iterator[Tokens]:
@@ -365,10 +364,8 @@ def _first_of_file(path: Path, length: int | None, max_tokens: int | None) -> To
     tokens = token_file(path, length)
     if max_tokens is None:
         return tokens
-    mask = tokens.attention_mask
-    lengths = torch.full((len(tokens.input_ids),), tokens.input_ids.shape[1])
-    lengths = lengths if mask is None else mask.sum(1)
-    return tokens.rows(slice(max(1, int((lengths.cumsum(0) <= max_tokens).sum()))))
+    so_far = tokens.real.sum(1).cumsum(0)
+    return tokens.rows(slice(max(1, int((so_far <= max_tokens).sum()))))
 
 
 def calibration_tokens(
@@ -518,12 +515,9 @@ def joined(parts: Sequence[Tokens]) -> Tokens:
         return parts[0]
     length = max(part.input_ids.shape[1] for part in parts)
     padded = [part.padded(length) for part in parts]
-    masks = [part.attention_mask for part in padded]
     ids = torch.cat([part.input_ids for part in padded])
-    mask = None
-    if any(m is not None for m in masks):
-        ones = [torch.ones_like(part.input_ids, dtype=torch.bool) for part in padded]
-        mask = torch.cat([w if m is None else m for w, m in zip(ones, masks, strict=True)])
+    masked = any(part.attention_mask is not None for part in padded)
+    mask = torch.cat([part.real for part in padded]) if masked else None
     origins = tuple(origin for part in parts for origin in part.origins)
     names = [*map(_name_of, parts)]
     sources = tuple(dict.fromkeys(names))  # slices of one source are one kind of text

@@ -210,13 +210,10 @@ class Drafts:
         counts = torch.zeros(len(drafters), 2, dtype=torch.int64)
         hidden: list[Tensor] = []
         head = run.shape.get_output_embeddings()
-        handle = head.register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
         batches = own_share(list(tokens.batches(BATCH)), shared)
-        try:
+        with head.register_forward_pre_hook(lambda _, args: hidden.append(args[0])):
             for logits, batch in run.run(batches, track, "Drafts").logits:
                 counts += self._counted(drafters, hidden.pop(), logits.argmax(-1), batch)
-        finally:
-            handle.remove()
         total = torch.stack(all_shares([counts], shared)).sum(0)
         if not total[:, 1].all():
             raise MoesaicError(
@@ -229,16 +226,13 @@ class Drafts:
         self, drafters: list[Drafter], hidden_BLD: Tensor, greedy_BL: Tensor, batch: Tokens
     ) -> Tensor:
         """Of each layer the drafts that are accepted, and all, int64 (layers, 2)."""
-        ids_BL, mask_BL = batch.input_ids.to(self.device), batch.attention_mask
-        real_BL = torch.ones_like(ids_BL, dtype=torch.bool) if mask_BL is None else mask_BL
-        real_BL = real_BL.to(self.device)
+        ids_BL, real_BL = batch.input_ids.to(self.device), batch.real.to(self.device)
+        mask_BL = None if batch.attention_mask is None else real_BL
         counts = []
         for depth, drafter in enumerate(drafters, 1):
             with set_mode(drafter, "always"):
                 next_BL = F.pad(ids_BL[:, depth:], (0, depth))
-                hidden_BLD, drafted = drafter(
-                    hidden_BLD, next_BL, None if mask_BL is None else real_BL
-                )
+                hidden_BLD, drafted = drafter(hidden_BLD, next_BL, mask_BL)
             same = drafted.argmax(-1)[:, :-depth] == greedy_BL[:, depth:]
             both = real_BL[:, depth:] & real_BL[:, :-depth]
             counts.append(torch.stack([(same & both).sum(), both.sum()]))

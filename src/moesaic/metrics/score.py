@@ -266,10 +266,7 @@ class _Losses:
 
 def _scored(batch: Tokens) -> Tensor:
     """Which next tokens are scored, bool (B, L - 1): those behind a real token, and real."""
-    mask = batch.attention_mask
-    if mask is None:
-        return torch.ones_like(batch.input_ids[:, 1:], dtype=torch.bool)
-    return mask[:, 1:] & mask[:, :-1]
+    return batch.real[:, 1:] & batch.real[:, :-1]
 
 
 def _mean(sum_N: Tensor, count_N: Tensor) -> tuple[float, int]:
